@@ -1,0 +1,98 @@
+"""The data that methods and models exchange, and the shape legend of this package.
+
+Shapes: T frames (temporal patches on Qwen models), N tokens a frame, D hidden size of the LLM, M = T*N tokens of the
+video, B budget (kept tokens). A token's flat index is n = t*N + i, counted from 0. Tensor names end in their shape
+where it helps: ``tokens_MD`` is [M, D].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+
+def budget_for(retention_ratio: float, n_total: int) -> int:
+    """B = max(1, floor(r*M + 1e-9)) tokens: "at most B", robust to r*M landing a rounding error below an integer.
+
+    Raises ValueError where ``retention_ratio`` lies outside (0, 1].
+    """
+    is_number = isinstance(retention_ratio, Real) and not isinstance(retention_ratio, bool)
+    if not (is_number and 0.0 < retention_ratio <= 1.0):
+        raise ValueError(f"retention_ratio is the share of tokens kept, in (0, 1]; got {retention_ratio!r}")
+    return max(1, math.floor(float(retention_ratio) * n_total + 1e-9))
+
+
+@dataclass(frozen=True)
+class VisualTokens:
+    """What a backbone makes of one video: all its visual tokens [T,N,D], and the evidence a method asked for."""
+
+    tokens: Tensor
+    evidence: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PrunedTokens:
+    """The kept tokens of one video, in ascending flat index.
+
+    Attributes:
+        tokens: [B,D], dtype and device of the input.
+        index: [B] int64, flat index t*N + i, ascending. A merged token carries its target's index.
+        rank: [B] int64, the order in which each token was selected (0 first); None for a method without an order.
+        merged: [B] bool, or None where the method never merges.
+        n_total: M = T*N, the number of tokens before pruning.
+        retention_ratio: the nominal share asked for (budget / n_total where a budget was given).
+        density: [B] float32, rho of each kept token (Eq. 8); None for a method without a density.
+        temporal_density: [T] float32, the normalised temporal density (Eq. 7); None for a method without one.
+    """
+
+    tokens: Tensor
+    index: Tensor
+    rank: Tensor | None
+    merged: Tensor | None
+    n_total: int
+    retention_ratio: float
+    density: Tensor | None = None
+    temporal_density: Tensor | None = None
+
+    @property
+    def nested(self) -> bool:
+        """Whether every smaller selection is a prefix of this one in order of rank."""
+        return self.rank is not None
+
+    def selection_order(self) -> Tensor:
+        """[B] int64 positions into the rows of ``tokens``, first selected first (ascending index without a rank)."""
+        if self.rank is None:
+            return torch.arange(len(self.index), device=self.index.device)
+        return torch.argsort(self.rank)
+
+    def at(self, retention_ratio: float) -> PrunedTokens:
+        """The nested smaller selection, ``retention_ratio`` being a share of all T*N tokens.
+
+        Raises ValueError where the ratio is larger than this selection's, or smaller and the method is not nested.
+        """
+        budget = budget_for(retention_ratio, self.n_total)
+        if retention_ratio > self.retention_ratio + 1e-9:
+            raise ValueError(f"retention ratio {retention_ratio} is larger than the {self.retention_ratio} kept here")
+        if self.rank is None:
+            if abs(retention_ratio - self.retention_ratio) > 1e-9:
+                raise ValueError(
+                    f"this method has no order of selection, so only its own retention ratio {self.retention_ratio} "
+                    f"is available, not {retention_ratio}: prune again at that ratio"
+                )
+            return self
+        keep = self.rank < budget
+        return PrunedTokens(
+            tokens=self.tokens[keep],
+            index=self.index[keep],
+            rank=self.rank[keep],
+            merged=None if self.merged is None else self.merged[keep],
+            n_total=self.n_total,
+            retention_ratio=float(retention_ratio),
+            density=None if self.density is None else self.density[keep],
+            temporal_density=self.temporal_density,
+        )

@@ -1,0 +1,21 @@
+"""Videos in, a Parquet cache of pruned visual tokens out; and the reader of that cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipeline.cache import CachedVideo, TokenCache
+    from pipeline.errors import CorruptShard, FailedVideo, NotACache, RatioNotCached, UnknownVideo
+
+__all__ = ["CachedVideo", "CorruptShard", "FailedVideo", "NotACache", "RatioNotCached", "TokenCache", "UnknownVideo"]
+
+_HOMES = {"TokenCache": "pipeline.cache", "CachedVideo": "pipeline.cache"}
+
+
+def __getattr__(name: str) -> Any:  # torch and pyarrow load when the reader is asked for, not with the package
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module  # noqa: PLC0415
+
+    return getattr(import_module(_HOMES.get(name, "pipeline.errors")), name)

@@ -1,0 +1,256 @@
+"""TokenCache: read pruned visual tokens back, without the video or the vision encoder."""
+
+from __future__ import annotations
+
+import base64
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from gstep.types import budget_for
+from pipeline.errors import CorruptShard, FailedVideo, NotACache, RatioNotCached, UnknownVideo
+from pipeline.live import VideoRows, read_live
+from pipeline.schema import FOOTER_TAIL, SCHEMA_VERSION, digest, footer_length, open_parquet, parse_footer
+from pipeline.store import LocalStore
+
+HEADER = "cache.json"
+TOKEN_COLUMNS = ("rank", "index", "frame", "token", "merged", "density")
+
+
+@dataclass(frozen=True)
+class CachedVideo:
+    """The stored tokens of one video; K rows.
+
+    Attributes:
+        video_id: the id in the manifest.
+        tokens: [K,D] bfloat16, bit for bit what the encoder gave.
+        index: [K] int64, flat position t*N + i before pruning.
+        rank: [K] int64, order of selection; None for a method without one.
+        frame: [K] int64, t.
+        merged: [K] bool, or None where the method never merges.
+        density: [K] float32 (Eq. 8), or None for a method without one.
+        metadata: the video's row of the videos table (see pipeline.schema), JSON columns decoded.
+    """
+
+    video_id: str
+    tokens: Tensor
+    index: Tensor
+    rank: Tensor | None
+    frame: Tensor
+    merged: Tensor | None
+    density: Tensor | None
+    metadata: dict[str, Any]
+
+
+def read_header(store: LocalStore) -> dict[str, Any]:
+    """The cache's header (schema version, identity, newline). Raises NotACache."""
+    try:
+        header = json.loads(store.read(HEADER))
+    except FileNotFoundError:
+        raise NotACache(
+            f"{store}: not a pruned-token cache (no {HEADER}); make one with python -m jobs.prune"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise NotACache(f"{store}/{HEADER}: not JSON: {error}") from error
+    version = header.get("schema_version") if isinstance(header, dict) else None
+    if version != SCHEMA_VERSION:
+        raise NotACache(f"{store}: schema version {version!r}; this program reads version {SCHEMA_VERSION}")
+    return dict(header)
+
+
+class TokenCache:
+    """A pruned-token cache, opened for reading. It shows what was committed when it was opened.
+
+    Raises NotACache where ``path`` is none, and CorruptShard where a videos shard was damaged.
+    """
+
+    def __init__(self, path: str | Path, *, store: LocalStore | None = None) -> None:
+        self.store = store or LocalStore(path)
+        self.header = read_header(self.store)
+        self._live = read_live(self.store)
+        self._place = {video_id: i for i, video_id in enumerate(self._live["video_id"].to_pylist())}
+        self._rows = VideoRows(self.store)
+        self._shard = lru_cache(maxsize=16)(self._open_shard)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What every row of this cache was made with."""
+        return dict(self.header["identity"])
+
+    @property
+    def retention_ratio(self) -> float:
+        """The stored share of tokens, the largest that ``get`` can serve."""
+        return float(self.identity["retention_ratio"])
+
+    @property
+    def newline(self) -> Tensor | None:
+        """[D] bfloat16, LLaVA-OneVision's row after all tokens of a video; None for families without one."""
+        encoded = self.header.get("newline")
+        return None if encoded is None else _bfloat16(bytearray(base64.b64decode(encoded)))
+
+    @property
+    def video_ids(self) -> list[str]:
+        """The videos that have tokens, sorted."""
+        ok = self._live.filter(pa.compute.equal(self._live["status"], "ok"))
+        return list(ok["video_id"].to_pylist())
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """The videos that were tried and failed, with the class of the error."""
+        bad = self._live.filter(pa.compute.not_equal(self._live["status"], "ok"))
+        return dict(zip(bad["video_id"].to_pylist(), bad["error_class"].to_pylist(), strict=True))
+
+    def __len__(self) -> int:
+        return len(self.video_ids)
+
+    def __contains__(self, video_id: object) -> bool:
+        place = self._place.get(video_id)  # type: ignore[call-overload]
+        return place is not None and self._live["status"][place].as_py() == "ok"
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.video_ids)
+
+    def metadata(self, video_id: str) -> dict[str, Any]:
+        """The video's live row, failed or not. Raises UnknownVideo."""
+        place = self._place.get(video_id)
+        if place is None:
+            raise UnknownVideo(f"{video_id!r} is not in the cache {self.store} ({len(self._place)} videos are)")
+        row = self._rows(self._live["shard"][place].as_py(), self._live["row"][place].as_py())
+        for name in ("manifest", "model_extra"):
+            row[name] = None if row[name] is None else json.loads(row[name])
+        return row
+
+    def get(
+        self, video_id: str, retention_ratio: float | None = None, order: Literal["index", "selection"] = "index"
+    ) -> CachedVideo:
+        """The tokens of one video, all that are stored or the nested ``retention_ratio`` of all T*N.
+
+        ``order="index"`` gives ascending flat index, as an LLM wants them; ``order="selection"`` the order of
+        selection, as they are stored: the tokens then are a read-only view into what Arrow read, without a copy.
+
+        Raises UnknownVideo, FailedVideo (with the class of the error), RatioNotCached, CorruptShard, and ValueError
+        for an order or ratio that makes no sense.
+        """
+        if order not in ("index", "selection"):
+            raise ValueError(f'order must be "index" or "selection", got {order!r}')
+        row = self.metadata(video_id)
+        if row["status"] != "ok":
+            raise FailedVideo(f"{video_id!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"])
+        keep = _rows_wanted(row, retention_ratio)
+        video = _to_video(row, self._read(row, keep))
+        return video if order == "selection" else _by_index(video)
+
+    def _read(self, row: dict[str, Any], keep: int) -> pa.Table:
+        """The video's first ``keep`` token rows, from no more row groups than hold them."""
+        counts = np.cumsum(row["row_counts"])
+        groups = int(np.searchsorted(counts, keep)) + 1
+        first = row["first_row_group"]
+        shard = self._shard(row["token_shard"], row["footer_hash"])
+        try:
+            table = shard.read_row_groups(list(range(first, first + groups)), columns=[*self._columns(shard)])
+        except (OSError, pa.ArrowException) as error:
+            raise CorruptShard(f"{self.store}/{row['token_shard']}: {error}") from error
+        if len(table) != counts[groups - 1]:
+            raise CorruptShard(
+                f"{self.store}/{row['token_shard']}: {len(table)} rows where {counts[groups - 1]} belong"
+            )
+        return table.slice(0, keep)
+
+    def _columns(self, shard: pq.ParquetFile) -> list[str]:
+        return [name for name in shard.schema_arrow.names if name != "video_id"]
+
+    def _open_shard(self, name: str, footer_hash: str) -> pq.ParquetFile:
+        """Open a token shard whose footer is the one that the videos row names."""
+        try:
+            source = self.store.open(name)
+            size = source.size()
+            source.seek(max(0, size - FOOTER_TAIL))
+            length = footer_length(source.read(FOOTER_TAIL))
+            source.seek(max(0, size - length))
+            footer = source.read(length)
+        except FileNotFoundError:
+            raise CorruptShard(f"{self.store}/{name}: the shard is missing") from None
+        except ValueError as error:
+            raise CorruptShard(f"{self.store}/{name}: {error}") from error
+        if digest(footer) != footer_hash:
+            raise CorruptShard(f"{self.store}/{name}: its footer is not the one that was committed")
+        return open_parquet(source, parse_footer(footer))
+
+
+def _rows_wanted(row: dict[str, Any], retention_ratio: float | None) -> int:
+    stored = row["retention_ratio"]
+    if retention_ratio is None:
+        return int(row["n_tokens"])
+    budget = budget_for(retention_ratio, row["n_total"])
+    if retention_ratio > stored + 1e-9:
+        raise RatioNotCached(f"{row['video_id']!r} is stored at retention ratio {stored}; {retention_ratio} is larger")
+    if abs(retention_ratio - stored) <= 1e-9:
+        return int(row["n_tokens"])
+    if not row["nested"]:
+        raise RatioNotCached(
+            f"{row['video_id']!r} was pruned by a method without an order of selection, so only its own retention "
+            f"ratio {stored} can be served, not {retention_ratio}"
+        )
+    return min(budget, int(row["n_tokens"]))
+
+
+def _to_video(row: dict[str, Any], table: pa.Table) -> CachedVideo:
+    def numbers(name: str, dtype: Any) -> Tensor | None:
+        column = table[name]
+        return None if column.null_count else torch.from_numpy(column.to_numpy().astype(dtype))
+
+    index, frame = numbers("index", np.int64), numbers("frame", np.int64)
+    assert index is not None and frame is not None
+    return CachedVideo(
+        video_id=row["video_id"],
+        tokens=_vectors(table["token"], row["hidden_size"]),
+        index=index,
+        rank=numbers("rank", np.int64),
+        frame=frame,
+        merged=numbers("merged", np.bool_),
+        density=numbers("density", np.float32),
+        metadata=row,
+    )
+
+
+def _by_index(video: CachedVideo) -> CachedVideo:
+    order = torch.argsort(video.index, stable=True)
+
+    def ordered(column: Tensor | None) -> Tensor | None:
+        return None if column is None else column[order]
+
+    return CachedVideo(
+        video_id=video.video_id,
+        tokens=video.tokens[order],
+        index=video.index[order],
+        rank=ordered(video.rank),
+        frame=video.frame[order],
+        merged=ordered(video.merged),
+        density=ordered(video.density),
+        metadata=video.metadata,
+    )
+
+
+def _vectors(column: pa.ChunkedArray, hidden_size: int) -> Tensor:
+    """[K, hidden_size] bfloat16 over Arrow's own memory. The reader gives a column as one chunk."""
+    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    width = array.type.byte_width
+    data = array.buffers()[1].slice(array.offset * width, len(array) * width)
+    return _bfloat16(data).view(len(array), hidden_size)
+
+
+def _bfloat16(data: Any) -> Tensor:
+    """A view of the bytes of ``data``."""
+    with warnings.catch_warnings():  # Arrow's memory is read-only, which torch cannot express
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return torch.from_numpy(np.frombuffer(data, dtype=np.int16)).view(torch.bfloat16)

@@ -1,0 +1,111 @@
+"""Every typed error of the pipeline, one sentence each."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal, get_args
+
+FaultClass = Literal["unsupported", "corrupt", "timeout", "crash", "out-of-memory", "policy", "io", "internal"]
+FAULT_CLASSES: tuple[str, ...] = get_args(FaultClass)
+# What another attempt may cure: the machine's state, not the file's content.
+RETRYABLE: frozenset[str] = frozenset({"timeout", "crash", "out-of-memory", "io", "internal"})
+
+
+class UsageError(ValueError):
+    """The request cannot be carried out as given; nothing was started (exit code 2)."""
+
+
+class ManifestError(UsageError):
+    """The videos to process cannot be listed: no such folder, no video in it, an unreadable or ambiguous manifest."""
+
+
+class NotACache(UsageError):  # noqa: N818
+    """The folder is not a pruned-token cache (it is missing, holds something else, or has another schema version)."""
+
+
+class IdentityMismatch(UsageError):  # noqa: N818
+    """The cache was made with another model, preprocessing, sampling or pruner, so its rows cannot be mixed."""
+
+
+class SourceChanged(UsageError):  # noqa: N818
+    """A video that is already in the cache has another file, size or clip in this manifest."""
+
+
+class CacheLocked(UsageError):  # noqa: N818
+    """Another run holds the cache's lock."""
+
+
+class RunFailed(RuntimeError):  # noqa: N818
+    """The run stopped before every video had a row (exit code 1)."""
+
+
+class CorruptShard(RuntimeError):  # noqa: N818
+    """A Parquet shard does not hold what its videos row says."""
+
+
+class UnknownVideo(KeyError):  # noqa: N818
+    """The cache has no tokens of this video_id."""
+
+    def __str__(self) -> str:  # KeyError would show the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class FailedVideo(UnknownVideo):
+    """The video was tried and failed; ``fault_class`` says how."""
+
+    def __init__(self, message: str, fault_class: str) -> None:
+        super().__init__(message, fault_class)
+        self.fault_class = fault_class
+
+
+class RatioNotCached(ValueError):  # noqa: N818
+    """The cache cannot serve this retention ratio: it is larger than the stored one, or the method is not nested."""
+
+
+class VideoFault(Exception):  # noqa: N818
+    """What went wrong with one video; becomes its error row and never touches another video.
+
+    Attributes:
+        fault_class: one of FAULT_CLASSES.
+        message: at most 1 KB, printable.
+        stage: "decode", "encode", "prune" or "write".
+        backend: the decoder that was reading, if any.
+        exit_signal: the signal that ended the decode process, if one did.
+        attempts: how often the video was tried in this run.
+    """
+
+    def __init__(
+        self,
+        fault_class: FaultClass,
+        message: str,
+        *,
+        stage: str = "decode",
+        backend: str | None = None,
+        exit_signal: int | None = None,
+        attempts: int = 1,
+    ) -> None:
+        super().__init__(fault_class, message)
+        self.fault_class: FaultClass = fault_class
+        self.message = printable(message)
+        self.stage = stage
+        self.backend = backend
+        self.exit_signal = exit_signal
+        self.attempts = attempts
+
+    @property
+    def retryable(self) -> bool:
+        return self.fault_class in RETRYABLE
+
+    def __str__(self) -> str:
+        return f"{self.fault_class}: {self.message}"
+
+    def __reduce__(self) -> tuple[object, ...]:  # keyword-only fields must survive the way between processes
+        fields = {name: getattr(self, name) for name in ("stage", "backend", "exit_signal", "attempts")}
+        return partial(VideoFault, **fields), (self.fault_class, self.message)
+
+
+def printable(message: str, limit: int = 1024) -> str:
+    """The message without control characters, cut to ``limit`` bytes of UTF-8."""
+    clean = "".join(c if c.isprintable() else " " for c in message).strip()
+    encoded = clean.encode("utf-8", "replace")
+    return clean if len(encoded) <= limit else encoded[: limit - 3].decode("utf-8", "ignore") + "..."

@@ -1,0 +1,72 @@
+"""The videos table as index and commit log: which row of a video counts.
+
+A video's live row is the one with (ok before failed, most attempts, smallest shard name). Every reader of the cache
+(TokenCache, resume, inspect) asks this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.errors import CorruptShard
+from pipeline.schema import digest, open_parquet
+from pipeline.store import LocalStore
+
+VIDEOS = "videos"
+# What stays in memory for each video; the rest of a row is read from its shard when asked for.
+INDEX_COLUMNS = ("video_id", "status", "attempts", "error_class", "uri", "source_size", "start_s", "end_s")
+
+
+def videos_shard_name(run_id: str, number: int, data: pa.Buffer) -> str:
+    """A videos shard carries the hash of its content in its name, so that no flipped bit goes unseen."""
+    return f"{VIDEOS}/{run_id}-{number:06d}-{digest(data).partition(':')[2]}.parquet"
+
+
+def read_videos_shard(store: LocalStore, name: str, columns: Sequence[str] | None = None) -> pa.Table:
+    """One videos shard, its content checked. Raises CorruptShard."""
+    data = store.read(name)
+    if digest(data).partition(":")[2] != PurePosixPath(name).stem.rpartition("-")[2]:
+        raise CorruptShard(f"{store}/{name}: its content does not have the hash in its name; restore the file")
+    return open_parquet(pa.BufferReader(data)).read(columns=None if columns is None else list(columns))
+
+
+def read_live(store: LocalStore, columns: Sequence[str] = INDEX_COLUMNS) -> pa.Table:
+    """The live row of every video: ``columns`` plus ``shard`` (its videos shard) and ``row`` in it, by video_id."""
+    tables = []
+    for name in store.names(VIDEOS, ".parquet"):
+        table = read_videos_shard(store, name, columns)
+        table = table.append_column("shard", pa.repeat(name, len(table)).cast(pa.string()))
+        tables.append(table.append_column("row", pa.array(np.arange(len(table)), pa.int32())))
+    if not tables:
+        return pa.table({**{c: [] for c in columns}, "shard": [], "row": []})
+    return live_rows(pa.concat_tables(tables))
+
+
+def live_rows(rows: pa.Table) -> pa.Table:
+    """Of rows with video_id, status, attempts and shard: each video's live one, sorted by video_id."""
+    failed = pc.not_equal(rows["status"], "ok").cast(pa.int8())
+    keys = [("video_id", "ascending"), ("_failed", "ascending"), ("attempts", "descending"), ("shard", "ascending")]
+    order = pc.sort_indices(rows.append_column("_failed", failed), sort_keys=keys)
+    ordered = rows.take(order)
+    ids = ordered["video_id"].combine_chunks()
+    if len(ids) < 2:
+        return ordered
+    first = np.concatenate([[True], pc.not_equal(ids[1:], ids[:-1]).to_numpy(zero_copy_only=False)])
+    return ordered.filter(pa.array(first))
+
+
+class VideoRows:
+    """Full rows of the videos table, a few shards kept in memory."""
+
+    def __init__(self, store: LocalStore, keep: int = 8) -> None:
+        self._shard = lru_cache(maxsize=keep)(lambda name: read_videos_shard(store, name))
+
+    def __call__(self, shard: str, row: int) -> dict[str, Any]:
+        return dict(self._shard(shard).slice(row, 1).to_pylist()[0])

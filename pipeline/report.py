@@ -1,0 +1,96 @@
+"""What ``jobs.inspect`` shows in the terminal."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.cache import TokenCache
+from pipeline.summary import render, summarise
+
+BAR = 24  # characters of a full bar
+
+
+def cache_report(cache: TokenCache) -> RenderableType:
+    """Identity and counts of a cache, then a line for each of its first videos."""
+    identity = cache.identity
+    head = Table.grid(padding=(0, 2))
+    head.add_row("cache", Text(str(cache.store)))
+    head.add_row("model", Text(f"{identity['model']['type']}  {identity['model']['weights']}"))
+    head.add_row("pruner", Text(f"{identity['pruner']['method']}  {_flat(identity['pruner']['params'])}"))
+    head.add_row("stored", f"retention ratio {identity['retention_ratio']}, {identity['dtype']['stored']}")
+    head.add_row("sampling", Text(_flat(identity["sampling"])))
+    return Group(head, "", render(summarise(cache.store)), "", _videos(cache))
+
+
+def _videos(cache: TokenCache, limit: int = 20) -> RenderableType:
+    table = Table(show_edge=False)
+    for name in ("video", "frames", "tokens", "kept", "decoder"):
+        table.add_column(name, justify="left" if name in {"video", "decoder"} else "right")
+    ids = cache.video_ids
+    for video_id in ids[:limit]:
+        row = cache.metadata(video_id)
+        decoder = f"{row['backend']} {row['backend_version'] or ''}"
+        table.add_row(Text(video_id), str(row["n_frames"]), str(row["n_total"]), str(row["n_tokens"]), decoder)
+    more = [f"... and {len(ids) - limit} more"] if len(ids) > limit else []
+    return Group(table, *more)
+
+
+def video_report(cache: TokenCache, video_id: str, retention_ratio: float | None = None) -> RenderableType:
+    """One video: where it comes from, and how many tokens of each frame were kept.
+
+    Raises UnknownVideo, RatioNotCached.
+    """
+    row = cache.metadata(video_id)
+    if row["status"] != "ok":
+        return Group(
+            _source(row), Text(f"failed  {row['error_class']} in {row['error_stage']}: {row['error_message']}")
+        )
+    video = cache.get(video_id, retention_ratio)
+    kept = torch.bincount(video.frame, minlength=row["n_frames"]).tolist()
+    title = f"{len(video.index)} of {row['n_total']} tokens kept ({len(video.index) / row['n_total']:.1%})"
+    return Group(_source(row), "", _frames(row, kept, title))
+
+
+def _source(row: dict[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_row("video", Text(row["video_id"]))
+    table.add_row("source", Text(row["uri"]))
+    if row["start_s"] is not None or row["end_s"] is not None:
+        table.add_row("clip", f"{row['start_s'] or 0} s to {'the end' if row['end_s'] is None else row['end_s']}")
+    if row["source_width"]:
+        picture = f"{row['source_width']}x{row['source_height']}, {row['codec']}, {row['source_frames']} frames"
+        table.add_row("picture", Text(f"{picture}, {row['duration_s']:.2f} s at {row['fps']:.2f} frames/s"))
+        repeated = f", {row['n_repeated']} of them repeated" if row["n_repeated"] else ""
+        table.add_row(
+            "sampled", f"{len(row['frame_indices'])} frames{repeated}, resized to {row['width']}x{row['height']}"
+        )
+    if row["backend"]:
+        warned = f", {row['decode_warnings']} warnings" if row["decode_warnings"] else ""
+        table.add_row("decoder", Text(f"{row['backend']} {row['backend_version'] or ''}{warned}"))
+    table.add_row("run", f"{row['run_id']}, attempt {row['attempts']}")
+    return table
+
+
+def _frames(row: dict[str, Any], kept: list[int], title: str) -> Table:
+    table = Table(title=title, title_justify="left", show_edge=False)
+    for name in ("t", "source frame", "seconds", "temporal density", "kept"):
+        table.add_column(name, justify="right")
+    table.add_column("of the frame's tokens")
+    per_patch = len(row["frame_indices"]) / row["n_frames"]
+    for t, count in enumerate(kept):
+        first = int(t * per_patch)
+        density = "" if row["temporal_density"] is None else f"{row['temporal_density'][t]:.3f}"
+        bar = "█" * round(BAR * count / row["tokens_per_frame"])
+        seconds = f"{row['timestamps'][first]:.2f}"
+        table.add_row(str(t), str(row["frame_indices"][first]), seconds, density, str(count), bar)
+    return table
+
+
+def _flat(values: dict[str, Any]) -> str:
+    return " ".join(f"{name}={json.dumps(value)}" for name, value in values.items() if value is not None)

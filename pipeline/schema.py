@@ -1,0 +1,173 @@
+"""The Parquet contract of the cache: every column, its type and meaning, and how the files are written and read.
+
+``tokens/<shard>.parquet`` holds a row a token, ``videos/<shard>.parquet`` a row a video (failed ones too). The videos
+table is the index and the commit log: a token shard counts only once a videos shard names it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gstep.types import budget_for
+
+SCHEMA_VERSION = 1
+# A reader that wants 10 % of the tokens reads no more than the row groups that end at 10 %.
+TIERS = (0.10, 0.15, 0.20, 0.25, 0.50)
+
+
+def _column(name: str, kind: pa.DataType, meaning: str, *, nullable: bool = True) -> pa.Field:
+    return pa.field(name, kind, nullable=nullable, metadata={"meaning": meaning})
+
+
+def token_schema(hidden_size: int, deepstack_levels: int = 0) -> pa.Schema:
+    """Columns of a token shard for tokens of [hidden_size] bfloat16, rows in order of selection within a video."""
+    vector = pa.binary(2 * hidden_size)
+    return pa.schema(
+        [
+            _column("video_id", pa.string(), "the video this token belongs to", nullable=False),
+            _column("rank", pa.int32(), "order of selection, 0 first; null for methods without an order"),
+            _column("index", pa.int32(), "flat position t*N + i before pruning", nullable=False),
+            _column("frame", pa.int32(), "t, the sampled frame (temporal patch on Qwen)", nullable=False),
+            _column("token", vector, "hidden_size little-endian bfloat16 values", nullable=False),
+            _column("merged", pa.bool_(), "a merged token at its target's index; null where the method never merges"),
+            _column("density", pa.float32(), "rho, Eq. (8); null for methods without a density"),
+            *(
+                _column(f"deepstack_{level}", vector, "the token at this deepstack level", nullable=False)
+                for level in range(deepstack_levels)
+            ),
+        ]
+    )
+
+
+VIDEO_SCHEMA = pa.schema(
+    [
+        _column("video_id", pa.string(), "the id in the manifest", nullable=False),
+        _column("run_id", pa.string(), "the run that wrote this row: runs/<run_id>.json", nullable=False),
+        _column("uri", pa.string(), "where the video was read", nullable=False),
+        _column("start_s", pa.float64(), "start of the clip in seconds; null for the beginning"),
+        _column("end_s", pa.float64(), "end of the clip in seconds; null for the end"),
+        _column("source_size", pa.int64(), "bytes of the source file"),
+        _column("source_hash", pa.string(), "algorithm:hex of the whole source file"),
+        _column("status", pa.string(), "'ok' or 'failed'", nullable=False),
+        _column("error_class", pa.string(), "unsupported corrupt timeout crash out-of-memory policy io internal"),
+        _column("error_stage", pa.string(), "decode, encode, prune or write"),
+        _column("error_message", pa.string(), "at most 1 KB, printable"),
+        _column("error_signal", pa.int32(), "the signal that ended the decode process"),
+        _column("retryable", pa.bool_(), "whether another attempt may succeed"),
+        _column("attempts", pa.int32(), "how often this video was tried, over all runs", nullable=False),
+        _column("backend", pa.string(), "the decoder that served, or failed"),
+        _column("backend_version", pa.string(), "its version"),
+        _column("codec", pa.string(), "video codec of the source"),
+        _column("decode_warnings", pa.int32(), "warnings the decoder printed: frames may be damaged"),
+        _column("token_shard", pa.string(), "file below the cache that holds the tokens"),
+        _column("first_row_group", pa.int32(), "the video's first row group in it"),
+        _column("row_counts", pa.list_(pa.int32()), "rows of each of the video's row groups"),
+        _column("footer_hash", pa.string(), "algorithm:hex of the token shard's Parquet footer"),
+        _column("checksum", pa.string(), "algorithm:hex of the video's token bytes, in order of selection"),
+        _column("retention_ratio", pa.float64(), "nominal share of tokens stored"),
+        _column("nested", pa.bool_(), "whether smaller ratios are prefixes of the stored rows"),
+        _column("n_tokens", pa.int32(), "tokens stored, B"),
+        _column("n_total", pa.int32(), "tokens before pruning, M = T*N"),
+        _column("n_frames", pa.int32(), "T, sampled frames (temporal patches on Qwen)"),
+        _column("tokens_per_frame", pa.int32(), "N"),
+        _column("hidden_size", pa.int32(), "D"),
+        _column("frame_indices", pa.list_(pa.int64()), "the source frames sampled; repeats where it has too few"),
+        _column("timestamps", pa.list_(pa.float64()), "seconds of each sampled frame from the start of the source"),
+        _column("fps", pa.float64(), "average frames a second of the source"),
+        _column("duration_s", pa.float64(), "seconds of the source"),
+        _column("source_frames", pa.int64(), "frames of the source"),
+        _column("clip_frames", pa.int64(), "frames of it inside [start_s, end_s)"),
+        _column("n_repeated", pa.int32(), "sampled frames that repeat another one"),
+        _column("source_width", pa.int32(), "pixels"),
+        _column("source_height", pa.int32(), "pixels"),
+        _column("width", pa.int32(), "pixels the encoder saw"),
+        _column("height", pa.int32(), "pixels the encoder saw"),
+        _column("kept_per_frame", pa.list_(pa.int32()), "stored tokens of each frame; 0 is legal"),
+        _column("temporal_density", pa.list_(pa.float32()), "normalised temporal density, Eq. (7)"),
+        _column("decode_s", pa.float64(), "seconds"),
+        _column("encode_s", pa.float64(), "seconds"),
+        _column("prune_s", pa.float64(), "seconds"),
+        _column("write_s", pa.float64(), "seconds, the video's share of its shard"),
+        _column("manifest", pa.string(), "JSON of the manifest's other columns"),
+        _column("runtime", pa.string(), "JSON: device, dtype and attention kernel of the encoder"),
+        _column("model_extra", pa.string(), "JSON of what this model family needs besides (grids, patch times)"),
+    ]
+)
+
+
+def tier_row_counts(n_total: int, n_kept: int, retention_ratio: float, *, nested: bool) -> list[int]:
+    """Rows of a video's row groups: they end at the distinct B(tier) below the stored ratio, and at the end.
+
+    A method without an order has one group.
+    """
+    ends = {budget_for(tier, n_total) for tier in TIERS if nested and tier < retention_ratio}
+    inner = sorted(end for end in ends if end < n_kept)
+    return [end - start for start, end in zip([0, *inner], [*inner, n_kept], strict=True)]
+
+
+def write_parquet(table: pa.Table, row_groups: Sequence[int] | None = None) -> pa.Buffer:
+    """Serialise a whole table in memory with page checksums; ``row_groups`` are the rows of each row group.
+
+    Serialising first and handing the bytes over afterwards keeps a half-written but readable file from ever appearing
+    at a final name.
+    """
+    vectors = [f.name for f in table.schema if pa.types.is_fixed_size_binary(f.type)]
+    others = [f.name for f in table.schema if f.name not in vectors]
+    sink = pa.BufferOutputStream()
+    with pq.ParquetWriter(
+        sink,
+        table.schema,
+        use_dictionary=False,
+        # Token vectors are incompressible enough that speed wins; the columns beside them shrink well.
+        compression={**dict.fromkeys(vectors, "none"), **dict.fromkeys(others, "zstd")},
+        write_statistics=others,
+        write_page_checksum=True,
+        store_schema=True,
+    ) as writer:
+        start = 0
+        for rows in row_groups or [len(table)]:
+            writer.write_table(table.slice(start, rows), row_group_size=max(rows, 1))
+            start += rows
+    assert start == len(table), (start, len(table))
+    return sink.getvalue()
+
+
+def open_parquet(source: Any, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
+    """Open a shard so that every page read is checked against its checksum."""
+    return pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True)
+
+
+def digest(*parts: Any) -> str:
+    """``blake2b:<hex>`` of bytes-like parts."""
+    state = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        state.update(part)
+    return f"blake2b:{state.hexdigest()}"
+
+
+FOOTER_TAIL = 8  # 4 bytes of footer length, then the magic
+
+
+def footer_length(tail: bytes) -> int:
+    """Bytes of the footer (its own tail included) from a Parquet file's last FOOTER_TAIL bytes.
+
+    Raises ValueError where the file does not end like Parquet.
+    """
+    if len(tail) != FOOTER_TAIL or tail[4:] != b"PAR1":
+        raise ValueError("not a Parquet file: it does not end in PAR1")
+    return int.from_bytes(tail[:4], "little") + FOOTER_TAIL
+
+
+def footer_of(data: memoryview) -> memoryview:
+    """The footer of a whole Parquet file, its tail included."""
+    return data[len(data) - footer_length(bytes(data[-FOOTER_TAIL:])) :]
+
+
+def parse_footer(footer: bytes) -> pq.FileMetaData:
+    """The file's metadata from its footer alone."""
+    return pq.read_metadata(pa.BufferReader(b"PAR1" + footer))

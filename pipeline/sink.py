@@ -1,0 +1,90 @@
+"""Rows to shards, all or nothing.
+
+A write task turns the videos it received into one token shard and returns their records; the driver, which holds the
+cache's lock, commits those records as a videos shard. Nothing is kept between tasks, and a retried task overwrites its
+own file.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.live import videos_shard_name
+from pipeline.rows import WRITTEN, Record, payload, records
+from pipeline.schema import VIDEO_SCHEMA, digest, footer_of, tier_row_counts, token_schema, write_parquet
+from pipeline.store import LocalStore
+
+TOKENS = "tokens"
+
+
+def write_token_shard(batch: pa.Table, *, out: str, run_id: str) -> pa.Table:
+    """Write the tokens of the batch's good videos as one shard below ``out``; return every video's record.
+
+    Raises OSError where the shard cannot be written: that ends the run, it is not a video's fault.
+    """
+    started = time.perf_counter()
+    rows = records(batch)
+    good = [i for i, record in enumerate(rows) if record["status"] == "ok"]
+    if good:
+        _write(batch, [rows[i] for i in good], good, LocalStore(out), run_id)
+    seconds = (time.perf_counter() - started) / max(len(good), 1)
+    for i in good:
+        rows[i]["write_s"] = seconds
+    return pa.table([pa.array([json.dumps(r) for r in rows], pa.string())], schema=WRITTEN)
+
+
+def commit(store: LocalStore, run_id: str, number: int, rows: Sequence[Record]) -> pa.Table:
+    """Make the records visible: one videos shard, in one atomic step. Returns them as VIDEO_SCHEMA."""
+    table = pa.Table.from_pylist([{"run_id": run_id, **row} for row in rows], schema=VIDEO_SCHEMA)
+    data = write_parquet(table)
+    store.put(videos_shard_name(run_id, number, data), data)
+    return table
+
+
+def _write(batch: pa.Table, rows: list[Record], places: list[int], store: LocalStore, run_id: str) -> None:
+    """Serialise the videos at ``places`` of the batch into one shard and note in ``rows`` where each one is."""
+    schema = token_schema(rows[0]["hidden_size"])
+    tables, groups = [], []
+    for record, place in zip(rows, places, strict=True):
+        tables.append(_token_rows(batch, place, record, schema))
+        counts = tier_row_counts(
+            record["n_total"], record["n_tokens"], record["retention_ratio"], nested=record["nested"]
+        )
+        record |= {"first_row_group": len(groups), "row_counts": counts}
+        groups += counts
+    data = write_parquet(pa.concat_tables(tables), groups)
+    ids = digest(*(record["video_id"].encode() + b"\0" for record in rows)).partition(":")[2]
+    name = f"{TOKENS}/{run_id}-{ids}.parquet"
+    store.put(name, data)
+    footer = digest(footer_of(memoryview(data)))
+    for record in rows:
+        record |= {"token_shard": name, "footer_hash": footer}
+
+
+def _token_rows(batch: pa.Table, place: int, record: Record, schema: pa.Schema) -> pa.Table:
+    """One video as token rows; the vectors are wrapped, not copied."""
+    tokens = payload(batch, "tokens", place, np.uint8)
+    index = payload(batch, "index", place, np.int32)
+    assert tokens is not None and index is not None
+    record["checksum"] = digest(tokens)
+    n = len(index)
+    columns: dict[str, Any] = {
+        "video_id": pa.repeat(record["video_id"], n).cast(pa.string()),
+        "rank": _or_null(payload(batch, "rank", place, np.int32), pa.int32(), n),
+        "index": pa.array(index),
+        "frame": pa.array(index // record["tokens_per_frame"]),
+        "token": pa.FixedSizeBinaryArray.from_buffers(schema.field("token").type, n, [None, pa.py_buffer(tokens)]),
+        "merged": _or_null(payload(batch, "merged", place, np.bool_), pa.bool_(), n),
+        "density": _or_null(payload(batch, "density", place, np.float32), pa.float32(), n),
+    }
+    return pa.table([columns[name] for name in schema.names], schema=schema)
+
+
+def _or_null(values: np.ndarray | None, kind: pa.DataType, n: int) -> pa.Array:
+    return pa.nulls(n, kind) if values is None else pa.array(values, kind)

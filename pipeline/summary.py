@@ -1,0 +1,132 @@
+"""What a cache holds for a manifest: counted from the videos table, never from what a run believes it did."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.live import INDEX_COLUMNS, read_live
+from pipeline.store import LocalStore
+
+STAGES = ("decode", "encode", "prune", "write")
+REMEDIES: Mapping[str, str] = {
+    "unsupported": "convert the file, e.g. ffmpeg -i IN -c:v libx264 OUT.mp4",
+    "corrupt": "fetch or re-encode the file",
+    "timeout": "raise --decode-timeout, then --retry-failed",
+    "crash": "the decoder died; re-encode the file, or try --decoder pyav with --retry-failed",
+    "out-of-memory": "raise --decode-memory or lower --num-frames, then --retry-failed",
+    "policy": "the manifest may not name this path; add --video-root for a folder that may be read",
+    "io": "check that the file exists and can be read on every node, then --retry-failed",
+    "internal": "a bug: report it with this message",
+}
+_COLUMNS = (
+    *INDEX_COLUMNS,
+    *("run_id", "error_message", "n_tokens", "n_total", "hidden_size", "decode_warnings"),
+    *(f"{stage}_s" for stage in STAGES),
+)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Counts over the videos of a manifest (or of a whole cache).
+
+    Attributes:
+        n_videos: rows asked for.
+        n_ok: videos with tokens.
+        failures: error class -> videos.
+        examples: error class -> (video_id, message) of one of them.
+        n_missing: videos without a row.
+        tokens_in: tokens before pruning.
+        tokens_kept: tokens stored.
+        token_bytes: bytes of the stored tokens.
+        seconds: stage -> seconds, summed over the videos.
+        n_new: videos that this run wrote.
+        wall_s: seconds this run took; None for a summary of a cache.
+    """
+
+    n_videos: int
+    n_ok: int
+    failures: dict[str, int]
+    examples: dict[str, tuple[str, str]]
+    n_missing: int
+    tokens_in: int
+    tokens_kept: int
+    token_bytes: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    n_warned: int = 0
+    n_new: int = 0
+    wall_s: float | None = None
+
+    @property
+    def n_failed(self) -> int:
+        return sum(self.failures.values())
+
+    def exit_code(self, failure_limit: int) -> int:
+        """0 where every video has a row, at least one is ok, none failed inside, and failures keep the limit."""
+        bad = self.n_missing or not self.n_ok or "internal" in self.failures or self.n_failed > failure_limit
+        return 1 if bad else 0
+
+    def as_record(self) -> dict[str, Any]:
+        return {**vars(self), "n_failed": self.n_failed}
+
+
+def summarise(
+    store: LocalStore, manifest: pa.Table | None = None, run_id: str | None = None, wall_s: float | None = None
+) -> Summary:
+    """Count the live rows of the cache, or of those videos of it that the manifest names."""
+    live = read_live(store, _COLUMNS)
+    if manifest is not None:
+        live = live.filter(pc.is_in(live["video_id"], value_set=manifest["video_id"].combine_chunks()))
+    rows = live.drop_columns(["row"]).to_pylist()
+    good = [row for row in rows if row["status"] == "ok"]
+    bad = [row for row in rows if row["status"] != "ok"]
+    n_videos = len(rows) if manifest is None else len(manifest)
+    return Summary(
+        n_videos=n_videos,
+        n_ok=len(good),
+        failures=dict(Counter(row["error_class"] for row in bad).most_common()),
+        examples={row["error_class"]: (row["video_id"], row["error_message"]) for row in reversed(bad)},
+        n_missing=n_videos - len(rows),
+        tokens_in=sum(row["n_total"] for row in good),
+        tokens_kept=sum(row["n_tokens"] for row in good),
+        token_bytes=sum(row["n_tokens"] * row["hidden_size"] * 2 for row in good),
+        seconds={stage: sum(row[f"{stage}_s"] or 0.0 for row in rows) for stage in STAGES},
+        n_warned=sum(bool(row["decode_warnings"]) for row in good),
+        n_new=sum(row["run_id"] == run_id for row in rows),
+        wall_s=wall_s,
+    )
+
+
+def render(summary: Summary) -> RenderableType:
+    """The summary as a table for the terminal, with the failures by class, one example and the remedy of each."""
+    table = Table.grid(padding=(0, 2))
+    share = summary.tokens_kept / summary.tokens_in if summary.tokens_in else 0.0
+    table.add_row("videos", f"{summary.n_ok} ok, {summary.n_failed} failed, {summary.n_missing} without a row")
+    table.add_row("tokens", f"{summary.tokens_kept:,} kept of {summary.tokens_in:,} ({share:.1%})")
+    table.add_row("bytes", f"{summary.token_bytes:,} of tokens")
+    table.add_row("seconds", ", ".join(f"{stage} {value:.2f}" for stage, value in summary.seconds.items()))
+    if summary.n_warned:
+        table.add_row("warnings", f"{summary.n_warned} videos decoded with warnings: their frames may be damaged")
+    if summary.wall_s is not None:
+        rate = summary.n_new / summary.wall_s if summary.wall_s else 0.0
+        table.add_row("this run", f"{summary.n_new} videos in {summary.wall_s:.1f} s, {rate:.2f} videos/s")
+    return Group(table, *([_failures(summary)] if summary.failures else []))
+
+
+def _failures(summary: Summary) -> Table:
+    table = Table(title="failed videos", title_justify="left", show_edge=False)
+    for name in ("class", "videos", "example", "remedy"):
+        table.add_column(name, overflow="fold", justify="right" if name == "videos" else "left")
+    for name, count in summary.failures.items():
+        video_id, message = summary.examples[name]
+        # Ids and messages come from files: never let them be read as markup.
+        table.add_row(name, str(count), Text(f"{video_id}: {message}"), Text(REMEDIES.get(name, "")))
+    return table

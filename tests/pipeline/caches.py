@@ -1,0 +1,80 @@
+"""Small real caches for tests, written through the same stages as a run: pruner -> rows -> sink -> commit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+import gstep
+from pipeline.cache import HEADER
+from pipeline.errors import VideoFault
+from pipeline.rows import ENCODED, failed, one_row, pruned_arrays, pruned_columns, records
+from pipeline.schema import SCHEMA_VERSION
+from pipeline.sink import commit, write_token_shard
+from pipeline.store import LocalStore
+
+
+def random_tokens(seed: int, shape: tuple[int, int, int] = (4, 25, 16)) -> torch.Tensor:
+    """[T,N,D] bfloat16."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def source_record(video_id: str, shape: tuple[int, int, int], **more: Any) -> dict[str, Any]:
+    """What the decode stage knows of a video."""
+    n_frames, per_frame, _ = shape
+    return {
+        "video_id": video_id,
+        "uri": f"/videos/{video_id}",
+        "status": "ok",
+        "attempts": 1,
+        "n_frames": n_frames,
+        "tokens_per_frame": per_frame,
+        "frame_indices": list(range(n_frames)),
+        "timestamps": [t / 4 for t in range(n_frames)],
+        **more,
+    }
+
+
+def encoded(video_id: str, tokens: torch.Tensor, ratio: float, method: str, **more: Any) -> pa.Table:
+    pruned = gstep.prune(tokens, ratio, method)
+    record = source_record(video_id, tuple(tokens.shape), **more)
+    return one_row(ENCODED, {**record, **pruned_columns(pruned, record)}, pruned_arrays(pruned))
+
+
+def encoded_failure(video_id: str, fault: VideoFault, **more: Any) -> pa.Table:
+    return one_row(ENCODED, failed(source_record(video_id, (1, 1, 1), **more), fault))
+
+
+def write_header(out: Path, ratio: float = 0.25, newline: np.ndarray | None = None) -> LocalStore:
+    store = LocalStore(out)
+    identity = {
+        "model": {"type": "llava_onevision", "weights": "none"},
+        "sampling": {},
+        "pruner": {"method": "gstep", "params": {}},
+        "retention_ratio": ratio,
+        "dtype": {"stored": "bfloat16"},
+    }
+    header = {"schema_version": SCHEMA_VERSION, "identity": identity, "newline": None}
+    store.put(HEADER, json.dumps(header).encode())
+    return store
+
+
+def write_shard(store: LocalStore, run_id: str, *rows: pa.Table) -> str:
+    """Write and commit one shard; returns the name of its videos shard."""
+    written = write_token_shard(pa.concat_tables(rows), out=str(store.root), run_id=run_id)
+    before = set(store.names("videos", ".parquet"))
+    commit(store, run_id, len(before), records(written))
+    (name,) = set(store.names("videos", ".parquet")) - before
+    return name
+
+
+def make_cache(out: Path, videos: dict[str, torch.Tensor], ratio: float = 0.25, method: str = "gstep") -> LocalStore:
+    """One shard that holds the pruned tokens of ``videos``."""
+    store = write_header(out, ratio)
+    write_shard(store, "run", *(encoded(name, tokens, ratio, method) for name, tokens in videos.items()))
+    return store

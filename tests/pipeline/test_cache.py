@@ -1,0 +1,207 @@
+"""The cache: what goes in comes out, bit for bit, and no more is read than asked for."""
+
+import io
+
+import duckdb
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import gstep
+from pipeline import CorruptShard, FailedVideo, NotACache, RatioNotCached, TokenCache, UnknownVideo
+from pipeline.errors import VideoFault
+from pipeline.schema import tier_row_counts
+from pipeline.store import LocalStore
+from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
+
+RATIOS = (0.10, 0.15, 0.17, 0.20, 0.25)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.int16)
+
+
+@pytest.fixture
+def videos():
+    return {f"v{i}.mp4": random_tokens(i, (4, 25 + i, 16)) for i in range(3)}
+
+
+@pytest.mark.parametrize("method", ["gstep", "random", "topk", "fps"])
+def test_every_nested_ratio_comes_back_bit_for_bit(tmp_path, videos, method):
+    make_cache(tmp_path, videos, 0.25, method)
+    cache = TokenCache(tmp_path)
+    assert cache.video_ids == sorted(videos)
+    for video_id, tokens in videos.items():
+        for ratio in RATIOS:
+            expected = gstep.prune(tokens, ratio, method)
+            video = cache.get(video_id, retention_ratio=ratio)
+            assert torch.equal(bits(video.tokens), bits(expected.tokens))
+            assert torch.equal(video.index, expected.index)
+            assert torch.equal(video.rank, expected.rank)
+            assert torch.equal(video.frame, expected.index // tokens.shape[1])
+        everything = cache.get(video_id)
+        assert len(everything.index) == len(gstep.prune(tokens, 0.25, method).index)
+
+
+def test_nan_payloads_survive(tmp_path):
+    """Storage moves bits, not numbers: a signalling NaN or a negative zero would show a detour through floats."""
+    store = write_header(tmp_path)
+    row = encoded("v", random_tokens(0), 0.25, "gstep")
+    raw = torch.tensor([0x7F81, 0x8000, 0x0001, 0x7FFF] * 100, dtype=torch.int32).to(torch.int16).numpy().tobytes()
+    at = row.schema.get_field_index("tokens")
+    write_shard(store, "run", row.set_column(at, row.schema.field(at), pa.array([raw], pa.large_binary())))
+    tokens = TokenCache(tmp_path).get("v", order="selection").tokens
+    assert bits(tokens).numpy().tobytes() == raw
+
+
+def test_order_of_selection_is_a_view_without_a_copy(tmp_path, videos):
+    make_cache(tmp_path, videos)
+    cache = TokenCache(tmp_path)
+    before = pa.total_allocated_bytes()
+    video = cache.get("v1.mp4", order="selection")
+    storage = video.tokens.untyped_storage()
+    assert pa.total_allocated_bytes() - before >= storage.nbytes()  # the tensor's memory is Arrow's own
+    assert video.rank.tolist() == list(range(len(video.rank)))
+    with_index = cache.get("v1.mp4")
+    assert torch.equal(bits(video.tokens[torch.argsort(video.index)]), bits(with_index.tokens))
+    assert with_index.index.tolist() == sorted(with_index.index.tolist())
+
+
+class CountingStore(LocalStore):
+    """Counts the bytes that a reader asks for."""
+
+    read_bytes = 0
+
+    def open(self, name):
+        store = self
+
+        class File(io.FileIO):
+            def readinto(self, buffer):
+                store.read_bytes += (n := super().readinto(buffer) or 0)
+                return n
+
+            def read(self, size=-1):
+                data = super().read(size)
+                store.read_bytes += len(data)
+                return data
+
+        return pa.PythonFile(File(self.root / name))
+
+
+def test_a_smaller_tier_reads_fewer_bytes(tmp_path):
+    make_cache(tmp_path, {f"v{i}": random_tokens(i, (8, 49, 512)) for i in range(4)})
+    sizes = {}
+    for ratio in (0.10, 0.15, 0.20, 0.25):
+        store = CountingStore(tmp_path)
+        cache = TokenCache(tmp_path, store=store)
+        cache.metadata("v2")
+        store.read_bytes = 0
+        cache.get("v2", retention_ratio=ratio)
+        sizes[ratio] = store.read_bytes
+    overhead = sizes[0.25] - 98 * 1024
+    assert sizes[0.10] < sizes[0.15] < sizes[0.20] < sizes[0.25]
+    assert sizes[0.10] <= 39 * 1024 + overhead, sizes  # 39 of 98 rows of 1 KiB, and the footer
+
+
+def test_row_groups_end_at_the_tiers():
+    assert tier_row_counts(6272, 1568, 0.25, nested=True) == [627, 313, 314, 314]
+    assert tier_row_counts(6272, 6272, 1.0, nested=True) == [627, 313, 314, 314, 1568, 3136]
+    assert tier_row_counts(6272, 1568, 0.25, nested=False) == [1568]
+    assert tier_row_counts(4, 1, 0.25, nested=True) == [1]
+    assert all(n > 0 for m in range(1, 60) for n in tier_row_counts(m, max(1, m // 4), 0.25, nested=True))
+
+
+def test_unordered_methods_serve_their_own_ratio_only(tmp_path):
+    make_cache(tmp_path, {"v": random_tokens(0)}, 0.25, "uniform")
+    cache = TokenCache(tmp_path)
+    assert cache.get("v", retention_ratio=0.25).rank is None
+    assert cache.get("v", order="selection").index.tolist() == cache.get("v").index.tolist()
+    with pytest.raises(RatioNotCached, match="without an order"):
+        cache.get("v", retention_ratio=0.10)
+
+
+def test_what_cannot_be_served_is_said(tmp_path):
+    store = make_cache(tmp_path, {"v": random_tokens(0)})
+    write_shard(store, "run2", encoded_failure("bad", VideoFault("corrupt", "moov atom not found")))
+    cache = TokenCache(tmp_path)
+    assert (len(cache), "v" in cache, "bad" in cache, list(cache)) == (1, True, False, ["v"])
+    assert cache.failed == {"bad": "corrupt"}
+    with pytest.raises(RatioNotCached, match="larger"):
+        cache.get("v", retention_ratio=0.5)
+    with pytest.raises(ValueError, match="retention_ratio"):
+        cache.get("v", retention_ratio=0)
+    with pytest.raises(ValueError, match="order"):
+        cache.get("v", order="rank")
+    with pytest.raises(UnknownVideo, match="'nope' is not in the cache"):
+        cache.get("nope")
+    with pytest.raises(FailedVideo, match="moov atom") as caught:
+        cache.get("bad")
+    assert caught.value.fault_class == "corrupt"
+    with pytest.raises(NotACache, match="not a pruned-token cache"):
+        TokenCache(tmp_path / "elsewhere")
+
+
+def test_the_live_row_is_ok_before_failed_then_most_attempts(tmp_path):
+    store = write_header(tmp_path)
+    tokens = [random_tokens(i) for i in range(3)]
+    write_shard(store, "r1", encoded("a", tokens[0], 0.25, "gstep", attempts=2))
+    write_shard(store, "r2", encoded("a", tokens[1], 0.25, "gstep", attempts=3))
+    write_shard(store, "r3", encoded_failure("a", VideoFault("crash", "x"), attempts=9))
+    write_shard(store, "r4", encoded_failure("b", VideoFault("crash", "old"), attempts=1))
+    write_shard(store, "r5", encoded_failure("b", VideoFault("timeout", "new"), attempts=2))
+    write_shard(store, "r6", encoded("c", tokens[2], 0.25, "gstep", attempts=1))
+    write_shard(store, "r7", encoded("c", tokens[0], 0.25, "gstep", attempts=1))
+    cache = TokenCache(tmp_path)
+    assert cache.metadata("a")["run_id"] == "r2"
+    assert cache.metadata("c")["run_id"] == "r6"
+    assert cache.failed == {"b": "timeout"}
+
+
+def test_orphans_are_not_visible(tmp_path):
+    store = make_cache(tmp_path, {"v": random_tokens(0)})
+    orphan = store.read(TokenCache(tmp_path).metadata("v")["token_shard"])
+    store.put("tokens/orphan.parquet", orphan)
+    (tmp_path / "videos" / ".tmp-torn.parquet-1").write_bytes(b"PAR1 half")
+    assert TokenCache(tmp_path).video_ids == ["v"]
+
+
+def test_damage_raises_instead_of_other_tokens(tmp_path):
+    make_cache(tmp_path, {"v": random_tokens(0, (4, 25, 64))})
+    row = TokenCache(tmp_path).metadata("v")
+    good = TokenCache(tmp_path).get("v")
+    path = tmp_path / row["token_shard"]
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 97):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+        try:
+            video = TokenCache(tmp_path).get("v")
+        except CorruptShard:
+            continue
+        assert torch.equal(bits(video.tokens), bits(good.tokens)), at
+        assert torch.equal(video.index, good.index), at
+    path.unlink()
+    with pytest.raises(CorruptShard, match="missing"):
+        TokenCache(tmp_path).get("v")
+
+
+def test_a_damaged_videos_shard_raises(tmp_path):
+    store = make_cache(tmp_path, {"v": random_tokens(0)})
+    (name,) = store.names("videos", ".parquet")
+    data = bytearray(store.read(name))
+    data[len(data) // 2] ^= 1
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(CorruptShard, match="hash in its name"):
+        TokenCache(tmp_path)
+
+
+def test_other_tools_open_it(tmp_path, videos):
+    make_cache(tmp_path, videos)
+    counts = "select count(*), min(octet_length(token)), max(octet_length(token)) from read_parquet(?)"
+    n_rows = sum(len(TokenCache(tmp_path).get(v).index) for v in videos)
+    assert duckdb.execute(counts, [f"{tmp_path}/tokens/*.parquet"]).fetchone() == (n_rows, 32, 32)
+    table = pl.read_parquet(f"{tmp_path}/videos/*.parquet")
+    assert sorted(table["video_id"]) == sorted(videos)
+    meanings = pq.read_schema(next((tmp_path / "tokens").iterdir()))
+    assert all(field.metadata[b"meaning"] for field in meanings)

@@ -1,0 +1,68 @@
+"""Options: checked when they are given, and complete as flags."""
+
+import argparse
+from dataclasses import fields
+
+import pytest
+
+from pipeline.config import PruneConfig, differences
+from pipeline.errors import UsageError
+from pipeline.flags import add_flags, from_flags
+
+
+def parse(*argv: str) -> PruneConfig:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, PruneConfig)
+    return from_flags(PruneConfig, parser.parse_args(argv))
+
+
+def test_no_flags_are_the_defaults():
+    assert parse() == PruneConfig()
+
+
+def test_every_field_is_a_flag_with_help():
+    parser = argparse.ArgumentParser()
+    add_flags(parser, PruneConfig)
+    text = " ".join(parser.format_help().split())
+    for item in fields(PruneConfig):
+        assert item.metadata["help"]
+        assert item.metadata.get("positional") or f"--{item.name.replace('_', '-')}" in text
+
+
+def test_flags_are_converted():
+    config = parse(
+        "v", "--fps", "0.5", "--max-frames", "8", "--pruner-param", "alpha=0.3", "--pruner-param", "radius=2"
+    )
+    assert (config.videos, config.fps, config.max_frames) == ("v", 0.5, 8)
+    assert config.pruner_params() == {"alpha": 0.3, "radius": 2}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--retention-ratio", "0"], "retention-ratio must be in"),
+        (["--retention-ratio", "1.5"], "retention-ratio must be in"),
+        (["--retention-ratio", "nan"], "retention-ratio must be in"),
+        (["--num-frames", "0"], "num-frames must be at least 1"),
+        (["--fps", "-1"], "fps must be a positive"),
+        (["--fps", "1", "--num-frames", "4"], "two ways"),
+        (["--max-frames", "4"], "goes with --fps"),
+        (["--max-failed", "many"], "count"),
+        (["--max-failed", "1.5"], "share"),
+        (["--pruner-param", "alpha"], "NAME=VALUE"),
+        (["--videos-per-shard", "0"], "at least 1"),
+    ],
+)
+def test_nonsense_is_refused_by_name(argv, message):
+    with pytest.raises(UsageError, match=message):
+        parse(*argv)
+
+
+@pytest.mark.parametrize(("text", "limit"), [(None, 9), ("3", 3), ("0", 0), ("0.25", 2), ("50%", 5), ("1.0", 10)])
+def test_failure_limit(text, limit):
+    assert PruneConfig(max_failed=text).failure_limit(10) == limit
+
+
+def test_differences_name_the_leaf():
+    lines = differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}})
+    assert lines == ["a.c: the cache has 2, this run 3"]

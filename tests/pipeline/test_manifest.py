@@ -1,0 +1,125 @@
+"""What to process: folders, globs, files and manifests become rows, or one clear refusal."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.errors import ManifestError
+from pipeline.manifest import read_manifest, without_secrets
+
+
+def touch(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"x")
+    return path
+
+
+def write_jsonl(path: Path, rows: list[dict]) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def test_folder_lists_videos_by_relative_posix_path(tmp_path):
+    for name in ("b.mp4", "a/c.MKV", "a/notes.txt"):
+        touch(tmp_path / name)
+    rows = read_manifest(str(tmp_path)).to_pylist()
+    assert [row["video_id"] for row in rows] == ["a/c.MKV", "b.mp4"]
+    assert all(Path(row["path"]).is_absolute() and row["policy"] is None for row in rows)
+
+
+def test_glob_ids_are_relative_to_its_literal_prefix(tmp_path):
+    touch(tmp_path / "x/one.mp4")
+    touch(tmp_path / "y/two.mp4")
+    ids = read_manifest(f"{tmp_path}/*/*.mp4")["video_id"].to_pylist()
+    assert ids == ["x/one.mp4", "y/two.mp4"]
+
+
+def test_relative_glob_and_single_file(tmp_path, monkeypatch):
+    touch(tmp_path / "one.mp4")
+    monkeypatch.chdir(tmp_path)
+    assert read_manifest("*.mp4")["video_id"].to_pylist() == ["one.mp4"]
+    assert read_manifest("one.mp4")["uri"].to_pylist() == [str(tmp_path / "one.mp4")]
+
+
+def test_sample_is_the_four_real_clips():
+    ids = read_manifest("sample")["video_id"].to_pylist()
+    assert ids == ["bigbuckbunny.mp4", "bikes.mp4", "carphone_distorted.mp4", "carphone_pristine.mp4"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_manifest_kinds_agree(tmp_path, kind):
+    path = tmp_path / f"m.{kind}"
+    if kind == "jsonl":
+        write_jsonl(path, [{"video_id": "007", "uri": "v.mp4", "start_s": 1.5, "label": "cat"}])
+    elif kind == "csv":
+        path.write_text("video_id,uri,start_s,end_s,label\n007,v.mp4,1.5,,cat\n")
+    else:
+        columns = {"video_id": ["007"], "uri": ["v.mp4"], "start_s": [1.5], "end_s": [None], "label": ["cat"]}
+        pq.write_table(pa.table(columns), path)
+    (row,) = read_manifest(str(path)).to_pylist()
+    assert (row["video_id"], row["path"]) == ("007", str(tmp_path / "v.mp4"))
+    assert (row["start_s"], row["end_s"]) == (1.5, None)
+    assert json.loads(row["manifest"]) == {"label": "cat"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"uri": "a.mp4"}], "line 1: no video_id"),
+        ([{"video_id": "a", "uri": "a.mp4"}, {"video_id": "", "uri": "b.mp4"}], "line 2: no video_id"),
+        ([{"video_id": "a"}], "no uri"),
+        ([{"video_id": "a", "uri": "a.mp4"}, {"video_id": "a", "uri": "b.mp4"}], "repeat a video_id, e.g. 'a'"),
+        ([{"video_id": "a", "uri": "a.mp4", "start_s": "soon"}], "start_s is 'soon'"),
+    ],
+)
+def test_bad_rows_are_refused_by_name(tmp_path, rows, message):
+    with pytest.raises(ManifestError, match=message):
+        read_manifest(str(write_jsonl(tmp_path / "m.jsonl", rows)))
+
+
+def test_what_cannot_be_listed_is_refused(tmp_path):
+    touch(tmp_path / "notes.txt")
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1 torn")
+    (tmp_path / "bad.jsonl").write_text('{"video_id": \n')
+    (tmp_path / "list.jsonl").write_text("[1]\n")
+    (tmp_path / "empty.csv").write_text("")
+    for videos, message in [
+        (tmp_path / "nowhere", "no such folder"),
+        (tmp_path, "no video in this folder"),
+        (tmp_path / "*.mp4", "no video matches"),
+        (tmp_path / "torn.parquet", "cannot be read as a manifest"),
+        (tmp_path / "bad.jsonl", "line 1: not JSON"),
+        (tmp_path / "list.jsonl", "expected an object"),
+        (tmp_path / "empty.csv", "no rows"),
+    ]:
+        with pytest.raises(ManifestError, match=message):
+            read_manifest(str(videos))
+
+
+def test_paths_that_escape_become_policy_rows(tmp_path):
+    outside = touch(tmp_path / "outside/secret.mp4")
+    inside = tmp_path / "in"
+    inside.mkdir()
+    (inside / "link.mp4").symlink_to(outside)
+    names = ["../outside/secret.mp4", str(outside), "link.mp4", "http://host/v.mp4", "s3://k:s@b/v.mp4?sig=1", "ok.mp4"]
+    manifest = write_jsonl(inside / "m.jsonl", [{"video_id": str(i), "uri": name} for i, name in enumerate(names)])
+    rows = read_manifest(str(manifest)).to_pylist()
+    assert [row["policy"] is None for row in rows] == [False] * 5 + [True]
+    assert rows[4]["uri"] == "s3://b/v.mp4"
+    allowed = read_manifest(str(manifest), [str(tmp_path / "outside")]).to_pylist()
+    assert [row["policy"] is None for row in allowed] == [True, True, True, False, False, True]
+
+
+def test_a_linked_file_in_a_folder_is_judged_too(tmp_path):
+    outside = touch(tmp_path / "outside/secret.mp4")
+    touch(tmp_path / "in/own.mp4")
+    (tmp_path / "in/link.mp4").symlink_to(outside)
+    rows = read_manifest(str(tmp_path / "in")).to_pylist()
+    assert {row["video_id"]: row["policy"] is None for row in rows} == {"link.mp4": False, "own.mp4": True}
+
+
+def test_secrets_leave_a_uri():
+    assert without_secrets("https://user:pw@host:1/a/b.mp4?token=t#f") == "https://host:1/a/b.mp4"
