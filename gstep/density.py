@@ -1,0 +1,208 @@
+"""The spatio-temporal density of GSTEP: one function an equation.
+
+Shapes: T frames, N tokens a frame, D hidden size, K = 2r+1 taps of a kernel of radius r. Everything here is computed in
+float64 on the tokens' device: the results are small, and a selection by argmax must not follow rounding noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+#: Cosine distances below this count as 0, between tokens and between frame centres: it lies above the rounding noise
+#: of float32 (which the mean normalisation of a static video would blow up) and below any change that matters.
+ZERO_DISTANCE = 2e-6
+
+SMOOTHINGS = ("gaussian", "box", "raw")
+BOUNDARIES = ("replicate", "zero", "reflect", "symmetric", "renorm", "circular")
+FUSIONS = ("full", "temporal", "spatial")
+
+
+def work_dtype(tokens: Tensor) -> torch.dtype:
+    """The dtype that products of tokens are computed in: float64 for float64, else float32 (exact for 16 bits)."""
+    return torch.float64 if tokens.dtype == torch.float64 else torch.float32
+
+
+def working_copy(tokens: Tensor) -> Tensor:
+    """``tokens``, of any shape, in their work dtype and in a range where squares neither overflow nor vanish.
+
+    Where the largest magnitude lies far out, all values are multiplied by one power of two: exact, and neither cosines
+    nor the spatial density depend on it. No copy is made where there is nothing to do.
+    """
+    dtype = work_dtype(tokens)
+    safe, furthest = (300, 1000) if dtype == torch.float64 else (40, 126)
+    low, high = torch.stack(torch.aminmax(tokens)).tolist()
+    exponent = math.frexp(max(-low, high))[1]
+    tokens = tokens.to(dtype)
+    if abs(exponent) <= safe:
+        return tokens
+    return tokens * 2.0 ** max(-furthest, min(furthest, -exponent))
+
+
+def row_slices(rows: Tensor) -> Iterator[slice]:
+    """Slices along the first axis, small enough for float64 intermediates to stay in a CPU's cache or a GPU's slack."""
+    elements = 2**25 if rows.is_cuda else 2**20
+    step = max(1, elements // max(1, rows[0].numel()))
+    return (slice(start, start + step) for start in range(0, len(rows), step))
+
+
+def floor_distance(distance: Tensor) -> Tensor:
+    """Cosine distances below ZERO_DISTANCE, negative ones too, become exactly 0."""
+    return distance.masked_fill(distance < ZERO_DISTANCE, 0.0)
+
+
+def frame_mean(tokens_TND: Tensor) -> Tensor:
+    """Eq. (2): the semantic centre of each frame, [T,N,D] -> [T,D] float64.
+
+    Taken relative to the frame's first token, so that the centre of identical tokens is that token exactly.
+    """
+    means = []
+    for frames in row_slices(tokens_TND):
+        first_TD = tokens_TND[frames, 0].double()
+        means.append(first_TD + (tokens_TND[frames] - first_TD[:, None]).mean(dim=1))
+    return torch.cat(means)
+
+
+def spatial_density(tokens_TND: Tensor, mean_TD: Tensor) -> Tensor:
+    """Eq. (3): each token's distance to its frame's centre over the largest in that frame, [T,N] float64 in [0, 1].
+
+    0 throughout a constant frame, one whose largest deviation is at most 8 eps of the work dtype times its largest
+    token norm: beyond that the quotient would be one of rounding errors.
+    """
+    deviations, norms = [], []
+    for frames in row_slices(tokens_TND):
+        deviations.append(torch.linalg.vector_norm(tokens_TND[frames] - mean_TD[frames, None], dim=-1))
+        norms.append(torch.linalg.vector_norm(tokens_TND[frames], dim=-1, dtype=torch.float64))
+    deviation_TN = torch.cat(deviations)
+    largest_T1 = deviation_TN.amax(dim=1, keepdim=True)
+    eps = torch.finfo(work_dtype(tokens_TND)).eps
+    constant_T1 = largest_T1 <= 8 * eps * torch.cat(norms).amax(dim=1, keepdim=True)
+    return torch.where(constant_T1, 0.0, deviation_TN / torch.where(constant_T1, 1.0, largest_T1))
+
+
+def cosine_distance(a_XD: Tensor, b_XD: Tensor) -> Tensor:
+    """d(a, b) = 1 - cos(a, b) of each pair of rows, [X,D] x 2 -> [X], 0 below ZERO_DISTANCE.
+
+    A zero row has cosine 0 with everything but another zero row, which it equals (distance 0).
+    """
+    norm_a, norm_b = torch.linalg.vector_norm(a_XD, dim=-1), torch.linalg.vector_norm(b_XD, dim=-1)
+    norms = norm_a * norm_b
+    cosine = (a_XD * b_XD).sum(dim=-1) / torch.where(norms > 0, norms, 1.0)
+    return floor_distance(torch.where((norm_a == 0) & (norm_b == 0), 0.0, 1 - cosine))
+
+
+def centred_change(mean_TD: Tensor) -> Tensor:
+    """Eq. (4): the raw change curve c, [T,D] -> [T]: the mean distance of each frame centre to its neighbours.
+
+    The first and the last frame have one neighbour; a single frame has none and changes by 0.
+    """
+    if len(mean_TD) == 1:
+        return mean_TD.new_zeros(1)
+    step = cosine_distance(mean_TD[:-1], mean_TD[1:])
+    return torch.cat([step[:1], 0.5 * step[:-1] + 0.5 * step[1:], step[-1:]])
+
+
+def gaussian_kernel(sigma: float, radius: int | None = None) -> Tensor:
+    """Eq. (5): the truncated Gaussian of sum 1, [2r+1] float64; ``sigma`` in frames, r = ceil(3 sigma) by default."""
+    radius = math.ceil(3 * sigma) if radius is None else radius
+    offset_K = torch.arange(-radius, radius + 1, dtype=torch.float64)
+    weight_K = torch.exp(-0.5 * (offset_K / sigma) ** 2)
+    return weight_K / weight_K.sum()
+
+
+def box_kernel(radius: int | None = None) -> Tensor:
+    """The fixed window of the smoothing ablation: 2r+1 equal weights of sum 1, [2r+1] float64; r = 1 by default."""
+    taps = 2 * (1 if radius is None else radius) + 1
+    return torch.full((taps,), 1.0 / taps, dtype=torch.float64)
+
+
+def source_frame(position: Tensor, n_frames: int, boundary: str) -> Tensor:
+    """The frame in [0, T) that stands in at each (possibly outside) position; both int64, of the same shape.
+
+    reflect (edge not repeated), symmetric (edge repeated) and circular go on periodically, however far out.
+    """
+    if boundary == "circular":
+        return position % n_frames
+    if boundary == "symmetric":
+        folded = position % (2 * n_frames)
+        return torch.minimum(folded, 2 * n_frames - 1 - folded)
+    if boundary == "reflect":
+        period = max(1, 2 * (n_frames - 1))
+        folded = position % period
+        return torch.minimum(folded, period - folded) if n_frames > 1 else torch.zeros_like(position)
+    return position.clamp(0, n_frames - 1)
+
+
+def smooth(change_T: Tensor, kernel_K: Tensor, boundary: str = "replicate") -> Tensor:
+    """Eq. (6): the change curve under a kernel of odd length, [T] -> [T].
+
+    ``boundary`` says what lies beyond the ends: replicate (the end frame), zero, renorm (zero, divided by the kernel's
+    mass inside the video), reflect, symmetric or circular.
+    """
+    n_frames, radius = len(change_T), len(kernel_K) // 2
+    kernel_K = kernel_K.to(change_T)
+    frame_T1 = torch.arange(n_frames, device=change_T.device)[:, None]
+    position_TK = frame_T1 + torch.arange(-radius, radius + 1, device=change_T.device)
+    smoothed_TK = change_T[source_frame(position_TK, n_frames, boundary)] * kernel_K
+    if boundary not in ("zero", "renorm"):
+        return smoothed_TK.sum(dim=1)
+    inside_TK = (position_TK >= 0) & (position_TK < n_frames)
+    smoothed_T = torch.where(inside_TK, smoothed_TK, 0.0).sum(dim=1)
+    return smoothed_T / (inside_TK * kernel_K).sum(dim=1) if boundary == "renorm" else smoothed_T
+
+
+def mean_normalise(smoothed_T: Tensor, eps: float = 1e-6) -> Tensor:
+    """Eq. (7): b / (mean(b) + eps), [T] -> [T]."""
+    return smoothed_T / (smoothed_T.mean() + eps)
+
+
+def temporal_density(
+    mean_TD: Tensor,
+    *,
+    smoothing: str = "gaussian",
+    sigma: float = 1.0,
+    radius: int | None = None,
+    boundary: str = "replicate",
+    eps: float = 1e-6,
+) -> Tensor:
+    """Eqs. (4)-(7): the normalised temporal density of each frame, [T,D] -> [T]. A single frame has density 1."""
+    if len(mean_TD) == 1:
+        return mean_TD.new_ones(1)
+    curve_T = centred_change(mean_TD)
+    if smoothing == "gaussian":
+        curve_T = smooth(curve_T, gaussian_kernel(sigma, radius), boundary)
+    elif smoothing == "box":
+        curve_T = smooth(curve_T, box_kernel(radius), boundary)
+    return mean_normalise(curve_T, eps)
+
+
+def fuse(temporal_T: Tensor, spatial_TN: Tensor, fusion: str = "full") -> Tensor:
+    """Eq. (8): rho = temporal * spatial density, [T] x [T,N] -> [T,N]; ``fusion`` may leave one factor out."""
+    if fusion == "spatial":
+        return spatial_TN
+    temporal_TN = temporal_T[:, None].expand_as(spatial_TN)
+    return temporal_TN if fusion == "temporal" else temporal_TN * spatial_TN
+
+
+def spatio_temporal_density(
+    tokens_TND: Tensor,
+    *,
+    smoothing: str = "gaussian",
+    sigma: float = 1.0,
+    radius: int | None = None,
+    boundary: str = "replicate",
+    fusion: str = "full",
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor]:
+    """Eqs. (2)-(8) on finite tokens [T,N,D] of any float dtype: rho [T,N] and the temporal density [T], both float64.
+
+    The parameters are those of ``temporal_density`` and ``fuse``; their names' values are in SMOOTHINGS, BOUNDARIES and
+    FUSIONS and are not checked again here.
+    """
+    tokens_TND = working_copy(tokens_TND)
+    mean_TD = frame_mean(tokens_TND)
+    temporal_T = temporal_density(mean_TD, smoothing=smoothing, sigma=sigma, radius=radius, boundary=boundary, eps=eps)
+    return fuse(temporal_T, spatial_density(tokens_TND, mean_TD), fusion), temporal_T

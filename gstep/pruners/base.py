@@ -1,0 +1,113 @@
+"""What every pruning method shares: the contract, the budget, and the packing of its result."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gstep.errors import MissingEvidence
+from gstep.pruners.checks import check_integer, check_tokens
+from gstep.types import PrunedTokens, VisualTokens, budget_for
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a method chose from the M = T*N tokens of a video.
+
+    Attributes:
+        index: [B] int64 flat indices; in order of selection for a nested method, in any order for another one.
+        density: [M] rho of every token (Eq. 8), or None.
+        temporal_density: [T] (Eq. 7), or None.
+        tokens: [B,D] in the order of ``index``, from a method that changes tokens; None means the input's own rows.
+        merged: [B] bool in the order of ``index``, from a method that merges; else None.
+    """
+
+    index: Tensor
+    density: Tensor | None = None
+    temporal_density: Tensor | None = None
+    tokens: Tensor | None = None
+    merged: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruner(ABC):
+    """A pruning method: its fields are its hyper-parameters (checked on construction), ``select`` its mathematics.
+
+    Class attributes:
+        name: its name in the table of methods.
+        nested: whether ``select`` returns an order in which every prefix is the selection of a smaller budget.
+        merges: whether some of its tokens are mixtures of input tokens.
+        cacheable: whether a selection depends on the video alone, so that it may be stored.
+        needs: the names of the evidence that it cannot do without.
+    """
+
+    name: ClassVar[str]
+    nested: ClassVar[bool]
+    merges: ClassVar[bool] = False
+    cacheable: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    @abstractmethod
+    def select(self, visual: VisualTokens, budget: int, seed: int) -> Selection:
+        """Choose ``budget`` (1 to M) of the tokens [T,N,D]; called without gradients and outside autocast."""
+
+    def params(self) -> dict[str, Any]:
+        """The hyper-parameters by name, ready for JSON."""
+        return asdict(self)
+
+    def nominal_ratio(self, retention_ratio: float) -> float:
+        """The share of tokens that this method keeps when asked for ``retention_ratio``; ValueError outside (0, 1]."""
+        budget_for(retention_ratio, 1)
+        return float(retention_ratio)
+
+    def resolve_budget(
+        self, n_total: int, retention_ratio: float = 0.25, budget: int | None = None
+    ) -> tuple[int, float]:
+        """B and the nominal ratio for a video of ``n_total`` tokens; a given ``budget`` overrides the ratio."""
+        if budget is None:
+            ratio = self.nominal_ratio(retention_ratio)
+            return budget_for(ratio, n_total), ratio
+        kept = check_integer("budget", budget, 1, n_total)
+        return kept, kept / n_total
+
+    def prune(
+        self, visual: VisualTokens, retention_ratio: float = 0.25, *, budget: int | None = None, seed: int = 0
+    ) -> PrunedTokens:
+        """Prune one video's tokens [T,N,D]; the kept ones [B,D] come in ascending flat index, on the same device.
+
+        Raises:
+            ValueError: tokens that are not finite [T,N,D] floats, a ratio outside (0, 1], a budget outside [1, T*N].
+            MissingEvidence: evidence that the method needs is not in ``visual.evidence``.
+        """
+        check_tokens(visual.tokens)
+        n_frames, per_frame, _ = visual.tokens.shape
+        kept, ratio = self.resolve_budget(n_frames * per_frame, retention_ratio, budget)
+        seed = check_integer("seed", seed, 0)
+        if missing := sorted(self.needs - visual.evidence.keys()):
+            raise MissingEvidence(f"method {self.name!r} needs evidence that was not given: {', '.join(missing)}")
+        with torch.no_grad(), torch.autocast(visual.tokens.device.type, enabled=False):
+            return self._pack(visual.tokens, self.select(visual, kept, seed), ratio)
+
+    def _pack(self, tokens_TND: Tensor, selection: Selection, ratio: float) -> PrunedTokens:
+        """Sort a selection by index; the sort's permutation is the rank of each kept token."""
+        index_B, rank_B = torch.sort(selection.index)
+        n_frames, per_frame, hidden = tokens_TND.shape
+        if selection.tokens is None:
+            tokens_BD = tokens_TND.reshape(-1, hidden).index_select(0, index_B)
+        else:
+            tokens_BD = selection.tokens.index_select(0, rank_B)
+        density_M, temporal_T = selection.density, selection.temporal_density
+        return PrunedTokens(
+            tokens=tokens_BD,
+            index=index_B,
+            rank=rank_B if self.nested else None,
+            merged=None if selection.merged is None else selection.merged.index_select(0, rank_B),
+            n_total=n_frames * per_frame,
+            retention_ratio=ratio,
+            density=None if density_M is None else density_M.index_select(0, index_B).float(),
+            temporal_density=None if temporal_T is None else temporal_T.float(),
+        )

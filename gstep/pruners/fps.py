@@ -1,0 +1,42 @@
+"""Plain farthest point sampling, with no regard to density after its start: an ablation of GSTEP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gstep.density import working_copy
+from gstep.pruners.base import Selection
+from gstep.pruners.checks import check_choice, check_number
+from gstep.pruners.density_based import DensityPruner
+from gstep.sampling import STARTS, density_guided_fps
+from gstep.types import VisualTokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class FPS(DensityPruner):
+    """Eqs. (10)-(12) with alpha = 1.
+
+    Attributes:
+        start: the first token: density (largest rho, Eq. 9), first (index 0) or isolated (the one whose nearest
+            neighbour is farthest).
+        beta: keeps the logarithm of Eq. (11) finite, > 0.
+    """
+
+    name: ClassVar[str] = "fps"
+
+    start: str = "density"
+    beta: float = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("start", self.start, STARTS)
+        self._set(beta=check_number("beta", self.beta, "above 0", lambda beta: beta > 0))
+
+    def select(self, visual: VisualTokens, budget: int, seed: int) -> Selection:
+        tokens_TND = working_copy(visual.tokens)
+        rho_M, temporal_T = self.density(tokens_TND)
+        order_B = density_guided_fps(
+            tokens_TND.flatten(0, 1), rho_M, budget, alpha=1.0, beta=self.beta, start=self.start
+        )
+        return Selection(order_B, rho_M, temporal_T)

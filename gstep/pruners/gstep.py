@@ -1,0 +1,39 @@
+"""GSTEP: global spatio-temporal density pruning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gstep.density import working_copy
+from gstep.pruners.base import Selection
+from gstep.pruners.checks import check_number
+from gstep.pruners.density_based import DensityPruner
+from gstep.sampling import density_guided_fps
+from gstep.types import VisualTokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSTEP(DensityPruner):
+    """Density-guided farthest point sampling over all tokens of the video, Eqs. (2)-(12).
+
+    Attributes:
+        alpha: the weight of distance against density in Eq. (11), in [0, 1]; 0 is the top-B by density.
+        beta: keeps the logarithms of Eq. (11) finite, > 0.
+    """
+
+    name: ClassVar[str] = "gstep"
+
+    alpha: float = 0.5
+    beta: float = 1e-6
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        alpha = check_number("alpha", self.alpha, "in [0, 1]", lambda alpha: 0 <= alpha <= 1)
+        self._set(alpha=alpha, beta=check_number("beta", self.beta, "above 0", lambda beta: beta > 0))
+
+    def select(self, visual: VisualTokens, budget: int, seed: int) -> Selection:
+        tokens_TND = working_copy(visual.tokens)
+        rho_M, temporal_T = self.density(tokens_TND)
+        order_B = density_guided_fps(tokens_TND.flatten(0, 1), rho_M, budget, alpha=self.alpha, beta=self.beta)
+        return Selection(order_B, rho_M, temporal_T)

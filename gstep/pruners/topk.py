@@ -1,0 +1,22 @@
+"""The densest tokens, with no regard to diversity: an ablation of GSTEP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gstep.pruners.base import Selection
+from gstep.pruners.density_based import DensityPruner
+from gstep.sampling import densest_first
+from gstep.types import VisualTokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(DensityPruner):
+    """The B tokens of largest rho (Eq. 8), densest first, ties by ascending index."""
+
+    name: ClassVar[str] = "topk"
+
+    def select(self, visual: VisualTokens, budget: int, seed: int) -> Selection:
+        rho_M, temporal_T = self.density(visual.tokens)
+        return Selection(densest_first(rho_M, budget), rho_M, temporal_T)

@@ -1,0 +1,24 @@
+"""Evenly spaced tokens over the flat sequence of the video."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from gstep.pruners.base import Pruner, Selection
+from gstep.types import VisualTokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uniform(Pruner):
+    """The centre of each of B equal strata of the T*N tokens: floor((k + 1/2) * M / B). Has no order."""
+
+    name: ClassVar[str] = "uniform"
+    nested: ClassVar[bool] = False
+
+    def select(self, visual: VisualTokens, budget: int, seed: int) -> Selection:
+        n_frames, per_frame, _ = visual.tokens.shape
+        stratum_B = torch.arange(budget, device=visual.tokens.device)
+        return Selection(index=(2 * stratum_B + 1) * (n_frames * per_frame) // (2 * budget))

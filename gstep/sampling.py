@@ -1,0 +1,104 @@
+"""Density-guided farthest point sampling, Eqs. (9)-(12), in its readable form: one matrix-vector product a pick.
+
+Shapes: M = T*N tokens of the video, D hidden size, B budget. No step waits for a GPU: picks stay tensors of shape [1].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gstep.density import floor_distance, row_slices, working_copy
+
+STARTS = ("density", "first", "isolated")
+
+# BLAS rounds the rows left over from its blocks of rows differently from the others. Zero rows up to this multiple keep
+# copies of one token at bit-equal distances, so that their ties go to the lowest index.
+_ROW_MULTIPLE = 16
+_ISOLATION_BLOCK = 256
+
+
+def densest_first(density_M: Tensor, budget: int) -> Tensor:
+    """[B] int64: the ``budget`` densest tokens in descending order, ties by ascending index."""
+    return torch.sort(density_M, descending=True, stable=True).indices[:budget]
+
+
+def inverse_norms(tokens_MD: Tensor) -> Tensor:
+    """1 / L2 norm of each row, [M] float64; 0 for a zero row, whose cosine with any token is thereby 0."""
+    norms = [torch.linalg.vector_norm(tokens_MD[rows], dim=-1, dtype=torch.float64) for rows in row_slices(tokens_MD)]
+    norm_M = torch.cat(norms)
+    return norm_M.reciprocal().masked_fill(norm_M == 0, 0.0)
+
+
+def distance_to(picked_1: Tensor, tokens_MD: Tensor, inverse_norm_M: Tensor) -> Tensor:
+    """1 - cosine of every token with one of them, [M] float64, 0 below ZERO_DISTANCE: the bracket of Eq. (10).
+
+    The raw tokens are multiplied in their own dtype and the products scaled, as rounding normalised ones would cost
+    precision.
+    """
+    dot_M = torch.mv(tokens_MD, tokens_MD.index_select(0, picked_1).squeeze(0))
+    return floor_distance(1 - dot_M * (inverse_norm_M * inverse_norm_M.index_select(0, picked_1)))
+
+
+def most_isolated(tokens_MD: Tensor, block: int = _ISOLATION_BLOCK) -> Tensor:
+    """[1] int64: the token whose nearest neighbour is farthest, ties to the lowest index. O(M * block) memory.
+
+    Each pair is measured once, so that two mutual neighbours tie exactly.
+    """
+    inverse_M = inverse_norms(tokens_MD)
+    nearest_M = torch.full_like(inverse_M, torch.inf)
+    for start in range(0, len(tokens_MD), block):
+        rows = slice(start, start + block)
+        dot = tokens_MD[rows] @ tokens_MD[start:].T
+        distance = floor_distance(1 - dot * (inverse_M[rows, None] * inverse_M[start:]))
+        distance.diagonal().fill_(torch.inf)
+        nearest_M[rows] = torch.minimum(nearest_M[rows], distance.amin(dim=1))
+        nearest_M[start:] = torch.minimum(nearest_M[start:], distance.amin(dim=0))
+    return nearest_M.argmax(dim=0, keepdim=True)
+
+
+def starting_token(start: str, tokens_MD: Tensor, density_M: Tensor) -> Tensor:
+    """[1] int64: Eq. (9), the densest token; or the first; or the most isolated one."""
+    if start == "isolated":
+        return most_isolated(tokens_MD)
+    if start == "first":
+        return torch.zeros(1, dtype=torch.int64, device=tokens_MD.device)
+    return density_M.argmax(dim=0, keepdim=True)
+
+
+def density_guided_fps(
+    tokens_MD: Tensor,
+    density_M: Tensor,
+    budget: int,
+    *,
+    alpha: float = 0.5,
+    beta: float = 1e-6,
+    start: str = "density",
+) -> Tensor:
+    """Eqs. (9)-(12): the indices of ``budget`` tokens, [B] int64 in order of selection; ties go to the lowest index.
+
+    ``tokens_MD`` is finite and of any float dtype, ``density_M`` is rho >= 0, 1 <= budget <= M. alpha weighs distance
+    against density, beta > 0 keeps the logarithms finite. The first B of a longer selection are the selection of B.
+    With alpha = 0 (and the density start) this is the top-B by rho, found without logarithms, which could merge values.
+    """
+    if alpha == 0 and start == "density":
+        return densest_first(density_M, budget)
+    n_tokens = len(tokens_MD)
+    tokens_MD = working_copy(tokens_MD)
+    picked_1 = starting_token(start, tokens_MD, density_M)
+    rows_PD = pad(tokens_MD, (0, 0, 0, -n_tokens % _ROW_MULTIPLE)) if n_tokens % _ROW_MULTIPLE else tokens_MD
+    inverse_P = inverse_norms(rows_PD)
+    # What is picked, or padding, scores -inf.
+    density_term_P = torch.full_like(inverse_P, -torch.inf)
+    density_term_P[:n_tokens] = (1 - alpha) * torch.log(density_M.double() + beta)
+    distance_P = torch.full_like(inverse_P, torch.inf)
+    order_B = torch.empty(budget, dtype=torch.int64, device=tokens_MD.device)
+    for step in range(budget):
+        if step > 0:
+            distance_P = torch.minimum(distance_P, distance_to(picked_1, rows_PD, inverse_P))  # Eq. (10)
+            score_P = alpha * torch.log(distance_P + beta) + density_term_P  # Eq. (11)
+            picked_1 = score_P.argmax(dim=0, keepdim=True)  # Eq. (12)
+        order_B[step : step + 1] = picked_1
+        density_term_P.index_fill_(0, picked_1, -torch.inf)
+    return order_B

@@ -1,0 +1,258 @@
+"""Each equation of the density against a few lines of float64 numpy written from the paper."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gstep.density import (
+    BOUNDARIES,
+    FUSIONS,
+    ZERO_DISTANCE,
+    box_kernel,
+    centred_change,
+    cosine_distance,
+    frame_mean,
+    fuse,
+    gaussian_kernel,
+    mean_normalise,
+    smooth,
+    spatial_density,
+    spatio_temporal_density,
+    temporal_density,
+    working_copy,
+)
+
+Array = NDArray[np.float64]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+NUMPY_PADDING = {"replicate": "edge", "zero": "constant", "reflect": "reflect", "symmetric": "symmetric"} | {
+    "circular": "wrap"
+}
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def video(*shape: int, seed: int = 0, offset: float = 0.5) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).normal(offset, 1.0, shape))
+
+
+def numpy_change(mean: Array) -> Array:
+    def distance(t: int) -> float:
+        return float(1 - mean[t] @ mean[t + 1] / (np.linalg.norm(mean[t]) * np.linalg.norm(mean[t + 1])))
+
+    last = len(mean) - 1
+    return np.array(
+        [distance(max(0, t - 1)) / 2 + distance(min(t, last - 1)) / 2 for t in range(last + 1)]
+    )  # at the ends both halves are the one neighbour
+
+
+def numpy_smooth(change: Array, kernel: Array, boundary: str) -> Array:
+    radius = len(kernel) // 2
+    if boundary == "renorm":
+        return numpy_smooth(change, kernel, "zero") / numpy_smooth(np.ones_like(change), kernel, "zero")
+    padded = np.pad(change, radius, mode=NUMPY_PADDING[boundary])  # type: ignore[call-overload]
+    return np.correlate(padded, kernel, mode="valid")
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_frame_mean_is_equation_2(dtype: torch.dtype) -> None:
+    tokens = video(5, 7, 16).to(dtype)
+    mean = frame_mean(tokens)
+    assert mean.dtype == torch.float64
+    np.testing.assert_allclose(mean, tokens.double().numpy().mean(axis=1), rtol=0, atol=1e-14)
+
+
+def test_frame_mean_and_spatial_density_of_a_video_larger_than_one_block() -> None:
+    tokens = video(5, 300, 1024).float()
+    mean = tokens.double().numpy().mean(axis=1)
+    np.testing.assert_allclose(frame_mean(tokens), mean, rtol=0, atol=1e-13)
+    deviation = np.linalg.norm(tokens.double().numpy() - mean[:, None], axis=2)
+    expected = deviation / deviation.max(axis=1, keepdims=True)
+    np.testing.assert_allclose(spatial_density(tokens, frame_mean(tokens)), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_spatial_density_is_equation_3(dtype: torch.dtype) -> None:
+    tokens = video(5, 7, 16).to(dtype)
+    values = tokens.double().numpy()
+    deviation = np.linalg.norm(values - values.mean(axis=1, keepdims=True), axis=2)
+    spatial = spatial_density(tokens, frame_mean(tokens))
+    np.testing.assert_allclose(spatial, deviation / deviation.max(axis=1, keepdims=True), rtol=1e-12)
+    assert (spatial.amax(dim=1) == 1).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("n_tokens", [1, 3, 49, 196, 729])
+def test_identical_tokens_deviate_by_exactly_0(n_tokens: int, dtype: torch.dtype) -> None:
+    token = video(4, 1, 33, seed=n_tokens).to(dtype)
+    tokens = token.expand(4, n_tokens, 33)
+    assert torch.equal(frame_mean(tokens), token[:, 0].double())
+    assert (spatial_density(tokens, frame_mean(tokens)) == 0).all()
+
+
+@pytest.mark.parametrize(("dtype", "eps"), [(torch.float32, 2.0**-23), (torch.float64, 2.0**-52)])
+def test_a_frame_is_constant_up_to_8_eps_of_its_largest_token(dtype: torch.dtype, eps: float) -> None:
+    tokens = torch.zeros(2, 2, 4, dtype=dtype)
+    tokens[:, :, 0] = 1
+    tokens[0, 0, 1] = 15 * eps  # both tokens of a frame lie half of this from the centre
+    tokens[1, 0, 1] = 17 * eps
+    spatial = spatial_density(tokens, frame_mean(tokens))
+    assert spatial.tolist() == [[0, 0], [1, 1]]
+
+
+def test_cosine_distance() -> None:
+    a, b = video(6, 9), video(6, 9, seed=1)
+    expected = [1 - x @ y / (np.linalg.norm(x) * np.linalg.norm(y)) for x, y in zip(a.numpy(), b.numpy(), strict=True)]
+    np.testing.assert_allclose(cosine_distance(a, b), expected, rtol=1e-12)
+
+
+def test_cosine_distance_of_zero_and_near_vectors() -> None:
+    unit = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    zero = torch.zeros_like(unit)
+    assert cosine_distance(zero, zero).item() == 0
+    assert cosine_distance(zero, unit).item() == cosine_distance(unit, zero).item() == 1
+    assert cosine_distance(unit, 3 * unit).item() == 0
+    assert cosine_distance(unit, -unit).item() == 2
+    for distance, expected in [(0.9 * ZERO_DISTANCE, 0.0), (1.1 * ZERO_DISTANCE, 1.1 * ZERO_DISTANCE)]:
+        angle = math.acos(1 - distance)
+        other = torch.tensor([[math.cos(angle), math.sin(angle)]], dtype=torch.float64)
+        assert cosine_distance(unit, other).item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("n_frames", [2, 3, 4, 9])
+def test_centred_change_is_equation_4(n_frames: int) -> None:
+    mean = video(n_frames, 12)
+    np.testing.assert_allclose(centred_change(mean), numpy_change(mean.numpy()), rtol=1e-12)
+
+
+def test_change_of_a_single_frame_and_of_a_static_video_is_0() -> None:
+    assert centred_change(video(1, 12)).tolist() == [0]
+    assert centred_change(video(1, 12).expand(6, 12)).tolist() == [0] * 6
+
+
+@pytest.mark.parametrize("sigma", [0.1, 0.5, 1.0, 1.5, 2.0])
+@pytest.mark.parametrize("radius", [None, 0, 1, 4])
+def test_gaussian_kernel_is_equation_5(sigma: float, radius: int | None) -> None:
+    reach = math.ceil(3 * sigma) if radius is None else radius
+    weights = [math.exp(-(delta**2) / (2 * sigma**2)) for delta in range(-reach, reach + 1)]
+    np.testing.assert_allclose(gaussian_kernel(sigma, radius), np.array(weights) / sum(weights), rtol=1e-12)
+
+
+def test_gaussian_kernel_of_a_vanishing_sigma_is_finite() -> None:
+    assert gaussian_kernel(1e-300).tolist() == [0, 1, 0]
+
+
+def test_box_kernel() -> None:
+    assert box_kernel().tolist() == [1 / 3] * 3
+    assert box_kernel(0).tolist() == [1]
+    assert box_kernel(3).tolist() == [1 / 7] * 7
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+@pytest.mark.parametrize("n_frames", [1, 2, 3, 8])
+@pytest.mark.parametrize("radius", [0, 1, 2, 3, 7, 20])
+def test_smooth_is_equation_6(boundary: str, n_frames: int, radius: int) -> None:
+    change = video(n_frames, seed=radius).abs()
+    kernel = gaussian_kernel(max(1, radius) / 2, radius)
+    expected = numpy_smooth(change.numpy(), kernel.numpy(), boundary)
+    np.testing.assert_allclose(smooth(change, kernel, boundary), expected, rtol=1e-12)
+
+
+def test_mean_normalise_is_equation_7() -> None:
+    values = video(9).abs()
+    np.testing.assert_allclose(
+        mean_normalise(values, 1e-3), values.numpy() / (values.numpy().mean() + 1e-3), rtol=1e-12
+    )
+    assert mean_normalise(torch.zeros(4, dtype=torch.float64)).tolist() == [0] * 4
+
+
+def test_fuse_is_equation_8() -> None:
+    temporal, spatial = video(3).abs(), video(3, 5).abs()
+    product = temporal.numpy()[:, None] * spatial.numpy()
+    np.testing.assert_allclose(fuse(temporal, spatial), product, rtol=1e-12)
+    np.testing.assert_allclose(fuse(temporal, spatial, "spatial"), spatial)
+    np.testing.assert_allclose(fuse(temporal, spatial, "temporal"), np.repeat(temporal.numpy()[:, None], 5, axis=1))
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+@pytest.mark.parametrize("smoothing", ["gaussian", "box", "raw"])
+def test_temporal_density_is_equations_4_to_7(smoothing: str, boundary: str) -> None:
+    mean = video(6, 12)
+    kernels = {"gaussian": gaussian_kernel(1.5), "box": box_kernel(), "raw": torch.ones(1)}
+    curve = numpy_smooth(numpy_change(mean.numpy()), kernels[smoothing].double().numpy(), boundary)
+    ours = temporal_density(mean, smoothing=smoothing, sigma=1.5, boundary=boundary, eps=1e-4)
+    np.testing.assert_allclose(ours, curve / (curve.mean() + 1e-4), rtol=1e-12)
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+@pytest.mark.parametrize("smoothing", ["gaussian", "box", "raw"])
+def test_a_single_frame_has_temporal_density_1(smoothing: str, boundary: str) -> None:
+    assert temporal_density(video(1, 8), smoothing=smoothing, boundary=boundary, eps=10.0).tolist() == [1]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_density_of_equal_values_does_not_depend_on_their_dtype(dtype: torch.dtype) -> None:
+    tokens = video(4, 6, 8).to(dtype)
+    for ours, expected in zip(spatio_temporal_density(tokens), spatio_temporal_density(tokens.double()), strict=True):
+        assert ours.dtype == torch.float64
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("fusion", FUSIONS)
+def test_a_static_video_has_no_temporal_density(fusion: str) -> None:
+    frame = video(1, 7, 16).float()
+    rho, temporal = spatio_temporal_density(frame.expand(5, 7, 16), fusion=fusion)
+    assert temporal.tolist() == [0] * 5
+    assert (rho == 0).all() or fusion == "spatial"
+
+
+@pytest.mark.parametrize(("dtype", "exponent"), [(torch.float32, 100), (torch.bfloat16, 100), (torch.float64, 900)])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_extreme_magnitudes_change_nothing(dtype: torch.dtype, exponent: int, sign: int) -> None:
+    tokens = video(4, 6, 8).to(dtype)
+    extreme = tokens * 2.0 ** (sign * exponent)
+    for ours, expected in zip(spatio_temporal_density(extreme), spatio_temporal_density(tokens), strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("value", [3.4e38, 1e-30, 1e-45, 0.0])
+def test_working_copy_is_finite_at_the_ends_of_float32(value: float) -> None:
+    copy = working_copy(torch.tensor([value, -value, 0.0]))
+    assert torch.isfinite(copy @ copy)
+    assert (copy[0] > 0) == (value > 0)
+
+
+def test_working_copy_copies_only_where_it_has_to() -> None:
+    tokens = video(2, 3, 4).float()
+    assert working_copy(tokens) is tokens
+    assert torch.equal(working_copy(tokens.half()), tokens.half().float())
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(scale=st.floats(1e-20, 1e20), seed=st.integers(0, 1000))
+def test_spatial_density_is_scale_invariant(scale: float, seed: int) -> None:
+    tokens = video(3, 5, 8, seed=seed)
+    ours, expected = (spatio_temporal_density(values, fusion="spatial")[0] for values in (tokens * scale, tokens))
+    np.testing.assert_allclose(ours, expected, rtol=1e-12)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_density_on_cuda(dtype: torch.dtype) -> None:
+    tokens = video(6, 50, 64).to(dtype)
+    on_cpu, on_cuda = spatio_temporal_density(tokens), spatio_temporal_density(tokens.cuda())
+    for ours, expected in zip(on_cuda, on_cpu, strict=True):
+        np.testing.assert_allclose(ours.cpu(), expected, rtol=1e-12)
+
+
+@needs_cuda
+@pytest.mark.parametrize("n_tokens", [3, 49, 196, 729])
+def test_identical_tokens_deviate_by_exactly_0_on_cuda(n_tokens: int) -> None:
+    tokens = video(4, 1, 33).float().cuda().expand(4, n_tokens, 33)
+    assert (spatial_density(tokens, frame_mean(tokens)) == 0).all()
+    assert (spatio_temporal_density(tokens)[0] == 0).all()

@@ -1,0 +1,190 @@
+"""Farthest point sampling against a brute-force float64 numpy reading of Eqs. (9)-(12)."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from gstep.sampling import STARTS, densest_first, density_guided_fps, most_isolated
+
+Array = NDArray[np.float64]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def all_distances(tokens: Array) -> Array:
+    """1 - cosine of all pairs, 0 below 2e-6; a zero token has cosine 0."""
+    norm = np.linalg.norm(tokens, axis=1)
+    products = np.outer(norm, norm)
+    distance = 1 - np.divide(tokens @ tokens.T, products, out=np.zeros_like(products), where=products > 0)
+    return np.where(distance < 2e-6, 0.0, distance)
+
+
+def oracle_start(start: str, distance: Array, rho: Array) -> int:
+    if start == "isolated":
+        return int(np.argmax((distance + np.diag(np.full(len(distance), np.inf))).min(axis=1)))
+    return 0 if start == "first" else int(np.argmax(rho))
+
+
+def oracle(
+    tokens: Array, rho: Array, budget: int, alpha: float = 0.5, beta: float = 1e-6, start: str = "density"
+) -> tuple[list[int], int]:
+    """The picks, and how many come before the first whose score leads by less than 1e-5."""
+    distance = all_distances(tokens)
+    picked, clear = [oracle_start(start, distance, rho)], budget
+    while len(picked) < budget:
+        nearest = distance[:, picked].min(axis=1)
+        score = alpha * np.log(nearest + beta) + (1 - alpha) * np.log(rho + beta)
+        score[picked] = -np.inf
+        runner_up = np.sort(score)[-2] if len(score) - len(picked) > 1 else -np.inf
+        if score.max() - runner_up < 1e-5:
+            clear = min(clear, len(picked))
+        picked.append(int(np.argmax(score)))
+    return picked, clear
+
+
+def exact_tokens(n_tokens: int, seed: int) -> Array:
+    """Tokens of 4 entries of +-1, some repeated: of norm 2, so that every cosine is an exact multiple of 1/4."""
+    rng = np.random.default_rng(seed)
+    tokens = np.zeros((n_tokens, 12))
+    for token in tokens:
+        token[rng.permutation(12)[:4]] = rng.choice([-1.0, 1.0], 4)
+    return tokens[rng.integers(0, n_tokens, n_tokens)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("alpha", [0.3, 0.5, 1.0])
+def test_order_is_exact_where_arithmetic_is(alpha: float, start: str, dtype: torch.dtype) -> None:
+    for seed, n_tokens in enumerate([1, 2, 3, 17, 60, 101]):
+        tokens = exact_tokens(n_tokens, seed)
+        rho = np.random.default_rng(seed).choice([0.0, 0.25, 0.5, 1.0], n_tokens)
+        ours = density_guided_fps(
+            torch.from_numpy(tokens).to(dtype), torch.from_numpy(rho), n_tokens, alpha=alpha, start=start
+        )
+        assert ours.dtype == torch.int64
+        assert ours.tolist() == oracle(tokens, rho, n_tokens, alpha, start=start)[0]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("beta", [1e-8, 1e-6, 1e-3])
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.5, 0.9, 1.0])
+def test_order_of_continuous_tokens_up_to_near_ties(alpha: float, beta: float, dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(5)
+    tokens = torch.from_numpy(rng.normal(0.3, 1.0, (120, 40))).to(dtype)
+    rho = rng.uniform(0, 2, 120)
+    ours = density_guided_fps(tokens, torch.from_numpy(rho), 90, alpha=alpha, beta=beta).tolist()
+    expected, clear = oracle(tokens.double().numpy(), rho, 90, alpha, beta)
+    assert clear >= 20
+    assert ours[:clear] == expected[:clear]
+    if dtype == torch.float64:
+        assert ours == expected
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_every_budget_is_a_prefix_of_the_largest(alpha: float) -> None:
+    rng = np.random.default_rng(2)
+    tokens, rho = torch.from_numpy(rng.normal(size=(37, 8))).float(), torch.from_numpy(rng.uniform(size=37))
+    longest = density_guided_fps(tokens, rho, 37, alpha=alpha).tolist()
+    assert sorted(longest) == list(range(37))
+    for budget in range(1, 37):
+        assert density_guided_fps(tokens, rho, budget, alpha=alpha).tolist() == longest[:budget]
+
+
+def test_alpha_0_is_the_densest_with_ties_by_index() -> None:
+    rho = torch.tensor([0.5, 1.0, 0.5, 1.0, 0.0], dtype=torch.float64)
+    tokens = torch.eye(5)
+    assert density_guided_fps(tokens, rho, 5, alpha=0.0).tolist() == [1, 3, 0, 2, 4]
+    assert densest_first(rho, 3).tolist() == [1, 3, 0]
+    # The logarithms of the first two are equal.
+    close = torch.tensor([1e9, np.nextafter(1e9, 2e9), 2e9], dtype=torch.float64)
+    assert density_guided_fps(tokens[:3], close, 3, alpha=0.0).tolist() == [2, 1, 0]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("start", STARTS)
+def test_no_density_at_all_and_zero_tokens(start: str, alpha: float) -> None:
+    zeros = torch.zeros(9, dtype=torch.float64)
+    assert density_guided_fps(torch.zeros(9, 4), zeros, 9, alpha=alpha, start=start).tolist() == list(range(9))
+    tokens = exact_tokens(9, 3)
+    tokens[4] = 0
+    ours = density_guided_fps(torch.from_numpy(tokens), zeros, 9, alpha=1.0, start=start).tolist()
+    assert ours == oracle(tokens, np.zeros(9), 9, 1.0, start=start)[0]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("n_copies", "n_tokens", "dim"), [(7, 11, 96), (3, 37, 777), (5, 49, 64), (9, 13, 33)])
+def test_copies_of_a_token_go_to_the_lowest_index(n_copies: int, n_tokens: int, dim: int, dtype: torch.dtype) -> None:
+    frame = torch.from_numpy(np.random.default_rng(n_tokens).normal(size=(n_tokens, dim))).to(dtype)
+    rho = torch.zeros(n_copies * n_tokens)
+    ours = density_guided_fps(frame.repeat(n_copies, 1), rho, 2 * n_tokens, alpha=1.0).tolist()
+    assert sorted(ours[:n_tokens]) == list(range(n_tokens))
+    assert ours[n_tokens:] == list(range(n_tokens, 2 * n_tokens))
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1000])
+def test_most_isolated_does_not_depend_on_the_block(block: int) -> None:
+    for seed in range(20):
+        tokens = np.random.default_rng(seed).normal(0.2, 1.0, (65, 24)).astype(np.float32)
+        distance = all_distances(tokens.astype(np.float64))
+        # The most isolated token and its nearest neighbour are often each other's: an exact tie in exact arithmetic.
+        distance = np.minimum(distance, distance.T)
+        assert most_isolated(torch.from_numpy(tokens), block).item() == oracle_start("isolated", distance, np.zeros(65))
+
+
+def test_most_isolated_of_one_token_and_of_copies() -> None:
+    assert most_isolated(torch.ones(1, 3)).tolist() == [0]
+    assert most_isolated(torch.ones(5, 3)).tolist() == [0]
+
+
+def test_extreme_magnitudes_change_nothing() -> None:
+    tokens = torch.from_numpy(np.random.default_rng(0).normal(size=(50, 16))).float()
+    rho = torch.linspace(0, 1, 50)
+    expected = density_guided_fps(tokens, rho, 50)
+    for scale in (2.0**100, 2.0**-100):
+        assert torch.equal(density_guided_fps(tokens * scale, rho, 50), expected)
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(seed=st.integers(0, 10_000), n_tokens=st.integers(1, 40), alpha=st.floats(0, 1), start=st.sampled_from(STARTS))
+def test_any_exact_input_follows_the_oracle(seed: int, n_tokens: int, alpha: float, start: str) -> None:
+    tokens = exact_tokens(n_tokens, seed)
+    rho = np.random.default_rng(seed).choice([0.0, 0.5, 1.0], n_tokens)
+    if alpha == 0:
+        start = "density"
+    ours = density_guided_fps(torch.from_numpy(tokens), torch.from_numpy(rho), n_tokens, alpha=alpha, start=start)
+    assert ours.tolist() == oracle(tokens, rho, n_tokens, alpha, start=start)[0]
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("start", STARTS)
+def test_order_on_cuda(start: str, dtype: torch.dtype) -> None:
+    tokens = exact_tokens(300, 1)
+    rho = np.random.default_rng(1).choice([0.0, 0.25, 0.5, 1.0], 300)
+    on_cuda = torch.from_numpy(tokens).to("cuda", dtype), torch.from_numpy(rho).cuda()
+    expected = oracle(tokens, rho, 300, start=start)[0]
+    assert density_guided_fps(*on_cuda, 300, start=start).tolist() == expected
+
+
+@needs_cuda
+def test_no_step_waits_for_the_device() -> None:
+    tokens, rho = torch.randn(300, 16, device="cuda"), torch.rand(300, device="cuda")
+
+    def waits(budget: int) -> int:
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                density_guided_fps(tokens, rho, budget)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return len(caught)
+
+    assert waits(100) == waits(2)
