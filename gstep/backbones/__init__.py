@@ -1,0 +1,89 @@
+"""Model families, one a file, and what the pipeline needs of them.
+
+The order of use: :class:`ModelSource.resolve` on the driver says what a model argument means, without any weights;
+:func:`preprocessor_for` gives decode processes what they need; :func:`load_static` gives the driver the few weights
+that a cache header holds; :func:`load_backbone` builds the vision part on a GPU. Everything else is imported when it
+is first used, so that importing this package loads neither transformers nor safetensors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gstep.lazy import LazyTable
+
+if TYPE_CHECKING:
+    from gstep.backbones.base import Backbone, StaticParts
+    from gstep.backbones.checkpoint import ModelSource, read_tensors
+    from gstep.backbones.preprocess import Preprocessor
+    from gstep.backbones.runtime import Runtime, choose_runtime
+
+BACKBONES = LazyTable("model type", {"llava_onevision": "gstep.backbones.llava_onevision:LlavaOnevision"})
+
+_PUBLIC = LazyTable(
+    "name",
+    {
+        "Backbone": "gstep.backbones.base:Backbone",
+        "ModelSource": "gstep.backbones.checkpoint:ModelSource",
+        "Preprocessor": "gstep.backbones.preprocess:Preprocessor",
+        "Runtime": "gstep.backbones.runtime:Runtime",
+        "StaticParts": "gstep.backbones.base:StaticParts",
+        "choose_runtime": "gstep.backbones.runtime:choose_runtime",
+        "read_tensors": "gstep.backbones.checkpoint:read_tensors",
+    },
+)
+
+__all__ = [
+    "BACKBONES",
+    "Backbone",
+    "ModelSource",
+    "Preprocessor",
+    "Runtime",
+    "StaticParts",
+    "choose_runtime",
+    "load_backbone",
+    "load_static",
+    "preprocessor_for",
+    "read_tensors",
+]
+
+
+def preprocessor_for(source: ModelSource) -> Preprocessor:
+    """The picklable preprocessor of a model; reads no weights and imports no transformers.
+
+    Raises ModelError where the checkpoint's preprocessor files ask for something not implemented.
+    """
+    preprocessor: Preprocessor = BACKBONES[source.model_type].preprocessor_for(source)
+    return preprocessor
+
+
+def load_static(source: ModelSource) -> StaticParts:
+    """Hidden size and newline row of a model, without building it; imports no transformers.
+
+    Raises ModelError where the checkpoint lacks them.
+    """
+    static: StaticParts = BACKBONES[source.model_type].load_static(source)
+    return static
+
+
+def load_backbone(source: ModelSource, runtime: Runtime, *, frame_batch: int = 32) -> Backbone:
+    """The vision part of a model, ready to encode; no weight of the language model is read.
+
+    Raises ModelError where weights are missing or have another shape than the config says.
+    """
+    backbone: Backbone = BACKBONES[source.model_type].load(
+        source,
+        device=runtime.device,
+        dtype=runtime.dtype,
+        attn_implementation=runtime.attn_implementation,
+        frame_batch=frame_batch,
+    )
+    return backbone
+
+
+if not TYPE_CHECKING:  # hidden from type checkers: to them every unknown attribute would look like a valid one
+
+    def __getattr__(name: str) -> Any:
+        if name in _PUBLIC:
+            return _PUBLIC[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

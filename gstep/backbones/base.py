@@ -1,0 +1,146 @@
+"""What every model family offers: decoded frames in, visual tokens out, without the language model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gstep.backbones.checkpoint import ModelSource, read_tensors
+from gstep.backbones.preprocess import Preprocessor, as_frames
+from gstep.errors import ModelError
+from gstep.types import VisualTokens
+
+
+@dataclass(frozen=True)
+class StaticParts:
+    """What the header of a cache says about a model.
+
+    Attributes:
+        hidden_size: D, the width of a visual token.
+        newline: [D] on the CPU, in the dtype stored on disk; None for a family without one.
+    """
+
+    hidden_size: int
+    newline: Tensor | None
+
+
+class Backbone(ABC):
+    """The vision part of a video LLM on one device, in eval mode."""
+
+    model_type: ClassVar[str]
+
+    def __init__(
+        self, model: Any, preprocessor: Preprocessor, *, device: str, dtype: torch.dtype, frame_batch: int
+    ) -> None:
+        self.model = model
+        self.preprocessor = preprocessor
+        self.device = device
+        self.dtype = dtype
+        self.frame_batch = frame_batch
+
+    @classmethod
+    @abstractmethod
+    def load(
+        cls,
+        source: ModelSource,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        attn_implementation: str = "sdpa",
+        frame_batch: int = 32,
+    ) -> Self:
+        """Build the vision part; no weight of the language model is read, and no memory is ever taken for one.
+
+        Raises ModelError where weights are missing or have another shape than the config says.
+        """
+
+    @classmethod
+    @abstractmethod
+    def preprocessor_for(cls, source: ModelSource) -> Preprocessor:
+        """The preprocessor that the checkpoint's own files describe. Raises ModelError for what is not implemented."""
+
+    @classmethod
+    @abstractmethod
+    def load_static(cls, source: ModelSource) -> StaticParts:
+        """Hidden size and newline row, without building the model."""
+
+    @property
+    @abstractmethod
+    def hidden_size(self) -> int:
+        """D, the width of a visual token."""
+
+    @abstractmethod
+    def newline(self) -> Tensor | None:
+        """[D] on the device in the compute dtype: the row that follows a video's tokens; None where there is none."""
+
+    @abstractmethod
+    def encode_pixels(self, pixels: Tensor) -> Tensor:
+        """Pixel values of consecutive frames of one video, as ``preprocessor.normalise`` makes them -> [t,N,D]."""
+
+    @torch.no_grad()
+    def encode(self, frames: Tensor | NDArray[np.uint8]) -> VisualTokens:
+        """One video, [T,h,w,3] uint8 as ``preprocessor.resize`` makes it -> tokens [T,N,D] in the compute dtype.
+
+        Frames go through in fixed chunks of ``frame_batch`` of this one video, so its tokens never depend on which
+        videos were encoded before or beside it. Raises ValueError for anything but at least one uint8 frame.
+        """
+        frames_THWC = as_frames(frames)
+        if not len(frames_THWC):
+            raise ValueError("a video needs at least one frame")
+        chunks = torch.split(frames_THWC, self.frame_batch)
+        tokens = [self.encode_pixels(self.preprocessor.normalise(c, self.device, self.dtype)) for c in chunks]
+        return VisualTokens(torch.cat(tokens))
+
+    def model_extra(self, n_frames: int, height: int, width: int, timestamps: Sequence[float]) -> dict[str, Any]:
+        """What an LLM needs to know about one encoded video beyond its tokens, JSON-able.
+
+        Args:
+            n_frames, height, width: of the resized frames, in pixels.
+            timestamps: seconds from the start of the video, one a frame.
+        """
+        return {}
+
+
+def load_weights(
+    module: nn.Module,
+    source: ModelSource,
+    names: Callable[[str], Sequence[str]],
+    *,
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    """Give a module built on the meta device its weights from disk: those that its state dict names, and no others.
+
+    Args:
+        names: the name on disk -> the names it may have in memory, the first that exists being taken.
+
+    Raises ModelError, naming some, where weights are missing or have another shape.
+    """
+    expected = module.state_dict()
+
+    def wanted(key: str) -> str | None:
+        return next((name for name in names(key) if name in expected), None)
+
+    tensors = read_tensors(source, wanted, device=device, dtype=dtype)
+    if missing := [name for name in expected if name not in tensors]:
+        raise ModelError(f"{source.name!r} lacks {_some(missing)}: download the whole checkpoint")
+    wrong = [
+        f"{name} {list(tensors[name].shape)} instead of {list(weight.shape)}"
+        for name, weight in expected.items()
+        if tensors[name].shape != weight.shape
+    ]
+    if wrong:
+        raise ModelError(f"{source.name!r}: config.json does not fit the weights: {_some(wrong)}")
+    module.load_state_dict(tensors, assign=True)
+
+
+def _some(items: Sequence[str], limit: int = 5) -> str:
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more

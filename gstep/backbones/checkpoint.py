@@ -1,0 +1,179 @@
+"""What a model argument means, and single tensors of its safetensors files.
+
+Nothing here unpickles, or runs code that comes with a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gstep.backbones import BACKBONES, tiny
+from gstep.backbones.files import CheckpointFiles
+from gstep.backbones.identity import folder_identity
+from gstep.errors import ModelError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model that was found, without its weights. Pickles; means the same model on every node.
+
+    Attributes:
+        name: the argument as given.
+        model_type: a key of BACKBONES.
+        identity: says which weights these are: "hub:<id>@<sha>", "folder:<hash>" or "tiny:<version>-<hash>".
+        files: where its files are; ``files.revision`` is the commit sha of a Hugging Face id.
+        weight_files: the names of the safetensors files.
+        config: config.json.
+        preprocessor: the settings that the stock video processor would load (without its class defaults).
+    """
+
+    name: str
+    model_type: str
+    identity: str
+    files: CheckpointFiles
+    weight_files: tuple[str, ...]
+    config: dict[str, Any] = field(repr=False, hash=False)
+    preprocessor: dict[str, Any] = field(repr=False, hash=False)
+
+    @classmethod
+    def resolve(cls, model: str | Path, revision: str | None = None) -> ModelSource:
+        """Find a model by its folder, Hugging Face id or tiny name. Small JSON files are read, weights are not.
+
+        Args:
+            model: a folder with config.json and *.safetensors, a Hugging Face id, or "tiny".
+            revision: branch, tag or commit of a Hugging Face id; its default branch where None.
+
+        Raises ModelError, with the remedy, where there is no such model or it cannot be used.
+        """
+        name = str(model)
+        files = CheckpointFiles.locate(name, revision)
+        config = files.read_json("config.json")
+        if config is None:
+            raise ModelError(f"{name!r} has no config.json: pass a model folder in the layout of transformers")
+        model_type = _known_type(name, config)
+        weight_files = _weight_files(name, files)
+        return cls(
+            name=name,
+            model_type=model_type,
+            identity=_identity(files, weight_files, config),
+            files=files,
+            weight_files=weight_files,
+            config=config,
+            preprocessor=_preprocessor_settings(name, files),
+        )
+
+    def file(self, filename: str) -> Path:
+        """The local path of a file of the checkpoint, downloaded or built on this node if need be.
+
+        Raises ModelError where there is no such file.
+        """
+        if self.files.kind == "tiny" and tiny.identity(self.files.location) != self.identity:
+            raise ModelError(
+                f"this node builds {tiny.identity(self.files.location)}, the driver {self.identity}: "
+                "install the same version of this package and of numpy on every node"
+            )
+        path = self.files.find(filename)
+        if path is None:
+            raise ModelError(f"{self.name!r} lacks the file {filename}: download the whole checkpoint")
+        return path
+
+    def pretrained(self) -> tuple[str, str | None]:
+        """(name or folder, revision) that from_pretrained of transformers takes on this node, for the whole model."""
+        if self.files.kind == "hub":
+            return self.files.location, self.files.revision
+        return str(self.file("config.json").parent), None
+
+
+def read_tensors(
+    source: ModelSource,
+    wanted: Callable[[str], str | None],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Read only the tensors that ``wanted`` gives a name to; only shards that hold one are opened (or downloaded).
+
+    Args:
+        wanted: the name on disk -> the name in the result, or None for a tensor to leave alone.
+        dtype: cast to it; None keeps what is stored.
+
+    Raises ModelError where a file is missing or is no safetensors file.
+    """
+    tensors = {}
+    for filename in _files_with(source, wanted):
+        path = source.file(filename)
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118 - not a mapping
+                    if (name := wanted(key)) is not None:
+                        # A copy: memory-mapped tensors are unaligned, and that may decide the last bit of a GEMM.
+                        tensors[name] = opened.get_tensor(key).to(device=device, dtype=dtype, copy=True)
+        except SafetensorError as error:
+            raise ModelError(f"{path} is no complete safetensors file ({error}): download it again") from error
+    return tensors
+
+
+def _files_with(source: ModelSource, wanted: Callable[[str], str | None]) -> list[str]:
+    index = None if source.weight_files == (SINGLE,) else source.files.read_json(INDEX)
+    if index is None:
+        return list(source.weight_files)
+    return sorted({filename for key, filename in index["weight_map"].items() if wanted(key) is not None})
+
+
+def _known_type(name: str, config: dict[str, Any]) -> str:
+    model_type = str(config.get("model_type"))
+    if model_type in BACKBONES:
+        return model_type
+    remote = " Code that comes with a checkpoint (auto_map) is never run." if "auto_map" in config else ""
+    raise ModelError(
+        f"{name!r} has the model type {model_type!r}; known: {', '.join(BACKBONES)}. Checkpoints must be in the layout "
+        f"of transformers, for LLaVA-OneVision those named llava-hf/llava-onevision-*-hf.{remote}"
+    )
+
+
+def _weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
+    """In the order of precedence of from_pretrained: one file, then an index, then whatever shards lie in a folder."""
+    if files.has(SINGLE):
+        return (SINGLE,)
+    index = files.read_json(INDEX)
+    names = files.names(".safetensors") if index is None else sorted(set(index.get("weight_map", {}).values()))
+    if not names:
+        pickles = ", ".join(files.names(".bin", ".pt", ".pth")) or "pytorch_model.bin, *.pt, *.pth"
+        raise ModelError(
+            f"{name!r} has no safetensors weights. Pickled weights ({pickles}) are refused, because loading them can "
+            "run code: convert them where you trust them, with from_pretrained and then save_pretrained of transformers"
+        )
+    if any(Path(filename).name != filename for filename in names):
+        raise ModelError(f"{name!r}: {INDEX} names files outside its folder: download the checkpoint again")
+    return tuple(names)
+
+
+def _identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dict[str, Any]) -> str:
+    if files.kind == "hub":
+        return f"hub:{files.location}@{files.revision}"
+    if files.kind == "tiny":
+        return tiny.identity(files.location)
+    return folder_identity(files.folder(), weight_files, config)
+
+
+def _preprocessor_settings(name: str, files: CheckpointFiles) -> dict[str, Any]:
+    """With the precedence of transformers' get_video_processor_dict (video_processing_utils.py)."""
+    nested = (files.read_json("processor_config.json") or {}).get("video_processor")
+    if isinstance(nested, dict):
+        return nested
+    for filename in ("video_preprocessor_config.json", "preprocessor_config.json"):
+        if (settings := files.read_json(filename)) is not None:
+            return settings
+    raise ModelError(
+        f"{name!r} has neither video_preprocessor_config.json nor preprocessor_config.json: copy them from the "
+        "original checkpoint, the tokens depend on them"
+    )

@@ -1,0 +1,81 @@
+"""The files of a checkpoint, wherever it lies: in a folder, on the Hugging Face Hub, or built on the spot."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from gstep.backbones import hub, tiny
+from gstep.errors import ModelError
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """Finds files by name. Pickles; every node finds (downloads, builds) its own copy.
+
+    Attributes:
+        kind: where the checkpoint lies.
+        location: the absolute folder, the Hugging Face id, or the name of a tiny model.
+        revision: the commit sha of a Hugging Face id, else None.
+    """
+
+    kind: Literal["folder", "hub", "tiny"]
+    location: str
+    revision: str | None = None
+
+    @classmethod
+    def locate(cls, model: str, revision: str | None = None) -> CheckpointFiles:
+        """From a model argument. Raises ModelError where it is neither a folder, a tiny model nor a reachable id."""
+        folder = Path(model).expanduser()
+        kind = "tiny" if model in tiny.TINY else "folder" if model and folder.is_dir() else "hub"
+        if kind != "hub" and revision is not None:
+            raise ModelError(f"a revision ({revision!r}) belongs to a Hugging Face id; {model!r} is a {kind}")
+        if kind == "tiny":
+            return cls("tiny", model)
+        if kind == "folder":
+            return cls("folder", str(folder.resolve()))
+        if model.startswith(("/", ".", "~")) or model.count("/") > 1 or not model or folder.exists():
+            raise ModelError(
+                f"{model!r} is no folder on this machine: pass a model folder, a Hugging Face id (owner/name), or one "
+                f"of {', '.join(tiny.TINY)}"
+            )
+        return cls("hub", model, hub.commit_of(model, revision))
+
+    def find(self, filename: str) -> Path | None:
+        """The local path of a file, downloaded or built if need be; None where the checkpoint has no such file."""
+        if self.revision is not None:
+            return hub.find_file(self.location, self.revision, filename)
+        path = self.folder() / filename
+        return path if path.is_file() else None
+
+    def has(self, filename: str) -> bool:
+        """Like ``find``, but downloads nothing."""
+        if self.revision is not None:
+            return hub.has_file(self.location, self.revision, filename)
+        return self.find(filename) is not None
+
+    def folder(self) -> Path:
+        """The folder of a checkpoint that is not on the Hub."""
+        assert self.kind != "hub"
+        return tiny.build(self.location) if self.kind == "tiny" else Path(self.location)
+
+    def names(self, *suffixes: str) -> list[str]:
+        """The names with one of these endings in a local folder, sorted; none for the Hub."""
+        if self.kind == "hub":
+            return []
+        return sorted(path.name for path in self.folder().iterdir() if path.suffix in suffixes)
+
+    def read_json(self, filename: str) -> dict[str, Any] | None:
+        """The object in a JSON file; None where there is no such file. Raises ModelError for any other content."""
+        path = self.find(filename)
+        if path is None:
+            return None
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ModelError(f"{path} is no JSON ({error}): copy it again from the original checkpoint") from error
+        if not isinstance(content, dict):
+            raise ModelError(f"{path} holds no JSON object: copy it again from the original checkpoint")
+        return content

@@ -1,0 +1,123 @@
+"""LLaVA-OneVision: SigLIP, a two-layer projector, and 2x2 bilinear pooling of every frame (27 x 27 -> 14 x 14 tokens).
+
+Follows LlavaOnevisionModel.get_video_features (transformers, models/llava_onevision/modeling_llava_onevision.py) by
+calling it.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from gstep.backbones.base import Backbone, StaticParts, load_weights
+from gstep.backbones.checkpoint import ModelSource, read_tensors
+from gstep.backbones.preprocess import FixedSizePreprocessor
+from gstep.errors import ModelError
+
+# Class defaults of LlavaOnevisionVideoProcessor (video_processing_llava_onevision.py), for what a file leaves out.
+DEFAULTS: Mapping[str, Any] = {
+    "size": {"height": 384, "width": 384},
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+}
+
+
+class LlavaOnevision(Backbone):
+    """196 tokens a frame of 384 x 384 pixels; one newline row a video, kept apart from the tokens."""
+
+    model_type = "llava_onevision"
+
+    @classmethod
+    def load(
+        cls,
+        source: ModelSource,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        attn_implementation: str = "sdpa",
+        frame_batch: int = 32,
+    ) -> Self:
+        """See :meth:`Backbone.load`."""
+        preprocessor = cls.preprocessor_for(source)
+        model = _without_language_model(source.config, attn_implementation, dtype)
+        load_weights(model, source, _names_in_memory, device=device, dtype=dtype)
+        _rebuild_position_ids(model, device)
+        model.eval().requires_grad_(False)
+        return cls(model, preprocessor, device=device, dtype=dtype, frame_batch=frame_batch)
+
+    @classmethod
+    def preprocessor_for(cls, source: ModelSource) -> FixedSizePreprocessor:
+        """See :meth:`Backbone.preprocessor_for`."""
+        kind = source.preprocessor.get("video_processor_type", "LlavaOnevisionVideoProcessor")
+        if kind != "LlavaOnevisionVideoProcessor":
+            raise ModelError(f"{source.name!r} asks for the video processor {kind!r}, which is not implemented")
+        given = {name: value for name, value in source.preprocessor.items() if value is not None}
+        preprocessor = FixedSizePreprocessor.from_settings({**DEFAULTS, **given})
+        side = source.config.get("vision_config", {}).get("image_size", 384)
+        if (preprocessor.height, preprocessor.width) != (side, side):
+            raise ModelError(
+                f"{source.name!r}: the preprocessor setting size, {preprocessor.height} x {preprocessor.width}, does "
+                f"not fit the vision tower of {side} x {side} pixels in config.json"
+            )
+        return preprocessor
+
+    @classmethod
+    def load_static(cls, source: ModelSource) -> StaticParts:
+        """See :meth:`Backbone.load_static`."""
+        newline = read_tensors(source, lambda key: key if key.removeprefix("model.") == "image_newline" else None)
+        if len(newline) != 1:
+            raise ModelError(f"{source.name!r} lacks image_newline: download the whole checkpoint")
+        (row,) = newline.values()
+        return StaticParts(hidden_size=len(row), newline=row)
+
+    @property
+    def hidden_size(self) -> int:
+        """D, the width of a visual token."""
+        return int(self.model.image_newline.shape[0])
+
+    def newline(self) -> Tensor:
+        """[D], the row that the stock model puts after a video's tokens."""
+        row: Tensor = self.model.image_newline.detach()
+        return row
+
+    def encode_pixels(self, pixels: Tensor) -> Tensor:
+        """[t,3,384,384] -> [t,196,D]."""
+        vision = self.model.config.vision_config
+        tokens_per_frame = math.ceil(vision.image_size // vision.patch_size / 2) ** 2
+        features = self.model.get_video_features(pixels[None], return_dict=True).pooler_output[0]
+        # Some versions of transformers append the newline here and some later: counting rows leaves it out of both.
+        tokens: Tensor = features[: len(pixels) * tokens_per_frame]
+        return tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size)
+
+
+def _without_language_model(config: dict[str, Any], attn_implementation: str, dtype: torch.dtype) -> Any:
+    """LlavaOnevisionModel on the meta device: shapes alone, no memory; its language model is dropped at once."""
+    from transformers import AutoModel, LlavaOnevisionConfig  # noqa: PLC0415 - seconds; preprocessing needs none of it
+
+    parsed = LlavaOnevisionConfig.from_dict(copy.deepcopy(config))
+    with torch.device("meta"):
+        model = AutoModel.from_config(parsed, attn_implementation=attn_implementation, dtype=dtype)
+    del model.language_model
+    return model
+
+
+def _names_in_memory(key: str) -> list[str]:
+    """Hub checkpoints and some versions of transformers have ``vision_model.`` in the tower's names, others not."""
+    name = key.removeprefix("model.")
+    plain = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
+    return [plain, plain.replace("vision_tower.", "vision_tower.vision_model.", 1)]
+
+
+def _rebuild_position_ids(model: torch.nn.Module, device: str) -> None:
+    """SigLIP's position ids are computed, never stored: they are the one buffer that is still on the meta device."""
+    for module in model.modules():
+        ids = getattr(module, "position_ids", None)
+        if isinstance(ids, Tensor) and ids.is_meta:
+            module.position_ids = torch.arange(ids.shape[-1], device=device)[None]
+    left = [name for name, tensor in (*model.named_buffers(), *model.named_parameters()) if tensor.is_meta]
+    assert not left, f"no values for {left}"

@@ -1,0 +1,143 @@
+"""Decoded frames -> pixel values, exactly as the stock video processors of transformers make them, in plain torch.
+
+The stock processors need torchvision; this module needs torch alone, so that decode processes stay light. Resizing
+happens where frames are decoded (uint8 in, uint8 out); normalising happens on the GPU, where the floats are used.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from gstep.errors import ModelError
+
+BICUBIC = 3  # PIL.Image.Resampling.BICUBIC, as preprocessor files write it
+
+# What this module implements, for every setting that changes pixel values. Another value is refused, never ignored.
+_IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
+    "do_resize": (True,),
+    "do_rescale": (True,),
+    "do_normalize": (True,),
+    "do_center_crop": (None, False),
+    "resample": (BICUBIC, None),  # None: not set, so the class default, which is bicubic for every family here
+}
+
+
+@dataclass(frozen=True)
+class Preprocessor(ABC):
+    """How the frames of one video become pixel values. Plain data: it pickles, and it never imports transformers.
+
+    Attributes:
+        image_mean: per channel, in units of a pixel value scaled to [0, 1].
+        image_std: likewise.
+    """
+
+    image_mean: tuple[float, float, float]
+    image_std: tuple[float, float, float]
+    frames_per_patch: ClassVar[int] = 1  # decoded frames that make one T of the tokens (2 on Qwen models)
+
+    @abstractmethod
+    def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
+        """(height, width) in pixels to which a video of ``n_frames`` frames of [height, width] is resized."""
+
+    def resize(self, frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
+        """[T,H,W,3] uint8 RGB -> [T,h,w,3] uint8 on the CPU, bicubic with antialias, bit for bit as the stock.
+
+        A frame's result does not depend on the other frames, so a video may be resized in chunks.
+        Raises ValueError where ``frames`` is not uint8 [T,H,W,3].
+        """
+        frames_THWC = as_frames(frames)
+        if frames_THWC.shape[1:3] == size:
+            return frames_THWC
+        frames_TCHW = frames_THWC.permute(0, 3, 1, 2)
+        # uint8 in, uint8 out: torch rounds after each of the two passes, as torchvision does; floats would differ.
+        resized = nn.functional.interpolate(frames_TCHW, size=size, mode="bicubic", antialias=True, align_corners=False)
+        return resized.permute(0, 2, 3, 1).contiguous()
+
+    def normalise(self, frames: Tensor | NDArray[np.uint8], device: torch.device | str, dtype: torch.dtype) -> Tensor:
+        """[T,h,w,3] uint8 -> pixel values [T,3,h,w] on ``device``: (x - 255 mean) / (255 std) in fp32, then cast."""
+        # The factor is folded into mean and std as the stock does: dividing x by 255 first is off by 5e-7.
+        scale = 1.0 / (1 / 255)
+        mean = (torch.tensor(self.image_mean) * scale).to(device)[:, None, None]
+        std = (torch.tensor(self.image_std) * scale).to(device)[:, None, None]
+        pixels = as_frames(frames).to(device, non_blocking=True).permute(0, 3, 1, 2).to(torch.float32)
+        return pixels.sub_(mean).div_(std).to(dtype).contiguous()
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides the pixel values, JSON-able, for the fingerprint of a cache."""
+        return {
+            "resize": "bicubic antialias uint8",
+            "image_mean": list(self.image_mean),
+            "image_std": list(self.image_std),
+            "frames_per_patch": self.frames_per_patch,
+        }
+
+
+@dataclass(frozen=True)
+class FixedSizePreprocessor(Preprocessor):
+    """Every frame is resized to one size, whatever its shape (LLaVA-OneVision: 384 x 384)."""
+
+    height: int
+    width: int
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Any]) -> FixedSizePreprocessor:
+        """From the merged settings of a checkpoint's preprocessor file over the class defaults.
+
+        Raises ModelError, naming the setting, where one asks for something that is not implemented here.
+        """
+        check_settings(settings)
+        size = settings["size"]
+        if not (isinstance(size, Mapping) and set(size) == {"height", "width"}):
+            raise ModelError(
+                f"the preprocessor setting size={size!r} is not implemented: it must give height and width"
+            )
+        mean, std = rgb_triple(settings, "image_mean"), rgb_triple(settings, "image_std")
+        return cls(image_mean=mean, image_std=std, height=int(size["height"]), width=int(size["width"]))
+
+    def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
+        """(height, width) in pixels, the same for every video."""
+        return self.height, self.width
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides the pixel values, JSON-able, for the fingerprint of a cache."""
+        return {**super().settings(), "size": [self.height, self.width]}
+
+
+def as_frames(frames: Tensor | NDArray[np.uint8]) -> Tensor:
+    """``frames`` as a uint8 tensor [T,H,W,3]. Raises ValueError where they are anything else."""
+    if isinstance(frames, np.ndarray):
+        # Arrays out of an object store are read-only, which torch does not know: it gets a copy of its own.
+        frames = torch.from_numpy(frames if frames.flags.writeable else frames.copy())
+    if frames.dtype != torch.uint8 or frames.ndim != 4 or frames.shape[-1] != 3:
+        raise ValueError(f"frames must be uint8 [T,H,W,3], got {frames.dtype} {list(frames.shape)}")
+    return frames
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise ModelError for a preprocessor setting that changes pixel values in a way not implemented here."""
+    for name, implemented in _IMPLEMENTED.items():
+        value = settings.get(name, implemented[0])
+        if value not in implemented:
+            raise ModelError(
+                f"the preprocessor setting {name}={value!r} is not implemented; expected {implemented[0]!r}"
+            )
+    factor = settings.get("rescale_factor", 1 / 255)
+    if factor != 1 / 255:
+        raise ModelError(f"the preprocessor setting rescale_factor={factor!r} is not implemented; expected 1/255")
+
+
+def rgb_triple(settings: Mapping[str, Any], name: str) -> tuple[float, float, float]:
+    """The setting ``name`` as three floats, one a channel. Raises ModelError where it is something else."""
+    value = settings[name]
+    if not (isinstance(value, list | tuple) and len(value) == 3):
+        raise ModelError(f"the preprocessor setting {name}={value!r} is not three numbers, one a colour channel")
+    red, green, blue = (float(v) for v in value)
+    return red, green, blue

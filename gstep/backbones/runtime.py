@@ -1,0 +1,93 @@
+"""The one place where device, dtype and attention implementation are chosen."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from gstep.errors import ModelError
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+ATTENTION = ("flash_attention_2", "sdpa", "eager")
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where and how a model runs. Pickles.
+
+    Attributes:
+        device: "cpu", "cuda" or "cuda:<i>".
+        dtype: of weights and activations.
+        attn_implementation: in the words of transformers.
+    """
+
+    device: str
+    dtype: torch.dtype
+    attn_implementation: str
+
+    def describe(self) -> dict[str, str]:
+        """For the provenance of a run: what computed the tokens, JSON-able."""
+        on_cuda = self.device.startswith("cuda")
+        return {
+            "device": self.device,
+            "device_name": torch.cuda.get_device_name(self.device) if on_cuda else f"cpu, {os.cpu_count()} cores",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attn_implementation": self.attn_implementation,
+            "torch": torch.__version__,
+            "cuda": str(torch.version.cuda),
+        }
+
+
+def choose_runtime(device: str = "auto", dtype: str = "auto", attn: str = "auto") -> Runtime:
+    """Fill in what is "auto" from the machine this runs on.
+
+    Args:
+        device: "auto" (cuda where there is one), "cpu", "cuda" or "cuda:<i>".
+        dtype: "auto" (bfloat16 on cuda, float32 on the CPU) or a name in DTYPES.
+        attn: "auto" (flash_attention_2 where it is installed and can run, else sdpa) or a name in ATTENTION.
+
+    Raises ModelError for a device, dtype or implementation that is unknown or not there.
+    """
+    device = _device(device)
+    on_cuda = device.startswith("cuda")
+    if dtype == "auto":
+        dtype = "bfloat16" if on_cuda else "float32"
+    if dtype not in DTYPES:
+        raise ModelError(f"unknown dtype {dtype!r}; known: auto, {', '.join(DTYPES)}")
+    return Runtime(device, DTYPES[dtype], _attention(attn, flash_can_run=on_cuda and dtype != "float32"))
+
+
+def _device(device: str) -> str:
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if device != "cpu" and device.partition(":")[0] != "cuda":
+        raise ModelError(f"unknown device {device!r}; known: auto, cpu, cuda, cuda:<i>")
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ModelError(
+            f"device {device!r} was asked for, but torch {torch.__version__} sees no CUDA device: "
+            "use --device cpu, or install a CUDA build of torch and check the driver"
+        )
+    return device
+
+
+def _attention(attn: str, *, flash_can_run: bool) -> str:
+    if attn == "auto":
+        return "flash_attention_2" if flash_can_run and _flash_installed() else "sdpa"
+    if attn not in ATTENTION:
+        raise ModelError(f"unknown attention implementation {attn!r}; known: auto, {', '.join(ATTENTION)}")
+    if attn == "flash_attention_2" and not flash_can_run:
+        raise ModelError("flash_attention_2 runs on cuda in bfloat16 or float16 only: use sdpa, or leave it on auto")
+    if attn == "flash_attention_2" and not _flash_installed():
+        raise ModelError(
+            "flash_attention_2 was asked for, but the package flash-attn (2.3.3 or newer) is not installed: "
+            "pip install 'gstep-cache[flash-attn]' (needs a CUDA toolchain), or use sdpa"
+        )
+    return attn
+
+
+def _flash_installed() -> bool:
+    from transformers.utils import is_flash_attn_2_available  # noqa: PLC0415 - seconds to import, rarely needed
+
+    return bool(is_flash_attn_2_available())

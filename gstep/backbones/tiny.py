@@ -1,0 +1,78 @@
+"""Seeded random checkpoints of a megabyte, in the layout of the hub's, the same bytes on every machine.
+
+They make a run possible without a download.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+from safetensors.numpy import save_file
+
+from gstep.backbones import tiny_llava_onevision, tiny_tokenizer
+from gstep.backbones.tiny_parts import TinyModel, Weights
+from gstep.errors import ModelError
+
+VERSION = "1"  # raise it with any change to what is written: cached tokens of another version are refused
+
+TINY: Mapping[str, TinyModel] = {"tiny": tiny_llava_onevision.MODEL}
+
+
+def build(name: str) -> Path:
+    """The folder of a tiny model in the user's cache (XDG_CACHE_HOME, else ~/.cache), built where it is not there yet.
+
+    Safe when several processes race: a folder appears whole, in one rename. Raises ModelError where none can be made.
+    """
+    folder = _cache_root() / identity(name).replace(":", "-")
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
+    except OSError as error:
+        raise ModelError(
+            f"cannot write to {folder.parent} ({error}): set XDG_CACHE_HOME to a writable folder"
+        ) from error
+    try:
+        write(name, scratch)
+        scratch.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another process was first, with the same bytes
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def write(name: str, folder: Path) -> None:
+    """Write a tiny model's files into an existing folder."""
+    model = TINY[name]
+    save_file(_weights(name), folder / "model.safetensors", metadata={"format": "pt"})
+    for filename, content in {"config.json": model.config, **model.processor_files}.items():
+        (folder / filename).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    tiny_tokenizer.write(folder)
+
+
+@cache
+def identity(name: str) -> str:
+    """ "<name>:<version>-<hash>"; the hash covers the config and every weight, so nodes that differ are found out."""
+    digest = hashlib.sha256(json.dumps(TINY[name].config, sort_keys=True).encode())
+    for key, array in sorted(_weights(name).items()):
+        digest.update(f"\n{key} {array.shape}\n".encode())
+        digest.update(array.tobytes())
+    return f"{name}:{VERSION}-{digest.hexdigest()[:12]}"
+
+
+def _weights(name: str) -> Weights:
+    return TINY[name].weights(TINY[name].config)
+
+
+def _cache_root() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gstep"

