@@ -114,7 +114,7 @@ class TokenCache:
         return len(self.video_ids)
 
     def __contains__(self, video_id: object) -> bool:
-        place = self._place.get(video_id)  # type: ignore[call-overload]
+        place = self._place.get(video_id)
         return place is not None and self._live["status"][place].as_py() == "ok"
 
     def __iter__(self) -> Iterator[str]:

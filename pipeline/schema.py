@@ -62,6 +62,7 @@ VIDEO_SCHEMA = pa.schema(
         _column("attempts", pa.int32(), "how often this video was tried, over all runs", nullable=False),
         _column("backend", pa.string(), "the decoder that served, or failed"),
         _column("backend_version", pa.string(), "its version"),
+        _column("backend_note", pa.string(), "why the decoder tried first did not serve; empty where it did"),
         _column("codec", pa.string(), "video codec of the source"),
         _column("decode_warnings", pa.int32(), "warnings the decoder printed: frames may be damaged"),
         _column("token_shard", pa.string(), "file below the cache that holds the tokens"),

@@ -50,7 +50,8 @@ def commit(store: LocalStore, run_id: str, number: int, rows: Sequence[Record]) 
 def _write(batch: pa.Table, rows: list[Record], places: list[int], store: LocalStore, run_id: str) -> None:
     """Serialise the videos at ``places`` of the batch into one shard and note in ``rows`` where each one is."""
     schema = token_schema(rows[0]["hidden_size"])
-    tables, groups = [], []
+    tables: list[pa.Table] = []
+    groups: list[int] = []
     for record, place in zip(rows, places, strict=True):
         tables.append(_token_rows(batch, place, record, schema))
         counts = tier_row_counts(

@@ -1,0 +1,1 @@
+"""Commands: ``python -m jobs.<name>``, locally or through ``ray job submit``."""

@@ -1,0 +1,49 @@
+"""Show what a cache holds: a summary, or for one video what was kept of each frame."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from pipeline.errors import CorruptShard, NotACache, UnknownVideo
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser("python -m jobs.inspect", description=__doc__)
+    parser.add_argument("cache", metavar="CACHE", help="the folder that jobs.prune wrote")
+    parser.add_argument("video_id", metavar="VIDEO_ID", nargs="?", help="one video of it")
+    parser.add_argument(
+        "--retention-ratio", type=float, metavar="R", help="with VIDEO_ID: show a smaller ratio of the same cache"
+    )
+    arguments = parser.parse_args(argv)
+    if arguments.retention_ratio is not None and arguments.video_id is None:
+        parser.error("--retention-ratio goes with VIDEO_ID")
+    return _inspect(arguments)
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from pipeline.cache import TokenCache  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
+    from pipeline.report import cache_report, video_report  # noqa: PLC0415
+
+    errors = Console(stderr=True)
+    try:
+        cache = TokenCache(arguments.cache)
+        if arguments.video_id is None:
+            Console().print(cache_report(cache))
+        else:
+            Console().print(video_report(cache, arguments.video_id, arguments.retention_ratio))
+    except (NotACache, UnknownVideo, ValueError) as error:
+        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    except CorruptShard as error:
+        errors.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

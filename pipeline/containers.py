@@ -1,0 +1,162 @@
+"""What kind of file it is, from its first bytes: only known video containers are ever handed to a decoder.
+
+FFmpeg guesses the format when it is not told, and some formats (playlists, concat scripts) name other files or hosts
+that it would then open. So the container is recognised here and its demuxer is forced when the file is opened.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from io import BufferedReader
+from pathlib import Path
+
+from pipeline.errors import FaultClass, VideoFault
+
+_HEAD = 4096  # bytes looked at; three packets of an MPEG transport stream fit well
+
+# Magic bytes at the start of the file -> name of FFmpeg's demuxer.
+_DEMUXERS: tuple[tuple[bytes, str], ...] = (
+    (rb"[\x00-\x08]...(?:ftyp|moov|wide|free|skip|pnot)|....mdat", "mov"),
+    (rb"\x1a\x45\xdf\xa3.{1,64}(?:matroska|webm)", "matroska"),
+    (rb"RIFF....AVI ", "avi"),
+    (rb"\x00\x00\x01\xba", "mpeg"),
+    (rb"\x00\x00\x01\xb3", "mpegvideo"),
+    (rb"FLV\x01", "flv"),
+    (rb"OggS", "ogg"),
+    (rb"GIF8[79]a", "gif"),
+    (rb"\x30\x26\xb2\x75\x8e\x66\xcf\x11\xa6\xd9\x00\xaa\x00\x62\xce\x6c", "asf"),
+    (rb"\x00?\x00\x00\x01(?:[\x27\x47\x67]|\x09[\x10\x30\x50\x70\x90\xb0\xd0\xf0])", "h264"),  # SPS or delimiter first
+    (rb"\x00?\x00\x00\x01(?:\x40|\x46)\x01", "hevc"),  # VPS or delimiter first
+)
+# What else it may be, to say so. "policy" marks files that would make a decoder open other files or hosts.
+_REFUSED: tuple[tuple[bytes, FaultClass, str], ...] = (
+    (rb"\s*#EXTM3U", "policy", "an HLS playlist"),
+    (rb"ffconcat version", "policy", "an FFmpeg concat script"),
+    (rb"\s*<\?xml.*<MPD|\s*<MPD", "policy", "a DASH manifest"),
+    (rb"(?:\s*file |\s*https?://|\s*\[playlist\]|v=0\r?\n)", "policy", "a list of other files or addresses"),
+    (rb"....ftyp(?:heic|heix|heim|heis|mif1|msf1|avif|avis)", "unsupported", "a HEIF or AVIF image"),
+    (rb"\xff\xd8\xff", "unsupported", "a JPEG image"),
+    (rb"\x89PNG", "unsupported", "a PNG image"),
+    (rb"RIFF....WEBP", "unsupported", "a WebP image"),
+    (rb"RIFF....WAVE", "unsupported", "WAV audio"),
+    (rb"ID3|\xff[\xe2\xe3\xf2\xf3\xfa\xfb]", "unsupported", "MP3 audio"),
+    (rb"fLaC", "unsupported", "FLAC audio"),
+    (rb"%PDF", "unsupported", "a PDF document"),
+    (rb"PK\x03\x04|\x1f\x8b|7z\xbc\xaf|Rar!", "unsupported", "a compressed archive"),
+    (rb"(?i:\s*<(?:!doctype html|html))", "unsupported", "an HTML page"),
+)
+_TS_PACKETS = (
+    (0, 188),
+    (4, 192),
+    (0, 204),
+)  # (offset of the sync byte, packet size): plain, M2TS, with error correction
+
+
+def sniff(path: str | Path) -> str:
+    """The FFmpeg demuxer to force for the file, recognised from its first bytes.
+
+    Raises VideoFault: "unsupported" for anything that is not a known video container, "policy" for playlists and for
+    what is not a file (a FIFO, a device), "io" where the file cannot be read. The message says what it looks like.
+    """
+    with open_regular(path) as file:
+        head = file.read(_HEAD)
+    refused = _match(_REFUSED, head)
+    if refused is not None:
+        fault_class, looks_like = refused
+        raise VideoFault(fault_class, f"{path} is not a video container; it looks like {looks_like}")
+    for magic, demuxer in _DEMUXERS:
+        if re.match(magic, head, re.DOTALL):
+            return demuxer
+    if _is_transport_stream(head):
+        return "mpegts"
+    raise VideoFault("unsupported", f"{path} is not a video container; it looks like {_unknown(head)}")
+
+
+def open_regular(path: str | Path) -> BufferedReader:
+    """The file, open for reading. Raises VideoFault where it is missing, unreadable or not a regular file."""
+    try:
+        mode = os.stat(path).st_mode  # noqa: PTH116 - first, since opening a FIFO would block
+        if stat.S_ISDIR(mode):
+            raise VideoFault("unsupported", f"{path} is a folder, not a video file")
+        if not stat.S_ISREG(mode):
+            raise VideoFault("policy", f"{path} is a FIFO, socket or device, not a regular file")
+        return open(path, "rb")  # noqa: PTH123 - the caller closes it
+    except OSError as error:
+        raise VideoFault("io", f"{path} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:  # a NUL byte in the name
+        raise VideoFault("io", f"{path!r} cannot be read: {error}") from error
+
+
+def missing_bytes(path: str | Path, demuxer: str) -> int:
+    """How many bytes a cut-off file lacks, by the lengths it states itself; 0 where it is complete or does not say.
+
+    Raises VideoFault("io") where the file cannot be read.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        stated = {"mov": _mov_end, "matroska": _matroska_end, "avi": _avi_end}.get(demuxer)
+        return max(0, stated(file, size) - size) if stated else 0
+
+
+def _mov_end(file: BufferedReader, size: int) -> int:
+    """End of the last top-level box. Only boxes that hold the video count: bytes appended to a file are no box."""
+    start, end = 0, 0
+    while start + 8 <= size:
+        file.seek(start)
+        header = file.read(16)
+        length, kind = int.from_bytes(header[:4], "big"), header[4:8]
+        if length == 1:
+            length = int.from_bytes(header[8:16], "big")
+        if length < 8:  # 0: the box ends with the file
+            break
+        start += length
+        if kind in (b"moov", b"mdat", b"moof"):
+            end = start
+    return end
+
+
+def _matroska_end(file: BufferedReader, size: int) -> int:
+    """End of the segment, which holds everything after the EBML header; 0 where its length is left open."""
+    header = file.read(64)
+    length, width = _ebml_length(header[4:])
+    segment = 4 + width + length
+    file.seek(segment)
+    head = file.read(12)
+    if head[:4] != b"\x18\x53\x80\x67":
+        return 0
+    length, width = _ebml_length(head[4:])
+    unknown = length == (1 << (7 * width)) - 1
+    return 0 if unknown else segment + 4 + width + length
+
+
+def _ebml_length(data: bytes) -> tuple[int, int]:
+    """(value, bytes it takes) of an EBML variable-length integer."""
+    width = 9 - data[0].bit_length() if data and data[0] else 8
+    return int.from_bytes(data[:width], "big") & ((1 << (7 * width)) - 1), width
+
+
+def _avi_end(file: BufferedReader, size: int) -> int:
+    file.seek(4)
+    return 8 + int.from_bytes(file.read(4), "little")
+
+
+def _match(table: tuple[tuple[bytes, FaultClass, str], ...], head: bytes) -> tuple[FaultClass, str] | None:
+    text = head.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
+    return next(((kind, what) for magic, kind, what in table if re.match(magic, text, re.DOTALL)), None)
+
+
+def _is_transport_stream(head: bytes) -> bool:
+    """Whether every packet in ``head`` begins with the sync byte (at least two packets)."""
+    return any(len(syncs := head[offset::step]) >= 2 and set(syncs) == {0x47} for offset, step in _TS_PACKETS)
+
+
+def _unknown(head: bytes) -> str:
+    if not head:
+        return "an empty file"
+    try:
+        text = head.decode("utf-8", "strict" if len(head) < _HEAD else "ignore")
+    except UnicodeDecodeError:
+        return "unknown binary data"
+    return "text" if all(c.isprintable() or c.isspace() for c in text) else "unknown binary data"

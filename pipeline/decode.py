@@ -1,0 +1,271 @@
+"""One video file -> the sampled frames, resized, or a VideoFault that says what is wrong with the file.
+
+``decode_video`` is what runs inside the child process of ``pipeline.sandbox``: decoders can abort, hang and eat memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import av
+import numpy as np
+from av.error import DecoderNotFoundError, FFmpegError, PatchWelcomeError
+from numpy.typing import NDArray
+
+from pipeline.containers import missing_bytes, open_regular, sniff
+from pipeline.errors import FaultClass, VideoFault
+from pipeline.frames import Sampling, choose_frames, clip_range, count_repeated
+from pipeline.probe import IndexMismatch, VideoIndex, probe, scan
+from pipeline.readers import READERS, Frames, backends_for, load_reader
+
+_FFMPEG_LINE = re.compile(rb"^\[[^\]]+ @ 0x[0-9a-f]+\]", re.MULTILINE)
+_CREDENTIALS = re.compile(r"(\w+://)[^/@\s]+@")
+_TORCH_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|alloc_cpu", re.IGNORECASE)
+
+
+class FramePreprocessor(Protocol):
+    """What the model wants of frames; ``gstep.backbones.Preprocessor`` is one. It must pickle."""
+
+    def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
+        """(height, width) in pixels to which a video of ``n_frames`` frames of [height,width] is resized."""
+
+    def resize(self, frames: Frames, size: tuple[int, int]) -> Any:
+        """[k,H,W,3] uint8 -> [k,h,w,3] uint8, an array or a CPU tensor."""
+
+
+@dataclass(frozen=True)
+class DecodeRequest:
+    """What to read.
+
+    Attributes:
+        path: a local file.
+        sampling: which frames.
+        preprocessor: what size they get.
+        start_s: start of the clip in seconds; None for the start of the video.
+        end_s: end of the clip in seconds, not included; None for the end of the video.
+        reader: "auto" (decord where it is known to be right, else PyAV), "decord" (PyAV where it fails), "pyav", or
+            the import path "package.module:Class" of a ``pipeline.readers.Reader``, which has no fallback.
+
+    Raises ValueError for an unknown reader.
+    """
+
+    path: str | Path
+    sampling: Sampling
+    preprocessor: FramePreprocessor
+    start_s: float | None = None
+    end_s: float | None = None
+    reader: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.reader != "auto" and self.reader not in READERS and ":" not in self.reader:
+            raise ValueError(f"unknown reader {self.reader!r}; known: auto, {', '.join(READERS)}, package.module:Class")
+
+
+@dataclass(frozen=True)
+class DecodedVideo:
+    """The sampled frames of one video, T of them, and where they came from.
+
+    Attributes:
+        frames: [T,h,w,3] uint8 RGB, C-contiguous, resized.
+        frame_indices: [T] int64, the frames of the file, ascending; an index repeats where the clip has too few.
+        timestamps: [T] float64 seconds of these frames from the start of the file, as players show them.
+        fps: average frames a second of the file.
+        duration_s: end of the file's last frame, seconds.
+        source_frames: frames in the file.
+        clip_frames: frames in the clip [start_s, end_s).
+        n_repeated: how many of the T frames repeat an earlier one.
+        source_width: pixels, as shown.
+        source_height: pixels, as shown.
+        codec: of the video stream, as FFmpeg calls it.
+        backend: the reader that served: "decord", "pyav" or an import path.
+        backend_version: its version.
+        backend_note: why the reader tried first did not serve; empty where it did.
+        decode_warnings: lines FFmpeg logged as errors while it read the file; above 0, frames may be damaged.
+        source_size: bytes of the file.
+        source_hash: "blake2b:" and the 16 byte digest of the whole file in hex.
+        seconds: what decoding took, from opening the file on.
+        attempts: child processes it took (2 where decord took the first one down).
+    """
+
+    frames: Frames
+    frame_indices: NDArray[np.int64]
+    timestamps: NDArray[np.float64]
+    fps: float
+    duration_s: float
+    source_frames: int
+    clip_frames: int
+    n_repeated: int
+    source_width: int
+    source_height: int
+    codec: str
+    backend: str
+    backend_version: str
+    backend_note: str
+    decode_warnings: int
+    source_size: int
+    source_hash: str
+    seconds: float
+    attempts: int = 1
+
+
+def decode_video(request: DecodeRequest, announce: Callable[[str], None] = lambda backend: None) -> DecodedVideo:
+    """Read, sample and resize one video. ``announce`` is told the name of each reader before it touches the file.
+
+    File descriptor 2 and FFmpeg's log callback are redirected meanwhile, for the whole process.
+
+    Raises VideoFault, whatever happens, except for what ends the process.
+    """
+    started = time.perf_counter()
+    backend: list[str] = []
+
+    def note(name: str) -> None:
+        backend.append(name)
+        announce(name)
+
+    try:
+        with counted_warnings() as count:
+            video = _decode(request, note)
+            return replace(video, decode_warnings=count(), seconds=time.perf_counter() - started)
+    except VideoFault as fault:
+        fault.backend = fault.backend or (backend[-1] if backend else None)
+        raise
+    except Exception as error:  # the error boundary of a video: anything becomes its error row
+        raise fault_of(error, backend[-1] if backend else None) from error
+
+
+def _decode(request: DecodeRequest, announce: Callable[[str], None]) -> DecodedVideo:
+    path = os.path.abspath(request.path)  # noqa: PTH100 - a relative "http:x" must not look like an address to FFmpeg
+    demuxer = sniff(path)
+    size, digest = fingerprint(path)
+    missing = missing_bytes(path, demuxer)
+    if missing:
+        raise VideoFault("corrupt", f"the file is cut off: {missing} of its {size + missing} bytes are missing")
+    index, note = probe(path, demuxer), ""
+    *preferred, last = backends_for(request.reader, index)
+    for name in preferred:
+        try:
+            return replace(_read(request, index, name, announce), source_size=size, source_hash=digest)
+        except Exception as error:  # noqa: BLE001 - whatever ails the preferred reader, the other one reads the file
+            note = f"{name}: {_text(error)}"
+    try:
+        video = _read(request, index, last, announce)
+    except IndexMismatch as error:
+        if last != "pyav":
+            raise
+        note = note or f"index made by decoding: {error}"
+        video = _read(request, scan(index), last, announce)
+    return replace(video, source_size=size, source_hash=digest, backend_note=note)
+
+
+def _read(request: DecodeRequest, index: VideoIndex, backend: str, announce: Callable[[str], None]) -> DecodedVideo:
+    """Choose the frames by ``index`` and read them with one reader."""
+    clip = request.start_s, request.end_s
+    chosen = choose_frames(index.timestamps, request.sampling, *clip, index.duration_s)
+    first, stop = clip_range(index.timestamps, *clip, index.duration_s)
+    announce(backend)
+    with closing(load_reader(backend)(index)) as reader:
+        frames = _resized(reader.read(np.unique(chosen)), chosen, index, request.preprocessor)
+        version = str(reader.version)
+    return DecodedVideo(
+        frames=frames,
+        frame_indices=chosen,
+        timestamps=index.timestamps[chosen],
+        fps=index.fps,
+        duration_s=index.duration_s,
+        source_frames=len(index.timestamps),
+        clip_frames=stop - first,
+        n_repeated=count_repeated(chosen),
+        source_width=index.width,
+        source_height=index.height,
+        codec=index.codec,
+        backend=backend,
+        backend_version=version,
+        backend_note="",
+        decode_warnings=0,
+        source_size=0,
+        source_hash="",
+        seconds=0.0,
+    )
+
+
+def _resized(
+    chunks: Iterator[Frames], chosen: NDArray[np.int64], index: VideoIndex, preprocessor: FramePreprocessor
+) -> Frames:
+    """[T,h,w,3]: each chunk is resized as it comes, so that full-size frames never pile up; repeats are copied."""
+    size = preprocessor.target_size(len(chosen), index.height, index.width)
+    unique, inverse = np.unique(chosen, return_inverse=True)
+    kept: Frames = np.empty((len(unique), *size, 3), dtype=np.uint8)
+    done = 0
+    for chunk in chunks:
+        if chunk.shape[1:] != (index.height, index.width, 3):
+            raise IndexMismatch(f"frames of shape {chunk.shape[1:]} in a video of {index.height}x{index.width}")
+        kept[done : done + len(chunk)] = preprocessor.resize(chunk, size)
+        done += len(chunk)
+    if done != len(unique):
+        raise IndexMismatch(f"the reader delivered {done} of {len(unique)} frames")
+    return kept if len(unique) == len(chosen) else kept[inverse]
+
+
+def fingerprint(path: str | Path) -> tuple[int, str]:
+    """(size in bytes, "blake2b:<hex>") of the file. Raises VideoFault("io")."""
+    with open_regular(path) as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+        return file.tell(), f"blake2b:{digest.hexdigest()}"
+
+
+@contextmanager
+def counted_warnings() -> Iterator[Callable[[], int]]:
+    """Catch what FFmpeg logs, in either decoder, and yield a function that counts these lines so far.
+
+    FFmpeg writes to file descriptor 2; Python's own stderr goes on to where it went before.
+    """
+    av.logging.restore_default_callback()  # to the descriptor: PyAV's own handler would drop the lines
+    av.logging.set_libav_level(av.logging.ERROR)
+    sys.stderr.flush()
+    python_stderr, descriptor = sys.stderr, os.dup(2)
+    with tempfile.TemporaryFile() as log, os.fdopen(descriptor, "w", errors="replace", buffering=1) as kept:
+        os.dup2(log.fileno(), 2)
+        sys.stderr = kept
+
+        def count() -> int:
+            log.seek(0)
+            return len(_FFMPEG_LINE.findall(log.read()))
+
+        try:
+            yield count
+        finally:
+            sys.stderr = python_stderr
+            os.dup2(descriptor, 2)
+
+
+def fault_of(error: Exception, backend: str | None) -> VideoFault:
+    """The VideoFault for an exception that came up while a video was read."""
+    return VideoFault(_class_of(error), _text(error), backend=backend)
+
+
+def _class_of(error: Exception) -> FaultClass:
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return "out-of-memory"
+    if isinstance(error, RuntimeError) and _TORCH_OUT_OF_MEMORY.search(str(error)):
+        return "out-of-memory"  # torch has no class of its own for this on CPUs
+    if isinstance(error, DecoderNotFoundError | PatchWelcomeError):
+        return "unsupported"
+    if isinstance(error, OSError):
+        return "io"
+    return "corrupt" if isinstance(error, FFmpegError | IndexMismatch) else "internal"
+
+
+def _text(error: Exception) -> str:
+    text = error.strerror if isinstance(error, FFmpegError) else str(error)
+    return _CREDENTIALS.sub(r"\1", f"{type(error).__name__}: {text}")

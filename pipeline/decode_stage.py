@@ -1,0 +1,84 @@
+"""The decode actor: one killable child process, a row in and a row out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from gstep.backbones import Preprocessor
+from pipeline.config import PruneConfig
+from pipeline.decode import DecodedVideo, DecodeRequest
+from pipeline.errors import VideoFault
+from pipeline.frames import Sampling
+from pipeline.rows import DECODED, Record, failed, one_row
+from pipeline.sandbox import DecodeSandbox
+
+
+@dataclass(frozen=True)
+class DecodeSetup:
+    """What a decoder needs to know; it travels to every actor."""
+
+    sampling: Sampling
+    preprocessor: Preprocessor
+    reader: str = "auto"
+    timeout_s: float = 120.0
+    memory_mb: int = 4096
+
+    @classmethod
+    def of(cls, config: PruneConfig, sampling: Sampling, preprocessor: Preprocessor) -> DecodeSetup:
+        return cls(sampling, preprocessor, config.decoder, config.decode_timeout, config.decode_memory)
+
+
+class Decoder:
+    """Decodes in a child process, so that a crash, a hang or a memory bomb costs one video and no actor."""
+
+    def __init__(self, setup: DecodeSetup) -> None:
+        self._setup = setup
+        self._sandbox = DecodeSandbox(timeout_s=setup.timeout_s, memory_mb=setup.memory_mb)
+
+    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        for row in batch.to_pylist():
+            yield self._decode_row(row)
+
+    def _decode_row(self, row: dict[str, Any]) -> pa.Table:
+        started = time.perf_counter()
+        carried = ("video_id", "uri", "start_s", "end_s", "manifest", "attempts")
+        record: Record = {"status": "ok", **{name: row[name] for name in carried}}
+        try:
+            video = self._decode(row)
+        except VideoFault as fault:
+            return one_row(DECODED, {**failed(record, fault), "decode_s": time.perf_counter() - started})
+        record |= decoded_columns(video, row["attempts"])
+        record["decode_s"] = time.perf_counter() - started
+        return one_row(DECODED, record, {"frames": video.frames})
+
+    def _decode(self, row: dict[str, Any]) -> DecodedVideo:
+        if row["policy"]:
+            raise VideoFault("policy", row["policy"])
+        request = DecodeRequest(
+            path=row["path"],
+            start_s=row["start_s"],
+            end_s=row["end_s"],
+            sampling=self._setup.sampling,
+            preprocessor=self._setup.preprocessor,
+            reader=self._setup.reader,
+        )
+        return self._sandbox.decode(request)
+
+
+def decoded_columns(video: DecodedVideo, attempts: int) -> Record:
+    """The columns of the videos table that decoding decides."""
+    same_name = ("fps", "duration_s", "source_frames", "clip_frames", "n_repeated", "source_width", "source_height")
+    more = ("codec", "backend", "backend_version", "backend_note", "decode_warnings", "source_size", "source_hash")
+    return {
+        "attempts": attempts + video.attempts - 1,
+        **{name: getattr(video, name) for name in (*same_name, *more)},
+        "frame_indices": video.frame_indices.tolist(),
+        "timestamps": video.timestamps.tolist(),
+        "height": video.frames.shape[1],
+        "width": video.frames.shape[2],
+    }

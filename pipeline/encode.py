@@ -1,0 +1,91 @@
+"""The GPU actor: frames -> visual tokens -> the kept tokens. One video's fault becomes its error row."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from gstep import PrunedTokens, make_pruner
+from gstep.backbones import ModelSource, choose_runtime, load_backbone
+from pipeline.errors import VideoFault
+from pipeline.rows import ENCODED, Record, failed, one_row, payload, pruned_arrays, pruned_columns, records
+
+
+@dataclass(frozen=True)
+class EncodeSetup:
+    """What an encoder needs to know; it travels to every actor."""
+
+    source: ModelSource
+    pruner: str
+    retention_ratio: float
+    seed: int = 0
+    pruner_params: dict[str, Any] = field(default_factory=dict)
+    device: str = "auto"
+    dtype: str = "auto"
+    attn: str = "auto"
+
+
+class Encoder:
+    """Holds one vision tower; never the LLM."""
+
+    def __init__(self, setup: EncodeSetup) -> None:
+        self._setup = setup
+        self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
+        self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
+        self._backbone = load_backbone(setup.source, self._runtime)
+        self._provenance = json.dumps(self._runtime.describe())
+
+    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        for row, record in enumerate(records(batch)):
+            if record["status"] != "ok":
+                yield one_row(ENCODED, record)
+            else:
+                yield self._encode_row(record, payload(batch, "frames", row, np.uint8))
+
+    def _encode_row(self, record: Record, frames: np.ndarray | None) -> pa.Table:
+        """One video; the error boundary of this stage."""
+        try:
+            assert frames is not None
+            shape = (len(record["frame_indices"]), record["height"], record["width"], 3)
+            pruned, seconds = self._encode_and_prune(frames.reshape(shape), record)
+            return one_row(
+                ENCODED,
+                {**record, **seconds, **pruned_columns(pruned, record), "runtime": self._provenance},
+                pruned_arrays(pruned),
+            )
+        except VideoFault as fault:
+            return one_row(ENCODED, failed(record, fault))
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            return one_row(ENCODED, failed(record, VideoFault("out-of-memory", str(error), stage="encode")))
+        except Exception as error:  # noqa: BLE001 - whatever one video provokes must not cost its neighbours
+            message = f"{type(error).__name__}: {error}"
+            return one_row(ENCODED, failed(record, VideoFault("internal", message, stage="encode")))
+
+    def _encode_and_prune(self, frames: np.ndarray, record: Record) -> tuple[PrunedTokens, dict[str, float]]:
+        started = time.perf_counter()
+        visual = self._backbone.encode(frames)
+        self._wait()
+        encoded = time.perf_counter()
+        # Storage precision first, then prune: a selection can be derived again from what is stored.
+        tokens_TND = visual.tokens.to(torch.bfloat16)
+        record |= {"n_frames": tokens_TND.shape[0], "tokens_per_frame": tokens_TND.shape[1]}
+        try:
+            visual = type(visual)(tokens_TND, visual.evidence)
+            pruned = self._pruner.prune(visual, self._setup.retention_ratio, seed=self._setup.seed)
+        except ValueError as error:
+            raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
+        self._wait()
+        return pruned, {"encode_s": encoded - started, "prune_s": time.perf_counter() - encoded}
+
+    def _wait(self) -> None:
+        """Kernels run behind the host's back; a stage's seconds must hold its own."""
+        if self._runtime.device.startswith("cuda"):
+            torch.cuda.synchronize()

@@ -1,0 +1,119 @@
+"""Which frames of a video are used: evenly spread over the clip, or by time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import VideoFault
+
+# Times are quotients of integers; a frame at 0.1 s must count as on screen at 0.1 s. No video has frames this close.
+_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which frames are taken: ``num_frames`` spread evenly over the clip, or ``fps`` frames a second of it.
+
+    Attributes:
+        num_frames: how many frames; None with ``fps``.
+        fps: frames a second, by time; None with ``num_frames``.
+        max_frames: with ``fps``: where it gives more than this, this many are spread evenly instead; None: no limit.
+
+    Raises ValueError unless exactly one of the two ways is chosen, with positive numbers.
+    """
+
+    num_frames: int | None = 32
+    fps: float | None = None
+    max_frames: int | None = 768
+
+    def __post_init__(self) -> None:
+        if (self.num_frames is None) == (self.fps is None):
+            raise ValueError("sampling goes by num_frames or by fps: give one of them and set the other to None")
+        if self.num_frames is not None and self.num_frames < 1:
+            raise ValueError(f"num_frames must be at least 1, got {self.num_frames}")
+        if self.fps is not None and not (math.isfinite(self.fps) and self.fps > 0):
+            raise ValueError(f"fps must be a positive number, got {self.fps}")
+        if self.max_frames is not None and self.max_frames < 1:
+            raise ValueError(f"max_frames must be at least 1, got {self.max_frames}")
+
+
+def clip_range(
+    timestamps: NDArray[np.float64], start_s: float | None, end_s: float | None, duration_s: float
+) -> tuple[int, int]:
+    """(first, stop): the frames whose timestamps lie in [start_s, end_s); None leaves that side open.
+
+    Args:
+        timestamps: [F] seconds, ascending.
+        start_s: start of the clip, seconds.
+        end_s: end of the clip, seconds; may lie behind the end of the video.
+        duration_s: end of the last frame, seconds.
+
+    Raises VideoFault("unsupported") where the clip is empty, backwards, outside the video or holds no frame.
+    """
+    clip = f"the clip [{_seconds(start_s, '0')}, {_seconds(end_s, 'end')}) of a video of {duration_s:.3f} s"
+    start, end = -math.inf if start_s is None else start_s, math.inf if end_s is None else end_s
+    if not (start < end) or (start_s is not None and not 0 <= start_s < math.inf):
+        raise VideoFault("unsupported", f"{clip} must start at 0 s or later and end after its start")
+    if start >= duration_s:
+        raise VideoFault("unsupported", f"{clip} starts behind the end of the video")
+    first, stop = (int(i) for i in np.searchsorted(timestamps, [start - _EPSILON, end - _EPSILON]))
+    if first >= stop:
+        raise VideoFault("unsupported", f"{clip} holds no frame")
+    return first, stop
+
+
+def choose_frames(
+    timestamps: NDArray[np.float64],
+    sampling: Sampling,
+    start_s: float | None = None,
+    end_s: float | None = None,
+    duration_s: float | None = None,
+) -> NDArray[np.int64]:
+    """[T] indices of the frames to use, ascending; an index repeats where the clip has fewer frames than asked for.
+
+    Uniform sampling is the integer ``linspace`` over the clip's frames that lmms-eval uses for LLaVA-OneVision.
+    Sampling by fps takes, for k = 0, 1, ..., the frame on screen at start + k / fps: the last one whose timestamp is
+    not later, so the first one may have come up just before the clip starts.
+
+    Args:
+        timestamps: [F] seconds of every frame of the file in presentation order, ascending.
+        sampling: what to take.
+        start_s: start of the clip in seconds, None for the start of the video.
+        end_s: end of the clip in seconds (not included), None for the end of the video.
+        duration_s: end of the last frame in seconds; by default its timestamp plus the mean distance of frames.
+
+    Raises VideoFault("unsupported") where the clip holds no frame (see ``clip_range``).
+    """
+    if len(timestamps) == 0:
+        raise VideoFault("unsupported", "the video holds no frame")
+    if duration_s is None:
+        duration_s = float(timestamps[-1]) + float(timestamps[-1] - timestamps[0]) / max(1, len(timestamps) - 1)
+        duration_s = np.nextafter(duration_s, math.inf)
+    first, stop = clip_range(timestamps, start_s, end_s, duration_s)
+    if sampling.fps is None:
+        assert sampling.num_frames is not None
+        return _spread(first, stop, sampling.num_frames)
+    start = float(timestamps[0]) if start_s is None else max(start_s, float(timestamps[0]))
+    end = duration_s if end_s is None else min(end_s, duration_s)
+    count = max(1, math.ceil((end - start) * sampling.fps - _EPSILON))
+    if sampling.max_frames is not None and count > sampling.max_frames:
+        return _spread(first, stop, sampling.max_frames)
+    times = start + np.arange(count) / sampling.fps
+    return np.searchsorted(timestamps, times + _EPSILON, side="right").astype(np.int64) - 1
+
+
+def count_repeated(indices: NDArray[np.int64]) -> int:
+    """How many of the chosen indices repeat an earlier one."""
+    return len(indices) - len(np.unique(indices))
+
+
+def _spread(first: int, stop: int, count: int) -> NDArray[np.int64]:
+    return first + np.linspace(0, stop - first - 1, count, dtype=int).astype(np.int64)
+
+
+def _seconds(value: float | None, none: str) -> str:
+    return none if value is None else f"{value:g} s"

@@ -1,0 +1,135 @@
+"""The stages in order, and what each may use: the page to read first.
+
+    manifest -> decode (CPU actors, killable child processes) -> encode + prune (GPU actors) -> write -> driver commits
+
+A video is one row all the way. Encode and prune share an actor, so that a video's full tokens (45 MB for 32 frames of
+LLaVA-OneVision-7B) never cross the object store; decode is a stage of its own, so that nodes without GPUs can take it.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+import ray.data
+
+from pipeline.decode_stage import Decoder, DecodeSetup
+from pipeline.encode import Encoder, EncodeSetup
+from pipeline.rows import Record, records
+from pipeline.sink import write_token_shard
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one task or actor of a stage reserves, and how many of them may run."""
+
+    num_cpus: float
+    num_gpus: float
+    workers: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Every resource number of the graph."""
+
+    decode: Stage
+    encode: Stage
+    write: Stage
+    videos_per_block: int
+    videos_per_shard: int
+
+
+# A task or actor that dies with its worker is tried again this often: Ray's default is for ever, and a video that
+# kills its worker would then stall the run.
+RESTARTS = 3
+MAX_BLOCKS = 20_000
+
+
+def plan_resources(
+    cpus: float,
+    gpus: float,
+    n_videos: int,
+    *,
+    videos_per_shard: int = 16,
+    decode_workers: int | None = None,
+    encode_workers: int | None = None,
+) -> Resources:
+    """Share out a cluster of ``cpus`` and ``gpus`` for ``n_videos``.
+
+    All stages must be able to run at once, or the first would fill the cluster and wait for the last for ever: on a
+    cluster below 2.25 CPUs every share shrinks alike.
+    """
+    scale = min(1.0, cpus / 2.25)
+    cpu, light = round(scale, 3), round(0.25 * scale, 3)
+    encoders = min(int(gpus), n_videos) if gpus >= 1 else int(cpus // 4)
+    encoders = max(1, encode_workers or encoders)
+    decoders = max(1, min(int((cpus - encoders * cpu - 2 * light) / cpu), n_videos))
+    shard = max(1, min(videos_per_shard, n_videos // 16))
+    return Resources(
+        decode=Stage(cpu, 0, decode_workers or decoders, "a decode child runs one thread"),
+        encode=Stage(cpu, float(gpus >= 1), encoders, "one model a GPU; its host thread launches kernels"),
+        write=Stage(light, 0, 0, "hashing and one file write; must find room while the actors hold their CPUs"),
+        # A block is the unit of work and of retry: few videos, but no more blocks than the driver tracks lightly.
+        videos_per_block=max(1, min(4, n_videos // (4 * (decode_workers or decoders))), n_videos // MAX_BLOCKS),
+        # Small runs use small shards: progress shows and a killed run loses little.
+        videos_per_shard=shard,
+    )
+
+
+def build_graph(
+    todo: pa.Table, decode: DecodeSetup, encode: EncodeSetup, resources: Resources, *, out: str, run_id: str
+) -> ray.data.Dataset:
+    """The lazy dataset whose rows are the written records of ``todo``; nothing runs until it is iterated."""
+    # 1. Manifest: blocks small enough to spread. They are cut here, because every stage of Ray's own would ask for a
+    # whole CPU, and on a small cluster the actors hold them all.
+    size = resources.videos_per_block
+    videos = ray.data.from_arrow([todo.slice(start, size) for start in range(0, len(todo), size)])
+    # 2. Decode: file -> model-ready uint8 frames, or an error row.
+    frames = videos.map_batches(Decoder, fn_constructor_args=(decode,), **_actors(resources.decode, size))
+    # 3. Encode and prune: frames -> the kept tokens in order of selection.
+    tokens = frames.map_batches(Encoder, fn_constructor_args=(encode,), **_actors(resources.encode, size))
+    # 4. Write: one token shard a task.
+    return tokens.map_batches(
+        partial(write_token_shard, out=out, run_id=run_id),
+        batch_size=resources.videos_per_shard,
+        batch_format="pyarrow",
+        zero_copy_batch=True,
+        num_cpus=resources.write.num_cpus,
+        max_retries=RESTARTS,
+    )
+
+
+def run_graph(dataset: ray.data.Dataset) -> Iterator[list[Record]]:
+    """Run the graph; yield the records of each shard as soon as its tokens are on disk."""
+    for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+        yield records(batch)
+
+
+def configure_ray_data() -> None:
+    """Our progress instead of Ray's, and no error that Ray may swallow."""
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    # Ray 2.60 announces that max_restarts will move to a named parameter, which it does not have yet.
+    warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated", category=DeprecationWarning)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.max_errored_blocks = 0
+
+
+def _actors(stage: Stage, batch_size: int) -> Mapping[str, Any]:
+    return {
+        "batch_size": batch_size,
+        "batch_format": "pyarrow",
+        "zero_copy_batch": True,
+        "compute": ray.data.ActorPoolStrategy(min_size=1, max_size=stage.workers),
+        "num_cpus": stage.num_cpus,
+        "num_gpus": stage.num_gpus,
+        "max_restarts": RESTARTS,
+        "max_task_retries": RESTARTS,
+    }

@@ -1,0 +1,127 @@
+"""A prune request, checked against the disk, the model's files and the cache before anything is started."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+from rich.console import Console
+
+from gstep import make_pruner
+from gstep.backbones import ModelSource, preprocessor_for
+from gstep.errors import ModelError
+from gstep.pruners.base import Pruner
+from pipeline.cache import HEADER, read_header
+from pipeline.config import PruneConfig, differences
+from pipeline.errors import IdentityMismatch, NotACache, UsageError
+from pipeline.frames import Sampling
+from pipeline.lock import LOCK
+from pipeline.manifest import read_manifest
+from pipeline.readers import READERS, load_reader
+from pipeline.store import LocalStore
+
+DEFAULT_FRAMES = 32
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that was checked: everything a run needs, before anything was started."""
+
+    config: PruneConfig
+    run_id: str
+    source: ModelSource
+    pruner: Pruner
+    retention_ratio: float
+    dtype: str  # "auto" only where the cache does not exist yet and the cluster decides
+    sampling: Sampling
+    manifest: pa.Table
+    store: LocalStore
+
+    def identity(self, dtype: str) -> dict[str, Any]:
+        """What every row of the cache shares; another identity is refused."""
+        return {
+            "model": {"type": self.source.model_type, "weights": self.source.identity},
+            "preprocessing": preprocessor_for(self.source).settings(),
+            "sampling": sampling_settings(self.sampling),
+            "pruner": {"method": self.pruner.name, "params": self.pruner.params(), "seed": self.config.seed},
+            "retention_ratio": self.retention_ratio,
+            "dtype": {"compute": dtype, "stored": "bfloat16"},
+        }
+
+
+def prepare(config: PruneConfig, console: Console) -> Job:
+    """Check the whole request against the disk and the cache. Raises UsageError; starts nothing."""
+    try:
+        pruner = make_pruner(config.pruner, **config.pruner_params())
+        source = ModelSource.resolve(config.model, config.revision)
+        preprocessor_for(source)
+    except (ModelError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    _check_reader(config.decoder)
+    if not pruner.cacheable:
+        raise UsageError(f"--pruner {config.pruner} selects per question, so its tokens cannot be cached")
+    job = Job(
+        config=config,
+        run_id=f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}",
+        source=source,
+        pruner=pruner,
+        retention_ratio=1.0 if pruner.name == "none" else config.retention_ratio,
+        dtype=config.dtype,
+        sampling=sampling_of(config),
+        manifest=read_manifest(config.videos, config.video_root),
+        store=LocalStore(config.out),
+    )
+    return _match_cache(job, console)
+
+
+def _check_reader(name: str) -> None:
+    if name == "auto":
+        return
+    try:
+        load_reader(name)
+    except (KeyError, ImportError, AttributeError) as error:
+        raise UsageError(f"--decoder {name}: {error}; known: auto, {', '.join(READERS)}, module:Class") from error
+
+
+def sampling_of(config: PruneConfig) -> Sampling:
+    if config.fps is None:
+        return Sampling(num_frames=config.num_frames or DEFAULT_FRAMES)
+    return Sampling(num_frames=None, fps=config.fps, max_frames=config.max_frames or DEFAULT_FRAMES)
+
+
+def sampling_settings(sampling: Sampling) -> dict[str, Any]:
+    """What the fingerprint keeps of it: a limit that cannot bite is no difference."""
+    if sampling.fps is None:
+        return {"num_frames": sampling.num_frames}
+    return {"fps": sampling.fps, "max_frames": sampling.max_frames}
+
+
+def _match_cache(job: Job, console: Console) -> Job:
+    """Adopt what an existing cache leaves open (dtype, a larger ratio of a nested method); refuse another identity."""
+    out = job.config.out
+    if not job.store.exists(HEADER):
+        if out.exists() and (not out.is_dir() or any(p.name != LOCK for p in out.iterdir())):
+            raise NotACache(f"{out} exists and is no cache (it has no {HEADER}): name a new or empty folder with --out")
+        return job
+    held = read_header(job.store)["identity"]
+    if job.dtype == "auto":
+        job = replace(job, dtype=held["dtype"]["compute"])
+    stored = held["retention_ratio"]
+    if job.pruner.nested and job.retention_ratio < stored:
+        console.print(
+            f"note: this cache stores retention ratio {stored}, which serves {job.retention_ratio} too; "
+            f"new videos are stored at {stored}",
+            highlight=False,
+        )
+        job = replace(job, retention_ratio=stored)
+    wrong = differences(held, job.identity(job.dtype))
+    if wrong:
+        raise IdentityMismatch(
+            f"{out} was made with other settings, and one cache holds one kind of rows:\n  "
+            + "\n  ".join(wrong)
+            + "\nUse the cache's settings, or another --out."
+        )
+    return job

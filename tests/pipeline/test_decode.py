@@ -1,0 +1,135 @@
+"""A file in, frames and their provenance or one typed fault out."""
+
+import hashlib
+import os
+import pickle
+import sys
+
+import av
+import numpy as np
+import pytest
+
+from gstep.backbones.preprocess import FixedSizePreprocessor
+from pipeline.decode import DecodeRequest, decode_video
+from pipeline.errors import VideoFault
+from pipeline.frames import Sampling
+from tests.pipeline.videos import KeepSize, audio_with_cover, numbers, sample, two_sizes_clip, write_clip
+
+
+def request(path, num_frames=8, **options):
+    return DecodeRequest(path, Sampling(num_frames=num_frames), KeepSize(), **options)
+
+
+def fault_of(path, **options):
+    with pytest.raises(VideoFault) as caught:
+        decode_video(request(path, **options))
+    fault = caught.value
+    assert fault.message.isprintable() and len(fault.message.encode()) <= 1024
+    assert str(pickle.loads(pickle.dumps(fault))) == str(fault)  # noqa: S301 - our own bytes
+    return fault
+
+
+def test_a_real_clip_with_its_provenance():
+    path = sample("bikes.mp4")
+    video = decode_video(request(path, 32))
+    assert video.frames.shape == (32, 272, 640, 3) and video.frames.dtype == np.uint8
+    assert video.frames.flags.c_contiguous
+    assert video.frame_indices.tolist() == np.linspace(0, 249, 32, dtype=int).tolist()
+    assert np.allclose(video.timestamps, video.frame_indices / 25)
+    assert (video.fps, video.duration_s, video.source_frames, video.clip_frames) == (25.0, 10.0, 250, 250)
+    assert (video.source_width, video.source_height, video.codec) == (640, 272, "h264")
+    assert video.backend == "decord" and video.backend_version and video.backend_note == ""
+    assert video.n_repeated == 0 and video.decode_warnings == 0 and video.attempts == 1
+    assert video.source_size == path.stat().st_size
+    assert video.source_hash == "blake2b:" + hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+    assert video.seconds > 0
+
+
+def test_backends_agree_and_are_recorded():
+    path = sample("carphone_pristine.mp4")
+    videos = {name: decode_video(request(path, reader=name)) for name in ("auto", "decord", "pyav")}
+    assert {name: v.backend for name, v in videos.items()} == {"auto": "decord", "decord": "decord", "pyav": "pyav"}
+    assert np.abs(videos["decord"].frames.astype(int) - videos["pyav"].frames).max() <= 2
+    assert videos["pyav"].backend_version == av.__version__
+
+
+def test_frames_are_resized_in_chunks_as_the_model_wants_them():
+    preprocessor = FixedSizePreprocessor(image_mean=(0.5,) * 3, image_std=(0.5,) * 3, height=48, width=56)
+    path = sample("carphone_pristine.mp4")
+    video = decode_video(DecodeRequest(path, Sampling(num_frames=20), preprocessor))
+    full = decode_video(request(path, 20))
+    assert np.array_equal(video.frames, preprocessor.resize(full.frames, (48, 56)).numpy())
+
+
+def test_a_clip_and_repeats(tmp_path):
+    path = write_clip(tmp_path / "a.mp4")
+    video = decode_video(request(path, 8, start_s=0.4, end_s=0.6))
+    assert video.frame_indices.tolist() == [10, 10, 11, 11, 12, 12, 13, 14]
+    assert numbers(video.frames) == video.frame_indices.tolist()
+    assert (video.n_repeated, video.clip_frames, video.source_frames) == (3, 5, 30)
+    assert fault_of(path, start_s=9.0).fault_class == "unsupported"
+
+
+def test_what_decord_cannot_read_pyav_does(tmp_path):
+    path = two_sizes_clip(tmp_path / "a.mp4")
+    assert decode_video(request(path)).backend == "pyav"
+    unknown = write_clip(tmp_path / "b.mp4", codec="libsvtav1")
+    video = decode_video(request(unknown, 30, reader="decord"))  # asked for by name, it still may fail
+    assert video.backend == "pyav" and video.backend_note.startswith("decord: DECORDError")
+    assert numbers(video.frames) == list(range(30))
+
+
+def test_damaged_data_is_counted_and_ends_no_decoding(tmp_path, capfd):
+    path = write_clip(tmp_path / "a.ts", count=60, size=(240, 320))
+    data = bytearray(path.read_bytes())
+    for start in range(len(data) // 3, len(data) // 2, 188):
+        data[start + 40 : start + 60] = bytes(20)
+    path.write_bytes(data)
+    video = decode_video(request(path))
+    assert video.decode_warnings > 0 and len(video.frames) == 8
+    print("to the real stderr", file=sys.stderr)
+    assert capfd.readouterr().err == "to the real stderr\n"  # and nothing of FFmpeg's
+
+
+def test_pythons_own_stderr_is_not_counted(tmp_path, capfd):
+    path = write_clip(tmp_path / "a.mp4")
+    video = decode_video(request(path), announce=lambda backend: print(f"reading with {backend}", file=sys.stderr))
+    assert video.decode_warnings == 0
+    assert capfd.readouterr().err == "reading with decord\n"
+
+
+@pytest.mark.parametrize("moov", ["first", "last"])
+def test_a_truncated_file_is_corrupt(moov, tmp_path):
+    path = write_clip(tmp_path / "a.mp4", muxer_options={"movflags": "faststart"} if moov == "first" else None)
+    path.write_bytes(path.read_bytes()[:-900])
+    assert fault_of(path).fault_class == "corrupt"
+
+
+def test_random_bytes_behind_a_sound_header_are_corrupt(tmp_path):
+    path = tmp_path / "a.mp4"
+    path.write_bytes(b"\0\0\0\x18ftypmp42\0\0\0\0mp42isom" + np.random.default_rng(0).bytes(100_000))
+    assert fault_of(path).fault_class == "corrupt"
+
+
+def test_files_that_are_no_video(tmp_path):
+    text, playlist = tmp_path / "a.mp4", tmp_path / "b.mp4"
+    text.write_text("no video", encoding="utf-8")
+    playlist.write_text(f"#EXTM3U\n#EXTINF:1,\nfile://{sample('bikes.mp4')}\n", encoding="utf-8")
+    os.mkfifo(tmp_path / "c.mp4")
+    assert fault_of(text).fault_class == "unsupported"
+    assert fault_of(playlist).fault_class == "policy"
+    assert fault_of(tmp_path / "c.mp4").fault_class == "policy"
+    assert fault_of(tmp_path / "missing.mp4").fault_class == "io"
+    assert fault_of(audio_with_cover(tmp_path / "d.mp4")).fault_class == "unsupported"
+
+
+def test_the_unforeseen_is_internal_printable_and_keeps_no_credentials(tmp_path):
+    path = write_clip(tmp_path / "a.mp4", count=5)
+    fault = fault_of(path, reader="tests.pipeline.videos:Raising")
+    assert fault.fault_class == "internal" and fault.backend == "tests.pipeline.videos:Raising"
+    assert "ValueError" in fault.message and "s3://host" in fault.message and "secret" not in fault.message
+
+
+def test_an_unknown_reader_is_refused_at_once():
+    with pytest.raises(ValueError, match="unknown reader 'opencv'"):
+        request("a.mp4", reader="opencv")

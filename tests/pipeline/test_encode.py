@@ -1,0 +1,70 @@
+"""The encode actor: the right tokens in order of selection, and faults that stay with their video."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import gstep
+from gstep.backbones import ModelSource, choose_runtime, load_backbone
+from pipeline.encode import Encoder, EncodeSetup
+from pipeline.errors import VideoFault
+from pipeline.rows import DECODED, failed, one_row, payload, records
+from tests.pipeline.caches import source_record
+
+FRAMES = np.random.default_rng(0).integers(0, 256, (2, 384, 384, 3), dtype=np.uint8)
+
+
+def decoded(video_id: str, frames: np.ndarray | None = FRAMES, **more):
+    record = source_record(video_id, (2, 196, 64), height=384, width=384, **more)
+    return one_row(DECODED, record, {"frames": frames})
+
+
+@pytest.fixture(scope="module")
+def encoder() -> Encoder:
+    return Encoder(EncodeSetup(ModelSource.resolve("tiny"), "gstep", 0.25, device="cpu"))
+
+
+def test_rows_hold_the_selection_in_its_order(encoder):
+    (row,) = encoder(decoded("v"))
+    (record,) = records(row)
+    backbone = load_backbone(ModelSource.resolve("tiny"), choose_runtime("cpu", "float32"))
+    tokens = backbone.encode(FRAMES).tokens.to(torch.bfloat16)
+    expected = gstep.prune(tokens, 0.25)
+    order = expected.selection_order()
+    assert payload(row, "index", 0, np.int32).tolist() == expected.index[order].tolist()
+    assert payload(row, "rank", 0, np.int32).tolist() == list(range(98))
+    assert payload(row, "tokens", 0, np.int16).tolist() == expected.tokens[order].view(torch.int16).flatten().tolist()
+    assert (record["n_frames"], record["tokens_per_frame"], record["hidden_size"]) == (2, 196, 64)
+    assert sum(record["kept_per_frame"]) == record["n_tokens"] == 98
+    assert json.loads(record["runtime"])["attn_implementation"] == "sdpa"
+
+
+def test_failed_rows_pass_through_and_bad_ones_stay_alone(encoder):
+    bad = source_record("bad", (2, 1, 1))
+    rows = [
+        one_row(DECODED, failed(bad, VideoFault("corrupt", "torn"))),
+        decoded("short", FRAMES[:1]),  # fewer bytes than its record says
+        decoded("good"),
+    ]
+    out = [records(table)[0] for row in rows for table in encoder(row)]
+    assert [record["status"] for record in out] == ["failed", "failed", "ok"]
+    assert [record.get("error_class") for record in out] == ["corrupt", "internal", None]
+    assert out[1]["error_stage"] == "encode"
+
+
+def test_tokens_that_are_not_finite_are_an_error_row(encoder, monkeypatch):
+    encode = encoder._backbone.encode
+
+    def poisoned(frames):
+        visual = encode(frames)
+        visual.tokens[1, 3, 0] = math.nan
+        return visual
+
+    monkeypatch.setattr(encoder._backbone, "encode", poisoned)
+    (row,) = encoder(decoded("v"))
+    (record,) = records(row)
+    assert (record["error_class"], record["error_stage"]) == ("internal", "prune")
+    assert "frame 1, token 3" in record["error_message"]

@@ -1,0 +1,87 @@
+"""Which frames are chosen: lmms-eval's linspace, and the frame on screen at a time."""
+
+import numpy as np
+import pytest
+
+from pipeline.errors import VideoFault
+from pipeline.frames import Sampling, choose_frames, clip_range, count_repeated
+
+TS = np.arange(250) / 25  # 10 s at 25 frames a second
+
+
+@pytest.mark.parametrize(("total", "count"), [(250, 32), (132, 8), (32, 32), (7, 32), (1, 3), (100, 1)])
+def test_uniform_is_the_integer_linspace_of_lmms_eval(total, count):
+    chosen = choose_frames(np.arange(total) / 25, Sampling(num_frames=count))
+    assert chosen.dtype == np.int64
+    assert chosen.tolist() == np.linspace(0, total - 1, count, dtype=int).tolist()
+    assert count_repeated(chosen) == max(0, count - total)
+
+
+def test_a_clip_is_half_open_and_sampled_on_its_own():
+    assert clip_range(TS, 2.0, 4.0, 10.0) == (50, 100)
+    chosen = choose_frames(TS, Sampling(num_frames=5), 2.0, 4.0)
+    assert chosen.tolist() == (50 + np.linspace(0, 49, 5, dtype=int)).tolist()
+    assert clip_range(TS, None, None, 10.0) == (0, 250)
+    assert clip_range(TS, 9.0, 99.0, 10.0) == (225, 250)  # an end behind the video is its end
+
+
+@pytest.mark.parametrize("fps", [0.5, 1.0, 3.0, 10.0, 25.0, 30.0])
+def test_fps_takes_the_frame_on_screen(fps):
+    chosen = choose_frames(TS, Sampling(num_frames=None, fps=fps), 1.0, 5.0)
+    expected = [
+        max(i for i in range(250) if 25 * 1000 + k * 25000 / fps + 1e-3 >= i * 1000) for k in range(int(4 * fps))
+    ]
+    assert chosen.tolist() == expected
+
+
+def test_fps_follows_the_real_times_of_a_variable_rate():
+    times = np.array([0.0, 0.1, 0.2, 5.0, 5.1, 9.0])
+    chosen = choose_frames(times, Sampling(num_frames=None, fps=1.0), duration_s=10.0)
+    assert chosen.tolist() == [0, 2, 2, 2, 2, 3, 4, 4, 4, 5]
+    assert count_repeated(chosen) == 5
+    # the frame on screen at 5.05 s came up at 5.0 s
+    assert choose_frames(times, Sampling(num_frames=None, fps=1.0), 5.05, 6.0).tolist() == [3]
+
+
+def test_fps_starts_at_the_first_frame_of_a_late_stream():
+    assert choose_frames(TS + 1.5, Sampling(num_frames=None, fps=1.0), 0.0, 3.5).tolist() == [0, 25]
+
+
+def test_fps_beyond_the_limit_is_spread_evenly():
+    sampling = Sampling(num_frames=None, fps=5.0, max_frames=16)
+    assert choose_frames(TS, sampling).tolist() == np.linspace(0, 249, 16, dtype=int).tolist()
+    assert len(choose_frames(TS, Sampling(num_frames=None, fps=1e12, max_frames=16))) == 16
+    assert len(choose_frames(TS, Sampling(num_frames=None, fps=5.0, max_frames=None))) == 50
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "message"),
+    [
+        (10.0, None, "behind the end"),
+        (99.0, 100.0, "behind the end"),
+        (-1.0, 5.0, "start at 0"),
+        (5.0, 5.0, "end after its start"),
+        (5.0, 2.0, "end after its start"),
+        (2.001, 2.002, "holds no frame"),
+        (float("nan"), None, "start at 0"),
+        (0.0, float("nan"), "end after its start"),
+    ],
+)
+def test_a_clip_that_cannot_be_is_named_with_the_duration(start, end, message):
+    with pytest.raises(VideoFault, match=rf"(?s)10\.000 s.*{message}") as caught:
+        choose_frames(TS, Sampling(num_frames=4), start, end, 10.0)
+    assert caught.value.fault_class == "unsupported"
+
+
+def test_a_video_without_frames_is_unsupported():
+    with pytest.raises(VideoFault, match="no frame"):
+        choose_frames(np.zeros(0), Sampling())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"fps": 1.0}, {"num_frames": None}, {"num_frames": 0}, {"num_frames": None, "fps": -1.0}, {"max_frames": 0}],
+)
+def test_sampling_goes_one_way_only(wrong):
+    with pytest.raises(ValueError):
+        Sampling(**wrong)

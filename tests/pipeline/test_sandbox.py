@@ -1,0 +1,199 @@
+"""Whatever a decoder does to its process, it costs one video: the next one decodes, and nothing stays behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.decode import DecodeRequest, decode_video
+from pipeline.errors import VideoFault
+from pipeline.frames import Sampling
+from pipeline.sandbox import DecodeSandbox, strip_credentials
+from tests.pipeline.videos import KeepSize, decord_killer, numbers, sample, write_clip
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    return write_clip(tmp_path_factory.mktemp("clips") / "a.mp4")
+
+
+@pytest.fixture
+def sandbox():
+    with DecodeSandbox(timeout_s=30, memory_mb=1024) as opened:
+        yield opened
+
+
+def request(path, reader="auto", num_frames=8):
+    name = reader if reader in ("auto", "decord", "pyav") else f"tests.pipeline.videos:{reader}"
+    return DecodeRequest(path, Sampling(num_frames=num_frames), KeepSize(), reader=name)
+
+
+def fault_of(sandbox, wanted):
+    with pytest.raises(VideoFault) as caught:
+        sandbox.decode(wanted)
+    return caught.value
+
+
+def test_the_child_returns_what_decoding_here_does(sandbox):
+    wanted = request(sample("bikes.mp4"), num_frames=32)
+    there, here = sandbox.decode(wanted), decode_video(wanted)
+    assert np.array_equal(there.frames, here.frames) and there.frames.flags.writeable
+    assert (there.source_hash, there.backend, there.attempts) == (here.source_hash, "decord", 1)
+
+
+@pytest.mark.parametrize(
+    ("reader", "fault_class", "exit_signal", "message"),
+    [
+        ("Aborting", "crash", signal.SIGABRT, "SIGABRT"),
+        ("Segfaulting", "crash", signal.SIGSEGV, "SIGSEGV"),
+        ("Exiting", "crash", None, "exit code 7"),
+        ("Hungry", "out-of-memory", None, "MemoryError"),
+        ("Raising", "internal", None, "ValueError"),
+    ],
+)
+def test_a_bad_reader_costs_one_video(sandbox, clip, reader, fault_class, exit_signal, message):
+    for _ in range(2):
+        fault = fault_of(sandbox, request(clip, reader))
+        assert (fault.fault_class, fault.exit_signal, fault.attempts) == (fault_class, exit_signal, 1)
+        assert message in fault.message and fault.backend == f"tests.pipeline.videos:{reader}"
+        assert numbers(sandbox.decode(request(clip)).frames) == np.linspace(0, 29, 8, dtype=int).tolist()
+
+
+def test_a_hang_ends_at_the_limit_and_is_not_tried_again(clip):
+    with DecodeSandbox(timeout_s=1.0) as sandbox:
+        sandbox.decode(request(clip))  # the child is up: only the limit counts below
+        started = time.monotonic()
+        fault = fault_of(sandbox, request(clip, "Hanging"))
+        assert time.monotonic() - started < 3
+        assert (fault.fault_class, fault.attempts) == ("timeout", 1) and "1 s" in fault.message
+        assert sandbox.decode(request(clip)).source_frames == 30
+
+
+def test_a_file_that_takes_decord_down_is_read_by_pyav(sandbox, clip, tmp_path):
+    path = decord_killer(tmp_path / "a.mp4")
+    for reader in ("auto", "decord"):
+        video = sandbox.decode(request(path, reader))
+        assert numbers(video.frames) == np.linspace(0, 29, 8, dtype=int).tolist()
+        assert (video.backend, video.attempts) == ("pyav", 2) and "SIGABRT" in video.backend_note
+    assert sandbox.decode(request(clip)).backend == "decord"
+
+
+def test_a_fault_of_the_file_is_no_fault_of_the_child(sandbox, clip, tmp_path):
+    (tmp_path / "a.mp4").write_bytes(clip.read_bytes()[:-500])
+    pids = set()
+    for _ in range(2):
+        assert fault_of(sandbox, request(tmp_path / "a.mp4")).fault_class == "corrupt"
+        pids.add(json.loads(fault_of(sandbox, request(clip, "Revealing")).message)["pid"])
+    assert len(pids) == 1
+
+
+def test_the_child_is_confined(clip, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.setenv("HF_TOKEN", "x")
+    with DecodeSandbox(memory_mb=1024) as sandbox:
+        seen = json.loads(fault_of(sandbox, request(clip, "Revealing")).message)
+    assert seen["env"] == [] and seen["threads"] == 1
+    address_space, core = seen["limits"]
+    assert core == 0 and 2**30 < address_space < 2**34
+
+
+def test_names_of_credentials():
+    environment = {"AWS_PROFILE": "", "GITHUB_TOKEN": "", "MY_SECRET_X": "", "db_password": "", "PATH": "", "HOME": ""}
+    strip_credentials(environment)
+    assert set(environment) == {"PATH", "HOME"}
+
+
+def test_a_child_killed_while_idle_is_replaced(sandbox, clip):
+    pid = json.loads(fault_of(sandbox, request(clip, "Revealing")).message)["pid"]
+    os.kill(pid, signal.SIGKILL)
+    while Path(f"/proc/{pid}").exists():  # the fork server reaps it
+        time.sleep(0.01)
+    assert sandbox.decode(request(clip)).source_frames == 30
+
+
+def test_a_request_that_cannot_be_sent_leaves_the_sandbox_sound(sandbox, clip):
+    with pytest.raises(Exception, match="pickle"):
+        sandbox.decode(DecodeRequest(clip, Sampling(), lambda: None))  # type: ignore[arg-type]
+    assert sandbox.decode(request(clip)).source_frames == 30
+
+
+def test_closing_leaves_no_process_and_can_be_undone(clip):
+    sandbox = DecodeSandbox()
+    pid = json.loads(fault_of(sandbox, request(clip, "Revealing")).message)["pid"]
+    sandbox.close()
+    assert not alive(pid)
+    sandbox.close()
+    assert sandbox.decode(request(clip)).source_frames == 30
+    sandbox.close()
+
+
+PARENT = """
+import sys
+from pipeline.decode import DecodeRequest
+from pipeline.frames import Sampling
+from pipeline.sandbox import DecodeSandbox
+from tests.pipeline.videos import KeepSize
+
+if __name__ == "__main__":
+    path, reader = sys.argv[1:]
+    sandbox = DecodeSandbox(timeout_s=300)
+    sandbox.decode(DecodeRequest(path, Sampling(num_frames=2), KeepSize()))
+    print("ready", flush=True)
+    if reader == "idle":
+        sys.stdin.read()
+    sandbox.decode(DecodeRequest(path, Sampling(num_frames=2), KeepSize(), reader=reader))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", ["idle", "tests.pipeline.videos:Hanging"])
+def test_nothing_outlives_a_killed_parent(clip, tmp_path, reader):
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT, encoding="utf-8")
+    parent = subprocess.Popen(
+        [sys.executable, str(script), str(clip), reader],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
+        time.sleep(0.5)  # the second request reaches its reader
+        family = descendants(parent.pid)
+        assert len(family) >= 2  # fork server and child (and multiprocessing's resource tracker)
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_until_gone(family)
+
+
+def alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(pids, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still running: {[pid for pid in pids if alive(pid)]}"
+        time.sleep(0.02)
+
+
+def descendants(pid):
+    found = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text(encoding="utf-8").split():
+            found |= {int(child)} | descendants(int(child))
+    return found

