@@ -54,7 +54,7 @@ def _prune(config: PruneConfig, console: Console) -> int:
     from pipeline.summary import render  # noqa: PLC0415
 
     summary = prune_videos(config, console)
-    Console().print(render(summary))
+    Console().print(render(summary), f"\nlook inside: python -m jobs.inspect {config.out}", highlight=False)
     return summary.exit_code(config.failure_limit(summary.n_videos))
 
 

@@ -261,9 +261,10 @@ def _class_of(error: Exception) -> FaultClass:
         return "out-of-memory"  # torch has no class of its own for this on CPUs
     if isinstance(error, DecoderNotFoundError | PatchWelcomeError):
         return "unsupported"
-    if isinstance(error, OSError):
-        return "io"
-    return "corrupt" if isinstance(error, FFmpegError | IndexMismatch) else "internal"
+    if isinstance(error, FFmpegError | IndexMismatch):
+        # Demuxers return EIO or EPERM for broken data, and the file has just been read to its end without an error.
+        return "io" if isinstance(error, FileNotFoundError) else "corrupt"
+    return "io" if isinstance(error, OSError) else "internal"
 
 
 def _text(error: Exception) -> str:

@@ -42,11 +42,12 @@ class Job:
 
     def identity(self, dtype: str) -> dict[str, Any]:
         """What every row of the cache shares; another identity is refused."""
+        seed = {"seed": self.config.seed} if self.pruner.seeded else {}
         return {
             "model": {"type": self.source.model_type, "weights": self.source.identity},
             "preprocessing": preprocessor_for(self.source).settings(),
             "sampling": sampling_settings(self.sampling),
-            "pruner": {"method": self.pruner.name, "params": self.pruner.params(), "seed": self.config.seed},
+            "pruner": {"method": self.pruner.name, "params": self.pruner.params(), **seed},
             "retention_ratio": self.retention_ratio,
             "dtype": {"compute": dtype, "stored": "bfloat16"},
         }

@@ -94,11 +94,15 @@ def open_container(path: str, demuxer: str) -> Any:
 def pick_stream(container: Any) -> Any:
     """The video stream that the ffmpeg command line takes: the largest, a default one counting 5 megapixels more.
 
-    Raises VideoFault("unsupported") where there is none (cover art is no video) or its frames are too large.
+    Raises VideoFault("unsupported") where there is none (cover art is no video), its codec is unknown or its
+    frames are too large.
     """
     streams = [s for s in container.streams.video if not s.disposition & _NOT_A_VIDEO]
     if not streams:
         raise VideoFault("unsupported", "the file holds no video stream")
+    streams = [s for s in streams if s.codec_context is not None]
+    if not streams:
+        raise VideoFault("unsupported", "no decoder knows the codec of the video stream")
     stream = max(streams, key=lambda s: s.width * s.height + 5_000_000 * bool(s.disposition & Disposition.default))
     if stream.width * stream.height > MAX_PIXELS:
         raise VideoFault("unsupported", f"frames of {stream.width}x{stream.height} are larger than {MAX_PIXELS} pixels")

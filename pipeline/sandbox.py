@@ -77,6 +77,8 @@ class DecodeSandbox:
         Raises VideoFault: what ``decode_video`` raises, and "timeout", "crash" (with the exit signal, and with
         ``attempts`` = 2 after a second try).
         """
+        # Absolute, because the child's working folder is the one this process started in.
+        request = replace(request, path=os.path.abspath(request.path))  # noqa: PTH100
         self._ready_child()
         deadline = time.monotonic() + self._timeout_s
         try:

@@ -42,6 +42,7 @@ class Pruner(ABC):
         nested: whether ``select`` returns an order in which every prefix is the selection of a smaller budget.
         merges: whether some of its tokens are mixtures of input tokens.
         cacheable: whether a selection depends on the video alone, so that it may be stored.
+        seeded: whether a selection depends on the seed.
         needs: the names of the evidence that it cannot do without.
     """
 
@@ -49,6 +50,7 @@ class Pruner(ABC):
     nested: ClassVar[bool]
     merges: ClassVar[bool] = False
     cacheable: ClassVar[bool] = True
+    seeded: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod

@@ -18,6 +18,7 @@ class Random(Pruner):
 
     name: ClassVar[str] = "random"
     nested: ClassVar[bool] = True
+    seeded: ClassVar[bool] = True
 
     def select(self, visual: VisualTokens, budget: int, seed: int) -> Selection:
         n_frames, per_frame, _ = visual.tokens.shape

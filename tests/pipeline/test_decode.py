@@ -123,6 +123,12 @@ def test_files_that_are_no_video(tmp_path):
     assert fault_of(audio_with_cover(tmp_path / "d.mp4")).fault_class == "unsupported"
 
 
+def test_a_codec_without_a_decoder_is_unsupported(tmp_path):
+    path = write_clip(tmp_path / "a.mp4")
+    path.write_bytes(path.read_bytes().replace(b"avc1", b"xyz1"))
+    assert fault_of(path).fault_class == "unsupported"
+
+
 def test_the_unforeseen_is_internal_printable_and_keeps_no_credentials(tmp_path):
     path = write_clip(tmp_path / "a.mp4", count=5)
     fault = fault_of(path, reader="tests.pipeline.videos:Raising")

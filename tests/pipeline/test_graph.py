@@ -1,8 +1,18 @@
 """The graph: how a cluster is shared out, and that Ray runs the stages apart."""
 
+import pyarrow as pa
 import pytest
+import ray
+import ray.data
+from ray.data._internal.logical.optimizers import get_execution_plan
 
-from pipeline.graph import RESTARTS, plan_resources
+from gstep.backbones import ModelSource, preprocessor_for
+from pipeline.decode_stage import DecodeSetup
+from pipeline.encode import EncodeSetup
+from pipeline.frames import Sampling
+from pipeline.graph import RESTARTS, Resources, build_graph, plan_resources, run_graph
+from pipeline.resume import TODO_SCHEMA
+from tests.jobs.jobs import environment as private_ray
 
 
 @pytest.mark.parametrize("cpus", [1, 2, 3, 4, 8, 64, 256])
@@ -28,3 +38,54 @@ def test_all_workers_and_a_writer_fit_at_once(cpus):
 
 def test_restarts_are_finite():
     assert 0 < RESTARTS < 10
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    """A Ray of its own in this process, on one logical CPU."""
+    environment = {name: value for name, value in private_ray().items() if name.startswith(("RAY_", "HOME"))}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        ray.init(num_cpus=1, include_dashboard=False, logging_level="error", log_to_driver=False)
+        yield
+        ray.shutdown()
+
+
+def operators(dataset: ray.data.Dataset) -> list[str]:
+    """The names of the operators that Ray would run, first to last; a fused one has an arrow in its name."""
+    names, operator = [], get_execution_plan(dataset._logical_plan)[0].dag
+    while True:
+        names.append(operator.name)
+        if not operator.input_dependencies:
+            return names[::-1]
+        (operator,) = operator.input_dependencies
+
+
+def lazy_graph(plan: Resources, out: str) -> ray.data.Dataset:
+    source = ModelSource.resolve("tiny")
+    row = {"video_id": "v", "uri": "/v.mp4", "path": "/v.mp4", "attempts": 1}
+    todo = pa.Table.from_pylist([row] * 8, schema=TODO_SCHEMA)
+    decode = DecodeSetup(Sampling(num_frames=2), preprocessor_for(source))
+    return build_graph(todo, decode, EncodeSetup(source, "gstep", 0.25, device="cpu"), plan, out=out, run_id="r")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cpus", "gpus"), [(1, 0), (2, 0), (64, 0), (64, 8)])
+def test_ray_does_not_fuse_the_stages(local_ray, tmp_path, cpus, gpus):
+    names = operators(lazy_graph(plan_resources(cpus, gpus, 8), str(tmp_path)))
+    assert names == ["Input", "MapBatches(Decoder)", "MapBatches(Encoder)", "MapBatches(write_token_shard)"]
+
+
+@pytest.mark.slow
+def test_the_check_for_fusion_would_see_it(local_ray):
+    fused = ray.data.range(8).map_batches(lambda b: b, num_cpus=1).map_batches(lambda b: b, num_cpus=1)
+    assert any("->" in name for name in operators(fused))
+
+
+@pytest.mark.slow
+def test_it_runs_on_a_single_cpu(local_ray, tmp_path):
+    """Every stage finds room beside the others: a missing file goes all the way and comes out as an error row."""
+    rows = [row for shard in run_graph(lazy_graph(plan_resources(1, 0, 8), str(tmp_path))) for row in shard]
+    assert [row["error_class"] for row in rows] == ["io"] * 8

@@ -55,7 +55,7 @@ def test_a_changed_file_is_refused_skipped_or_redone(folder, live):
 
 def test_a_changed_clip_is_noticed(folder, live):
     (folder / "m.csv").write_text("video_id,uri,start_s\na.mp4,a.mp4,1.5\n")
-    with pytest.raises(SourceChanged, match="start_s was None, is 1.5"):
+    with pytest.raises(SourceChanged, match=r"start_s was None, is 1\.5"):
         remaining(read_manifest(str(folder / "m.csv")), live, PruneConfig())
 
 

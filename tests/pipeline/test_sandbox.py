@@ -49,6 +49,11 @@ def test_the_child_returns_what_decoding_here_does(sandbox):
     assert (there.source_hash, there.backend, there.attempts) == (here.source_hash, "decord", 1)
 
 
+def test_a_relative_path_is_this_process_s(sandbox, clip, monkeypatch):
+    monkeypatch.chdir(clip.parent)
+    assert sandbox.decode(request(clip.name)).source_frames == 30
+
+
 @pytest.mark.parametrize(
     ("reader", "fault_class", "exit_signal", "message"),
     [
@@ -72,7 +77,7 @@ def test_a_hang_ends_at_the_limit_and_is_not_tried_again(clip):
         sandbox.decode(request(clip))  # the child is up: only the limit counts below
         started = time.monotonic()
         fault = fault_of(sandbox, request(clip, "Hanging"))
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < 10
         assert (fault.fault_class, fault.attempts) == ("timeout", 1) and "1 s" in fault.message
         assert sandbox.decode(request(clip)).source_frames == 30
 
