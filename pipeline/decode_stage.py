@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -51,6 +52,7 @@ class Decoder:
         try:
             video = self._decode(row)
         except VideoFault as fault:
+            record |= {"source_size": None if row["policy"] else _size(row["path"])}
             return one_row(DECODED, {**failed(record, fault), "decode_s": time.perf_counter() - started})
         record |= decoded_columns(video, row["attempts"])
         record["decode_s"] = time.perf_counter() - started
@@ -68,6 +70,13 @@ class Decoder:
             reader=self._setup.reader,
         )
         return self._sandbox.decode(request)
+
+
+def _size(path: str) -> int | None:
+    try:
+        return Path(path).stat().st_size
+    except (OSError, ValueError):
+        return None
 
 
 def decoded_columns(video: DecodedVideo, attempts: int) -> Record:

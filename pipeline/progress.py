@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import TracebackType
 from typing import Protocol
@@ -65,31 +66,37 @@ class BarReporter:
 
 
 class LineReporter:
-    """A line every ``interval`` seconds at most, written when something was committed, and one at the end."""
+    """A line every ``interval`` seconds, also while nothing moves, and one at the end."""
 
     def __init__(self, console: Console, total: int, interval: float) -> None:
         self._console = console
         self._total = total
         self._interval = interval
-        self._started = self._last = time.monotonic()
+        self._started = time.monotonic()
         self._ok = self._failed = 0
+        self._ended = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
 
     def __enter__(self) -> LineReporter:
+        self._ticker.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        self._ticker.join()
         self._line()
 
     def advance(self, ok: int, failed: int) -> None:
         self._ok += ok
         self._failed += failed
-        if time.monotonic() - self._last >= self._interval:
+
+    def _tick(self) -> None:
+        while not self._ended.wait(self._interval):
             self._line()
 
     def _line(self) -> None:
-        self._last = time.monotonic()
         done = self._ok + self._failed
-        rate = done / max(self._last - self._started, 1e-9)
+        rate = done / max(time.monotonic() - self._started, 1e-9)
         left = f"{(self._total - done) / rate:.0f} s left" if done else "no estimate yet"
         text = f"{done}/{self._total} videos, {self._failed} failed, {rate:.2f} videos/s, {left}"
         self._console.print(text, highlight=False)

@@ -118,7 +118,8 @@ def render(summary: Summary) -> RenderableType:
     if summary.wall_s is not None:
         rate = summary.n_new / summary.wall_s if summary.wall_s else 0.0
         table.add_row("this run", f"{summary.n_new} videos in {summary.wall_s:.1f} s, {rate:.2f} videos/s")
-    return Group(table, *([_failures(summary)] if summary.failures else []))
+    failures: list[RenderableType] = ["", _failures(summary)] if summary.failures else []
+    return Group(table, *failures)
 
 
 def _failures(summary: Summary) -> Table:

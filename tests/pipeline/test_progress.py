@@ -1,0 +1,27 @@
+"""Progress: plain lines in a log, also while nothing moves, and a bar on a terminal."""
+
+import io
+import time
+
+from rich.console import Console
+
+from pipeline.progress import reporter
+
+
+def test_a_log_gets_lines_even_while_nothing_is_committed():
+    text = io.StringIO()
+    with reporter(Console(file=text, width=120), 10, 0.02) as progress:
+        while text.getvalue().count("\n") < 3:
+            time.sleep(0.01)
+        progress.advance(3, 1)
+    lines = text.getvalue().splitlines()
+    assert lines[0] == "0/10 videos, 0 failed, 0.00 videos/s, no estimate yet"
+    assert lines[-1].startswith("4/10 videos, 1 failed, ")
+    assert "s left" in lines[-1]
+
+
+def test_a_terminal_gets_a_bar():
+    text = io.StringIO()
+    with reporter(Console(file=text, force_terminal=True, width=120), 10, 30) as progress:
+        progress.advance(9, 1)
+    assert "10/10" in text.getvalue() and "1 failed" in text.getvalue()
