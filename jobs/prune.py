@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pipeline.config import PruneConfig
 from pipeline.errors import RunFailed, UsageError
-from pipeline.flags import add_flags, from_flags
+from pipeline.flags import add_flags, from_flags, read_config_file
 
 EPILOG = """\
 examples:
@@ -31,11 +31,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m jobs.prune", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--config", metavar="FILE", help="a YAML file of options by their names; flags win over it")
     add_flags(parser, PruneConfig)
     namespace = parser.parse_args(argv)
     console = Console(stderr=True)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
+        if namespace.config is not None:
+            parser.set_defaults(**read_config_file(namespace.config, PruneConfig))
+            namespace = parser.parse_args(argv)
         return _prune(from_flags(PruneConfig, namespace), console)
     except UsageError as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)

@@ -83,6 +83,14 @@ class PruneConfig:
     log_interval: float = option(30.0, "seconds between progress lines where the output is not a terminal", metavar="S")
 
     def __post_init__(self) -> None:
+        for item in fields(self):  # a configuration file passes by the flags' own check
+            choices = item.metadata.get("choices")
+            _check(
+                not choices or getattr(self, item.name) in choices,
+                item.name,
+                f"one of {choices}",
+                getattr(self, item.name),
+            )
         for name in ("num_frames", "max_frames", "decode_workers", "encode_workers"):
             value = getattr(self, name)
             _check(value is None or value >= 1, name, "at least 1", value)

@@ -5,7 +5,12 @@ from __future__ import annotations
 import argparse
 import types
 from dataclasses import MISSING, Field, fields
+from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+from pipeline.errors import UsageError
 
 T = TypeVar("T")
 
@@ -15,6 +20,41 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
     hints = get_type_hints(config)
     for item in fields(config):
         _add(parser, item, hints[item.name])
+
+
+def read_config_file(path: str, config: type) -> dict[str, Any]:
+    """The options of a YAML file, by field name, to be used as the flags' defaults.
+
+    Raises UsageError where the file cannot be read, names an option that does not exist, or gives one the wrong type.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"--config {path}: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UsageError(f"--config {path}: expected options as NAME: VALUE, got {type(content).__name__}")
+    hints = get_type_hints(config)
+    options = {str(name).replace("-", "_"): value for name, value in content.items()}
+    if unknown := sorted(options.keys() - hints.keys()):
+        raise UsageError(f"--config {path}: unknown option {', '.join(unknown)}; known: {', '.join(hints)}")
+    return {name: _checked(value, hints[name], f"--config {path}: {name}") for name, value in options.items()}
+
+
+def _checked(value: Any, hint: Any, where: str) -> Any:
+    """A YAML value as the type of its field. An int is a float, a path is text; nothing else is converted."""
+    kind = _value_type(hint)
+    if value is None and kind is not hint:
+        return None
+    if get_origin(kind) is list:
+        if not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            raise UsageError(f"{where} must be a list of texts, got {value!r}")
+        return value
+    accepted = {float: (int, float), Path: (str,)}.get(kind, (kind,))
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+        raise UsageError(f"{where} must be {kind.__name__}, got {value!r}")
+    return kind(value)
 
 
 def from_flags(config: type[T], namespace: argparse.Namespace) -> T:

@@ -52,6 +52,8 @@ def prune_videos(config: PruneConfig, console: Console) -> Summary:
     Raises UsageError (nothing was started) or RunFailed (the cache holds what was committed; a rerun goes on).
     """
     job = prepare(config, console)
+    shown = " ".join(f"{name}={value}" for name, value in config.as_record().items() if value not in (None, []))
+    console.print(f"configuration: {shown}", style="dim", markup=False, highlight=False, soft_wrap=True)
     config.out.mkdir(parents=True, exist_ok=True)
     with CacheLock(config.out, job.run_id):
         started = time.monotonic()

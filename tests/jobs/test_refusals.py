@@ -109,3 +109,12 @@ def test_help_is_worth_reading(capsys):
         assert caught.value.code == 0
     text = capsys.readouterr().out
     assert "--retention-ratio" in text and "examples:" in text and "Exit code" in text
+
+
+def test_flags_win_over_the_configuration_file(refuse, videos, tmp_path):
+    (tmp_path / "c.yaml").write_text(f"videos: {videos}\nout: {tmp_path / 'c'}\npruner: magic\n")
+    assert "magic" in refuse(prune, ["--config", str(tmp_path / "c.yaml")])
+    assert "no such folder" in refuse(
+        prune, [str(tmp_path / "gone"), "--config", str(tmp_path / "c.yaml"), "--pruner", "gstep"]
+    )
+    assert "none.yaml" in refuse(prune, ["--config", str(tmp_path / "none.yaml")])

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.config import PruneConfig, differences
 from pipeline.errors import UsageError
-from pipeline.flags import add_flags, from_flags
+from pipeline.flags import add_flags, from_flags, read_config_file
 
 
 def parse(*argv: str) -> PruneConfig:
@@ -66,3 +66,35 @@ def test_failure_limit(text, limit):
 def test_differences_name_the_leaf():
     lines = differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}})
     assert lines == ["a.c: the cache has 2, this run 3"]
+
+
+def test_a_configuration_file_holds_every_option(tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        "num-frames: 8\nretention_ratio: 1\npruner-param: [alpha=0.3]\nmodel: tiny\nfps:\n"
+    )
+    options = read_config_file(str(tmp_path / "c.yaml"), PruneConfig)
+    expected = {"num_frames": 8, "retention_ratio": 1.0, "pruner_param": ["alpha=0.3"], "model": "tiny", "fps": None}
+    assert options == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("frames: 8", "unknown option frames"),
+        ("num-frames: many", "num_frames must be int"),
+        ("retry-failed: 1", "retry_failed must be bool"),
+        ("num-frames: true", "num_frames must be int"),
+        ("pruner-param: alpha=1", "must be a list"),
+        ("- 1", "expected options"),
+        ("a: [", "c.yaml"),
+    ],
+)
+def test_a_bad_configuration_file_is_refused_by_name(tmp_path, text, message):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_config_file(str(tmp_path / "c.yaml"), PruneConfig)
+
+
+def test_choices_hold_without_flags_too():
+    with pytest.raises(UsageError, match="--dtype must be one of"):
+        PruneConfig(dtype="int8")
