@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -19,7 +20,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--retention-ratio", type=float, metavar="R", help="with VIDEO_ID: show a smaller ratio of the same cache"
     )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="with VIDEO_ID: write a page that shows the kept tokens in its frames"
+    )
     arguments = parser.parse_args(argv)
+    if arguments.html is not None and arguments.video_id is None:
+        parser.error("--html goes with VIDEO_ID")
     if arguments.retention_ratio is not None and arguments.video_id is None:
         parser.error("--retention-ratio goes with VIDEO_ID")
     return _inspect(arguments)
@@ -34,6 +40,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
         cache = TokenCache(arguments.cache)
         if arguments.video_id is None:
             Console().print(cache_report(cache))
+        elif arguments.html is not None:
+            from pipeline.page import write_page  # noqa: PLC0415 - only the page needs the decoders
+
+            line = write_page(cache, arguments.video_id, arguments.html, arguments.retention_ratio)
+            Console().print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             Console().print(video_report(cache, arguments.video_id, arguments.retention_ratio))
     except (NotACache, UnknownVideo, ValueError) as error:

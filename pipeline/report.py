@@ -22,9 +22,9 @@ def cache_report(cache: TokenCache) -> RenderableType:
     head = Table.grid(padding=(0, 2))
     head.add_row("cache", Text(str(cache.store)))
     head.add_row("model", Text(f"{identity['model']['type']}  {identity['model']['weights']}"))
-    head.add_row("pruner", Text(f"{identity['pruner']['method']}  {_flat(identity['pruner']['params'])}"))
+    head.add_row("pruner", Text(f"{identity['pruner']['method']}  {flat(identity['pruner']['params'])}"))
     head.add_row("stored", f"retention ratio {identity['retention_ratio']}, {identity['dtype']['stored']}")
-    head.add_row("sampling", Text(_flat(identity["sampling"])))
+    head.add_row("sampling", Text(flat(identity["sampling"])))
     return Group(head, "", render(summarise(cache.store)), "", _videos(cache))
 
 
@@ -57,23 +57,27 @@ def video_report(cache: TokenCache, video_id: str, retention_ratio: float | None
     return Group(_source(row), "", _frames(row, kept, title))
 
 
-def _source(row: dict[str, Any]) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_row("video", Text(row["video_id"]))
-    table.add_row("source", Text(row["uri"]))
+def source_facts(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """(name, value) of what a row of the videos table says about its video, its decoding and its run."""
+    facts = [("video", row["video_id"]), ("source", row["uri"])]
     if row["start_s"] is not None or row["end_s"] is not None:
-        table.add_row("clip", f"{row['start_s'] or 0} s to {'the end' if row['end_s'] is None else row['end_s']}")
+        facts.append(("clip", f"{row['start_s'] or 0} s to {'the end' if row['end_s'] is None else row['end_s']}"))
     if row["source_width"]:
         picture = f"{row['source_width']}x{row['source_height']}, {row['codec']}, {row['source_frames']} frames"
-        table.add_row("picture", Text(f"{picture}, {row['duration_s']:.2f} s at {row['fps']:.2f} frames/s"))
+        facts.append(("picture", f"{picture}, {row['duration_s']:.2f} s at {row['fps']:.2f} frames/s"))
         repeated = f", {row['n_repeated']} of them repeated" if row["n_repeated"] else ""
-        table.add_row(
-            "sampled", f"{len(row['frame_indices'])} frames{repeated}, resized to {row['width']}x{row['height']}"
-        )
+        sampled = f"{len(row['frame_indices'])} frames{repeated}, resized to {row['width']}x{row['height']}"
+        facts.append(("sampled", sampled))
     if row["backend"]:
         warned = f", {row['decode_warnings']} warnings" if row["decode_warnings"] else ""
-        table.add_row("decoder", Text(f"{row['backend']} {row['backend_version'] or ''}{warned}"))
-    table.add_row("run", f"{row['run_id']}, attempt {row['attempts']}")
+        facts.append(("decoder", f"{row['backend']} {row['backend_version'] or ''}{warned}"))
+    return [*facts, ("run", f"{row['run_id']}, attempt {row['attempts']}")]
+
+
+def _source(row: dict[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, value in source_facts(row):
+        table.add_row(name, Text(value))
     return table
 
 
@@ -92,5 +96,6 @@ def _frames(row: dict[str, Any], kept: list[int], title: str) -> Table:
     return table
 
 
-def _flat(values: dict[str, Any]) -> str:
+def flat(values: dict[str, Any]) -> str:
+    """``name=value`` for every value that is set."""
     return " ".join(f"{name}={json.dumps(value)}" for name, value in values.items() if value is not None)

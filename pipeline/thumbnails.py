@@ -1,0 +1,120 @@
+"""Small pictures of a cached video's sampled frames, decoded again from its source file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+from torch import Tensor, nn
+
+from gstep.backbones.preprocess import as_frames
+from pipeline.decode import DecodedVideo, DecodeRequest
+from pipeline.errors import VideoFault
+from pipeline.frames import Sampling
+from pipeline.readers import Frames
+from pipeline.sandbox import DecodeSandbox
+
+_QUANTISER = 5  # of the JPEGs, 2 (best) to 31: no artefacts at this size, and half the bytes of 2
+# Up to this many frames get this width, so that the pictures of a long video stay a few megabytes.
+_WIDTHS = ((64, 224), (256, 160), (1024, 112))
+_LEAST_WIDTH = 80
+
+
+@dataclass(frozen=True)
+class Thumbnails:
+    """A FramePreprocessor: frames of their own shape that fit a box of ``width`` x 9/7 ``width``, never enlarged."""
+
+    width: int
+
+    def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
+        """(height, width) in pixels."""
+        scale = min(1.0, self.width / width, self.width * 9 / 7 / height)
+        return max(1, round(height * scale)), max(1, round(width * scale))
+
+    def resize(self, frames: Frames, size: tuple[int, int]) -> Tensor:
+        """[k,H,W,3] uint8 -> [k,h,w,3] uint8."""
+        frames_kCHW = as_frames(frames).permute(0, 3, 1, 2)
+        resized = nn.functional.interpolate(frames_kCHW, size=size, mode="bicubic", antialias=True)
+        return resized.permute(0, 2, 3, 1)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """A JPEG of every sampled frame, or none and the reason why."""
+
+    jpegs: list[bytes]
+    missing: str = ""
+
+
+def source_pictures(row: dict[str, Any], sampling: dict[str, Any]) -> Pictures:
+    """The sampled frames of a row of the videos table, where its source file is still there and the same.
+
+    The file is decoded in a child process that may crash or hang without harm. Only the very frames that the row names
+    are shown, of a file with the hash that the row names. ``sampling`` is the one in the cache's identity.
+    """
+    try:
+        return Pictures(to_jpegs(_decode_again(row, sampling).frames))
+    except VideoFault as fault:
+        return Pictures([], fault.message if fault.fault_class == "io" else f"decoding failed: {fault}")
+
+
+def _decode_again(row: dict[str, Any], sampling: dict[str, Any]) -> DecodedVideo:
+    """Raises VideoFault, of class "io" where the file is not the one that was read then."""
+    _check_present(row)
+    request = DecodeRequest(
+        path=row["uri"],
+        sampling=_sampling(sampling),
+        preprocessor=Thumbnails(_width(len(row["frame_indices"]))),
+        start_s=row["start_s"],
+        end_s=row["end_s"],
+    )  # with the default reader: a row must not choose what code runs here
+    with DecodeSandbox() as sandbox:
+        video = sandbox.decode(request)
+    if video.source_hash != row["source_hash"]:
+        raise VideoFault("io", "the source file has changed since: its hash is another one")
+    if video.frame_indices.tolist() != row["frame_indices"]:
+        raise VideoFault("io", "decoded now, the source file gives other frames than those that were sampled")
+    return video
+
+
+def _check_present(row: dict[str, Any]) -> None:
+    path = Path(row["uri"])
+    if not path.is_absolute():
+        raise VideoFault("io", "the source is no file of this machine")
+    try:
+        size = path.stat().st_size
+    except (OSError, ValueError) as error:
+        raise VideoFault("io", "the source file is not at hand (moved, deleted or on another machine)") from error
+    if row["source_size"] is None or row["source_hash"] is None:
+        raise VideoFault("io", "the cache does not say which file was read")
+    if size != row["source_size"]:
+        raise VideoFault("io", f"the source file has changed since: it has {size:,} bytes, not {row['source_size']:,}")
+
+
+def _sampling(settings: dict[str, Any]) -> Sampling:
+    try:
+        return Sampling(**{"num_frames": None, **settings})
+    except (TypeError, ValueError) as error:
+        raise VideoFault("io", f"the cache does not say how frames were sampled: {error}") from error
+
+
+def _width(n_frames: int) -> int:
+    return next((width for limit, width in _WIDTHS if n_frames <= limit), _LEAST_WIDTH)
+
+
+def to_jpegs(frames: Frames) -> list[bytes]:
+    """[T,h,w,3] uint8 RGB as T JPEG files."""
+    encoder = av.CodecContext.create("mjpeg", "w")
+    encoder.height, encoder.width = frames.shape[1:3]
+    encoder.pix_fmt, encoder.time_base = "yuvj420p", Fraction(1, 25)
+    encoder.thread_count = 1
+    encoder.options = {"qmin": str(_QUANTISER), "qmax": str(_QUANTISER)}
+    packets = []
+    for number, frame in enumerate(frames):
+        picture = av.VideoFrame.from_ndarray(frame, format="rgb24").reformat(format="yuvj420p")
+        picture.pts = number
+        packets += encoder.encode(picture)
+    return [bytes(packet) for packet in packets + encoder.encode(None)]

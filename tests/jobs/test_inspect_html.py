@@ -1,0 +1,286 @@
+"""The page of one video: its own pictures and numbers, no reference to the outside, and it degrades with its reason."""
+
+import base64
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+
+from gstep.backbones.preprocess import FixedSizePreprocessor
+from gstep.types import budget_for
+from jobs import inspect
+from pipeline import TokenCache
+from pipeline.decode import DecodedVideo, DecodeRequest, decode_video
+from pipeline.decode_stage import decoded_columns
+from pipeline.errors import VideoFault
+from pipeline.frames import Sampling
+from pipeline.page import grid_of, tiers_of, video_page
+from pipeline.thumbnails import Thumbnails
+from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.pipeline.videos import sample
+
+FRAMES = 8
+SIDE = 14
+VIDEO = "bikes <script>alert('&')</script>\".mp4"
+PREPROCESSOR = FixedSizePreprocessor((0.5,) * 3, (0.5,) * 3, height=384, width=384)
+
+
+@pytest.fixture(scope="module")
+def decoded(tmp_path_factory) -> tuple[Path, DecodedVideo]:
+    """A real clip and its sampled frames."""
+    path = Path(shutil.copy(sample("bikes.mp4"), tmp_path_factory.mktemp("videos")))
+    return path, decode_video(DecodeRequest(path, Sampling(FRAMES), PREPROCESSOR))
+
+
+def build(
+    out: Path, decoded: tuple[Path, DecodedVideo], ratio: float = 0.25, method: str = "gstep", **more: Any
+) -> TokenCache:
+    """A cache of the clip (with random tokens) and of a video that failed; ``more`` overrides columns."""
+    path, video = decoded
+    store = write_header(out, ratio)
+    header = json.loads(store.read("cache.json"))
+    header["identity"]["sampling"] = more.pop("sampling", {"num_frames": FRAMES})
+    store.put("cache.json", json.dumps(header).encode())
+    columns = {**decoded_columns(video, 1), "uri": str(path), **more}
+    tokens = random_tokens(0, (FRAMES, columns.get("tokens_per_frame", SIDE * SIDE), 16))
+    fault = VideoFault("corrupt", "the file is cut off")
+    write_shard(store, "run", encoded(VIDEO, tokens, ratio, method, **columns), encoded_failure("bad.mp4", fault))
+    return TokenCache(out)
+
+
+@pytest.fixture(scope="module")
+def cache(decoded, tmp_path_factory) -> TokenCache:
+    return build(tmp_path_factory.mktemp("out") / "cache", decoded)
+
+
+@pytest.fixture(scope="module")
+def page(cache, tmp_path_factory) -> Path:
+    """The page that the command wrote, with pictures."""
+    file = tmp_path_factory.mktemp("page") / "page.html"
+    assert inspect.main([str(cache.store), VIDEO, "--html", str(file)]) == 0
+    return file
+
+
+def data_of(html: str) -> dict[str, Any]:
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html)
+    return json.loads(data)
+
+
+def pictures_of(html: str) -> list[np.ndarray]:
+    return [image(base64.b64decode(data)) for data in re.findall(r"data:image/jpeg;base64,([^\"]+)", html)]
+
+
+def image(data: bytes) -> np.ndarray:
+    """[H,W,3] of a JPEG or PNG file."""
+    with av.open(BytesIO(data)) as file:
+        return next(file.decode(video=0)).to_ndarray(format="rgb24")
+
+
+def test_the_page_shows_the_sampled_frames_of_the_source(page, decoded):
+    pictures = pictures_of(page.read_text())
+    assert [picture.shape for picture in pictures] == [(95, 224, 3)] * FRAMES
+    small = decode_video(DecodeRequest(decoded[0], Sampling(FRAMES), Thumbnails(224))).frames
+    difference = np.abs(np.stack(pictures).astype(int) - small)
+    assert difference.mean() < 4
+    assert page.stat().st_size < 100_000
+
+
+def test_the_page_carries_the_order_of_selection_and_the_budgets_of_its_tiers(page, cache):
+    data = data_of(page.read_text())
+    assert data["order"] == cache.get(VIDEO, order="selection").index.tolist()
+    kept = {tier["ratio"]: tier["kept"] for tier in data["tiers"]}
+    assert kept == {ratio: budget_for(ratio, FRAMES * 196) for ratio in (0.10, 0.15, 0.20, 0.25)}
+    assert (data["grid"], data["perFrame"], data["frames"]) == ([SIDE, SIDE], 196, FRAMES)
+
+
+def test_the_page_says_when_each_frame_was(page, decoded):
+    html = page.read_text()
+    for t, (index, at) in enumerate(zip(decoded[1].frame_indices, decoded[1].timestamps, strict=True)):
+        caption = f'<b>t {t}</b><span class="count"></span><small>{at:.2f} s</small><small>frame {index}</small>'
+        assert caption in html
+    assert "squeezed to 384×384" in html and "640×272" in html
+
+
+def test_the_page_refers_to_nothing_outside(page):
+    html = page.read_text()
+    references = re.findall(r"(?:src|href|action|poster)\s*=\s*[\"']?([^\"'\s>]+)|url\(([^)]*)\)|@import", html)
+    assert references and all(link.startswith(("data:image/jpeg;", "#t")) for link, _ in references)
+    assert "http://" not in html and "https://" not in html
+    assert "default-src 'none'" in html
+
+
+def test_names_are_escaped(page):
+    html = page.read_text()
+    assert "<script>alert" not in html
+    assert "<h1>bikes &lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;&quot;.mp4</h1>" in html
+    assert html.count("<script") == 2  # the data and the page's own
+
+
+def test_the_page_starts_at_the_ratio_asked_for(cache):
+    assert 'value="0"' in video_page(cache, VIDEO, 0.10).html
+    html = video_page(cache, VIDEO, 0.12).html
+    assert [tier["ratio"] for tier in data_of(html)["tiers"]] == [0.10, 0.12, 0.15, 0.20, 0.25]
+    assert 'value="1"' in html
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"uri": "/no/such/<b>folder</b>/bikes.mp4"}, "the source file is not at hand"),
+        ({"uri": "https://host/bikes.mp4"}, "no file of this machine"),
+        ({"source_size": 7}, "has changed since: it has"),
+        ({"source_hash": "blake2b:00"}, "has changed since: its hash is another one"),
+        ({"source_hash": None}, "does not say which file was read"),
+        ({"start_s": 5.0}, "gives other frames than those that were sampled"),
+        ({"end_s": -1.0}, "decoding failed: unsupported: the clip"),
+        ({"sampling": {}}, "does not say how frames were sampled"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_without_pictures_the_page_says_why_and_still_shows_the_tokens(decoded, tmp_path, change, reason):
+    cache = build(tmp_path / "c", decoded, **change)
+    page = video_page(cache, VIDEO)
+    assert reason in page.missing and f"No pictures: {page.missing}." in page.html
+    assert not pictures_of(page.html) and page.html.count('class="blank"') == FRAMES
+    assert len(data_of(page.html)["order"]) == cache.metadata(VIDEO)["n_tokens"]
+    assert "<b>folder" not in page.html
+
+
+def test_a_file_that_does_not_decode_costs_only_the_pictures(decoded, tmp_path):
+    text = tmp_path / "text.mp4"
+    text.write_text("no video" * 100)
+    cache = build(tmp_path / "c", decoded, uri=str(text), source_size=text.stat().st_size)
+    assert "decoding failed: unsupported" in video_page(cache, VIDEO).missing
+
+
+def test_a_method_without_an_order_has_one_tier_and_no_slider(decoded, tmp_path):
+    html = video_page(build(tmp_path / "c", decoded, 0.2, "uniform", uri="gone"), VIDEO).html
+    assert 'type="range"' not in html and "no temporal density" in html
+    assert [tier["ratio"] for tier in data_of(html)["tiers"]] == [0.2]
+
+
+def test_tokens_without_a_square_grid_are_only_counted(decoded, tmp_path):
+    html = video_page(build(tmp_path / "c", decoded, tokens_per_frame=45, uri="gone"), VIDEO).html
+    assert data_of(html)["grid"] is None
+    assert "no square grid" in html
+
+
+def test_tiers_end_at_what_is_stored():
+    row = {"retention_ratio": 0.3, "nested": True, "n_total": 100, "n_tokens": 30}
+    assert tiers_of(row) == [(0.10, 10), (0.15, 15), (0.20, 20), (0.25, 25), (0.3, 30)]
+    assert tiers_of({**row, "retention_ratio": 0.05, "n_tokens": 5}) == [(0.05, 5)]
+    assert tiers_of({**row, "nested": False}, 0.1) == [(0.3, 30)]
+    assert grid_of({"tokens_per_frame": 196}) == (14, 14) and grid_of({"tokens_per_frame": 195}) is None
+
+
+@pytest.mark.parametrize(
+    ("video_id", "file", "message"),
+    [
+        ("bad.mp4", "page.html", "'bad.mp4' failed: corrupt: the file is cut off"),
+        ("nope", "page.html", "'nope' is not in the cache"),
+        (VIDEO, "nowhere/page.html", "nowhere does not exist"),
+        (VIDEO, ".", "is a folder"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused(cache, tmp_path, capsys, video_id, file, message):
+    assert inspect.main([str(cache.store), video_id, "--html", str(tmp_path / file)]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_larger_ratio_is_refused(cache, tmp_path, capsys):
+    argv = [str(cache.store), VIDEO, "--html", str(tmp_path / "page.html"), "--retention-ratio", "0.5"]
+    assert inspect.main(argv) == 2
+    assert "0.5 is larger" in " ".join(capsys.readouterr().err.split())
+
+
+def test_html_goes_with_a_video(cache, tmp_path):
+    with pytest.raises(SystemExit) as caught:
+        inspect.main([str(cache.store), "--html", str(tmp_path / "page.html")])
+    assert caught.value.code == 2
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory) -> Iterator[Any]:
+    """A headless Chromium; skips where there is none."""
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        pytest.skip("no Chromium with its driver on the PATH (Debian: apt-get install chromium chromium-driver)")
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    quiet = ("background-networking", "component-update", "sync", "gpu", "dev-shm-usage")
+    flags = ["headless", "no-sandbox", "no-first-run", "window-size=1200,1000", *(f"disable-{name}" for name in quiet)]
+    for flag in (*flags, f"user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    running = webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
+    yield running
+    running.quit()
+
+
+def lit_in_path(d: str) -> list[int]:
+    """The places that the veil of a tile leaves free."""
+    return sorted(int(y) * SIDE + int(x) for x, y in re.findall(r"M(\d+) (\d+)h1v1h-1z", d))
+
+
+def lit_on_screen(tile: Any) -> list[int]:
+    """The places of a tile without a picture that are bright in its screenshot."""
+    pixels = image(tile.screenshot_as_png)
+    rows, columns = ((np.arange(SIDE) + 0.5) / SIDE * size for size in pixels.shape[:2])
+    middles = pixels[rows.astype(int)][:, columns.astype(int)]
+    return np.flatnonzero(middles[..., 0].reshape(-1) > 180).tolist()
+
+
+@pytest.mark.slow
+def test_the_slider_lights_the_tokens_of_each_tier(browser, page, cache):
+    """Driven by the keyboard from the largest tier to the smallest: tokens, counts, bars and words follow."""
+    from selenium.webdriver.common.keys import Keys  # noqa: PLC0415 - skipped where it is not installed
+
+    browser.get(page.as_uri())
+    slider = browser.find_element("css selector", "input[type=range]")
+    assert slider.accessible_name == "Retention ratio"
+    stored = cache.get(VIDEO, order="selection").index
+    for ratio in (0.25, 0.20, 0.15, 0.10):
+        kept = stored[: budget_for(ratio, FRAMES * 196)]
+        counts = torch.bincount(kept // 196, minlength=FRAMES).tolist()
+        assert browser.execute_script("return window.state") == {"ratio": ratio, "kept": len(kept), "counts": counts}
+        assert slider.get_attribute("aria-valuetext") == f"{100 * ratio:g} %, {len(kept)} tokens"
+        assert browser.find_element("id", "ratio").text == f"{100 * ratio:g} %"
+        assert browser.find_element("id", "kept").text == str(len(kept))
+        captions = [caption.text for caption in browser.find_elements("class name", "count")]
+        assert captions == [f"{count} / 196" for count in counts]
+        for t, tile in enumerate(browser.find_elements("class name", "tile")):
+            places = sorted((kept[kept // 196 == t] % 196).tolist())
+            assert tile.get_attribute("data-lit") == str(counts[t])
+            assert lit_in_path(tile.find_element("class name", "veil").get_attribute("d")) == places
+            assert tile.get_attribute("aria-label").endswith(f"{counts[t]} of 196 tokens kept")
+        heights = [float(bar.get_attribute("height")) for bar in browser.find_elements("class name", "bar")]
+        assert np.allclose(np.array(heights) * max(counts), np.array(counts) * max(heights))
+        slider.send_keys(Keys.ARROW_LEFT)
+    assert browser.get_log("browser") == []  # neither an error nor anything that the page's policy stopped
+    loaded = browser.execute_script("return performance.getEntriesByType('resource').map((entry) => entry.name)")
+    assert all(name.startswith("data:") for name in loaded)
+
+
+@pytest.mark.slow
+def test_tokens_are_lit_where_they_lie(browser, decoded, tmp_path):
+    """Read off the screen: tiles without pictures are bright at the kept tokens and nowhere else."""
+    cache = build(tmp_path / "c", decoded, uri="gone")
+    file = tmp_path / "page.html"
+    file.write_text(video_page(cache, VIDEO).html)
+    browser.get(file.as_uri())
+    index = cache.get(VIDEO).index
+    for t, tile in enumerate(browser.find_elements("class name", "tile")):
+        browser.execute_script(
+            "arguments[0].scrollIntoView({block: 'center'})", tile
+        )  # a screenshot ends at the window
+        assert lit_on_screen(tile) == (index[index // 196 == t] % 196).tolist()
