@@ -113,7 +113,7 @@ def run_graph(dataset: ray.data.Dataset) -> Iterator[list[Record]]:
 
 def configure_ray_data() -> None:
     """Our progress instead of Ray's, and no error that Ray may swallow."""
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # an error ends the run, which says why
     # Ray 2.60 announces that max_restarts will move to a named parameter, which it does not have yet.
     warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated", category=DeprecationWarning)
     context = ray.data.DataContext.get_current()

@@ -107,7 +107,20 @@ def _file_row(path: Path, root: Path, roots: Sequence[Path]) -> dict[str, Any]:
     """The row of a file found below ``root``; its id is the POSIX path relative to it."""
     absolute = os.path.abspath(path)  # noqa: PTH100 - Path.resolve would follow links, which are judged separately
     video_id = path.relative_to(root).as_posix()
-    return {"video_id": video_id, "uri": absolute, "path": absolute, "policy": _escapes(absolute, [root, *roots])}
+    policy = _escapes(absolute, [root, *roots])
+    if not _is_text(absolute):
+        policy = "the file's name is not valid UTF-8; rename it"
+        video_id, absolute = _as_text(video_id), _as_text(absolute)
+    return {"video_id": video_id, "uri": absolute, "path": absolute, "policy": policy}
+
+
+def _is_text(name: str) -> bool:
+    """Whether a file's name is UTF-8: bytes that are not come from the system as lone surrogates."""
+    return name.encode("utf-8", "replace") == os.fsencode(name)
+
+
+def _as_text(name: str) -> str:
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 def _from_manifest(path: Path, roots: Sequence[Path]) -> pa.Table:

@@ -25,7 +25,8 @@ import ray
 import torch
 from rich.console import Console
 
-from gstep.backbones import load_static, preprocessor_for
+from gstep.backbones import choose_runtime, load_static, preprocessor_for
+from gstep.errors import ModelError
 from pipeline.cache import HEADER
 from pipeline.config import PruneConfig
 from pipeline.decode_stage import DecodeSetup
@@ -74,6 +75,11 @@ def _stream(job: Job, todo: pa.Table, console: Console) -> _RunFile:
     cluster = _connect()
     device = _device(job, cluster)
     dtype = job.dtype if job.dtype != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[device]
+    if device == "cpu":  # what a GPU node can run is known there only
+        try:
+            choose_runtime(device, dtype, job.config.attn)
+        except ModelError as error:
+            raise UsageError(str(error)) from error
     if not job.store.exists(HEADER):
         _write_header(job, dtype)
     resources = plan_resources(
@@ -220,6 +226,9 @@ def _version(name: str) -> str | None:
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost error of a Ray task, in one line: Ray wraps it in its own traceback."""
-    inner = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-    return printable(f"{type(inner).__name__}: {inner}")
+    """The innermost error of a Ray task or actor, in one line: Ray wraps it in tracebacks of its own."""
+    if isinstance(error, ray.exceptions.RayTaskError):
+        return printable(f"{type(error.cause).__name__}: {error.cause}")
+    if isinstance(error, ray.exceptions.RayError):
+        return printable(str(error).strip().splitlines()[-1])
+    return printable(f"{type(error).__name__}: {error}")

@@ -26,9 +26,10 @@ class LocalStore:
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        except OSError as error:  # "No space left on device" alone would not say where
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        finally:
+            temporary.unlink(missing_ok=True)  # gone already where it was renamed
         _fsync_folder(path.parent)
 
     def read(self, name: str) -> bytes:

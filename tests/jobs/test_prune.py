@@ -9,9 +9,10 @@ import duckdb
 import polars as pl
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 import gstep
-from gstep.backbones import ModelSource, choose_runtime, load_backbone, preprocessor_for
+from gstep.backbones import ModelSource, choose_runtime, load_backbone, preprocessor_for, tiny
 from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.decode import DecodeRequest, decode_video
@@ -222,3 +223,17 @@ def test_no_good_video_is_exit_code_1(tmp_path):
     done = run("jobs.prune", str(tmp_path), "--out", str(tmp_path / "c"))
     assert done.returncode == 1
     assert "1 failed" in done.stdout
+
+
+def test_a_broken_checkpoint_ends_the_run_with_its_reason(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny.build("tiny"), model)
+    weights = load_file(model / "model.safetensors")
+    missing = "vision_tower.vision_model.encoder.layers.1.mlp.fc1.weight"
+    save_file({name: tensor for name, tensor in weights.items() if name != missing}, model / "model.safetensors")
+    done = run("jobs.prune", "--model", str(model), "--out", str(tmp_path / "c"), "--num-frames", "2")
+    assert done.returncode == 1
+    assert "failed: the run stopped after 0 of 4 videos" in done.stdout
+    assert "encoder.layers.1.mlp.fc1.weight" in done.stdout.splitlines()[-1]
+    (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").iterdir()]
+    assert record["status"] == "failed"

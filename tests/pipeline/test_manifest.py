@@ -1,6 +1,7 @@
 """What to process: folders, globs, files and manifests become rows, or one clear refusal."""
 
 import json
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -119,6 +120,14 @@ def test_a_linked_file_in_a_folder_is_judged_too(tmp_path):
     (tmp_path / "in/link.mp4").symlink_to(outside)
     rows = read_manifest(str(tmp_path / "in")).to_pylist()
     assert {row["video_id"]: row["policy"] is None for row in rows} == {"link.mp4": False, "own.mp4": True}
+
+
+def test_a_file_name_that_is_no_text_costs_itself_only(tmp_path):
+    touch(tmp_path / "fine ü.mp4")
+    (tmp_path / os.fsdecode(b"bad \xff.mp4")).write_bytes(b"x")
+    rows = read_manifest(str(tmp_path)).to_pylist()
+    assert [row["video_id"] for row in rows] == ["bad \\xff.mp4", "fine ü.mp4"]
+    assert [row["policy"] for row in rows] == ["the file's name is not valid UTF-8; rename it", None]
 
 
 def test_secrets_leave_a_uri():
