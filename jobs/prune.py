@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from types import FrameType
 from rich.console import Console
 
 from pipeline.config import PruneConfig
-from pipeline.errors import RunFailed, UsageError
+from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.flags import add_flags, from_flags, read_config_file
 
 EPILOG = """\
@@ -31,7 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m jobs.prune", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", metavar="FILE", help="a YAML file of options by their names; flags win over it")
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a YAML file of options by their names; a flag wins over it, and repeatable ones add to it",
+    )
     add_flags(parser, PruneConfig)
     namespace = parser.parse_args(argv)
     console = Console(stderr=True)
@@ -44,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
-    except RunFailed as error:
+    except (RunFailed, CorruptShard) as error:
         console.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
@@ -58,7 +63,9 @@ def _prune(config: PruneConfig, console: Console) -> int:
     from pipeline.summary import render  # noqa: PLC0415
 
     summary = prune_videos(config, console)
-    Console().print(render(summary), f"\nlook inside: python -m jobs.inspect {config.out}", highlight=False)
+    out = Console()
+    out.print(render(summary))
+    out.print(f"\nlook inside: python -m jobs.inspect {shlex.quote(str(config.out))}", markup=False, highlight=False)
     return summary.exit_code(config.failure_limit(summary.n_videos))
 
 

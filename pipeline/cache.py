@@ -20,7 +20,7 @@ from torch import Tensor
 from gstep.types import budget_for
 from pipeline.errors import CorruptShard, FailedVideo, NotACache, RatioNotCached, UnknownVideo
 from pipeline.live import VideoRows, read_live
-from pipeline.schema import FOOTER_TAIL, SCHEMA_VERSION, digest, footer_length, open_parquet, parse_footer
+from pipeline.schema import FOOTER_TAIL, READ_THREADS, SCHEMA_VERSION, digest, footer_length, open_parquet, parse_footer
 from pipeline.store import LocalStore
 
 HEADER = "cache.json"
@@ -65,6 +65,8 @@ def read_header(store: LocalStore) -> dict[str, Any]:
     version = header.get("schema_version") if isinstance(header, dict) else None
     if version != SCHEMA_VERSION:
         raise NotACache(f"{store}: schema version {version!r}; this program reads version {SCHEMA_VERSION}")
+    if not isinstance(header.get("identity"), dict):
+        raise NotACache(f"{store}/{HEADER}: it holds no identity; restore the file")
     return dict(header)
 
 
@@ -126,7 +128,7 @@ class TokenCache:
         if place is None:
             raise UnknownVideo(f"{video_id!r} is not in the cache {self.store} ({len(self._place)} videos are)")
         row = self._rows(self._live["shard"][place].as_py(), self._live["row"][place].as_py())
-        for name in ("manifest", "model_extra"):
+        for name in ("manifest", "model_extra", "runtime"):
             row[name] = None if row[name] is None else json.loads(row[name])
         return row
 
@@ -157,7 +159,9 @@ class TokenCache:
         first = row["first_row_group"]
         shard = self._shard(row["token_shard"], row["footer_hash"])
         try:
-            table = shard.read_row_groups(list(range(first, first + groups)), columns=[*self._columns(shard)])
+            table = shard.read_row_groups(
+                list(range(first, first + groups)), columns=self._columns(shard), use_threads=READ_THREADS
+            )
         except (OSError, pa.ArrowException) as error:
             raise CorruptShard(f"{self.store}/{row['token_shard']}: {error}") from error
         if len(table) != counts[groups - 1]:

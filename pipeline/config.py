@@ -91,6 +91,9 @@ class PruneConfig:
                 f"one of {choices}",
                 getattr(self, item.name),
             )
+        _check(self.seed >= 0, "seed", "at least 0", self.seed)
+        if "://" in str(self.out) or str(self.out).startswith(("s3:/", "gs:/", "file:/")):  # Path folds the slashes
+            raise UsageError(f"--out {self.out}: only a local folder can hold a cache so far")
         for name in ("num_frames", "max_frames", "decode_workers", "encode_workers"):
             value = getattr(self, name)
             _check(value is None or value >= 1, name, "at least 1", value)

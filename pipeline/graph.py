@@ -66,17 +66,19 @@ def plan_resources(
     cluster below 2.25 CPUs every share shrinks alike.
     """
     scale = min(1.0, cpus / 2.25)
-    cpu, light = round(scale, 3), round(0.25 * scale, 3)
-    encoders = min(int(gpus), n_videos) if gpus >= 1 else int(cpus // 4)
-    encoders = max(1, encode_workers or encoders)
-    decoders = max(1, min(int((cpus - encoders * cpu - 2 * light) / cpu), n_videos))
+    cpu, light = round(scale - 5e-4, 3), round(0.25 * scale - 5e-4, 3)
+    # What is left for actors once a writer has its share, in actors; a GPU encoder's host thread takes a whole CPU too.
+    room = max(2, int((cpus - light) / cpu + 1e-9))
+    encoders = encode_workers or (int(gpus) if gpus >= 1 else int(cpus // 4))
+    encoders = max(1, min(encoders, int(gpus) if gpus >= 1 else room, n_videos, room - 1))
+    decoders = max(1, min(decode_workers or room, room - encoders, n_videos))
     shard = max(1, min(videos_per_shard, n_videos // 16))
     return Resources(
-        decode=Stage(cpu, 0, decode_workers or decoders, "a decode child runs one thread"),
+        decode=Stage(cpu, 0, decoders, "a decode child runs one thread"),
         encode=Stage(cpu, float(gpus >= 1), encoders, "one model a GPU; its host thread launches kernels"),
         write=Stage(light, 0, 0, "hashing and one file write; must find room while the actors hold their CPUs"),
         # A block is the unit of work and of retry: few videos, but no more blocks than the driver tracks lightly.
-        videos_per_block=max(1, min(4, n_videos // (4 * (decode_workers or decoders))), n_videos // MAX_BLOCKS),
+        videos_per_block=max(1, min(4, n_videos // (4 * decoders)), n_videos // MAX_BLOCKS),
         # Small runs use small shards: progress shows and a killed run loses little.
         videos_per_shard=shard,
     )
@@ -127,7 +129,7 @@ def _actors(stage: Stage, batch_size: int) -> Mapping[str, Any]:
         "batch_size": batch_size,
         "batch_format": "pyarrow",
         "zero_copy_batch": True,
-        "compute": ray.data.ActorPoolStrategy(min_size=1, max_size=stage.workers),
+        "compute": ray.data.ActorPoolStrategy(size=stage.workers),
         "num_cpus": stage.num_cpus,
         "num_gpus": stage.num_gpus,
         "max_restarts": RESTARTS,

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import CorruptShard
-from pipeline.schema import digest, open_parquet
+from pipeline.schema import READ_THREADS, digest, open_parquet
 from pipeline.store import LocalStore
 
 VIDEOS = "videos"
@@ -34,7 +34,9 @@ def read_videos_shard(store: LocalStore, name: str, columns: Sequence[str] | Non
     data = store.read(name)
     if digest(data).partition(":")[2] != PurePosixPath(name).stem.rpartition("-")[2]:
         raise CorruptShard(f"{store}/{name}: its content does not have the hash in its name; restore the file")
-    return open_parquet(pa.BufferReader(data)).read(columns=None if columns is None else list(columns))
+    return open_parquet(pa.BufferReader(data)).read(
+        columns=None if columns is None else list(columns), use_threads=READ_THREADS
+    )
 
 
 def read_live(store: LocalStore, columns: Sequence[str] = INDEX_COLUMNS) -> pa.Table:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -81,15 +82,19 @@ def _sample_folder() -> Path:
 
 
 def _from_files(folder: Path, named: str, roots: Sequence[Path]) -> pa.Table:
-    found = [
-        Path(parent) / name
-        for parent, _, names in os.walk(folder)
-        for name in names
-        if Path(name).suffix.lower() in VIDEO_SUFFIXES
-    ]
+    found = [path for path in _walk(folder) if path.suffix.lower() in VIDEO_SUFFIXES]
     if not found:
         raise ManifestError(f"{named}: no video in this folder (looked for {' '.join(sorted(VIDEO_SUFFIXES))})")
     return _to_table([_file_row(path, folder, roots) for path in sorted(found)])
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Every file below a folder. Linked folders are entered once each; where they lead is judged file by file."""
+    seen: set[str] = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        seen.add(os.path.realpath(parent))
+        folders[:] = [name for name in folders if os.path.realpath(Path(parent, name)) not in seen]
+        yield from (Path(parent, name) for name in names)
 
 
 def _from_glob(pattern: str, roots: Sequence[Path]) -> pa.Table:
@@ -115,8 +120,8 @@ def _file_row(path: Path, root: Path, roots: Sequence[Path]) -> dict[str, Any]:
 
 
 def _is_text(name: str) -> bool:
-    """Whether a file's name is UTF-8: bytes that are not come from the system as lone surrogates."""
-    return name.encode("utf-8", "replace") == os.fsencode(name)
+    """Whether a name is valid Unicode: bytes of a file's name that are not UTF-8 come as lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def _as_text(name: str) -> str:
@@ -139,7 +144,7 @@ def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         with pq.ParquetFile(path) as file:
-            batches = (batch.to_pylist() for batch in file.iter_batches())
+            batches = (batch.to_pylist() for batch in file.iter_batches(use_threads=False))
             yield from ((f"row {i}", row) for i, row in enumerate(row for batch in batches for row in batch))
     elif suffix == ".csv":
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -167,6 +172,9 @@ def _manifest_row(row: dict[str, Any], where: str, path: Path, roots: Sequence[P
     for name in ("video_id", "uri"):
         if row.get(name) is None or not str(row[name]).strip():
             raise ManifestError(f"{path}, {where}: no {name}; every row needs a video_id and a uri")
+    for name in ("video_id", "uri"):
+        if not _is_text(str(row[name])) or "\0" in str(row[name]):
+            raise ManifestError(f"{path}, {where}: the {name} is not valid text: {row[name]!r}")
     uri = str(row["uri"])
     location, policy = _locate(uri, path.parent, roots)
     carried = {k: v for k, v in row.items() if k not in {"video_id", "uri", "start_s", "end_s"} and v is not None}
@@ -176,9 +184,15 @@ def _manifest_row(row: dict[str, Any], where: str, path: Path, roots: Sequence[P
         "path": location,
         "start_s": _seconds(row, "start_s", f"{path}, {where}"),
         "end_s": _seconds(row, "end_s", f"{path}, {where}"),
-        "manifest": json.dumps(carried, default=str, ensure_ascii=False) if carried else None,
+        "manifest": _carried_json(carried) if carried else None,
         "policy": policy,
     }
+
+
+def _carried_json(columns: dict[str, Any]) -> str:
+    """Strict JSON: NaN and infinity, which it cannot say, become null."""
+    strict = json.loads(json.dumps(columns, default=str), parse_constant=lambda name: None)
+    return json.dumps(strict, ensure_ascii=True)
 
 
 def _locate(uri: str, base: Path, roots: Sequence[Path]) -> tuple[str, str | None]:
@@ -186,7 +200,12 @@ def _locate(uri: str, base: Path, roots: Sequence[Path]) -> tuple[str, str | Non
     if "://" in uri and not uri.startswith("file://"):
         shown = without_secrets(uri)
         return shown, f"{shown.split('://')[0]}:// is not read from a manifest; only files are"
-    absolute = os.path.abspath(base / uri.removeprefix("file://"))  # noqa: PTH100 - links are judged below
+    if uri.startswith("file://"):
+        parts = urlsplit(uri)
+        if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+            return without_secrets(uri), "a file:// URI may hold a path only: no host, user, query or fragment"
+        uri = unquote(parts.path)
+    absolute = os.path.abspath(base / uri)  # noqa: PTH100 - links are judged below
     return absolute, _escapes(absolute, roots)
 
 
@@ -212,7 +231,7 @@ def _seconds(row: dict[str, Any], name: str, where: str) -> float | None:
         return None
     try:
         seconds = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         seconds = math.nan
     if not math.isfinite(seconds):
         raise ManifestError(f"{where}: {name} is {value!r}, not a number of seconds")

@@ -29,9 +29,11 @@ def remaining(manifest: pa.Table, live: pa.Table, config: PruneConfig) -> pa.Tab
         if old is None:
             redo = True
         else:
-            redo = old["status"] != "ok" and config.retry_failed and old["attempts"] < config.max_attempts
+            failed = old["status"] != "ok"
             difference = _difference(row, old)
-            if difference and config.on_changed != "skip":
+            # A failed row holds no tokens to protect, and a mended file deserves its attempts anew.
+            redo = failed and config.retry_failed and (difference is not None or old["attempts"] < config.max_attempts)
+            if difference and not failed and config.on_changed != "skip":
                 changed.append(f"{row['video_id']}: {difference}")
                 redo = True
         if redo:

@@ -138,6 +138,11 @@ def write_parquet(table: pa.Table, row_groups: Sequence[int] | None = None) -> p
     return sink.getvalue()
 
 
+# Arrow's thread pool and torch in one process abort at exit when threads have only just started ("terminate called
+# without an active exception", one short process in seven). The columns here are few, so one thread reads them.
+READ_THREADS = False
+
+
 def open_parquet(source: Any, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
     """Open a shard so that every page read is checked against its checksum."""
     return pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True)

@@ -29,11 +29,19 @@ def test_one_of_each_stage_always_fits(cpus, gpus, n_videos):
     assert 1 <= plan.videos_per_shard <= 16
 
 
-@pytest.mark.parametrize("cpus", [3, 4, 8, 64])
-def test_all_workers_and_a_writer_fit_at_once(cpus):
-    plan = plan_resources(cpus, 0, 1000)
+@pytest.mark.parametrize("cpus", [1, 2, 3, 4, 8, 64])
+@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
+@pytest.mark.parametrize("asked", [{}, {"encode_workers": 4}, {"decode_workers": 99}])
+def test_all_workers_and_a_writer_fit_at_once(cpus, gpus, asked):
+    plan = plan_resources(cpus, gpus, 1000, **asked)
     used = plan.decode.num_cpus * plan.decode.workers + plan.encode.num_cpus * plan.encode.workers
     assert used + plan.write.num_cpus <= cpus
+    assert plan.encode.workers * plan.encode.num_gpus <= gpus
+
+
+def test_a_cluster_is_used_whole():
+    assert (plan_resources(64, 8, 1000).encode.workers, plan_resources(64, 8, 1000).decode.workers) == (8, 55)
+    assert (plan_resources(64, 0, 1000).encode.workers, plan_resources(64, 0, 1000).decode.workers) == (16, 47)
 
 
 def test_restarts_are_finite():
