@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -63,9 +65,12 @@ class Encoder:
         except VideoFault as fault:
             return one_row(ENCODED, failed(record, fault))
         except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
             return one_row(ENCODED, failed(record, VideoFault("out-of-memory", str(error), stage="encode")))
         except Exception as error:  # noqa: BLE001 - whatever one video provokes must not cost its neighbours
+            if "CUDA error" in str(error):
+                # The context is poisoned: every later video would fail with it. Ray starts another actor, a few times.
+                print(f"{record['video_id']}: {error}", file=sys.stderr, flush=True)
+                os._exit(70)
             message = f"{type(error).__name__}: {error}"
             return one_row(ENCODED, failed(record, VideoFault("internal", message, stage="encode")))
 

@@ -18,6 +18,7 @@ from pipeline.cache import HEADER, read_header
 from pipeline.config import PruneConfig, differences
 from pipeline.errors import IdentityMismatch, NotACache, UsageError
 from pipeline.frames import Sampling
+from pipeline.live import VIDEOS
 from pipeline.lock import LOCK
 from pipeline.manifest import read_manifest
 from pipeline.readers import READERS, load_reader
@@ -55,6 +56,8 @@ class Job:
 
 def prepare(config: PruneConfig, console: Console) -> Job:
     """Check the whole request against the disk and the cache. Raises UsageError; starts nothing."""
+    manifest = read_manifest(config.videos, config.video_root)
+    _check_folder(config)
     try:
         pruner = make_pruner(config.pruner, **config.pruner_params())
         source = ModelSource.resolve(config.model, config.revision)
@@ -72,17 +75,19 @@ def prepare(config: PruneConfig, console: Console) -> Job:
         retention_ratio=1.0 if pruner.name == "none" else config.retention_ratio,
         dtype=config.dtype,
         sampling=sampling_of(config),
-        manifest=read_manifest(config.videos, config.video_root),
+        manifest=manifest,
         store=LocalStore(config.out),
     )
-    return _match_cache(job, console)
+    return match_cache(job, console)
 
 
 def _check_reader(name: str) -> None:
     if name == "auto":
         return
     try:
-        load_reader(name)
+        reader = load_reader(name)
+        if not (isinstance(reader, type) and hasattr(reader, "read") and hasattr(reader, "close")):
+            raise AttributeError("it is no reader: a class with read and close")
     except (KeyError, ImportError, AttributeError) as error:
         raise UsageError(f"--decoder {name}: {error}; known: auto, {', '.join(READERS)}, module:Class") from error
 
@@ -100,14 +105,27 @@ def sampling_settings(sampling: Sampling) -> dict[str, Any]:
     return {"fps": sampling.fps, "max_frames": sampling.max_frames}
 
 
-def _match_cache(job: Job, console: Console) -> Job:
-    """Adopt what an existing cache leaves open (dtype, a larger ratio of a nested method); refuse another identity."""
+def _check_folder(config: PruneConfig) -> None:
+    out = config.out
+    if (
+        not (out / HEADER).is_file()
+        and out.exists()
+        and (not out.is_dir() or any(p.name != LOCK for p in out.iterdir()))
+    ):
+        raise NotACache(f"{out} exists and is no cache (it has no {HEADER}): name a new or empty folder with --out")
+
+
+def match_cache(job: Job, console: Console) -> Job:
+    """Adopt what an existing cache leaves open (dtype, a larger ratio of a nested method); refuse another identity.
+
+    A cache without a single row, from a run that ended before its first commit, binds nothing.
+    """
     out = job.config.out
     if not job.store.exists(HEADER):
-        if out.exists() and (not out.is_dir() or any(p.name != LOCK for p in out.iterdir())):
-            raise NotACache(f"{out} exists and is no cache (it has no {HEADER}): name a new or empty folder with --out")
         return job
     held = read_header(job.store)["identity"]
+    if not job.store.names(VIDEOS, ".parquet"):
+        return job
     if job.dtype == "auto":
         job = replace(job, dtype=held["dtype"]["compute"])
     stored = held["retention_ratio"]

@@ -33,8 +33,8 @@ from pipeline.decode_stage import DecodeSetup
 from pipeline.encode import EncodeSetup
 from pipeline.errors import RunFailed, UsageError, printable
 from pipeline.graph import Resources, build_graph, configure_ray_data, plan_resources, run_graph
-from pipeline.job import Job, prepare
-from pipeline.live import read_live
+from pipeline.job import Job, match_cache, prepare
+from pipeline.live import VIDEOS, read_live
 from pipeline.lock import CacheLock
 from pipeline.progress import reporter
 from pipeline.resume import remaining
@@ -55,22 +55,27 @@ def prune_videos(config: PruneConfig, console: Console) -> Summary:
     job = prepare(config, console)
     shown = " ".join(f"{name}={value}" for name, value in config.as_record().items() if value not in (None, []))
     console.print(f"configuration: {shown}", style="dim", markup=False, highlight=False, soft_wrap=True)
-    config.out.mkdir(parents=True, exist_ok=True)
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {config.out}: the folder cannot be made: {error.strerror}") from error
     with CacheLock(config.out, job.run_id):
+        job = match_cache(job, console)  # again: another run may have written the header before the lock was ours
         started = time.monotonic()
         live = read_live(job.store)
         todo = remaining(job.manifest, live, config)
         skipped = len(job.manifest) - len(todo)
         if skipped:
             console.print(f"{skipped} of {len(job.manifest)} videos are in the cache already", highlight=False)
-        run_file = _stream(job, todo, console) if len(todo) else None
-        summary = summarise(job.store, job.manifest, job.run_id, time.monotonic() - started)
+        run_file, n_failed = _stream(job, todo, console) if len(todo) else (None, 0)
+        seconds = time.monotonic() - started
+        summary = summarise(job.store, job.manifest, n_new=len(todo), n_new_failed=n_failed, wall_s=seconds)
         if run_file is not None:
             run_file.save(summary=summary.as_record())
         return summary
 
 
-def _stream(job: Job, todo: pa.Table, console: Console) -> _RunFile:
+def _stream(job: Job, todo: pa.Table, console: Console) -> tuple[_RunFile, int]:
     """Run the graph over ``todo`` and commit every shard it writes, under a record of the run."""
     cluster = _connect()
     device = _device(job, cluster)
@@ -80,7 +85,7 @@ def _stream(job: Job, todo: pa.Table, console: Console) -> _RunFile:
             choose_runtime(device, dtype, job.config.attn)
         except ModelError as error:
             raise UsageError(str(error)) from error
-    if not job.store.exists(HEADER):
+    if not job.store.names(VIDEOS, ".parquet"):
         _write_header(job, dtype)
     resources = plan_resources(
         cluster["CPU"],
@@ -109,23 +114,25 @@ def _stream(job: Job, todo: pa.Table, console: Console) -> _RunFile:
     )
     run_file = _RunFile(job.store, _run_record(job, device, dtype, resources, len(todo)))
     with run_file:
-        _commit_all(job, dataset, len(todo), console)
-    return run_file
+        n_failed = _commit_all(job, dataset, len(todo), console)
+    return run_file, n_failed
 
 
-def _commit_all(job: Job, dataset: ray.data.Dataset, total: int, console: Console) -> None:
-    done = 0
+def _commit_all(job: Job, dataset: ray.data.Dataset, total: int, console: Console) -> int:
+    """Commit every shard as it comes; returns how many videos failed."""
+    done = good = 0
     try:
         with reporter(console, total, job.config.log_interval) as progress:
             for number, rows in enumerate(run_graph(dataset)):
                 commit(job.store, job.run_id, number, rows)
-                done += len(rows)
-                good = sum(row["status"] == "ok" for row in rows)
-                progress.advance(good, len(rows) - good)
+                new_good = sum(row["status"] == "ok" for row in rows)
+                done, good = done + len(rows), good + new_good
+                progress.advance(new_good, len(rows) - new_good)
     except (ray.exceptions.RayError, OSError) as error:
         raise RunFailed(f"the run stopped after {done} of {total} videos: {_cause(error)}") from error
     if done != total:
         raise RunFailed(f"{total - done} of {total} videos have no row; run the same command again")
+    return done - good
 
 
 def _connect() -> dict[str, float]:
@@ -134,8 +141,12 @@ def _connect() -> dict[str, float]:
         # Ray's C++ core reports harmless matters as errors on this terminal; its log files keep the rest.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         on_terminate = signal.getsignal(signal.SIGTERM)
-        with _muted_stderr():
-            ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False)
+        try:
+            with _muted_stderr():
+                ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            where = os.environ.get("RAY_ADDRESS", "on this machine")
+            raise RunFailed(f"Ray ({where}) cannot be reached or started: {error}") from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler ends the process on the spot
     configure_ray_data()
@@ -168,7 +179,10 @@ def _device(job: Job, cluster: dict[str, float]) -> str:
 
 
 def _write_header(job: Job, dtype: str) -> None:
-    newline = load_static(job.source).newline
+    try:
+        newline = load_static(job.source).newline
+    except ModelError as error:
+        raise UsageError(str(error)) from error
     bits = None if newline is None else newline.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
     header = {
         "schema_version": SCHEMA_VERSION,

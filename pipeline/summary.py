@@ -18,7 +18,7 @@ from pipeline.store import LocalStore
 
 STAGES = ("decode", "encode", "prune", "write")
 REMEDIES: Mapping[str, str] = {
-    "unsupported": "convert the file, e.g. ffmpeg -i IN -c:v libx264 OUT.mp4",
+    "unsupported": "correct the clip, or convert the file: ffmpeg -i IN -c:v libx264 OUT.mp4",
     "corrupt": "fetch or re-encode the file",
     "timeout": "raise --decode-timeout, then --retry-failed",
     "crash": "the decoder died; re-encode the file, or try --decoder pyav with --retry-failed",
@@ -29,7 +29,7 @@ REMEDIES: Mapping[str, str] = {
 }
 _COLUMNS = (
     *INDEX_COLUMNS,
-    *("run_id", "error_message", "n_tokens", "n_total", "hidden_size", "decode_warnings"),
+    *("error_message", "n_tokens", "n_total", "hidden_size", "decode_warnings"),
     *(f"{stage}_s" for stage in STAGES),
 )
 
@@ -48,7 +48,8 @@ class Summary:
         tokens_kept: tokens stored.
         token_bytes: bytes of the stored tokens.
         seconds: stage -> seconds, summed over the videos.
-        n_new: videos that this run wrote.
+        n_new: videos that this run processed.
+        n_new_failed: those of them that failed; a failed redo leaves the earlier tokens in place.
         wall_s: seconds this run took; None for a summary of a cache.
     """
 
@@ -63,6 +64,7 @@ class Summary:
     seconds: dict[str, float] = field(default_factory=dict)
     n_warned: int = 0
     n_new: int = 0
+    n_new_failed: int = 0
     wall_s: float | None = None
 
     @property
@@ -71,7 +73,12 @@ class Summary:
 
     def exit_code(self, failure_limit: int) -> int:
         """0 where every video has a row, at least one is ok, none failed inside, and failures keep the limit."""
-        bad = self.n_missing or not self.n_ok or "internal" in self.failures or self.n_failed > failure_limit
+        bad = (
+            self.n_missing
+            or not self.n_ok
+            or "internal" in self.failures
+            or max(self.n_failed, self.n_new_failed) > failure_limit
+        )
         return 1 if bad else 0
 
     def as_record(self) -> dict[str, Any]:
@@ -79,7 +86,12 @@ class Summary:
 
 
 def summarise(
-    store: LocalStore, manifest: pa.Table | None = None, run_id: str | None = None, wall_s: float | None = None
+    store: LocalStore,
+    manifest: pa.Table | None = None,
+    *,
+    n_new: int = 0,
+    n_new_failed: int = 0,
+    wall_s: float | None = None,
 ) -> Summary:
     """Count the live rows of the cache, or of those videos of it that the manifest names."""
     live = read_live(store, _COLUMNS)
@@ -100,7 +112,8 @@ def summarise(
         token_bytes=sum(row["n_tokens"] * row["hidden_size"] * 2 for row in good),
         seconds={stage: sum(row[f"{stage}_s"] or 0.0 for row in rows) for stage in STAGES},
         n_warned=sum(bool(row["decode_warnings"]) for row in good),
-        n_new=sum(row["run_id"] == run_id for row in rows),
+        n_new=n_new,
+        n_new_failed=n_new_failed,
         wall_s=wall_s,
     )
 
@@ -117,7 +130,12 @@ def render(summary: Summary) -> RenderableType:
         table.add_row("warnings", f"{summary.n_warned} videos decoded with warnings: their frames may be damaged")
     if summary.wall_s is not None:
         rate = summary.n_new / summary.wall_s if summary.wall_s else 0.0
-        table.add_row("this run", f"{summary.n_new} videos in {summary.wall_s:.1f} s, {rate:.2f} videos/s")
+        done = (
+            f"{summary.n_new} videos ({summary.n_new_failed} failed)"
+            if summary.n_new_failed
+            else f"{summary.n_new} videos"
+        )
+        table.add_row("this run", f"{done} in {summary.wall_s:.1f} s, {rate:.2f} videos/s")
     failures: list[RenderableType] = ["", _failures(summary)] if summary.failures else []
     return Group(table, *failures)
 

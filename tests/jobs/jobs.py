@@ -12,6 +12,9 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+import ray
+
 from pipeline import TokenCache
 from pipeline.live import read_videos_shard
 
@@ -86,3 +89,12 @@ def assert_complete(cache: Path, ids: list[str]) -> None:
     for video_id in ids:
         video = opened.get(video_id)
         assert len(video.tokens) == video.metadata["n_tokens"]
+
+
+def forbid_ray(patch: pytest.MonkeyPatch) -> None:
+    """From here on, an attempt to start or to join a Ray cluster fails."""
+
+    def forbidden(*args: object, **keywords: object) -> None:
+        raise AssertionError("Ray was started")
+
+    patch.setattr(ray, "init", forbidden)

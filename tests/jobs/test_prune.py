@@ -17,7 +17,7 @@ from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.decode import DecodeRequest, decode_video
 from pipeline.frames import Sampling
-from tests.jobs.jobs import assert_complete, clips, run, start, stop, wait_for_shards
+from tests.jobs.jobs import assert_complete, clips, forbid_ray, run, start, stop, wait_for_shards
 from tests.pipeline.videos import write_clip
 
 pytestmark = pytest.mark.slow
@@ -107,8 +107,8 @@ def test_any_parquet_tool_opens_it(first):
 
 
 def test_a_second_run_does_nothing_and_starts_nothing(first, folder, monkeypatch, capsys):
-    """With an unreachable Ray the rerun succeeds: it neither connects nor loads a model."""
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    """With Ray forbidden the rerun succeeds: it neither connects nor loads a model."""
+    forbid_ray(monkeypatch)
     before = sorted(first[0].rglob("*"))
     assert prune.main([str(folder), "--out", str(first[0]), "--num-frames", str(FRAMES)]) == 0
     assert "7 of 7 videos are in the cache already" in capsys.readouterr().err
@@ -126,21 +126,21 @@ def test_a_second_run_does_nothing_and_starts_nothing(first, folder, monkeypatch
     ],
 )
 def test_another_identity_is_refused_by_name(first, folder, monkeypatch, capsys, options, difference):
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    forbid_ray(monkeypatch)
     frames = [] if "--fps" in options else ["--num-frames", str(FRAMES)]
     assert prune.main([str(folder), "--out", str(first[0]), *frames, *options]) == 2
     assert difference in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_smaller_ratio_is_served_already(first, folder, monkeypatch, capsys):
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    forbid_ray(monkeypatch)
     argv = [str(folder), "--out", str(first[0]), "--num-frames", str(FRAMES), "--retention-ratio", "0.1"]
     assert prune.main(argv) == 0
     assert "stores retention ratio 0.25, which serves 0.1 too" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_done_video_whose_file_changed_is_refused(first, folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    forbid_ray(monkeypatch)
     shutil.copytree(first[0], tmp_path / "cache")
     (tmp_path / "m.jsonl").write_text(json.dumps({"video_id": "bikes.mp4", "uri": "other.mp4"}))
     argv = [str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "cache"), "--num-frames", str(FRAMES)]
@@ -237,3 +237,39 @@ def test_a_broken_checkpoint_ends_the_run_with_its_reason(tmp_path):
     assert "encoder.layers.1.mlp.fc1.weight" in done.stdout.splitlines()[-1]
     (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").iterdir()]
     assert record["status"] == "failed"
+
+
+def test_a_manifest_with_clips_by_time_and_a_model_folder(tmp_path):
+    shutil.copytree(tiny.build("tiny"), tmp_path / "model")
+    shutil.copy(clips()[1], tmp_path / "bikes.mp4")
+    rows = [
+        {"video_id": "clip/é[red]x", "uri": "bikes.mp4", "start_s": 2.0, "end_s": 4.5, "label": "[bold]a"},
+        {"video_id": "beyond", "uri": "bikes.mp4", "start_s": 100},
+        {"video_id": "evil", "uri": "/etc/hostname"},
+        {"video_id": "gone", "uri": "gone.mp4"},
+    ]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = ["--fps", "2", "--max-frames", "4", "--pruner", "none", "--model", str(tmp_path / "model")]
+    argv = ["jobs.prune", str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "c[/b]"), *options]
+    done = run(*argv)
+    assert done.returncode == 0, done.stdout
+    cache = TokenCache(tmp_path / "c[/b]")
+    video = cache.get("clip/é[red]x")
+    assert video.rank is None and len(video.index) == video.metadata["n_total"] == 4 * 196
+    assert video.metadata["frame_indices"] == [50, 70, 91, 112]  # 2.5 s at 2 a second are 5, so 4 spread evenly
+    assert video.metadata["timestamps"] == [2.0, 2.8, 3.64, 4.48]
+    assert video.metadata["manifest"] == {"label": "[bold]a"}
+    assert cache.failed == {"beyond": "unsupported", "evil": "policy", "gone": "io"}
+    shutil.copy(clips()[2], tmp_path / "gone.mp4")  # the remedy, then the retry
+    assert run(*argv, "--retry-failed").returncode == 0
+    again = TokenCache(tmp_path / "c[/b]")
+    assert again.video_ids == ["clip/é[red]x", "gone"]
+    assert {v: again.metadata(v)["attempts"] for v in ("beyond", "gone", "clip/é[red]x")} == {
+        "beyond": 2,
+        "gone": 2,
+        "clip/é[red]x": 1,
+    }
+    (tmp_path / "bikes.mp4").write_bytes(b"broken since")
+    redo = run(*argv, "--on-changed", "redo", "--max-failed", "3")
+    assert redo.returncode == 0 and "1 videos (1 failed)" in redo.stdout, redo.stdout
+    assert len(TokenCache(tmp_path / "c[/b]").get("clip/é[red]x").index) == 4 * 196  # the earlier tokens stay

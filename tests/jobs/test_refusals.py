@@ -6,14 +6,14 @@ import shutil
 import pytest
 
 from jobs import inspect, prune
-from tests.jobs.jobs import clips
+from tests.jobs.jobs import clips, forbid_ray
 from tests.pipeline.caches import make_cache, random_tokens
 
 
 @pytest.fixture
 def refuse(monkeypatch, capsys):
-    """Run a command that must be refused; any attempt to start Ray or to load weights would fail differently."""
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    """Run a command that must be refused; an attempt to start Ray would fail differently."""
+    forbid_ray(monkeypatch)
 
     def check(command, argv: list[str]) -> str:
         assert command.main(argv) == 2
@@ -118,3 +118,32 @@ def test_flags_win_over_the_configuration_file(refuse, videos, tmp_path):
         prune, [str(tmp_path / "gone"), "--config", str(tmp_path / "c.yaml"), "--pruner", "gstep"]
     )
     assert "none.yaml" in refuse(prune, ["--config", str(tmp_path / "none.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"video_id": "\\ud800", "uri": "a.mp4"}', "video_id is not valid text"),
+        ('{"video_id": "a", "uri": "a\\u0000.mp4"}', "uri is not valid text"),
+        ('{"video_id": "a", "uri": "a.mp4", "start_s": 1' + "0" * 400 + "}", "not a number of seconds"),
+    ],
+)
+def test_hostile_manifest_values(refuse, tmp_path, line, message):
+    (tmp_path / "m.jsonl").write_text(line)
+    assert message in refuse(prune, [str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "c")])
+
+
+def test_places_where_no_cache_can_be(refuse, videos, tmp_path):
+    (tmp_path / "file").write_text("x")
+    assert "cannot be made" in refuse(prune, [str(videos), "--out", str(tmp_path / "file" / "sub")])
+    assert "only a local folder" in refuse(prune, [str(videos), "--out", "s3://bucket/cache"])
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "cache.json").write_text('{"schema_version": 1}')
+    assert "no identity" in refuse(prune, [str(videos), "--out", str(tmp_path / "c")])
+    assert "no identity" in refuse(inspect, [str(tmp_path / "c")])
+
+
+def test_senseless_seed_and_reader(refuse, videos, tmp_path):
+    out = ["--out", str(tmp_path / "c")]
+    assert "--seed must be at least 0" in refuse(prune, [str(videos), *out, "--seed", "-1"])
+    assert "no reader" in refuse(prune, [str(videos), *out, "--decoder", "json:dumps"])
