@@ -24,7 +24,6 @@ from pipeline.schema import FOOTER_TAIL, READ_THREADS, SCHEMA_VERSION, digest, f
 from pipeline.store import LocalStore
 
 HEADER = "cache.json"
-TOKEN_COLUMNS = ("rank", "index", "frame", "token", "merged", "density")
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, get_args
+from typing import Literal
 
 FaultClass = Literal["unsupported", "corrupt", "timeout", "crash", "out-of-memory", "policy", "io", "internal"]
-FAULT_CLASSES: tuple[str, ...] = get_args(FaultClass)
 # What another attempt may cure: the machine's state, not the file's content.
 RETRYABLE: frozenset[str] = frozenset({"timeout", "crash", "out-of-memory", "io", "internal"})
 
@@ -66,7 +65,7 @@ class VideoFault(Exception):  # noqa: N818
     """What went wrong with one video; becomes its error row and never touches another video.
 
     Attributes:
-        fault_class: one of FAULT_CLASSES.
+        fault_class: one of FaultClass.
         message: at most 1 KB, printable.
         stage: "decode", "encode", "prune" or "write".
         backend: the decoder that was reading, if any.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
@@ -12,7 +14,6 @@ from rich.console import Console
 
 from gstep import make_pruner
 from gstep.backbones import ModelSource, preprocessor_for
-from gstep.errors import ModelError
 from gstep.pruners.base import Pruner
 from pipeline.cache import HEADER, read_header
 from pipeline.config import PruneConfig, differences
@@ -54,16 +55,23 @@ class Job:
         }
 
 
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What gstep says of a model or a method that cannot be used (ModelError, ValueError) refuses the request."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
 def prepare(config: PruneConfig, console: Console) -> Job:
     """Check the whole request against the disk and the cache. Raises UsageError; starts nothing."""
     manifest = read_manifest(config.videos, config.video_root)
     _check_folder(config)
-    try:
+    with refusing():
         pruner = make_pruner(config.pruner, **config.pruner_params())
         source = ModelSource.resolve(config.model, config.revision)
         preprocessor_for(source)
-    except (ModelError, ValueError) as error:
-        raise UsageError(str(error)) from error
     _check_reader(config.decoder)
     if not pruner.cacheable:
         raise UsageError(f"--pruner {config.pruner} selects per question, so its tokens cannot be cached")

