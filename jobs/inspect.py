@@ -15,7 +15,7 @@ from pipeline.errors import CorruptShard, NotACache, UnknownVideo
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser("python -m jobs.inspect", description=__doc__)
-    parser.add_argument("cache", metavar="CACHE", help="the folder that jobs.prune wrote")
+    parser.add_argument("cache", metavar="CACHE", help="the folder or s3://bucket/prefix that jobs.prune wrote")
     parser.add_argument("video_id", metavar="VIDEO_ID", nargs="?", help="one video of it")
     parser.add_argument(
         "--retention-ratio", type=float, metavar="R", help="with VIDEO_ID: show a smaller ratio of the same cache"
@@ -23,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="with VIDEO_ID: write a page that shows the kept tokens in its frames"
     )
+    parser.add_argument("--s3-endpoint", metavar="URL", help="address of the S3 API, where it is not Amazon's")
+    parser.add_argument("--s3-region", metavar="REGION", help="region of the bucket")
     arguments = parser.parse_args(argv)
     if arguments.html is not None and arguments.video_id is None:
         parser.error("--html goes with VIDEO_ID")
@@ -33,11 +35,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from pipeline.cache import TokenCache  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
+    from pipeline.objects import Objects  # noqa: PLC0415
     from pipeline.report import cache_report, video_report  # noqa: PLC0415
+    from pipeline.store import store_at  # noqa: PLC0415
 
     errors = Console(stderr=True)
     try:
-        cache = TokenCache(arguments.cache)
+        objects = Objects.from_environment(arguments.s3_endpoint, arguments.s3_region)
+        cache = TokenCache(arguments.cache, store=store_at(arguments.cache, objects))
         if arguments.video_id is None:
             Console().print(cache_report(cache))
         elif arguments.html is not None:
@@ -50,7 +55,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     except (NotACache, UnknownVideo, ValueError) as error:
         errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
-    except CorruptShard as error:
+    except (CorruptShard, OSError) as error:
         errors.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     return 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +22,7 @@ from gstep.types import budget_for
 from pipeline.errors import CorruptShard, FailedVideo, NotACache, RatioNotCached, UnknownVideo
 from pipeline.live import VideoRows, read_live
 from pipeline.schema import FOOTER_TAIL, READ_THREADS, SCHEMA_VERSION, digest, footer_length, open_parquet, parse_footer
-from pipeline.store import LocalStore
+from pipeline.store import RangedObject, Store, store_at
 
 HEADER = "cache.json"
 
@@ -51,7 +52,7 @@ class CachedVideo:
     metadata: dict[str, Any]
 
 
-def read_header(store: LocalStore) -> dict[str, Any]:
+def read_header(store: Store) -> dict[str, Any]:
     """The cache's header (schema version, identity, newline). Raises NotACache."""
     try:
         header = json.loads(store.read(HEADER))
@@ -72,11 +73,15 @@ def read_header(store: LocalStore) -> dict[str, Any]:
 class TokenCache:
     """A pruned-token cache, opened for reading. It shows what was committed when it was opened.
 
-    Raises NotACache where ``path`` is none, and CorruptShard where a videos shard was damaged.
+    ``path`` is a folder or ``s3://bucket/prefix``; how the store is reached is taken from the environment, unless a
+    ``store`` is given. Opening costs one LIST a thousand videos shards and one GET each; a video then costs one GET,
+    and the first one of a token shard one more.
+
+    Raises NotACache where ``path`` is none, CorruptShard where a videos shard was damaged, and OSError.
     """
 
-    def __init__(self, path: str | Path, *, store: LocalStore | None = None) -> None:
-        self.store = store or LocalStore(path)
+    def __init__(self, path: str | Path, *, store: Store | None = None) -> None:
+        self.store = store or store_at(path)
         self.header = read_header(self.store)
         self._live = read_live(self.store)
         self._place = {video_id: i for i, video_id in enumerate(self._live["video_id"].to_pylist())}
@@ -156,11 +161,11 @@ class TokenCache:
         counts = np.cumsum(row["row_counts"])
         groups = int(np.searchsorted(counts, keep)) + 1
         first = row["first_row_group"]
-        shard = self._shard(row["token_shard"], row["footer_hash"])
+        source, shard = self._shard(row["token_shard"], row["footer_hash"])
+        wanted = range(first, first + groups)
         try:
-            table = shard.read_row_groups(
-                list(range(first, first + groups)), columns=self._columns(shard), use_threads=READ_THREADS
-            )
+            with source.holding(*_stretch(shard, wanted)) if isinstance(source, RangedObject) else nullcontext():
+                table = shard.read_row_groups(list(wanted), columns=self._columns(shard), use_threads=READ_THREADS)
         except (OSError, pa.ArrowException) as error:
             raise CorruptShard(f"{self.store}/{row['token_shard']}: {error}") from error
         if len(table) != counts[groups - 1]:
@@ -172,7 +177,7 @@ class TokenCache:
     def _columns(self, shard: pq.ParquetFile) -> list[str]:
         return [name for name in shard.schema_arrow.names if name != "video_id"]
 
-    def _open_shard(self, name: str, footer_hash: str) -> pq.ParquetFile:
+    def _open_shard(self, name: str, footer_hash: str) -> tuple[pa.NativeFile | RangedObject, pq.ParquetFile]:
         """Open a token shard whose footer is the one that the videos row names."""
         try:
             source = self.store.open(name)
@@ -187,7 +192,14 @@ class TokenCache:
             raise CorruptShard(f"{self.store}/{name}: {error}") from error
         if digest(footer) != footer_hash:
             raise CorruptShard(f"{self.store}/{name}: its footer is not the one that was committed")
-        return open_parquet(source, parse_footer(footer))
+        return source, open_parquet(source, parse_footer(footer))
+
+
+def _stretch(shard: pq.ParquetFile, groups: Sequence[int]) -> tuple[int, int]:
+    """[start, end) in bytes of neighbouring row groups."""
+    first, last = shard.metadata.row_group(groups[0]), shard.metadata.row_group(groups[-1])
+    ends = (last.column(i) for i in range(last.num_columns))
+    return first.column(0).data_page_offset, max(c.data_page_offset + c.total_compressed_size for c in ends)
 
 
 def _rows_wanted(row: dict[str, Any], retention_ratio: float | None) -> int:

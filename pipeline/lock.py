@@ -1,41 +1,81 @@
-"""One driver a cache: a lock that a killed driver does not leave behind."""
+"""One driver a cache: a lock that a killed driver does not leave behind.
+
+In a folder it is flock, which the kernel frees when the process ends, however it ends. An object store has nothing like
+it: there it is a lease, an object that is created exclusively and rewritten by a heartbeat (``pipeline.lease``).
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
-import socket
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
+from typing import Any, Protocol
 
 from pipeline.errors import CacheLocked
+from pipeline.lease import CacheLease, identify, lease_holder
+from pipeline.store import LOCK, LocalStore, ObjectStore, Store
 
-LOCK = ".lock"
+
+class Lock(Protocol):
+    """Held inside a ``with`` block."""
+
+    def __enter__(self) -> Lock:
+        """Raises CacheLocked with the holder's host and pid where another run has it."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None
+    ) -> None: ...
+
+    def check(self) -> None:
+        """Raises RunFailed where the lock was lost meanwhile: then nothing may be written any more."""
 
 
-class CacheLock:
-    """Hold ``<cache>/.lock`` with flock, which the kernel frees when the process ends, however it ends.
+def cache_lock(store: Store, run_id: str, notify: Callable[[str], None]) -> Lock:
+    """The lock of the cache at ``store``; ``notify`` is told what a user must know while it is taken."""
+    if isinstance(store, ObjectStore):
+        return CacheLease(store, run_id, notify)
+    assert isinstance(store, LocalStore)
+    return FileLock(store, run_id)
 
-    Raises CacheLocked with the holder's host and pid where another run has it.
-    """
 
-    def __init__(self, cache: Path, run_id: str) -> None:
-        self._path = cache / LOCK
+def holder(store: Store) -> dict[str, Any] | None:
+    """Host, pid and run_id of the run that writes to the cache at this moment; None where none does."""
+    if isinstance(store, ObjectStore):
+        return lease_holder(store)
+    assert isinstance(store, LocalStore)
+    with suppress(FileNotFoundError, PermissionError):
+        descriptor = os.open(store.root / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return dict(json.loads(os.read(descriptor, 4096) or b"{}"))
+        finally:
+            os.close(descriptor)
+    return None
+
+
+class FileLock:
+    """Hold ``<cache>/.lock`` with flock."""
+
+    def __init__(self, store: LocalStore, run_id: str) -> None:
+        self._store = store
         self._run_id = run_id
         self._descriptor: int | None = None
 
-    def __enter__(self) -> CacheLock:
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    def __enter__(self) -> FileLock:
+        descriptor = os.open(self._store.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(descriptor, 4096).decode("utf-8", "replace")
+            other = os.read(descriptor, 4096).decode("utf-8", "replace")
             os.close(descriptor)
-            raise CacheLocked(f"{self._path.parent}: another run writes to this cache: {holder or 'unknown'}") from None
+            raise CacheLocked(f"{self._store}: another run writes to this cache: {other or 'unknown'}") from None
         self._descriptor = descriptor
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, json.dumps(self._who()).encode())
+        os.write(descriptor, json.dumps(identify(self._run_id)).encode())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
@@ -44,5 +84,5 @@ class CacheLock:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _who(self) -> dict[str, object]:
-        return {"host": socket.gethostname(), "pid": os.getpid(), "run_id": self._run_id}
+    def check(self) -> None:
+        """The kernel takes it from nobody."""

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.cache import TokenCache
-from pipeline.summary import render, summarise
+from pipeline.live import VideosTable
+from pipeline.summary import COLUMNS, render, summarise
 
 BAR = 24  # characters of a full bar
 
@@ -25,7 +26,7 @@ def cache_report(cache: TokenCache) -> RenderableType:
     head.add_row("pruner", Text(f"{identity['pruner']['method']}  {flat(identity['pruner']['params'])}"))
     head.add_row("stored", f"retention ratio {identity['retention_ratio']}, {identity['dtype']['stored']}")
     head.add_row("sampling", Text(flat(identity["sampling"])))
-    return Group(head, "", render(summarise(cache.store)), "", _videos(cache))
+    return Group(head, "", render(summarise(VideosTable(cache.store, COLUMNS))), "", _videos(cache))
 
 
 def _videos(cache: TokenCache, limit: int = 20) -> RenderableType:

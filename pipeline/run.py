@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
 from typing import Any
@@ -33,14 +34,14 @@ from pipeline.encode import EncodeSetup
 from pipeline.errors import RunFailed, UsageError, printable
 from pipeline.graph import Resources, build_graph, configure_ray_data, plan_resources, run_graph
 from pipeline.job import Job, match_cache, prepare, refusing
-from pipeline.live import VIDEOS, read_live
-from pipeline.lock import CacheLock
+from pipeline.live import VIDEOS, VideosTable
+from pipeline.lock import Lock, cache_lock
 from pipeline.progress import reporter
 from pipeline.resume import remaining
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.sink import commit
-from pipeline.store import LocalStore
-from pipeline.summary import Summary, summarise
+from pipeline.store import Store
+from pipeline.summary import COLUMNS, Summary, summarise
 
 RUNS = "runs"
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord")
@@ -51,30 +52,35 @@ def prune_videos(config: PruneConfig, console: Console) -> Summary:
 
     Raises UsageError (nothing was started) or RunFailed (the cache holds what was committed; a rerun goes on).
     """
+    try:
+        return _prune_videos(config, console)
+    except OSError as error:  # the store failed; a video's own fault never gets here
+        raise RunFailed(_cause(error)) from error
+
+
+def _prune_videos(config: PruneConfig, console: Console) -> Summary:
     job = prepare(config, console)
     shown = " ".join(f"{name}={value}" for name, value in config.as_record().items() if value not in (None, []))
     console.print(f"configuration: {shown}", style="dim", markup=False, highlight=False, soft_wrap=True)
-    try:
-        config.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {config.out}: the folder cannot be made: {error.strerror}") from error
-    with CacheLock(config.out, job.run_id):
+    job.store.make()
+    with cache_lock(job.store, job.run_id, partial(console.print, highlight=False, markup=False)) as lock:
         job = match_cache(job, console)  # again: another run may have written the header before the lock was ours
         started = time.monotonic()
-        live = read_live(job.store)
+        videos = VideosTable(job.store, COLUMNS)
+        live = videos.live()
         todo = remaining(job.manifest, live, config)
         skipped = len(job.manifest) - len(todo)
         if skipped:
             console.print(f"{skipped} of {len(job.manifest)} videos are in the cache already", highlight=False)
-        run_file, n_failed = _stream(job, todo, console) if len(todo) else (None, 0)
+        run_file, n_failed = _stream(job, todo, lock, console) if len(todo) else (None, 0)
         seconds = time.monotonic() - started
-        summary = summarise(job.store, job.manifest, n_new=len(todo), n_new_failed=n_failed, wall_s=seconds)
+        summary = summarise(videos, job.manifest, n_new=len(todo), n_new_failed=n_failed, wall_s=seconds)
         if run_file is not None:
             run_file.save(summary=summary.as_record())
         return summary
 
 
-def _stream(job: Job, todo: pa.Table, console: Console) -> tuple[_RunFile, int]:
+def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[_RunFile, int]:
     """Run the graph over ``todo`` and commit every shard it writes, under a record of the run."""
     cluster = _connect()
     device = _device(job, cluster)
@@ -106,21 +112,22 @@ def _stream(job: Job, todo: pa.Table, console: Console) -> tuple[_RunFile, int]:
             attn=job.config.attn,
         ),
         resources,
-        out=str(job.config.out.resolve()),
+        store=job.store,
         run_id=job.run_id,
     )
     run_file = _RunFile(job.store, _run_record(job, device, dtype, resources, len(todo)))
     with run_file:
-        n_failed = _commit_all(job, dataset, len(todo), console)
+        n_failed = _commit_all(job, dataset, len(todo), lock, console)
     return run_file, n_failed
 
 
-def _commit_all(job: Job, dataset: ray.data.Dataset, total: int, console: Console) -> int:
+def _commit_all(job: Job, dataset: ray.data.Dataset, total: int, lock: Lock, console: Console) -> int:
     """Commit every shard as it comes; returns how many videos failed."""
     done = good = 0
     try:
         with reporter(console, total, job.config.log_interval) as progress:
             for number, rows in enumerate(run_graph(dataset)):
+                lock.check()
                 commit(job.store, job.run_id, number, rows)
                 new_good = sum(row["status"] == "ok" for row in rows)
                 done, good = done + len(rows), good + new_good
@@ -207,7 +214,7 @@ def _run_record(job: Job, device: str, dtype: str, resources: Resources, n_video
 class _RunFile:
     """``runs/<run_id>.json``, written when a run starts and again when it ends, however it ends."""
 
-    def __init__(self, store: LocalStore, record: dict[str, Any]) -> None:
+    def __init__(self, store: Store, record: dict[str, Any]) -> None:
         self._store = store
         self._record = record
 

@@ -18,13 +18,13 @@ import pyarrow as pa
 from pipeline.live import videos_shard_name
 from pipeline.rows import WRITTEN, Record, payload, records
 from pipeline.schema import VIDEO_SCHEMA, digest, footer_of, tier_row_counts, token_schema, write_parquet
-from pipeline.store import LocalStore
+from pipeline.store import Store
 
 TOKENS = "tokens"
 
 
-def write_token_shard(batch: pa.Table, *, out: str, run_id: str) -> pa.Table:
-    """Write the tokens of the batch's good videos as one shard below ``out``; return every video's record.
+def write_token_shard(batch: pa.Table, *, store: Store, run_id: str) -> pa.Table:
+    """Write the tokens of the batch's good videos as one shard of ``store``; return every video's record.
 
     Raises OSError where the shard cannot be written: that ends the run, it is not a video's fault.
     """
@@ -32,14 +32,14 @@ def write_token_shard(batch: pa.Table, *, out: str, run_id: str) -> pa.Table:
     rows = records(batch)
     good = [i for i, record in enumerate(rows) if record["status"] == "ok"]
     if good:
-        _write(batch, [rows[i] for i in good], good, LocalStore(out), run_id)
+        _write(batch, [rows[i] for i in good], good, store, run_id)
     seconds = (time.perf_counter() - started) / max(len(good), 1)
     for i in good:
         rows[i]["write_s"] = seconds
     return pa.table([pa.array([json.dumps(r) for r in rows], pa.string())], schema=WRITTEN)
 
 
-def commit(store: LocalStore, run_id: str, number: int, rows: Sequence[Record]) -> pa.Table:
+def commit(store: Store, run_id: str, number: int, rows: Sequence[Record]) -> pa.Table:
     """Make the records visible: one videos shard, in one atomic step. Returns them as VIDEO_SCHEMA."""
     table = pa.Table.from_pylist([{"run_id": run_id, **row} for row in rows], schema=VIDEO_SCHEMA)
     data = write_parquet(table)
@@ -47,7 +47,7 @@ def commit(store: LocalStore, run_id: str, number: int, rows: Sequence[Record]) 
     return table
 
 
-def _write(batch: pa.Table, rows: list[Record], places: list[int], store: LocalStore, run_id: str) -> None:
+def _write(batch: pa.Table, rows: list[Record], places: list[int], store: Store, run_id: str) -> None:
     """Serialise the videos at ``places`` of the batch into one shard and note in ``rows`` where each one is."""
     schema = token_schema(rows[0]["hidden_size"])
     tables: list[pa.Table] = []

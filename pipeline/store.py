@@ -1,22 +1,83 @@
-"""Where a cache lives: whole files that appear in one step or not at all."""
+"""Where a cache lives: whole files that appear in one step or not at all, in a folder or below an S3 prefix."""
 
 from __future__ import annotations
 
+import io
 import os
 import secrets
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
+from typing import Any, Protocol
 
 import pyarrow as pa
 
+from pipeline.errors import UsageError
+from pipeline.objects import Objects, check_uri, is_object
 
-class LocalStore:
-    """A folder. Names are POSIX paths relative to it."""
+LOCK = ".lock"  # what a run that writes to the cache keeps beside it; see pipeline.lock
+_TAIL = 2**16  # bytes fetched on opening: the footer of most shards
+_READERS = 16
 
-    def __init__(self, root: Path | str) -> None:
-        self.root = Path(root)
+
+class Store(Protocol):
+    """Named files below one root; names are POSIX paths relative to it. It pickles; ``str`` is the root as named."""
+
+    def make(self) -> None:
+        """Make the root where that is needed. Raises UsageError."""
+
+    def taken(self) -> bool:
+        """Whether anything but a lock is below the root already."""
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
-        """Write a file in one atomic step: it is complete and on disk under ``name``, or absent."""
+        """Write a file in one atomic step: it is complete under ``name`` afterwards, or absent. Raises OSError."""
+
+    def read(self, name: str) -> bytes:
+        """The whole file. Raises FileNotFoundError."""
+
+    def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
+        """The whole files, in this order."""
+
+    def open(self, name: str) -> pa.NativeFile | RangedObject:
+        """The file for random access. Raises FileNotFoundError."""
+
+    def names(self, folder: str, suffix: str) -> list[str]:
+        """The finished files of a folder, sorted."""
+
+    def exists(self, name: str) -> bool: ...
+
+
+def store_at(place: str | Path, objects: Objects | None = None) -> Store:
+    """The store at a folder or ``s3://bucket/prefix``. Raises UsageError for any other address."""
+    text = str(place)
+    if is_object(text):
+        check_uri(text)
+        return ObjectStore(text, objects or Objects.from_environment())
+    if "://" in text and not text.startswith("file:///"):
+        raise UsageError(f"{text}: a cache is a folder or s3://bucket/prefix")
+    return LocalStore(text.removeprefix("file://"))
+
+
+class LocalStore:
+    """A folder."""
+
+    def __init__(self, root: Path | str) -> None:
+        self._shown = str(root)
+        self.root = Path(os.path.abspath(root))  # noqa: PTH100 - workers have other working folders; links stay
+
+    def make(self) -> None:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"{self}: the folder cannot be made: {error.strerror}") from error
+
+    def taken(self) -> bool:
+        root = self.root
+        return root.exists() and (not root.is_dir() or any(path.name != LOCK for path in root.iterdir()))
+
+    def put(self, name: str, data: bytes | pa.Buffer) -> None:
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
@@ -33,15 +94,15 @@ class LocalStore:
         _fsync_folder(path.parent)
 
     def read(self, name: str) -> bytes:
-        """The whole file. Raises FileNotFoundError."""
         return (self.root / name).read_bytes()
 
+    def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
+        return map(self.read, names)
+
     def open(self, name: str) -> pa.NativeFile:
-        """The file for random access. Raises FileNotFoundError."""
         return pa.memory_map(str(self.root / name), "r")
 
     def names(self, folder: str, suffix: str) -> list[str]:
-        """The finished files of a folder, sorted; temporary ones are left out."""
         found = (self.root / folder).glob(f"*{suffix}")
         return sorted(f"{folder}/{path.name}" for path in found if not path.name.startswith(".") and path.is_file())
 
@@ -49,7 +110,103 @@ class LocalStore:
         return (self.root / name).is_file()
 
     def __str__(self) -> str:
-        return str(self.root)
+        return self._shown
+
+
+class ObjectStore:
+    """Objects below an S3 prefix. A file is one PUT, so that there is no partial upload to leave behind."""
+
+    def __init__(self, root: str, objects: Objects) -> None:
+        self.root = root.rstrip("/")
+        self.objects = objects
+
+    def make(self) -> None:
+        """Prefixes need no making."""
+
+    def taken(self) -> bool:
+        # The lock's own objects come first in a listing; a second page is never asked for.
+        first = islice(self.objects.list(f"{self.root}/", deep=True), 100)
+        return any(not found.uri.startswith(f"{self.root}/{LOCK}") for found in first)
+
+    def put(self, name: str, data: bytes | pa.Buffer, *, exclusive: bool = False) -> None:
+        self.objects.put(f"{self.root}/{name}", data, exclusive=exclusive)
+
+    def read(self, name: str) -> bytes:
+        return self.objects.read(f"{self.root}/{name}")
+
+    def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
+        with ThreadPoolExecutor(_READERS) as pool:  # latency, not bandwidth, is what many small files cost
+            for start in range(0, len(names), 8 * _READERS):
+                yield from pool.map(self.read, names[start : start + 8 * _READERS])
+
+    def open(self, name: str) -> RangedObject:
+        return RangedObject(self.objects, f"{self.root}/{name}")
+
+    def names(self, folder: str, suffix: str) -> list[str]:
+        listed = self.objects.list(f"{self.root}/{folder}/")
+        return [found.uri.removeprefix(f"{self.root}/") for found in listed if found.uri.endswith(suffix)]
+
+    def exists(self, name: str) -> bool:
+        return self.objects.exists(f"{self.root}/{name}")
+
+    def delete(self, name: str) -> None:
+        self.objects.delete(f"{self.root}/{name}")
+
+    def __str__(self) -> str:
+        return self.root
+
+
+class RangedObject(io.RawIOBase):
+    """An object as a file: its tail comes with the first request, and any stretch ``holding`` names with one more."""
+
+    def __init__(self, objects: Objects, uri: str) -> None:
+        super().__init__()
+        self._objects, self._uri, self._place = objects, uri, 0
+        tail = objects.read_slice(uri, -_TAIL)
+        self._size = tail.size
+        self._tail = (tail.size - len(tail.data), tail.data)
+        self._held = self._tail
+
+    def size(self) -> int:
+        """Bytes of the object."""
+        return self._size
+
+    @contextmanager
+    def holding(self, start: int, end: int) -> Iterator[None]:
+        """Fetch bytes [start, end) in one request and serve reads of them from memory inside the block."""
+        self._held = (start, self._objects.read_slice(self._uri, start, end).data)
+        try:
+            yield
+        finally:
+            self._held = self._tail
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._size}[whence]
+        self._place = base + offset
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._stretch(self._place, min(self._place + len(buffer), self._size))
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+    def _stretch(self, start: int, end: int) -> bytes:
+        if start >= end:
+            return b""
+        for first, data in (self._held, self._tail):
+            if first <= start and end <= first + len(data):
+                return data[start - first : end - first]
+        return self._objects.read_slice(self._uri, start, end).data
 
 
 def _fsync_folder(folder: Path) -> None:

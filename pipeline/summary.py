@@ -13,8 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.live import INDEX_COLUMNS, read_live
-from pipeline.store import LocalStore
+from pipeline.live import INDEX_COLUMNS, VideosTable
 
 STAGES = ("decode", "encode", "prune", "write")
 REMEDIES: Mapping[str, str] = {
@@ -27,7 +26,7 @@ REMEDIES: Mapping[str, str] = {
     "io": "check that the file exists and can be read on every node, then --retry-failed",
     "internal": "a bug: report it with this message",
 }
-_COLUMNS = (
+COLUMNS = (
     *INDEX_COLUMNS,
     *("error_message", "n_tokens", "n_total", "hidden_size", "decode_warnings"),
     *(f"{stage}_s" for stage in STAGES),
@@ -86,15 +85,15 @@ class Summary:
 
 
 def summarise(
-    store: LocalStore,
+    videos: VideosTable,
     manifest: pa.Table | None = None,
     *,
     n_new: int = 0,
     n_new_failed: int = 0,
     wall_s: float | None = None,
 ) -> Summary:
-    """Count the live rows of the cache, or of those videos of it that the manifest names."""
-    live = read_live(store, _COLUMNS)
+    """Count the live rows of the cache (``videos`` has COLUMNS), or of those videos of it that the manifest names."""
+    live = videos.live()
     if manifest is not None:
         live = live.filter(pc.is_in(live["video_id"], value_set=manifest["video_id"].combine_chunks()))
     rows = live.drop_columns(["row"]).to_pylist()

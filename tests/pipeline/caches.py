@@ -65,7 +65,7 @@ def write_header(out: Path, ratio: float = 0.25) -> LocalStore:
 
 def write_shard(store: LocalStore, run_id: str, *rows: pa.Table) -> str:
     """Write and commit one shard; returns the name of its videos shard."""
-    written = write_token_shard(pa.concat_tables(rows), out=str(store.root), run_id=run_id)
+    written = write_token_shard(pa.concat_tables(rows), store=store, run_id=run_id)
     before = set(store.names("videos", ".parquet"))
     commit(store, run_id, len(before), records(written))
     (name,) = set(store.names("videos", ".parquet")) - before

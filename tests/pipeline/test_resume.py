@@ -5,9 +5,10 @@ import pytest
 from pipeline.config import PruneConfig
 from pipeline.errors import CacheLocked, SourceChanged, VideoFault
 from pipeline.live import read_live
-from pipeline.lock import CacheLock
+from pipeline.lock import FileLock
 from pipeline.manifest import read_manifest
 from pipeline.resume import remaining
+from pipeline.store import LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 
 TOKENS = random_tokens(0)
@@ -66,7 +67,7 @@ def test_a_cached_video_outlives_its_file(folder, live):
 
 
 def test_one_writer_a_cache(tmp_path):
-    with CacheLock(tmp_path, "first"), pytest.raises(CacheLocked, match='"run_id": "first"'):
-        CacheLock(tmp_path, "second").__enter__()
-    with CacheLock(tmp_path, "third"):
+    with FileLock(LocalStore(tmp_path), "first"), pytest.raises(CacheLocked, match='"run_id": "first"'):
+        FileLock(LocalStore(tmp_path), "second").__enter__()
+    with FileLock(LocalStore(tmp_path), "third"):
         pass

@@ -1,0 +1,184 @@
+"""The lock of a cache in an object store: an object that is created exclusively and rewritten by a heartbeat.
+
+A lease has a number, and its object's name ends in it; the highest number holds. A run that finds a lease whose heart
+has stopped takes the next number, which only one run can create, so that two of them never take over together; the
+earlier holder finds a higher number than its own and stops. No clock of one machine is compared with that of another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pipeline.errors import CacheLocked, RunFailed
+from pipeline.store import LOCK, ObjectStore
+
+HEARTBEAT_S = 10.0
+MISSED = 3  # beats until a lease counts as left behind
+
+
+class CacheLease:
+    """Hold the cache; a thread keeps the lease alive. Writing is allowed only while ``check`` does not raise."""
+
+    def __init__(
+        self, store: ObjectStore, run_id: str, notify: Callable[[str], None], heartbeat_s: float = HEARTBEAT_S
+    ) -> None:
+        self._store = store
+        self._me = {**identify(run_id), "namespace": _namespace(), "started": _started(os.getpid())}
+        self._notify = notify
+        self._heartbeat_s = heartbeat_s
+        self._number = self._beats = 0
+        self._alive_at = 0.0
+        self._lost = ""
+        self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="lease", daemon=True)
+
+    def __enter__(self) -> CacheLease:
+        held = _highest(self._store)
+        if held and not held[1].get("released"):
+            self._wait_for_death(*held)
+        self._number = held[0] + 1 if held else 1
+        self._create()
+        if held:
+            self._store.delete(_name(held[0]))
+        self._alive_at = time.monotonic()
+        self._heart.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        self._heart.join()
+        if not self._lost:
+            self._write(released=True)
+
+    def check(self) -> None:
+        """See ``pipeline.lock.Lock``."""
+        silent = time.monotonic() - self._alive_at
+        if self._lost or silent > MISSED * self._heartbeat_s:
+            why = self._lost or f"the store could not be reached for {silent:.0f} s"
+            raise RunFailed(f"{self._store}: the lock of the cache was lost: {why}; run the same command again")
+
+    def _wait_for_death(self, number: int, content: dict[str, Any]) -> None:
+        """Return when the lease proves to be left behind. Raises CacheLocked when it proves alive."""
+        alive = _runs_here(content)
+        if alive is None:
+            wait = MISSED * self._heartbeat_s
+            self._notify(f"the lock of {self._store} is held by {_who(content)}; waiting {wait:.0f} s for a sign of it")
+            alive = self._beats_within(wait, number, content)
+        if alive:
+            raise CacheLocked(f"{self._store}: another run writes to this cache: {_who(content)}")
+
+    def _beats_within(self, seconds: float, number: int, content: dict[str, Any]) -> bool:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            time.sleep(min(1.0, self._heartbeat_s / 4))
+            now = _highest(self._store)
+            if now is None or now[0] != number:
+                return now is not None
+            if now[1] != content:
+                return not now[1].get("released")
+        return False
+
+    def _create(self) -> None:
+        try:
+            self._write(exclusive=True)
+        except FileExistsError:
+            # A reply that got lost is retried, and then finds the object of the first try.
+            content = _read(self._store, self._number)
+            if content.get("run_id") != self._me["run_id"]:
+                raise CacheLocked(f"{self._store}: another run writes to this cache: {_who(content)}") from None
+        try:
+            self._write(exclusive=True)
+        except FileExistsError:
+            return
+        self._notify(f"warning: {self._store.root} ignores conditional writes: two runs at once cannot be told apart")
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._heartbeat_s):
+            try:
+                highest = _highest(self._store)
+                if highest is None or highest[0] != self._number:
+                    self._lost = f"{_who(highest[1]) if highest else 'somebody'} took it over"
+                    return
+                self._write()
+                self._alive_at = time.monotonic()
+            except OSError:
+                continue  # ``check`` counts the silence
+
+    def _write(self, *, exclusive: bool = False, released: bool = False) -> None:
+        self._beats += 1
+        content = {**self._me, "beat": self._beats, "time": _now(), **({"released": True} if released else {})}
+        self._store.put(_name(self._number), json.dumps(content).encode(), exclusive=exclusive)
+
+
+def lease_holder(store: ObjectStore) -> dict[str, Any] | None:
+    """Who holds the cache by the last sign of life; here the clocks of two machines are compared, for display only."""
+    held = _highest(store)
+    if held is None or held[1].get("released") or _runs_here(held[1]) is False:
+        return None
+    age = datetime.now(UTC) - datetime.fromisoformat(held[1]["time"])
+    return held[1] if age.total_seconds() < MISSED * HEARTBEAT_S else None
+
+
+def identify(run_id: str) -> dict[str, Any]:
+    """This process, as a lock names it."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "run_id": run_id}
+
+
+def _runs_here(content: dict[str, Any]) -> bool | None:
+    """Whether the process still runs; None where it is one of another machine or container."""
+    if (content.get("host"), content.get("namespace")) != (socket.gethostname(), _namespace()) or not _namespace():
+        return None
+    return _started(int(content["pid"])) == content.get("started")
+
+
+def _namespace() -> str:
+    """Tells the processes of one container from those of another; "" where there is no such thing."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str | None:
+    """When the process was started, in ticks of the kernel; None where there is no such process (or no /proc)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    except OSError:
+        return None
+
+
+def _who(content: dict[str, Any]) -> str:
+    return json.dumps({name: content.get(name) for name in ("host", "pid", "run_id")})
+
+
+def _name(number: int) -> str:
+    return f"{LOCK}-{number:06d}"
+
+
+def _highest(store: ObjectStore) -> tuple[int, dict[str, Any]] | None:
+    """Number and content of the lease that counts."""
+    prefix = f"{store.root}/{LOCK}-"
+    endings = (found.uri.removeprefix(prefix) for found in store.objects.list(prefix))
+    highest = max((int(ending) for ending in endings if ending.isdecimal()), default=None)
+    return None if highest is None else (highest, _read(store, highest))
+
+
+def _read(store: ObjectStore, number: int) -> dict[str, Any]:
+    try:
+        return dict(json.loads(store.read(_name(number))))
+    except (FileNotFoundError, ValueError):
+        return {}  # replaced this moment
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,270 @@
+"""S3 and stores that speak its protocol: how a run reaches them, the few requests it makes, errors that keep secrets.
+
+boto3 rather than a file-system layer, because every request counts over millions of videos: a video is one GET, a shard
+one PUT, a listing one LIST a thousand keys. Endpoint and credentials come from flags and the environment alone. They
+travel to the workers in an ``Objects`` and show up nowhere: not in rows, records of runs, logs or errors.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from pipeline.errors import UsageError
+
+SCHEME = "s3://"
+_CHUNK = 2**20
+_RESUMES = 4  # how often a broken download goes on where it stopped
+_KINDS: Mapping[int, type[OSError]] = {
+    404: FileNotFoundError,
+    401: PermissionError,
+    403: PermissionError,
+    409: FileExistsError,  # another exclusive PUT of this key is under way
+    412: FileExistsError,
+}
+_CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
+_REMEDIES: Mapping[str, str] = {
+    "NoCredentialsError": _CREDENTIALS,
+    "PartialCredentialsError": _CREDENTIALS,
+    "ProfileNotFound": "AWS_PROFILE names no profile of this machine",
+    "NoRegionError": "set --s3-region or AWS_REGION",
+}
+_ENVIRONMENT = {
+    "endpoint_url": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "region_name": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+    "aws_access_key_id": ("AWS_ACCESS_KEY_ID",),
+    "aws_secret_access_key": ("AWS_SECRET_ACCESS_KEY",),
+    "aws_session_token": ("AWS_SESSION_TOKEN",),
+    "profile_name": ("AWS_PROFILE",),
+}
+_SECRET = ("endpoint_url", "aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+_ADDRESS = re.compile(r"\bhttps?://[^\s\"'<>]+")
+
+
+class ObjectInfo(NamedTuple):
+    """One object: its URI and its size in bytes."""
+
+    uri: str
+    size: int
+
+
+class Slice(NamedTuple):
+    """Bytes of an object, and the size of the whole of it."""
+
+    data: bytes
+    size: int
+
+
+class Objects:
+    """The stores as this run may use them. It pickles; its repr hides what it holds; threads may share it.
+
+    Every method takes ``s3://bucket/key`` and retries what is worth it a few times. Raises OSError
+    (FileNotFoundError, PermissionError, FileExistsError) that names the URI.
+    """
+
+    def __init__(self, **settings: str | None) -> None:
+        """``settings`` are keywords of boto3 (see ``_ENVIRONMENT``). What is missing is left to boto3's own search:
+        configuration files, the machine's role."""
+        assert not (settings.keys() - _ENVIRONMENT.keys()), settings.keys()
+        self._settings = {name: value for name, value in settings.items() if value}
+        self._client_made: Any = None
+        self._making = threading.Lock()
+
+    @classmethod
+    def from_environment(cls, endpoint: str | None = None, region: str | None = None) -> Objects:
+        """What the AWS_* variables of this process say; ``endpoint`` and ``region`` (flags) win over them.
+
+        The workers get these settings from here, so the variables need to be set for the driver alone.
+        """
+        found = {
+            name: next((os.environ[variable] for variable in variables if os.environ.get(variable)), None)
+            for name, variables in _ENVIRONMENT.items()
+        }
+        flags = {"endpoint_url": endpoint, "region_name": region}
+        return cls(**(found | {name: value for name, value in flags.items() if value}))
+
+    def __reduce__(self) -> tuple[Callable[..., Objects], tuple[dict[str, str]]]:
+        return _rebuild, (self._settings,)
+
+    def __repr__(self) -> str:
+        return "Objects(...)"
+
+    def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
+        """The objects whose URIs begin with ``prefix``, in order of their keys; one request a thousand of them.
+
+        Without ``deep``, none whose key has a further "/" behind the prefix. Keys that end in "/" (folders that
+        consoles make) are left out.
+        """
+        bucket, key = _split(prefix)
+        flat = {} if deep else {"Delimiter": "/"}
+        with self._errors(prefix):
+            for page in self._client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=key, **flat):
+                for item in page.get("Contents", ()):
+                    if not item["Key"].endswith("/"):
+                        yield ObjectInfo(f"{SCHEME}{bucket}/{item['Key']}", int(item["Size"]))
+
+    def size(self, uri: str) -> int:
+        """Bytes of the object; one request."""
+        bucket, key = _split(uri)
+        with self._errors(uri):
+            return int(self._client().head_object(Bucket=bucket, Key=key)["ContentLength"])
+
+    def exists(self, uri: str) -> bool:
+        try:
+            self.size(uri)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def read(self, uri: str) -> bytes:
+        """The whole object, in one request."""
+        parts: list[bytes] = []
+        self.fetch(uri, parts.append)
+        return b"".join(parts)
+
+    def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
+        """Bytes [start, end) in one request; a negative ``start`` counts from the end of the object."""
+        bucket, key = _split(uri)
+        wanted = f"bytes={start}" if start < 0 else f"bytes={start}-{'' if end is None else end - 1}"
+        with self._errors(uri):
+            answer = self._client().get_object(Bucket=bucket, Key=key, Range=wanted)
+            return Slice(answer["Body"].read(), int(answer["ContentRange"].rpartition("/")[2]))
+
+    def fetch(self, uri: str, write: Callable[[bytes], object], limit: int | None = None) -> int:
+        """Hand the object to ``write`` piece by piece, in one request; returns its size.
+
+        A connection that breaks is taken up where it broke, on the same content. Raises OSError with EFBIG before
+        anything is read where the object has more than ``limit`` bytes.
+        """
+        bucket, key = _split(uri)
+        with self._errors(uri):
+            answer = self._client().get_object(Bucket=bucket, Key=key)
+            size, mark, done = int(answer["ContentLength"]), answer["ETag"], 0
+            if limit is not None and size > limit:
+                answer["Body"].close()
+                raise OSError(errno.EFBIG, f"the object has {size} bytes, more than the {limit} that are allowed")
+            for resumes in range(_RESUMES + 1):
+                try:
+                    for piece in answer["Body"].iter_chunks(_CHUNK):
+                        write(piece)
+                        done += len(piece)
+                    return size
+                except _broken_downloads():
+                    if resumes == _RESUMES:
+                        raise
+                answer = self._client().get_object(Bucket=bucket, Key=key, Range=f"bytes={done}-", IfMatch=mark)
+        raise AssertionError("not reached")
+
+    def put(self, uri: str, data: Any, *, exclusive: bool = False) -> None:
+        """Write a whole object in one request (at most 5 GiB): it is complete afterwards, or absent.
+
+        Raises FileExistsError where ``exclusive`` and the object exists.
+        """
+        bucket, key = _split(uri)
+        condition = {"IfNoneMatch": "*"} if exclusive else {}
+        with self._errors(uri):
+            self._client().put_object(Bucket=bucket, Key=key, Body=bytes(data), **condition)
+
+    def delete(self, uri: str) -> None:
+        """Remove an object; nothing happens where there is none."""
+        bucket, key = _split(uri)
+        with self._errors(uri):
+            self._client().delete_object(Bucket=bucket, Key=key)
+
+    def redact(self, text: str) -> str:
+        """The text without what these settings hold, and without addresses."""
+        secrets = [self._settings[name] for name in _SECRET if name in self._settings]
+        secrets += [value.partition("://")[2] for value in secrets if "://" in value]
+        for value in sorted(filter(None, secrets), key=len, reverse=True):
+            text = text.replace(value, "***")
+        return _ADDRESS.sub("***", text)
+
+    def _client(self) -> Any:
+        with self._making:
+            if self._client_made is None:
+                self._client_made = _connect(dict(self._settings))
+            return self._client_made
+
+    @contextmanager
+    def _errors(self, uri: str) -> Iterator[None]:
+        """Whatever goes wrong, as an OSError that names the URI and neither endpoint nor credentials."""
+        from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - only where a store is used
+
+        try:
+            yield
+        except ClientError as error:
+            status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+            told = error.response.get("Error", {})
+            kind = _KINDS.get(status, OSError)
+            text = self.redact(f"{told.get('Code', status)}: {told.get('Message', 'the store gives no reason')}")
+            raise kind(_NUMBERS.get(kind, errno.EIO), text, uri) from None
+        except BotoCoreError as error:  # its text names the endpoint
+            name = type(error).__name__
+            remedy = _REMEDIES.get(name, "check --s3-endpoint (AWS_ENDPOINT_URL) and the network")
+            raise OSError(errno.EIO, f"the object store cannot be used: {name}; {remedy}", uri) from None
+        except OSError as error:
+            raise type(error)(error.errno or errno.EIO, self.redact(error.strerror or str(error)), uri) from None
+
+
+_NUMBERS: Mapping[type[OSError], int] = {
+    FileNotFoundError: errno.ENOENT,
+    PermissionError: errno.EACCES,
+    FileExistsError: errno.EEXIST,
+}
+
+
+def is_object(uri: str) -> bool:
+    return uri.startswith(SCHEME)
+
+
+def check_uri(uri: str) -> None:
+    """Raise UsageError where the URI can name nothing, or where boto3 is missing."""
+    bucket, _ = _split(uri)
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.\-:_/]{1,254}", bucket) or "?" in uri:
+        raise UsageError(f"{uri}: expected s3://BUCKET/KEY without user, host or query")
+    try:
+        import boto3  # noqa: F401, PLC0415
+    except ImportError:
+        raise UsageError(f"{uri}: S3 needs boto3: pip install 'gstep-cache[s3]'") from None
+
+
+def _split(uri: str) -> tuple[str, str]:
+    """(bucket, key)."""
+    bucket, _, key = uri.removeprefix(SCHEME).partition("/")
+    return bucket, key
+
+
+def _rebuild(settings: dict[str, str]) -> Objects:
+    return Objects(**settings)
+
+
+def _connect(settings: dict[str, str]) -> Any:
+    import boto3  # noqa: PLC0415 - only where a store is used
+    from botocore.config import Config  # noqa: PLC0415
+
+    session = boto3.session.Session(profile_name=settings.pop("profile_name", None))
+    # Path style reaches every store; S3 itself takes it too.
+    style = {"addressing_style": "path"} if "endpoint_url" in settings else {}
+    config = Config(
+        retries={"mode": "standard", "total_max_attempts": 6},
+        connect_timeout=10,
+        read_timeout=60,
+        max_pool_connections=32,
+        s3=style,
+    )
+    return session.client("s3", config=config, **settings)
+
+
+def _broken_downloads() -> tuple[type[Exception], ...]:
+    from botocore.exceptions import (  # noqa: PLC0415
+        IncompleteReadError,
+        ReadTimeoutError,
+        ResponseStreamingError,
+    )
+
+    return IncompleteReadError, ReadTimeoutError, ResponseStreamingError
