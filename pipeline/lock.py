@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
@@ -57,6 +58,17 @@ def holder(store: Store) -> dict[str, Any] | None:
     return None
 
 
+def _locked(descriptor: int) -> bool:
+    """Take the lock; a few tries, because whoever only looks (``holder``) has it for an instant."""
+    for _ in range(5):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.05)
+    return False
+
+
 class FileLock:
     """Hold ``<cache>/.lock`` with flock."""
 
@@ -67,9 +79,7 @@ class FileLock:
 
     def __enter__(self) -> FileLock:
         descriptor = os.open(self._store.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not _locked(descriptor):
             other = os.read(descriptor, 4096).decode("utf-8", "replace")
             os.close(descriptor)
             raise CacheLocked(f"{self._store}: another run writes to this cache: {other or 'unknown'}") from None

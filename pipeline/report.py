@@ -12,6 +12,7 @@ from rich.text import Text
 
 from pipeline.cache import TokenCache
 from pipeline.live import VideosTable
+from pipeline.runs import latest_run
 from pipeline.summary import COLUMNS, render, summarise
 
 BAR = 24  # characters of a full bar
@@ -26,7 +27,11 @@ def cache_report(cache: TokenCache) -> RenderableType:
     head.add_row("pruner", Text(f"{identity['pruner']['method']}  {flat(identity['pruner']['params'])}"))
     head.add_row("stored", f"retention ratio {identity['retention_ratio']}, {identity['dtype']['stored']}")
     head.add_row("sampling", Text(flat(identity["sampling"])))
-    return Group(head, "", render(summarise(VideosTable(cache.store, COLUMNS))), "", _videos(cache))
+    videos = VideosTable(cache.store, COLUMNS)
+    run = latest_run(cache.store, videos.rows())
+    if run is not None:
+        head.add_row("last run", Text(run.describe()))
+    return Group(head, "", render(summarise(videos)), "", _videos(cache))
 
 
 def _videos(cache: TokenCache, limit: int = 20) -> RenderableType:

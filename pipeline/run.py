@@ -15,10 +15,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
@@ -38,12 +36,11 @@ from pipeline.live import VIDEOS, VideosTable
 from pipeline.lock import Lock, cache_lock
 from pipeline.progress import reporter
 from pipeline.resume import remaining
+from pipeline.runs import RunFile
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.sink import commit
-from pipeline.store import Store
 from pipeline.summary import COLUMNS, Summary, summarise
 
-RUNS = "runs"
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord")
 
 
@@ -80,7 +77,7 @@ def _prune_videos(config: PruneConfig, console: Console) -> Summary:
         return summary
 
 
-def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[_RunFile, int]:
+def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[RunFile, int]:
     """Run the graph over ``todo`` and commit every shard it writes, under a record of the run."""
     cluster = _connect()
     device = _device(job, cluster)
@@ -115,7 +112,7 @@ def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[_Ru
         store=job.store,
         run_id=job.run_id,
     )
-    run_file = _RunFile(job.store, _run_record(job, device, dtype, resources, len(todo)))
+    run_file = RunFile(job.store, _run_record(job, device, dtype, resources, len(todo)))
     with run_file:
         n_failed = _commit_all(job, dataset, len(todo), lock, console)
     return run_file, n_failed
@@ -198,7 +195,6 @@ def _run_record(job: Job, device: str, dtype: str, resources: Resources, n_video
     """Provenance: recorded, never compared."""
     return {
         "run_id": job.run_id,
-        "started": _now(),
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "python": platform.python_version(),
@@ -209,29 +205,6 @@ def _run_record(job: Job, device: str, dtype: str, resources: Resources, n_video
         "resources": {"cluster": dict(ray.cluster_resources()), "plan": asdict(resources)},
         "videos": n_videos,
     }
-
-
-class _RunFile:
-    """``runs/<run_id>.json``, written when a run starts and again when it ends, however it ends."""
-
-    def __init__(self, store: Store, record: dict[str, Any]) -> None:
-        self._store = store
-        self._record = record
-
-    def __enter__(self) -> None:
-        self.save(status="running")
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
-        status = "finished" if kind is None else "cancelled" if issubclass(kind, KeyboardInterrupt) else "failed"
-        self.save(status=status, ended=_now(), error=None if value is None else printable(str(value)))
-
-    def save(self, **news: object) -> None:
-        self._record |= news
-        self._store.put(f"{RUNS}/{self._record['run_id']}.json", json.dumps(self._record, indent=2).encode())
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def _version(name: str) -> str | None:

@@ -28,7 +28,7 @@ REMEDIES: Mapping[str, str] = {
 }
 COLUMNS = (
     *INDEX_COLUMNS,
-    *("error_message", "n_tokens", "n_total", "hidden_size", "decode_warnings"),
+    *("run_id", "error_message", "n_tokens", "n_total", "hidden_size", "decode_warnings"),
     *(f"{stage}_s" for stage in STAGES),
 )
 

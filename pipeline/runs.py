@@ -1,0 +1,106 @@
+"""The record of a run, ``runs/<run_id>.json``: provenance, and how far it has come. Recorded, never compared."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.errors import printable
+from pipeline.lock import holder
+from pipeline.store import Store
+
+RUNS = "runs"
+
+
+class RunFile:
+    """Written when a run starts and again when it ends, however it ends."""
+
+    def __init__(self, store: Store, record: dict[str, Any]) -> None:
+        self._store = store
+        self._record = record | {"started": now()}
+
+    def __enter__(self) -> None:
+        self.save(status="running")
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        status = "finished" if kind is None else "cancelled" if issubclass(kind, KeyboardInterrupt) else "failed"
+        self.save(status=status, ended=now(), error=None if value is None else printable(str(value)))
+
+    def save(self, **news: object) -> None:
+        self._record |= news
+        self._store.put(f"{RUNS}/{self._record['run_id']}.json", json.dumps(self._record, indent=2).encode())
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """The latest run of a cache, counted from its videos table.
+
+    Attributes:
+        run_id: it names runs/<run_id>.json.
+        status: finished, failed, cancelled, running, or "gone": it was running and holds the cache no more.
+        host: where its driver runs or ran.
+        pid: of the driver.
+        n_videos: what it set out to do.
+        n_done: videos with a row by it.
+        n_failed: those of them that failed.
+        seconds: since it started, or what it took.
+        error: what ended it, if something did.
+    """
+
+    run_id: str
+    status: str
+    host: str
+    pid: int
+    n_videos: int
+    n_done: int
+    n_failed: int
+    seconds: float
+    error: str | None
+
+    def describe(self) -> str:
+        """One line."""
+        done = f"{self.n_done} of {self.n_videos} videos, {self.n_failed} failed"
+        rate = self.n_done / max(self.seconds, 1.0)
+        where = f"{self.run_id} on {self.host} (pid {self.pid})"
+        if self.status == "running":
+            left = f"{(self.n_videos - self.n_done) / rate:.0f} s left" if self.n_done else "no estimate yet"
+            return f"{where} running for {self.seconds:.0f} s: {done}, {rate:.2f} videos/s, {left}"
+        if self.status == "gone":
+            return f"{where} ended without a word: {done}; the same command goes on from there"
+        why = f": {self.error}" if self.error else ""
+        return f"{where} {self.status} after {self.seconds:.0f} s: {done}{why}"
+
+
+def latest_run(store: Store, rows: pa.Table) -> RunProgress | None:
+    """How far the newest run has come; ``rows`` are all rows of the videos table with run_id and status."""
+    names = store.names(RUNS, ".json")
+    if not names:
+        return None
+    record = json.loads(store.read(names[-1]))  # a run_id begins with its time
+    mine = rows.filter(pc.equal(rows["run_id"], record["run_id"]))
+    status = record["status"]
+    if status == "running" and (holder(store) or {}).get("run_id") != record["run_id"]:
+        status = "gone"
+    until = datetime.fromisoformat(record.get("ended") or now())
+    return RunProgress(
+        run_id=record["run_id"],
+        status=status,
+        host=record["host"],
+        pid=record["pid"],
+        n_videos=record["videos"],
+        n_done=len(mine),
+        n_failed=pc.sum(pc.not_equal(mine["status"], "ok")).as_py() or 0,
+        seconds=(until - datetime.fromisoformat(record["started"])).total_seconds(),
+        error=record.get("error"),
+    )
+
+
+def now() -> str:
+    """The time as records hold it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
