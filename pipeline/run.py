@@ -124,6 +124,8 @@ def _commit_all(job: Job, dataset: ray.data.Dataset, total: int, lock: Lock, con
     try:
         with reporter(console, total, job.config.log_interval) as progress:
             for number, rows in enumerate(run_graph(dataset)):
+                if "write_error" in rows[0]:
+                    raise RunFailed(f"the run stopped after {done} of {total} videos: {rows[0]['write_error']}")
                 lock.check()
                 commit(job.store, job.run_id, number, rows)
                 new_good = sum(row["status"] == "ok" for row in rows)

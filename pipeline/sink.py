@@ -26,13 +26,17 @@ TOKENS = "tokens"
 def write_token_shard(batch: pa.Table, *, store: Store, run_id: str) -> pa.Table:
     """Write the tokens of the batch's good videos as one shard of ``store``; return every video's record.
 
-    Raises OSError where the shard cannot be written: that ends the run, it is not a video's fault.
+    Where the shard cannot be written, the only row is {"write_error": why}: that ends the run, it is no video's fault,
+    and Ray would bury an exception in texts of its own.
     """
     started = time.perf_counter()
     rows = records(batch)
     good = [i for i, record in enumerate(rows) if record["status"] == "ok"]
     if good:
-        _write(batch, [rows[i] for i in good], good, store, run_id)
+        try:
+            _write(batch, [rows[i] for i in good], good, store, run_id)
+        except OSError as error:
+            rows, good = [{"write_error": f"{type(error).__name__}: {error}"}], []
     seconds = (time.perf_counter() - started) / max(len(good), 1)
     for i in good:
         rows[i]["write_s"] = seconds

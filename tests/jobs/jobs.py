@@ -16,6 +16,7 @@ import ray
 
 from pipeline import TokenCache
 from pipeline.live import read_videos_shard
+from pipeline.store import Store
 from tests.pipeline.videos import SAMPLES, sample
 
 ROOT = Path(__file__).parents[2]
@@ -75,9 +76,9 @@ def wait_for_shards(cache: Path, count: int, process: subprocess.Popen[str], tim
         time.sleep(0.02)
 
 
-def assert_complete(cache: Path, ids: list[str]) -> None:
+def assert_complete(cache: Path | Store, ids: list[str]) -> None:
     """Every id has exactly one row over all videos shards, is ok, and its tokens can be read."""
-    opened = TokenCache(cache)
+    opened = TokenCache(cache) if isinstance(cache, Path) else TokenCache(str(cache), store=cache)
     rows = Counter(
         video_id
         for name in opened.store.names("videos", ".parquet")

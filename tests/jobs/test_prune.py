@@ -172,19 +172,28 @@ def many(tmp_path_factory) -> tuple[Path, list[str]]:
     return folder / "m.jsonl", ids
 
 
-def test_killed_half_way_and_run_again_gives_every_id_once(many, tmp_path):
+def inspected(cache: Path, capsys) -> str:
+    """What jobs.inspect says of a cache, in one line."""
+    assert inspect.main([str(cache)]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_killed_half_way_and_run_again_gives_every_id_once(many, tmp_path, capsys):
     manifest, ids = many
     argv = ["jobs.prune", str(manifest), "--out", str(tmp_path / "c"), "--num-frames", "4"]
     for shards in (2, 6):
         process = start(*argv)
         wait_for_shards(tmp_path / "c", shards, process)
+        assert "running for" in inspected(tmp_path / "c", capsys)
         stop(process, signal.SIGKILL)
+        assert "ended without a word" in inspected(tmp_path / "c", capsys)
         half = TokenCache(tmp_path / "c")
         assert 0 < len(half) < len(ids)
         assert all(len(half.get(v).tokens) for v in half.video_ids)
     done = run(*argv)
     assert done.returncode == 0, done.stdout
     assert_complete(tmp_path / "c", ids)
+    assert "finished after" in inspected(tmp_path / "c", capsys)
     assert TokenCache(tmp_path / "c").metadata("v07")["manifest"] == {"label": 7}
 
 

@@ -15,7 +15,7 @@ from pipeline.errors import VideoFault
 from pipeline.rows import ENCODED, failed, one_row, pruned_arrays, pruned_columns, records
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.sink import commit, write_token_shard
-from pipeline.store import LocalStore
+from pipeline.store import LocalStore, Store
 
 
 def random_tokens(seed: int, shape: tuple[int, int, int] = (4, 25, 16)) -> torch.Tensor:
@@ -49,8 +49,8 @@ def encoded_failure(video_id: str, fault: VideoFault, **more: Any) -> pa.Table:
     return one_row(ENCODED, failed(source_record(video_id, (1, 1, 1), **more), fault))
 
 
-def write_header(out: Path, ratio: float = 0.25) -> LocalStore:
-    store = LocalStore(out)
+def write_header(out: Path | Store, ratio: float = 0.25) -> Store:
+    store = LocalStore(out) if isinstance(out, Path) else out
     identity = {
         "model": {"type": "llava_onevision", "weights": "none"},
         "sampling": {},
@@ -63,7 +63,7 @@ def write_header(out: Path, ratio: float = 0.25) -> LocalStore:
     return store
 
 
-def write_shard(store: LocalStore, run_id: str, *rows: pa.Table) -> str:
+def write_shard(store: Store, run_id: str, *rows: pa.Table) -> str:
     """Write and commit one shard; returns the name of its videos shard."""
     written = write_token_shard(pa.concat_tables(rows), store=store, run_id=run_id)
     before = set(store.names("videos", ".parquet"))
@@ -72,7 +72,7 @@ def write_shard(store: LocalStore, run_id: str, *rows: pa.Table) -> str:
     return name
 
 
-def make_cache(out: Path, videos: dict[str, torch.Tensor], ratio: float = 0.25, method: str = "gstep") -> LocalStore:
+def make_cache(out: Path | Store, videos: dict[str, torch.Tensor], ratio: float = 0.25, method: str = "gstep") -> Store:
     """One shard that holds the pruned tokens of ``videos``."""
     store = write_header(out, ratio)
     write_shard(store, "run", *(encoded(name, tokens, ratio, method) for name, tokens in videos.items()))

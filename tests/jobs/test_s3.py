@@ -1,0 +1,144 @@
+"""The job with its cache on a real S3 API: what a killed run leaves, what a run asks for, and what must not show."""
+
+import json
+import shutil
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from jobs import inspect, prune
+from pipeline import TokenCache
+from pipeline.lease import CacheLease
+from pipeline.store import ObjectStore
+from tests.jobs.jobs import assert_complete, clips, forbid_ray, run, start, stop
+from tests.pipeline.s3 import KEY, SECRET, S3Server
+
+pytestmark = pytest.mark.slow
+
+FRAMES = 4
+IDS = [f"v{i:02d}" for i in range(32)]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with S3Server("cache") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory) -> Path:
+    """The same four clips under 32 ids."""
+    folder = tmp_path_factory.mktemp("many")
+    for clip in clips():
+        shutil.copy(clip, folder)
+    rows = [{"video_id": v, "uri": clips()[i % 4].name} for i, v in enumerate(IDS)]
+    (folder / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder / "m.jsonl"
+
+
+def argv(manifest: Path, cache: str) -> list[str]:
+    return [str(manifest), "--out", cache, "--num-frames", str(FRAMES), "--log-interval", "2"]
+
+
+def shards(store: ObjectStore) -> list[str]:
+    return store.names("videos", ".parquet")
+
+
+@pytest.fixture(scope="module")
+def killed(server, manifest):
+    """A run that was killed half-way and run again: (its store, the second run, videos before it, its requests)."""
+    store = ObjectStore(server.uri("killed/cache"), server.objects())
+    command = ["jobs.prune", *argv(manifest, store.root)]
+    process = start(*command, **server.environment())
+    deadline = time.monotonic() + 120
+    while len(shards(store)) < 3:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no shard was committed in time"
+        time.sleep(0.05)
+    stop(process, signal.SIGKILL)
+    half = len(TokenCache(store.root, store=store))
+    assert 0 < half < len(IDS)
+    server.requests.clear()
+    done = run(*command, **server.environment())
+    return store, done, half, list(server.requests)
+
+
+def test_a_killed_run_is_continued(server, killed):
+    store, done, half, _ = killed
+    assert done.returncode == 0, done.stdout
+    assert f"{half} of {len(IDS)} videos are in the cache already" in done.stdout
+    assert_complete(store, IDS)
+
+
+def test_requests_are_counted(server, killed):
+    """Per shard two PUTs; videos shards are read once; the rest does not grow with the corpus."""
+    store, _, _, requests = killed
+    run_id = store.names("runs", ".json")[-1].partition("/")[2].removesuffix(".json")
+    committed = [name for name in shards(store) if run_id in name]
+    written = Counter(r.path.split("/")[4] for r in requests if r.kind == "PUT" and run_id in r.path)
+    assert written["videos"] == len(committed) > 1
+    assert written["videos"] <= written["tokens"] <= len(IDS)  # small shards are committed several at a time
+    gets = Counter(r.path for r in requests if r.kind == "GET" and "/videos/" in r.path)
+    assert set(gets.values()) == {1} and len(gets) == len(shards(store))
+    rest = Counter(r.kind for r in requests if not any(f"/{part}/" in r.path for part in ("tokens", "videos")))
+    beats = sum(r.kind == "PUT" and ".lock" in r.path for r in requests)  # one every ten seconds, with a LIST
+    assert sum(rest.values()) - 2 * beats < 30, rest
+
+
+def test_endpoint_and_credentials_show_nowhere(server, killed):
+    store, done, *_ = killed
+    held = b"".join(store.objects.read(info.uri) for info in store.objects.list(f"{store.root}/", deep=True))
+    for secret in (KEY, SECRET, server.url, server.url.partition("://")[2]):
+        assert secret not in done.stdout
+        assert secret.encode() not in held
+
+
+def test_nothing_left_to_do_starts_nothing(server, killed, manifest, monkeypatch, capsys):
+    store, *_ = killed
+    forbid_ray(monkeypatch)
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    server.requests.clear()
+    assert prune.main(argv(manifest, store.root)) == 0
+    assert "32 of 32 videos are in the cache already" in capsys.readouterr().err
+    assert {r.path.rsplit("/", 1)[1][:5] for r in server.requests if r.kind in ("PUT", "DELETE")} == {".lock"}
+    assert inspect.main([store.root]) == 0
+    assert "finished after" in capsys.readouterr().out
+
+
+def test_two_runs_at_once_are_refused(server, manifest, monkeypatch, capsys):
+    store = ObjectStore(server.uri("two"), server.objects())
+    forbid_ray(monkeypatch)
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    with CacheLease(store, "first", print):
+        assert prune.main(argv(manifest, store.root)) == 2
+    assert '"run_id": "first"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [("s3://no-such-bucket/cache", "NoSuchBucket"), ("s3://", "expected s3://BUCKET"), ("taken", "is no cache")],
+)
+def test_places_where_no_cache_can_be(server, manifest, monkeypatch, capsys, place, told):
+    forbid_ray(monkeypatch)
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    server.upload("taken/notes.txt")
+    assert prune.main(argv(manifest, server.uri("taken") if place == "taken" else place)) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_store_that_refuses_a_shard_ends_the_run(server, manifest):
+    """Writing is allowed except below tokens/: the run says so in one line and leaves a cache that can be continued."""
+    store = ObjectStore(server.uri("refusing"), server.objects())
+    server.fail_below("PUT", "refusing/tokens/", 403)
+    command = ["jobs.prune", *argv(manifest, store.root)]
+    done = run(*command, **server.environment())
+    assert done.returncode == 1, done.stdout
+    assert "AccessDenied" in done.stdout.splitlines()[-1] and "refusing/tokens/" in done.stdout.splitlines()[-1]
+    assert KEY not in done.stdout and server.url not in done.stdout
+    assert shards(store) == []

@@ -1,0 +1,146 @@
+"""One writer a cache on a store without locks: leases, heartbeats, and what a killed run leaves behind."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pipeline.errors import CacheLocked, RunFailed
+from pipeline.lease import CacheLease
+from pipeline.lock import holder
+from pipeline.store import LOCK, ObjectStore
+from tests.pipeline.s3 import S3Server
+
+BEAT = 0.2
+
+
+@pytest.fixture(scope="module")
+def server():
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def store(server, request) -> ObjectStore:
+    return ObjectStore(f"s3://{server.bucket}/{request.node.name}", server.objects())
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+def lease(store, run_id, said) -> CacheLease:
+    return CacheLease(store, run_id, said.append, heartbeat_s=BEAT)
+
+
+def foreign(store, beat: int, number: int = 1) -> None:
+    """A lease of a run on another machine."""
+    content = {"host": "elsewhere", "pid": 1, "run_id": "other", "namespace": "n", "beat": beat}
+    store.put(f"{LOCK}-{number:06d}", json.dumps(content).encode())
+
+
+def test_the_second_is_refused_with_the_first_named(store, said):
+    with lease(store, "first", said) as held:
+        held.check()
+        assert holder(store)["run_id"] == "first"
+        with pytest.raises(CacheLocked, match=r'"pid": .*"run_id": "first"'):
+            lease(store, "second", said).__enter__()
+    assert holder(store) is None
+    with lease(store, "third", said):
+        assert holder(store)["run_id"] == "third"
+    assert said == []
+
+
+def test_a_killed_run_on_this_machine_blocks_nobody(store, said, server):
+    code = (
+        "import sys, os, signal; from pipeline.lease import CacheLease; from pipeline.store import ObjectStore;"
+        "from pipeline.objects import Objects;"
+        f"CacheLease(ObjectStore({store.root!r}, Objects.from_environment()), 'killed', print).__enter__();"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = server.environment() | {"PYTHONPATH": ":".join(sys.path)}
+    killed = subprocess.run([sys.executable, "-c", code], check=False, env=environment)
+    assert killed.returncode == -signal.SIGKILL
+    assert store.exists(f"{LOCK}-000001")
+    assert holder(store) is None
+    with lease(store, "next", said) as held:
+        held.check()
+    assert said == []
+
+
+def test_a_silent_lease_of_another_machine_is_taken_over(store, said):
+    foreign(store, beat=7)
+    with lease(store, "next", said) as held:
+        held.check()
+        assert not store.exists(f"{LOCK}-000001")
+    assert len(said) == 1 and "elsewhere" in said[0]
+
+
+def test_a_beating_lease_of_another_machine_is_respected(store, said):
+    ended = threading.Event()
+
+    def beat() -> None:
+        for number in range(1000):
+            foreign(store, number)
+            if ended.wait(BEAT / 2):
+                return
+
+    foreign(store, -1)
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(CacheLocked, match="elsewhere"):
+            lease(store, "next", said).__enter__()
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_of_many_heirs_one_inherits(store, said):
+    foreign(store, beat=7)
+    heirs = [lease(store, f"heir{i}", said) for i in range(6)]
+
+    def enter(heir: CacheLease) -> CacheLease | None:
+        try:
+            return heir.__enter__()
+        except CacheLocked:
+            return None
+
+    with ThreadPoolExecutor(len(heirs)) as pool:
+        winners = [heir for heir in pool.map(enter, heirs) if heir]
+    assert len(winners) == 1
+    winners[0].check()
+    winners[0].__exit__(None, None, None)
+
+
+def test_who_was_taken_for_dead_writes_no_more(store, said):
+    with lease(store, "slow", said) as held:
+        foreign(store, beat=1, number=2)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            try:
+                held.check()
+            except RunFailed as error:
+                assert "elsewhere" in str(error)
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail("the loss went unnoticed")
+    assert json.loads(store.read(f"{LOCK}-000002"))["run_id"] == "other"
+
+
+def test_a_store_that_stays_away_ends_the_lease(server, said):
+    with S3Server() as short:
+        store = ObjectStore(f"s3://{short.bucket}/c", short.objects())
+        held = lease(store, "run", said).__enter__()
+    deadline = time.monotonic() + 60
+    with pytest.raises(RunFailed, match="could not be reached"):
+        while time.monotonic() < deadline:
+            held.check()
+            time.sleep(0.05)

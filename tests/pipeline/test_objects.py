@@ -1,0 +1,170 @@
+"""What is asked of S3, request by request; what is retried; and errors that keep secrets."""
+
+import errno
+import pickle
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from pipeline.errors import UsageError
+from pipeline.objects import Objects, check_uri
+from tests.pipeline.s3 import S3Server
+
+ODD_KEYS = ["x/b c.mp4", "x/a#b%20c.mp4", "x/é/ü?.mp4", "x//d.mp4"]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with S3Server() as server:
+        yield server
+
+
+@pytest.fixture
+def objects(server) -> Objects:
+    """After a trip through pickle, as a worker gets it."""
+    return pickle.loads(pickle.dumps(server.objects()))  # noqa: S301 - our own bytes
+
+
+def made(server: S3Server, call) -> list[str]:
+    """The methods of the requests that ``call`` makes."""
+    before = len(server.requests)
+    call()
+    return [method for method, *_ in server.requests[before:]]
+
+
+def test_one_request_each(server, objects):
+    uri = f"s3://{server.bucket}/one/a"
+    assert made(server, lambda: objects.put(uri, b"0123456789")) == ["PUT"]
+    assert made(server, lambda: objects.read(uri)) == ["GET"]
+    assert made(server, lambda: objects.read_slice(uri, -3)) == ["GET"]
+    assert made(server, lambda: objects.size(uri)) == ["HEAD"]
+    assert made(server, lambda: list(objects.list(f"s3://{server.bucket}/one/"))) == ["GET"]
+    assert made(server, lambda: list(objects.list(f"s3://{server.bucket}/nothing/"))) == ["GET"]
+    assert made(server, lambda: objects.delete(uri)) == ["DELETE"]
+
+
+def test_what_goes_in_comes_out(server, objects):
+    uri = f"s3://{server.bucket}/two/a"
+    objects.put(uri, memoryview(b"0123456789"))
+    assert (objects.read(uri), objects.size(uri), objects.exists(uri)) == (b"0123456789", 10, True)
+    assert objects.read_slice(uri, 2, 5) == (b"234", 10)
+    assert objects.read_slice(uri, -4) == (b"6789", 10)
+    assert objects.read_slice(uri, -400) == (b"0123456789", 10)
+    objects.delete(uri)
+    objects.delete(uri)
+    assert not objects.exists(uri)
+    with pytest.raises(FileNotFoundError, match=uri):
+        objects.read(uri)
+
+
+def test_keys_are_taken_literally(server, objects):
+    for key in ODD_KEYS:
+        objects.put(f"s3://{server.bucket}/{key}", key.encode())
+    found = {info.uri for info in objects.list(f"s3://{server.bucket}/x/", deep=True)}
+    assert found == {f"s3://{server.bucket}/{key}" for key in ODD_KEYS}
+    assert {objects.read(uri).decode() for uri in found} == set(ODD_KEYS)
+    flat = {info.uri for info in objects.list(f"s3://{server.bucket}/x/")}
+    assert flat == {f"s3://{server.bucket}/{key}" for key in ODD_KEYS[:2]}
+
+
+def test_an_object_is_created_once(server, objects):
+    uri = f"s3://{server.bucket}/once"
+    objects.put(uri, b"first", exclusive=True)
+    with pytest.raises(FileExistsError):
+        objects.put(uri, b"second", exclusive=True)
+    assert objects.read(uri) == b"first"
+
+
+def test_too_large_an_object_is_not_read(server, objects):
+    uri = f"s3://{server.bucket}/large"
+    objects.put(uri, bytes(1000))
+    with pytest.raises(OSError, match="1000 bytes, more than the 999") as error:
+        objects.fetch(uri, pytest.fail, limit=999)
+    assert error.value.errno == errno.EFBIG
+    assert objects.fetch(uri, len, limit=1000) == 1000
+
+
+def test_no_such_bucket(objects):
+    for call in (objects.read, lambda uri: list(objects.list(uri)), lambda uri: objects.put(uri, b"")):
+        with pytest.raises(FileNotFoundError, match=r"NoSuchBucket.*s3://no-such-bucket/a"):
+            call("s3://no-such-bucket/a")
+
+
+@contextmanager
+def scripted(*answers: tuple[int, Sequence[tuple[str, str]], bytes]) -> Iterator[tuple[Objects, list[dict[str, str]]]]:
+    """A server that gives these answers (status, headers, body), the last one for ever; and what it was asked."""
+    asked: list[dict[str, str]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.0"
+
+        def do_GET(self) -> None:
+            status, headers, body = answers[min(len(asked), len(answers) - 1)]
+            asked.append({name.lower(): value for name, value in self.headers.items()})
+            self.send_response(status)
+            for name, value in headers:
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        keys = {"aws_access_key_id": "AKIATESTTEST", "aws_secret_access_key": "very-secret-value"}
+        url = f"http://127.0.0.1:{server.server_port}"
+        yield Objects(endpoint_url=url, region_name="us-east-1", **keys), asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_busy_store_is_asked_again():
+    busy = (503, [], b"<Error><Code>SlowDown</Code><Message>slow down</Message></Error>")
+    with scripted(busy, busy, busy, (200, [("Content-Length", "2"), ("ETag", '"x"')], b"ok")) as (objects, asked):
+        assert objects.read("s3://bucket/a") == b"ok"
+        assert len(asked) == 4
+
+
+def test_a_broken_download_goes_on_where_it_broke():
+    whole = bytes(range(256)) * 10
+    half = [("Content-Length", str(len(whole))), ("ETag", '"mark"')]
+    rest = [("Content-Length", "1560"), ("Content-Range", "bytes 1000-2559/2560"), ("ETag", '"mark"')]
+    with scripted((200, half, whole[:1000]), (206, rest, whole[1000:])) as (objects, asked):
+        assert objects.read("s3://bucket/a") == whole
+        assert (asked[1]["range"], asked[1]["if-match"]) == ("bytes=1000-", '"mark"')
+
+
+def test_a_refusal_is_final_and_says_why():
+    body = b"<Error><Code>AccessDenied</Code><Message>AKIATESTTEST may not, says http://127.0.0.1/x</Message></Error>"
+    with scripted((403, [], body)) as (objects, asked):
+        with pytest.raises(PermissionError, match=r"AccessDenied.*s3://bucket/a") as error:
+            objects.read("s3://bucket/a")
+        assert len(asked) == 1
+        assert "AKIATESTTEST" not in str(error.value) and "127.0.0.1" not in str(error.value)
+
+
+def test_errors_hide_how_the_store_is_reached():
+    objects = Objects(endpoint_url="http://127.0.0.1:9", aws_access_key_id="KEYKEY", aws_secret_access_key="HUSHHUSH")
+    with pytest.raises(OSError, match="cannot be used: EndpointConnectionError") as error:
+        objects.read("s3://bucket/a")
+    shown = f"{error.value!r} {error.value.__cause__!r} {objects!r} {vars(error.value)}"
+    assert not any(secret in shown for secret in ("127.0.0.1", "KEYKEY", "HUSHHUSH"))
+
+
+@pytest.mark.parametrize("uri", ["s3://", "s3:///a", "s3://user:secret@host/a", "s3://bucket/a?versionId=1"])
+def test_what_is_no_address_is_refused(uri):
+    with pytest.raises(UsageError, match="expected s3://BUCKET/KEY"):
+        check_uri(uri)
+
+
+def test_flags_win_over_the_environment(monkeypatch, server):
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    assert Objects.from_environment("http://127.0.0.1:9")._settings["endpoint_url"] != server.url
+    assert Objects.from_environment().exists(f"s3://{server.bucket}/no") is False
