@@ -1,0 +1,60 @@
+"""How far a run has come, told from the cache alone."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from pipeline.errors import VideoFault
+from pipeline.live import VideosTable
+from pipeline.lock import FileLock
+from pipeline.runs import RunFile, latest_run
+from pipeline.summary import COLUMNS
+from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Run r2 has written two videos, one of them failed; r1 wrote another one before."""
+    store = write_header(tmp_path)
+    write_shard(store, "r1", encoded("a", random_tokens(0), 0.25, "gstep"))
+    good, bad = encoded("b", random_tokens(1), 0.25, "gstep"), encoded_failure("c", VideoFault("crash", "x"))
+    write_shard(store, "r2", good, bad)
+    RunFile(store, {"run_id": "r1", "host": "h", "pid": 1, "videos": 1}).save(status="finished", ended="x")
+    return store
+
+
+def record(**more) -> dict[str, object]:
+    return {"run_id": "r2", "host": "h", "pid": 7, "videos": 10, **more}
+
+
+def progress(store):
+    run = latest_run(store, VideosTable(store, COLUMNS).rows())
+    assert run is not None and run.run_id == "r2"
+    return run
+
+
+def test_a_running_run_tells_its_rate_and_what_is_left(store):
+    started = (datetime.now(UTC) - timedelta(seconds=100)).isoformat()
+    RunFile(store, record()).save(status="running", started=started)
+    with FileLock(store, "r2"):
+        run = progress(store)
+    assert (run.status, run.n_done, run.n_failed, run.n_videos) == ("running", 2, 1, 10)
+    assert "running for 10" in run.describe() and "2 of 10 videos, 1 failed, 0.02 videos/s" in run.describe()
+
+
+def test_a_run_that_holds_the_cache_no_more_is_gone(store):
+    RunFile(store, record()).save(status="running")
+    assert "ended without a word: 2 of 10 videos" in progress(store).describe()
+    with FileLock(store, "r3"):  # another run goes on, and has written no record yet
+        assert progress(store).status == "gone"
+
+
+def test_a_failed_run_says_why(store):
+    with pytest.raises(RuntimeError), RunFile(store, record()):
+        raise RuntimeError("the disk is full")
+    assert "failed after 0 s: 2 of 10 videos, 1 failed: the disk is full" in progress(store).describe()
+
+
+def test_a_cache_without_runs(tmp_path):
+    store = write_header(tmp_path)
+    assert latest_run(store, VideosTable(store, COLUMNS).rows()) is None
