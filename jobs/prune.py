@@ -43,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         if namespace.config is not None:
-            parser.set_defaults(**read_config_file(namespace.config, PruneConfig))
+            options = read_config_file(namespace.config, PruneConfig)
+            # A flag wins over the file: also over the other way of sampling.
+            overruled = {"fps", "max_frames"} if namespace.num_frames else {"num_frames"} if namespace.fps else set()
+            parser.set_defaults(**{name: value for name, value in options.items() if name not in overruled})
             namespace = parser.parse_args(argv)
         return _prune(from_flags(PruneConfig, namespace), console)
     except UsageError as error:

@@ -117,6 +117,8 @@ def test_flags_win_over_the_configuration_file(refuse, videos, tmp_path):
     assert "no such folder" in refuse(
         prune, [str(tmp_path / "gone"), "--config", str(tmp_path / "c.yaml"), "--pruner", "gstep"]
     )
+    (tmp_path / "c.yaml").write_text("fps: 1\nmax-frames: 4\nvideos: nowhere\n")
+    assert "nowhere: no such folder" in refuse(prune, ["--config", str(tmp_path / "c.yaml"), "--num-frames", "4"])
     assert "none.yaml" in refuse(prune, ["--config", str(tmp_path / "none.yaml")])
 
 
