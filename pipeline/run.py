@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -36,9 +36,11 @@ from pipeline.job import Job, match_cache, prepare, refusing
 from pipeline.live import VIDEOS, read_live
 from pipeline.lock import CacheLock
 from pipeline.progress import reporter
+from pipeline.pulse import start_pulse
 from pipeline.resume import remaining
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.sink import commit
+from pipeline.stall import Watch, patiently
 from pipeline.store import LocalStore
 from pipeline.summary import Summary, summarise
 
@@ -92,6 +94,7 @@ def _stream(job: Job, todo: pa.Table, console: Console) -> tuple[_RunFile, int]:
         decode_workers=job.config.decode_workers,
         encode_workers=job.config.encode_workers,
     )
+    pulse = start_pulse()
     dataset = build_graph(
         todo,
         DecodeSetup.of(job.config, job.sampling, preprocessor_for(job.source)),
@@ -108,23 +111,27 @@ def _stream(job: Job, todo: pa.Table, console: Console) -> tuple[_RunFile, int]:
         resources,
         out=str(job.config.out.resolve()),
         run_id=job.run_id,
+        pulse=pulse,
     )
     run_file = _RunFile(job.store, _run_record(job, device, dtype, resources, len(todo)))
     with run_file:
-        n_failed = _commit_all(job, dataset, len(todo), console)
+        n_failed = _commit_all(job, dataset, resources, pulse, len(todo), console)
     return run_file, n_failed
 
 
-def _commit_all(job: Job, dataset: ray.data.Dataset, total: int, console: Console) -> int:
+def _commit_all(job: Job, dataset: ray.data.Dataset, plan: Resources, pulse: Any, total: int, console: Console) -> int:
     """Commit every shard as it comes; returns how many videos failed."""
     done = good = 0
     try:
         with reporter(console, total, job.config.log_interval) as progress:
-            for number, rows in enumerate(run_graph(dataset)):
-                commit(job.store, job.run_id, number, rows)
-                new_good = sum(row["status"] == "ok" for row in rows)
-                done, good = done + len(rows), good + new_good
-                progress.advance(new_good, len(rows) - new_good)
+            watch = Watch(pulse, job.config.stall_timeout, plan, progress.stages)
+            with closing(patiently(run_graph(dataset), watch.look, watch.every_s)) as shards:
+                for number, rows in enumerate(shards):
+                    commit(job.store, job.run_id, number, rows)
+                    watch.moved()
+                    new_good = sum(row["status"] == "ok" for row in rows)
+                    done, good = done + len(rows), good + new_good
+                    progress.advance(new_good, len(rows) - new_good)
     except (ray.exceptions.RayError, OSError) as error:
         raise RunFailed(f"the run stopped after {done} of {total} videos: {_cause(error)}") from error
     if done != total:

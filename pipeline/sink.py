@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.live import videos_shard_name
+from pipeline.pulse import Beat
 from pipeline.rows import WRITTEN, Record, payload, records
 from pipeline.schema import VIDEO_SCHEMA, digest, footer_of, tier_row_counts, token_schema, write_parquet
 from pipeline.store import LocalStore
@@ -23,7 +24,7 @@ from pipeline.store import LocalStore
 TOKENS = "tokens"
 
 
-def write_token_shard(batch: pa.Table, *, out: str, run_id: str) -> pa.Table:
+def write_token_shard(batch: pa.Table, *, out: str, run_id: str, pulse: Any = None) -> pa.Table:
     """Write the tokens of the batch's good videos as one shard below ``out``; return every video's record.
 
     Raises OSError where the shard cannot be written: that ends the run, it is not a video's fault.
@@ -31,8 +32,9 @@ def write_token_shard(batch: pa.Table, *, out: str, run_id: str) -> pa.Table:
     started = time.perf_counter()
     rows = records(batch)
     good = [i for i, record in enumerate(rows) if record["status"] == "ok"]
-    if good:
-        _write(batch, [rows[i] for i in good], good, LocalStore(out), run_id)
+    with Beat("write", pulse).holding(*(row["video_id"] for row in rows)):
+        if good:
+            _write(batch, [rows[i] for i in good], good, LocalStore(out), run_id)
     seconds = (time.perf_counter() - started) / max(len(good), 1)
     for i in good:
         rows[i]["write_s"] = seconds
