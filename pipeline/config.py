@@ -75,6 +75,12 @@ class PruneConfig:
     fetch_memory: int = option(
         2048, "MiB that a video fetched from S3 may have: it is held in memory, never on disk", metavar="MIB"
     )
+    stall_timeout: float = option(
+        1800.0,
+        "seconds without any video moving on after which the run fails and names the stage that holds it up; "
+        "longer than --decode-timeout, and than the model takes to load",
+        metavar="S",
+    )
     decode_workers: int | None = option(None, "decode processes at most (default: by the CPUs)", metavar="N")
     encode_workers: int | None = option(None, "encoders at most (default: one a GPU)", metavar="N")
     videos_per_shard: int = option(16, "videos in one Parquet shard at most; small runs use smaller ones", metavar="N")
@@ -106,8 +112,13 @@ class PruneConfig:
             _check(value is None or value >= 1, name, "at least 1", value)
         for name in ("videos_per_shard", "max_attempts", "decode_memory", "fetch_memory"):
             _check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        for name in ("decode_timeout", "log_interval"):
+        for name in ("decode_timeout", "stall_timeout", "log_interval"):
             _check(_positive(getattr(self, name)), name, "a positive number of seconds", getattr(self, name))
+        if self.stall_timeout <= self.decode_timeout:
+            raise UsageError(
+                f"--stall-timeout {self.stall_timeout:g} must be longer than --decode-timeout {self.decode_timeout:g}: "
+                "one video may take that long"
+            )
         _check(0.0 < self.retention_ratio <= 1.0, "retention_ratio", "in (0, 1]", self.retention_ratio)
         _check(self.fps is None or _positive(self.fps), "fps", "a positive number", self.fps)
         if self.fps is not None and self.num_frames is not None:

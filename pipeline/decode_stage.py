@@ -15,6 +15,7 @@ from pipeline.config import PruneConfig
 from pipeline.decode import DecodedVideo, DecodeRequest
 from pipeline.errors import VideoFault
 from pipeline.frames import Sampling
+from pipeline.pulse import Beat
 from pipeline.rows import DECODED, Record, failed, one_row
 from pipeline.sandbox import DecodeSandbox
 
@@ -33,17 +34,26 @@ class DecodeSetup:
     def of(cls, config: PruneConfig, sampling: Sampling, preprocessor: Preprocessor) -> DecodeSetup:
         return cls(sampling, preprocessor, config.decoder, config.decode_timeout, config.decode_memory)
 
+    def bytes_per_video(self) -> int:
+        """About what a video's frames take: exact where all videos are resized alike and long enough."""
+        frames = self.sampling.num_frames or self.sampling.max_frames or 0
+        height, width = self.preprocessor.target_size(frames, 1080, 1920)
+        return frames * height * width * 3
+
 
 class Decoder:
     """Decodes in a child process, so that a crash, a hang or a memory bomb costs one video and no actor."""
 
-    def __init__(self, setup: DecodeSetup) -> None:
+    def __init__(self, setup: DecodeSetup, pulse: Any = None) -> None:
         self._setup = setup
+        self._beat = Beat("decode", pulse)
         self._sandbox = DecodeSandbox(timeout_s=setup.timeout_s, memory_mb=setup.memory_mb)
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         for row in batch.to_pylist():
-            yield self._decode_row(row)
+            with self._beat.holding(row["video_id"]):
+                decoded = self._decode_row(row)
+            yield decoded
 
     def _decode_row(self, row: dict[str, Any]) -> pa.Table:
         started = time.perf_counter()

@@ -17,6 +17,7 @@ import torch
 from gstep import PrunedTokens, make_pruner
 from gstep.backbones import ModelSource, choose_runtime, load_backbone
 from pipeline.errors import VideoFault
+from pipeline.pulse import Beat
 from pipeline.rows import ENCODED, Record, failed, one_row, payload, pruned_arrays, pruned_columns, records
 
 
@@ -37,19 +38,23 @@ class EncodeSetup:
 class Encoder:
     """Holds one vision tower; never the LLM."""
 
-    def __init__(self, setup: EncodeSetup) -> None:
+    def __init__(self, setup: EncodeSetup, pulse: Any = None) -> None:
         self._setup = setup
+        self._beat = Beat("encode", pulse)
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
-        self._backbone = load_backbone(setup.source, self._runtime)
+        with self._beat.busy("the model, being loaded"):
+            self._backbone = load_backbone(setup.source, self._runtime)
         self._provenance = json.dumps(self._runtime.describe())
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         for row, record in enumerate(records(batch)):
             if record["status"] != "ok":
                 yield one_row(ENCODED, record)
-            else:
-                yield self._encode_row(record, payload(batch, "frames", row, np.uint8))
+                continue
+            with self._beat.holding(record["video_id"]):
+                encoded = self._encode_row(record, payload(batch, "frames", row, np.uint8))
+            yield encoded
 
     def _encode_row(self, record: Record, frames: np.ndarray | None) -> pa.Table:
         """One video; the error boundary of this stage."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import pyarrow as pa
 import ray.data
+from ray.data import ExecutionResources
 
 from pipeline.decode_stage import Decoder, DecodeSetup
 from pipeline.encode import Encoder, EncodeSetup
@@ -45,11 +46,29 @@ class Resources:
     videos_per_block: int
     videos_per_shard: int
 
+    def store_bytes(self, bytes_per_video: int) -> int:
+        """What may wait or be worked on in the object stores: a few videos a worker, a few shards; never the corpus."""
+        videos = 8 * (self.decode.workers + self.encode.workers) + 4 * self.videos_per_shard
+        return videos * max(bytes_per_video, BLOCK_BYTES)
+
+    @property
+    def cpus(self) -> float:
+        """CPUs that all workers and a writer reserve at once."""
+        return sum(s.num_cpus * s.workers for s in (self.decode, self.encode)) + self.write.num_cpus
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that all encoders reserve at once."""
+        return self.encode.num_gpus * self.encode.workers
+
 
 # A task or actor that dies with its worker is tried again this often: Ray's default is for ever, and a video that
 # kills its worker would then stall the run.
 RESTARTS = 3
 MAX_BLOCKS = 20_000
+# Decoded frames (14 MB for 32 frames) go on video by video, however many videos one task decodes. The records of a
+# shard must fit: the driver commits what comes in one block.
+BLOCK_BYTES = 8 * 2**20
 
 
 def plan_resources(
@@ -76,7 +95,10 @@ def plan_resources(
     shard = max(1, min(videos_per_shard, n_videos // 16))
     return Resources(
         decode=Stage(cpu, 0, decoders, "a decode child runs one thread"),
-        encode=Stage(cpu, float(gpus >= 1), encoders, "one model a GPU; its host thread launches kernels"),
+        encode=Stage(cpu, 0, encoders, "its threads share one CPU with nobody")
+        if gpus < 1
+        # Its host thread's CPU is left free, not reserved: decoders may hold every CPU of the node with the GPU.
+        else Stage(0, 1, encoders, "one model a GPU; a CPU for its host thread is left free"),
         write=Stage(light, 0, 0, "hashing and one file write; must find room while the actors hold their CPUs"),
         # A block is the unit of work and of retry: few videos, but no more blocks than the driver tracks lightly.
         videos_per_block=max(1, min(4, n_videos // (4 * decoders)), n_videos // MAX_BLOCKS),
@@ -86,7 +108,14 @@ def plan_resources(
 
 
 def build_graph(
-    todo: pa.Table, decode: DecodeSetup, encode: EncodeSetup, resources: Resources, *, store: Store, run_id: str
+    todo: pa.Table,
+    decode: DecodeSetup,
+    encode: EncodeSetup,
+    resources: Resources,
+    *,
+    store: Store,
+    run_id: str,
+    pulse: Any = None,
 ) -> ray.data.Dataset:
     """The lazy dataset whose rows are the written records of ``todo``; nothing runs until it is iterated."""
     # 1. Manifest: blocks small enough to spread. They are cut here, because every stage of Ray's own would ask for a
@@ -94,18 +123,22 @@ def build_graph(
     size = resources.videos_per_block
     videos = ray.data.from_arrow([todo.slice(start, size) for start in range(0, len(todo), size)])
     # 2. Decode: file -> model-ready uint8 frames, or an error row.
-    frames = videos.map_batches(Decoder, fn_constructor_args=(decode,), **_actors(resources.decode, size))
+    frames = videos.map_batches(Decoder, fn_constructor_args=(decode, pulse), **_actors(resources.decode))
     # 3. Encode and prune: frames -> the kept tokens in order of selection.
-    tokens = frames.map_batches(Encoder, fn_constructor_args=(encode,), **_actors(resources.encode, size))
+    tokens = frames.map_batches(Encoder, fn_constructor_args=(encode, pulse), **_actors(resources.encode))
     # 4. Write: one token shard a task.
-    return tokens.map_batches(
-        partial(write_token_shard, store=store, run_id=run_id),
+    written = tokens.map_batches(
+        partial(write_token_shard, store=store, run_id=run_id, pulse=pulse),
         batch_size=resources.videos_per_shard,
         batch_format="pyarrow",
         zero_copy_batch=True,
         num_cpus=resources.write.num_cpus,
         max_retries=RESTARTS,
     )
+    # Ray's own limit is half of the object stores, which a fast decoder would fill with frames.
+    limit = resources.store_bytes(decode.bytes_per_video())
+    written.context.execution_options.resource_limits = ExecutionResources(object_store_memory=limit)
+    return written
 
 
 def run_graph(dataset: ray.data.Dataset) -> Iterator[list[Record]]:
@@ -123,11 +156,12 @@ def configure_ray_data() -> None:
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     context.max_errored_blocks = 0
+    context.target_max_block_size = BLOCK_BYTES
 
 
-def _actors(stage: Stage, batch_size: int) -> Mapping[str, Any]:
+def _actors(stage: Stage) -> Mapping[str, Any]:
     return {
-        "batch_size": batch_size,
+        "batch_size": 1,  # a larger one would collect the frames of so many videos before it starts
         "batch_format": "pyarrow",
         "zero_copy_batch": True,
         "compute": ray.data.ActorPoolStrategy(size=stage.workers),

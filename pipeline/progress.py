@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Protocol
 
@@ -32,6 +33,8 @@ class Reporter(Protocol):
 
     def advance(self, ok: int, failed: int) -> None: ...
 
+    def stages(self, left: Mapping[str, int]) -> None: ...
+
 
 def reporter(console: Console, total: int, log_interval: float) -> Reporter:
     """A bar where the console is a terminal, else a line every ``log_interval`` seconds and one at the end."""
@@ -43,14 +46,19 @@ class _Rate(ProgressColumn):
         return Text("" if task.speed is None else f"{task.speed:.2f} videos/s")
 
 
+def _ahead(left: Mapping[str, int]) -> str:
+    """How far the stages before the write are."""
+    return f", {left['decode']} decoded, {left['encode']} encoded" if left else ""
+
+
 class BarReporter:
     """Bar, count, rate, failures and time left."""
 
     def __init__(self, console: Console, total: int) -> None:
         columns = (SpinnerColumn(), TextColumn("pruning"), BarColumn(), MofNCompleteColumn(), _Rate())
-        failures = TextColumn("{task.fields[failed]} failed")
-        self._progress = Progress(*columns, failures, TimeRemainingColumn(), console=console)
-        self._task = self._progress.add_task("pruning", total=total, failed=0)
+        more = TextColumn("{task.fields[failed]} failed{task.fields[stages]}")
+        self._progress = Progress(*columns, more, TimeRemainingColumn(), console=console)
+        self._task = self._progress.add_task("pruning", total=total, failed=0, stages="")
         self._failed = 0
 
     def __enter__(self) -> BarReporter:
@@ -64,6 +72,9 @@ class BarReporter:
         self._failed += failed
         self._progress.update(self._task, advance=ok + failed, failed=self._failed)
 
+    def stages(self, left: Mapping[str, int]) -> None:
+        self._progress.update(self._task, stages=_ahead(left))
+
 
 class LineReporter:
     """A line every ``interval`` seconds, also while nothing moves, and one at the end."""
@@ -74,6 +85,7 @@ class LineReporter:
         self._interval = interval
         self._started = time.monotonic()
         self._ok = self._failed = 0
+        self._ahead = ""
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
 
@@ -90,6 +102,9 @@ class LineReporter:
         self._ok += ok
         self._failed += failed
 
+    def stages(self, left: Mapping[str, int]) -> None:
+        self._ahead = _ahead(left)
+
     def _tick(self) -> None:
         while not self._ended.wait(self._interval):
             self._line()
@@ -98,5 +113,5 @@ class LineReporter:
         done = self._ok + self._failed
         rate = done / max(time.monotonic() - self._started, 1e-9)
         left = f"{(self._total - done) / rate:.0f} s left" if done else "no estimate yet"
-        text = f"{done}/{self._total} videos, {self._failed} failed, {rate:.2f} videos/s, {left}"
+        text = f"{done}/{self._total} videos, {self._failed} failed{self._ahead}, {rate:.2f} videos/s, {left}"
         self._console.print(text, highlight=False)

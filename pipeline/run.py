@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -35,10 +35,12 @@ from pipeline.job import Job, match_cache, prepare, refusing
 from pipeline.live import VIDEOS, VideosTable
 from pipeline.lock import Lock, cache_lock
 from pipeline.progress import reporter
+from pipeline.pulse import start_pulse
 from pipeline.resume import remaining
 from pipeline.runs import RunFile
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.sink import commit
+from pipeline.stall import Watch, patiently
 from pipeline.summary import COLUMNS, Summary, summarise
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord")
@@ -95,6 +97,7 @@ def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[Run
         decode_workers=job.config.decode_workers,
         encode_workers=job.config.encode_workers,
     )
+    pulse = start_pulse()
     dataset = build_graph(
         todo,
         DecodeSetup.of(job.config, job.sampling, preprocessor_for(job.source)),
@@ -111,26 +114,32 @@ def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[Run
         resources,
         store=job.store,
         run_id=job.run_id,
+        pulse=pulse,
     )
     run_file = RunFile(job.store, _run_record(job, device, dtype, resources, len(todo)))
     with run_file:
-        n_failed = _commit_all(job, dataset, len(todo), lock, console)
+        n_failed = _commit_all(job, dataset, resources, pulse, len(todo), lock, console)
     return run_file, n_failed
 
 
-def _commit_all(job: Job, dataset: ray.data.Dataset, total: int, lock: Lock, console: Console) -> int:
+def _commit_all(
+    job: Job, dataset: ray.data.Dataset, plan: Resources, pulse: Any, total: int, lock: Lock, console: Console
+) -> int:
     """Commit every shard as it comes; returns how many videos failed."""
     done = good = 0
     try:
         with reporter(console, total, job.config.log_interval) as progress:
-            for number, rows in enumerate(run_graph(dataset)):
-                if "write_error" in rows[0]:
-                    raise RunFailed(f"the run stopped after {done} of {total} videos: {rows[0]['write_error']}")
-                lock.check()
-                commit(job.store, job.run_id, number, rows)
-                new_good = sum(row["status"] == "ok" for row in rows)
-                done, good = done + len(rows), good + new_good
-                progress.advance(new_good, len(rows) - new_good)
+            watch = Watch(pulse, job.config.stall_timeout, plan, progress.stages)
+            with closing(patiently(run_graph(dataset), watch.look, watch.every_s)) as shards:
+                for number, rows in enumerate(shards):
+                    if "write_error" in rows[0]:
+                        raise RunFailed(f"the run stopped after {done} of {total} videos: {rows[0]['write_error']}")
+                    lock.check()
+                    commit(job.store, job.run_id, number, rows)
+                    watch.moved()
+                    new_good = sum(row["status"] == "ok" for row in rows)
+                    done, good = done + len(rows), good + new_good
+                    progress.advance(new_good, len(rows) - new_good)
     except (ray.exceptions.RayError, OSError) as error:
         raise RunFailed(f"the run stopped after {done} of {total} videos: {_cause(error)}") from error
     if done != total:

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.live import videos_shard_name
+from pipeline.pulse import Beat
 from pipeline.rows import WRITTEN, Record, payload, records
 from pipeline.schema import VIDEO_SCHEMA, digest, footer_of, tier_row_counts, token_schema, write_parquet
 from pipeline.store import Store
@@ -23,7 +24,7 @@ from pipeline.store import Store
 TOKENS = "tokens"
 
 
-def write_token_shard(batch: pa.Table, *, store: Store, run_id: str) -> pa.Table:
+def write_token_shard(batch: pa.Table, *, store: Store, run_id: str, pulse: Any = None) -> pa.Table:
     """Write the tokens of the batch's good videos as one shard of ``store``; return every video's record.
 
     Where the shard cannot be written, the only row is {"write_error": why}: that ends the run, it is no video's fault,
@@ -34,7 +35,8 @@ def write_token_shard(batch: pa.Table, *, store: Store, run_id: str) -> pa.Table
     good = [i for i, record in enumerate(rows) if record["status"] == "ok"]
     if good:
         try:
-            _write(batch, [rows[i] for i in good], good, store, run_id)
+            with Beat("write", pulse).holding(*(row["video_id"] for row in rows)):
+                _write(batch, [rows[i] for i in good], good, store, run_id)
         except OSError as error:
             rows, good = [{"write_error": f"{type(error).__name__}: {error}"}], []
     seconds = (time.perf_counter() - started) / max(len(good), 1)

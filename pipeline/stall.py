@@ -1,0 +1,148 @@
+"""A run that does not move is ended, with the stage that holds it up."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, TypeVar
+
+import ray
+
+from pipeline.errors import RunFailed, printable
+from pipeline.graph import Resources
+from pipeline.pulse import STAGES, Reading
+
+T = TypeVar("T")
+
+_LONGEST_LOOK_S = 10.0
+_REMEDY = {
+    "decode": "look at that host, and at the storage of that video",
+    "encode": "look at that host and its GPU",
+    "write": "look at the storage behind --out",
+    "scheduling": "add the missing nodes, or lower --encode-workers and --decode-workers",
+}
+
+
+class Watch:
+    """Looks at the pulse now and then; raises RunFailed where nothing has moved for ``timeout_s``."""
+
+    def __init__(
+        self, pulse: Any, timeout_s: float, plan: Resources, tell: Callable[[Mapping[str, int]], None]
+    ) -> None:
+        self._pulse = pulse
+        self._timeout_s = timeout_s
+        self._plan = plan
+        self._tell = tell
+        self._reading = Reading()
+        self._asked: Any = None
+        self._moved_at = time.monotonic()
+        self.every_s = min(_LONGEST_LOOK_S, timeout_s / 10)
+
+    def moved(self) -> None:
+        """Something was committed."""
+        self._moved_at = time.monotonic()
+
+    def look(self) -> None:
+        """Ask the pulse. One that does not answer is no news: commits alone count then."""
+        reading = self._read()
+        if reading.moves != self._reading.moves:
+            self.moved()
+        self._reading = reading
+        self._tell(reading.left)
+        if time.monotonic() - self._moved_at > self._timeout_s:
+            raise RunFailed(f"no video moved for {self._timeout_s:g} s: {self._verdict()}; or raise --stall-timeout")
+
+    def _read(self) -> Reading:
+        """The latest answer; one question is under way at a time."""
+        try:
+            self._asked = self._asked or self._pulse.read.remote()
+            reading: Reading = ray.get(self._asked, timeout=self.every_s)
+        except ray.exceptions.GetTimeoutError:
+            return self._reading
+        except ray.exceptions.RayError:
+            reading = self._reading
+        self._asked = None
+        return reading
+
+    def _verdict(self) -> str:
+        """The last stage that holds something, what it holds, and what may help."""
+        for stage in reversed(STAGES):
+            held = self._reading.inside.get(stage)
+            if held:
+                return f"{stage} holds {len(held)} ({printable(held[0])}) and does not move; {_REMEDY[stage]}"
+        return f"scheduling: {_shortage(self._plan)}; {_REMEDY['scheduling']}"
+
+
+def _shortage(plan: Resources) -> str:
+    try:
+        offer = ray.cluster_resources()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is not why the run failed
+        return f"no worker holds a video, and the cluster does not answer ({printable(str(error))})"
+    cpus, gpus = offer.get("CPU", 0.0), offer.get("GPU", 0.0)
+    return (
+        f"no worker holds a video; the cluster offers {cpus:g} CPUs and {gpus:g} GPUs, "
+        f"the plan needs {plan.cpus:g} and {plan.gpus:g}"
+    )
+
+
+class _Abandoned(BaseException):
+    """Ends the thread of ``patiently`` from outside."""
+
+
+def patiently(items: Iterator[T], look: Callable[[], None], every_s: float) -> Generator[T, None, None]:
+    """The items of an iterator that may block for ever, with a ``look`` every ``every_s`` seconds meanwhile.
+
+    It runs in a thread, one item ahead at most. What it raises is raised here. When this generator is closed, or
+    ``look`` raises, the iterator is interrupted where it is, as Ctrl-C would.
+    """
+    ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(1)
+    closed = threading.Event()
+
+    def hand_over(item: tuple[T] | BaseException | None) -> None:
+        while not closed.is_set():
+            try:
+                return ready.put(item, timeout=1)
+            except queue.Full:
+                continue
+        raise _Abandoned
+
+    def iterate() -> None:
+        try:
+            for item in items:
+                hand_over((item,))
+            hand_over(None)
+        except _Abandoned:
+            pass
+        except BaseException as error:  # noqa: BLE001 - it is the main thread's
+            hand_over(error)
+
+    thread = threading.Thread(target=iterate, name="graph", daemon=True)
+    thread.start()
+    try:
+        while True:
+            try:
+                item = ready.get(timeout=every_s)
+            except queue.Empty:
+                look()
+                continue
+            if item is None:
+                return
+            if isinstance(item, BaseException):
+                raise item
+            yield item[0]
+    finally:
+        closed.set()
+        _interrupt(thread)
+
+
+def _interrupt(thread: threading.Thread, wait_s: float = 10.0) -> None:
+    """Raise in another thread, and wait for its end: Ray has no other way to stop an iteration that waits.
+
+    It waits in Python code, by short sleeps, and shuts the execution down when an exception of any kind passes.
+    """
+    if thread.is_alive() and thread.ident is not None:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Abandoned))
+        thread.join(wait_s)
