@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -23,7 +26,7 @@ from pipeline.live import VIDEOS
 from pipeline.manifest import read_manifest
 from pipeline.objects import Objects
 from pipeline.readers import READERS, load_reader
-from pipeline.store import Store, store_at
+from pipeline.store import LocalStore, Store, store_at
 
 DEFAULT_FRAMES = 32
 
@@ -78,6 +81,11 @@ def prepare(config: PruneConfig, console: Console) -> Job:
     """Check the whole request against the disk and the cache. Raises UsageError; starts nothing."""
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     store = store_at(config.out, objects)
+    if isinstance(store, LocalStore) and not Path(str(store)).is_absolute() and _in_an_upload():
+        raise UsageError(
+            f"--out {store}: in this Ray job a relative path lies in the cluster's copy of --working-dir, lost "
+            "with it: name the cache by an absolute path that every node sees"
+        )
     with store_refusing():
         manifest = read_manifest(config.videos, config.video_root)
         if not store.exists(HEADER) and store.taken():
@@ -103,6 +111,12 @@ def prepare(config: PruneConfig, console: Console) -> Job:
     )
     with store_refusing():
         return match_cache(job, console)
+
+
+def _in_an_upload() -> bool:
+    """Whether this process runs in what ``ray job submit --working-dir`` sent: Ray tells it so in its environment."""
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    return bool(job.get("runtime_env", {}).get("working_dir"))
 
 
 def _check_reader(name: str) -> None:

@@ -7,6 +7,7 @@ own file.
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from pipeline.live import videos_shard_name
 from pipeline.pulse import Beat
 from pipeline.rows import WRITTEN, Record, payload, records
 from pipeline.schema import VIDEO_SCHEMA, digest, footer_of, tier_row_counts, token_schema, write_parquet
-from pipeline.store import Store
+from pipeline.store import LocalStore, Store
 
 TOKENS = "tokens"
 
@@ -46,7 +47,15 @@ def write_token_shard(batch: pa.Table, *, store: Store, run_id: str, pulse: Any 
 
 
 def commit(store: Store, run_id: str, number: int, rows: Sequence[Record]) -> pa.Table:
-    """Make the records visible: one videos shard, in one atomic step. Returns them as VIDEO_SCHEMA."""
+    """Make the records visible: one videos shard, in one atomic step. Returns them as VIDEO_SCHEMA.
+
+    Raises OSError where their tokens are not here: a node without the shared folder wrote them to a disk of its own.
+    """
+    for name in sorted({row["token_shard"] for row in rows if row["status"] == "ok"}):
+        if isinstance(store, LocalStore) and not store.exists(name):
+            raise FileNotFoundError(
+                errno.ENOENT, f"written by a node, but not to this --out {store}, which must be shared by all", name
+            )
     table = pa.Table.from_pylist([{"run_id": run_id, **row} for row in rows], schema=VIDEO_SCHEMA)
     data = write_parquet(table)
     store.put(videos_shard_name(run_id, number, data), data)

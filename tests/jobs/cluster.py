@@ -1,0 +1,165 @@
+"""A real Ray cluster on this machine with a job server, its nodes started by ``ray start`` as an operator would."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from tests.jobs.jobs import environment
+
+RAY = Path(sys.executable).with_name("ray")
+ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
+
+
+class Cluster:
+    """A head and, with ``add_node``, more nodes. Use it in a ``with`` block: leaving it ends every process.
+
+    Attributes:
+        address: of the job server, what ``ray job submit --address`` takes.
+        folder: private and short-lived: the nodes' home and, below it, Ray's own files.
+        environment: what the nodes, and with them every job, are started in.
+    """
+
+    def __init__(
+        self, *, cpus: int = 2, gpus: int = 0, resources: dict[str, float] | None = None, **environ: str
+    ) -> None:
+        self.environment = environment(**environ)
+        if "PYTHONPATH" not in environ:
+            del self.environment["PYTHONPATH"]  # jobs must run the code they are submitted with, not this checkout
+        self.environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"  # else a node lingers for half a minute
+        self.environment["PATH"] = f"{RAY.parent}{os.pathsep}{self.environment['PATH']}"
+        self.folder = Path(self.environment.pop("RAY_TMPDIR"))
+        self._nodes: list[subprocess.Popen[bytes]] = []
+        self._gcs, dashboard, agent, client = _free_ports(4)
+        self.address = f"http://127.0.0.1:{dashboard}"
+        self._start(
+            "--head", f"--port={self._gcs}", f"--temp-dir={self.folder}", "--include-dashboard=true",
+            f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}",
+            agent=agent, cpus=cpus, gpus=gpus, resources=resources,
+        )  # fmt: skip
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._wait_for_server()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add_node(self, *, cpus: int = 2, gpus: int = 0, resources: dict[str, float] | None = None) -> None:
+        """Join one more node and wait until the cluster counts it."""
+        (agent,) = _free_ports(1)
+        self._start(f"--address=127.0.0.1:{self._gcs}", agent=agent, cpus=cpus, gpus=gpus, resources=resources)
+        self._wait_until(lambda: len(self._alive_nodes()) == len(self._nodes), "the node did not join")
+
+    def ray(self, *argv: str, timeout: float = 240, cwd: Path | None = None, **environ: str) -> Ended:
+        """``ray <argv>`` as a user of the cluster runs it; stdout and stderr together."""
+        return subprocess.run(
+            [RAY, *argv], env={**self.environment, **environ}, cwd=cwd or self.folder, timeout=timeout,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+
+    def submit(self, *entrypoint: str, options: tuple[str, ...] = (), **more: Any) -> Ended:
+        """``ray job submit <options> -- <entrypoint>``; it ends with the job unless the options have --no-wait."""
+        return self.ray("job", "submit", "--address", self.address, *options, "--", *entrypoint, **more)
+
+    def logs(self, job: str) -> str:
+        return self.ray("job", "logs", "--address", self.address, job).stdout
+
+    def stop(self, job: str) -> Ended:
+        return self.ray("job", "stop", "--address", self.address, job)
+
+    def info(self, job: str) -> dict[str, Any]:
+        """What the job server says of a job: status, message, driver_exit_code, driver_info and more."""
+        found: dict[str, Any] = self.get(f"/api/jobs/{job}")
+        return found
+
+    def wait_for(self, job: str, *states: str, timeout: float = 120) -> dict[str, Any]:
+        """Wait until the job is in one of the states, by default ended; returns its info."""
+        self._wait_until(lambda: self.info(job)["status"] in (states or ENDED), f"{job} is not {states}", timeout)
+        return self.info(job)
+
+    def get(self, path: str) -> Any:
+        """The JSON behind a path of the job server."""
+        token = self.environment.get("RAY_AUTH_TOKEN")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        with urllib.request.urlopen(urllib.request.Request(self.address + path, headers=headers), timeout=30) as answer:
+            return json.load(answer)
+
+    def close(self) -> None:
+        """TERM for every node, KILL for what is left of their process groups, and their files away."""
+        for node in reversed(self._nodes):
+            node.terminate()  # ``ray start --block`` ends its own children then
+        for node in reversed(self._nodes):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                node.wait(timeout=30)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(node.pid, signal.SIGKILL)
+            node.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self, *argv: str, agent: int, cpus: int, gpus: int, resources: dict[str, float] | None) -> None:
+        with (self.folder / f"node-{len(self._nodes)}.log").open("wb") as log:
+            node = subprocess.Popen(
+                [
+                    RAY, "start", "--block", "--disable-usage-stats", *argv,
+                    # The defaults are fixed numbers that another cluster on this machine may hold.
+                    f"--dashboard-agent-listen-port={agent}", "--min-worker-port=0", "--max-worker-port=0",
+                    f"--num-cpus={cpus}", f"--num-gpus={gpus}", f"--resources={json.dumps(resources or {})}",
+                    f"--object-store-memory={256 * 2**20}",
+                ],
+                env=self.environment, cwd=self.folder, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        self._nodes.append(node)
+
+    def _wait_for_server(self) -> None:
+        """The server answers before it can take a job: the head's agent, which starts it, comes last."""
+
+        def ready() -> bool:
+            try:
+                self.get("/api/version")
+                return bool(self._alive_nodes())
+            except (OSError, ValueError):
+                return False
+
+        self._wait_until(ready, "the job server did not answer")
+
+    def _alive_nodes(self) -> list[Any]:
+        nodes = self.get("/nodes?view=summary")["data"]["summary"]
+        return [node for node in nodes if node["raylet"]["state"] == "ALIVE"]
+
+    def _wait_until(self, condition: Any, what: str, timeout: float = 120) -> None:
+        deadline = time.monotonic() + timeout
+        while not condition():
+            for number, node in enumerate(self._nodes):
+                log = self.folder / f"node-{number}.log"
+                assert node.poll() is None, f"node {number} ended: {log.read_text(errors='replace')}"
+            assert time.monotonic() < deadline, f"{what} within {timeout:.0f} s"
+            time.sleep(0.1)
+
+
+Ended = subprocess.CompletedProcess[str]
+
+
+def _free_ports(count: int) -> list[int]:
+    """Distinct ports that nothing listens on now."""
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]

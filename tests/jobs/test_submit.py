@@ -1,0 +1,155 @@
+"""The job on a real cluster: two nodes, a job server, and the command line that submits, stops and goes on."""
+
+import json
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pipeline import TokenCache
+from tests.jobs.cluster import Cluster, Ended
+from tests.jobs.jobs import ROOT, assert_complete, clips
+from tests.pipeline.videos import SAMPLES
+
+pytestmark = pytest.mark.slow
+
+SHORT = ("--num-frames", "2", "--log-interval", "1")
+PRUNE = ("python", "-m", "jobs.prune")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """What a fresh clone holds, and a cache too big to upload that .gitignore names."""
+    folder = tmp_path_factory.mktemp("clone") / "checkout"
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in names.split("\0")[:-1]:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    (folder / "cache").mkdir()
+    with (folder / "cache" / "big").open("wb") as file:
+        file.truncate(600 * 2**20)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with Cluster(cpus=2) as cluster:
+        cluster.add_node(cpus=2)
+        yield cluster
+
+
+@pytest.fixture
+def submit(cluster, checkout):
+    """``ray job submit --working-dir . -- python -m jobs.prune <argv>`` in the checkout, as job ``name``."""
+
+    def submit(name: str, *argv: str, wait: bool = True) -> Ended:
+        options = ("--working-dir", ".", "--submission-id", name, *(() if wait else ("--no-wait",)))
+        return cluster.submit(*PRUNE, *argv, *SHORT, options=options, cwd=checkout)
+
+    return submit
+
+
+def run_records(cache: Path) -> list[dict[str, object]]:
+    return [json.loads(file.read_text()) for file in sorted((cache / "runs").iterdir())]
+
+
+def test_the_sample_clips_on_two_nodes(cluster, submit, tmp_path):
+    for clip in clips():
+        shutil.copy(clip, tmp_path)
+    (tmp_path / "text.mp4").write_text("no video" * 100)
+    argv = [str(tmp_path), "--out", str(tmp_path / "c")]
+    done = submit("sample", *argv)
+    assert done.returncode == 0, done.stdout
+    assert "0/5 videos" in done.stdout and "5/5 videos, 1 failed" in done.stdout
+    assert "4 ok, 1 failed, 0 without a row" in done.stdout
+    assert TokenCache(tmp_path / "c").video_ids == list(SAMPLES)
+    (record,) = run_records(tmp_path / "c")
+    assert (record["status"], record["resources"]["cluster"]["CPU"]) == ("finished", 4)
+    actors = cluster.get("/api/v0/actors?detail=1")["data"]["result"]["result"]
+    assert len({a["node_id"] for a in actors if a["class_name"].startswith("MapWorker")}) == 2
+
+    strict = submit("strict", *argv, "--max-failed", "0")
+    assert (strict.returncode, cluster.info("strict")["driver_exit_code"]) == (1, 1)
+    assert "4 ok, 1 failed, 0 without a row" in strict.stdout and "unsupported" in strict.stdout
+
+
+def test_a_refusal_is_a_failed_job_with_exit_code_2(cluster, submit):
+    done = submit("refused")  # --out is ./cache where it is not given, and that is no place in a job
+    assert done.returncode == 1
+    assert cluster.info("refused")["driver_exit_code"] == 2
+    assert "error: --out cache: in this Ray job a relative path" in done.stdout
+
+
+def test_stopped_half_way_and_submitted_again_gives_every_id_once(cluster, submit, tmp_path):
+    """The last video hangs, so that the job stays half-way for as long as the test needs."""
+    ids = [f"{name}.mp4" for name in ("a", "b", "c", "d", "e", "hang")]
+    for name in ids:
+        shutil.copy(clips()[1], tmp_path / name)
+    cache = tmp_path / "c"
+    argv = [str(tmp_path), "--out", str(cache), "--decode-workers", "1"]
+    submit("first", *argv, "--decoder", "tests.jobs.hostile:HostileReader", "--decode-timeout", "600", wait=False)
+    deadline = time.monotonic() + 120
+    while len(list((cache / "videos").glob("*.parquet"))) < 2:
+        assert cluster.info("first")["status"] in {"PENDING", "RUNNING"}, cluster.logs("first")
+        assert time.monotonic() < deadline, cluster.logs("first")
+        time.sleep(0.1)
+
+    second = submit("second", *argv)
+    assert (second.returncode, cluster.info("second")["driver_exit_code"]) == (1, 2)
+    assert "another run writes to this cache" in second.stdout and run_records(cache)[0]["run_id"] in second.stdout
+
+    assert cluster.stop("first").returncode == 0
+    assert cluster.wait_for("first")["status"] == "STOPPED"
+    assert "the same command goes on from here" in cluster.logs("first")
+    assert [record["status"] for record in run_records(cache)] == ["cancelled"]
+    half = TokenCache(cache)
+    assert 2 <= len(half) < len(ids)
+    assert all(len(half.get(v).tokens) for v in half.video_ids)
+
+    third = submit("third", *argv)
+    assert third.returncode == 0, third.stdout
+    assert f"{len(half)} of {len(ids)} videos are in the cache already" in third.stdout
+    assert_complete(cache, ids)
+
+
+def test_with_token_authentication_only_who_has_the_token_gets_a_job_run(checkout, tmp_path):
+    token = secrets.token_hex(32)
+    with Cluster(cpus=2, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=token) as cluster:
+        argv = (*PRUNE, str(clips()[1]), "--out", str(tmp_path / "c"), *SHORT)
+        options = ("--working-dir", ".")
+        stranger = cluster.submit(*argv, options=options, cwd=checkout, RAY_AUTH_TOKEN="", RAY_AUTH_MODE="disabled")
+        assert stranger.returncode == 1
+        assert "Unauthorized: Missing authentication token" in stranger.stdout
+        wrong = cluster.submit(*argv, options=options, cwd=checkout, RAY_AUTH_TOKEN=token[::-1])
+        assert wrong.returncode == 1
+        assert "Invalid authentication token" in wrong.stdout
+        assert cluster.get("/api/jobs/") == []
+        done = cluster.submit(*argv, options=options, cwd=checkout)
+        assert done.returncode == 0, done.stdout
+    assert_complete(tmp_path / "c", ["bikes.mp4"])
+
+
+def test_the_installed_package_needs_no_checkout(cluster, checkout, tmp_path):
+    """A wheel built offline, unpacked where only PYTHONPATH names it, as a job without --working-dir."""
+    shutil.copytree(checkout, tmp_path / "source", ignore=shutil.ignore_patterns("cache"))
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet"]
+    pip = [sys.executable, "-m", "pip"]
+    subprocess.run([*pip, "wheel", *offline, "-w", tmp_path, tmp_path / "source"], check=True)
+    shutil.rmtree(tmp_path / "source")
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as held:
+        assert {"pipeline/page.html", "pipeline/py.typed", "gstep/py.typed"} <= set(held.namelist())
+        held.extractall(tmp_path / "site")
+    environ = json.dumps({"env_vars": {"PYTHONPATH": str(tmp_path / "site")}})
+    options = ("--runtime-env-json", environ)
+    prune = shlex.join([*PRUNE, str(clips()[1]), "--out", str(tmp_path / "c"), *SHORT])
+    done = cluster.submit("sh", "-c", f"python -c 'import jobs; print(jobs.__file__)' && {prune}", options=options)
+    assert done.returncode == 0, done.stdout
+    assert str(tmp_path / "site" / "jobs" / "__init__.py") in done.stdout
+    assert_complete(tmp_path / "c", ["bikes.mp4"])
