@@ -79,7 +79,7 @@ def prepare(config: PruneConfig, console: Console) -> Job:
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     store = store_at(config.out, objects)
     with store_refusing():
-        manifest = read_manifest(config.videos, config.video_root)
+        manifest = read_manifest(config.videos, config.video_root, objects)
         if not store.exists(HEADER) and store.taken():
             raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
     with refusing():
