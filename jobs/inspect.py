@@ -48,7 +48,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         elif arguments.html is not None:
             from pipeline.page import write_page  # noqa: PLC0415 - only the page needs the decoders
 
-            line = write_page(cache, arguments.video_id, arguments.html, arguments.retention_ratio)
+            line = write_page(cache, arguments.video_id, arguments.html, arguments.retention_ratio, objects)
             Console().print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             Console().print(video_report(cache, arguments.video_id, arguments.retention_ratio))

@@ -73,7 +73,10 @@ class PruneConfig:
     decode_timeout: float = option(120.0, "seconds one video may take to decode before it is given up", metavar="S")
     decode_memory: int = option(4096, "MiB a decode process may grow beyond its size at start", metavar="MIB")
     fetch_memory: int = option(
-        2048, "MiB that a video fetched from S3 may have: it is held in memory, never on disk", metavar="MIB"
+        2048,
+        "MiB that a video fetched from S3 may have: it is held in memory, never on disk; for each decode process that "
+        "may be two videos, since the next one is fetched while one is decoded",
+        metavar="MIB",
     )
     stall_timeout: float = option(
         1800.0,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from gstep.backbones import Preprocessor
 from pipeline.config import PruneConfig
 from pipeline.decode import DecodedVideo, DecodeRequest
 from pipeline.errors import VideoFault
+from pipeline.fetch import Source, one_ahead, open_source
 from pipeline.frames import Sampling
+from pipeline.objects import Objects, is_object
 from pipeline.pulse import Beat
 from pipeline.rows import DECODED, Record, failed, one_row
 from pipeline.sandbox import DecodeSandbox
@@ -29,10 +32,20 @@ class DecodeSetup:
     reader: str = "auto"
     timeout_s: float = 120.0
     memory_mb: int = 4096
+    objects: Objects = field(default_factory=Objects)
+    fetch_mb: int = 2048
 
     @classmethod
-    def of(cls, config: PruneConfig, sampling: Sampling, preprocessor: Preprocessor) -> DecodeSetup:
-        return cls(sampling, preprocessor, config.decoder, config.decode_timeout, config.decode_memory)
+    def of(cls, config: PruneConfig, sampling: Sampling, preprocessor: Preprocessor, objects: Objects) -> DecodeSetup:
+        return cls(
+            sampling,
+            preprocessor,
+            reader=config.decoder,
+            timeout_s=config.decode_timeout,
+            memory_mb=config.decode_memory,
+            objects=objects,
+            fetch_mb=config.fetch_memory,
+        )
 
     def bytes_per_video(self) -> int:
         """About what a video's frames take: exact where all videos are resized alike and long enough."""
@@ -50,28 +63,33 @@ class Decoder:
         self._sandbox = DecodeSandbox(timeout_s=setup.timeout_s, memory_mb=setup.memory_mb)
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        for row in batch.to_pylist():
-            with self._beat.holding(row["video_id"]):
-                decoded = self._decode_row(row)
-            yield decoded
+        rows = batch.to_pylist()
+        with closing(one_ahead(self._open, rows)) as sources:
+            for row in rows:
+                with self._beat.holding(row["video_id"]), next(sources) as source:
+                    decoded = self._decode_row(row, source)
+                yield decoded
 
-    def _decode_row(self, row: dict[str, Any]) -> pa.Table:
+    def _open(self, row: dict[str, Any]) -> Source:
+        if row["policy"]:
+            return Source(row["uri"], fault=VideoFault("policy", row["policy"]))
+        return open_source(row["path"], self._setup.objects, self._setup.fetch_mb * 2**20)
+
+    def _decode_row(self, row: dict[str, Any], source: Source) -> pa.Table:
         started = time.perf_counter()
         carried = ("video_id", "uri", "start_s", "end_s", "manifest", "attempts")
         record: Record = {"status": "ok", **{name: row[name] for name in carried}}
         try:
-            video = self._decode(row)
+            video = source.decode(self._sandbox, self._request(row))
         except VideoFault as fault:
-            record |= {"source_size": None if row["policy"] else _size(row["path"])}
+            record |= {"source_size": None if row["policy"] else _size(row, source)}
             return one_row(DECODED, {**failed(record, fault), "decode_s": time.perf_counter() - started})
         record |= decoded_columns(video, row["attempts"])
         record["decode_s"] = video.seconds  # without the start of the child, which serves many videos
         return one_row(DECODED, record, {"frames": video.frames})
 
-    def _decode(self, row: dict[str, Any]) -> DecodedVideo:
-        if row["policy"]:
-            raise VideoFault("policy", row["policy"])
-        request = DecodeRequest(
+    def _request(self, row: dict[str, Any]) -> DecodeRequest:
+        return DecodeRequest(
             path=row["path"],
             start_s=row["start_s"],
             end_s=row["end_s"],
@@ -79,12 +97,14 @@ class Decoder:
             preprocessor=self._setup.preprocessor,
             reader=self._setup.reader,
         )
-        return self._sandbox.decode(request)
 
 
-def _size(path: str) -> int | None:
+def _size(row: dict[str, Any], source: Source) -> int | None:
+    """Bytes of a video that failed; what the listing said where it could not be fetched."""
+    if is_object(row["path"]):
+        return source.size if source.size is not None else row["size"]
     try:
-        return Path(path).stat().st_size
+        return Path(row["path"]).stat().st_size
     except (OSError, ValueError):
         return None
 

@@ -123,9 +123,10 @@ def build_graph(
     size = resources.videos_per_block
     videos = ray.data.from_arrow([todo.slice(start, size) for start in range(0, len(todo), size)])
     # 2. Decode: file -> model-ready uint8 frames, or an error row.
-    frames = videos.map_batches(Decoder, fn_constructor_args=(decode, pulse), **_actors(resources.decode))
-    # 3. Encode and prune: frames -> the kept tokens in order of selection.
-    tokens = frames.map_batches(Encoder, fn_constructor_args=(encode, pulse), **_actors(resources.encode))
+    frames = videos.map_batches(Decoder, fn_constructor_args=(decode, pulse), **_actors(resources.decode, size))
+    # 3. Encode and prune: frames -> the kept tokens in order of selection. A larger batch would collect the frames of
+    # so many videos before it starts.
+    tokens = frames.map_batches(Encoder, fn_constructor_args=(encode, pulse), **_actors(resources.encode, 1))
     # 4. Write: one token shard a task.
     written = tokens.map_batches(
         partial(write_token_shard, store=store, run_id=run_id, pulse=pulse),
@@ -159,9 +160,9 @@ def configure_ray_data() -> None:
     context.target_max_block_size = BLOCK_BYTES
 
 
-def _actors(stage: Stage) -> Mapping[str, Any]:
+def _actors(stage: Stage, batch_size: int) -> Mapping[str, Any]:
     return {
-        "batch_size": 1,  # a larger one would collect the frames of so many videos before it starts
+        "batch_size": batch_size,
         "batch_format": "pyarrow",
         "zero_copy_batch": True,
         "compute": ray.data.ActorPoolStrategy(size=stage.workers),

@@ -87,7 +87,7 @@ def prepare(config: PruneConfig, console: Console) -> Job:
             "with it: name the cache by an absolute path that every node sees"
         )
     with store_refusing():
-        manifest = read_manifest(config.videos, config.video_root)
+        manifest = read_manifest(config.videos, config.video_root, objects)
         if not store.exists(HEADER) and store.taken():
             raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
     with refusing():

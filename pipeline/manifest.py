@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import csv
 import glob as globbing
+import io
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.errors import ManifestError
+from pipeline.buckets import MISSHAPED, list_videos, listed_policy, named_policy, root_prefix, suffix_of
+from pipeline.errors import ManifestError, printable
+from pipeline.objects import Objects, check_uri, is_object
 
 # Which files of a folder or glob count as videos. A file that is named outright may have any name.
 VIDEO_SUFFIXES = frozenset(
@@ -28,7 +31,8 @@ VIDEO_SUFFIXES = frozenset(
 )
 MANIFEST_SUFFIXES = frozenset({".parquet", ".jsonl", ".csv"})
 
-# ``path`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it.
+# ``path`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what a
+# listing on S3 said; null elsewhere, where it would cost a request or a look at the file.
 MANIFEST_SCHEMA = pa.schema(
     [
         pa.field("video_id", pa.string(), nullable=False),
@@ -38,35 +42,50 @@ MANIFEST_SCHEMA = pa.schema(
         pa.field("end_s", pa.float64()),
         pa.field("manifest", pa.string()),
         pa.field("policy", pa.string()),
+        pa.field("size", pa.int64()),
     ]
 )
 
 
-def read_manifest(videos: str, video_roots: Sequence[str] = ()) -> pa.Table:
+class _Roots(NamedTuple):
+    """What may be read: files below these folders, objects below these prefixes."""
+
+    folders: list[Path]
+    prefixes: list[str]
+
+
+def read_manifest(videos: str, video_roots: Sequence[str] = (), objects: Objects | None = None) -> pa.Table:
     """List the videos that ``videos`` names, as MANIFEST_SCHEMA, in a stable order.
 
-    Raises ManifestError (a UsageError) where the list cannot be made: no such folder, no video in it, an unreadable
-    manifest, a missing or duplicate ``video_id``.
+    On S3 a manifest is one GET, whatever it names; for anything else see ``list_videos``. Raises ManifestError (a
+    UsageError) where the list cannot be made: no such folder, no video in it, an unreadable manifest, a missing or
+    duplicate ``video_id``.
     """
-    roots = [Path(root) for root in video_roots]
-    for root in roots:
+    roots = _Roots(
+        [Path(root) for root in video_roots if not is_object(root)],
+        [root_prefix(root) for root in video_roots if is_object(root)],
+    )
+    for root in roots.folders:
         if not root.is_dir():
             raise ManifestError(f"--video-root {root}: no such folder")
     if videos == "sample":
-        return _from_files(_sample_folder(), videos, roots)
+        return _from_files(_sample_folder(), videos, roots.folders)
+    if is_object(videos):
+        check_uri(videos)
+        return _from_objects(videos, roots, objects or Objects.from_environment())
     if "://" in videos and not videos.startswith("file://"):
-        raise ManifestError(
-            f"{videos}: only local paths can be read so far, not {videos.split('://', maxsplit=1)[0]}://"
-        )
+        shown = without_secrets(videos)
+        raise ManifestError(f"{shown}: only local paths and s3:// are read, not {shown.split('://', maxsplit=1)[0]}://")
     path = Path(videos.removeprefix("file://"))
     if path.is_dir():
-        return _from_files(path, videos, roots)
+        return _from_files(path, videos, roots.folders)
     if path.is_file():
         if path.suffix.lower() in MANIFEST_SUFFIXES:
-            return _from_manifest(path, roots)
-        return _to_table([_file_row(path, path.parent, roots)])
+            with path.open("rb") as file:
+                return _from_manifest(str(path), file, path.parent, roots)
+        return _to_table([_file_row(path, path.parent, roots.folders)])
     if globbing.has_magic(str(path)):
-        return _from_glob(str(path), roots)
+        return _from_glob(str(path), roots.folders)
     raise ManifestError(f"{videos}: no such folder, file or manifest")
 
 
@@ -128,34 +147,57 @@ def _as_text(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def _from_manifest(path: Path, roots: Sequence[Path]) -> pa.Table:
-    allowed = [path.parent, *roots]
+def _from_objects(videos: str, roots: _Roots, objects: Objects) -> pa.Table:
+    if suffix_of(videos) in MANIFEST_SUFFIXES and not videos.endswith("/") and not globbing.has_magic(videos):
+        try:
+            file = io.BytesIO(objects.read(videos))
+        except OSError as error:
+            raise ManifestError(f"{videos}: cannot be read: {error.strerror}") from error
+        return _from_manifest(videos, file, videos[: videos.rindex("/") + 1], roots)
+    folder, found = list_videos(videos, VIDEO_SUFFIXES, objects)
+    rows = [
+        {
+            "video_id": info.uri.removeprefix(folder),
+            "uri": info.uri,
+            "path": info.uri,
+            "policy": listed_policy(info.uri),
+            "size": info.size,
+        }
+        for info in found
+    ]
+    return _to_table(rows)
+
+
+def _from_manifest(name: str, file: BinaryIO, base: Path | str, roots: _Roots) -> pa.Table:
+    """``base`` is the manifest's own folder, or its prefix on S3: what it may name, and what relative uris are to."""
+    if isinstance(base, Path):
+        allowed = _Roots([base, *roots.folders], roots.prefixes)
+    else:
+        allowed = _Roots(roots.folders, [base, *roots.prefixes])
     try:
-        rows = [_manifest_row(row, where, path, allowed) for where, row in _read_rows(path)]
+        rows = [_manifest_row(row, f"{name}, {where}", base, allowed) for where, row in _read_rows(name, file)]
     except (OSError, UnicodeDecodeError, pa.ArrowException, csv.Error) as error:
-        raise ManifestError(f"{path}: cannot be read as a manifest: {error}") from error
+        raise ManifestError(f"{name}: cannot be read as a manifest: {error}") from error
     if not rows:
-        raise ManifestError(f"{path}: the manifest has no rows")
-    return _to_table(rows, str(path))
+        raise ManifestError(f"{name}: the manifest has no rows")
+    return _to_table(rows, name)
 
 
-def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_rows(name: str, file: BinaryIO) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each row as a dict, with the words that say where it stands."""
-    suffix = path.suffix.lower()
+    suffix = suffix_of(name)
     if suffix == ".parquet":
-        with pq.ParquetFile(path) as file:
-            batches = (batch.to_pylist() for batch in file.iter_batches(use_threads=False))
+        with pq.ParquetFile(file) as shard:
+            batches = (batch.to_pylist() for batch in shard.iter_batches(use_threads=False))
             yield from ((f"row {i}", row) for i, row in enumerate(row for batch in batches for row in batch))
     elif suffix == ".csv":
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file, strict=True)
-            for row in reader:
-                yield f"line {reader.line_num}", {k: v for k, v in row.items() if k is not None and v != ""}
+        reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+        for row in reader:
+            yield f"line {reader.line_num}", {k: v for k, v in row.items() if k is not None and v != ""}
     else:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"line {number}", _json_object(line, f"{path}, line {number}")
+        for number, line in enumerate(io.TextIOWrapper(file, "utf-8-sig"), 1):
+            if line.strip():
+                yield f"line {number}", _json_object(line, f"{name}, line {number}")
 
 
 def _json_object(line: str, where: str) -> dict[str, Any]:
@@ -168,22 +210,21 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
     return row
 
 
-def _manifest_row(row: dict[str, Any], where: str, path: Path, roots: Sequence[Path]) -> dict[str, Any]:
+def _manifest_row(row: dict[str, Any], where: str, base: Path | str, roots: _Roots) -> dict[str, Any]:
     for name in ("video_id", "uri"):
         if row.get(name) is None or not str(row[name]).strip():
-            raise ManifestError(f"{path}, {where}: no {name}; every row needs a video_id and a uri")
+            raise ManifestError(f"{where}: no {name}; every row needs a video_id and a uri")
     for name in ("video_id", "uri"):
         if not _is_text(str(row[name])) or "\0" in str(row[name]):
-            raise ManifestError(f"{path}, {where}: the {name} is not valid text: {row[name]!r}")
-    uri = str(row["uri"])
-    location, policy = _locate(uri, path.parent, roots)
+            raise ManifestError(f"{where}: the {name} is not valid text: {row[name]!r}")
+    location, policy = _locate(str(row["uri"]), base, roots)
     carried = {k: v for k, v in row.items() if k not in {"video_id", "uri", "start_s", "end_s"} and v is not None}
     return {
         "video_id": str(row["video_id"]),
         "uri": location,
         "path": location,
-        "start_s": _seconds(row, "start_s", f"{path}, {where}"),
-        "end_s": _seconds(row, "end_s", f"{path}, {where}"),
+        "start_s": _seconds(row, "start_s", where),
+        "end_s": _seconds(row, "end_s", where),
         "manifest": _carried_json(carried) if carried else None,
         "policy": policy,
     }
@@ -195,18 +236,23 @@ def _carried_json(columns: dict[str, Any]) -> str:
     return json.dumps(strict, ensure_ascii=True)
 
 
-def _locate(uri: str, base: Path, roots: Sequence[Path]) -> tuple[str, str | None]:
+def _locate(uri: str, base: Path | str, roots: _Roots) -> tuple[str, str | None]:
     """(absolute path or the uri without its secrets, why it must not be read or None)."""
+    if is_object(uri) or (isinstance(base, str) and "://" not in uri and not uri.startswith("/")):
+        named = uri if is_object(uri) else f"{base}{uri}"
+        policy = named_policy(named, roots.prefixes)
+        return (printable(without_secrets(named)) if policy == MISSHAPED else named), policy
     if "://" in uri and not uri.startswith("file://"):
         shown = without_secrets(uri)
-        return shown, f"{shown.split('://')[0]}:// is not read from a manifest; only files are"
+        return shown, f"{shown.split('://')[0]}:// is not read from a manifest; only files and s3:// objects are"
     if uri.startswith("file://"):
         parts = urlsplit(uri)
         if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
             return without_secrets(uri), "a file:// URI may hold a path only: no host, user, query or fragment"
         uri = unquote(parts.path)
-    absolute = os.path.abspath(base / uri)  # noqa: PTH100 - links are judged below
-    return absolute, _escapes(absolute, roots)
+    folder = base if isinstance(base, Path) else Path("/")  # a manifest on S3 names files by absolute paths only
+    absolute = os.path.abspath(folder / uri)  # noqa: PTH100 - links are judged below
+    return absolute, _escapes(absolute, roots.folders)
 
 
 def without_secrets(uri: str) -> str:
@@ -214,6 +260,8 @@ def without_secrets(uri: str) -> str:
     scheme, _, rest = uri.partition("://")
     rest = rest.split("?")[0].split("#")[0]
     host, slash, tail = rest.partition("/")
+    if ":" in host and "@" in tail:  # KEY:SECRET@host, where the secret holds a slash
+        host, slash, tail = tail.rpartition("@")[2].partition("/")
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{tail}"
 
 

@@ -226,7 +226,8 @@ def check_uri(uri: str) -> None:
     """Raise UsageError where the URI can name nothing, or where boto3 is missing."""
     bucket, _ = _split(uri)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.\-:_/]{1,254}", bucket) or "?" in uri:
-        raise UsageError(f"{uri}: expected s3://BUCKET/KEY without user, host or query")
+        shown = re.sub(r"(?<=^s3://).*@|\?.*", "", uri)  # what should not be there may be a secret
+        raise UsageError(f"{shown}: expected s3://BUCKET/KEY without user, host or query")
     try:
         import boto3  # noqa: F401, PLC0415
     except ImportError:

@@ -19,6 +19,7 @@ from gstep.types import budget_for
 from pipeline.cache import CachedVideo, TokenCache
 from pipeline.charts import density_chart, kept_chart
 from pipeline.errors import UsageError
+from pipeline.objects import Objects
 from pipeline.report import flat, source_facts
 from pipeline.schema import TIERS
 from pipeline.thumbnails import Pictures, source_pictures
@@ -32,7 +33,13 @@ class Page:
     missing: str
 
 
-def write_page(cache: TokenCache, video_id: str, file: Path, retention_ratio: float | None = None) -> str:
+def write_page(
+    cache: TokenCache,
+    video_id: str,
+    file: Path,
+    retention_ratio: float | None = None,
+    objects: Objects | None = None,
+) -> str:
     """Write the page of one video; returns a line that says what was written.
 
     Raises UsageError where ``file`` cannot be written, and what ``video_page`` raises.
@@ -41,7 +48,7 @@ def write_page(cache: TokenCache, video_id: str, file: Path, retention_ratio: fl
         raise UsageError(f"{file}: the folder {file.parent} does not exist")
     if file.is_dir():
         raise UsageError(f"{file}: is a folder; name a file for the page")
-    page = video_page(cache, video_id, retention_ratio)
+    page = video_page(cache, video_id, retention_ratio, objects)
     try:
         size = file.write_bytes(page.html.encode())
     except OSError as error:
@@ -50,15 +57,19 @@ def write_page(cache: TokenCache, video_id: str, file: Path, retention_ratio: fl
     return f"{file}: {size / 1000:,.0f} kB, {video_id} {pictures}"
 
 
-def video_page(cache: TokenCache, video_id: str, retention_ratio: float | None = None) -> Page:
+def video_page(
+    cache: TokenCache, video_id: str, retention_ratio: float | None = None, objects: Objects | None = None
+) -> Page:
     """The page of one video; the slider starts at ``retention_ratio``, by default at all that is stored.
+
+    ``objects`` fetches the frames of a video on S3 again; by default as the environment says.
 
     Raises UnknownVideo, FailedVideo, RatioNotCached, CorruptShard, and ValueError for a ratio that makes no sense.
     """
     if retention_ratio is not None:
         cache.get(video_id, retention_ratio)  # refuses what the cache cannot serve
     video = cache.get(video_id, order="selection")
-    pictures = source_pictures(video.metadata, cache.identity["sampling"])
+    pictures = source_pictures(video.metadata, cache.identity["sampling"], objects or Objects.from_environment())
     return Page(_render(video, cache.identity, pictures, retention_ratio), pictures.missing)
 
 

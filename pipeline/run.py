@@ -67,7 +67,7 @@ def _prune_videos(config: PruneConfig, console: Console) -> Summary:
         started = time.monotonic()
         videos = VideosTable(job.store, COLUMNS)
         live = videos.live()
-        todo = remaining(job.manifest, live, config)
+        todo = remaining(job.manifest, live, config, job.objects)
         skipped = len(job.manifest) - len(todo)
         if skipped:
             console.print(f"{skipped} of {len(job.manifest)} videos are in the cache already", highlight=False)
@@ -100,7 +100,7 @@ def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[Run
     pulse = start_pulse()
     dataset = build_graph(
         todo,
-        DecodeSetup.of(job.config, job.sampling, preprocessor_for(job.source)),
+        DecodeSetup.of(job.config, job.sampling, preprocessor_for(job.source), job.objects),
         EncodeSetup(
             source=job.source,
             pruner=job.pruner.name,

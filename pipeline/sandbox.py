@@ -16,10 +16,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import MutableMapping
-from contextlib import suppress
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from multiprocessing import connection
+from multiprocessing import connection, reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -71,8 +71,11 @@ class DecodeSandbox:
             self._child.end()
             self._child = None
 
-    def decode(self, request: DecodeRequest) -> DecodedVideo:
+    def decode(self, request: DecodeRequest, descriptor: int | None = None) -> DecodedVideo:
         """Decode one video in the child; see ``decode_video``. Where decord takes the child down, PyAV tries again.
+
+        ``descriptor`` is an open file to be read instead of ``request.path``. It stays the caller's; the child closes
+        its own copy before it answers.
 
         Raises VideoFault: what ``decode_video`` raises, and "timeout", "crash" (with the exit signal, and with
         ``attempts`` = 2 after a second try).
@@ -82,22 +85,25 @@ class DecodeSandbox:
         self._ready_child()
         deadline = time.monotonic() + self._timeout_s
         try:
-            return self._attempt(request, deadline)
+            return self._attempt(request, descriptor, deadline)
         except VideoFault as fault:
             if fault.fault_class != "crash" or fault.backend != "decord":
                 raise
             first = fault
         try:
-            video = self._attempt(replace(request, reader="pyav"), deadline)
+            video = self._attempt(replace(request, reader="pyav"), descriptor, deadline)
         except VideoFault as fault:
             fault.attempts = 2
             raise
         return replace(video, attempts=2, backend_note=f"decord: {first.message}")
 
-    def _attempt(self, request: DecodeRequest, deadline: float) -> DecodedVideo:
+    def _attempt(self, request: DecodeRequest, descriptor: int | None, deadline: float) -> DecodedVideo:
         child = self._ready_child()
         backend: str | None = None
         try:
+            child.pipe.send(descriptor is not None)
+            if descriptor is not None:
+                reduction.send_handle(child.pipe, descriptor, child.process.pid)
             child.pipe.send(request)
             while True:
                 if not child.pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -187,7 +193,7 @@ def _serve(pipe: Connection, memory_mb: int) -> None:
     pipe.send(_confine(memory_mb))
     while True:
         try:
-            answer = decode_video(pipe.recv(), announce=pipe.send)
+            answer = _answer(pipe)
             frames = answer.frames
             pipe.send(replace(answer, frames=cast(Any, _Empty(frames.shape))))
             pipe.send_bytes(frames.data.cast("B"))
@@ -197,6 +203,25 @@ def _serve(pipe: Connection, memory_mb: int) -> None:
             pipe.send(fault)
         except Exception as error:  # noqa: BLE001 - a request that cannot be unpickled, an answer that does not fit
             pipe.send(fault_of(error, None))
+
+
+def _answer(pipe: Connection) -> DecodedVideo:
+    with _handed_over(pipe) as path:
+        request = pipe.recv()
+        return decode_video(request if path is None else replace(request, path=path), announce=pipe.send)
+
+
+@contextmanager
+def _handed_over(pipe: Connection) -> Iterator[str | None]:
+    """The path by which this process opens the file that comes with the request; None where none comes."""
+    if not pipe.recv():
+        yield None
+        return
+    descriptor = reduction.recv_handle(pipe)
+    try:
+        yield f"/proc/self/fd/{descriptor}"  # each opening has a position of its own
+    finally:
+        os.close(descriptor)
 
 
 class _Empty:

@@ -1,0 +1,116 @@
+"""Videos on S3: which objects an address means, at the price of which requests, and what a manifest may name."""
+
+from __future__ import annotations
+
+import glob as globbing
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from pipeline.errors import ManifestError
+from pipeline.objects import SCHEME, ObjectInfo, Objects, check_uri
+
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+MISSHAPED = "an object is s3://BUCKET/KEY: no user, host or query, no empty, . or .. segment, no control character"
+_OUTSIDE = "the object lies outside the folder that was named (add --video-root for a prefix that may be read)"
+_DOTS = "a key with . or .. segments or control characters is not read; rename the object"
+
+
+class Listing(NamedTuple):
+    """Objects, and the prefix that their ids are relative to."""
+
+    folder: str
+    found: list[ObjectInfo]
+
+
+def list_videos(videos: str, suffixes: frozenset[str], objects: Objects) -> Listing:
+    """The videos that an address on S3 means, in the order of their keys.
+
+    ``s3://bucket/folder/`` and ``s3://bucket/folder`` mean every object below it with one of ``suffixes``; a glob those
+    that match it too (``*`` and ``[..]`` stay within a segment, a segment ``**`` stands for any number of them); any
+    other address the one object with this key.
+
+    Requests: one LIST a thousand keys below the folder, for a glob a thousand keys that begin like it up to its first
+    magic character; one HEAD for an object with one of ``suffixes``. Both are needed only where a name misleads: an
+    object without such a suffix, a folder with one. A video costs none.
+
+    Raises ManifestError, with the store's reason, for no video, no such bucket, no access.
+    """
+    try:
+        listing = _list(videos, suffixes, objects)
+    except OSError as error:
+        raise ManifestError(f"{videos}: cannot be listed: {error.strerror}") from error
+    if not listing.found:
+        raise ManifestError(f"{videos}: no video on S3 at or below it (looked for {' '.join(sorted(suffixes))})")
+    return listing
+
+
+def _list(videos: str, suffixes: frozenset[str], objects: Objects) -> Listing:
+    def below(prefix: str) -> list[ObjectInfo]:
+        return [found for found in objects.list(prefix, deep=True) if suffix_of(found.uri) in suffixes]
+
+    _, slash, key = videos.removeprefix(SCHEME).partition("/")
+    if not key or key.endswith("/"):
+        folder = videos if slash else f"{videos}/"
+        return Listing(folder, below(folder))
+    if globbing.has_magic(key):
+        literal = re.split(r"[*\[]", videos, maxsplit=1)[0]
+        listed = below(literal)
+        found = [one for one in listed if one.uri == videos] or [one for one in listed if _matches(one.uri, videos)]
+        return Listing(_parent(literal), found)
+    if suffix_of(videos) in suffixes:
+        return _one(videos, objects) or Listing(f"{videos}/", below(f"{videos}/"))
+    found = below(f"{videos}/")
+    return Listing(f"{videos}/", found) if found else _one(videos, objects) or Listing(videos, [])
+
+
+def _one(uri: str, objects: Objects) -> Listing | None:
+    try:
+        return Listing(_parent(uri), [ObjectInfo(uri, objects.size(uri))])
+    except FileNotFoundError:
+        return None
+
+
+def _matches(uri: str, glob: str) -> bool:
+    return _segments_match(uri.split("/"), glob.split("/"))
+
+
+def _segments_match(parts: Sequence[str], glob: Sequence[str]) -> bool:
+    if not glob:
+        return not parts
+    if glob[0] == "**":
+        return any(_segments_match(parts[start:], glob[1:]) for start in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], glob[0]) and _segments_match(parts[1:], glob[1:])
+
+
+def _parent(uri: str) -> str:
+    return uri[: uri.rindex("/") + 1]
+
+
+def suffix_of(uri: str) -> str:
+    return PurePosixPath(uri).suffix.lower()
+
+
+def listed_policy(uri: str) -> str | None:
+    """Why a listed object must not be read; None where it may. Clients and servers resolve dots, each in its way."""
+    return _DOTS if _CONTROL.search(uri) or {".", ".."} & set(uri.split("/")) else None
+
+
+def named_policy(uri: str, prefixes: Iterable[str]) -> str | None:
+    """Why an object that a manifest names must not be read; None where it may: it lies below one of ``prefixes``."""
+    bucket, _, key = uri.removeprefix(SCHEME).partition("/")
+    if "?" in uri or "" in key.split("/") or listed_policy(uri) or not _BUCKET.fullmatch(bucket):
+        return MISSHAPED
+    return None if any(uri.startswith(prefix) for prefix in prefixes) else _OUTSIDE
+
+
+def root_prefix(root: str) -> str:
+    """A ``--video-root`` on S3 as the prefix that what lies below it has; no request. Raises ManifestError."""
+    check_uri(root)
+    prefix = f"{root.rstrip('/')}/"
+    if named_policy(f"{prefix}x", [prefix]):
+        raise ManifestError(f"--video-root {root}: expected s3://BUCKET or s3://BUCKET/PREFIX")
+    return prefix

@@ -1,0 +1,135 @@
+"""Where a decode process finds a video: on disk as it is, or from S3 in memory, fetched before the clock starts.
+
+The fetching process has the credentials; the decode process gets an open file that nobody can write to any more.
+Readers open it by a path, so that they cannot tell it from a file on disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import tempfile
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar
+
+from pipeline.decode import DecodedVideo, DecodeRequest, fault_of
+from pipeline.errors import VideoFault, printable
+from pipeline.objects import Objects, is_object
+from pipeline.sandbox import DecodeSandbox
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+T = TypeVar("T")
+_IN_MEMORY = re.compile(r"/proc/self/fd/\d+|/memfd:\S*(?: \(deleted\))?")
+
+
+@dataclass
+class Source:
+    """A video that is ready to be decoded, or the fault that keeps it from being so. Close it after use.
+
+    Attributes:
+        uri: what the video is called: a path or its URI on S3.
+        size: bytes, where they are known.
+        fault: why there is nothing to decode.
+        descriptor: of the content in memory.
+        path: of the content on disk: the video's own, or a temporary file's where the platform has no files in memory.
+    """
+
+    uri: str
+    size: int | None = None
+    fault: VideoFault | None = None
+    descriptor: int | None = None
+    path: str | None = None
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the content back. May be called twice."""
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+        if self.path is not None and is_object(self.uri):
+            Path(self.path).unlink(missing_ok=True)
+        self.descriptor = self.path = None
+
+    def decode(self, sandbox: DecodeSandbox, request: DecodeRequest) -> DecodedVideo:
+        """Decode it; ``request.path`` does not matter. Raises VideoFault, which calls the video by its ``uri``."""
+        if self.fault is not None:
+            raise self.fault
+        try:
+            video = sandbox.decode(replace(request, path=self.path or self.uri), self.descriptor)
+        except VideoFault as fault:
+            fault.message = printable(self._named(fault.message))
+            raise
+        return replace(video, backend_note=self._named(video.backend_note))
+
+    def _named(self, text: str) -> str:
+        if not is_object(self.uri):
+            return text
+        return _IN_MEMORY.sub(lambda _: self.uri, text if self.path is None else text.replace(self.path, self.uri))
+
+
+def open_source(uri: str, objects: Objects, limit: int) -> Source:
+    """A path as it is, an object of at most ``limit`` bytes in one GET. Raises nothing: a fault comes in the source."""
+    if not is_object(uri):
+        return Source(uri, path=uri)
+    source = Source(uri)
+    try:
+        _fetch(source, objects, limit)
+    except Exception as error:  # noqa: BLE001 - the error boundary of a video: anything becomes its error row
+        source.close()
+        source.fault = _fault(uri, error, limit)
+    return source
+
+
+def _fetch(source: Source, objects: Objects, limit: int) -> None:
+    if hasattr(os, "memfd_create"):
+        source.descriptor = os.memfd_create("video", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        with open(source.descriptor, "wb", closefd=False) as file:
+            source.size = objects.fetch(source.uri, file.write, limit)
+        # A decoder that was taken over cannot change what its successor gets to see.
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(source.descriptor, fcntl.F_ADD_SEALS, seals)
+        return
+    descriptor, source.path = tempfile.mkstemp(prefix="video-")
+    with os.fdopen(descriptor, "wb") as file:
+        source.size = objects.fetch(source.uri, file.write, limit)
+
+
+def _fault(uri: str, error: Exception, limit: int) -> VideoFault:
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        allowed = f"--fetch-memory allows {limit / 2**20:g} MiB"
+        return VideoFault("out-of-memory", f"{uri} is not fetched: {error.strerror} ({allowed})")
+    if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+        return VideoFault("io", f"{uri} cannot be read: {error.strerror or error}")
+    return fault_of(error, None)
+
+
+def one_ahead(load: Callable[[T], Source], items: Sequence[T]) -> Generator[Source, None, None]:
+    """``load`` of every item, in order; while one is in use, the next is loaded in a thread. The caller closes them."""
+    with ThreadPoolExecutor(1, "fetch") as pool:
+        coming = deque(pool.submit(load, item) for item in items[:1])
+        try:
+            for following in range(1, len(items) + 1):
+                source = coming[0].result()
+                coming.popleft()
+                coming.extend(pool.submit(load, item) for item in items[following : following + 1])
+                yield source
+        finally:
+            for left in coming:
+                if not left.cancel():
+                    left.result().close()

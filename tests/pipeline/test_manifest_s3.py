@@ -1,0 +1,215 @@
+"""What to process on S3: the forms that a disk has, at a known number of requests, and nothing outside of them."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.errors import ManifestError, UsageError
+from pipeline.manifest import read_manifest
+from pipeline.objects import Objects
+from tests.pipeline.s3 import SECRET, S3Server
+
+ODD = ["a b.mp4", "a#b.mp4", "a%20b.mp4", "a+b.mp4", "a?b.mp4", "d//e.mp4", "ü/日.mp4"]
+
+
+@pytest.fixture
+def server():
+    with S3Server() as opened:
+        yield opened
+
+
+def read(server, videos, *roots):
+    server.requests.clear()
+    return read_manifest(videos, roots, server.objects()).to_pylist()
+
+
+def ids(rows):
+    return [row["video_id"] for row in rows]
+
+
+def write(server, key, *uris):
+    lines = [json.dumps({"video_id": str(number), "uri": uri}) for number, uri in enumerate(uris)]
+    return server.upload(key, "\n".join(lines).encode())
+
+
+def test_a_folder_lists_videos_by_their_key_below_it(server):
+    for key in ("v/b.mp4", "v/a/c.MKV", "v/notes.txt", "v/", "v/empty.mp4/", "vv/d.mp4", "e.mp4"):
+        server.upload(key, b"12345")
+    for videos in ("v", "v/"):
+        rows = read(server, server.uri(videos))
+        assert ids(rows) == ["a/c.MKV", "b.mp4"]
+        assert server.counts() == {"LIST": 1}
+    assert rows[1] == {
+        "video_id": "b.mp4", "uri": server.uri("v/b.mp4"), "path": server.uri("v/b.mp4"), "size": 5,
+        "start_s": None, "end_s": None, "manifest": None, "policy": None,
+    }  # fmt: skip
+    for whole in (server.uri(), server.uri().rstrip("/")):
+        assert ids(read(server, whole)) == ["e.mp4", "v/a/c.MKV", "v/b.mp4", "vv/d.mp4"]
+
+
+def test_a_listing_is_one_request_a_page_and_none_a_video(server, monkeypatch):
+    monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "10")  # 1,000 otherwise
+    for number in range(21):
+        server.upload(f"many/{number:02}.mp4", b"")
+    assert len(read(server, server.uri("many"))) == 21
+    assert server.counts() == {"LIST": 3}
+
+
+def test_keys_of_any_spelling_are_taken_literally(server):
+    for key in ODD:
+        server.upload(f"v/{key}", key.encode())
+    rows = read(server, server.uri("v"))
+    assert sorted(ids(rows)) == sorted(ODD) and not any(row["policy"] for row in rows)
+    assert all(server.objects().read(row["path"]).decode() == row["video_id"] for row in rows)
+
+
+def test_listed_keys_that_a_client_might_resolve_are_not_read(server):
+    for key in ("v/../w.mp4", "v/./x.mp4"):
+        server.upload(key)
+    rows = read(server, server.uri("v/"))
+    assert len(rows) == 2 and all("rename the object" in row["policy"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("glob", "expected"),
+    [
+        ("v/*.mp4", ["one.mp4", "two.mp4"]),
+        ("v/*", ["one.mp4", "two.mp4"]),
+        ("v/t*", ["two.mp4"]),
+        ("v/*/*.mp4", ["x/one.mp4"]),
+        ("v/**/one.mp4", ["one.mp4", "x/one.mp4", "x/y/one.mp4"]),
+        ("v/**", ["one.mp4", "two.mp4", "x/one.mp4", "x/y/one.mp4"]),
+        ("v/[!t]*.mp4", ["one.mp4"]),
+        ("*/two.mp4", ["v/two.mp4"]),
+        ("b/a[1].mp4", ["a[1].mp4"]),
+    ],
+)
+def test_globs_stay_within_a_segment(server, glob, expected):
+    for key in ("v/one.mp4", "v/two.mp4", "v/x/one.mp4", "v/x/y/one.mp4", "v/note.txt", "b/a[1].mp4", "b/a1.mp4"):
+        server.upload(key)
+    assert ids(read(server, server.uri(glob))) == expected
+    assert server.counts() == {"LIST": 1}
+
+
+def test_one_object_may_have_any_name(server):
+    for key, requests in (("v/a.mp4", {"HEAD": 1}), ("v/clip", {"LIST": 1, "HEAD": 1}), ("dir.mp4/b.mp4", {"HEAD": 1})):
+        (row,) = read(server, server.upload(key, b"123"))
+        assert (row["video_id"], row["uri"], row["size"]) == (key.rpartition("/")[2], server.uri(key), 3)
+        assert server.counts() == requests
+    assert ids(read(server, server.uri("dir.mp4"))) == ["b.mp4"]  # a folder with a video's suffix
+    assert server.counts() == {"HEAD": 1, "LIST": 1}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("folder", ["", "lists/"])
+def test_a_manifest_is_one_request(server, kind, folder):
+    data = b'\xef\xbb\xbf{"video_id": "007", "uri": "x/v.mp4", "start_s": 1.5, "size": 9}\n'
+    if kind == "csv":
+        data = b"video_id,uri,start_s,end_s,size\n007,x/v.mp4,1.5,,9\n"
+    elif kind == "parquet":
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.table({"video_id": ["007"], "uri": ["x/v.mp4"], "start_s": [1.5], "size": [9]}), sink)
+        data = sink.getvalue().to_pybytes()
+    (row,) = read(server, server.upload(f"{folder}m.{kind}", data))
+    assert server.counts() == {"GET": 1}
+    assert (row["video_id"], row["path"], row["policy"]) == ("007", server.uri(f"{folder}x/v.mp4"), None)
+    assert (row["start_s"], row["size"]) == (1.5, None)  # a column of the manifest's own is only carried
+    assert str(json.loads(row["manifest"])["size"]) == "9"
+
+
+def test_a_manifest_names_what_lies_below_its_folder_or_a_root(server, tmp_path):
+    (tmp_path / "a.mp4").write_bytes(b"x")
+    other = S3Server().uri()
+    uris = ["in.mp4", server.uri("m/in.mp4"), server.uri("root/a.mp4"), server.uri("rooted/a.mp4"), f"{other}m/in.mp4"]
+    manifest = write(server, "m/m.jsonl", *uris, str(tmp_path / "a.mp4"), f"file://{tmp_path}/a.mp4")
+
+    def allowed(*roots):
+        return [row["policy"] is None for row in read(server, manifest, *roots)]
+
+    assert allowed() == [True, True, False, False, False, False, False]
+    assert allowed(server.uri("root")) == allowed(server.uri("root/")) == [True] * 3 + [False] * 4
+    assert allowed(server.uri()) == [True] * 4 + [False] * 3
+    assert allowed(str(tmp_path)) == [True] * 2 + [False] * 3 + [True] * 2
+    assert allowed(other, str(tmp_path)) == [True] * 2 + [False] * 2 + [True] * 3
+    assert server.counts() == {"GET": 1}
+    assert all("--video-root" in row["policy"] for row in read(server, manifest)[2:])
+
+
+def test_a_local_manifest_may_name_objects_below_a_root_only(tmp_path):
+    (tmp_path / "a.mp4").write_bytes(b"x")
+    rows = [{"video_id": uri, "uri": uri} for uri in ("a.mp4", "s3://bucket/v/a.mp4", "s3://bucket/w/a.mp4")]
+    (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    manifest = read_manifest(str(tmp_path / "m.jsonl"), ["s3://bucket/v"], Objects(endpoint_url="http://127.0.0.1:1"))
+    assert manifest["path"].to_pylist()[1] == "s3://bucket/v/a.mp4"
+    assert [policy is None for policy in manifest["policy"].to_pylist()] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("s3://KEY:SEC@bucket/m/v.mp4", "s3://bucket/m/v.mp4"),
+        ("s3://KEY:S/EC@bucket/m/v.mp4", "s3://bucket/m/v.mp4"),
+        ("s3://bucket/m/v.mp4?X-Sig=SEC", "s3://bucket/m/v.mp4"),
+        ("v.mp4?X-Sig=SEC", "s3://bucket/m/v.mp4"),
+        ("s3://bucket/m/../x.mp4", "s3://bucket/m/../x.mp4"),
+        ("../x.mp4", "s3://bucket/m/../x.mp4"),
+        ("s3://bucket/m/./x.mp4", "s3://bucket/m/./x.mp4"),
+        ("s3://bucket/m//x.mp4", "s3://bucket/m//x.mp4"),
+        ("s3://bucket/m/a\nb.mp4", "s3://bucket/m/a b.mp4"),
+        ("s3:///m/v.mp4", "s3:///m/v.mp4"),
+        ("s3://bucket", "s3://bucket"),
+        ("s3://bucket/m/", "s3://bucket/m/"),
+        ("S3://bucket/m/v.mp4", "S3://bucket/m/v.mp4"),
+        ("https://u:SEC@host/v.mp4", "https://host/v.mp4"),
+    ],
+)
+def test_what_is_no_plain_key_is_not_read_and_shows_no_secret(uri, shown):
+    class Given(Objects):
+        def read(self, uri_of_manifest):
+            return json.dumps({"video_id": "x", "uri": uri}).encode()
+
+    (row,) = read_manifest("s3://bucket/m/m.jsonl", ["s3://bucket/m"], Given()).to_pylist()
+    assert row["policy"] and (row["uri"], row["path"]) == (shown, shown)
+    assert "SEC" not in str(row)
+
+
+def test_what_cannot_be_listed_is_refused_with_the_store_s_reason(server):
+    server.upload("v/notes.txt")
+    server.upload("torn.parquet", b"PAR1 torn")
+    for key in ("secret", "secret.jsonl"):
+        server.fail("GET", key, 403)
+    server.fail("HEAD", "secret.mp4", 403)
+    for videos, message in [
+        (server.uri("v"), "no video on S3 at or below it"),
+        (server.uri("gone/"), "no video on S3"),
+        (server.uri("gone.mp4"), "no video on S3"),
+        (server.uri("*.mkv"), "no video on S3"),
+        (server.uri("gone.jsonl"), "cannot be read: NoSuchKey"),
+        (server.uri("torn.parquet"), "cannot be read as a manifest"),
+        (server.uri("secret.jsonl"), "AccessDenied: told to fail"),
+        (server.uri("secret.mp4"), "cannot be listed: 403: Forbidden"),
+        ("s3://no-such-bucket/v", "NoSuchBucket"),
+        ("s3://no-such-bucket/v.mp4", "NoSuchBucket"),
+        ("s3://no-such-bucket/v.csv", "NoSuchBucket"),
+    ]:
+        with pytest.raises(ManifestError, match=message) as caught:
+            read(server, videos)
+        assert server.url.partition("//")[2] not in str(caught.value) and SECRET not in str(caught.value)
+    server.fail("GET", "", 403)
+    with pytest.raises(ManifestError, match="AccessDenied"):
+        read(server, server.uri("v/"))
+
+
+@pytest.mark.parametrize("root", ["s3://", "s3:///x", "s3://k:s@bucket/x", "s3://bucket/../x", "s3://bucket/a//b"])
+def test_a_root_on_s3_is_judged_by_its_form(root, tmp_path):
+    with pytest.raises(UsageError, match="expected s3://BUCKET"):
+        read_manifest(str(tmp_path), [root])
+
+
+@pytest.mark.parametrize("videos", ["s3://bucket/a?.mp4", "s3://k:SEC@bucket/a", "s3://", "s3://bucket?sig=SEC"])
+def test_an_address_with_more_than_bucket_and_key_is_refused_unread(videos):
+    with pytest.raises(UsageError, match="without user, host or query") as caught:
+        read_manifest(videos, (), Objects(endpoint_url="http://127.0.0.1:1"))
+    assert "SEC" not in str(caught.value)
