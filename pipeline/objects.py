@@ -20,6 +20,7 @@ from pipeline.errors import UsageError
 SCHEME = "s3://"
 _CHUNK = 2**20
 _RESUMES = 4  # how often a broken download goes on where it stopped
+_CONNECT_S, _SILENT_S = 10, 60  # how long a store may take to accept a connection, and to send the next bytes
 _KINDS: Mapping[int, type[OSError]] = {
     404: FileNotFoundError,
     401: PermissionError,
@@ -158,6 +159,8 @@ class Objects:
                     if resumes == _RESUMES:
                         raise
                 answer = self._client().get_object(Bucket=bucket, Key=key, Range=f"bytes={done}-", IfMatch=mark)
+                if done and not answer.get("ContentRange", "").startswith(f"bytes {done}-"):
+                    raise OSError(errno.EIO, "the store cannot go on where a download broke")
         raise AssertionError("not reached")
 
     def put(self, uri: str, data: Any, *, exclusive: bool = False) -> None:
@@ -253,8 +256,8 @@ def _connect(settings: dict[str, str]) -> Any:
     style = {"addressing_style": "path"} if "endpoint_url" in settings else {}
     config = Config(
         retries={"mode": "standard", "total_max_attempts": 6},
-        connect_timeout=10,
-        read_timeout=60,
+        connect_timeout=_CONNECT_S,
+        read_timeout=_SILENT_S,
         max_pool_connections=32,
         s3=style,
     )

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
@@ -233,3 +234,27 @@ class Revealing(BadReader):
         limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_CORE)]
         seen = {"env": [n for n in os.environ if "TOKEN" in n or n.startswith("AWS_")], "limits": limits}
         raise VideoFault("internal", json.dumps({**seen, "threads": torch.get_num_threads(), "pid": os.getpid()}))
+
+
+class Leaving(BadReader):
+    """Fails with the path it was given and the files in memory that its process has open."""
+
+    def read(self, indices: Any) -> Any:
+        raise VideoFault("internal", json.dumps({"path": self.index.path, "files": memory_files(os.getpid())}))
+
+
+class Vandal(BadReader):
+    """Tries to change the file."""
+
+    def read(self, indices: Any) -> Any:
+        with Path(self.index.path).open("r+b") as file:
+            file.write(b"changed")
+
+
+def memory_files(pid: int | None) -> list[str]:
+    """The files in memory that a process has open."""
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # the listing's own, gone by now
+            found.append(str(entry.readlink()))
+    return [name for name in found if name.startswith("/memfd:video")]

@@ -1,0 +1,156 @@
+"""Videos on S3 end to end: one request each, nothing on disk, and the credentials in no place but memory."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from jobs import inspect, prune
+from pipeline import TokenCache
+from pipeline.decode import fingerprint
+from tests.jobs.jobs import clips, environment, forbid_ray, run
+from tests.pipeline.s3 import KEY, SECRET, TOKEN, S3Server
+
+pytestmark = pytest.mark.slow
+
+BIG = 96 * 2**20
+OPTIONS = ["--num-frames", "4", "--max-failed", "2"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with S3Server() as opened:
+        yield opened
+
+
+@pytest.fixture
+def cluster():
+    """A Ray head that was started without any credentials: (its address, its folder)."""
+    variables = {name: value for name, value in environment().items() if not name.startswith("AWS_")}
+    folder = Path(variables["RAY_TMPDIR"])
+    ray = Path(sys.executable).with_name("ray")
+    command = [ray, "start", "--head", "--block", "--port=0", "--num-cpus=2", "--include-dashboard=false"]
+    head = subprocess.Popen(
+        [*command, "--disable-usage-stats", "--temp-dir", folder], env=variables, stdout=subprocess.DEVNULL
+    )
+    try:
+        yield wait_for(folder / "ray_current_cluster", head), folder
+    finally:
+        head.send_signal(signal.SIGTERM)  # it ends what it started
+        head.wait(60)
+
+
+def wait_for(file, head, timeout=90):
+    deadline = time.monotonic() + timeout
+    while not (file.is_file() and (text := file.read_text().strip())):
+        assert head.poll() is None and time.monotonic() < deadline, "the Ray head did not start"
+        time.sleep(0.1)
+    return text
+
+
+@contextmanager
+def watched(folder):
+    """Yields a function for the most bytes that were seen below a folder at any one time."""
+    peak, done = [0], threading.Event()
+
+    def watch():
+        while not done.wait(0.01):
+            peak.append(sum(path.lstat().st_size for path in list(folder.rglob("*")) if path.exists()))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lambda: max(peak)
+    finally:
+        done.set()
+        thread.join()
+
+
+def files_with(text, *folders):
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    assert files
+    return [path for path in files if text.encode() in path.read_bytes()]
+
+
+def kinds(server):
+    """(kind, key) of every request."""
+    return sorted((request.kind, request.path.removeprefix(f"/{server.bucket}")) for request in server.requests)
+
+
+def test_a_folder_on_s3_by_workers_that_have_no_credentials_of_their_own(
+    server, cluster, tmp_path, monkeypatch, capsys
+):
+    address, ray_folder = cluster
+    names = [f"sub dir/ü {clip.name}" for clip in clips()]
+    for name, clip in zip(names, clips(), strict=True):
+        server.upload(f"all/{name}", clip.read_bytes())
+    padding = BIG.to_bytes(4, "big") + b"free" + bytes(BIG - 8)  # a box of the file format that holds nothing
+    server.upload("all/big.mp4", clips()[1].read_bytes() + padding)
+    server.upload("all/empty.mp4", b"")
+    server.upload("all/", b"")
+    temporary, cache = tmp_path / "tmp", tmp_path / "cache"
+    temporary.mkdir()
+    argv = [server.uri("all"), "--out", str(cache), *OPTIONS]
+    with watched(temporary) as peak:
+        done = run("jobs.prune", *argv, **server.environment(), TMPDIR=str(temporary), RAY_ADDRESS=address)
+    assert done.returncode == 0, done.stdout
+    opened = TokenCache(cache)
+    assert opened.video_ids == ["big.mp4", *names] and opened.failed == {"empty.mp4": "unsupported"}
+    for name, clip in zip(names, clips(), strict=True):
+        row = opened.metadata(name)
+        assert (row["uri"], row["backend"]) == (server.uri(f"all/{name}"), "decord")
+        assert (row["source_size"], row["source_hash"]) == fingerprint(clip)
+    assert opened.metadata("big.mp4")["source_size"] > BIG
+    videos = ["big.mp4", "empty.mp4", *names]
+    assert kinds(server) == [*sorted(("GET", f"/all/{name}") for name in videos), ("LIST", "")]
+    assert peak() < BIG / 8
+
+    for secret in (KEY, SECRET, TOKEN, server.url.partition("//")[2]):
+        assert secret not in done.stdout
+        assert files_with(secret, tmp_path, *ray_folder.glob("session_*/logs")) == []
+
+    forbid_ray(monkeypatch)
+    for name, value in server.environment().items():
+        monkeypatch.setenv(name, value)
+    server.requests.clear()
+    assert prune.main(argv) == 0 and "6 of 6 videos are in the cache already" in capsys.readouterr().err
+    assert kinds(server) == [("LIST", "")]
+    server.requests.clear()
+    page = tmp_path / "page.html"
+    assert inspect.main([str(cache), names[1], "--html", str(page)]) == 0
+    assert "with pictures" in capsys.readouterr().out
+    assert kinds(server) == [("GET", f"/all/{names[1]}")]
+    assert files_with(SECRET, tmp_path) == files_with(KEY, tmp_path) == []
+    server.upload(f"all/{names[1]}", b"longer" * 10**6)
+    assert inspect.main([str(cache), names[1], "--html", str(page)]) == 0
+    assert "changed since" in capsys.readouterr().out
+
+
+def test_a_manifest_may_mix_places_and_what_it_may_not_name_is_not_asked_for(server, tmp_path):
+    shutil.copy(clips()[1], tmp_path / "local.mp4")
+    for key in ("root/a.mp4", "other/b.mp4", "rooted/c.mp4"):
+        server.upload(key, clips()[1].read_bytes())
+    uris = {
+        "local": "local.mp4",
+        "a": server.uri("root/a.mp4"),
+        "gone": server.uri("root/gone.mp4"),
+        "b": server.uri("other/b.mp4"),
+        "c": server.uri("rooted/c.mp4"),
+    }
+    (tmp_path / "m.jsonl").write_text("\n".join(json.dumps({"video_id": v, "uri": uri}) for v, uri in uris.items()))
+    argv = ["jobs.prune", str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "c"), "--video-root", server.uri("root")]
+    done = run(*argv, *OPTIONS, "--max-failed", "3", **server.environment())
+    assert done.returncode == 0, done.stdout
+    cache = TokenCache(tmp_path / "c")
+    assert cache.video_ids == ["a", "local"]
+    assert cache.failed == {"gone": "io", "b": "policy", "c": "policy"}
+    assert cache.metadata("a")["source_hash"] == cache.metadata("local")["source_hash"]
+    assert "--video-root" in cache.metadata("b")["error_message"]
+    assert kinds(server) == [("GET", "/root/a.mp4"), ("GET", "/root/gone.mp4")]

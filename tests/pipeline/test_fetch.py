@@ -1,0 +1,248 @@
+"""A video from S3 decodes like one on disk: in memory, called by its URI, and nothing of it stays behind."""
+
+import json
+import os
+import socket
+import tempfile
+import threading
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline import objects as objects_module
+from pipeline.decode import DecodeRequest, decode_video
+from pipeline.decode_stage import Decoder, DecodeSetup
+from pipeline.errors import VideoFault
+from pipeline.fetch import Source, one_ahead, open_source
+from pipeline.frames import Sampling
+from pipeline.objects import Objects
+from pipeline.resume import TODO_SCHEMA
+from pipeline.sandbox import DecodeSandbox
+from tests.pipeline.s3 import KEY, SECRET, S3Server
+from tests.pipeline.videos import KeepSize, decord_killer, memory_files, sample, write_clip
+
+LIMIT = 64 * 2**20
+MEMFD = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this platform has no files in memory")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with S3Server() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    return write_clip(tmp_path_factory.mktemp("clips") / "a.mp4")
+
+
+@pytest.fixture(params=[pytest.param("memory", marks=MEMFD), "disk"])
+def place(request, monkeypatch, tmp_path):
+    """Where fetched videos lie: in memory, or in temporary files where the platform has none."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if request.param == "disk":
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+    yield request.param
+    assert list(tmp_path.glob("video-*")) == []
+
+
+def request(reader="auto", num_frames=8):
+    name = reader if reader in ("auto", "decord", "pyav") else f"tests.pipeline.videos:{reader}"
+    return DecodeRequest("", Sampling(num_frames=num_frames), KeepSize(), reader=name)
+
+
+def decode(sandbox, server, uri, wanted):
+    with open_source(uri, server.objects(), LIMIT) as source:
+        return source.decode(sandbox, wanted)
+
+
+def fault_of(sandbox, server, uri, wanted):
+    with pytest.raises(VideoFault) as caught:
+        decode(sandbox, server, uri, wanted)
+    return caught.value
+
+
+@pytest.mark.parametrize("reader", ["auto", "pyav", "decord"])
+def test_an_object_decodes_like_its_file_in_one_request(server, place, reader):
+    path = sample("bikes.mp4")
+    uri = server.upload("odd ü#%20?/bikes.mp4", path.read_bytes())
+    with DecodeSandbox() as sandbox:
+        there = decode(sandbox, server, uri, request(reader))
+    here = decode_video(DecodeRequest(path, Sampling(num_frames=8), KeepSize(), reader=reader))
+    assert np.array_equal(there.frames, here.frames) and there.backend == here.backend
+    assert (there.source_size, there.source_hash) == (here.source_size, here.source_hash)
+    assert server.counts() == {"GET": 1}
+
+
+def test_faults_name_the_object_and_not_where_it_lies(server, place, clip):
+    texts = {"text.mp4": b"no video" * 99, "empty.mp4": b"", "cut.mp4": clip.read_bytes()[:-500]}
+    with DecodeSandbox() as sandbox:
+        faults = {name: fault_of(sandbox, server, server.upload(name, data), request()) for name, data in texts.items()}
+        told = fault_of(sandbox, server, server.upload("a.mp4", clip.read_bytes()), request("Leaving"))
+    assert {name: fault.fault_class for name, fault in faults.items()} == {
+        "text.mp4": "unsupported", "empty.mp4": "unsupported", "cut.mp4": "corrupt",
+    }  # fmt: skip
+    assert all(server.uri(name) in faults[name].message for name in ("text.mp4", "empty.mp4"))
+    assert json.loads(told.message)["path"] == server.uri("a.mp4")
+    for fault in (*faults.values(), told):
+        assert "/proc/self/fd" not in fault.message and tempfile.gettempdir() not in fault.message
+
+
+def test_what_took_decord_down_is_read_again_from_the_same_bytes(server, place, tmp_path):
+    uri = server.upload("killer.mp4", decord_killer(tmp_path / "a.mp4").read_bytes())
+    with DecodeSandbox() as sandbox:
+        video = decode(sandbox, server, uri, request())
+    assert (video.backend, video.attempts) == ("pyav", 2) and "SIGABRT" in video.backend_note
+    assert server.counts() == {"GET": 1}
+
+
+@MEMFD
+def test_nothing_stays_open_in_parent_or_child(server, clip, tmp_path):
+    good = server.upload("a.mp4", clip.read_bytes())
+    killer = server.upload("killer.mp4", decord_killer(tmp_path / "a.mp4").read_bytes())
+    text = server.upload("text.mp4", b"no video")
+    with DecodeSandbox(timeout_s=60) as sandbox:
+        decode(sandbox, server, good, request())
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        for _ in range(5):
+            decode(sandbox, server, good, request())
+            fault_of(sandbox, server, text, request())
+            fault_of(sandbox, server, good, request("Raising"))
+        told = fault_of(sandbox, server, good, request("Leaving"))
+        assert json.loads(told.message)["files"] == [good]  # its own, and none of an earlier video
+        decode(sandbox, server, killer, request())
+        assert fault_of(sandbox, server, good, request("Aborting")).fault_class == "crash"
+        decode(sandbox, server, good, request())
+        assert sandbox._child is not None and memory_files(sandbox._child.process.pid) == []
+        sandbox._timeout_s = 0.5
+        assert fault_of(sandbox, server, good, request("Hanging")).fault_class == "timeout"
+        sandbox._timeout_s = 60
+        decode(sandbox, server, good, request())
+        assert memory_files(os.getpid()) == []
+        assert len(list(Path("/proc/self/fd").iterdir())) <= before
+
+
+@MEMFD
+def test_a_child_can_neither_change_the_bytes_nor_fetch_others(server, clip, monkeypatch):
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    uri = server.upload("a.mp4", clip.read_bytes())
+    with DecodeSandbox() as sandbox:
+        assert "Operation not permitted" in fault_of(sandbox, server, uri, request("Vandal")).message
+        assert json.loads(fault_of(sandbox, server, uri, request("Revealing")).message)["env"] == []
+
+
+def test_what_cannot_be_fetched_is_a_fault_with_its_remedy(server, place):
+    uri = server.upload("big.mp4", b"12345678")
+    server.fail("GET", "secret.mp4", 403)
+    objects = server.objects()
+    for name, limit, fault_class, message in [
+        ("big.mp4", 7, "out-of-memory", "8 bytes, more than the 7 .*--fetch-memory"),
+        ("gone.mp4", 7, "io", "NoSuchKey"),
+        ("secret.mp4", 7, "io", "AccessDenied"),
+    ]:
+        with (
+            open_source(server.uri(name), objects, limit) as source,
+            pytest.raises(VideoFault, match=message) as caught,
+        ):
+            source.decode(DecodeSandbox(), request())
+        assert caught.value.fault_class == fault_class and server.uri(name) in caught.value.message
+        assert caught.value.retryable and source.descriptor is None and source.path is None
+    with open_source(uri, objects, 8) as source:
+        assert source.fault is None and source.size == 8
+
+
+@contextmanager
+def stalling(mode):
+    """A store that sends headers and half of a body, and then nothing more, or hangs up."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    held, size = [], 2**22
+
+    def answer(connection):
+        asked = b""
+        while not asked.endswith(b"\r\n\r\n"):
+            asked += connection.recv(65536)
+        start = 0 if mode == "restarting" else int(asked.partition(b"Range: bytes=")[2].partition(b"-")[0] or 0)
+        status = b"206 Partial Content\r\nContent-Range: bytes %d-/%d" % (start, size) if start else b"200 OK"
+        head = b'HTTP/1.1 %s\r\nETag: "x"\r\nContent-Length: %d\r\n\r\n' % (status, size - start)
+        connection.sendall(head + b"x" * ((size - start) // 2))
+        if mode != "stalling":
+            connection.close()
+
+    def serve():
+        with suppress(OSError):
+            while True:
+                held.append(listening.accept()[0])
+                answer(held[-1])
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}", held
+    listening.shutdown(socket.SHUT_RDWR)
+    listening.close()
+    thread.join()
+    for connection in held:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "requests", "reason"),
+    [
+        ("stalling", 5, "ReadTimeoutError"),
+        ("hanging up", 5, ""),
+        ("restarting", 2, "cannot go on where a download broke"),
+    ],
+)
+def test_a_store_that_stalls_or_hangs_up_in_mid_body_is_an_io_fault(monkeypatch, mode, requests, reason):
+    monkeypatch.setattr(objects_module, "_SILENT_S", 0.3)
+    with stalling(mode) as (url, connections):
+        objects = Objects(
+            endpoint_url=url, region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=SECRET
+        )
+        source = open_source("s3://bucket/a.mp4", objects, LIMIT)
+        assert source.fault is not None and source.fault.fault_class == "io"
+        assert reason in source.fault.message and len(connections) == requests
+        assert "s3://bucket/a.mp4" in source.fault.message
+        assert url.partition("//")[2] not in source.fault.message and SECRET not in source.fault.message
+
+
+def test_the_next_one_is_loaded_ahead_and_closed_if_nobody_takes_it():
+    loaded, ready = [], threading.Event()
+
+    def load(name):
+        loaded.append(Source(name, descriptor=os.open(os.devnull, os.O_RDONLY)))
+        if name == "b":
+            ready.set()
+        return loaded[-1]
+
+    sources = one_ahead(load, ["a", "b", "c"])
+    with next(sources) as first:
+        assert first.uri == "a" and ready.wait(10)  # b comes while a is in use
+    assert [source.uri for source in loaded] == ["a", "b"]
+    sources.close()
+    assert all(source.descriptor is None for source in loaded)
+    assert list(one_ahead(load, [])) == []
+
+
+def todo(*uris, policy=None, size=None):
+    rows = [{"video_id": uri, "uri": uri, "path": uri, "policy": policy, "size": size, "attempts": 1} for uri in uris]
+    return pa.Table.from_pylist(rows, schema=TODO_SCHEMA)
+
+
+def test_a_decoder_fetches_with_what_its_setup_holds_and_asks_nothing_else(server, clip, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    uris = [server.upload(f"{number}.mp4", clip.read_bytes()) for number in range(4)]
+    setup = DecodeSetup(Sampling(num_frames=2), KeepSize(), objects=server.objects())
+    assert SECRET not in repr(setup) and KEY not in repr(setup)
+    decoder = Decoder(setup)
+    table = pa.concat_tables([todo(*uris, str(clip), server.uri("gone.mp4"), size=7), todo("s3://x/y", policy="no")])
+    records = [json.loads(row["record"][0].as_py()) for row in decoder(table)]
+    assert [record["status"] for record in records] == ["ok"] * 5 + ["failed"] * 2
+    assert [record.get("error_class") for record in records[5:]] == ["io", "policy"]
+    assert [record["source_size"] for record in records] == [clip.stat().st_size] * 5 + [7, None]
+    assert {record["source_hash"] for record in records[:5]} == {records[4]["source_hash"]}
+    assert server.counts() == {"GET": 5}  # each object, and the one that is gone
+    decoder._sandbox.close()
