@@ -124,7 +124,7 @@ def _commit_all(job: Job, dataset: ray.data.Dataset, plan: Resources, pulse: Any
     done = good = 0
     try:
         with reporter(console, total, job.config.log_interval) as progress:
-            watch = Watch(pulse, job.config.stall_timeout, plan, progress.stages)
+            watch = Watch(pulse, job.config.stall_timeout, plan, total, progress.stages)
             with closing(patiently(run_graph(dataset), watch.look, watch.every_s)) as shards:
                 for number, rows in enumerate(shards):
                     commit(job.store, job.run_id, number, rows)
