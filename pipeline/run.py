@@ -31,7 +31,7 @@ from pipeline.config import PruneConfig
 from pipeline.decode_stage import DecodeSetup
 from pipeline.encode import EncodeSetup
 from pipeline.errors import RunFailed, UsageError, printable
-from pipeline.graph import Resources, build_graph, configure_ray_data, plan_resources, run_graph
+from pipeline.graph import RESTARTS, Resources, build_graph, configure_ray_data, plan_resources, run_graph
 from pipeline.job import Job, match_cache, prepare, refusing
 from pipeline.live import VIDEOS, read_live
 from pipeline.lock import CacheLock
@@ -144,6 +144,8 @@ def _connect() -> dict[str, float]:
     if not ray.is_initialized():
         # Ray's C++ core reports harmless matters as errors on this terminal; its log files keep the rest.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+        # A task that Ray ends because its node is short of memory is tried again for ever otherwise.
+        os.environ.setdefault("RAY_task_oom_retries", str(RESTARTS))
         on_terminate = signal.getsignal(signal.SIGTERM)
         try:
             with _muted_stderr():
