@@ -49,11 +49,11 @@ class Encoder:
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         for row, record in enumerate(records(batch)):
-            if record["status"] != "ok":
-                yield one_row(ENCODED, record)
-                continue
             with self._beat.holding(record["video_id"]):
-                encoded = self._encode_row(record, payload(batch, "frames", row, np.uint8))
+                if record["status"] != "ok":
+                    encoded = one_row(ENCODED, record)
+                else:
+                    encoded = self._encode_row(record, payload(batch, "frames", row, np.uint8))
             yield encoded
 
     def _encode_row(self, record: Record, frames: np.ndarray | None) -> pa.Table:

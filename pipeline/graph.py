@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import pyarrow as pa
+import ray
 import ray.data
 from ray.data import ExecutionResources
 
@@ -118,10 +119,10 @@ def build_graph(
     pulse: Any = None,
 ) -> ray.data.Dataset:
     """The lazy dataset whose rows are the written records of ``todo``; nothing runs until it is iterated."""
-    # 1. Manifest: blocks small enough to spread. They are cut here, because every stage of Ray's own would ask for a
-    # whole CPU, and on a small cluster the actors hold them all.
+    # 1. Manifest: blocks small enough to spread. They are cut here and made without a task (from_arrow starts one a
+    # block): tasks of Ray's own ask for a whole CPU, wait for it without end and are tried again without end.
     size = resources.videos_per_block
-    videos = ray.data.from_arrow([todo.slice(start, size) for start in range(0, len(todo), size)])
+    videos = ray.data.from_blocks([todo.slice(start, size) for start in range(0, len(todo), size)])
     # 2. Decode: file -> model-ready uint8 frames, or an error row.
     frames = videos.map_batches(Decoder, fn_constructor_args=(decode, pulse), **_actors(resources.decode, size))
     # 3. Encode and prune: frames -> the kept tokens in order of selection. A larger batch would collect the frames of
@@ -144,8 +145,10 @@ def build_graph(
 
 def run_graph(dataset: ray.data.Dataset) -> Iterator[list[Record]]:
     """Run the graph; yield the records of each shard as soon as its tokens are on disk."""
-    for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-        yield records(batch)
+    # Not iter_batches: its threads wait in a way that nothing can interrupt, and it fetches ahead.
+    for bundle in dataset.iter_internal_ref_bundles():
+        for block in ray.get(bundle.block_refs):
+            yield records(block)
 
 
 def configure_ray_data() -> None:

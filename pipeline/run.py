@@ -30,7 +30,7 @@ from pipeline.config import PruneConfig
 from pipeline.decode_stage import DecodeSetup
 from pipeline.encode import EncodeSetup
 from pipeline.errors import RunFailed, UsageError, printable
-from pipeline.graph import Resources, build_graph, configure_ray_data, plan_resources, run_graph
+from pipeline.graph import RESTARTS, Resources, build_graph, configure_ray_data, plan_resources, run_graph
 from pipeline.job import Job, match_cache, prepare, refusing
 from pipeline.live import VIDEOS, VideosTable
 from pipeline.lock import Lock, cache_lock
@@ -129,7 +129,7 @@ def _commit_all(
     done = good = 0
     try:
         with reporter(console, total, job.config.log_interval) as progress:
-            watch = Watch(pulse, job.config.stall_timeout, plan, progress.stages)
+            watch = Watch(pulse, job.config.stall_timeout, plan, total, progress.stages)
             with closing(patiently(run_graph(dataset), watch.look, watch.every_s)) as shards:
                 for number, rows in enumerate(shards):
                     if "write_error" in rows[0]:
@@ -152,6 +152,8 @@ def _connect() -> dict[str, float]:
     if not ray.is_initialized():
         # Ray's C++ core reports harmless matters as errors on this terminal; its log files keep the rest.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+        # A task that Ray ends because its node is short of memory is tried again for ever otherwise.
+        os.environ.setdefault("RAY_task_oom_retries", str(RESTARTS))
         on_terminate = signal.getsignal(signal.SIGTERM)
         try:
             with _muted_stderr():

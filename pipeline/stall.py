@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import ray
@@ -22,7 +23,6 @@ _REMEDY = {
     "decode": "look at that host, and at the storage of that video",
     "encode": "look at that host and its GPU",
     "write": "look at the storage behind --out",
-    "scheduling": "add the missing nodes, or lower --encode-workers and --decode-workers",
 }
 
 
@@ -30,11 +30,12 @@ class Watch:
     """Looks at the pulse now and then; raises RunFailed where nothing has moved for ``timeout_s``."""
 
     def __init__(
-        self, pulse: Any, timeout_s: float, plan: Resources, tell: Callable[[Mapping[str, int]], None]
+        self, pulse: Any, timeout_s: float, plan: Resources, total: int, tell: Callable[[Mapping[str, int]], None]
     ) -> None:
         self._pulse = pulse
         self._timeout_s = timeout_s
         self._plan = plan
+        self._total = total
         self._tell = tell
         self._reading = Reading()
         self._asked: Any = None
@@ -68,23 +69,33 @@ class Watch:
         return reading
 
     def _verdict(self) -> str:
-        """The last stage that holds something, what it holds, and what may help."""
+        """The last stage that holds something, else the last one that something waits for; and what may help."""
         for stage in reversed(STAGES):
             held = self._reading.inside.get(stage)
             if held:
                 return f"{stage} holds {len(held)} ({printable(held[0])}) and does not move; {_REMEDY[stage]}"
-        return f"scheduling: {_shortage(self._plan)}; {_REMEDY['scheduling']}"
+        left = {"manifest": self._total, **self._reading.left}
+        for before, stage in reversed(list(pairwise(left))):
+            waiting = left[before] - left[stage]
+            if waiting >= self._enough(stage, left):
+                return f"{stage} takes none of {waiting} waiting videos; scheduling: {_offer(self._plan)}"
+        return f"scheduling: no worker holds a video; {_offer(self._plan)}"
+
+    def _enough(self, stage: str, left: Mapping[str, int]) -> int:
+        """How many videos a stage waits for before it takes any: a shard is collected first, unless it is the last."""
+        collects = stage == "write" and left["encode"] < self._total
+        return self._plan.videos_per_shard if collects else 1
 
 
-def _shortage(plan: Resources) -> str:
+def _offer(plan: Resources) -> str:
+    """What the cluster has now, and what the workers ask for."""
     try:
         offer = ray.cluster_resources()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is not why the run failed
-        return f"no worker holds a video, and the cluster does not answer ({printable(str(error))})"
-    cpus, gpus = offer.get("CPU", 0.0), offer.get("GPU", 0.0)
+        return f"the cluster does not answer: {printable(str(error))}"
     return (
-        f"no worker holds a video; the cluster offers {cpus:g} CPUs and {gpus:g} GPUs, "
-        f"the plan needs {plan.cpus:g} and {plan.gpus:g}"
+        f"the cluster offers {offer.get('CPU', 0.0):g} CPUs and {offer.get('GPU', 0.0):g} GPUs, the plan needs "
+        f"{plan.cpus:g} and {plan.gpus:g}: look at its nodes, or lower --encode-workers and --decode-workers"
     )
 
 

@@ -51,6 +51,9 @@ def test_flags_are_converted():
         (["--max-failed", "1.5"], "share"),
         (["--pruner-param", "alpha"], "NAME=VALUE"),
         (["--videos-per-shard", "0"], "at least 1"),
+        (["--stall-timeout", "inf"], "stall-timeout must be a positive"),
+        (["--stall-timeout", "120"], "longer than --decode-timeout 120"),
+        (["--decode-timeout", "3600"], "--stall-timeout 1800 must be longer"),
     ],
 )
 def test_nonsense_is_refused_by_name(argv, message):

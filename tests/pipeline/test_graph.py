@@ -44,6 +44,16 @@ def test_a_cluster_is_used_whole():
     assert (plan_resources(64, 0, 1000).encode.workers, plan_resources(64, 0, 1000).decode.workers) == (16, 47)
 
 
+def test_gpu_encoders_reserve_no_cpu_but_one_each_is_left_free():
+    plan = plan_resources(64, 8, 1000)
+    assert (plan.encode.num_cpus, plan.encode.num_gpus) == (0, 1)
+    assert plan.cpus <= 64 - plan.encode.workers
+
+
+def test_what_may_wait_does_not_grow_with_the_corpus():
+    assert plan_resources(64, 8, 10**7).store_bytes(10**7) == plan_resources(64, 8, 10**4).store_bytes(10**7)
+
+
 def test_restarts_are_finite():
     assert 0 < RESTARTS < 10
 
@@ -84,6 +94,21 @@ def lazy_graph(plan: Resources, out: str) -> ray.data.Dataset:
 def test_ray_does_not_fuse_the_stages(local_ray, tmp_path, cpus, gpus):
     names = operators(lazy_graph(plan_resources(cpus, gpus, 8), str(tmp_path)))
     assert names == ["Input", "MapBatches(Decoder)", "MapBatches(Encoder)", "MapBatches(write_token_shard)"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_every_retry_is_finite(local_ray, tmp_path, gpus):
+    operator = get_execution_plan(lazy_graph(plan_resources(64, gpus, 8), str(tmp_path))._logical_plan)[0].dag
+    limits = []
+    while operator.input_dependencies:
+        options = operator._ray_remote_args
+        limits.append(
+            {name: options[name] for name in ("max_retries", "max_restarts", "max_task_retries") if name in options}
+        )
+        (operator,) = operator.input_dependencies
+    actors = {"max_restarts": RESTARTS, "max_task_retries": RESTARTS}
+    assert limits == [{"max_retries": RESTARTS}, actors, actors]
 
 
 @pytest.mark.slow

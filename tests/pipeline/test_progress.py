@@ -14,9 +14,10 @@ def test_a_log_gets_lines_even_while_nothing_is_committed():
         while text.getvalue().count("\n") < 3:
             time.sleep(0.01)
         progress.advance(3, 1)
+        progress.stages({"decode": 7, "encode": 5, "write": 4})
     lines = text.getvalue().splitlines()
     assert lines[0] == "0/10 videos, 0 failed, 0.00 videos/s, no estimate yet"
-    assert lines[-1].startswith("4/10 videos, 1 failed, ")
+    assert lines[-1].startswith("4/10 videos, 1 failed, 7 decoded, 5 encoded, ")
     assert "s left" in lines[-1]
 
 

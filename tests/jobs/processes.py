@@ -1,0 +1,39 @@
+"""The processes below a process, as Linux lists them."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+
+def family(pid: int) -> dict[int, str]:
+    """Process id -> title of every descendant of ``pid`` that is no zombie."""
+    parents, titles = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                parents[int(folder.name)] = int(parent)
+                titles[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {child: titles[child] for child in found - {pid} if child in titles}
+
+
+def resident_mb(pid: int) -> float:
+    """Memory of a process that it shares with nobody, in MB; 0 where it has ended."""
+    with suppress(OSError):
+        _, resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[:3]
+        return (int(resident) - int(shared)) * 4096 / 1e6
+    return 0.0
+
+
+def assert_all_gone(pids: list[int], timeout: float = 20) -> None:
+    """Within ``timeout``, none of the processes is left."""
+    deadline = time.monotonic() + timeout
+    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        titles = [Path(f"/proc/{pid}/cmdline").read_bytes()[:80] for pid in left]
+        assert time.monotonic() < deadline, titles
+        time.sleep(0.05)

@@ -1,0 +1,68 @@
+"""A run whose worker freezes or dies ends, says which stage it was, and leaves no process behind."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.jobs.jobs import clips, start, wait_for_shards
+from tests.jobs.processes import assert_all_gone, family
+
+pytestmark = pytest.mark.slow
+
+ENCODER, DECODER = "ray::MapWorker(MapBatches(Encoder))", "ray::MapWorker(MapBatches(Decoder))"
+
+
+@pytest.fixture
+def job(tmp_path) -> list[str]:
+    """A command on 64 videos."""
+    for i in range(64):
+        shutil.copy(clips()[i % 4], tmp_path / f"v{i:02}.mp4")
+    return ["jobs.prune", str(tmp_path), "--out", str(tmp_path / "c"), "--num-frames", "4", "--videos-per-shard", "2"]
+
+
+def titled(process: subprocess.Popen[str], title: str, timeout: float = 120) -> int | None:
+    """A worker of a run by how its process title begins, as soon as there is one; None when the run ended."""
+    deadline = time.monotonic() + timeout
+    while process.poll() is None:
+        assert time.monotonic() < deadline, f"no process {title}"
+        for pid, name in family(process.pid).items():
+            if name.startswith(title):
+                return pid
+        time.sleep(0.02)
+    return None
+
+
+@pytest.mark.parametrize(("title", "stage"), [(DECODER, "decode"), (ENCODER, "encode")])
+def test_a_frozen_worker_ends_the_run_and_its_stage_is_named(job, tmp_path, title, stage):
+    process = start(*job, "--stall-timeout", "15", "--decode-timeout", "10")
+    wait_for_shards(tmp_path / "c", 1, process)
+    worker = titled(process, title)
+    os.kill(worker, signal.SIGSTOP)
+    everything = family(process.pid)
+    output, _ = process.communicate(timeout=120)
+    last = output.splitlines()[-1]
+    assert process.returncode == 1, output
+    assert last.startswith("failed: ") and "no video moved for 15 s: " in last and f": {stage} " in last, output
+    assert "Traceback" not in output
+    assert_all_gone(list(everything))
+    (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").iterdir()]
+    assert record["status"] == "failed" and "no video moved" in record["error"]
+
+
+def test_an_encoder_that_dies_again_and_again_ends_the_run(job):
+    process = start(*job)
+    deaths = 0
+    while (worker := titled(process, f"{ENCODER}.")) is not None:
+        os.kill(worker, signal.SIGKILL)
+        assert_all_gone([worker])
+        deaths += 1
+        assert deaths < 50, "restarts without end"
+    output, _ = process.communicate(timeout=60)
+    (line,) = [line for line in output.splitlines() if line.startswith("failed: ")]
+    assert process.returncode == 1, output
+    assert "the run stopped after " in line and "Traceback" not in output

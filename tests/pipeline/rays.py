@@ -1,0 +1,54 @@
+"""Ray clusters that live in the test's own process, and graphs to run on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import ray
+import ray.data
+from ray.cluster_utils import Cluster
+
+from gstep.backbones import ModelSource, preprocessor_for
+from pipeline.decode_stage import DecodeSetup
+from pipeline.encode import EncodeSetup
+from pipeline.frames import Sampling
+from pipeline.graph import Resources, build_graph, configure_ray_data
+from pipeline.resume import TODO_SCHEMA
+from tests.jobs.jobs import environment
+
+
+@contextmanager
+def ray_here(*nodes: dict[str, Any]) -> Iterator[list[str]]:
+    """A cluster of ``nodes`` (options of a node), this process connected to the first; yields the nodes' ids."""
+    private = {name: value for name, value in environment().items() if name.startswith(("RAY_", "HOME", "PYTHONPATH"))}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in private.items():
+            patch.setenv(name, value)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        (Path(private["RAY_TMPDIR"]) / "ray").mkdir()
+        cluster = Cluster()
+        try:
+            ids = [cluster.add_node(**{"include_dashboard": False, **node}).node_id for node in nodes]
+            ray.init(cluster.address, logging_level="error", log_to_driver=False)
+            configure_ray_data()
+            yield ids
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+def graph_of(
+    n_videos: int, plan: Resources, out: Path, path: str = "/v.mp4", frames: int = 2, reader: str = "auto", **more: Any
+) -> ray.data.Dataset:
+    """The real graph over one file under ``n_videos`` names, with the tiny model on the CPU."""
+    source = ModelSource.resolve("tiny")
+    rows = [{"video_id": f"v{i}", "uri": path, "path": path, "attempts": 1} for i in range(n_videos)]
+    todo = pa.Table.from_pylist(rows, schema=TODO_SCHEMA)
+    decode = DecodeSetup(Sampling(num_frames=frames), preprocessor_for(source), reader)
+    encode = EncodeSetup(source, "gstep", 0.25, device="cpu")
+    return build_graph(todo, decode, encode, plan, out=str(out), run_id="r", **more)

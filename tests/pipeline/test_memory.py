@@ -1,0 +1,106 @@
+"""Decode is held back by what comes after it: memory depends on the workers, not on the length of the corpus."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pytest
+import ray
+from ray._private.internal_api import node_stats
+
+from pipeline import graph
+from pipeline.encode import Encoder
+from pipeline.graph import plan_resources, run_graph
+from pipeline.sink import write_token_shard
+from tests.jobs.processes import family, resident_mb
+from tests.pipeline.rays import graph_of, ray_here
+from tests.pipeline.videos import write_clip
+
+pytestmark = pytest.mark.slow
+
+FRAMES, FRAME_BYTES = 16, 16 * 384 * 384 * 3  # 7 MB a video, all of them more than may wait
+SMALL, LARGE = 48, 480
+
+
+class SlowEncoder(Encoder):
+    """Takes its time, and computes on two of the frames only."""
+
+    def _encode_and_prune(self, frames, record):
+        threading.Event().wait(0.05)
+        return super()._encode_and_prune(frames[:2].copy(), record)
+
+
+def slow_write(batch: pa.Table, **options: object) -> pa.Table:
+    threading.Event().wait(0.2 * len(batch))
+    return write_token_shard(batch, **options)
+
+
+@dataclass
+class Peak:
+    """The most that was seen, in MB; memory of processes is what they share with nobody."""
+
+    store: float = 0
+    spilled: float = 0
+    driver: float = 0
+    workers: dict[str, float] = field(default_factory=dict)
+
+    def look(self) -> None:
+        node = ray.nodes()[0]
+        stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False).store_stats
+        self.store = max(self.store, stats.object_store_bytes_used / 1e6)
+        self.spilled = max(self.spilled, stats.spilled_bytes_total / 1e6)
+        self.driver = max(self.driver, resident_mb(os.getpid()))
+        for pid, title in family(os.getpid()).items():
+            if title.startswith("ray::Map"):
+                name = title.removeprefix("ray::MapWorker").partition(")")[0]
+                self.workers[name] = max(self.workers.get(name, 0), resident_mb(pid))
+
+
+@contextmanager
+def peak() -> Iterator[Peak]:
+    """Samples memory in a thread while the block runs."""
+    seen, ended = Peak(), threading.Event()
+
+    def sample() -> None:
+        while not ended.wait(0.1):
+            seen.look()
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def small_store():
+    with ray_here({"num_cpus": 4, "object_store_memory": 1000 * 10**6}):
+        yield
+
+
+@pytest.mark.parametrize(("name", "slow"), [("Encoder", SlowEncoder), ("write_token_shard", slow_write)])
+def test_ten_times_the_videos_take_the_same_memory(small_store, tmp_path, monkeypatch, name, slow):
+    monkeypatch.setattr(graph, "Encoder", SlowEncoder)
+    monkeypatch.setattr(graph, name, slow)
+    clip = str(write_clip(tmp_path / "v.mp4", size=(384, 384), count=FRAMES))
+    plan = plan_resources(4, 0, LARGE, videos_per_shard=4)
+    peaks = []
+    for n_videos in (SMALL, LARGE):
+        dataset = graph_of(n_videos, plan, tmp_path, clip, FRAMES, "tests.pipeline.videos:Instant")
+        with peak() as seen:
+            rows = [row for shard in run_graph(dataset) for row in shard]
+        assert [row["status"] for row in rows] == ["ok"] * n_videos
+        peaks.append(seen)
+    small, large = peaks
+    print(plan.store_bytes(FRAME_BYTES) / 1e6, small, large)
+    assert large.spilled == 0
+    assert large.store <= plan.store_bytes(FRAME_BYTES) / 1e6 < SMALL * FRAME_BYTES / 1e6
+    assert large.store <= 1.25 * small.store
+    assert large.driver <= 1.25 * small.driver
+    for worker, megabytes in small.workers.items():
+        assert large.workers[worker] <= 1.25 * megabytes, worker

@@ -1,0 +1,134 @@
+"""Waiting with patience that ends: what is looked at meanwhile, and what a stalled graph is reported as."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pyarrow as pa
+import pytest
+import ray
+
+from pipeline import graph
+from pipeline.errors import RunFailed
+from pipeline.graph import plan_resources, run_graph
+from pipeline.pulse import Beat, Pulse, start_pulse
+from pipeline.stall import Watch, patiently
+from tests.pipeline.rays import graph_of, ray_here
+
+
+def nothing(*args: object) -> None:
+    pass
+
+
+def endless(items=()):
+    """The items, then a wait without end that an exception can end, as Ray's own."""
+    yield from items
+    while True:
+        time.sleep(0.01)
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "graph"]
+
+
+def test_every_item_comes_in_order():
+    assert list(patiently(iter(range(100)), nothing, 10)) == list(range(100))
+
+
+def test_an_error_of_the_iterator_arrives():
+    with pytest.raises(ZeroDivisionError):
+        list(patiently((1 // n for n in (1, 0)), nothing, 10))
+
+
+def test_what_a_look_raises_ends_the_wait_and_the_iterator():
+    def look():
+        raise RunFailed("enough")
+
+    seen = []
+    with pytest.raises(RunFailed, match="enough"):
+        seen.extend(patiently(endless([1, 2]), look, 0.05))
+    assert not threads()
+
+
+def test_at_most_one_item_is_fetched_ahead_and_closing_ends_the_iterator():
+    fetched = []
+
+    def count():
+        for number in range(100):
+            fetched.append(number)
+            yield number
+
+    items = patiently(count(), nothing, 10)
+    assert next(items) == 0
+    deadline = time.monotonic() + 20
+    while len(fetched) < 3:  # one in the queue, one that waits for its place
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    items.close()
+    assert not threads() and len(fetched) == 3
+
+
+def test_a_statement_replaces_the_one_before():
+    pulse = Pulse()
+    pulse.state("decode", "a", ["v1"], 0, 1)
+    pulse.state("decode", "a", ["v2"], 0, 1)  # the end of v1 was lost: its actor died
+    pulse.state("decode", "b", ["v3"], 0, 1)
+    pulse.state("decode", "b", [], 1, 1)
+    reading = pulse.read()
+    assert reading.inside == {"decode": ["v2"], "encode": [], "write": []}
+    assert (reading.left["decode"], reading.moves) == (1, 4)
+
+
+@pytest.fixture(scope="module")
+def one_cpu():
+    with ray_here({"num_cpus": 1}) as nodes:
+        yield nodes
+
+
+def stalled(dataset, plan, n_videos, pulse, timeout=15.0) -> str:
+    """Run a graph until its watch gives up; returns why."""
+    watch = Watch(pulse, timeout, plan, n_videos, nothing)
+    with pytest.raises(RunFailed) as failed:
+        for _ in patiently(run_graph(dataset), watch.look, watch.every_s):
+            watch.moved()
+    return str(failed.value)
+
+
+@pytest.mark.slow
+def test_a_cluster_without_room_is_named(one_cpu, tmp_path):
+    plan, pulse = plan_resources(1, 1, 8), start_pulse()
+    plan = replace(plan, decode=replace(plan.decode, num_cpus=3))
+    why = stalled(graph_of(8, plan, tmp_path, pulse=pulse), plan, 8, pulse)
+    assert "decode takes none of 8 waiting videos; scheduling: the cluster offers 1 CPUs and 0 GPUs" in why
+
+
+@pytest.mark.slow
+def test_a_missing_gpu_is_named(one_cpu, tmp_path):
+    plan, pulse = plan_resources(1, 1, 8), start_pulse()
+    why = stalled(graph_of(8, plan, tmp_path, pulse=pulse), plan, 8, pulse)
+    assert "encode takes none of 8 waiting videos; scheduling: the cluster offers 1 CPUs and 0 GPUs" in why
+    assert f"the plan needs {plan.cpus:g} and 1" in why
+
+
+@pytest.mark.slow
+def test_a_dead_pulse_harms_no_video(one_cpu, tmp_path):
+    plan, pulse = plan_resources(1, 0, 8), start_pulse()
+    ray.kill(pulse)
+    watch = Watch(pulse, 60, plan, 8, nothing)
+    watch.look()
+    shards = patiently(run_graph(graph_of(8, plan, tmp_path, pulse=pulse)), watch.look, 0.2)
+    assert sorted(row["video_id"] for shard in shards for row in shard) == [f"v{i}" for i in range(8)]
+
+
+def hang(batch: pa.Table, *, pulse, **more: object) -> pa.Table:
+    with Beat("write", pulse).holding("v7"):
+        time.sleep(3600)
+    return batch
+
+
+@pytest.mark.slow
+def test_a_writer_that_hangs_is_named(one_cpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(graph, "write_token_shard", hang)
+    plan, pulse = plan_resources(1, 0, 8), start_pulse()
+    why = stalled(graph_of(8, plan, tmp_path, pulse=pulse), plan, 8, pulse)
+    assert why.startswith("no video moved for 15 s: write holds ") and "v7 on " in why and "--out" in why
