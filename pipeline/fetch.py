@@ -13,6 +13,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -102,8 +103,9 @@ def _fetch(source: Source, objects: Objects, limit: int) -> None:
         with open(source.descriptor, "wb", closefd=False) as file:
             source.size = objects.fetch(source.uri, file.write, limit)
         # A decoder that was taken over cannot change what its successor gets to see.
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(source.descriptor, fcntl.F_ADD_SEALS, seals)
+        with suppress(OSError):  # not every kernel has seals
+            seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(source.descriptor, fcntl.F_ADD_SEALS, seals)
         return
     descriptor, source.path = tempfile.mkstemp(prefix="video-")
     with os.fdopen(descriptor, "wb") as file:

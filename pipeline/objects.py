@@ -206,7 +206,7 @@ class Objects:
             kind = _KINDS.get(status, OSError)
             text = self.redact(f"{told.get('Code', status)}: {told.get('Message', 'the store gives no reason')}")
             raise kind(_NUMBERS.get(kind, errno.EIO), text, uri) from None
-        except BotoCoreError as error:  # its text names the endpoint
+        except (BotoCoreError, ValueError) as error:  # its text names the endpoint
             name = type(error).__name__
             remedy = _REMEDIES.get(name, "check --s3-endpoint (AWS_ENDPOINT_URL) and the network")
             raise OSError(errno.EIO, f"the object store cannot be used: {name}; {remedy}", uri) from None
