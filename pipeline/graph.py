@@ -49,7 +49,7 @@ class Resources:
 
     def store_bytes(self, bytes_per_video: int) -> int:
         """What may wait or be worked on in the object stores: a few videos a worker, a few shards; never the corpus."""
-        videos = 8 * (self.decode.workers + self.encode.workers) + 4 * self.videos_per_shard
+        videos = 4 * (self.decode.workers + self.encode.workers) + 4 * self.videos_per_shard
         return videos * max(bytes_per_video, BLOCK_BYTES)
 
     @property

@@ -44,6 +44,7 @@ class Pulse:
         self._left = dict.fromkeys(STAGES, 0)
         self._moves = 0
 
+    @ray.method(num_returns=0)  # type: ignore[untyped-decorator]
     def state(self, stage: str, worker: str, held: Sequence[str], left: int, moves: int) -> None:
         """A worker of ``stage`` holds ``held`` from now on; ``left`` videos just went on."""
         if held:
@@ -72,6 +73,7 @@ class Beat:
     def __init__(self, stage: str, pulse: Any = None) -> None:
         self._stage = stage
         self._pulse = pulse
+        self._left = self._moves = 0  # not said yet
 
     @contextmanager
     def holding(self, *video_ids: str) -> Iterator[None]:
@@ -96,9 +98,11 @@ class Beat:
     def _say(self, held: Sequence[str], left: int = 0, moves: int = 0) -> None:
         if self._pulse is None:
             return
+        self._left, self._moves = self._left + left, self._moves + moves
         named = [f"{name} on {socket.gethostname()}" for name in held]
         with suppress(Exception):  # a dead pulse, a full backlog: nothing that a video should hear of
-            self._pulse.state.options(num_returns=0).remote(self._stage, _worker(), named, left, moves)
+            self._pulse.state.remote(self._stage, _worker(), named, self._left, self._moves)
+            self._left = self._moves = 0
 
 
 def _worker() -> str:
