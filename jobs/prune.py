@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import os
 import shlex
 import signal
 import sys
