@@ -19,6 +19,7 @@ from pipeline.encode import EncodeSetup
 from pipeline.frames import Sampling
 from pipeline.graph import Resources, build_graph, configure_ray_data
 from pipeline.resume import TODO_SCHEMA
+from pipeline.store import LocalStore
 from tests.jobs.jobs import environment
 
 
@@ -51,4 +52,4 @@ def graph_of(
     todo = pa.Table.from_pylist(rows, schema=TODO_SCHEMA)
     decode = DecodeSetup(Sampling(num_frames=frames), preprocessor_for(source), reader)
     encode = EncodeSetup(source, "gstep", 0.25, device="cpu")
-    return build_graph(todo, decode, encode, plan, out=str(out), run_id="r", **more)
+    return build_graph(todo, decode, encode, plan, store=LocalStore(out), run_id="r", **more)

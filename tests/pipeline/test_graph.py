@@ -12,6 +12,7 @@ from pipeline.encode import EncodeSetup
 from pipeline.frames import Sampling
 from pipeline.graph import RESTARTS, Resources, build_graph, plan_resources, run_graph
 from pipeline.resume import TODO_SCHEMA
+from pipeline.store import LocalStore
 from tests.jobs.jobs import environment as private_ray
 
 
@@ -86,7 +87,8 @@ def lazy_graph(plan: Resources, out: str) -> ray.data.Dataset:
     row = {"video_id": "v", "uri": "/v.mp4", "path": "/v.mp4", "attempts": 1}
     todo = pa.Table.from_pylist([row] * 8, schema=TODO_SCHEMA)
     decode = DecodeSetup(Sampling(num_frames=2), preprocessor_for(source))
-    return build_graph(todo, decode, EncodeSetup(source, "gstep", 0.25, device="cpu"), plan, out=out, run_id="r")
+    encode = EncodeSetup(source, "gstep", 0.25, device="cpu")
+    return build_graph(todo, decode, encode, plan, store=LocalStore(out), run_id="r")
 
 
 @pytest.mark.slow
