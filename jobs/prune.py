@@ -64,8 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _prune(config: PruneConfig, console: Console) -> int:
     # A thread of Ray Data's that outlives Ray at exit would start another Ray.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
-    # A thread that is late when the run ends must not start a cluster of its own by asking Ray for something.
-    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     # Ray, torch and the decoders load only now: --help and a mistyped flag answer at once.
     from pipeline.run import prune_videos  # noqa: PLC0415
     from pipeline.summary import render  # noqa: PLC0415
