@@ -22,7 +22,7 @@ from tests.pipeline.videos import write_clip
 pytestmark = pytest.mark.slow
 
 FRAMES, FRAME_BYTES = 16, 16 * 384 * 384 * 3  # 7 MB a video, all of them more than may wait
-SMALL, LARGE = 60, 600
+SMALL, LARGE = 40, 400
 
 
 class SlowEncoder(Encoder):
@@ -97,10 +97,10 @@ def test_ten_times_the_videos_take_the_same_memory(small_store, tmp_path, monkey
         assert [row["status"] for row in rows] == ["ok"] * n_videos
         peaks.append(seen)
     small, large = peaks
-    print(plan.store_bytes(FRAME_BYTES) / 1e6, small, large)
+    print(f"at most {plan.store_bytes(FRAME_BYTES) / 1e6:.0f} MB in the object store;", small, large)
     assert large.spilled == 0
     assert large.store <= plan.store_bytes(FRAME_BYTES) / 1e6 < SMALL * FRAME_BYTES / 1e6
-    assert large.store <= 1.25 * small.store
+    assert large.store <= 1.25 * small.store + 2 * FRAME_BYTES / 1e6
     assert large.driver <= 1.25 * small.driver
     for worker, megabytes in small.workers.items():
         assert large.workers[worker] <= 1.25 * megabytes, worker
