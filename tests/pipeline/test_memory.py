@@ -22,14 +22,14 @@ from tests.pipeline.videos import write_clip
 pytestmark = pytest.mark.slow
 
 FRAMES, FRAME_BYTES = 16, 16 * 384 * 384 * 3  # 7 MB a video, all of them more than may wait
-SMALL, LARGE = 40, 400
+SMALL, LARGE = 60, 600
 
 
 class SlowEncoder(Encoder):
     """Takes its time, and computes on two of the frames only."""
 
     def _encode_and_prune(self, frames, record):
-        threading.Event().wait(0.05)
+        threading.Event().wait(0.08)
         return super()._encode_and_prune(frames[:2].copy(), record)
 
 
