@@ -29,7 +29,7 @@ class SlowEncoder(Encoder):
     """Takes its time, and computes on two of the frames only."""
 
     def _encode_and_prune(self, frames, record):
-        threading.Event().wait(0.05)
+        threading.Event().wait(0.08)
         return super()._encode_and_prune(frames[:2].copy(), record)
 
 
@@ -97,10 +97,10 @@ def test_ten_times_the_videos_take_the_same_memory(small_store, tmp_path, monkey
         assert [row["status"] for row in rows] == ["ok"] * n_videos
         peaks.append(seen)
     small, large = peaks
-    print(plan.store_bytes(FRAME_BYTES) / 1e6, small, large)
+    print(f"at most {plan.store_bytes(FRAME_BYTES) / 1e6:.0f} MB in the object store;", small, large)
     assert large.spilled == 0
     assert large.store <= plan.store_bytes(FRAME_BYTES) / 1e6 < SMALL * FRAME_BYTES / 1e6
-    assert large.store <= 1.25 * small.store
+    assert large.store <= 1.25 * small.store + 2 * FRAME_BYTES / 1e6
     assert large.driver <= 1.25 * small.driver
     for worker, megabytes in small.workers.items():
         assert large.workers[worker] <= 1.25 * megabytes, worker
