@@ -84,12 +84,10 @@ def plan_resources(
     """Share out a cluster of ``cpus`` and ``gpus`` for ``n_videos``.
 
     All stages must be able to run at once, or the first would fill the cluster and wait for the last for ever: on a
-    cluster below 2.25 CPUs every share shrinks alike.
+    cluster of one CPU two actors share it, and writers reserve nothing, so that they find room on any node.
     """
-    scale = min(1.0, cpus / 2.25)
-    cpu, light = round(scale - 5e-4, 3), round(0.25 * scale - 5e-4, 3)
-    # What is left for actors once a writer has its share, in actors; a GPU encoder's host thread takes a whole CPU too.
-    room = max(2, int((cpus - light) / cpu + 1e-9))
+    cpu = min(1.0, cpus / 2)
+    room = max(2, int(cpus / cpu + 1e-9))  # in actors; a GPU encoder's host thread takes a whole CPU too
     encoders = encode_workers or (int(gpus) if gpus >= 1 else int(cpus // 4))
     encoders = max(1, min(encoders, int(gpus) if gpus >= 1 else room, n_videos, room - 1))
     decoders = max(1, min(decode_workers or room, room - encoders, n_videos))
@@ -100,7 +98,7 @@ def plan_resources(
         if gpus < 1
         # Its host thread's CPU is left free, not reserved: decoders may hold every CPU of the node with the GPU.
         else Stage(0, 1, encoders, "one model a GPU; a CPU for its host thread is left free"),
-        write=Stage(light, 0, 0, "hashing and one file write; must find room while the actors hold their CPUs"),
+        write=Stage(0, 0, 2 * encoders, "hashing and one file write; must find room while the actors hold the CPUs"),
         # A block is the unit of work and of retry: few videos, but no more blocks than the driver tracks lightly.
         videos_per_block=max(1, min(4, n_videos // (4 * decoders)), n_videos // MAX_BLOCKS),
         # Small runs use small shards: progress shows and a killed run loses little.
@@ -135,6 +133,7 @@ def build_graph(
         batch_format="pyarrow",
         zero_copy_batch=True,
         num_cpus=resources.write.num_cpus,
+        concurrency=resources.write.workers,
         max_retries=RESTARTS,
     )
     # Ray's own limit is half of the object stores, which a fast decoder would fill with frames.

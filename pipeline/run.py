@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -34,9 +34,10 @@ from pipeline.graph import RESTARTS, Resources, build_graph, configure_ray_data,
 from pipeline.job import Job, match_cache, prepare, refusing
 from pipeline.live import VIDEOS, VideosTable
 from pipeline.lock import Lock, cache_lock
-from pipeline.progress import reporter
+from pipeline.progress import Reporter, reporter
 from pipeline.pulse import start_pulse
 from pipeline.resume import remaining
+from pipeline.rows import Record
 from pipeline.runs import RunFile
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.sink import commit
@@ -117,29 +118,28 @@ def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[Run
         pulse=pulse,
     )
     run_file = RunFile(job.store, _run_record(job, device, dtype, resources, len(todo)))
-    with run_file:
-        n_failed = _commit_all(job, dataset, resources, pulse, len(todo), lock, console)
+    with run_file, reporter(console, len(todo), job.config.log_interval) as progress:
+        watch = Watch(pulse, job.config.stall_timeout, resources, len(todo), progress.stages)
+        with closing(patiently(run_graph(dataset), watch.look, watch.every_s)) as shards:
+            n_failed = _commit_all(job, shards, len(todo), lock, watch, progress)
     return run_file, n_failed
 
 
 def _commit_all(
-    job: Job, dataset: ray.data.Dataset, plan: Resources, pulse: Any, total: int, lock: Lock, console: Console
+    job: Job, shards: Iterable[list[Record]], total: int, lock: Lock, watch: Watch, progress: Reporter
 ) -> int:
     """Commit every shard as it comes; returns how many videos failed."""
     done = good = 0
     try:
-        with reporter(console, total, job.config.log_interval) as progress:
-            watch = Watch(pulse, job.config.stall_timeout, plan, total, progress.stages)
-            with closing(patiently(run_graph(dataset), watch.look, watch.every_s)) as shards:
-                for number, rows in enumerate(shards):
-                    if "write_error" in rows[0]:
-                        raise RunFailed(f"the run stopped after {done} of {total} videos: {rows[0]['write_error']}")
-                    lock.check()
-                    commit(job.store, job.run_id, number, rows)
-                    watch.moved()
-                    new_good = sum(row["status"] == "ok" for row in rows)
-                    done, good = done + len(rows), good + new_good
-                    progress.advance(new_good, len(rows) - new_good)
+        for number, rows in enumerate(shards):
+            if "write_error" in rows[0]:
+                raise RunFailed(f"the run stopped after {done} of {total} videos: {rows[0]['write_error']}")
+            lock.check()
+            commit(job.store, job.run_id, number, rows)
+            watch.moved()
+            new_good = sum(row["status"] == "ok" for row in rows)
+            done, good = done + len(rows), good + new_good
+            progress.advance(new_good, len(rows) - new_good)
     except (ray.exceptions.RayError, OSError) as error:
         raise RunFailed(f"the run stopped after {done} of {total} videos: {_cause(error)}") from error
     if done != total:

@@ -41,8 +41,8 @@ def test_all_workers_and_a_writer_fit_at_once(cpus, gpus, asked):
 
 
 def test_a_cluster_is_used_whole():
-    assert (plan_resources(64, 8, 1000).encode.workers, plan_resources(64, 8, 1000).decode.workers) == (8, 55)
-    assert (plan_resources(64, 0, 1000).encode.workers, plan_resources(64, 0, 1000).decode.workers) == (16, 47)
+    assert (plan_resources(64, 8, 1000).encode.workers, plan_resources(64, 8, 1000).decode.workers) == (8, 56)
+    assert (plan_resources(64, 0, 1000).encode.workers, plan_resources(64, 0, 1000).decode.workers) == (16, 48)
 
 
 def test_gpu_encoders_reserve_no_cpu_but_one_each_is_left_free():
