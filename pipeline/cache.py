@@ -74,8 +74,8 @@ class TokenCache:
     """A pruned-token cache, opened for reading. It shows what was committed when it was opened.
 
     ``path`` is a folder or ``s3://bucket/prefix``; how the store is reached is taken from the environment, unless a
-    ``store`` is given. Opening costs one LIST a thousand videos shards and one GET each; a video then costs one GET,
-    and the first one of a token shard one more.
+    ``store`` is given. On S3 opening costs one LIST a thousand videos shards and one GET each; a video then costs one
+    GET, and one more each for its videos shard and its token shard's footer where those are not in memory.
 
     Raises NotACache where ``path`` is none, CorruptShard where a videos shard was damaged, and OSError.
     """
@@ -144,8 +144,8 @@ class TokenCache:
         ``order="index"`` gives ascending flat index, as an LLM wants them; ``order="selection"`` the order of
         selection, as they are stored: the tokens then are a read-only view into what Arrow read, without a copy.
 
-        Raises UnknownVideo, FailedVideo (with the class of the error), RatioNotCached, CorruptShard, and ValueError
-        for an order or ratio that makes no sense.
+        Raises UnknownVideo, FailedVideo (with the class of the error), RatioNotCached, CorruptShard, OSError where the
+        store fails, and ValueError for an order or ratio that makes no sense.
         """
         if order not in ("index", "selection"):
             raise ValueError(f'order must be "index" or "selection", got {order!r}')
@@ -163,10 +163,13 @@ class TokenCache:
         first = row["first_row_group"]
         source, shard = self._shard(row["token_shard"], row["footer_hash"])
         wanted = range(first, first + groups)
+        held = source.holding(*_stretch(shard, wanted)) if isinstance(source, RangedObject) else nullcontext()
         try:
-            with source.holding(*_stretch(shard, wanted)) if isinstance(source, RangedObject) else nullcontext():
+            with held:
                 table = shard.read_row_groups(list(wanted), columns=self._columns(shard), use_threads=READ_THREADS)
         except (OSError, pa.ArrowException) as error:
+            if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
+                raise  # the store failed, not the shard
             raise CorruptShard(f"{self.store}/{row['token_shard']}: {error}") from error
         if len(table) != counts[groups - 1]:
             raise CorruptShard(

@@ -19,7 +19,7 @@ def option(default: Any, help_text: str, **extra: Any) -> Any:
     metadata = {"help": help_text, **extra}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata, repr=not extra.get("secret"))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 A lease has a number, and its object's name ends in it; the highest number holds. A run that finds a lease whose heart
 has stopped takes the next number, which only one run can create, so that two of them never take over together; the
-earlier holder finds a higher number than its own and stops. No clock of one machine is compared with that of another.
+earlier holder finds a higher number than its own and stops. No clock of one machine is compared with that of another:
+a holder trusts its lease for a while from before its last beat was sent, and whoever waits for a sign waits longer than
+that, from when the last beat was seen.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +25,7 @@ from pipeline.errors import CacheLocked, RunFailed
 from pipeline.store import LOCK, ObjectStore
 
 HEARTBEAT_S = 10.0
-MISSED = 3  # beats until a lease counts as left behind
+MISSED = 6  # beats until a lease counts as lost; one more until others take it
 
 
 class CacheLease:
@@ -31,7 +34,7 @@ class CacheLease:
     def __init__(
         self, store: ObjectStore, run_id: str, notify: Callable[[str], None], heartbeat_s: float = HEARTBEAT_S
     ) -> None:
-        self._store = store
+        self._store = ObjectStore(store.root, store.objects.impatient())
         self._me = {**identify(run_id), "namespace": _namespace(), "started": _started(os.getpid())}
         self._notify = notify
         self._heartbeat_s = heartbeat_s
@@ -46,34 +49,35 @@ class CacheLease:
         if held and not held[1].get("released"):
             self._wait_for_death(*held)
         self._number = held[0] + 1 if held else 1
+        self._alive_at = _clock()
         self._create()
         if held:
-            self._store.delete(_name(held[0]))
-        self._alive_at = time.monotonic()
+            with suppress(OSError):  # some roles may not delete; the highest number counts anyway
+                self._store.delete(_name(held[0]))
         self._heart.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         self._ended.set()
-        self._heart.join()
+        self._heart.join(self._heartbeat_s)
         if not self._lost:
-            self._write(released=True)
+            with suppress(OSError):  # it goes stale instead; what ended the run is what counts
+                self._write(released=True)
 
     def check(self) -> None:
         """See ``pipeline.lock.Lock``."""
-        silent = time.monotonic() - self._alive_at
+        silent = _clock() - self._alive_at
         if self._lost or silent > MISSED * self._heartbeat_s:
             why = self._lost or f"the store could not be reached for {silent:.0f} s"
             raise RunFailed(f"{self._store}: the lock of the cache was lost: {why}; run the same command again")
 
     def _wait_for_death(self, number: int, content: dict[str, Any]) -> None:
         """Return when the lease proves to be left behind. Raises CacheLocked when it proves alive."""
-        alive = _runs_here(content)
-        if alive is None:
-            wait = MISSED * self._heartbeat_s
-            self._notify(f"the lock of {self._store} is held by {_who(content)}; waiting {wait:.0f} s for a sign of it")
-            alive = self._beats_within(wait, number, content)
-        if alive:
+        if _ended_here(content):
+            return
+        wait = (MISSED + 1) * self._heartbeat_s
+        self._notify(f"the lock of {self._store} is held by {_who(content)}; waiting {wait:.0f} s for a sign of life")
+        if self._beats_within(wait, number, content):
             raise CacheLocked(f"{self._store}: another run writes to this cache: {_who(content)}")
 
     def _beats_within(self, seconds: float, number: int, content: dict[str, Any]) -> bool:
@@ -97,19 +101,25 @@ class CacheLease:
                 raise CacheLocked(f"{self._store}: another run writes to this cache: {_who(content)}") from None
         try:
             self._write(exclusive=True)
+            self._notify(f"warning: {self._store} ignores conditional writes: two runs at once cannot be told apart")
         except FileExistsError:
-            return
-        self._notify(f"warning: {self._store.root} ignores conditional writes: two runs at once cannot be told apart")
+            pass
+        highest = _highest(self._store)  # others may have come and gone since the number was chosen
+        if highest is not None and highest[0] > self._number:
+            with suppress(OSError):
+                self._store.delete(_name(self._number))
+            raise CacheLocked(f"{self._store}: another run writes to this cache: {_who(highest[1])}")
 
     def _beat(self) -> None:
         while not self._ended.wait(self._heartbeat_s):
+            sent_at = _clock()
             try:
-                highest = _highest(self._store)
-                if highest is None or highest[0] != self._number:
-                    self._lost = f"{_who(highest[1]) if highest else 'somebody'} took it over"
+                if _highest_number(self._store) != self._number:
+                    highest = _highest(self._store)
+                    self._lost = f"{_who(highest[1])} took it over" if highest else "its object was deleted"
                     return
                 self._write()
-                self._alive_at = time.monotonic()
+                self._alive_at = sent_at
             except OSError:
                 continue  # ``check`` counts the silence
 
@@ -122,7 +132,7 @@ class CacheLease:
 def lease_holder(store: ObjectStore) -> dict[str, Any] | None:
     """Who holds the cache by the last sign of life; here the clocks of two machines are compared, for display only."""
     held = _highest(store)
-    if held is None or held[1].get("released") or _runs_here(held[1]) is False:
+    if held is None or "time" not in held[1] or held[1].get("released") or _ended_here(held[1]):
         return None
     age = datetime.now(UTC) - datetime.fromisoformat(held[1]["time"])
     return held[1] if age.total_seconds() < MISSED * HEARTBEAT_S else None
@@ -133,11 +143,11 @@ def identify(run_id: str) -> dict[str, Any]:
     return {"host": socket.gethostname(), "pid": os.getpid(), "run_id": run_id}
 
 
-def _runs_here(content: dict[str, Any]) -> bool | None:
-    """Whether the process still runs; None where it is one of another machine or container."""
-    if (content.get("host"), content.get("namespace")) != (socket.gethostname(), _namespace()) or not _namespace():
-        return None
-    return _started(int(content["pid"])) == content.get("started")
+def _ended_here(content: dict[str, Any]) -> bool:
+    """Whether it is a process of this machine, and of this container, that has ended."""
+    if not _namespace() or (content.get("host"), content.get("namespace")) != (socket.gethostname(), _namespace()):
+        return False
+    return _started(int(content["pid"])) != content.get("started")
 
 
 def _namespace() -> str:
@@ -150,11 +160,17 @@ def _namespace() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When the process was started, in ticks of the kernel; None where there is no such process (or no /proc)."""
+    """When the process was started, in ticks of the kernel; None where it does not run (or there is no /proc)."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+        facts = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
         return None
+    return None if facts[0] in "ZX" else facts[19]  # nobody has asked for a zombie's exit status yet
+
+
+def _clock() -> float:
+    """Seconds that go on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
 def _who(content: dict[str, Any]) -> str:
@@ -167,10 +183,14 @@ def _name(number: int) -> str:
 
 def _highest(store: ObjectStore) -> tuple[int, dict[str, Any]] | None:
     """Number and content of the lease that counts."""
+    highest = _highest_number(store)
+    return None if highest is None else (highest, _read(store, highest))
+
+
+def _highest_number(store: ObjectStore) -> int | None:
     prefix = f"{store.root}/{LOCK}-"
     endings = (found.uri.removeprefix(prefix) for found in store.objects.list(prefix))
-    highest = max((int(ending) for ending in endings if ending.isdecimal()), default=None)
-    return None if highest is None else (highest, _read(store, highest))
+    return max((int(ending) for ending in endings if ending.isdecimal()), default=None)
 
 
 def _read(store: ObjectStore, number: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,15 +18,17 @@ from typing import Any, NamedTuple
 from pipeline.errors import UsageError
 
 SCHEME = "s3://"
-_CHUNK = 2**20
+_CHUNK = 2**14  # small, so that a slow download is noticed
 _RESUMES = 4  # how often a broken download goes on where it stopped
 _CONNECT_S, _SILENT_S = 10, 60  # how long a store may take to accept a connection, and to send the next bytes
-_KINDS: Mapping[int, type[OSError]] = {
-    404: FileNotFoundError,
-    401: PermissionError,
-    403: PermissionError,
-    409: FileExistsError,  # another exclusive PUT of this key is under way
-    412: FileExistsError,
+_GRACE_S, _SLOWEST = 120, 2**18  # a download may take this long, and as long as its size takes at this rate (bytes/s)
+_NUMBERS: Mapping[int, int] = {
+    401: errno.EACCES,
+    403: errno.EACCES,
+    404: errno.ENOENT,
+    409: errno.EEXIST,  # another exclusive PUT of this key is under way
+    412: errno.EEXIST,
+    416: errno.ERANGE,
 }
 _CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
 _REMEDIES: Mapping[str, str] = {
@@ -34,6 +36,8 @@ _REMEDIES: Mapping[str, str] = {
     "PartialCredentialsError": _CREDENTIALS,
     "ProfileNotFound": "AWS_PROFILE names no profile of this machine",
     "NoRegionError": "set --s3-region or AWS_REGION",
+    "InvalidRegionError": "--s3-region or AWS_REGION is no name of a region",
+    "ParamValidationError": "the bucket or the key is not one that S3 takes",
 }
 _ENVIRONMENT = {
     "endpoint_url": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
@@ -68,13 +72,14 @@ class Objects:
     (FileNotFoundError, PermissionError, FileExistsError) that names the URI.
     """
 
-    def __init__(self, **settings: str | None) -> None:
+    def __init__(self, *, patience: float = 1.0, **settings: str | None) -> None:
         """``settings`` are keywords of boto3 (see ``_ENVIRONMENT``). What is missing is left to boto3's own search:
-        configuration files, the machine's role."""
+        configuration files, the machine's role. ``patience`` scales how long a store may take, and how often it is
+        asked again."""
         assert not (settings.keys() - _ENVIRONMENT.keys()), settings.keys()
         self._settings = {name: value for name, value in settings.items() if value}
-        self._client_made: Any = None
-        self._making = threading.Lock()
+        self._patience = patience
+        self._made: tuple[int, Any] | None = None  # (process, client)
 
     @classmethod
     def from_environment(cls, endpoint: str | None = None, region: str | None = None) -> Objects:
@@ -82,15 +87,19 @@ class Objects:
 
         The workers get these settings from here, so the variables need to be set for the driver alone.
         """
-        found = {
+        found: dict[str, Any] = {
             name: next((os.environ[variable] for variable in variables if os.environ.get(variable)), None)
             for name, variables in _ENVIRONMENT.items()
         }
         flags = {"endpoint_url": endpoint, "region_name": region}
         return cls(**(found | {name: value for name, value in flags.items() if value}))
 
-    def __reduce__(self) -> tuple[Callable[..., Objects], tuple[dict[str, str]]]:
-        return _rebuild, (self._settings,)
+    def impatient(self) -> Objects:
+        """The same stores for requests that are worth nothing when they come late: 14 seconds, twice."""
+        return Objects(patience=0.2, **self._settings)
+
+    def __reduce__(self) -> tuple[Callable[..., Objects], tuple[float, dict[str, str]]]:
+        return _rebuild, (self._patience, self._settings)
 
     def __repr__(self) -> str:
         return "Objects(...)"
@@ -129,18 +138,35 @@ class Objects:
         return b"".join(parts)
 
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
-        """Bytes [start, end) in one request; a negative ``start`` counts from the end of the object."""
-        bucket, key = _split(uri)
+        """Bytes [start, end) in one request; a negative ``start`` counts from the end of the object.
+
+        A connection that breaks is tried again. Raises OSError where the store answers with other bytes.
+        """
         wanted = f"bytes={start}" if start < 0 else f"bytes={start}-{'' if end is None else end - 1}"
+        try:
+            return self._read_range(uri, wanted, start)
+        except OSError as error:
+            if error.errno == errno.ERANGE and start < 0:
+                return Slice(b"", 0)  # there is no last byte of an empty object
+            raise
+
+    def _read_range(self, uri: str, wanted: str, start: int) -> Slice:
+        bucket, key = _split(uri)
         with self._errors(uri):
-            answer = self._client().get_object(Bucket=bucket, Key=key, Range=wanted)
-            return Slice(answer["Body"].read(), int(answer["ContentRange"].rpartition("/")[2]))
+            for retries in range(_RESUMES + 1):
+                answer = self._client().get_object(Bucket=bucket, Key=key, Range=wanted)
+                try:
+                    return _slice(answer, start)
+                except _broken_downloads():
+                    if retries == _RESUMES:
+                        raise
+        raise AssertionError("not reached")
 
     def fetch(self, uri: str, write: Callable[[bytes], object], limit: int | None = None) -> int:
         """Hand the object to ``write`` piece by piece, in one request; returns its size.
 
         A connection that breaks is taken up where it broke, on the same content. Raises OSError with EFBIG before
-        anything is read where the object has more than ``limit`` bytes.
+        anything is read where the object has more than ``limit`` bytes, and with ETIMEDOUT where it only trickles.
         """
         bucket, key = _split(uri)
         with self._errors(uri):
@@ -149,11 +175,14 @@ class Objects:
             if limit is not None and size > limit:
                 answer["Body"].close()
                 raise OSError(errno.EFBIG, f"the object has {size} bytes, more than the {limit} that are allowed")
+            until = time.monotonic() + _GRACE_S + size / _SLOWEST
             for resumes in range(_RESUMES + 1):
                 try:
                     for piece in answer["Body"].iter_chunks(_CHUNK):
                         write(piece)
                         done += len(piece)
+                        if time.monotonic() > until:
+                            raise OSError(errno.ETIMEDOUT, f"only {done} of {size} bytes came in time")
                     return size
                 except _broken_downloads():
                     if resumes == _RESUMES:
@@ -188,37 +217,31 @@ class Objects:
         return _ADDRESS.sub("***", text)
 
     def _client(self) -> Any:
-        with self._making:
-            if self._client_made is None:
-                self._client_made = _connect(dict(self._settings))
-            return self._client_made
+        """This process's client: one that was inherited by a fork would share its connections with the parent."""
+        if self._made is None or self._made[0] != os.getpid():
+            self._made = os.getpid(), _connect(dict(self._settings), self._patience)
+        return self._made[1]
 
     @contextmanager
     def _errors(self, uri: str) -> Iterator[None]:
         """Whatever goes wrong, as an OSError that names the URI and neither endpoint nor credentials."""
         from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - only where a store is used
+        from urllib3.exceptions import HTTPError  # noqa: PLC0415
 
         try:
             yield
         except ClientError as error:
             status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
             told = error.response.get("Error", {})
-            kind = _KINDS.get(status, OSError)
             text = self.redact(f"{told.get('Code', status)}: {told.get('Message', 'the store gives no reason')}")
-            raise kind(_NUMBERS.get(kind, errno.EIO), text, uri) from None
-        except (BotoCoreError, ValueError) as error:  # its text names the endpoint
+            # OSError makes its subclasses (FileNotFoundError and so on) by the number.
+            raise OSError(_NUMBERS.get(status, errno.EIO), text, uri) from None
+        except (BotoCoreError, HTTPError, ValueError) as error:  # its text names the endpoint
             name = type(error).__name__
             remedy = _REMEDIES.get(name, "check --s3-endpoint (AWS_ENDPOINT_URL) and the network")
             raise OSError(errno.EIO, f"the object store cannot be used: {name}; {remedy}", uri) from None
         except OSError as error:
-            raise type(error)(error.errno or errno.EIO, self.redact(error.strerror or str(error)), uri) from None
-
-
-_NUMBERS: Mapping[type[OSError], int] = {
-    FileNotFoundError: errno.ENOENT,
-    PermissionError: errno.EACCES,
-    FileExistsError: errno.EEXIST,
-}
+            raise OSError(error.errno or errno.EIO, self.redact(error.strerror or str(error)), uri) from None
 
 
 def is_object(uri: str) -> bool:
@@ -228,7 +251,7 @@ def is_object(uri: str) -> bool:
 def check_uri(uri: str) -> None:
     """Raise UsageError where the URI can name nothing, or where boto3 is missing."""
     bucket, _ = _split(uri)
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.\-:_/]{1,254}", bucket) or "?" in uri:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.\-_]{1,254}", bucket) or "?" in uri:
         shown = re.sub(r"(?<=^s3://).*@|\?.*", "", uri)  # what should not be there may be a secret
         raise UsageError(f"{shown}: expected s3://BUCKET/KEY without user, host or query")
     try:
@@ -243,23 +266,38 @@ def _split(uri: str) -> tuple[str, str]:
     return bucket, key
 
 
-def _rebuild(settings: dict[str, str]) -> Objects:
-    return Objects(**settings)
+def _slice(answer: Any, start: int) -> Slice:
+    """The answer to a request for a range; a store that knows no ranges must not pass for one that does."""
+    data, stated = answer["Body"].read(), answer.get("ContentRange")
+    if stated is None:
+        return Slice(data[start:], len(data))
+    first, size = int(stated.split()[1].split("-")[0]), int(stated.rpartition("/")[2])
+    if first != (start if start >= 0 else max(0, size + start)):
+        raise OSError(errno.EIO, f"the store answered with another range than was asked for: {stated}")
+    return Slice(data, size)
 
 
-def _connect(settings: dict[str, str]) -> Any:
+def _rebuild(patience: float, settings: dict[str, str]) -> Objects:
+    return Objects(patience=patience, **settings)
+
+
+def _connect(settings: dict[str, str], patience: float) -> Any:
     import boto3  # noqa: PLC0415 - only where a store is used
     from botocore.config import Config  # noqa: PLC0415
 
     session = boto3.session.Session(profile_name=settings.pop("profile_name", None))
-    # Path style reaches every store; S3 itself takes it too.
-    style = {"addressing_style": "path"} if "endpoint_url" in settings else {}
+    # Stores that are not Amazon's: each takes addresses by path, and not each the checksums that boto3 adds by itself.
+    other: dict[str, Any] = {
+        "s3": {"addressing_style": "path"},
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+    }
     config = Config(
-        retries={"mode": "standard", "total_max_attempts": 6},
-        connect_timeout=_CONNECT_S,
-        read_timeout=_SILENT_S,
-        max_pool_connections=32,
-        s3=style,
+        retries={"mode": "standard", "total_max_attempts": max(2, round(6 * patience))},
+        connect_timeout=_CONNECT_S * patience,
+        read_timeout=_SILENT_S * patience,
+        max_pool_connections=64,  # above every pool of threads here: urllib3 logs the endpoint where it is passed
+        **(other if "endpoint_url" in settings else {}),
     )
     return session.client("s3", config=config, **settings)
 
@@ -270,5 +308,6 @@ def _broken_downloads() -> tuple[type[Exception], ...]:
         ReadTimeoutError,
         ResponseStreamingError,
     )
+    from urllib3.exceptions import HTTPError  # noqa: PLC0415 - botocore lets those of TLS through
 
-    return IncompleteReadError, ReadTimeoutError, ResponseStreamingError
+    return IncompleteReadError, ReadTimeoutError, ResponseStreamingError, HTTPError

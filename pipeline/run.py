@@ -89,7 +89,7 @@ def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[Run
         with refusing():
             choose_runtime(device, dtype, job.config.attn)
     if not job.store.names(VIDEOS, ".parquet"):
-        _write_header(job, dtype)
+        _write_header(job, dtype, lock)
     resources = plan_resources(
         cluster["CPU"],
         cluster.get("GPU", 0.0) if device == "cuda" else 0.0,
@@ -192,7 +192,7 @@ def _device(job: Job, cluster: dict[str, float]) -> str:
     return "cuda" if wanted != "cpu" and gpus >= 1 else "cpu"
 
 
-def _write_header(job: Job, dtype: str) -> None:
+def _write_header(job: Job, dtype: str, lock: Lock) -> None:
     with refusing():
         newline = load_static(job.source).newline
     bits = None if newline is None else newline.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
@@ -201,6 +201,7 @@ def _write_header(job: Job, dtype: str) -> None:
         "identity": job.identity(dtype),
         "newline": None if bits is None else base64.b64encode(bits).decode(),
     }
+    lock.check()  # starting Ray may have taken longer than a lease lasts
     job.store.put(HEADER, json.dumps(header, indent=2).encode())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
@@ -30,7 +31,9 @@ class RunFile:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         status = "finished" if kind is None else "cancelled" if issubclass(kind, KeyboardInterrupt) else "failed"
-        self.save(status=status, ended=now(), error=None if value is None else printable(str(value)))
+        # A store that is away must not hide what ended the run.
+        with suppress(OSError) if kind is not None else nullcontext():
+            self.save(status=status, ended=now(), error=None if value is None else printable(str(value)))
 
     def save(self, **news: object) -> None:
         self._record |= news

@@ -91,9 +91,23 @@ def test_damage_and_absence_are_told_apart(server, store):
     store.put(name, store.read(name)[:-1] + b"?")
     with pytest.raises(CorruptShard, match="PAR1"):
         TokenCache(store.root, store=store).get("v0")
+    store.put(name, b"")
+    with pytest.raises(CorruptShard, match="PAR1"):
+        TokenCache(store.root, store=store).get("v0")
     store.delete(name)
     with pytest.raises(CorruptShard, match="the shard is missing"):
         TokenCache(store.root, store=store).get("v0")
+
+
+def test_a_store_that_refuses_is_no_damage(store):
+    with S3Server() as server:
+        store = ObjectStore(server.uri("c"), server.objects())
+        make_cache(store, VIDEOS)
+        cache = TokenCache(store.root, store=store)
+        cache.get("v0")
+        server.fail_below("GET", "c/tokens/", 403)
+        with pytest.raises(PermissionError, match="AccessDenied"):
+            cache.get("v1")
 
 
 def test_the_environment_leads_to_it(server, store, monkeypatch, capsys):

@@ -1,6 +1,7 @@
 """What is asked of S3, request by request; what is retried; and errors that keep secrets."""
 
 import errno
+import os
 import pickle
 import threading
 from collections.abc import Iterator, Sequence
@@ -140,6 +141,54 @@ def test_a_broken_download_goes_on_where_it_broke():
         assert (asked[1]["range"], asked[1]["if-match"]) == ("bytes=1000-", '"mark"')
 
 
+def test_a_broken_slice_is_asked_for_again():
+    headers = [("Content-Length", "4"), ("Content-Range", "bytes 2-5/9"), ("ETag", '"mark"')]
+    with scripted((206, headers, b"23"), (206, headers, b"2345")) as (objects, asked):
+        assert objects.read_slice("s3://bucket/a", 2, 6) == (b"2345", 9)
+        assert len(asked) == 2
+
+
+def test_another_range_than_was_asked_for_is_no_answer():
+    headers = [("Content-Length", "4"), ("Content-Range", "bytes 0-3/9"), ("ETag", '"mark"')]
+    with scripted((206, headers, b"0123")) as (objects, _):
+        with pytest.raises(OSError, match="another range"):
+            objects.read_slice("s3://bucket/a", 2, 6)
+        with pytest.raises(OSError, match="another range"):
+            objects.read_slice("s3://bucket/a", -4)
+
+
+def test_a_store_without_ranges_gives_the_whole():
+    with scripted((200, [("Content-Length", "6"), ("ETag", '"mark"')], b"012345")) as (objects, _):
+        assert objects.read_slice("s3://bucket/a", -2) == (b"45", 6)
+
+
+def test_an_empty_object_has_an_empty_tail():
+    body = b"<Error><Code>InvalidRange</Code><Message>not satisfiable</Message></Error>"
+    with scripted((416, [], body)) as (objects, _):
+        assert objects.read_slice("s3://bucket/a", -4) == (b"", 0)
+        with pytest.raises(OSError, match="InvalidRange"):
+            objects.read_slice("s3://bucket/a", 4)
+
+
+def test_a_trickle_is_given_up(monkeypatch):
+    monkeypatch.setattr("pipeline.objects._GRACE_S", 0)
+    monkeypatch.setattr("pipeline.objects._SLOWEST", 1e12)
+    with scripted((200, [("Content-Length", "60000"), ("ETag", '"mark"')], bytes(60000))) as (objects, _):
+        with pytest.raises(OSError, match="of 60000 bytes came in time") as error:
+            objects.read("s3://bucket/a")
+        assert error.value.errno == errno.ETIMEDOUT
+
+
+def test_a_forked_child_has_connections_of_its_own(server, objects):
+    objects.put(server.uri("fork"), b"x")
+    mine = objects._client()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if objects._client() is not mine and objects.read(server.uri("fork")) == b"x" else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert objects._client() is mine
+
+
 def test_a_refusal_is_final_and_says_why():
     body = b"<Error><Code>AccessDenied</Code><Message>AKIATESTTEST may not, says http://127.0.0.1/x</Message></Error>"
     with scripted((403, [], body)) as (objects, asked):
@@ -157,7 +206,9 @@ def test_errors_hide_how_the_store_is_reached():
     assert not any(secret in shown for secret in ("127.0.0.1", "KEYKEY", "HUSHHUSH"))
 
 
-@pytest.mark.parametrize("uri", ["s3://", "s3:///a", "s3://user:secret@host/a", "s3://bucket/a?versionId=1"])
+@pytest.mark.parametrize(
+    "uri", ["s3://", "s3:///a", "s3://user:secret@host/a", "s3://key:sec/ret@host/a", "s3://bucket/a?versionId=1"]
+)
 def test_what_is_no_address_is_refused(uri):
     with pytest.raises(UsageError, match="expected s3://BUCKET/KEY"):
         check_uri(uri)
