@@ -47,11 +47,10 @@ class DecodeSetup:
             fetch_mb=config.fetch_memory,
         )
 
-    def bytes_per_video(self) -> int:
-        """About what a video's frames take: exact where all videos are resized alike and long enough."""
+    def largest_frames(self) -> tuple[int, int, int]:
+        """(frames, height, width) of a full HD video that is long enough; of any, where all are resized alike."""
         frames = self.sampling.num_frames or self.sampling.max_frames or 0
-        height, width = self.preprocessor.target_size(frames, 1080, 1920)
-        return frames * height * width * 3
+        return frames, *self.preprocessor.target_size(frames, 1080, 1920)
 
 
 class Decoder:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import torch
 
 from gstep import PrunedTokens, make_pruner
-from gstep.backbones import ModelSource, choose_runtime, load_backbone
+from gstep.backbones import ModelSource, choose_runtime, load_backbone, token_bytes
 from pipeline.errors import VideoFault
 from pipeline.pulse import Beat
 from pipeline.rows import ENCODED, Record, failed, one_row, payload, pruned_arrays, pruned_columns, records
@@ -33,6 +33,10 @@ class EncodeSetup:
     device: str = "auto"
     dtype: str = "auto"
     attn: str = "auto"
+
+    def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
+        """About what the kept tokens of [n_frames, height, width] pixels take as they are stored."""
+        return round(self.retention_ratio * token_bytes(self.source, n_frames, height, width))
 
 
 class Encoder:

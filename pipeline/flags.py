@@ -36,6 +36,8 @@ def read_config_file(path: str, config: type) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UsageError(f"--config {path}: expected options as NAME: VALUE, got {type(content).__name__}")
     hints = get_type_hints(config)
+    if twice := [name for name in content if "-" in str(name) and str(name).replace("-", "_") in content]:
+        raise UsageError(f"--config {path}: {', '.join(twice)} stands there twice, with - and with _")
     options = {str(name).replace("-", "_"): value for name, value in content.items()}
     if unknown := sorted(options.keys() - hints.keys()):
         raise UsageError(f"--config {path}: unknown option {', '.join(unknown)}; known: {', '.join(hints)}")
@@ -47,14 +49,19 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
     kind = _value_type(hint)
     if value is None and kind is not hint:
         return None
+    if value is None and get_origin(kind) is list:
+        return []
     if get_origin(kind) is list:
         if not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
             raise UsageError(f"{where} must be a list of texts, got {value!r}")
         return value
-    accepted = {float: (int, float), Path: (str,)}.get(kind, (kind,))
+    accepted = {float: (int, float), Path: (str,), str: (str, int, float)}.get(kind, (kind,))
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise UsageError(f"{where} must be {kind.__name__}, got {value!r}")
+        raise UsageError(f"{where} must be {_WORDS[kind]}, got {value!r}")
     return kind(value)
+
+
+_WORDS = {str: "text", Path: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def from_flags(config: type[T], namespace: argparse.Namespace) -> T:
@@ -70,7 +77,7 @@ def _add(parser: argparse.ArgumentParser, item: Field[Any], hint: Any) -> None:
             keywords[key] = item.metadata[key]
     kind = _value_type(hint)
     if kind is bool:
-        keywords["action"] = "store_true"
+        keywords["action"] = argparse.BooleanOptionalAction  # a flag must be able to overrule a file
     elif get_origin(hint) is list:
         keywords["action"] = "append"
     else:

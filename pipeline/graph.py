@@ -9,10 +9,10 @@ LLaVA-OneVision-7B) never cross the object store; decode is a stage of its own, 
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -23,7 +23,7 @@ from ray.data import ExecutionResources
 from pipeline.decode_stage import Decoder, DecodeSetup
 from pipeline.encode import Encoder, EncodeSetup
 from pipeline.rows import Record, records
-from pipeline.sink import write_token_shard
+from pipeline.sink import Writer
 from pipeline.store import Store
 
 
@@ -47,10 +47,24 @@ class Resources:
     videos_per_block: int
     videos_per_shard: int
 
-    def store_bytes(self, bytes_per_video: int) -> int:
-        """What may wait or be worked on in the object stores: a few videos a worker, a few shards; never the corpus."""
-        videos = 4 * (self.decode.workers + self.encode.workers) + 4 * self.videos_per_shard
-        return videos * max(bytes_per_video, BLOCK_BYTES)
+    def store_bytes(self, frame_bytes: int, token_bytes: int) -> int:
+        """What may wait or be worked on in the object stores: a few videos a worker, a few shards; never the corpus.
+
+        ``frame_bytes`` and ``token_bytes`` are those of one video. Below the shards that the writers collect and hold,
+        Ray would creep: it lets out one block in ten seconds.
+        """
+        frames = 4 * (self.decode.workers + self.encode.workers) * max(frame_bytes, BLOCK_BYTES)
+        return frames + self.shards_at_once * self.videos_per_shard * token_bytes
+
+    def fitting(self, store_bytes: float, token_bytes: int) -> Resources:
+        """The same with shards so small that those at once fit half of the cluster's object stores, Ray's own limit."""
+        most = int(store_bytes / 2 / (self.shards_at_once * max(token_bytes, 1)))
+        return replace(self, videos_per_shard=max(1, min(self.videos_per_shard, most)))
+
+    @property
+    def shards_at_once(self) -> int:
+        """One that is collected, one that waits, and for each writer one that it reads and one that is next."""
+        return 2 * self.write.workers + 2
 
     @property
     def cpus(self) -> float:
@@ -89,7 +103,8 @@ def plan_resources(
     cpu = min(1.0, cpus / 2)
     room = max(2, int(cpus / cpu + 1e-9))  # in actors; a GPU encoder's host thread takes a whole CPU too
     encoders = encode_workers or (int(gpus) if gpus >= 1 else int(cpus // 4))
-    encoders = max(1, min(encoders, int(gpus) if gpus >= 1 else room, n_videos, room - 1))
+    # GPU encoders reserve no CPU: where there are fewer CPUs than GPUs, every GPU is used all the same.
+    encoders = max(1, min(encoders, int(gpus) if gpus >= 1 else room - 1, n_videos))
     decoders = max(1, min(decode_workers or room, room - encoders, n_videos))
     shard = max(1, min(videos_per_shard, n_videos // 16))
     return Resources(
@@ -98,7 +113,7 @@ def plan_resources(
         if gpus < 1
         # Its host thread's CPU is left free, not reserved: decoders may hold every CPU of the node with the GPU.
         else Stage(0, 1, encoders, "one model a GPU; a CPU for its host thread is left free"),
-        write=Stage(0, 0, 2 * encoders, "hashing and one file write; must find room while the actors hold the CPUs"),
+        write=Stage(0, 0, encoders, "hashing and one file write; must find room while the others hold the CPUs"),
         # A block is the unit of work and of retry: few videos, but no more blocks than the driver tracks lightly.
         videos_per_block=max(1, min(4, n_videos // (4 * decoders)), n_videos // MAX_BLOCKS),
         # Small runs use small shards: progress shows and a killed run loses little.
@@ -126,18 +141,13 @@ def build_graph(
     # 3. Encode and prune: frames -> the kept tokens in order of selection. A larger batch would collect the frames of
     # so many videos before it starts.
     tokens = frames.map_batches(Encoder, fn_constructor_args=(encode, pulse), **_actors(resources.encode, 1))
-    # 4. Write: one token shard a task.
-    written = tokens.map_batches(
-        partial(write_token_shard, store=store, run_id=run_id, pulse=pulse),
-        batch_size=resources.videos_per_shard,
-        batch_format="pyarrow",
-        zero_copy_batch=True,
-        num_cpus=resources.write.num_cpus,
-        concurrency=resources.write.workers,
-        max_retries=RESTARTS,
-    )
+    # 4. Write: one token shard a call.
+    arguments = (store, run_id, pulse)
+    size = resources.videos_per_shard
+    written = tokens.map_batches(Writer, fn_constructor_args=arguments, **_actors(resources.write, size))
     # Ray's own limit is half of the object stores, which a fast decoder would fill with frames.
-    limit = resources.store_bytes(decode.bytes_per_video())
+    shape = decode.largest_frames()
+    limit = resources.store_bytes(3 * math.prod(shape), encode.bytes_per_video(*shape))
     written.context.execution_options.resource_limits = ExecutionResources(object_store_memory=limit)
     return written
 

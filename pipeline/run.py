@@ -83,6 +83,8 @@ def _prune_videos(config: PruneConfig, console: Console) -> Summary:
 def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[RunFile, int]:
     """Run the graph over ``todo`` and commit every shard it writes, under a record of the run."""
     cluster = _connect()
+    if cluster.get("CPU", 0.0) <= 0:
+        raise UsageError("the Ray cluster has no CPUs at this moment: start its worker nodes first")
     device = _device(job, cluster)
     dtype = job.dtype if job.dtype != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[device]
     if device == "cpu":  # what a GPU node can run is known there only
@@ -98,31 +100,40 @@ def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[Run
         decode_workers=job.config.decode_workers,
         encode_workers=job.config.encode_workers,
     )
-    pulse = start_pulse()
-    dataset = build_graph(
-        todo,
-        DecodeSetup.of(job.config, job.sampling, preprocessor_for(job.source), job.objects),
-        EncodeSetup(
-            source=job.source,
-            pruner=job.pruner.name,
-            pruner_params=job.config.pruner_params(),
-            retention_ratio=job.retention_ratio,
-            seed=job.config.seed,
-            device=device,
-            dtype=dtype,
-            attn=job.config.attn,
-        ),
-        resources,
-        store=job.store,
-        run_id=job.run_id,
-        pulse=pulse,
+    decode = DecodeSetup.of(job.config, job.sampling, preprocessor_for(job.source), job.objects)
+    encode = EncodeSetup(
+        source=job.source,
+        pruner=job.pruner.name,
+        pruner_params=job.config.pruner_params(),
+        retention_ratio=job.retention_ratio,
+        seed=job.config.seed,
+        device=device,
+        dtype=dtype,
+        attn=job.config.attn,
     )
+    resources = resources.fitting(cluster["object_store_memory"], encode.bytes_per_video(*decode.largest_frames()))
+    for note in _shortfalls(job.config, resources, len(todo)):
+        console.print(f"note: {note}", highlight=False, markup=False)
+    pulse = start_pulse()
+    dataset = build_graph(todo, decode, encode, resources, store=job.store, run_id=job.run_id, pulse=pulse)
     run_file = RunFile(job.store, _run_record(job, device, dtype, resources, len(todo)))
     with run_file, reporter(console, len(todo), job.config.log_interval) as progress:
         watch = Watch(pulse, job.config.stall_timeout, resources, len(todo), progress.stages)
         with closing(patiently(run_graph(dataset), watch.look, watch.every_s)) as shards:
             n_failed = _commit_all(job, shards, len(todo), lock, watch, progress)
     return run_file, n_failed
+
+
+def _shortfalls(config: PruneConfig, plan: Resources, n_videos: int) -> Iterator[str]:
+    """What was asked for and is not to be had."""
+    for name, asked, given in (
+        ("decode-workers", config.decode_workers, plan.decode.workers),
+        ("encode-workers", config.encode_workers, plan.encode.workers),
+    ):
+        if asked is not None and given < min(asked, n_videos):
+            yield f"the cluster has room for {given} of --{name} {asked}"
+    if plan.videos_per_shard < min(config.videos_per_shard, n_videos // 16):
+        yield f"shards get {plan.videos_per_shard} videos: more would not fit Ray's object stores"
 
 
 def _commit_all(

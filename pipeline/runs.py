@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.errors import printable
+from pipeline.errors import CorruptShard, printable
 from pipeline.lock import holder
 from pipeline.store import Store
 
@@ -46,7 +46,7 @@ class RunProgress:
 
     Attributes:
         run_id: it names runs/<run_id>.json.
-        status: finished, failed, cancelled, running, or "gone": it was running and holds the cache no more.
+        status: starting, finished, failed, cancelled, running, or "gone": it was running and holds the cache no more.
         host: where its driver runs or ran.
         pid: of the driver.
         n_videos: what it set out to do.
@@ -74,6 +74,8 @@ class RunProgress:
         if self.status == "running":
             left = f"{(self.n_videos - self.n_done) / rate:.0f} s left" if self.n_done else "no estimate yet"
             return f"{where} running for {self.seconds:.0f} s: {done}, {rate:.2f} videos/s, {left}"
+        if self.status == "starting":
+            return f"{where} is starting"
         if self.status == "gone":
             return f"{where} ended without a word: {done}; the same command goes on from there"
         why = f": {self.error}" if self.error else ""
@@ -85,10 +87,20 @@ def latest_run(store: Store, rows: pa.Table) -> RunProgress | None:
     names = store.names(RUNS, ".json")
     if not names:
         return None
-    record = json.loads(store.read(names[-1]))  # a run_id begins with its time
+    try:
+        return _progress(store, rows, json.loads(store.read(names[-1])))  # a run_id begins with its time
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptShard(f"{store}/{names[-1]}: it is no record of a run; remove it") from error
+
+
+def _progress(store: Store, rows: pa.Table, record: dict[str, Any]) -> RunProgress:
     mine = rows.filter(pc.equal(rows["run_id"], record["run_id"]))
     status = record["status"]
-    if status == "running" and (holder(store) or {}).get("run_id") != record["run_id"]:
+    now_at_work = holder(store) or {}
+    if now_at_work.get("run_id", record["run_id"]) != record["run_id"]:
+        starting = {name: now_at_work[name] for name in ("run_id", "host", "pid")}
+        return RunProgress(**starting, status="starting", n_videos=0, n_done=0, n_failed=0, seconds=0.0, error=None)
+    if status == "running" and not now_at_work:
         status = "gone"
     until = datetime.fromisoformat(record.get("ended") or now())
     return RunProgress(

@@ -1,7 +1,7 @@
 """Rows to shards, all or nothing.
 
-A write task turns the videos it received into one token shard and returns their records; the driver, which holds the
-cache's lock, commits those records as a videos shard. Nothing is kept between tasks, and a retried task overwrites its
+A write call turns the videos it received into one token shard and returns their records; the driver, which holds the
+cache's lock, commits those records as a videos shard. Nothing is kept between calls, and a retried call overwrites its
 own file.
 """
 
@@ -25,7 +25,21 @@ from pipeline.store import LocalStore, Store
 TOKENS = "tokens"
 
 
-def write_token_shard(batch: pa.Table, *, store: Store, run_id: str, pulse: Any = None) -> pa.Table:
+class Writer:
+    """The write actor. An actor although nothing is kept between shards: Ray ends the process of an idle task after a
+    second, and starting another one, with all its imports, costs more than writing."""
+
+    def __init__(self, store: Store, run_id: str, pulse: Any = None) -> None:
+        self._store = store
+        self._run_id = run_id
+        self._beat = Beat("write", pulse)
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        with self._beat.holding(*(record["video_id"] for record in records(batch))):
+            return write_token_shard(batch, store=self._store, run_id=self._run_id)
+
+
+def write_token_shard(batch: pa.Table, *, store: Store, run_id: str) -> pa.Table:
     """Write the tokens of the batch's good videos as one shard of ``store``; return every video's record.
 
     Where the shard cannot be written, the only row is {"write_error": why}: that ends the run, it is no video's fault,
@@ -36,8 +50,7 @@ def write_token_shard(batch: pa.Table, *, store: Store, run_id: str, pulse: Any 
     good = [i for i, record in enumerate(rows) if record["status"] == "ok"]
     if good:
         try:
-            with Beat("write", pulse).holding(*(row["video_id"] for row in rows)):
-                _write(batch, [rows[i] for i in good], good, store, run_id)
+            _write(batch, [rows[i] for i in good], good, store, run_id)
         except OSError as error:
             rows, good = [{"write_error": f"{type(error).__name__}: {error}"}], []
     seconds = (time.perf_counter() - started) / max(len(good), 1)

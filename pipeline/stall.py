@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -128,16 +129,20 @@ def patiently(items: Iterator[T], look: Callable[[], None], every_s: float) -> G
         except _Abandoned:
             pass
         except BaseException as error:  # noqa: BLE001 - it is the main thread's
-            hand_over(error)
+            with suppress(_Abandoned):  # nobody waits for it any more
+                hand_over(error)
 
     thread = threading.Thread(target=iterate, name="graph", daemon=True)
     thread.start()
+    looked_at = time.monotonic()
     try:
         while True:
+            if time.monotonic() - looked_at >= every_s:  # also while items come thick and fast
+                look()
+                looked_at = time.monotonic()
             try:
                 item = ready.get(timeout=every_s)
             except queue.Empty:
-                look()
                 continue
             if item is None:
                 return

@@ -45,6 +45,7 @@ __all__ = [
     "load_static",
     "preprocessor_for",
     "read_tensors",
+    "token_bytes",
 ]
 
 
@@ -64,6 +65,15 @@ def load_static(source: ModelSource) -> StaticParts:
     """
     static: StaticParts = BACKBONES[source.model_type].load_static(source)
     return static
+
+
+def token_bytes(source: ModelSource, n_frames: int, height: int, width: int) -> int:
+    """Bytes of all visual tokens, bfloat16, of frames of [height, width] pixels as the preprocessor resizes them.
+
+    Known from the model's config alone, for planning; a family's default stands in for what the config leaves out.
+    """
+    size: int = BACKBONES[source.model_type].token_bytes(source, n_frames, height, width)
+    return size
 
 
 def load_backbone(source: ModelSource, runtime: Runtime, *, frame_batch: int = 32) -> Backbone:

@@ -71,6 +71,11 @@ class Backbone(ABC):
     def load_static(cls, source: ModelSource) -> StaticParts:
         """Hidden size and newline row, without building the model."""
 
+    @classmethod
+    @abstractmethod
+    def token_bytes(cls, source: ModelSource, n_frames: int, height: int, width: int) -> int:
+        """Bytes of all visual tokens, bfloat16, of frames of [height, width] pixels; from the config alone."""
+
     @property
     @abstractmethod
     def hidden_size(self) -> int:

@@ -75,6 +75,13 @@ class LlavaOnevision(Backbone):
         (row,) = newline.values()
         return StaticParts(hidden_size=len(row), newline=row)
 
+    @classmethod
+    def token_bytes(cls, source: ModelSource, n_frames: int, height: int, width: int) -> int:
+        """See :meth:`Backbone.token_bytes`. The vision tower takes frames of one size only."""
+        patch = source.config.get("vision_config", {}).get("patch_size", 14)
+        hidden_size = source.config.get("text_config", {}).get("hidden_size", 4096)
+        return n_frames * _tokens_per_frame(height, patch) * int(hidden_size) * 2
+
     @property
     def hidden_size(self) -> int:
         """D, the width of a visual token."""
@@ -88,11 +95,16 @@ class LlavaOnevision(Backbone):
     def encode_pixels(self, pixels: Tensor) -> Tensor:
         """[t,3,384,384] -> [t,196,D]."""
         vision = self.model.config.vision_config
-        tokens_per_frame = math.ceil(vision.image_size // vision.patch_size / 2) ** 2
+        tokens_per_frame = _tokens_per_frame(vision.image_size, vision.patch_size)
         features = self.model.get_video_features(pixels[None], return_dict=True).pooler_output[0]
         # Some versions of transformers append the newline here and some later: counting rows leaves it out of both.
         tokens: Tensor = features[: len(pixels) * tokens_per_frame]
         return tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size)
+
+
+def _tokens_per_frame(image_size: int, patch_size: int) -> int:
+    """Of a square frame: its grid of patches, pooled to half its side."""
+    return math.ceil(image_size // patch_size / 2) ** 2
 
 
 def _without_language_model(config: dict[str, Any], attn_implementation: str, dtype: torch.dtype) -> Any:

@@ -84,10 +84,11 @@ def test_a_configuration_file_holds_every_option(tmp_path):
     ("text", "message"),
     [
         ("frames: 8", "unknown option frames"),
-        ("num-frames: many", "num_frames must be int"),
-        ("retry-failed: 1", "retry_failed must be bool"),
-        ("num-frames: true", "num_frames must be int"),
+        ("num-frames: many", "num_frames must be a whole number"),
+        ("retry-failed: 1", "retry_failed must be true or false"),
+        ("num-frames: true", "num_frames must be a whole number"),
         ("pruner-param: alpha=1", "must be a list"),
+        ("num-frames: 1\nnum_frames: 2", "num-frames stands there twice"),
         ("- 1", "expected options"),
         ("a: [", "c.yaml"),
     ],
@@ -96,6 +97,13 @@ def test_a_bad_configuration_file_is_refused_by_name(tmp_path, text, message):
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(UsageError, match=message):
         read_config_file(str(tmp_path / "c.yaml"), PruneConfig)
+
+
+def test_a_file_may_say_it_plainly(tmp_path):
+    (tmp_path / "c.yaml").write_text("max-failed: 0.05\nvideo-root:\nretry-failed: true\n")
+    options = read_config_file(str(tmp_path / "c.yaml"), PruneConfig)
+    assert options == {"max_failed": "0.05", "video_root": [], "retry_failed": True}
+    assert parse("--no-retry-failed").retry_failed is False
 
 
 def test_a_record_tells_no_secret():

@@ -52,7 +52,25 @@ def test_gpu_encoders_reserve_no_cpu_but_one_each_is_left_free():
 
 
 def test_what_may_wait_does_not_grow_with_the_corpus():
-    assert plan_resources(64, 8, 10**7).store_bytes(10**7) == plan_resources(64, 8, 10**4).store_bytes(10**7)
+    small, large = plan_resources(64, 8, 10**4), plan_resources(64, 8, 10**7)
+    assert small.store_bytes(10**7, 10**7) == large.store_bytes(10**7, 10**7)
+
+
+def test_every_writer_may_hold_a_shard_and_wait_for_the_next():
+    plan = plan_resources(4, 1, 1000)
+    assert plan.store_bytes(0, 10**7) >= (2 * plan.write.workers + 2) * plan.videos_per_shard * 10**7
+
+
+def test_shards_shrink_to_what_the_object_stores_hold():
+    plan = plan_resources(4, 1, 1000)
+    assert plan.fitting(10**12, 10**7).videos_per_shard == 16
+    small = plan.fitting(10**9, 26 * 10**6).videos_per_shard
+    assert 1 <= small < 16 and small * plan.shards_at_once * 26 * 10**6 <= 10**9 / 2
+    assert plan.fitting(1, 10**9).videos_per_shard == 1
+
+
+def test_every_gpu_is_used_where_there_are_fewer_cpus():
+    assert [plan_resources(cpus, 8, 1000).encode.workers for cpus in (1, 4, 8, 64)] == [8, 8, 8, 8]
 
 
 def test_restarts_are_finite():
@@ -95,7 +113,7 @@ def lazy_graph(plan: Resources, out: str) -> ray.data.Dataset:
 @pytest.mark.parametrize(("cpus", "gpus"), [(1, 0), (2, 0), (64, 0), (64, 8)])
 def test_ray_does_not_fuse_the_stages(local_ray, tmp_path, cpus, gpus):
     names = operators(lazy_graph(plan_resources(cpus, gpus, 8), str(tmp_path)))
-    assert names == ["Input", "MapBatches(Decoder)", "MapBatches(Encoder)", "MapBatches(write_token_shard)"]
+    assert names == ["Input", "MapBatches(Decoder)", "MapBatches(Encoder)", "MapBatches(Writer)"]
 
 
 @pytest.mark.slow
@@ -110,7 +128,7 @@ def test_every_retry_is_finite(local_ray, tmp_path, gpus):
         )
         (operator,) = operator.input_dependencies
     actors = {"max_restarts": RESTARTS, "max_task_retries": RESTARTS}
-    assert limits == [{"max_retries": RESTARTS}, actors, actors]
+    assert limits == [actors] * 3
 
 
 @pytest.mark.slow

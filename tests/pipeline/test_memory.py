@@ -14,7 +14,7 @@ from ray._private.internal_api import node_stats
 from pipeline import graph
 from pipeline.encode import Encoder
 from pipeline.graph import plan_resources, run_graph
-from pipeline.sink import write_token_shard
+from pipeline.sink import Writer
 from tests.jobs.processes import family, resident_mb
 from tests.pipeline.rays import graph_of, ray_here
 from tests.pipeline.videos import write_clip
@@ -33,9 +33,10 @@ class SlowEncoder(Encoder):
         return super()._encode_and_prune(frames[:2].copy(), record)
 
 
-def slow_write(batch: pa.Table, **options: object) -> pa.Table:
-    threading.Event().wait(0.2 * len(batch))
-    return write_token_shard(batch, **options)
+class SlowWriter(Writer):
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        threading.Event().wait(0.2 * len(batch))
+        return super().__call__(batch)
 
 
 @dataclass
@@ -83,7 +84,7 @@ def small_store():
         yield
 
 
-@pytest.mark.parametrize(("name", "slow"), [("Encoder", SlowEncoder), ("write_token_shard", slow_write)])
+@pytest.mark.parametrize(("name", "slow"), [("Encoder", SlowEncoder), ("Writer", SlowWriter)])
 def test_ten_times_the_videos_take_the_same_memory(small_store, tmp_path, monkeypatch, name, slow):
     monkeypatch.setattr(graph, "Encoder", SlowEncoder)
     monkeypatch.setattr(graph, name, slow)
@@ -97,9 +98,9 @@ def test_ten_times_the_videos_take_the_same_memory(small_store, tmp_path, monkey
         assert [row["status"] for row in rows] == ["ok"] * n_videos
         peaks.append(seen)
     small, large = peaks
-    print(f"at most {plan.store_bytes(FRAME_BYTES) / 1e6:.0f} MB in the object store;", small, large)
+    print(f"at most {plan.store_bytes(FRAME_BYTES, 0) / 1e6:.0f} MB in the object store;", small, large)
     assert large.spilled == 0
-    assert large.store <= plan.store_bytes(FRAME_BYTES) / 1e6 < SMALL * FRAME_BYTES / 1e6
+    assert large.store <= plan.store_bytes(FRAME_BYTES, 0) / 1e6 < SMALL * FRAME_BYTES / 1e6
     assert large.store <= 1.25 * small.store + 2 * FRAME_BYTES / 1e6
     assert large.driver <= 1.25 * small.driver
     for worker, megabytes in small.workers.items():

@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from pipeline.errors import VideoFault
+from pipeline.errors import CorruptShard, VideoFault
 from pipeline.live import VideosTable
 from pipeline.lock import FileLock
 from pipeline.runs import RunFile, latest_run
@@ -46,8 +46,20 @@ def test_a_running_run_tells_its_rate_and_what_is_left(store):
 def test_a_run_that_holds_the_cache_no_more_is_gone(store):
     RunFile(store, record()).save(status="running")
     assert "ended without a word: 2 of 10 videos" in progress(store).describe()
-    with FileLock(store, "r3"):  # another run goes on, and has written no record yet
-        assert progress(store).status == "gone"
+
+
+def test_a_run_that_has_written_no_record_yet_is_starting(store):
+    RunFile(store, record()).save(status="running")
+    with FileLock(store, "r3"):
+        run = latest_run(store, VideosTable(store, COLUMNS).rows())
+    assert run is not None and run.describe().startswith("r3 on ") and run.describe().endswith("is starting")
+
+
+@pytest.mark.parametrize("text", [b"{}", b"[]", b"no json"])
+def test_what_is_no_record_is_named(store, text):
+    store.put("runs/z.json", text)
+    with pytest.raises(CorruptShard, match=r"runs/z\.json: it is no record"):
+        latest_run(store, VideosTable(store, COLUMNS).rows())
 
 
 def test_a_failed_run_says_why(store):

@@ -120,15 +120,19 @@ def test_a_dead_pulse_harms_no_video(one_cpu, tmp_path):
     assert sorted(row["video_id"] for shard in shards for row in shard) == [f"v{i}" for i in range(8)]
 
 
-def hang(batch: pa.Table, *, pulse, **more: object) -> pa.Table:
-    with Beat("write", pulse).holding("v7"):
-        time.sleep(3600)
-    return batch
+class HangingWriter:
+    def __init__(self, store, run_id, pulse) -> None:
+        self._beat = Beat("write", pulse)
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        with self._beat.holding("v7"):
+            time.sleep(3600)
+        return batch
 
 
 @pytest.mark.slow
 def test_a_writer_that_hangs_is_named(one_cpu, tmp_path, monkeypatch):
-    monkeypatch.setattr(graph, "write_token_shard", hang)
+    monkeypatch.setattr(graph, "Writer", HangingWriter)
     plan, pulse = plan_resources(1, 0, 8), start_pulse()
     why = stalled(graph_of(8, plan, tmp_path, pulse=pulse), plan, 8, pulse)
     assert why.startswith("no video moved for 15 s: write holds ") and "v7 on " in why and "--out" in why
