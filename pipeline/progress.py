@@ -46,9 +46,9 @@ class _Rate(ProgressColumn):
         return Text("" if task.speed is None else f"{task.speed:.2f} videos/s")
 
 
-def _ahead(left: Mapping[str, int]) -> str:
-    """How far the stages before the write are."""
-    return f", {left['decode']} decoded, {left['encode']} encoded" if left else ""
+def _ahead(left: Mapping[str, int], done: int) -> str:
+    """How far the stages before the write are: told every few seconds, so what is done may have overtaken it."""
+    return f", {max(left['decode'], done)} decoded, {max(left['encode'], done)} encoded" if left else ""
 
 
 class BarReporter:
@@ -73,7 +73,7 @@ class BarReporter:
         self._progress.update(self._task, advance=ok + failed, failed=self._failed)
 
     def stages(self, left: Mapping[str, int]) -> None:
-        self._progress.update(self._task, stages=_ahead(left))
+        self._progress.update(self._task, stages=_ahead(left, int(self._progress.tasks[0].completed)))
 
 
 class LineReporter:
@@ -85,7 +85,7 @@ class LineReporter:
         self._interval = interval
         self._started = time.monotonic()
         self._ok = self._failed = 0
-        self._ahead = ""
+        self._left: Mapping[str, int] = {}
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
 
@@ -103,7 +103,7 @@ class LineReporter:
         self._failed += failed
 
     def stages(self, left: Mapping[str, int]) -> None:
-        self._ahead = _ahead(left)
+        self._left = left
 
     def _tick(self) -> None:
         while not self._ended.wait(self._interval):
@@ -113,5 +113,6 @@ class LineReporter:
         done = self._ok + self._failed
         rate = done / max(time.monotonic() - self._started, 1e-9)
         left = f"{(self._total - done) / rate:.0f} s left" if done else "no estimate yet"
-        text = f"{done}/{self._total} videos, {self._failed} failed{self._ahead}, {rate:.2f} videos/s, {left}"
-        self._console.print(text, highlight=False)
+        ahead = _ahead(self._left, done)
+        text = f"{done}/{self._total} videos, {self._failed} failed{ahead}, {rate:.2f} videos/s, {left}"
+        self._console.print(text, highlight=False, soft_wrap=True)

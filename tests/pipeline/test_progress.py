@@ -1,11 +1,12 @@
 """Progress: plain lines in a log, also while nothing moves, and a bar on a terminal."""
 
 import io
+import re
 import time
 
 from rich.console import Console
 
-from pipeline.progress import reporter
+from pipeline.progress import LineReporter, reporter
 
 
 def test_a_log_gets_lines_even_while_nothing_is_committed():
@@ -26,3 +27,12 @@ def test_a_terminal_gets_a_bar():
     with reporter(Console(file=text, force_terminal=True, width=120), 10, 30) as progress:
         progress.advance(9, 1)
     assert "10/10" in text.getvalue() and "1 failed" in text.getvalue()
+
+
+def test_a_line_stays_one_line_and_never_says_that_less_was_decoded_than_is_done():
+    text = io.StringIO()
+    with LineReporter(Console(file=text, width=40), 10_000, 60) as progress:
+        progress.stages({"decode": 5, "encode": 4, "write": 3})
+        progress.advance(6, 1)
+    line = r"7/10000 videos, 1 failed, 7 decoded, 7 encoded, \d+\.\d\d videos/s, \d+ s left\n"
+    assert re.fullmatch(line, text.getvalue())
