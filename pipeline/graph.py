@@ -58,8 +58,8 @@ class Resources:
 
     def fitting(self, store_bytes: float, token_bytes: int) -> Resources:
         """The same with shards so small that those at once fit half of the cluster's object stores, Ray's own limit."""
-        most = int(store_bytes / 2 / (self.shards_at_once * max(token_bytes, 1)))
-        return replace(self, videos_per_shard=max(1, min(self.videos_per_shard, most)))
+        room = store_bytes / 2 / (self.shards_at_once * max(token_bytes, 1))
+        return replace(self, videos_per_shard=max(1, int(min(self.videos_per_shard, room))))
 
     @property
     def shards_at_once(self) -> int:

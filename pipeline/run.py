@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import os
 import platform
 import signal
@@ -92,16 +93,25 @@ def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[Run
             choose_runtime(device, dtype, job.config.attn)
     if not job.store.names(VIDEOS, ".parquet"):
         _write_header(job, dtype, lock)
-    resources = plan_resources(
-        cluster["CPU"],
-        cluster.get("GPU", 0.0) if device == "cuda" else 0.0,
-        len(todo),
-        videos_per_shard=job.config.videos_per_shard,
-        decode_workers=job.config.decode_workers,
-        encode_workers=job.config.encode_workers,
-    )
     decode = DecodeSetup.of(job.config, job.sampling, preprocessor_for(job.source), job.objects)
-    encode = EncodeSetup(
+    encode = _encode_setup(job, device, dtype)
+    plan = _plan(job.config, cluster, device, len(todo)).fitting(
+        cluster.get("object_store_memory", math.inf), encode.bytes_per_video(*decode.largest_frames())
+    )
+    for note in _shortfalls(job.config, plan, len(todo)):
+        console.print(f"note: {note}", highlight=False, markup=False)
+    pulse = start_pulse()
+    dataset = build_graph(todo, decode, encode, plan, store=job.store, run_id=job.run_id, pulse=pulse)
+    run_file = RunFile(job.store, _run_record(job, device, dtype, plan, len(todo)))
+    with run_file, reporter(console, len(todo), job.config.log_interval) as progress:
+        watch = Watch(pulse, job.config.stall_timeout, plan, len(todo), progress.stages)
+        with closing(patiently(run_graph(dataset), watch.look, watch.every_s)) as shards:
+            n_failed = _commit_all(job, shards, len(todo), lock, watch, progress)
+    return run_file, n_failed
+
+
+def _encode_setup(job: Job, device: str, dtype: str) -> EncodeSetup:
+    return EncodeSetup(
         source=job.source,
         pruner=job.pruner.name,
         pruner_params=job.config.pruner_params(),
@@ -111,17 +121,17 @@ def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[Run
         dtype=dtype,
         attn=job.config.attn,
     )
-    resources = resources.fitting(cluster["object_store_memory"], encode.bytes_per_video(*decode.largest_frames()))
-    for note in _shortfalls(job.config, resources, len(todo)):
-        console.print(f"note: {note}", highlight=False, markup=False)
-    pulse = start_pulse()
-    dataset = build_graph(todo, decode, encode, resources, store=job.store, run_id=job.run_id, pulse=pulse)
-    run_file = RunFile(job.store, _run_record(job, device, dtype, resources, len(todo)))
-    with run_file, reporter(console, len(todo), job.config.log_interval) as progress:
-        watch = Watch(pulse, job.config.stall_timeout, resources, len(todo), progress.stages)
-        with closing(patiently(run_graph(dataset), watch.look, watch.every_s)) as shards:
-            n_failed = _commit_all(job, shards, len(todo), lock, watch, progress)
-    return run_file, n_failed
+
+
+def _plan(config: PruneConfig, cluster: dict[str, float], device: str, n_videos: int) -> Resources:
+    return plan_resources(
+        cluster["CPU"],
+        cluster.get("GPU", 0.0) if device == "cuda" else 0.0,
+        n_videos,
+        videos_per_shard=config.videos_per_shard,
+        decode_workers=config.decode_workers,
+        encode_workers=config.encode_workers,
+    )
 
 
 def _shortfalls(config: PruneConfig, plan: Resources, n_videos: int) -> Iterator[str]:
