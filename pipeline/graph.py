@@ -48,7 +48,7 @@ class Resources:
     videos_per_shard: int
 
     def store_bytes(self, frame_bytes: int, token_bytes: int) -> int:
-        """What may wait or be worked on in the object stores: a few videos a worker, a few shards; never the corpus.
+        """What may wait in the object stores, beside what workers have in hand: a few videos a worker, a few shards.
 
         ``frame_bytes`` and ``token_bytes`` are those of one video. Below the shards that the writers collect and hold,
         Ray would creep: it lets out one block in ten seconds.

@@ -22,7 +22,7 @@ from tests.pipeline.videos import write_clip
 pytestmark = pytest.mark.slow
 
 FRAMES, FRAME_BYTES = 16, 16 * 384 * 384 * 3  # 7 MB a video, all of them more than may wait
-SMALL, LARGE = 60, 600
+SMALL, LARGE = 40, 400
 
 
 class SlowEncoder(Encoder):
@@ -35,7 +35,7 @@ class SlowEncoder(Encoder):
 
 class SlowWriter(Writer):
     def __call__(self, batch: pa.Table) -> pa.Table:
-        threading.Event().wait(0.2 * len(batch))
+        threading.Event().wait(0.12 * len(batch))
         return super().__call__(batch)
 
 
@@ -98,10 +98,14 @@ def test_ten_times_the_videos_take_the_same_memory(small_store, tmp_path, monkey
         assert [row["status"] for row in rows] == ["ok"] * n_videos
         peaks.append(seen)
     small, large = peaks
-    print(f"at most {plan.store_bytes(FRAME_BYTES, 0) / 1e6:.0f} MB in the object store;", small, large)
+    # Ray keeps to the limit but for what each worker has in hand and is about to give.
+    bound = plan.store_bytes(FRAME_BYTES, 0) + 2 * (plan.decode.workers + plan.encode.workers) * FRAME_BYTES
+    print(f"at most {bound / 1e6:.0f} MB in the object store;", small, large)
     assert large.spilled == 0
-    assert large.store <= plan.store_bytes(FRAME_BYTES, 0) / 1e6 < SMALL * FRAME_BYTES / 1e6
+    assert large.store <= bound / 1e6 < SMALL * FRAME_BYTES / 1e6
     assert large.store <= 1.25 * small.store + 2 * FRAME_BYTES / 1e6
     assert large.driver <= 1.25 * small.driver
-    for worker, megabytes in small.workers.items():
-        assert large.workers[worker] <= 1.25 * megabytes, worker
+    both = small.workers.keys() & large.workers.keys()  # a worker of the test before may still be on its way out
+    assert len(both) >= 3
+    for worker in both:
+        assert large.workers[worker] <= 1.25 * small.workers[worker], worker
