@@ -71,7 +71,7 @@ def _prune(config: PruneConfig, console: Console) -> int:
     summary = prune_videos(config, console)
     out = Console()
     out.print(render(summary))
-    out.print(f"\nlook inside: python -m jobs.inspect {shlex.quote(str(config.out))}", markup=False, highlight=False)
+    out.print(f"\nlook inside: python -m jobs.inspect {shlex.quote(config.out)}", markup=False, highlight=False)
     return summary.exit_code(config.failure_limit(summary.n_videos))
 
 

@@ -45,7 +45,7 @@ def read_config_file(path: str, config: type) -> dict[str, Any]:
 
 
 def _checked(value: Any, hint: Any, where: str) -> Any:
-    """A YAML value as the type of its field. An int is a float, a path is text; nothing else is converted."""
+    """A YAML value as the type of its field. An int is a float, a number is text; nothing else is converted."""
     kind = _value_type(hint)
     if value is None and kind is not hint:
         return None
@@ -55,13 +55,13 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
         if not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
             raise UsageError(f"{where} must be a list of texts, got {value!r}")
         return value
-    accepted = {float: (int, float), Path: (str,), str: (str, int, float)}.get(kind, (kind,))
+    accepted = {float: (int, float), str: (str, int, float)}.get(kind, (kind,))
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise UsageError(f"{where} must be {_WORDS[kind]}, got {value!r}")
     return kind(value)
 
 
-_WORDS = {str: "text", Path: "text", int: "a whole number", float: "a number", bool: "true or false"}
+_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def from_flags(config: type[T], namespace: argparse.Namespace) -> T:

@@ -35,11 +35,10 @@ class Writer:
         self._beat = Beat("write", pulse)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        with self._beat.holding(*(record["video_id"] for record in records(batch))):
-            return write_token_shard(batch, store=self._store, run_id=self._run_id)
+        return write_token_shard(batch, store=self._store, run_id=self._run_id, beat=self._beat)
 
 
-def write_token_shard(batch: pa.Table, *, store: Store, run_id: str) -> pa.Table:
+def write_token_shard(batch: pa.Table, *, store: Store, run_id: str, beat: Beat | None = None) -> pa.Table:
     """Write the tokens of the batch's good videos as one shard of ``store``; return every video's record.
 
     Where the shard cannot be written, the only row is {"write_error": why}: that ends the run, it is no video's fault,
@@ -48,9 +47,10 @@ def write_token_shard(batch: pa.Table, *, store: Store, run_id: str) -> pa.Table
     started = time.perf_counter()
     rows = records(batch)
     good = [i for i, record in enumerate(rows) if record["status"] == "ok"]
-    if good:
+    with (beat or Beat("write")).holding(*(row["video_id"] for row in rows)):
         try:
-            _write(batch, [rows[i] for i in good], good, store, run_id)
+            if good:
+                _write(batch, [rows[i] for i in good], good, store, run_id)
         except OSError as error:
             rows, good = [{"write_error": f"{type(error).__name__}: {error}"}], []
     seconds = (time.perf_counter() - started) / max(len(good), 1)
