@@ -60,7 +60,6 @@ class LanguageModel:
         processors = [SeededSampling(decodings), clock]
         length = batch.input_ids.shape[1]
         visuals = None if cache is not None else [v for prompt in prompts for v in prompt.visuals]
-        self.model.model.rope_deltas = None  # what the call before left there must not shift this one's positions
         output = self.model.generate(
             input_ids=batch.input_ids.to(self.device),
             attention_mask=batch.mask.to(self.device),
@@ -80,14 +79,17 @@ class LanguageModel:
         ]
 
     @torch.inference_mode()
-    def score(self, prompts: Sequence[Prompt], continuations: Sequence[Sequence[str]]) -> list[list[Score]]:
-        """How likely each continuation of each prompt is.
+    def score(
+        self, prompts: Sequence[Prompt], continuations: Sequence[Sequence[str]], share_prefix: bool = True
+    ) -> list[list[Score]]:
+        """How likely each continuation of each prompt is; ``share_prefix`` as for :meth:`generate`.
 
         Raises ValueError for a continuation without a token.
         """
         ids = [[self._continuation(text) for text in texts] for texts in continuations]
-        batch = Batch.of(prompts)
-        output = self._forward(batch, prompts=prompts, use_cache=True, logits_to_keep=1)
+        batch, cache = self._prefilled(prompts) if share_prefix else (Batch.of(prompts), None)
+        new = prompts if cache is None else ()
+        output = self._forward(batch, prompts=new, past=cache, use_cache=True, logits_to_keep=1)
         first = torch.log_softmax(output.logits[:, -1].float(), dim=-1)
         return [
             self._scores(batch.rows([row]), output.past_key_values, row, first[row], texts)

@@ -86,6 +86,11 @@ class Prompt:
     def __len__(self) -> int:
         return len(self.input_ids)
 
+    @property
+    def extent(self) -> int:
+        """What must fit into the model's context: tokens, or positions where those have gaps."""
+        return max(len(self), int(self.positions.max()) + 1)
+
 
 @dataclass(frozen=True)
 class Decoding:
