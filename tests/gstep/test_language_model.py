@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
 
 from gstep.backbones import ModelSource, checkpoint, choose_runtime, tiny
 from gstep.errors import ModelError
 from gstep.language import Decoding, load_language_model, prompt_builder
-from gstep.language.batch import Batch
+from gstep.language.batch import Batch, encoder_outputs
 from tests.gstep.llms import FAMILIES, FLOAT32, encode, kept_index, llm, stock, stock_inputs
 
 QUESTION = "What is happening in this video?"
@@ -166,6 +167,44 @@ def test_questions_on_one_video_go_through_it_once(name, prompts, monkeypatch):
     seen.clear()
     llm(name).generate(prompts[:2], one, share_prefix=False)
     assert sum(seen) == 2 * (prefix + tails)
+
+
+def test_only_what_is_the_same_is_shared(name, source, video):
+    """Another system message, other positions of as many tokens, or another video of the same size."""
+    builder, question = prompt_builder(source, "original"), "Why?"
+    some, others = video.keep(torch.arange(9)), video.keep(torch.arange(30, 39))
+    louder = dataclasses.replace(some, tokens=some.tokens * 1.5)
+    prompts = [
+        builder.build(question, [some]),
+        builder.build(question, [some], system="Be brief."),
+        builder.build(question, [others]),
+        builder.build(question, [louder]),
+        prompt_builder(source, "contiguous").build(question, [some]),
+    ]
+    together = llm(name).generate(prompts, [GREEDY] * len(prompts))
+    assert ids_of(together) == [llm(name).generate([p], [GREEDY])[0].token_ids for p in prompts]
+
+
+def test_a_batch_is_padded_on_the_left_with_a_token_of_the_prompt(prompts):
+    batch = Batch.of(prompts)
+    for row, prompt in enumerate(prompts):
+        start = batch.mask.shape[1] - len(prompt)
+        assert batch.mask[row].tolist() == [0] * start + [1] * len(prompt)
+        assert torch.equal(batch.input_ids[row, start:], prompt.input_ids)
+        assert torch.equal(batch.positions[:, row, start:], prompt.positions)
+        assert (batch.input_ids[row, :start] == prompt.input_ids[0]).all()
+
+
+def test_no_positions_look_like_packed_sequences(name, prompts):
+    """Transformers takes a first row that does not count up by one for several sequences and masks them apart."""
+    batch = Batch.of(prompts)
+    ids = batch.position_ids()
+    if name == "tiny":
+        assert torch.equal(ids, batch.positions[0])
+    else:
+        assert torch.equal(ids[1:], batch.positions)
+        for row, mask in zip(ids[0], batch.mask.bool(), strict=True):
+            assert torch.equal(row[mask], torch.arange(int(mask.sum())))
 
 
 def test_a_drawn_answer_depends_on_its_own_seed_alone(name, prompts):
@@ -326,9 +365,17 @@ def test_missing_weights_are_named(name, folder):
         load_language_model(ModelSource.resolve(folder), FLOAT32)
 
 
-def test_half_precision_answers(name, source, prompts):
+def test_half_precision_is_the_stock_models(name, source, video, prompts):
     loaded = load_language_model(source, choose_runtime("cpu", "bfloat16", "sdpa"))
-    assert loaded.model.dtype == torch.bfloat16
+    whole = AutoModelForImageTextToText.from_pretrained(source.pretrained()[0], dtype=torch.bfloat16).eval()
+    prompt = prompt_builder(source).build(QUESTION, [video.visual])
+    with torch.no_grad():
+        outputs = encoder_outputs(prompt.visuals, "cpu", torch.bfloat16)
+        ids, positions = prompt.input_ids[None], Batch.of([prompt]).position_ids()
+        expected = whole(
+            input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, mm_encoder_outputs=outputs
+        ).logits[0]
+    assert torch.equal(loaded.logits([prompt])[0], expected) and expected.dtype == torch.bfloat16
     answers = loaded.generate(prompts, [GREEDY] * len(prompts))
     assert all(a.token_ids for a in answers)
     assert all(a.prefill_s > 0 and a.decode_s > 0 for a in answers)
