@@ -21,7 +21,16 @@ from torch import Tensor
 from gstep.types import budget_for
 from pipeline.errors import CorruptShard, FailedVideo, NotACache, RatioNotCached, UnknownVideo
 from pipeline.live import VideoRows, read_live
-from pipeline.schema import FOOTER_TAIL, READ_THREADS, SCHEMA_VERSION, digest, footer_length, open_parquet, parse_footer
+from pipeline.schema import (
+    FOOTER_TAIL,
+    READ_THREADS,
+    SCHEMA_VERSION,
+    digest,
+    footer_length,
+    open_parquet,
+    parse_footer,
+    token_schema,
+)
 from pipeline.store import RangedObject, Store, store_at
 
 HEADER = "cache.json"
@@ -40,6 +49,7 @@ class CachedVideo:
         merged: [K] bool, or None where the method never merges.
         density: [K] float32 (Eq. 8), or None for a method without one.
         metadata: the video's row of the videos table (see pipeline.schema), JSON columns decoded.
+        deepstack: [K,D] bfloat16 each, the same rows at each deepstack level; none where the model has no levels.
     """
 
     video_id: str
@@ -50,10 +60,11 @@ class CachedVideo:
     merged: Tensor | None
     density: Tensor | None
     metadata: dict[str, Any]
+    deepstack: tuple[Tensor, ...] = ()
 
 
 def read_header(store: Store) -> dict[str, Any]:
-    """The cache's header (schema version, identity, newline). Raises NotACache."""
+    """The cache's header (schema version, identity, newline, shape of a token). Raises NotACache."""
     try:
         header = json.loads(store.read(HEADER))
     except FileNotFoundError:
@@ -105,6 +116,11 @@ class TokenCache:
         return None if encoded is None else _bfloat16(bytearray(base64.b64decode(encoded)))
 
     @property
+    def deepstack_levels(self) -> int:
+        """Vectors of the token's width that are stored with every token, for the first layers of Qwen3-VL."""
+        return int(self.header.get("deepstack_levels", 0))  # caches made before there were any do not say
+
+    @property
     def video_ids(self) -> list[str]:
         """The videos that have tokens, sorted."""
         ok = self._live.filter(pa.compute.equal(self._live["status"], "ok"))
@@ -153,7 +169,7 @@ class TokenCache:
         if row["status"] != "ok":
             raise FailedVideo(f"{video_id!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"])
         keep = _rows_wanted(row, retention_ratio)
-        video = _to_video(row, self._read(row, keep))
+        video = _to_video(row, self._read(row, keep), self.deepstack_levels)
         return video if order == "selection" else _by_index(video)
 
     def _read(self, row: dict[str, Any], keep: int) -> pa.Table:
@@ -162,11 +178,14 @@ class TokenCache:
         groups = int(np.searchsorted(counts, keep)) + 1
         first = row["first_row_group"]
         source, shard = self._shard(row["token_shard"], row["footer_hash"])
+        columns = [name for name in token_schema(row["hidden_size"], self.deepstack_levels).names if name != "video_id"]
+        if lacking := sorted(set(columns) - set(shard.schema_arrow.names)):
+            raise CorruptShard(f"{self.store}/{row['token_shard']}: it lacks the columns {', '.join(lacking)}")
         wanted = range(first, first + groups)
         held = source.holding(*_stretch(shard, wanted)) if isinstance(source, RangedObject) else nullcontext()
         try:
             with held:
-                table = shard.read_row_groups(list(wanted), columns=self._columns(shard), use_threads=READ_THREADS)
+                table = shard.read_row_groups(list(wanted), columns=columns, use_threads=READ_THREADS)
         except (OSError, pa.ArrowException) as error:
             if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
                 raise  # the store failed, not the shard
@@ -176,9 +195,6 @@ class TokenCache:
                 f"{self.store}/{row['token_shard']}: {len(table)} rows where {counts[groups - 1]} belong"
             )
         return table.slice(0, keep)
-
-    def _columns(self, shard: pq.ParquetFile) -> list[str]:
-        return [name for name in shard.schema_arrow.names if name != "video_id"]
 
     def _open_shard(self, name: str, footer_hash: str) -> tuple[pa.NativeFile | RangedObject, pq.ParquetFile]:
         """Open a token shard whose footer is the one that the videos row names."""
@@ -222,7 +238,7 @@ def _rows_wanted(row: dict[str, Any], retention_ratio: float | None) -> int:
     return min(budget, int(row["n_tokens"]))
 
 
-def _to_video(row: dict[str, Any], table: pa.Table) -> CachedVideo:
+def _to_video(row: dict[str, Any], table: pa.Table, deepstack_levels: int) -> CachedVideo:
     def numbers(name: str, dtype: Any) -> Tensor | None:
         column = table[name]
         return None if column.null_count else torch.from_numpy(column.to_numpy().astype(dtype))
@@ -238,6 +254,7 @@ def _to_video(row: dict[str, Any], table: pa.Table) -> CachedVideo:
         merged=numbers("merged", np.bool_),
         density=numbers("density", np.float32),
         metadata=row,
+        deepstack=tuple(_vectors(table[f"deepstack_{i}"], row["hidden_size"]) for i in range(deepstack_levels)),
     )
 
 
@@ -256,6 +273,7 @@ def _by_index(video: CachedVideo) -> CachedVideo:
         merged=ordered(video.merged),
         density=ordered(video.density),
         metadata=video.metadata,
+        deepstack=tuple(level[order] for level in video.deepstack),
     )
 
 

@@ -36,7 +36,8 @@ class PruneConfig:
     out: str = option("cache", "the cache to create or to continue: a folder or s3://bucket/prefix", metavar="CACHE")
     model: str = option(
         "tiny",
-        "a Hugging Face id or folder with safetensors; 'tiny' builds a seeded random checkpoint on the spot",
+        "a Hugging Face id or folder with safetensors; 'tiny', 'tiny-qwen2-5-vl' and 'tiny-qwen3-vl' are seeded random "
+        "checkpoints built on the spot",
         metavar="MODEL",
     )
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV")

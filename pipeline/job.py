@@ -16,7 +16,7 @@ import pyarrow as pa
 from rich.console import Console
 
 from gstep import make_pruner
-from gstep.backbones import ModelSource, preprocessor_for
+from gstep.backbones import BACKBONES, ModelSource, preprocessor_for
 from gstep.pruners.base import Pruner
 from pipeline.cache import HEADER, read_header
 from pipeline.config import PruneConfig, differences
@@ -93,7 +93,9 @@ def prepare(config: PruneConfig, console: Console) -> Job:
     with refusing():
         pruner = make_pruner(config.pruner, **config.pruner_params())
         source = ModelSource.resolve(config.model, config.revision)
-        preprocessor_for(source)
+        sampling = sampling_of(config, BACKBONES[source.model_type].default_max_frames)
+        # Refuses a number of frames that the model takes of no video.
+        preprocessor_for(source).target_size(sampling.num_frames or sampling.max_frames or 0, 1080, 1920)
     _check_reader(config.decoder)
     if not pruner.cacheable:
         raise UsageError(f"--pruner {config.pruner} selects per question, so its tokens cannot be cached")
@@ -105,7 +107,7 @@ def prepare(config: PruneConfig, console: Console) -> Job:
         pruner=pruner,
         retention_ratio=1.0 if pruner.name == "none" else config.retention_ratio,
         dtype=config.dtype,
-        sampling=sampling_of(config),
+        sampling=sampling,
         manifest=manifest,
         store=store,
     )
@@ -130,10 +132,11 @@ def _check_reader(name: str) -> None:
         raise UsageError(f"--decoder {name}: {error}; known: auto, {', '.join(READERS)}, module:Class") from error
 
 
-def sampling_of(config: PruneConfig) -> Sampling:
+def sampling_of(config: PruneConfig, max_frames: int) -> Sampling:
+    """How frames are sampled; ``max_frames`` is the model family's limit where the configuration sets none."""
     if config.fps is None:
         return Sampling(num_frames=config.num_frames or DEFAULT_FRAMES)
-    return Sampling(num_frames=None, fps=config.fps, max_frames=config.max_frames or DEFAULT_FRAMES)
+    return Sampling(num_frames=None, fps=config.fps, max_frames=config.max_frames or max_frames)
 
 
 def sampling_settings(sampling: Sampling) -> dict[str, Any]:

@@ -26,7 +26,7 @@ import torch
 from rich.console import Console
 
 from gstep.backbones import choose_runtime, load_static, preprocessor_for
-from pipeline.cache import HEADER
+from pipeline.cache import HEADER, read_header
 from pipeline.config import PruneConfig
 from pipeline.decode_stage import DecodeSetup
 from pipeline.encode import EncodeSetup
@@ -75,7 +75,8 @@ def _prune_videos(config: PruneConfig, console: Console) -> Summary:
             console.print(f"{skipped} of {len(job.manifest)} videos are in the cache already", highlight=False)
         run_file, n_failed = _stream(job, todo, lock, console) if len(todo) else (None, 0)
         seconds = time.monotonic() - started
-        summary = summarise(videos, job.manifest, n_new=len(todo), n_new_failed=n_failed, wall_s=seconds)
+        levels = read_header(job.store).get("deepstack_levels", 0)
+        summary = summarise(videos, job.manifest, levels, n_new=len(todo), n_new_failed=n_failed, wall_s=seconds)
         if run_file is not None:
             run_file.save(summary=summary.as_record())
         return summary
@@ -215,12 +216,15 @@ def _device(job: Job, cluster: dict[str, float]) -> str:
 
 def _write_header(job: Job, dtype: str, lock: Lock) -> None:
     with refusing():
-        newline = load_static(job.source).newline
+        static = load_static(job.source)
+    newline = static.newline
     bits = None if newline is None else newline.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
     header = {
         "schema_version": SCHEMA_VERSION,
         "identity": job.identity(dtype),
         "newline": None if bits is None else base64.b64encode(bits).decode(),
+        "hidden_size": static.hidden_size,
+        "deepstack_levels": static.deepstack_levels,
     }
     lock.check()  # starting Ray may have taken longer than a lease lasts
     job.store.put(HEADER, json.dumps(header, indent=2).encode())

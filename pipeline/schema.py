@@ -69,7 +69,11 @@ VIDEO_SCHEMA = pa.schema(
         _column("first_row_group", pa.int32(), "the video's first row group in it"),
         _column("row_counts", pa.list_(pa.int32()), "rows of each of the video's row groups"),
         _column("footer_hash", pa.string(), "algorithm:hex of the token shard's Parquet footer"),
-        _column("checksum", pa.string(), "algorithm:hex of the video's token bytes, in order of selection"),
+        _column(
+            "checksum",
+            pa.string(),
+            "algorithm:hex of the video's token bytes, in order of selection, then each level's",
+        ),
         _column("retention_ratio", pa.float64(), "nominal share of tokens stored"),
         _column("nested", pa.bool_(), "whether smaller ratios are prefixes of the stored rows"),
         _column("n_tokens", pa.int32(), "tokens stored, B"),

@@ -45,7 +45,7 @@ class Summary:
         n_missing: videos without a row.
         tokens_in: tokens before pruning.
         tokens_kept: tokens stored.
-        token_bytes: bytes of the stored tokens.
+        token_bytes: bytes of the stored tokens, deepstack levels included.
         seconds: stage -> seconds, summed over the videos.
         n_new: videos that this run processed.
         n_new_failed: those of them that failed; a failed redo leaves the earlier tokens in place.
@@ -87,6 +87,7 @@ class Summary:
 def summarise(
     videos: VideosTable,
     manifest: pa.Table | None = None,
+    deepstack_levels: int = 0,
     *,
     n_new: int = 0,
     n_new_failed: int = 0,
@@ -108,7 +109,7 @@ def summarise(
         n_missing=n_videos - len(rows),
         tokens_in=sum(row["n_total"] for row in good),
         tokens_kept=sum(row["n_tokens"] for row in good),
-        token_bytes=sum(row["n_tokens"] * row["hidden_size"] * 2 for row in good),
+        token_bytes=sum(row["n_tokens"] * row["hidden_size"] * 2 * (1 + deepstack_levels) for row in good),
         seconds={stage: sum(row[f"{stage}_s"] or 0.0 for row in rows) for stage in STAGES},
         n_warned=sum(bool(row["decode_warnings"]) for row in good),
         n_new=n_new,

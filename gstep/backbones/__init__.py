@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gstep.lazy import LazyTable
 
 if TYPE_CHECKING:
-    from gstep.backbones.base import Backbone, StaticParts
+    from gstep.backbones.base import Backbone, SampledVideo, StaticParts
     from gstep.backbones.checkpoint import ModelSource, read_tensors
     from gstep.backbones.preprocess import Preprocessor
     from gstep.backbones.runtime import Runtime, choose_runtime
@@ -34,6 +34,7 @@ _PUBLIC = LazyTable(
         "ModelSource": "gstep.backbones.checkpoint:ModelSource",
         "Preprocessor": "gstep.backbones.preprocess:Preprocessor",
         "Runtime": "gstep.backbones.runtime:Runtime",
+        "SampledVideo": "gstep.backbones.base:SampledVideo",
         "StaticParts": "gstep.backbones.base:StaticParts",
         "choose_runtime": "gstep.backbones.runtime:choose_runtime",
         "read_tensors": "gstep.backbones.checkpoint:read_tensors",
@@ -46,6 +47,7 @@ __all__ = [
     "ModelSource",
     "Preprocessor",
     "Runtime",
+    "SampledVideo",
     "StaticParts",
     "choose_runtime",
     "load_backbone",
@@ -66,7 +68,7 @@ def preprocessor_for(source: ModelSource) -> Preprocessor:
 
 
 def load_static(source: ModelSource) -> StaticParts:
-    """Hidden size and newline row of a model, without building it; imports no transformers.
+    """Hidden size, newline row and deepstack levels of a model, without building it; imports no transformers.
 
     Raises ModelError where the checkpoint lacks them.
     """
