@@ -5,19 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
-import platform
-import signal
-import socket
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pyarrow as pa
@@ -27,11 +19,12 @@ from rich.console import Console
 
 from gstep.backbones import choose_runtime, load_static, preprocessor_for
 from pipeline.cache import HEADER
+from pipeline.cluster import cause, choose_device, connect, provenance
 from pipeline.config import PruneConfig
 from pipeline.decode_stage import DecodeSetup
 from pipeline.encode import EncodeSetup
-from pipeline.errors import RunFailed, UsageError, printable
-from pipeline.graph import RESTARTS, Resources, build_graph, configure_ray_data, plan_resources, run_graph
+from pipeline.errors import RunFailed, UsageError
+from pipeline.graph import Resources, build_graph, plan_resources, run_graph
 from pipeline.job import Job, match_cache, prepare, refusing
 from pipeline.live import VIDEOS, VideosTable
 from pipeline.lock import Lock, cache_lock
@@ -56,7 +49,7 @@ def prune_videos(config: PruneConfig, console: Console) -> Summary:
     try:
         return _prune_videos(config, console)
     except OSError as error:  # the store failed; a video's own fault never gets here
-        raise RunFailed(_cause(error)) from error
+        raise RunFailed(cause(error)) from error
 
 
 def _prune_videos(config: PruneConfig, console: Console) -> Summary:
@@ -83,10 +76,10 @@ def _prune_videos(config: PruneConfig, console: Console) -> Summary:
 
 def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[RunFile, int]:
     """Run the graph over ``todo`` and commit every shard it writes, under a record of the run."""
-    cluster = _connect()
+    cluster = connect()
     if cluster.get("CPU", 0.0) <= 0:
         raise UsageError("the Ray cluster has no CPUs at this moment: start its worker nodes first")
-    device = _device(job, cluster)
+    device = choose_device(job.config.device, cluster)
     dtype = job.dtype if job.dtype != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[device]
     if device == "cpu":  # what a GPU node can run is known there only
         with refusing():
@@ -162,55 +155,10 @@ def _commit_all(
             done, good = done + len(rows), good + new_good
             progress.advance(new_good, len(rows) - new_good)
     except (ray.exceptions.RayError, OSError) as error:
-        raise RunFailed(f"the run stopped after {done} of {total} videos: {_cause(error)}") from error
+        raise RunFailed(f"the run stopped after {done} of {total} videos: {cause(error)}") from error
     if done != total:
         raise RunFailed(f"{total - done} of {total} videos have no row; run the same command again")
     return done - good
-
-
-def _connect() -> dict[str, float]:
-    """The resources of the cluster: the one that RAY_ADDRESS or a running head names, else one started here."""
-    if not ray.is_initialized():
-        # Ray's C++ core reports harmless matters as errors on this terminal; its log files keep the rest.
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-        # A task that Ray ends because its node is short of memory is tried again for ever otherwise.
-        os.environ.setdefault("RAY_task_oom_retries", str(RESTARTS))
-        on_terminate = signal.getsignal(signal.SIGTERM)
-        try:
-            with _muted_stderr():
-                ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            where = os.environ.get("RAY_ADDRESS", "on this machine")
-            raise RunFailed(f"Ray ({where}) cannot be reached or started: {error}") from error
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler ends the process on the spot
-    configure_ray_data()
-    return dict(ray.cluster_resources())
-
-
-@contextmanager
-def _muted_stderr() -> Iterator[None]:
-    """Hold back what native code writes to stderr, and show it only if an exception leaves the block."""
-    sys.stderr.flush()
-    descriptor = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            held.seek(0)
-            os.write(descriptor, held.read())
-            raise
-        finally:
-            os.dup2(descriptor, 2)
-            os.close(descriptor)
-
-
-def _device(job: Job, cluster: dict[str, float]) -> str:
-    wanted, gpus = job.config.device, cluster.get("GPU", 0.0)
-    if wanted == "cuda" and gpus < 1:
-        raise UsageError("--device cuda: the Ray cluster has no GPU")
-    return "cuda" if wanted != "cpu" and gpus >= 1 else "cpu"
 
 
 def _write_header(job: Job, dtype: str, lock: Lock) -> None:
@@ -229,30 +177,10 @@ def _write_header(job: Job, dtype: str, lock: Lock) -> None:
 def _run_record(job: Job, device: str, dtype: str, resources: Resources, n_videos: int) -> dict[str, Any]:
     """Provenance: recorded, never compared."""
     return {
-        "run_id": job.run_id,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _RECORDED_VERSIONS},
+        **provenance(job.run_id, _RECORDED_VERSIONS),
         "config": job.config.as_record(),
         "device": device,
         "dtype": dtype,
         "resources": {"cluster": dict(ray.cluster_resources()), "plan": asdict(resources)},
         "videos": n_videos,
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _cause(error: BaseException) -> str:
-    """The innermost error of a Ray task or actor, in one line: Ray wraps it in tracebacks of its own."""
-    if isinstance(error, ray.exceptions.RayTaskError):
-        return printable(f"{type(error.cause).__name__}: {error.cause}")
-    if isinstance(error, ray.exceptions.RayError):
-        return printable(str(error).strip().splitlines()[-1])
-    return printable(f"{type(error).__name__}: {error}")
