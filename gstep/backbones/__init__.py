@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from gstep.backbones.preprocess import Preprocessor
     from gstep.backbones.runtime import Runtime, choose_runtime
 
-BACKBONES = LazyTable("model type", {"llava_onevision": "gstep.backbones.llava_onevision:LlavaOnevision"})
+BACKBONES = LazyTable(
+    "model type",
+    {
+        "llava_onevision": "gstep.backbones.llava_onevision:LlavaOnevision",
+        "qwen2_5_vl": "gstep.backbones.qwen2_5_vl:Qwen2_5VL",
+        "qwen3_vl": "gstep.backbones.qwen3_vl:Qwen3VL",
+    },
+)
 
 _PUBLIC = LazyTable(
     "name",

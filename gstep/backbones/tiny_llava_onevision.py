@@ -8,8 +8,28 @@ from typing import Any
 
 import numpy as np
 
-from gstep.backbones.tiny_parts import Draw, TinyModel, Weights, qwen2, siglip
-from gstep.backbones.tiny_tokenizer import IDS, VOCAB_SIZE
+from gstep.backbones.tiny_parts import Draw, TinyModel, Weights, decoder, siglip
+from gstep.backbones.tiny_tokenizer import VOCAB_SIZE, TinyTokenizer
+
+TOKENIZER = TinyTokenizer(
+    special=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>"),
+    # One line a message, as the checkpoints on the hub are prompted: images, then videos, then text.
+    chat_template="""\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] -}}
+{%- if message['content'] is string -%}
+{{- '\\n' + message['content'] -}}
+{%- else -%}
+{{- ' ' -}}
+{%- for item in message['content'] if item['type'] == 'image' -%}{{- '<image>' -}}{%- endfor -%}
+{%- for item in message['content'] if item['type'] == 'video' -%}{{- '<video>' -}}{%- endfor -%}
+{%- for item in message['content'] if item['type'] == 'text' -%}{{- '\\n' + item['text'] -}}{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+""",
+)
 
 
 def _weights(config: Mapping[str, Any]) -> Weights:
@@ -22,19 +42,19 @@ def _weights(config: Mapping[str, Any]) -> Weights:
     half = draw.uniform((text, text // 2), 1 / math.sqrt(text))
     draw.weights["multi_modal_projector.linear_2.weight"] = np.concatenate([half, -half], axis=1)
     draw.weights["image_newline"] = draw.uniform((text,), 0.7)
-    qwen2(draw, "language_model", config["text_config"])
+    decoder(draw, config["text_config"], model="language_model.model", head="language_model.lm_head")
     return draw.weights
 
 
 _CONFIG = {
     "architectures": ["LlavaOnevisionForConditionalGeneration"],
     "image_grid_pinpoints": [[384, 384], [384, 768], [768, 384], [768, 768]],
-    "image_token_index": IDS["<image>"],
+    "image_token_index": TOKENIZER.id_of("<image>"),
     "model_type": "llava_onevision",
     "projector_hidden_act": "gelu",
     "text_config": {
-        "bos_token_id": IDS["<|endoftext|>"],
-        "eos_token_id": IDS["<|im_end|>"],
+        "bos_token_id": TOKENIZER.id_of("<|endoftext|>"),
+        "eos_token_id": TOKENIZER.id_of("<|im_end|>"),
         "hidden_size": 64,
         "intermediate_size": 128,
         "max_position_embeddings": 32768,
@@ -48,7 +68,7 @@ _CONFIG = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
     "use_image_newline_parameter": True,
-    "video_token_index": IDS["<video>"],
+    "video_token_index": TOKENIZER.id_of("<video>"),
     "vision_aspect_ratio": "anyres_max_9",
     "vision_config": {  # the geometry of the real one: 27 x 27 patches, 196 tokens a frame
         "hidden_size": 64,
@@ -80,10 +100,11 @@ _PIXELS = {
 MODEL = TinyModel(
     config=_CONFIG,
     weights=_weights,
+    tokenizer=TOKENIZER,
     processor_files={
         "generation_config.json": {
-            "eos_token_id": IDS["<|im_end|>"],
-            "pad_token_id": IDS["<|endoftext|>"],
+            "eos_token_id": TOKENIZER.id_of("<|im_end|>"),
+            "pad_token_id": TOKENIZER.id_of("<|endoftext|>"),
         },
         "preprocessor_config.json": {
             **_PIXELS,

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from gstep.backbones.tiny_tokenizer import TinyTokenizer
+
 SEED = 20240806
 
 Array = NDArray[np.float32]
@@ -21,10 +23,11 @@ Weights = dict[str, Array]
 
 @dataclass(frozen=True)
 class TinyModel:
-    """How to build one: everything in its folder but the tokenizer, which all share."""
+    """How to build one: everything in its folder."""
 
     config: Mapping[str, Any]
     weights: Callable[[Mapping[str, Any]], Weights]
+    tokenizer: TinyTokenizer
     processor_files: Mapping[str, Mapping[str, Any]]
 
 
@@ -70,19 +73,25 @@ def siglip(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
     draw.norm(f"{prefix}.post_layernorm", width, bias=True)
 
 
-def qwen2(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
+def decoder(
+    draw: Draw, config: Mapping[str, Any], *, model: str, head: str, bias: bool = True, qk_norm: bool = False
+) -> None:
+    """A language model of Qwen2 (biases of q, k and v) or Qwen3 (none, but norms of q and k), and its head."""
     width, inner = config["hidden_size"], config["intermediate_size"]
-    keys = width // config["num_attention_heads"] * config["num_key_value_heads"]
+    head_dim = width // config["num_attention_heads"]
+    keys = head_dim * config["num_key_value_heads"]
     # As loud as the visual tokens, so that neither drowns the other.
-    draw.weights[f"{prefix}.model.embed_tokens.weight"] = draw.uniform((config["vocab_size"], width), 0.7)
-    for layer in (f"{prefix}.model.layers.{i}" for i in range(config["num_hidden_layers"])):
+    draw.weights[f"{model}.embed_tokens.weight"] = draw.uniform((config["vocab_size"], width), 0.7)
+    for layer in (f"{model}.layers.{i}" for i in range(config["num_hidden_layers"])):
         draw.norm(f"{layer}.input_layernorm", width, bias=False)
         draw.norm(f"{layer}.post_attention_layernorm", width, bias=False)
         for part, size in {"q_proj": width, "k_proj": keys, "v_proj": keys}.items():
-            draw.linear(f"{layer}.self_attn.{part}", size, width)
+            draw.linear(f"{layer}.self_attn.{part}", size, width, bias=bias)
+        for part in ("q_norm", "k_norm") if qk_norm else ():
+            draw.norm(f"{layer}.self_attn.{part}", head_dim, bias=False)
         draw.linear(f"{layer}.self_attn.o_proj", width, width, bias=False)
         for part in ("gate_proj", "up_proj"):
             draw.linear(f"{layer}.mlp.{part}", inner, width, bias=False)
         draw.linear(f"{layer}.mlp.down_proj", width, inner, bias=False)
-    draw.norm(f"{prefix}.model.norm", width, bias=False)
-    draw.linear(f"{prefix}.lm_head", config["vocab_size"], width, gain=2, bias=False)
+    draw.norm(f"{model}.norm", width, bias=False)
+    draw.linear(head, config["vocab_size"], width, gain=2, bias=False)

@@ -1,14 +1,13 @@
-"""The tokenizer of the tiny models: a byte-level BPE trained on the spot, with LLaVA-OneVision's special tokens."""
+"""The tokenizers of the tiny models: a byte-level BPE trained on the spot, with the special tokens of a family."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>")
-IDS = {token: i for i, token in enumerate(SPECIAL)}  # the trainer numbers them first
 VOCAB_SIZE = 512  # the special tokens, 256 bytes, and merges for the rest
 
 # Only decides which words come out as one token.
@@ -24,46 +23,45 @@ At the beginning of the video there are two birds; after that they fly away; in 
 You are a helpful assistant. user system assistant true false yes no first second third before after during
 """
 
-# One line a message, as the checkpoints on the hub are prompted: images, then videos, then text.
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] -}}
-{%- if message['content'] is string -%}
-{{- '\\n' + message['content'] -}}
-{%- else -%}
-{{- ' ' -}}
-{%- for item in message['content'] if item['type'] == 'image' -%}{{- '<image>' -}}{%- endfor -%}
-{%- for item in message['content'] if item['type'] == 'video' -%}{{- '<video>' -}}{%- endfor -%}
-{%- for item in message['content'] if item['type'] == 'text' -%}{{- '\\n' + item['text'] -}}{%- endfor -%}
-{%- endif -%}
-{{- '<|im_end|>' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
 
-_CONFIG = {
-    "additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<image>", "<video>"],
-    "clean_up_tokenization_spaces": False,
-    "eos_token": "<|im_end|>",
-    "model_max_length": 32768,
-    "pad_token": "<|endoftext|>",
-    "padding_side": "left",
-    "tokenizer_class": "PreTrainedTokenizerFast",
-}
+@dataclass(frozen=True)
+class TinyTokenizer:
+    """What tells one family's tokenizer from another's.
+
+    Attributes:
+        special: the special tokens, that of padding first.
+        chat_template: Jinja, in the form of the checkpoints on the hub.
+    """
+
+    special: tuple[str, ...]
+    chat_template: str
+
+    def id_of(self, token: str) -> int:
+        """The id of a special token: the trainer numbers them first."""
+        return self.special.index(token)
 
 
-def write(folder: Path) -> None:
+def write(folder: Path, kind: TinyTokenizer) -> None:
     """Train the tokenizer and write what AutoTokenizer reads into an existing folder."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in kind.special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_TEXT.splitlines(), trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps(_CONFIG, indent=2) + "\n", encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    config = {
+        "additional_special_tokens": list(kind.special[1:]),
+        "clean_up_tokenization_spaces": False,
+        "eos_token": "<|im_end|>",
+        "model_max_length": 32768,
+        "pad_token": kind.special[0],
+        "padding_side": "left",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(kind.chat_template, encoding="utf-8")

@@ -48,12 +48,14 @@ class PromptPolicy:
         rule: whose rules are followed where libraries differ on Qwen: "transformers-5", "transformers-4.57" or "vllm".
             They decide where the text after a video goes on, whether the seconds of a temporal patch are cut to an
             integer (Qwen2.5-VL), and whether the template's vision markers around a whole video stay (Qwen3-VL).
+        chat_template: a hash of the checkpoint's chat template.
 
     Raises ValueError for another name.
     """
 
     positions: str
     rule: str = "transformers-5"
+    chat_template: str = ""
 
     def __post_init__(self) -> None:
         for name, value, known in (("positions", self.positions, POSITIONS), ("rule", self.rule, RULES)):
@@ -83,6 +85,11 @@ class Prompt:
 
     def __len__(self) -> int:
         return len(self.input_ids)
+
+    @property
+    def extent(self) -> int:
+        """What must fit into the model's context: tokens, or positions where those have gaps."""
+        return max(len(self), int(self.positions.max()) + 1)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import normalize
-from transformers import AutoTokenizer, LlavaOnevisionForConditionalGeneration
+from transformers import (
+    AutoTokenizer,
+    LlavaOnevisionForConditionalGeneration,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
+)
 
 from gstep.backbones import ModelSource, Runtime, load_backbone, preprocessor_for, tiny
 from gstep.errors import ModelError
@@ -19,7 +24,15 @@ from gstep.errors import ModelError
 REPOSITORY = Path(__file__).parents[2]
 
 # Pinned: a machine or a numpy that makes other bytes must fail here, and a change must come with a new VERSION.
-IDENTITY = "tiny:1-9f25d629601d"
+IDENTITIES = {
+    "tiny": "tiny:1-9f25d629601d",
+    "tiny-qwen2-5-vl": "tiny-qwen2-5-vl:1-09c537027406",
+    "tiny-qwen3-vl": "tiny-qwen3-vl:1-2982aa03189e",
+}
+QWEN = {
+    "tiny-qwen2-5-vl": Qwen2_5_VLForConditionalGeneration,
+    "tiny-qwen3-vl": Qwen3VLForConditionalGeneration,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -42,17 +55,19 @@ def sample_frames(name: str, n_frames: int) -> np.ndarray:
     return np.stack([frames[i] for i in np.linspace(0, len(frames) - 1, n_frames).round().astype(int)])
 
 
-def test_identity_is_the_same_on_every_machine(source):
-    assert source.identity == tiny.identity("tiny") == IDENTITY
+def test_identity_is_the_same_on_every_machine():
+    assert {name: tiny.identity(name) for name in tiny.TINY} == IDENTITIES
 
 
-def test_two_builds_have_the_same_bytes(tmp_path):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        tiny.write("tiny", tmp_path / name)
-    first, second = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("a", "b"))
+@pytest.mark.parametrize("name", tiny.TINY)
+def test_two_builds_have_the_same_bytes(tmp_path, name):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        tiny.write(name, tmp_path / folder)
+    first, second = ({p.name: p.read_bytes() for p in (tmp_path / folder).iterdir()} for folder in ("a", "b"))
     assert first == second
-    assert {"config.json", "model.safetensors", "tokenizer.json", "video_preprocessor_config.json"} <= set(first)
+    assert {"config.json", "model.safetensors", "tokenizer.json", "preprocessor_config.json"} <= set(first)
+    assert ("video_preprocessor_config.json" in first) == (name != "tiny-qwen2-5-vl")  # as on the hub
 
 
 def test_processes_that_race_agree_on_one_whole_folder(user_cache, tmp_path):
@@ -149,3 +164,33 @@ def test_the_whole_llm_loads_and_answers(source):
             logits.append(llm(**inputs, pixel_values_videos=pixels[None]).logits[0, -1])
     assert 0.5 < logits[0].std() < 10
     assert (logits[0] - logits[1]).abs().max() > 0.1  # what is seen matters to the answer
+
+
+@pytest.mark.parametrize(
+    ("name", "system"),
+    [
+        ("tiny-qwen2-5-vl", "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"),
+        ("tiny-qwen3-vl", ""),
+    ],
+)
+def test_the_whole_llms_of_qwen_load_and_talk_in_their_form(tmp_path, name, system):
+    tiny.write(name, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    llm, report = QWEN[name].from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    text = llm.config.text_config
+    head_dim = text.hidden_size // text.num_attention_heads
+    assert head_dim >= 32 and sum(text.rope_parameters["mrope_section"]) == head_dim // 2
+    content = [{"type": "video"}, {"type": "text", "text": "Qu'est-ce qui se passe? 什么"}]
+    turn = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>Qu'est-ce qui se passe? 什么<|im_end|>\n"
+    messages = [{"role": "user", "content": content}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert prompt == f"{system}{turn}<|im_start|>assistant\n"
+    assert tokenizer.decode(tokenizer(prompt).input_ids) == prompt
+    own = [{"role": "system", "content": "Be brief."}, *messages, {"role": "assistant", "content": "A."}]
+    assert tokenizer.apply_chat_template(own, tokenize=False) == (
+        f"<|im_start|>system\nBe brief.<|im_end|>\n{turn}<|im_start|>assistant\nA.<|im_end|>\n"
+    )
+    for token in ("image", "video"):
+        assert tokenizer.convert_tokens_to_ids(f"<|{token}_pad|>") == getattr(llm.config, f"{token}_token_id")
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
