@@ -6,8 +6,7 @@ import base64
 import json
 import math
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import closing
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -24,18 +23,18 @@ from pipeline.config import PruneConfig
 from pipeline.decode_stage import DecodeSetup
 from pipeline.encode import EncodeSetup
 from pipeline.errors import RunFailed, UsageError
-from pipeline.graph import Resources, build_graph, plan_resources, run_graph
+from pipeline.graph import Resources, build_graph, plan_resources
 from pipeline.job import Job, match_cache, prepare, refusing
 from pipeline.live import VIDEOS, VideosTable
 from pipeline.lock import Lock, cache_lock
-from pipeline.progress import Reporter, reporter
+from pipeline.progress import reporter
 from pipeline.pulse import start_pulse
 from pipeline.resume import remaining
-from pipeline.rows import Record
 from pipeline.runs import RunFile
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.sink import commit
-from pipeline.stall import Watch, patiently
+from pipeline.stall import Watch
+from pipeline.stream import stream
 from pipeline.summary import COLUMNS, Summary, summarise
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord")
@@ -96,10 +95,10 @@ def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[Run
     pulse = start_pulse()
     dataset = build_graph(todo, decode, encode, plan, store=job.store, run_id=job.run_id, pulse=pulse)
     run_file = RunFile(job.store, _run_record(job, device, dtype, plan, len(todo)))
-    with run_file, reporter(console, len(todo), job.config.log_interval) as progress:
-        watch = Watch(pulse, job.config.stall_timeout, plan, len(todo), progress.stages)
-        with closing(patiently(run_graph(dataset), watch.look, watch.every_s)) as shards:
-            n_failed = _commit_all(job, shards, len(todo), lock, watch, progress)
+    watch = partial(Watch, pulse, job.config.stall_timeout, plan, len(todo))
+    bar = reporter(console, len(todo), job.config.log_interval)
+    with run_file:
+        n_failed = stream(dataset, partial(commit, job.store, job.run_id), len(todo), "video", lock, watch, bar)
     return run_file, n_failed
 
 
@@ -137,28 +136,6 @@ def _shortfalls(config: PruneConfig, plan: Resources, n_videos: int) -> Iterator
             yield f"the cluster has room for {given} of --{name} {asked}"
     if plan.videos_per_shard < min(config.videos_per_shard, n_videos // 16):
         yield f"shards get {plan.videos_per_shard} videos: more would not fit Ray's object stores"
-
-
-def _commit_all(
-    job: Job, shards: Iterable[list[Record]], total: int, lock: Lock, watch: Watch, progress: Reporter
-) -> int:
-    """Commit every shard as it comes; returns how many videos failed."""
-    done = good = 0
-    try:
-        for number, rows in enumerate(shards):
-            if "write_error" in rows[0]:
-                raise RunFailed(f"the run stopped after {done} of {total} videos: {rows[0]['write_error']}")
-            lock.check()
-            commit(job.store, job.run_id, number, rows)
-            watch.moved()
-            new_good = sum(row["status"] == "ok" for row in rows)
-            done, good = done + len(rows), good + new_good
-            progress.advance(new_good, len(rows) - new_good)
-    except (ray.exceptions.RayError, OSError) as error:
-        raise RunFailed(f"the run stopped after {done} of {total} videos: {cause(error)}") from error
-    if done != total:
-        raise RunFailed(f"{total - done} of {total} videos have no row; run the same command again")
-    return done - good
 
 
 def _write_header(job: Job, dtype: str, lock: Lock) -> None:
