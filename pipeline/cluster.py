@@ -16,8 +16,10 @@ from typing import Any
 
 import ray
 
+from gstep.backbones import choose_runtime
 from pipeline.errors import RunFailed, UsageError, printable
 from pipeline.graph import RESTARTS, configure_ray_data
+from pipeline.request import refusing
 
 
 def connect() -> dict[str, float]:
@@ -58,12 +60,19 @@ def _muted_stderr() -> Iterator[None]:
             os.close(descriptor)
 
 
-def choose_device(wanted: str, cluster: dict[str, float]) -> str:
-    """ "cuda" or "cpu" for what ``--device`` says. Raises UsageError where the cluster lacks it."""
+def settle(cluster: dict[str, float], device: str, dtype: str, attn: str) -> tuple[str, str]:
+    """(device, dtype) for what the flags say. Raises UsageError where the cluster or the machine cannot give it."""
+    if cluster.get("CPU", 0.0) <= 0:
+        raise UsageError("the Ray cluster has no CPUs at this moment: start its worker nodes first")
     gpus = cluster.get("GPU", 0.0)
-    if wanted == "cuda" and gpus < 1:
+    if device == "cuda" and gpus < 1:
         raise UsageError("--device cuda: the Ray cluster has no GPU")
-    return "cuda" if wanted != "cpu" and gpus >= 1 else "cpu"
+    device = "cuda" if device != "cpu" and gpus >= 1 else "cpu"
+    dtype = dtype if dtype != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[device]
+    if device == "cpu":  # what a GPU node can run is known there only
+        with refusing():
+            choose_runtime(device, dtype, attn)
+    return device, dtype
 
 
 def provenance(run_id: str, packages: Sequence[str]) -> dict[str, Any]:

@@ -16,19 +16,20 @@ import ray
 import torch
 from rich.console import Console
 
-from gstep.backbones import choose_runtime, load_static, preprocessor_for
+from gstep.backbones import load_static, preprocessor_for
 from pipeline.cache import HEADER
-from pipeline.cluster import cause, choose_device, connect, provenance
+from pipeline.cluster import cause, connect, provenance, settle
 from pipeline.config import PruneConfig
 from pipeline.decode_stage import DecodeSetup
 from pipeline.encode import EncodeSetup
-from pipeline.errors import RunFailed, UsageError
+from pipeline.errors import RunFailed
 from pipeline.graph import Resources, build_graph, plan_resources
-from pipeline.job import Job, match_cache, prepare, refusing
+from pipeline.job import Job, match_cache, prepare
 from pipeline.live import VIDEOS, VideosTable
 from pipeline.lock import Lock, cache_lock
 from pipeline.progress import reporter
 from pipeline.pulse import start_pulse
+from pipeline.request import refusing
 from pipeline.resume import remaining
 from pipeline.runs import RunFile
 from pipeline.schema import SCHEMA_VERSION
@@ -76,13 +77,7 @@ def _prune_videos(config: PruneConfig, console: Console) -> Summary:
 def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[RunFile, int]:
     """Run the graph over ``todo`` and commit every shard it writes, under a record of the run."""
     cluster = connect()
-    if cluster.get("CPU", 0.0) <= 0:
-        raise UsageError("the Ray cluster has no CPUs at this moment: start its worker nodes first")
-    device = choose_device(job.config.device, cluster)
-    dtype = job.dtype if job.dtype != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[device]
-    if device == "cpu":  # what a GPU node can run is known there only
-        with refusing():
-            choose_runtime(device, dtype, job.config.attn)
+    device, dtype = settle(cluster, job.config.device, job.dtype, job.config.attn)
     if not job.store.names(VIDEOS, ".parquet"):
         _write_header(job, dtype, lock)
     decode = DecodeSetup.of(job.config, job.sampling, preprocessor_for(job.source), job.objects)
