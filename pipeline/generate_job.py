@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -55,7 +56,7 @@ class GenerateJob:
     identity: dict[str, Any]
     store: Store
 
-    @property
+    @cached_property
     def videos(self) -> dict[str, dict[str, Any]]:
         return {row["video_id"]: row for row in self.live.to_pylist()}
 
