@@ -25,6 +25,7 @@ from pipeline.rows import WRITTEN
 from pipeline.store import Store
 
 STAGE = "answer"
+GROW_AFTER = 16  # batches after one that did not fit
 _HELD_BYTES = 2**30  # of cached tokens that an actor keeps for the questions to come
 # What another attempt may cure: the machine's state, or a cache that has grown since.
 RETRYABLE = frozenset({"unknown-video", "failed-video", "corrupt", "io", "out-of-memory", "internal"})
@@ -127,6 +128,24 @@ def n_bytes(visual: Visual) -> int:
     return sum(tensor.nbytes for tensor in (visual.tokens, visual.index, *visual.deepstack))
 
 
+class BatchSize:
+    """How many questions go at once: as many as fitted where some did not, and more again after a while."""
+
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
+        self._calm = 0
+        self.now = largest
+
+    def ended(self, fitted: int, short: bool) -> None:
+        """A batch ended; ``short``: memory ran out, and ``fitted`` is the largest part of it that fitted."""
+        if short:
+            self.now, self._calm = max(1, fitted), 0
+            return
+        self._calm += 1
+        if self._calm >= GROW_AFTER:
+            self.now, self._calm = min(self._largest, 2 * self.now), 0
+
+
 class Answerer:
     """Holds one language model; never a vision tower."""
 
@@ -137,7 +156,7 @@ class Answerer:
         self._videos = HeldVideos(
             TokenCache(str(setup.store), store=setup.store, live=setup.live), setup.retention_ratio
         )
-        self._limit = setup.batch_size
+        self._size = BatchSize(setup.batch_size)
         with self._beat.busy("the model, being loaded"):
             self._model: LanguageModel = load_language_model(setup.source, self._runtime)
         self._provenance = {**self._runtime.describe(), "model_bytes": self._model.n_bytes}
@@ -158,7 +177,7 @@ class Answerer:
                     waiting.append(asked)
                 else:
                     yield asked
-                if len(waiting) >= self._limit:
+                if len(waiting) >= self._size.now:
                     yield from self._answer_held(waiting)
                     waiting = []
             if waiting:
@@ -201,15 +220,21 @@ class Answerer:
 
     def _answer_held(self, batch: list[Asked]) -> list[Row]:
         with self._beat.holding(*(asked.row["question_id"] for asked in batch)):
-            return self._answer_batch(batch)
+            self._short, self._fitted = False, 0
+            rows = self._answer_batch(batch)
+            self._size.ended(self._fitted, self._short)
+            return rows
 
     def _answer_batch(self, batch: list[Asked]) -> list[Row]:
         """The error boundary of this stage: a batch that fails is tried again in parts, down to one question."""
         try:
             started = time.perf_counter()
-            return self._score(batch, started) if batch[0].scored else self._generate(batch)
+            rows = self._score(batch, started) if batch[0].scored else self._generate(batch)
+            self._fitted = max(self._fitted, len(batch))
+            return rows
         except (torch.OutOfMemoryError, MemoryError) as error:
             error_class, message = "out-of-memory", str(error)
+            self._short = True
         except Exception as error:  # noqa: BLE001 - as above
             if "CUDA error" in str(error):
                 # The context is poisoned: every later batch would fail with it. Ray starts another actor, a few times.
@@ -224,7 +249,6 @@ class Answerer:
         if error_class == "internal":
             return [row for asked in batch for row in self._answer_batch([asked])]
         half = len(batch) // 2
-        self._limit = min(self._limit, max(1, half))  # the next batch would not fit either
         return [row for part in (batch[:half], batch[half:]) for row in self._answer_batch(part)]
 
     def _generate(self, batch: list[Asked]) -> list[Row]:
