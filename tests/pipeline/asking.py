@@ -68,7 +68,9 @@ def tiny_cache(
         "retention_ratio": ratio,
         "dtype": {"stored": "bfloat16"},
     }
-    full = {"schema_version": SCHEMA_VERSION, "identity": identity, "newline": newline_of(source), **header}
+    if "newline" not in header:
+        header["newline"] = newline_of(source)
+    full = {"schema_version": SCHEMA_VERSION, "identity": identity, **header}
     store.put(HEADER, json.dumps(full).encode())
     rows = [encoded(name, random_tokens(i, shape), ratio, method) for i, name in enumerate(ids)]
     rows += [encoded_failure(name, VideoFault("corrupt", "damaged")) for name in failed]

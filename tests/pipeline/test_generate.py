@@ -22,6 +22,15 @@ WAY = Way(Decoding(max_new_tokens=8))
 PROMPTS = ["What?", "What is happening in this video, and why?", "Who is it?", "Where?", "Say more about the end."]
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As in an actor; the threads of a busy machine wait for each other much longer than they compute."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def cache(tmp_path):
     return tiny_cache(tmp_path / "c", ("a", "b"))
