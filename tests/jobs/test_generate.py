@@ -1,6 +1,7 @@
 """Questions answered end to end: a cache by jobs.prune from real clips, then jobs.generate on a real Ray."""
 
 import json
+import os
 import shutil
 import signal
 import time
@@ -12,10 +13,12 @@ import pytest
 from gstep.backbones import ModelSource
 from jobs import generate, prune
 from pipeline.answers import AnswersTable, read_answers
-from pipeline.store import LocalStore
+from pipeline.store import LocalStore, store_at
 from tests.jobs.jobs import clips, forbid_ray, start, stop
+from tests.jobs.processes import titled
 from tests.pipeline.asking import write_questions
 from tests.pipeline.rays import ray_here
+from tests.pipeline.s3 import SECRET, S3Server
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +66,7 @@ def ask(cache: Path, questions: Path, out: Path, *options: str) -> int:
     return generate.main([str(cache), "--questions", str(questions), "--out", str(out), *OPTIONS, *options])
 
 
-def rows_of(out: Path) -> dict[str, dict]:
+def rows_of(out: Path | str) -> dict[str, dict]:
     return {row["question_id"]: row for row in read_answers(out).to_pylist()}
 
 
@@ -146,23 +149,48 @@ def drawn_and_scored() -> list[dict]:
     return [{"temperature": None, **row, "video_id": [row["video_id"]]} for row in rows]
 
 
-def test_killed_half_way_and_run_again_gives_every_answer_once(cache, tmp_path):
-    rows = [{"question_id": i, "video_id": VIDEOS[i % 2], "prompt": f"Question {i}?"} for i in range(400)]
+def wait_for_answers(out: Path, shards: int, process) -> None:
+    """Wait until so many shards are committed, while the command still runs."""
+    deadline = time.monotonic() + 120
+    while len(list((out / "answers").glob("*"))) < shards:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no answers were committed in time"
+        time.sleep(0.02)
+
+
+def test_a_killed_worker_and_a_killed_driver_lose_and_double_nothing(cache, tmp_path):
+    rows = [{"question_id": i, "video_id": VIDEOS[i % 2], "prompt": f"Question {i}?"} for i in range(600)]
     questions = write_questions(tmp_path / "q.jsonl", rows)
     batches = ("--questions-per-shard", "4", "--batch-size", "2")
     argv = [str(cache), "--questions", str(questions), "--out", str(tmp_path / "o"), *batches, "--max-new-tokens", "24"]
     process = start("jobs.generate", *argv)
-    deadline = time.monotonic() + 120
-    while len(list((tmp_path / "o" / "answers").glob("*"))) < 3:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "no answers were committed in time"
-        time.sleep(0.02)
+    wait_for_answers(tmp_path / "o", 2, process)
+    os.kill(titled(process, "ray::MapWorker(MapBatches(Answerer))"), signal.SIGKILL)  # Ray starts another one
+    wait_for_answers(tmp_path / "o", 20, process)
     stop(process, signal.SIGKILL)
     half = rows_of(tmp_path / "o")
     assert 0 < len(half) < len(rows) and all(row["status"] == "ok" for row in half.values())
     assert generate.main(argv) == 0
     table = AnswersTable(LocalStore(tmp_path / "o")).rows()
-    assert Counter(table["question_id"].to_pylist()) == Counter(str(i) for i in range(400))
+    assert Counter(table["question_id"].to_pylist()) == Counter(str(i) for i in range(600))
     again = rows_of(tmp_path / "o")
     assert all(again[name] == row for name, row in half.items())
     assert len({row["run_id"] for row in again.values()}) == 2
+
+
+def test_cache_questions_and_answers_on_s3(cache, tmp_path, monkeypatch):
+    with S3Server("ask") as server:
+        for path in cache.rglob("*"):
+            if path.is_file() and path.name != ".lock":
+                server.upload(f"cache/{path.relative_to(cache)}", path.read_bytes())
+        questions = write_questions(tmp_path / "q.jsonl", asked()[-5:])
+        server.upload("q.jsonl", questions.read_bytes())
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        argv = [server.uri("cache"), "--questions", server.uri("q.jsonl"), "--out", server.uri("answers"), *OPTIONS]
+        assert generate.main(argv) == 0
+        rows = rows_of(server.uri("answers"))
+        assert {name: row["error_class"] for name, row in rows.items()} == {"q12": None, "q13": None, **FAILURES}
+        assert generate.main([*argv, "--system", "Hi"]) == 2
+        (record,) = store_at(server.uri("answers")).names("runs", ".json")
+        assert SECRET not in store_at(server.uri("answers")).read(record).decode()
