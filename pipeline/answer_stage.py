@@ -119,7 +119,7 @@ def to_visual(video: CachedVideo, newline: torch.Tensor | None) -> Visual:
         n_frames=video.metadata["n_frames"],
         tokens_per_frame=video.metadata["tokens_per_frame"],
         extra=video.metadata["model_extra"] or {},
-        deepstack=getattr(video, "deepstack", ()),
+        deepstack=video.deepstack,
         newline=newline,
     )
 
