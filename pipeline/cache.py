@@ -86,15 +86,16 @@ class TokenCache:
 
     ``path`` is a folder or ``s3://bucket/prefix``; how the store is reached is taken from the environment, unless a
     ``store`` is given. On S3 opening costs one LIST a thousand videos shards and one GET each; a video then costs one
-    GET, and one more each for its videos shard and its token shard's footer where those are not in memory.
+    GET, and one more each for its videos shard and its token shard's footer where those are not in memory. Opening
+    costs one GET alone where ``live`` holds the live rows to serve, as ``read_live`` gives them.
 
     Raises NotACache where ``path`` is none, CorruptShard where a videos shard was damaged, and OSError.
     """
 
-    def __init__(self, path: str | Path, *, store: Store | None = None) -> None:
+    def __init__(self, path: str | Path, *, store: Store | None = None, live: pa.Table | None = None) -> None:
         self.store = store or store_at(path)
         self.header = read_header(self.store)
-        self._live = read_live(self.store)
+        self._live = read_live(self.store) if live is None else live
         self._place = {video_id: i for i, video_id in enumerate(self._live["video_id"].to_pylist())}
         self._rows = VideoRows(self.store)
         self._shard = lru_cache(maxsize=16)(self._open_shard)
@@ -168,7 +169,7 @@ class TokenCache:
         row = self.metadata(video_id)
         if row["status"] != "ok":
             raise FailedVideo(f"{video_id!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"])
-        keep = _rows_wanted(row, retention_ratio)
+        keep = rows_wanted(row, retention_ratio)
         video = _to_video(row, self._read(row, keep), self.deepstack_levels)
         return video if order == "selection" else _by_index(video)
 
@@ -221,7 +222,11 @@ def _stretch(shard: pq.ParquetFile, groups: Sequence[int]) -> tuple[int, int]:
     return first.column(0).data_page_offset, max(c.data_page_offset + c.total_compressed_size for c in ends)
 
 
-def _rows_wanted(row: dict[str, Any], retention_ratio: float | None) -> int:
+def rows_wanted(row: dict[str, Any], retention_ratio: float | None) -> int:
+    """How many of a video's stored tokens make up ``retention_ratio``; ``row`` is its row of the videos table.
+
+    Raises RatioNotCached, and ValueError for no ratio at all.
+    """
     stored = row["retention_ratio"]
     if retention_ratio is None:
         return int(row["n_tokens"])

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -26,7 +19,8 @@ from pipeline.live import VIDEOS
 from pipeline.manifest import read_manifest
 from pipeline.objects import Objects
 from pipeline.readers import READERS, load_reader
-from pipeline.store import LocalStore, Store, store_at
+from pipeline.request import check_out, new_run_id, refusing, store_refusing
+from pipeline.store import Store, store_at
 
 DEFAULT_FRAMES = 32
 
@@ -59,33 +53,11 @@ class Job:
         }
 
 
-@contextmanager
-def refusing() -> Iterator[None]:
-    """What gstep says of a model or a method that cannot be used (ModelError, ValueError) refuses the request."""
-    try:
-        yield
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-@contextmanager
-def store_refusing() -> Iterator[None]:
-    """A store that fails before anything was started refuses the request."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{error.filename or 'the store'}: {error.strerror or error}") from error
-
-
 def prepare(config: PruneConfig, console: Console) -> Job:
     """Check the whole request against the disk and the cache. Raises UsageError; starts nothing."""
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     store = store_at(config.out, objects)
-    if isinstance(store, LocalStore) and not Path(str(store)).is_absolute() and _in_an_upload():
-        raise UsageError(
-            f"--out {store}: in this Ray job a relative path lies in the cluster's copy of --working-dir, lost "
-            "with it: name the cache by an absolute path that every node sees"
-        )
+    check_out(store)
     with store_refusing():
         manifest = read_manifest(config.videos, config.video_root, objects)
         if not store.exists(HEADER) and store.taken():
@@ -102,7 +74,7 @@ def prepare(config: PruneConfig, console: Console) -> Job:
     job = Job(
         config=config,
         objects=objects,
-        run_id=f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}",
+        run_id=new_run_id(),
         source=source,
         pruner=pruner,
         retention_ratio=1.0 if pruner.name == "none" else config.retention_ratio,
@@ -113,12 +85,6 @@ def prepare(config: PruneConfig, console: Console) -> Job:
     )
     with store_refusing():
         return match_cache(job, console)
-
-
-def _in_an_upload() -> bool:
-    """Whether this process runs in what ``ray job submit --working-dir`` sent: Ray tells it so in its environment."""
-    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-    return bool(job.get("runtime_env", {}).get("working_dir"))
 
 
 def _check_reader(name: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.live import videos_shard_name
+from pipeline.live import VIDEOS, shard_name
 from pipeline.pulse import Beat
 from pipeline.rows import WRITTEN, Record, payload, records
 from pipeline.schema import VIDEO_SCHEMA, digest, footer_of, tier_row_counts, token_schema, write_parquet
@@ -71,7 +71,7 @@ def commit(store: Store, run_id: str, number: int, rows: Sequence[Record]) -> pa
             )
     table = pa.Table.from_pylist([{"run_id": run_id, **row} for row in rows], schema=VIDEO_SCHEMA)
     data = write_parquet(table)
-    store.put(videos_shard_name(run_id, number, data), data)
+    store.put(shard_name(VIDEOS, run_id, number, data), data)
     return table
 
 

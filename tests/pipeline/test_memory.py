@@ -22,7 +22,7 @@ from tests.pipeline.videos import write_clip
 pytestmark = pytest.mark.slow
 
 FRAMES, FRAME_BYTES = 16, 16 * 384 * 384 * 3  # 7 MB a video, all of them more than may wait
-SMALL, LARGE = 40, 400
+SMALL, LARGE = 28, 280
 
 
 class SlowEncoder(Encoder):
@@ -98,12 +98,12 @@ def test_ten_times_the_videos_take_the_same_memory(small_store, tmp_path, monkey
         assert [row["status"] for row in rows] == ["ok"] * n_videos
         peaks.append(seen)
     small, large = peaks
-    # Ray keeps to the limit but for what each worker has in hand and is about to give.
+    # Ray keeps to the limit but for what each worker has in hand and is about to give. The peaks below it are left to
+    # chance: which of them a run happens to reach says nothing about growth.
     bound = plan.store_bytes(FRAME_BYTES, 0) + 2 * (plan.decode.workers + plan.encode.workers) * FRAME_BYTES
     print(f"at most {bound / 1e6:.0f} MB in the object store;", small, large)
     assert large.spilled == 0
     assert large.store <= bound / 1e6 < SMALL * FRAME_BYTES / 1e6
-    assert large.store <= 1.25 * small.store + 2 * FRAME_BYTES / 1e6
     assert large.driver <= 1.25 * small.driver
     both = small.workers.keys() & large.workers.keys()  # a worker of the test before may still be on its way out
     assert len(both) >= 3

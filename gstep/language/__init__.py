@@ -1,0 +1,88 @@
+"""The language half of each model family: prompts from cached visual tokens, and answers to them.
+
+The order of use: :func:`prompt_builder` (CPU: a tokenizer and the config, no weights) makes a
+:class:`~gstep.language.types.Prompt` of a question and the cached tokens of its videos; :func:`load_language_model`
+loads the LLM without the vision tower, which answers batches of prompts. Everything is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gstep.lazy import LazyTable
+
+if TYPE_CHECKING:
+    from gstep.backbones import ModelSource, Runtime
+    from gstep.language.model import LanguageModel
+    from gstep.language.prompt import PromptBuilder
+    from gstep.language.types import Answer, Decoding, Prompt, PromptPolicy, Score, Visual
+
+BUILDERS = LazyTable(
+    "model type",
+    {
+        "llava_onevision": "gstep.language.llava_onevision:LlavaOnevisionPrompts",
+        "qwen2_5_vl": "gstep.language.qwen_vl:Qwen2_5Prompts",
+        "qwen3_vl": "gstep.language.qwen_vl:Qwen3Prompts",
+    },
+)
+
+_PUBLIC = LazyTable(
+    "name",
+    {
+        "Answer": "gstep.language.types:Answer",
+        "Decoding": "gstep.language.types:Decoding",
+        "LanguageModel": "gstep.language.model:LanguageModel",
+        "Prompt": "gstep.language.types:Prompt",
+        "PromptBuilder": "gstep.language.prompt:PromptBuilder",
+        "PromptPolicy": "gstep.language.types:PromptPolicy",
+        "Score": "gstep.language.types:Score",
+        "Visual": "gstep.language.types:Visual",
+    },
+)
+
+__all__ = [
+    "BUILDERS",
+    "Answer",
+    "Decoding",
+    "LanguageModel",
+    "Prompt",
+    "PromptBuilder",
+    "PromptPolicy",
+    "Score",
+    "Visual",
+    "load_language_model",
+    "prompt_builder",
+]
+
+
+def prompt_builder(source: ModelSource, positions: str | None = None, rule: str = "transformers-5") -> PromptBuilder:
+    """Makes prompts for a model; reads its config and tokenizer, no weights.
+
+    Args:
+        positions: "contiguous" or "original"; None takes the family's default (LLaVA-OneVision contiguous, Qwen
+            original).
+        rule: see :class:`~gstep.language.types.PromptPolicy`.
+
+    Raises ModelError where the checkpoint lacks a tokenizer, a chat template or a token that prompts need, and
+    ValueError for an unknown policy.
+    """
+    builder: PromptBuilder = BUILDERS[source.model_type].of(source, positions, rule)
+    return builder
+
+
+def load_language_model(source: ModelSource, runtime: Runtime) -> LanguageModel:
+    """The model without its vision tower, ready to answer; no weight of the vision part is read.
+
+    Raises ModelError where weights are missing or have another shape than the config says.
+    """
+    from gstep.language.model import LanguageModel  # noqa: PLC0415 - transformers' modelling code takes seconds
+
+    return LanguageModel.load(source, runtime)
+
+
+if not TYPE_CHECKING:  # hidden from type checkers: to them every unknown attribute would look like a valid one
+
+    def __getattr__(name: str) -> Any:
+        if name in _PUBLIC:
+            return _PUBLIC[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,95 @@
+"""Ragged prompts as one left-padded batch, in the form that the models of transformers take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gstep.language.types import Prompt, Visual
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of prompts (or of parts of prompts), padded on the left.
+
+    Attributes:
+        input_ids: [B,L] int64.
+        mask: [B,L] int64, 0 where a row is padded.
+        positions: [A,B,L] int64.
+    """
+
+    input_ids: Tensor
+    mask: Tensor
+    positions: Tensor
+
+    @classmethod
+    def of(cls, prompts: Sequence[Prompt], spans: Sequence[slice] | None = None) -> Batch:
+        """The prompts, or one span of each."""
+        spans = spans or [slice(None)] * len(prompts)
+        ids = [prompt.input_ids[span] for prompt, span in zip(prompts, spans, strict=True)]
+        length = max(len(row) for row in ids)
+        batch = cls(
+            # The padding repeats a token that every prompt holds: a repetition penalty must see none that is not there.
+            input_ids=torch.stack([prompt.input_ids[:1].expand(length) for prompt in prompts]).clone(),
+            mask=torch.zeros(len(ids), length, dtype=torch.int64),
+            positions=torch.zeros(len(prompts[0].positions), len(ids), length, dtype=torch.int64),
+        )
+        for row, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
+            start = length - len(ids[row])
+            batch.input_ids[row, start:] = ids[row]
+            batch.mask[row, start:] = 1
+            batch.positions[:, row, start:] = prompt.positions[:, span]
+        return batch
+
+    def after(self, prefix: Batch) -> Batch:
+        """The same rows with ``prefix`` before each; padding then lies between the two as well."""
+        return Batch(
+            input_ids=torch.cat([prefix.input_ids, self.input_ids], dim=1),
+            mask=torch.cat([prefix.mask, self.mask], dim=1),
+            positions=torch.cat([prefix.positions, self.positions], dim=2),
+        )
+
+    def rows(self, index: Sequence[int]) -> Batch:
+        """The rows at ``index``, which may repeat."""
+        return Batch(self.input_ids[index], self.mask[index], self.positions[:, index])
+
+    def position_ids(self) -> Tensor:
+        """For forward and generate: [B,L] for 1-D positions, [4,B,L] for M-RoPE.
+
+        Row 0 of the four counts the real tokens: it tells transformers that nothing is packed. With temporal positions
+        there it would see several sequences in a row, and mask them from each other.
+        """
+        if len(self.positions) == 1:
+            return self.positions[0]
+        counts = (self.mask.cumsum(-1) - 1).clamp_min(0)
+        return torch.cat([counts[None], self.positions])
+
+
+def encoder_outputs(visuals: Sequence[Visual], device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The ``mm_encoder_outputs`` of transformers, for the placeholders of a batch from its first row to its last."""
+    from transformers.modeling_outputs import BaseModelOutputWithPooling  # noqa: PLC0415 - seconds to import
+
+    tokens = [visual.tokens.to(device, dtype) for visual in visuals]
+    if visuals[0].newline is not None:  # LLaVA-OneVision takes one row [1, sum K, D], newlines included
+        lines = [torch.cat([t, _newline(v).to(t)[None]]) for t, v in zip(tokens, visuals, strict=True)]
+        return {"video": BaseModelOutputWithPooling(pooler_output=torch.cat(lines)[None])}
+    levels = [
+        tuple(visual.deepstack[level].to(device, dtype) for visual in visuals)
+        for level in range(len(visuals[0].deepstack))
+    ]
+    if not levels:
+        return {"video": BaseModelOutputWithPooling(pooler_output=tuple(tokens))}
+    from transformers.models.qwen3_vl.modeling_qwen3_vl import (  # noqa: PLC0415 - this family alone has it
+        BaseModelOutputWithDeepstackFeatures,
+    )
+
+    return {"video": BaseModelOutputWithDeepstackFeatures(pooler_output=tuple(tokens), deepstack_features=levels)}
+
+
+def _newline(visual: Visual) -> Tensor:
+    assert visual.newline is not None
+    return visual.newline

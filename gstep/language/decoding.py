@@ -1,0 +1,73 @@
+"""How tokens are drawn: an answer depends on its own options and seed, never on its batch.
+
+These run inside ``generate`` of transformers through its public hooks; the model's own processors (repetition penalty)
+come before them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, StoppingCriteria, TopKLogitsWarper, TopPLogitsWarper
+
+from gstep.language.types import Decoding
+
+
+class SeededSampling(LogitsProcessor):  # type: ignore[misc]
+    """Turns the greedy choice of each sampled row into a draw from its distribution, by the Gumbel-max trick.
+
+    argmax(log p + g) with g ~ Gumbel(0, 1) is a draw from p, so greedy and sampled rows share a batch, and each row has
+    a generator of its own.
+    """
+
+    def __init__(self, decodings: Sequence[Decoding]) -> None:
+        self._rows = [(row, d) for row, d in enumerate(decodings) if d.temperature > 0]
+        self._generators = {row: torch.Generator().manual_seed(d.seed) for row, d in self._rows}
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not self._rows:
+            return scores
+        drawn = scores.float().clone()
+        for row, decoding in self._rows:
+            drawn[row] = self._draw(drawn[row : row + 1], input_ids[row : row + 1], decoding, self._generators[row])
+        return drawn
+
+    def _draw(self, scores: Tensor, input_ids: Tensor, decoding: Decoding, generator: torch.Generator) -> Tensor:
+        scores = scores / decoding.temperature
+        if decoding.top_k:
+            scores = TopKLogitsWarper(decoding.top_k)(input_ids, scores)
+        if decoding.top_p < 1.0:
+            scores = TopPLogitsWarper(decoding.top_p)(input_ids, scores)
+        # On the CPU and in float64, so that every device draws the same numbers.
+        uniform = torch.rand(scores.shape[-1], generator=generator, dtype=torch.float64).clamp_min(1e-300)
+        gumbel = -torch.log(-torch.log(uniform))
+        return (scores[0] + gumbel.to(scores)).to(scores.dtype)
+
+
+class RowLimits(StoppingCriteria):  # type: ignore[misc]
+    """Each row ends at its own ``max_new_tokens``."""
+
+    def __init__(self, decodings: Sequence[Decoding], prompt_length: int) -> None:
+        self._limits = torch.tensor([d.max_new_tokens for d in decodings])
+        self._prompt_length = prompt_length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:
+        done = self._limits <= input_ids.shape[1] - self._prompt_length
+        return done.to(input_ids.device)
+
+
+class FirstToken(LogitsProcessor):  # type: ignore[misc]
+    """Notes when the prefill has ended."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self.at is None:
+            if scores.is_cuda:
+                torch.cuda.synchronize(scores.device)
+            self.at = time.perf_counter()
+        return scores

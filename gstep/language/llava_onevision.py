@@ -1,0 +1,28 @@
+"""Prompts of LLaVA-OneVision: all kept tokens of a video, then its newline row; 1-D positions.
+
+Follows LlavaOnevisionProcessor (transformers, models/llava_onevision/processing_llava_onevision.py).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gstep.language.prompt import PromptBuilder, Segment
+from gstep.language.types import Visual
+
+
+class LlavaOnevisionPrompts(PromptBuilder):
+    """Positions are contiguous by default, as if the pruned tokens had never been there."""
+
+    default_positions = "contiguous"
+    axes = 1
+    needs_newline = True
+
+    def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+        kept = len(visual.index)
+        if self.policy.positions == "contiguous":
+            positions, extent = torch.arange(kept + 1), kept + 1
+        else:
+            n_total = visual.n_frames * visual.tokens_per_frame
+            positions, extent = torch.cat([visual.index, torch.tensor([n_total])]), n_total + 1
+        return Segment(self._placeholders(kept + 1), positions[None], extent, visual=True)

@@ -1,0 +1,209 @@
+"""A language model that answers prompts of cached visual tokens, through the official entry ``mm_encoder_outputs``."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
+
+from gstep.backbones import ModelSource, Runtime
+from gstep.language.batch import Batch, encoder_outputs
+from gstep.language.decoding import FirstToken, RowLimits, SeededSampling
+from gstep.language.prompt import tokenizer_of
+from gstep.language.types import Answer, Decoding, Prompt, Score
+from gstep.language.weights import load_llm
+
+
+class LanguageModel:
+    """The LLM of one checkpoint on one device; it holds no weight of the vision part."""
+
+    def __init__(self, model: Any, tokenizer: Any, device: str) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.device = device
+
+    @classmethod
+    def load(cls, source: ModelSource, runtime: Runtime) -> Self:
+        """See :func:`gstep.language.load_language_model`."""
+        return cls(load_llm(source, runtime), tokenizer_of(source), runtime.device)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all weights."""
+        return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
+
+    @torch.inference_mode()
+    def logits(self, prompts: Sequence[Prompt]) -> list[Tensor]:
+        """The logits at every token of each prompt, [L,V] in the compute dtype."""
+        batch = Batch.of(prompts)
+        output = self._forward(batch, prompts=prompts)
+        return [row[mask.bool()] for row, mask in zip(output.logits, batch.mask.to(self.device), strict=True)]
+
+    @torch.inference_mode()
+    def generate(
+        self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], share_prefix: bool = True
+    ) -> list[Answer]:
+        """Answer a batch of prompts, which may differ in length and in their options.
+
+        Args:
+            share_prefix: prompts on the same videos (the same Visual objects) go through the model together up to
+                there, once for all of them.
+        """
+        started = time.perf_counter()
+        batch, cache = self._prefilled(prompts) if share_prefix else (Batch.of(prompts), None)
+        clock = FirstToken()
+        processors = [SeededSampling(decodings), clock]
+        length = batch.input_ids.shape[1]
+        visuals = None if cache is not None else [v for prompt in prompts for v in prompt.visuals]
+        output = self.model.generate(
+            input_ids=batch.input_ids.to(self.device),
+            attention_mask=batch.mask.to(self.device),
+            position_ids=batch.position_ids().to(self.device),
+            past_key_values=cache,
+            generation_config=self._config(decodings),
+            logits_processor=LogitsProcessorList(processors),
+            stopping_criteria=StoppingCriteriaList([RowLimits(decodings, length)]),
+            **({} if not visuals else {"mm_encoder_outputs": encoder_outputs(visuals, self.device, self.model.dtype)}),
+        )
+        tokens = output[:, length:].cpu()
+        ended, first = time.perf_counter(), clock.at
+        assert first is not None
+        return [
+            self._answer(row, decoding, first - started, ended - first)
+            for row, decoding in zip(tokens.tolist(), decodings, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def score(
+        self, prompts: Sequence[Prompt], continuations: Sequence[Sequence[str]], share_prefix: bool = True
+    ) -> list[list[Score]]:
+        """How likely each continuation of each prompt is; ``share_prefix`` as for :meth:`generate`.
+
+        Raises ValueError for a continuation without a token.
+        """
+        ids = [[self._continuation(text) for text in texts] for texts in continuations]
+        batch, cache = self._prefilled(prompts) if share_prefix else (Batch.of(prompts), None)
+        new = prompts if cache is None else ()
+        output = self._forward(batch, prompts=new, past=cache, use_cache=True, logits_to_keep=1)
+        first = torch.log_softmax(output.logits[:, -1].float(), dim=-1)
+        return [
+            self._scores(batch.rows([row]), output.past_key_values, row, first[row], texts)
+            for row, texts in enumerate(ids)
+        ]
+
+    def _scores(
+        self, prompt: Batch, cache: DynamicCache, row: int, first: Tensor, continuations: list[list[int]]
+    ) -> list[Score]:
+        """Of one prompt, whose keys and values are row ``row`` of ``cache``."""
+        logprobs = [float(first[ids[0]]) for ids in continuations]
+        longer = [i for i, ids in enumerate(continuations) if len(ids) > 1]
+        if longer:
+            # The rows end where they are padded, so that each follows its prompt without a gap.
+            inputs = [continuations[i][:-1] for i in longer]
+            width = max(map(len, inputs))
+            padded = torch.tensor([ids + [ids[0]] * (width - len(ids)) for ids in inputs])
+            here = torch.arange(width)
+            mask = (here < torch.tensor([[len(ids)] for ids in inputs])).long()
+            start = prompt.positions[:, 0, -1:, None] + 1  # text follows text: the last position of a prompt is its own
+            tail = Batch(padded, mask, (start + here).expand(-1, len(longer), -1))
+            output = self._forward(tail.after(prompt.rows([0] * len(longer))), past=_rows(cache, [row] * len(longer)))
+            following = torch.log_softmax(output.logits.float(), dim=-1)
+            for place, i in enumerate(longer):
+                targets = torch.tensor(continuations[i][1:], device=following.device)
+                logprobs[i] += float(following[place, : len(targets)].gather(-1, targets[:, None]).sum())
+        return [Score(value, len(ids)) for value, ids in zip(logprobs, continuations, strict=True)]
+
+    def _continuation(self, text: str) -> list[int]:
+        ids = list(self.tokenizer(text, add_special_tokens=False).input_ids)
+        if not ids:
+            raise ValueError("a choice needs at least one character")
+        return ids
+
+    def _prefilled(self, prompts: Sequence[Prompt]) -> tuple[Batch, DynamicCache | None]:
+        """The prompts, and the keys and values of what they share, where there is anything to save."""
+        shared: list[int] = []  # the first prompt of each group
+        group = []
+        for i, prompt in enumerate(prompts):
+            place = next((g for g, first in enumerate(shared) if _same_prefix(prompts[first], prompt)), len(shared))
+            if place == len(shared):
+                shared.append(i)
+            group.append(place)
+        if len(shared) == len(prompts):
+            return Batch.of(prompts), None
+        firsts = [prompts[i] for i in shared]
+        prefix = Batch.of(firsts, [slice(p.prefix_length) for p in firsts])
+        output = self._forward(prefix, prompts=firsts, use_cache=True, logits_to_keep=1)
+        cache = output.past_key_values
+        cache.batch_select_indices(torch.tensor(group, device=self.device))
+        tails = Batch.of(prompts, [slice(p.prefix_length, None) for p in prompts])
+        return tails.after(prefix.rows(group)), cache
+
+    def _forward(
+        self, batch: Batch, *, prompts: Sequence[Prompt] = (), past: DynamicCache | None = None, **keywords: Any
+    ) -> Any:
+        """One pass, over the part of ``batch`` that ``past`` does not hold."""
+        done = 0 if past is None else past.get_seq_length()
+        visuals = [visual for prompt in prompts for visual in prompt.visuals]
+        if visuals:
+            keywords["mm_encoder_outputs"] = encoder_outputs(visuals, self.device, self.model.dtype)
+        return self.model(
+            input_ids=batch.input_ids[:, done:].to(self.device),
+            attention_mask=batch.mask.to(self.device),
+            position_ids=batch.position_ids()[..., done:].to(self.device),
+            past_key_values=past,
+            **keywords,
+        )
+
+    def _config(self, decodings: Sequence[Decoding]) -> Any:
+        """Greedy: rows that are drawn get their noise from SeededSampling."""
+        config = copy.deepcopy(self.model.generation_config)
+        config.update(
+            do_sample=False,
+            num_beams=1,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            max_length=None,
+            max_new_tokens=max(d.max_new_tokens for d in decodings),
+            pad_token_id=self._pad_id(),
+            use_cache=True,
+        )
+        return config
+
+    def _pad_id(self) -> int:
+        ends = self._ends()
+        known = (self.model.generation_config.pad_token_id, self.tokenizer.pad_token_id, *sorted(ends), 0)
+        return next(int(i) for i in known if i is not None)
+
+    def _ends(self) -> set[int]:
+        """The tokens that end an answer."""
+        ids = self.model.generation_config.eos_token_id
+        return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+
+    def _answer(self, row: list[int], decoding: Decoding, prefill_s: float, decode_s: float) -> Answer:
+        ends = self._ends()
+        ids = row[: decoding.max_new_tokens]
+        stop = next((i for i, token in enumerate(ids) if token in ends), None)
+        ids = ids if stop is None else ids[:stop]
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return Answer(text, tuple(ids), "length" if stop is None else "stop", prefill_s, decode_s)
+
+
+def _same_prefix(a: Prompt, b: Prompt) -> bool:
+    """Whether two prompts are the same up to the end of their videos."""
+    return (
+        len(a.visuals) == len(b.visuals) > 0
+        and all(x is y for x, y in zip(a.visuals, b.visuals, strict=True))
+        and torch.equal(a.input_ids[: a.prefix_length], b.input_ids[: b.prefix_length])
+        and torch.equal(a.positions[:, : a.prefix_length], b.positions[:, : b.prefix_length])
+    )
+
+
+def _rows(cache: DynamicCache, index: Sequence[int]) -> DynamicCache:
+    """A copy of some rows of a cache, which may repeat."""
+    return DynamicCache([(layer.keys[index], layer.values[index]) for layer in cache.layers])

@@ -1,0 +1,202 @@
+"""A question and the cached tokens of its videos -> token ids and positions; no weights are needed."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from gstep.backbones import ModelSource
+from gstep.errors import ModelError
+from gstep.language.types import Prompt, PromptPolicy, Visual
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Neighbouring tokens of a prompt.
+
+    Attributes:
+        ids: [n] int64.
+        positions: [A,n] int64, counted from the start of the segment.
+        extent: how far the next segment starts behind this one's start.
+        visual: whether these are placeholders for visual tokens.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    extent: int
+    visual: bool = False
+
+
+class PromptBuilder(ABC):
+    """Builds the prompts of one model under one policy. Pickles."""
+
+    default_positions: ClassVar[str]
+    axes: ClassVar[int]
+    needs_newline: ClassVar[bool] = False
+    deepstack_levels: int = 0
+
+    def __init__(self, config: Any, tokenizer: Any, chat_template: str, policy: PromptPolicy) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.policy = policy
+        self._video_id = int(config.video_token_id)
+        self._image_id = int(config.image_token_id)
+        self._video_token = str(tokenizer.convert_ids_to_tokens(self._video_id))
+
+    @classmethod
+    def of(cls, source: ModelSource, positions: str | None, rule: str) -> Self:
+        """From a checkpoint's own files. Raises ModelError where it lacks one, ValueError for an unknown policy."""
+        template = chat_template(source)
+        hashed = hashlib.sha256(template.encode()).hexdigest()[:16]
+        policy = PromptPolicy(positions or cls.default_positions, rule, hashed)
+        config = parsed_config(source)
+        tokenizer = tokenizer_of(source)
+        if tokenizer.convert_ids_to_tokens(config.video_token_id) not in tokenizer.get_added_vocab():
+            raise ModelError(
+                f"{source.name!r}: config.json says that token {config.video_token_id} stands for a video, but it is "
+                "no special token of the tokenizer: download the whole checkpoint"
+            )
+        return cls(config, tokenizer, template, policy)
+
+    @property
+    def context_length(self) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        return int(self.config.get_text_config().max_position_embeddings)
+
+    @property
+    def hidden_size(self) -> int:
+        """D, the width of a visual token."""
+        return int(self.config.get_text_config().hidden_size)
+
+    def n_visual(self, visuals: Sequence[Visual]) -> int:
+        """How many placeholders the videos take in a prompt."""
+        return sum(len(v.index) for v in visuals) + (len(visuals) if self.needs_newline else 0)
+
+    def build(self, text: str, visuals: Sequence[Visual], system: str | None = None) -> Prompt:
+        """One user message: the videos, then the text, as the checkpoint's chat template puts them.
+
+        Args:
+            system: a system message; None leaves it to the template.
+
+        Raises ValueError where the text holds the model's own placeholder of an image or video, or a video lacks what
+        the family needs.
+        """
+        for visual in visuals:
+            self.check(visual)
+        rendered = self._render(text, len(visuals), system)
+        parts = self._with_markers(rendered.split(self._video_token), visuals)
+        segments = list(self._segments(parts, visuals))
+        n_tokens = [len(segment.ids) for segment in segments]
+        last_visual = max((i for i, segment in enumerate(segments) if segment.visual), default=-1)
+        starts = _running(segment.extent for segment in segments)
+        return Prompt(
+            input_ids=torch.cat([segment.ids for segment in segments]),
+            positions=torch.cat([s.positions + start for s, start in zip(segments, starts, strict=False)], dim=1),
+            visuals=tuple(visuals),
+            prefix_length=sum(n_tokens[: last_visual + 1]),
+        )
+
+    def check(self, visual: Visual) -> None:
+        """Raise ValueError where the cached tokens are not what this model takes."""
+        if visual.tokens.shape[1] != self.hidden_size:
+            raise ValueError(f"visual tokens of width {visual.tokens.shape[1]}; this model takes {self.hidden_size}")
+        if len(visual.deepstack) != self.deepstack_levels:
+            raise ValueError(
+                f"{len(visual.deepstack)} deepstack levels in the cache; this model takes {self.deepstack_levels}"
+            )
+        if self.needs_newline and visual.newline is None:
+            raise ValueError("the cache lacks the newline row of this model")
+
+    @abstractmethod
+    def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+        """The placeholders of a video, or of one of its frames where a frame has a placeholder of its own."""
+
+    def _with_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
+        """Texts, each with the (video, frame) that follows it: (text, video, frame); a frame of None is all of them."""
+        return [(part, video, None) for video, part in enumerate(parts)]
+
+    def _segments(self, parts: list[tuple[str, int, int | None]], visuals: Sequence[Visual]) -> Iterator[Segment]:
+        """The text before each placeholder, the visual tokens it stands for, and the text at the end."""
+        for text, video, frame in parts:
+            if text:
+                yield self._text_segment(text)
+            if video < len(visuals):
+                yield self._visual_segment(visuals[video], frame)
+
+    def _text_segment(self, text: str) -> Segment:
+        # Special tokens split a text wherever they stand, so pieces between placeholders get the ids of the whole.
+        ids = torch.tensor(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64)
+        return Segment(ids, torch.arange(len(ids)).expand(self.axes, -1), len(ids))
+
+    def _placeholders(self, count: int) -> Tensor:
+        return torch.full((count,), self._video_id, dtype=torch.int64)
+
+    def _render(self, text: str, n_videos: int, system: str | None) -> str:
+        content = [{"type": "video"}] * n_videos + [{"type": "text", "text": text}]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
+        for part in (text, system or ""):
+            self._refuse_placeholders(part)
+        rendered: str = self.tokenizer.apply_chat_template(
+            messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
+        )
+        if rendered.count(self._video_token) != n_videos:
+            raise ValueError(f"the chat template of this model has no place for {n_videos} videos in one message")
+        return rendered
+
+    def _refuse_placeholders(self, text: str) -> None:
+        """A question is untrusted: one that could pass for a video would shift every visual token."""
+        ids = set(self.tokenizer(text, add_special_tokens=False).input_ids)
+        if found := ids & {self._video_id, self._image_id}:
+            token = self.tokenizer.convert_ids_to_tokens(found.pop())
+            raise ValueError(f"the text holds {token!r}, this model's own placeholder: leave it out")
+
+
+def parsed_config(source: ModelSource) -> Any:
+    """config.json as transformers reads it, old layouts too."""
+    import copy  # noqa: PLC0415
+
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds; only where prompts or models are built
+
+    return CONFIG_MAPPING[source.model_type].from_dict(copy.deepcopy(source.config))
+
+
+def chat_template(source: ModelSource) -> str:
+    """The template that the stock processor would load: a file of its own before the tokenizer's settings.
+
+    Raises ModelError where the checkpoint has none.
+    """
+    if (path := source.files.find("chat_template.jinja")) is not None:
+        return path.read_text(encoding="utf-8")
+    for filename in ("chat_template.json", "processor_config.json", "tokenizer_config.json"):
+        template = (source.files.read_json(filename) or {}).get("chat_template")
+        if isinstance(template, str):
+            return template
+    raise ModelError(f"{source.name!r} has no chat template: copy chat_template.jinja from the original checkpoint")
+
+
+def tokenizer_of(source: ModelSource) -> Any:
+    """The checkpoint's tokenizer. Raises ModelError where there is none that can be loaded."""
+    from transformers import AutoTokenizer  # noqa: PLC0415 - as above
+
+    name, revision = source.pretrained()
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{source.name!r} has no tokenizer that can be loaded: {error}") from error
+
+
+def _running(extents: Iterable[int]) -> Iterator[int]:
+    """Where each segment starts: the sum of the extents before it."""
+    total = 0
+    for extent in extents:
+        yield total
+        total += extent

@@ -1,0 +1,158 @@
+"""Prompts of Qwen2.5-VL and Qwen3-VL: M-RoPE positions (time, height, width), sliced from those of the full grid.
+
+Follows get_rope_index of transformers (models/qwen2_5_vl/modeling_qwen2_5_vl.py, models/qwen3_vl/modeling_qwen3_vl.py)
+and replace_video_token (models/qwen3_vl/processing_qwen3_vl.py); the rules in which versions differ are in Rule.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gstep.language.prompt import PromptBuilder, Segment
+from gstep.language.types import PromptPolicy, Visual
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What libraries do differently.
+
+    Attributes:
+        text_after_time: Qwen2.5-VL: text goes on behind the largest position of the video, time included; otherwise
+            behind the larger side of its grid, so that on a long video the text lies before its last frames.
+        whole_seconds: Qwen2.5-VL: the seconds of a temporal patch are cut to an integer before they are multiplied.
+        outer_markers: Qwen3-VL: the template's vision markers around the whole video stay, beside those of each frame.
+    """
+
+    text_after_time: bool
+    whole_seconds: bool
+    outer_markers: bool
+
+
+RULES: Mapping[str, Rule] = {
+    "transformers-5": Rule(text_after_time=False, whole_seconds=False, outer_markers=True),
+    "transformers-4.57": Rule(text_after_time=True, whole_seconds=True, outer_markers=False),
+    "vllm": Rule(text_after_time=True, whole_seconds=False, outer_markers=False),
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The grid of a video's visual tokens: T temporal patches of [height, width] tokens."""
+
+    n_frames: int
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, visual: Visual) -> Grid:
+        """Raises ValueError where the cache does not tell it, or tells one that does not fit the tokens."""
+        try:
+            t, h, w = (int(n) for n in visual.extra["video_grid_thw"])
+            merge = int(visual.extra["spatial_merge_size"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the cache does not tell the grid of this video ({error}): prune it again") from error
+        grid = cls(t, h // merge, w // merge)
+        if (grid.n_frames, grid.height * grid.width) != (visual.n_frames, visual.tokens_per_frame):
+            raise ValueError(f"a grid of {t} x {h} x {w} patches does not fit {visual.n_frames} frames of "
+                             f"{visual.tokens_per_frame} tokens")  # fmt: skip
+        return grid
+
+    def coordinates(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Flat indices [K] -> (t, h, w), each [K]."""
+        within = index % (self.height * self.width)
+        return index // (self.height * self.width), within // self.width, within % self.width
+
+
+class QwenPrompts(PromptBuilder):
+    """What both families share."""
+
+    default_positions = "original"
+    axes = 3
+
+    def __init__(self, config: Any, tokenizer: Any, chat_template: str, policy: PromptPolicy) -> None:
+        super().__init__(config, tokenizer, chat_template, policy)
+        self.rule = RULES[policy.rule]
+
+    def check(self, visual: Visual) -> None:
+        """See :meth:`PromptBuilder.check`."""
+        super().check(visual)
+        Grid.of(visual)
+
+    def _contiguous(self, count: int) -> Segment:
+        return Segment(self._placeholders(count), torch.arange(count).expand(3, -1), count, visual=True)
+
+
+class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
+    """All kept tokens of a video in one run; time goes by seconds."""
+
+    def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+        if self.policy.positions == "contiguous":
+            return self._contiguous(len(visual.index))
+        grid = Grid.of(visual)
+        t, h, w = grid.coordinates(visual.index)
+        times = self._times(visual, grid.n_frames)
+        extent = max(grid.height, grid.width)
+        if self.rule.text_after_time:
+            extent = max(extent, int(times[-1]) + 1)
+        return Segment(self._placeholders(len(t)), torch.stack([times[t], h, w]), extent, visual=True)
+
+    def _times(self, visual: Visual, n_frames: int) -> Tensor:
+        """[T] position of each temporal patch."""
+        try:
+            seconds = torch.tensor(float(visual.extra["second_per_grid_ts"]))  # fp32, as the stock processor gives it
+        except KeyError:
+            raise ValueError("the cache does not tell the seconds of a temporal patch: prune the video again") from None
+        if self.rule.whole_seconds:
+            seconds = seconds.long()
+        interval: Tensor = self.config.vision_config.tokens_per_second * seconds
+        return (torch.arange(n_frames) * interval).long()
+
+
+class Qwen3Prompts(QwenPrompts):
+    """Every temporal patch has its time as text before it, also one of which no token was kept."""
+
+    def __init__(self, config: Any, tokenizer: Any, chat_template: str, policy: PromptPolicy) -> None:
+        super().__init__(config, tokenizer, chat_template, policy)
+        self.deepstack_levels = len(config.vision_config.deepstack_visual_indexes)
+        start, end = (int(getattr(config, f"vision_{name}_token_id")) for name in ("start", "end"))
+        self._start, self._end = (str(tokenizer.convert_ids_to_tokens(i)) for i in (start, end))
+
+    def _with_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
+        if not self.rule.outer_markers and all(
+            before.endswith(self._start) and after.startswith(self._end) for before, after in itertools.pairwise(parts)
+        ):
+            last = len(parts) - 1
+            parts = [
+                part.removeprefix(self._end if i > 0 else "").removesuffix(self._start if i < last else "")
+                for i, part in enumerate(parts)
+            ]
+        marked: list[tuple[str, int, int | None]] = []
+        before = parts[0]
+        for video, (visual, after) in enumerate(zip(visuals, parts[1:], strict=True)):
+            for frame, seconds in enumerate(self._seconds(visual)):
+                marked.append((f"{before}<{seconds:.1f} seconds>{self._start}", video, frame))
+                before = self._end
+            before += after
+        return [*marked, (before, len(visuals), None)]
+
+    def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
+        kept = visual.index[visual.index // visual.tokens_per_frame == frame]
+        if self.policy.positions == "contiguous":
+            return self._contiguous(len(kept))
+        grid = Grid.of(visual)
+        _, h, w = grid.coordinates(kept)
+        # Time stands in the text, so that all tokens of a patch share one temporal position.
+        positions = torch.stack([torch.zeros_like(h), h, w])
+        return Segment(self._placeholders(len(kept)), positions, max(grid.height, grid.width), visual=True)
+
+    def _seconds(self, visual: Visual) -> list[float]:
+        times = visual.extra.get("patch_timestamps")
+        if times is None or len(times) != visual.n_frames:
+            raise ValueError("the cache does not tell the time of every temporal patch: prune the video again")
+        return [float(time) for time in times]

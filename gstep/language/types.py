@@ -1,0 +1,156 @@
+"""What goes into a language model and what comes out of it.
+
+Shapes: K kept tokens of one video, D hidden size, L prompt tokens; T, N and the flat index as in :mod:`gstep.types`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+POSITIONS = ("contiguous", "original")
+RULES = ("transformers-5", "transformers-4.57", "vllm")
+
+
+@dataclass(frozen=True)
+class Visual:
+    """The kept tokens of one video, as a prompt needs them.
+
+    Attributes:
+        tokens: [K,D], ascending flat index.
+        index: [K] int64, flat index t*N + i before pruning, ascending; a merged token carries its target's index.
+        n_frames: T (temporal patches on Qwen).
+        tokens_per_frame: N.
+        extra: what the model family needs besides (``Backbone.model_extra``): grid, seconds a patch, patch times.
+        deepstack: [K,D] a level, the same rows as ``tokens``; Qwen3-VL alone has any.
+        newline: [D], the row that follows the tokens of a video; LLaVA-OneVision alone has one.
+    """
+
+    tokens: Tensor
+    index: Tensor
+    n_frames: int
+    tokens_per_frame: int
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    deepstack: tuple[Tensor, ...] = ()
+    newline: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PromptPolicy:
+    """How prompt and positions are built where several ways exist; recorded with every answer.
+
+    Attributes:
+        positions: "original": every kept token has the position that it had among all tokens of its video;
+            "contiguous": positions count the kept tokens, as if there never had been others.
+        rule: whose rules are followed where libraries differ on Qwen: "transformers-5", "transformers-4.57" or "vllm".
+            They decide where the text after a video goes on, whether the seconds of a temporal patch are cut to an
+            integer (Qwen2.5-VL), and whether the template's vision markers around a whole video stay (Qwen3-VL).
+        chat_template: a hash of the checkpoint's chat template.
+
+    Raises ValueError for another name.
+    """
+
+    positions: str
+    rule: str = "transformers-5"
+    chat_template: str = ""
+
+    def __post_init__(self) -> None:
+        for name, value, known in (("positions", self.positions, POSITIONS), ("rule", self.rule, RULES)):
+            if value not in known:
+                raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")
+
+    def describe(self) -> dict[str, str]:
+        """For the record, JSON-able."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question about one or more videos, ready for the model; everything on the CPU.
+
+    Attributes:
+        input_ids: [L] int64, with one placeholder for each visual token (and newline).
+        positions: [A,L] int64: A = 1 on LLaVA-OneVision, 3 (time, height, width) on Qwen.
+        visuals: the videos in the order of their placeholders.
+        prefix_length: tokens up to and including the last video's, which questions on the same videos share.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    visuals: tuple[Visual, ...]
+    prefix_length: int
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+    @property
+    def extent(self) -> int:
+        """What must fit into the model's context: tokens, or positions where those have gaps."""
+        return max(len(self), int(self.positions.max()) + 1)
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How an answer is decoded.
+
+    Attributes:
+        max_new_tokens: at most this many.
+        temperature: 0 is greedy; above, tokens are drawn.
+        top_p, top_k: draw among the likeliest tokens only; 1.0 and 0 are off.
+        seed: of this answer alone: it does not depend on what else is in the batch.
+
+    Raises ValueError where a value makes no sense.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (0.0 <= self.temperature < float("inf"), "0 (greedy) or above"),
+            "top_p": (0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            "top_k": (self.top_k >= 0, "0 (off) or above"),
+            "seed": (0 <= self.seed < 2**63, "in [0, 2^63)"),
+        }
+        for name, (ok, wanted) in checks.items():
+            if not ok:
+                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model said.
+
+    Attributes:
+        text: without special tokens.
+        token_ids: generated tokens; the one that ended the answer is left out.
+        finish: "stop" where the model ended the answer, "length" where max_new_tokens did.
+        prefill_s: seconds until the first token of the batch this answer was computed in.
+        decode_s: seconds from there to the batch's last token.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish: str
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a continuation is after a prompt.
+
+    Attributes:
+        logprob: sum of the natural log-probabilities of its tokens.
+        n_tokens: how many tokens those are.
+    """
+
+    logprob: float
+    n_tokens: int

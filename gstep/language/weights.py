@@ -1,0 +1,82 @@
+"""The language model of a checkpoint without its vision tower."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from gstep.backbones import ModelSource, Runtime
+from gstep.backbones.base import load_weights
+from gstep.language.prompt import parsed_config
+
+# Where each family keeps its vision part, below ``model``. The newline row of LLaVA-OneVision comes with the cache.
+_VISION = ("vision_tower", "multi_modal_projector", "image_newline", "visual")
+
+
+def load_llm(source: ModelSource, runtime: Runtime) -> Any:
+    """A ...ForConditionalGeneration of transformers in eval mode, whose vision part is gone.
+
+    Raises ModelError where weights are missing or have another shape.
+    """
+    from transformers import AutoModelForImageTextToText  # noqa: PLC0415 - seconds to import
+
+    config = parsed_config(source)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(
+            config, attn_implementation=runtime.attn_implementation, dtype=runtime.dtype
+        )
+    for name in _VISION:
+        if hasattr(model.model, name):
+            delattr(model.model, name)
+    tied = bool(config.tie_word_embeddings)
+    if tied:
+        model.lm_head = None  # or it would count as missing: such checkpoints store it once
+    load_weights(model, source, _names_in_memory, device=runtime.device, dtype=runtime.dtype)
+    if tied:
+        model.lm_head = _head_of(model.get_input_embeddings())
+    _rebuild_rotary(model, runtime.device)
+    model.eval().requires_grad_(False)
+    model.generation_config = _generation_config(source, config)
+    return model
+
+
+def _names_in_memory(key: str) -> list[str]:
+    """Hub checkpoints of LLaVA-OneVision and Qwen2.5-VL name the language model as versions before 4.52 did."""
+    names = [key]
+    for on_disk, in_memory in (
+        ("language_model.model.", "model.language_model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("language_model.", "model.language_model."),
+        ("model.", "model.language_model."),
+    ):
+        if key.startswith(on_disk):
+            names.append(key.replace(on_disk, in_memory, 1))
+    return names
+
+
+def _head_of(embeddings: nn.Embedding) -> nn.Linear:
+    head = nn.Linear(embeddings.embedding_dim, embeddings.num_embeddings, bias=False, device="meta")
+    head.weight = embeddings.weight
+    return head
+
+
+def _rebuild_rotary(model: nn.Module, device: str) -> None:
+    """Rotary frequencies are computed, never stored: the modules that hold them are made again, off the meta device."""
+    for parent in list(model.modules()):
+        for name, module in parent.named_children():
+            if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
+                setattr(parent, name, type(module)(module.config).to(device))
+    left = [name for name, tensor in (*model.named_buffers(), *model.named_parameters()) if tensor.is_meta]
+    assert not left, f"no values for {left}"
+
+
+def _generation_config(source: ModelSource, config: Any) -> Any:
+    """The checkpoint's own, for what ends an answer and for its repetition penalty; how to draw is the caller's."""
+    from transformers import GenerationConfig  # noqa: PLC0415 - as above
+
+    stored = source.files.read_json("generation_config.json")
+    if stored is None:
+        return GenerationConfig.from_model_config(config)
+    return GenerationConfig.from_dict(stored)

@@ -1,0 +1,121 @@
+"""The stock models of transformers, whole and with pixels, beside what this project makes of the same video."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import av
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForImageTextToText
+
+from gstep.backbones import ModelSource, choose_runtime
+from gstep.language import LanguageModel, Prompt, Visual, load_language_model
+from tests.pipeline.videos import sample
+
+FAMILIES = ("tiny", "tiny-qwen2-5-vl", "tiny-qwen3-vl")
+SECONDS = 1.3  # of a temporal patch: no whole number, so that cutting it shows
+FLOAT32 = choose_runtime("cpu", "float32", "sdpa")
+
+
+@cache
+def stock(name: str) -> Any:
+    """The whole model by from_pretrained, in fp32."""
+    folder, _ = ModelSource.resolve(name).pretrained()
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@cache
+def llm(name: str) -> LanguageModel:
+    return load_language_model(ModelSource.resolve(name), FLOAT32)
+
+
+@cache
+def real_frames(clip: str, count: int, height: int, width: int) -> Tensor:
+    """[count,3,height,width] fp32 in [-1, 1], spread over a real clip."""
+    with av.open(sample(clip)) as video:
+        frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
+    chosen = np.stack([frames[i] for i in np.linspace(0, len(frames) - 1, count).astype(int)])
+    pixels = torch.from_numpy(chosen).permute(0, 3, 1, 2).float() / 127.5 - 1
+    return nn.functional.interpolate(pixels, size=(height, width), mode="bilinear", antialias=True)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One video: its visual tokens by the stock vision tower, and the pixels that the stock model takes instead."""
+
+    visual: Visual
+    pixels: dict[str, Tensor]
+
+    def keep(self, index: Tensor) -> Visual:
+        return dataclasses.replace(
+            self.visual,
+            tokens=self.visual.tokens[index],
+            index=index,
+            deepstack=tuple(level[index] for level in self.visual.deepstack),
+        )
+
+
+@torch.no_grad()
+def encode(name: str, clip: str = "bikes.mp4", n_frames: int = 3, grid: tuple[int, int] = (8, 12)) -> Encoded:
+    """A video of ``n_frames`` frames (temporal patches) of ``grid`` patches (LLaVA-OneVision: 27 x 27, always)."""
+    if name == "tiny":
+        return _encode_llava(clip, n_frames)
+    vision = stock(name).config.vision_config
+    patch, merge = vision.patch_size, vision.spatial_merge_size
+    frames = real_frames(clip, 2 * n_frames, grid[0] * patch, grid[1] * patch)
+    pixels, grid_thw = _patches(frames, patch, merge), torch.tensor([[n_frames, *grid]])
+    features = stock(name).model.get_video_features(pixels, grid_thw, return_dict=True)
+    extra = {
+        "video_grid_thw": [n_frames, *grid],
+        "spatial_merge_size": merge,
+        "second_per_grid_ts": SECONDS,
+        "patch_timestamps": [0.25 + SECONDS * t for t in range(n_frames)],
+    }
+    per_frame = grid[0] * grid[1] // merge**2
+    deepstack = tuple(level[0] for level in getattr(features, "deepstack_features", ()))
+    tokens = features.pooler_output[0]
+    visual = Visual(tokens, torch.arange(len(tokens)), n_frames, per_frame, extra, deepstack)
+    inputs = {"pixel_values_videos": pixels, "video_grid_thw": grid_thw}
+    if name == "tiny-qwen2-5-vl":
+        inputs["second_per_grid_ts"] = torch.tensor([SECONDS])
+    return Encoded(visual, inputs)
+
+
+def _encode_llava(clip: str, n_frames: int) -> Encoded:
+    model = stock("tiny").model
+    pixels = real_frames(clip, n_frames, 384, 384)[None]
+    tokens = model.get_video_features(pixels, return_dict=True).pooler_output[0][: n_frames * 196]
+    visual = Visual(tokens, torch.arange(len(tokens)), n_frames, 196, newline=model.image_newline.detach())
+    return Encoded(visual, {"pixel_values_videos": pixels})
+
+
+def _patches(frames_TCHW: Tensor, patch: int, merge: int) -> Tensor:
+    """[n_patches, 3*2*patch*patch] in the order of the stock processors: 2 x 2 blocks of patches are neighbours."""
+    t, c, h, w = frames_TCHW.shape
+    blocks = frames_TCHW.reshape(
+        t // 2, 2, c, h // patch // merge, merge, patch, w // patch // merge, merge, patch
+    ).permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
+    return blocks.reshape(-1, c * 2 * patch * patch)
+
+
+def stock_inputs(name: str, prompt: Prompt, *videos: Encoded) -> dict[str, Tensor]:
+    """What the stock model takes for an unpruned prompt: ids, a mask of ones, and the pixels of its videos."""
+    ids = prompt.input_ids[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    for key in videos[0].pixels:
+        inputs[key] = torch.cat([video.pixels[key] for video in videos])
+    if name != "tiny":
+        inputs["mm_token_type_ids"] = (ids == stock(name).config.video_token_id).int() * 2
+    return inputs
+
+
+def kept_index(encoded: Encoded, ratio: float, seed: int = 0) -> Tensor:
+    """[K] random positions, ascending."""
+    total = len(encoded.visual.index)
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
+    return order[: max(1, int(ratio * total))].sort().values
