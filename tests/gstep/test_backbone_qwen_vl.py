@@ -130,6 +130,13 @@ def test_tokens_do_not_depend_on_other_videos_or_on_the_form_of_the_frames(sourc
     )
 
 
+def test_the_attention_asked_for_is_the_towers(source):
+    frames = frames_for(source, 2)
+    backbones = [load_backbone(source, Runtime("cpu", torch.float32, attn)) for attn in ("sdpa", "eager")]
+    assert [backbone.model.config._attn_implementation for backbone in backbones] == ["sdpa", "eager"]
+    assert torch.allclose(*(backbone.encode(frames).tokens for backbone in backbones), atol=1e-4)
+
+
 def test_no_frames_are_refused(source):
     with pytest.raises(ValueError, match="at least one frame"):
         load_backbone(source, FLOAT32).encode(frames_for(source)[:0])

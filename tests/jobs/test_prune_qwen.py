@@ -7,11 +7,11 @@ import torch
 
 import gstep
 from gstep.backbones import ModelSource, choose_runtime, load_backbone, preprocessor_for
-from jobs import inspect
+from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.decode import DecodeRequest, decode_video
 from pipeline.frames import Sampling
-from tests.jobs.jobs import run
+from tests.jobs.jobs import forbid_ray, run
 from tests.pipeline.videos import sample
 
 pytestmark = pytest.mark.slow
@@ -21,12 +21,13 @@ CLIPS = ["bikes.mp4", "carphone_pristine.mp4"]
 
 
 @pytest.mark.parametrize("model", ["tiny-qwen2-5-vl", "tiny-qwen3-vl"])
-def test_the_stored_tokens_are_the_readable_form_on_the_same_encoder_output(tmp_path, capsys, model):
+def test_the_stored_tokens_are_the_readable_form_on_the_same_encoder_output(tmp_path, capsys, monkeypatch, model):
     folder = tmp_path / "videos"
     folder.mkdir()
     for clip in CLIPS:
         shutil.copy(sample(clip), folder)
-    done = run("jobs.prune", str(folder), "--out", str(tmp_path / "c"), "--model", model, "--num-frames", str(FRAMES))
+    argv = [str(folder), "--out", str(tmp_path / "c"), "--model", model, "--num-frames", str(FRAMES)]
+    done = run("jobs.prune", *argv)
     assert done.returncode == 0, done.stdout
     cache = TokenCache(tmp_path / "c")
     assert cache.video_ids == CLIPS
@@ -60,3 +61,6 @@ def test_the_stored_tokens_are_the_readable_form_on_the_same_encoder_output(tmp_
         assert extra["second_per_grid_ts"] == 2 / (FRAMES / 250 * 25.0)
     assert inspect.main([str(tmp_path / "c"), "bikes.mp4"]) == 0
     assert "0, 62" in capsys.readouterr().out
+    forbid_ray(monkeypatch)
+    assert prune.main(argv) == 0
+    assert "2 of 2 videos are in the cache already" in capsys.readouterr().err

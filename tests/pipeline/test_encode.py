@@ -75,8 +75,8 @@ def test_tokens_that_are_not_finite_are_an_error_row(encoder, monkeypatch):
 QWEN_FRAMES = np.random.default_rng(1).integers(0, 256, (5, 96, 160, 3), dtype=np.uint8)  # 3 x 5 tokens of 32 pixels
 
 
-def qwen3_encoder() -> Encoder:
-    return Encoder(EncodeSetup(ModelSource.resolve("tiny-qwen3-vl"), "gstep", 0.25, device="cpu"))
+def qwen3_encoder(method: str = "gstep", ratio: float = 0.25) -> Encoder:
+    return Encoder(EncodeSetup(ModelSource.resolve("tiny-qwen3-vl"), method, ratio, seed=3, device="cpu"))
 
 
 def qwen3_row(video_id: str = "v"):
@@ -84,13 +84,15 @@ def qwen3_row(video_id: str = "v"):
     return one_row(DECODED, record, {"frames": QWEN_FRAMES})
 
 
-def test_deepstack_levels_hold_the_places_of_the_tokens():
-    (row,) = qwen3_encoder()(qwen3_row())
+@pytest.mark.parametrize("method", ["gstep", "random", "topk", "fps", "uniform", "none"])
+def test_deepstack_levels_hold_the_places_of_the_tokens(method):
+    (row,) = qwen3_encoder(method, 1.0 if method == "none" else 0.25)(qwen3_row())
     (record,) = records(row)
     visual = load_backbone(ModelSource.resolve("tiny-qwen3-vl"), choose_runtime("cpu", "float32")).encode(QWEN_FRAMES)
     places = payload(row, "index", 0, np.int32).tolist()
-    assert len(places) == 11 and places != sorted(places)  # of 3 x 15, an odd last frame repeated
-    stored = torch.from_numpy(payload(row, "deepstack", 0, np.int16).copy()).view(torch.bfloat16).view(3, 11, 64)
+    assert len(places) == (45 if method == "none" else 11)  # of 3 x 15, an odd last frame repeated
+    assert (places == sorted(places)) == (method in {"uniform", "none"})
+    stored = torch.from_numpy(payload(row, "deepstack", 0, np.int16).copy()).view(torch.bfloat16).view(3, -1, 64)
     for ours, level_TND in zip(stored, visual.deepstack, strict=True):
         assert torch.equal(ours, level_TND.bfloat16().flatten(0, 1)[places])
     tokens = payload(row, "tokens", 0, np.int16).tolist()
