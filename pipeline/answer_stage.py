@@ -32,6 +32,11 @@ RETRYABLE = frozenset({"unknown-video", "failed-video", "corrupt", "io", "out-of
 Row = dict[str, Any]
 
 
+def question_blocks(blocks: Iterable[Sequence[Row]]) -> list[pa.Table]:
+    """What the actor takes: each block of questions as one row, which Ray can neither split nor join with another."""
+    return [pa.table({"questions": [json.dumps(block)]}) for block in blocks]
+
+
 def failed_answer(question: Row, error_class: str, message: str) -> Row:
     """The row of a question that ends here."""
     return {
@@ -87,8 +92,11 @@ class Asked:
 class HeldVideos:
     """The last videos that were read, up to a number of bytes; a video is one Visual, which its questions share."""
 
-    def __init__(self, cache: TokenCache, retention_ratio: float | None, limit: int = _HELD_BYTES) -> None:
+    def __init__(
+        self, cache: TokenCache, retention_ratio: float | None, limit: int = _HELD_BYTES, beat: Beat | None = None
+    ) -> None:
         self._cache = cache
+        self._beat = beat or Beat(STAGE)
         self._ratio = retention_ratio
         self._limit = limit
         self._held: OrderedDict[str, tuple[Visual, float]] = OrderedDict()
@@ -100,7 +108,8 @@ class HeldVideos:
         if video_id in self._held:
             self._held.move_to_end(video_id)
             return *self._held[video_id], 0.0
-        video = self._cache.get(video_id, self._ratio)
+        with self._beat.busy(f"the tokens of {video_id}, being read"):
+            video = self._cache.get(video_id, self._ratio)
         visual = to_visual(video, self._cache.newline)
         ratio = self._ratio if self._ratio is not None else float(video.metadata["retention_ratio"])
         self._held[video_id] = visual, ratio
@@ -153,16 +162,16 @@ class Answerer:
         self._beat = Beat(STAGE, pulse)
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._builder = prompt_builder(setup.source, setup.positions, setup.rule)
-        self._videos = HeldVideos(
-            TokenCache(str(setup.store), store=setup.store, live=setup.live), setup.retention_ratio
-        )
+        cache = TokenCache(str(setup.store), store=setup.store, live=setup.live)
+        self._videos = HeldVideos(cache, setup.retention_ratio, beat=self._beat)
         self._size = BatchSize(setup.batch_size)
         with self._beat.busy("the model, being loaded"):
             self._model: LanguageModel = load_language_model(setup.source, self._runtime)
         self._provenance = {**self._runtime.describe(), "model_bytes": self._model.n_bytes}
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        rows = [row | {"runtime": self._provenance} for row in self.answer(batch.to_pylist())]
+        questions = [question for text in batch["questions"].to_pylist() for question in json.loads(text)]
+        rows = [row | {"runtime": self._provenance} for row in self.answer(questions)]
         return pa.table([pa.array([json.dumps(row) for row in rows], pa.string())], schema=WRITTEN)
 
     def answer(self, questions: Sequence[Row]) -> Iterator[Row]:

@@ -11,12 +11,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import pyarrow as pa
 import ray
 import ray.data
 from rich.console import Console
 
-from pipeline.answer_stage import STAGE, Answerer, AnswerSetup
+from pipeline.answer_stage import STAGE, Answerer, AnswerSetup, question_blocks
 from pipeline.answer_summary import AnswerSummary, summarise_answers
 from pipeline.answers import AnswersTable, commit_answers, write_answers_header
 from pipeline.cluster import cause, connect, provenance, settle
@@ -27,7 +26,6 @@ from pipeline.graph import MAX_BLOCKS, Stage, actors
 from pipeline.lock import Lock, cache_lock
 from pipeline.progress import Words, reporter
 from pipeline.pulse import start_pulse
-from pipeline.questions import QUESTION_SCHEMA
 from pipeline.rows import Record
 from pipeline.runs import RunFile
 from pipeline.stall import Watch
@@ -36,7 +34,6 @@ from pipeline.todo import in_blocks, unanswered, without_model
 
 ANSWERING = Words("answering", "question", {STAGE: "answered"})
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow")
-_TODO_SCHEMA = QUESTION_SCHEMA.append(pa.field("attempts", pa.int32(), nullable=False))
 Row = dict[str, Any]
 
 
@@ -175,8 +172,8 @@ def answer_setup(job: GenerateJob, device: str, dtype: str) -> AnswerSetup:
 
 def build_graph(ask: list[Row], setup: AnswerSetup, plan: AnswerPlan, pulse: Any = None) -> ray.data.Dataset:
     """The lazy dataset whose rows are the answers to ``ask``; nothing runs until it is iterated."""
-    blocks = [pa.Table.from_pylist(block, schema=_TODO_SCHEMA) for block in in_blocks(ask, plan.questions_per_block)]
-    # A whole block a call: its questions share videos, which are read once and go through the model once.
+    # A block is one row: its questions share videos, which are read once and go through the model once.
+    blocks = question_blocks(in_blocks(ask, plan.questions_per_block))
     return ray.data.from_blocks(blocks).map_batches(
-        Answerer, fn_constructor_args=(setup, pulse), **actors(plan.answer, None)
+        Answerer, fn_constructor_args=(setup, pulse), **actors(plan.answer, 1)
     )

@@ -22,13 +22,12 @@ from pipeline.live import INDEX_COLUMNS, read_live
 from pipeline.objects import Objects
 from pipeline.questions import Way, read_questions
 from pipeline.request import check_out, new_run_id, refusing, store_refusing
-from pipeline.schema import open_parquet
 from pipeline.store import Store, store_at
 
 # What is asked of the index of the cache, beside what TokenCache needs of it.
 LIVE_COLUMNS = (
     *INDEX_COLUMNS,
-    *("error_message", "n_tokens", "n_total", "hidden_size", "retention_ratio", "nested", "token_shard"),
+    *("error_message", "n_tokens", "n_total", "hidden_size", "retention_ratio", "nested"),
 )
 
 
@@ -161,28 +160,16 @@ def _check_model(cache: Store, held: dict[str, Any], source: ModelSource) -> Non
 def _check_tokens(cache: Store, header: dict[str, Any], live: pa.Table, builder: PromptBuilder) -> None:
     """Whether the cached tokens are of the shape that the model takes."""
     again = "prune into another --out with the same model"
-    good = live.filter(pc.equal(live["status"], "ok")).slice(0, 1).to_pylist()
+    levels = header.get("deepstack_levels", 0)  # caches made before there were any do not say
+    if levels != builder.deepstack_levels:
+        raise UsageError(
+            f"{cache}: it holds {levels} deepstack levels, the model takes {builder.deepstack_levels}: {again}"
+        )
     if builder.needs_newline and header.get("newline") is None:
         raise UsageError(f"{cache}: it lacks the newline row that this model puts after a video: {again}")
-    for row in good:
-        if row["hidden_size"] != builder.hidden_size:
-            raise UsageError(
-                f"{cache}: its tokens have {row['hidden_size']} values, the model takes {builder.hidden_size}: {again}"
-            )
-        levels = _deepstack_levels(cache, row["token_shard"])
-        if levels is not None and levels != builder.deepstack_levels:
-            raise UsageError(
-                f"{cache}: it holds {levels} deepstack levels, the model takes {builder.deepstack_levels}: {again}"
-            )
-
-
-def _deepstack_levels(cache: Store, shard: str) -> int | None:
-    """How many a token shard holds; None where it cannot be read, which is the concern of the questions about it."""
-    try:
-        names: list[str] = open_parquet(cache.open(shard)).schema_arrow.names
-    except (OSError, pa.ArrowException):
-        return None
-    return sum(name.startswith("deepstack_") for name in names)
+    widths = pc.unique(live.filter(pc.equal(live["status"], "ok"))["hidden_size"]).to_pylist()
+    if wrong := [width for width in widths if width != builder.hidden_size]:
+        raise UsageError(f"{cache}: its tokens have {wrong[0]} values, the model takes {builder.hidden_size}: {again}")
 
 
 def _check_ratio(ratio: float | None, stored: float, live: pa.Table) -> None:

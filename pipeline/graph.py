@@ -184,8 +184,8 @@ def configure_ray_data() -> None:
     context.target_max_block_size = BLOCK_BYTES
 
 
-def actors(stage: Stage, batch_size: int | None) -> Mapping[str, Any]:
-    """Options of ``map_batches`` for a stage whose calls get ``batch_size`` rows; None: a whole block."""
+def actors(stage: Stage, batch_size: int) -> Mapping[str, Any]:
+    """Options of ``map_batches`` for a stage whose calls get ``batch_size`` rows."""
     return {
         "batch_size": batch_size,
         "batch_format": "pyarrow",

@@ -107,6 +107,9 @@ def test_tokens_of_another_width_or_without_newline(refuse, tmp_path):
 def test_tokens_without_deepstack_levels(refuse, tmp_path):
     tiny_cache(tmp_path / "c", source=ModelSource.resolve("tiny-qwen3-vl"), newline=None)
     assert "holds 0 deepstack levels, the model takes 3" in refuse()
+    shutil.rmtree(tmp_path / "c")
+    tiny_cache(tmp_path / "c", deepstack_levels=2)
+    assert "holds 2 deepstack levels, the model takes 0" in refuse()
 
 
 def test_a_ratio_that_the_cache_cannot_serve(refuse, tmp_path):
