@@ -42,6 +42,16 @@ class PruneConfig:
     max_frames: int | None = option(
         None, "with --fps: at most this many frames, uniform beyond (default: the model family's)", metavar="K"
     )
+    min_pixels: int | None = option(
+        None,
+        "Qwen models: least pixels of a frame (Qwen2.5-VL) or of all sampled frames together (Qwen3-VL) "
+        "(default: the checkpoint's)",
+        metavar="N",
+    )
+    max_pixels: int | None = option(None, "Qwen models: most pixels, likewise", metavar="N")
+    max_video_tokens: int | None = option(
+        None, "Qwen models: cap long videos as the stock processors do with cap_pixels_per_frame", metavar="N"
+    )
     video_root: list[str] = option(
         [],
         "a folder or s3://bucket/prefix, besides the manifest's own, that it may name files in; may be repeated",
@@ -92,7 +102,8 @@ class PruneConfig:
         check_choices(self)
         check(self.seed >= 0, "seed", "at least 0", self.seed)
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
-        for name in ("num_frames", "max_frames", "decode_workers", "encode_workers"):
+        counts = ("num_frames", "max_frames", "min_pixels", "max_pixels", "max_video_tokens")
+        for name in (*counts, "decode_workers", "encode_workers"):
             value = getattr(self, name)
             check(value is None or value >= 1, name, "at least 1", value)
         for name in ("videos_per_shard", "max_attempts", "decode_memory", "fetch_memory"):

@@ -9,7 +9,7 @@ import pyarrow as pa
 from rich.console import Console
 
 from gstep import make_pruner
-from gstep.backbones import BACKBONES, ModelSource, preprocessor_for
+from gstep.backbones import BACKBONES, ModelSource, limit_pixels, preprocessor_for
 from gstep.pruners.base import Pruner
 from pipeline.cache import HEADER, read_header
 from pipeline.config import PruneConfig, differences
@@ -64,7 +64,7 @@ def prepare(config: PruneConfig, console: Console) -> Job:
             raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
     with refusing():
         pruner = make_pruner(config.pruner, **config.pruner_params())
-        source = ModelSource.resolve(config.model, config.revision)
+        source = _with_limits(ModelSource.resolve(config.model, config.revision), config)
         sampling = sampling_of(config, BACKBONES[source.model_type].default_max_frames)
         # Refuses a number of frames that the model takes of no video.
         preprocessor_for(source).target_size(sampling.num_frames or sampling.max_frames or 0, 1080, 1920)
@@ -85,6 +85,11 @@ def prepare(config: PruneConfig, console: Console) -> Job:
     )
     with store_refusing():
         return match_cache(job, console)
+
+
+def _with_limits(source: ModelSource, config: PruneConfig) -> ModelSource:
+    limits = (config.min_pixels, config.max_pixels, config.max_video_tokens)
+    return source if limits == (None, None, None) else limit_pixels(source, *limits)
 
 
 def _check_reader(name: str) -> None:

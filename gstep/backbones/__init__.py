@@ -50,6 +50,7 @@ __all__ = [
     "SampledVideo",
     "StaticParts",
     "choose_runtime",
+    "limit_pixels",
     "load_backbone",
     "load_static",
     "preprocessor_for",
@@ -65,6 +66,21 @@ def preprocessor_for(source: ModelSource) -> Preprocessor:
     """
     preprocessor: Preprocessor = BACKBONES[source.model_type].preprocessor_for(source)
     return preprocessor
+
+
+def limit_pixels(
+    source: ModelSource, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None
+) -> ModelSource:
+    """The same model with other limits of its frames' size than its preprocessor files give; None keeps theirs.
+
+    Args:
+        min_pixels, max_pixels: of a frame on Qwen2.5-VL, of all sampled frames together on Qwen3-VL.
+        max_video_tokens: turns on the stock processors' cap of long videos (cap_pixels_per_frame).
+
+    Raises ModelError for a family whose frames have one size, and for limits that exclude each other.
+    """
+    limited: ModelSource = BACKBONES[source.model_type].limit_pixels(source, min_pixels, max_pixels, max_video_tokens)
+    return limited
 
 
 def load_static(source: ModelSource) -> StaticParts:

@@ -106,6 +106,13 @@ class Backbone(ABC):
         """The preprocessor that the checkpoint's own files describe. Raises ModelError for what is not implemented."""
 
     @classmethod
+    def limit_pixels(
+        cls, source: ModelSource, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None
+    ) -> ModelSource:
+        """The same model with other limits of its frames' size; see :func:`gstep.backbones.limit_pixels`."""
+        raise ModelError(f"{source.name!r} sees every frame at one size: limits of pixels are for Qwen models")
+
+    @classmethod
     @abstractmethod
     def load_static(cls, source: ModelSource) -> StaticParts:
         """Hidden size and newline row, without building the model."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -72,6 +73,22 @@ class QwenVL(Backbone):
                     f"tower's {theirs}={there!r} in config.json"
                 )
         return cls.preprocessor_class.from_settings(settings)
+
+    @classmethod
+    def limit_pixels(
+        cls, source: ModelSource, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None
+    ) -> ModelSource:
+        """See :meth:`Backbone.limit_pixels`."""
+        now = cls.preprocessor_for(source)
+        low = now.min_pixels if min_pixels is None else min_pixels
+        high = now.max_pixels if max_pixels is None else max_pixels
+        if low > high:
+            raise ModelError(f"{source.name!r}: frames cannot have at least {low} and at most {high} pixels")
+        settings = {k: v for k, v in source.preprocessor.items() if k not in ("min_pixels", "max_pixels")}
+        settings["size"] = {"shortest_edge": low, "longest_edge": high}
+        if max_video_tokens is not None:
+            settings |= {"cap_pixels_per_frame": True, "max_video_tokens": max_video_tokens}
+        return replace(source, preprocessor=settings)
 
     @classmethod
     def load_static(cls, source: ModelSource) -> StaticParts:

@@ -16,6 +16,7 @@ from gstep.backbones import (
     ModelSource,
     Runtime,
     SampledVideo,
+    limit_pixels,
     load_backbone,
     load_static,
     preprocessor_for,
@@ -245,6 +246,25 @@ def test_every_spelling_of_the_pixel_bounds_of_qwen2_5(folder, settings, bounds)
     change_json(folder / "preprocessor_config.json", lambda content: content.update(settings))
     preprocessor = preprocessor_for(ModelSource.resolve(folder))
     assert (preprocessor.min_pixels, preprocessor.max_pixels) == bounds
+
+
+def test_limits_of_pixels_overrule_the_checkpoints(source):
+    limited = limit_pixels(source, None, 30_000, None)
+    before, now = preprocessor_for(source), preprocessor_for(limited)
+    assert (now.min_pixels, now.max_pixels) == (before.min_pixels, 30_000)
+    height, width = now.target_size(2, 360, 640)
+    assert height * width <= 30_000 and now.settings() != before.settings()
+    assert preprocessor_for(limit_pixels(limited, 20_000, None, None)).min_pixels == 20_000
+    capped = preprocessor_for(limit_pixels(source, None, None, 1000))
+    assert capped.max_video_tokens == 1000
+    assert limited.identity == source.identity
+    with pytest.raises(ModelError, match="at least 50000 and at most 10 pixels"):
+        limit_pixels(source, 50_000, 10, None)
+
+
+def test_a_family_with_one_size_has_no_limits():
+    with pytest.raises(ModelError, match="one size"):
+        limit_pixels(ModelSource.resolve("tiny"), None, 1000, None)
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen2-5-vl"], indirect=True)

@@ -65,6 +65,13 @@ def test_unknown_pruner_and_parameter(refuse, videos, tmp_path):
     assert "alpha" in refuse(prune, [str(videos), *out, "--pruner-param", "alpha=2"])
 
 
+def test_limits_of_pixels_that_do_not_fit_the_model(refuse, videos, tmp_path):
+    out = ["--out", str(tmp_path / "c")]
+    assert "one size" in refuse(prune, [str(videos), *out, "--max-pixels", "1000"])
+    assert "at most 10 pixels" in refuse(prune, [str(videos), *out, "--model", "tiny-qwen3-vl", "--max-pixels", "10"])
+    assert "--min-pixels must be at least 1" in refuse(prune, [str(videos), *out, "--min-pixels", "0"])
+
+
 def test_unknown_model_type(refuse, videos, tmp_path):
     model = tmp_path / "model"
     model.mkdir()
