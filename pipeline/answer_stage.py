@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +14,11 @@ import pyarrow as pa
 import torch
 
 from gstep.backbones import ModelSource, choose_runtime
-from gstep.language import LanguageModel, Prompt, Visual, load_language_model, prompt_builder
-from pipeline.cache import CachedVideo, TokenCache
+from gstep.language import LanguageModel, Prompt, load_language_model, prompt_builder
+from pipeline.cache import TokenCache
 from pipeline.choices import lettered_prompt, letters, parse_letter
 from pipeline.errors import CorruptShard, FailedVideo, UnknownVideo, printable
+from pipeline.held_videos import HeldVideos
 from pipeline.pulse import Beat
 from pipeline.questions import decoding_of
 from pipeline.rows import WRITTEN
@@ -26,7 +26,6 @@ from pipeline.store import Store
 
 STAGE = "answer"
 GROW_AFTER = 16  # batches after one that did not fit
-_HELD_BYTES = 2**30  # of cached tokens that an actor keeps for the questions to come
 # What another attempt may cure: the machine's state, or a cache that has grown since.
 RETRYABLE = frozenset({"unknown-video", "failed-video", "corrupt", "io", "out-of-memory", "internal"})
 Row = dict[str, Any]
@@ -87,54 +86,6 @@ class Asked:
         """What is scored."""
         choices: list[str] = self.row["choices"]
         return letters(len(choices)) if self.decoding["method"] == "letter" else choices
-
-
-class HeldVideos:
-    """The last videos that were read, up to a number of bytes; a video is one Visual, which its questions share."""
-
-    def __init__(
-        self, cache: TokenCache, retention_ratio: float | None, limit: int = _HELD_BYTES, beat: Beat | None = None
-    ) -> None:
-        self._cache = cache
-        self._beat = beat or Beat(STAGE)
-        self._ratio = retention_ratio
-        self._limit = limit
-        self._held: OrderedDict[str, tuple[Visual, float]] = OrderedDict()
-        self._bytes = 0
-
-    def get(self, video_id: str) -> tuple[Visual, float, float]:
-        """The tokens, the nominal ratio they were read at, and the seconds that took. Raises as TokenCache.get."""
-        started = time.perf_counter()
-        if video_id in self._held:
-            self._held.move_to_end(video_id)
-            return *self._held[video_id], 0.0
-        with self._beat.busy(f"the tokens of {video_id}, being read"):
-            video = self._cache.get(video_id, self._ratio)
-        visual = to_visual(video, self._cache.newline)
-        ratio = self._ratio if self._ratio is not None else float(video.metadata["retention_ratio"])
-        self._held[video_id] = visual, ratio
-        self._bytes += n_bytes(visual)
-        while self._bytes > self._limit and len(self._held) > 1:
-            _, (old, _) = self._held.popitem(last=False)
-            self._bytes -= n_bytes(old)
-        return visual, ratio, time.perf_counter() - started
-
-
-def to_visual(video: CachedVideo, newline: torch.Tensor | None) -> Visual:
-    """A cached video, in ascending order of its tokens, as prompts take it."""
-    return Visual(
-        tokens=video.tokens,
-        index=video.index,
-        n_frames=video.metadata["n_frames"],
-        tokens_per_frame=video.metadata["tokens_per_frame"],
-        extra=video.metadata["model_extra"] or {},
-        deepstack=video.deepstack,
-        newline=newline,
-    )
-
-
-def n_bytes(visual: Visual) -> int:
-    return sum(tensor.nbytes for tensor in (visual.tokens, visual.index, *visual.deepstack))
 
 
 class BatchSize:

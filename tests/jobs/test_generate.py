@@ -16,11 +16,12 @@ from gstep.backbones import ModelSource
 from gstep.language import Decoding, prompt_builder
 from jobs import generate, prune
 from pipeline import TokenCache
-from pipeline.answer_stage import STAGE, to_visual
+from pipeline.answer_stage import STAGE
 from pipeline.answers import AnswersTable, read_answers
 from pipeline.generate import build_graph, plan_answers
 from pipeline.generate_config import GenerateConfig
 from pipeline.graph import RESTARTS
+from pipeline.held_videos import to_visual
 from pipeline.pulse import Beat
 from pipeline.store import LocalStore, store_at
 from tests.gstep.llms import llm

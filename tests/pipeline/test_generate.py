@@ -10,9 +10,10 @@ import torch
 from gstep.backbones import ModelSource, tiny
 from gstep.language import Decoding, prompt_builder
 from pipeline import TokenCache, answer_stage
-from pipeline.answer_stage import GROW_AFTER, Answerer, BatchSize, HeldVideos, to_visual
+from pipeline.answer_stage import GROW_AFTER, Answerer, BatchSize
 from pipeline.generate import plan_answers
 from pipeline.generate_config import GenerateConfig
+from pipeline.held_videos import HeldVideos, n_bytes, to_visual
 from pipeline.questions import Way, read_questions
 from tests.gstep.llms import llm
 from tests.pipeline.asking import SHAPE, setup_of, tiny_cache, write_questions
@@ -233,7 +234,7 @@ def test_a_damaged_shard_costs_the_questions_on_its_videos(tmp_path):
 
 def test_a_video_is_read_once_and_few_are_held(cache):
     opened = TokenCache(str(cache), store=cache)
-    size = answer_stage.n_bytes(to_visual(opened.get("a"), None))
+    size = n_bytes(to_visual(opened.get("a"), None))
     held = HeldVideos(opened, None, limit=2 * size)
     a, ratio, seconds = held.get("a")
     assert ratio == 0.25 and seconds > 0
