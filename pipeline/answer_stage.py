@@ -173,9 +173,9 @@ class Answerer:
             "load_s": sum(seconds for _, _, seconds in read),
         }
         asked = Asked(row, prompt, decoding)
-        room = self._builder.context_length - len(prompt)
+        room = self._builder.context_length - prompt.extent
         if room < (1 if asked.scored else decoding["max_new_tokens"]):
-            return failed_answer(row, "prompt-too-long", too_long(len(prompt), self._builder.context_length))
+            return failed_answer(row, "prompt-too-long", too_long(prompt.extent, self._builder.context_length))
         return asked
 
     def _answer_held(self, batch: list[Asked]) -> list[Row]:
