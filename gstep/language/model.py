@@ -165,10 +165,6 @@ class LanguageModel:
         config.update(
             do_sample=False,
             num_beams=1,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            max_length=None,
             max_new_tokens=max(d.max_new_tokens for d in decodings),
             pad_token_id=self._pad_id(),
             use_cache=True,

@@ -368,6 +368,37 @@ def test_a_repetition_penalty_of_the_checkpoint_holds_and_sees_no_padding(name, 
     assert ids_of(together) != ids_of(llm(name).generate(prompts, [GREEDY] * 4))
 
 
+def test_how_the_checkpoint_would_draw_does_not_matter(name, folder, prompts):
+    path = folder / "generation_config.json"
+    drawing = {"do_sample": True, "temperature": 1e-6, "top_k": 1, "top_p": 0.001, "num_return_sequences": 2}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **drawing}))
+    loaded = load_language_model(ModelSource.resolve(folder), FLOAT32)
+    assert ids_of(loaded.generate(prompts, [GREEDY] * 4)) == ids_of(llm(name).generate(prompts, [GREEDY] * 4))
+    # Transformers warns of what greedy decoding ignores, in every process.
+    left = loaded.model.generation_config
+    assert (left.do_sample, left.temperature, left.top_k, left.top_p) == (None,) * 4
+
+
+def test_the_end_of_an_answer_is_looked_up_in_the_config_where_it_is_not_set(name, folder):
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"pad_token_id": 0}))
+    config = json.loads((folder / "config.json").read_text())
+    config.get("text_config", config)["eos_token_id"] = 77
+    (folder / "config.json").write_text(json.dumps(config))
+    for _ in ("a file that does not say", "no file"):
+        assert load_language_model(ModelSource.resolve(folder), FLOAT32).model.generation_config.eos_token_id == 77
+        path.unlink(missing_ok=True)
+
+
+def test_a_library_that_would_ignore_cached_tokens_is_refused(name, source, monkeypatch):
+    def older(self, input_ids=None, **keywords):
+        pass
+
+    monkeypatch.setattr(type(llm(name).model), "forward", older)
+    with pytest.raises(ModelError, match=r"takes no cached tokens: pip install 'transformers>=5\.18"):
+        load_language_model(source, FLOAT32)
+
+
 def llava_config(hidden, layers, heads, kv, inner, tied):
     """What decides the language model in the config.json of LLaVA-OneVision on the hub."""
     text = {
