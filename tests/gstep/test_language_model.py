@@ -15,6 +15,7 @@ from gstep.backbones.files import CheckpointFiles
 from gstep.errors import ModelError
 from gstep.language import Decoding, load_language_model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs
+from gstep.language.decoding import SeededSampling
 from gstep.language.prompt import parsed_config
 from gstep.language.weights import without_vision
 from tests.gstep.llms import FAMILIES, FLOAT32, encode, kept_index, llm, stock, stock_inputs
@@ -239,6 +240,32 @@ def test_draws_follow_the_distribution(name, prompts):
     kept = probabilities[sorted(top)] / probabilities[sorted(top)].sum()
     for token, share in zip(sorted(top), kept.tolist(), strict=True):
         assert abs(draws.count(token) / len(draws) - share) < 0.07
+
+
+def drawn(scores, n=300, **options):
+    """What ``n`` seeds draw of one row of scores."""
+    rows = torch.tensor([scores])
+    return {
+        int(SeededSampling([Decoding(seed=seed, **options)])(torch.zeros(1, 1, dtype=torch.long), rows).argmax())
+        for seed in range(n)
+    }
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-38, 1e-7])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.5, "top_k": 2}])
+def test_next_to_no_temperature_is_greedy(temperature, options):
+    assert drawn([30.0, -5.0, 31.0, 29.0], n=20, temperature=temperature, **options) == {2}
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e300])
+def test_any_heat_leaves_what_the_model_rules_out(temperature):
+    assert drawn([30.0, float("-inf"), -31.0], temperature=temperature) == {0, 2}
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(1e-9, {1}), (0.6, {1, 2}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})])
+def test_only_the_likeliest_that_make_up_top_p_are_drawn(top_p, kept):
+    logits = torch.tensor([0.2, 0.4, 0.3, 0.1]).log().tolist()
+    assert drawn(logits, temperature=1.0, top_p=top_p) == kept
 
 
 @pytest.mark.parametrize("share_prefix", [True, False])
