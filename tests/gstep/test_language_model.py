@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 from gstep.backbones import ModelSource, choose_runtime, tiny
 from gstep.backbones.files import CheckpointFiles
 from gstep.errors import ModelError
-from gstep.language import Decoding, load_language_model, prompt_builder
+from gstep.language import Decoding, load_language_model, model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs
 from gstep.language.decoding import SeededSampling
 from gstep.language.prompt import parsed_config
@@ -285,6 +285,23 @@ def test_continuations_are_scored_as_the_whole_text_would_be(name, prompts, shar
             logprobs = torch.log_softmax(llm(name).logits([whole])[0], dim=-1)[len(prompt) - 1 : -1]
             expected = logprobs.gather(-1, ids[:, None]).sum()
             assert score.logprob == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_long_prompts_are_not_copied_for_all_choices_at_once(name, prompts, monkeypatch):
+    choices = [["a white car", "A", "two people who talk", "neither of them", "a tree"]]
+    expected = [score.logprob for score in llm(name).score(prompts[:1], choices)[0]]
+    seen = []
+    forward = llm(name).model.forward
+
+    def counted(*args, input_ids, **keywords):
+        seen.append(len(input_ids))
+        return forward(*args, input_ids=input_ids, **keywords)
+
+    monkeypatch.setattr(llm(name).model, "forward", counted)
+    monkeypatch.setattr(model, "COPIED_TOKENS", 3 * len(prompts[0]))
+    scores = llm(name).score(prompts[:1], choices)[0]
+    assert [score.logprob for score in scores] == pytest.approx(expected, abs=1e-4)
+    assert seen == [1, 3, 1]  # the prompt, then the four choices of several tokens
 
 
 def test_an_empty_continuation_is_refused(name, prompts):
