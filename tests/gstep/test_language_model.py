@@ -148,9 +148,10 @@ def test_a_ragged_batch_gives_what_single_runs_give(name, prompts, share_prefix)
     answers = llm(name).generate(prompts, decodings, share_prefix=share_prefix)
     single = [llm(name).generate([p], [d])[0] for p, d in zip(prompts, decodings, strict=True)]
     assert ids_of(answers) == ids_of(single)
-    assert [len(a.token_ids) for a in answers if a.finish == "length"] == [
-        d.max_new_tokens for a, d in zip(answers, decodings, strict=True) if a.finish == "length"
-    ]
+    assert [a.finish for a in answers] == [a.finish for a in single]
+    for answer, decoding in zip(answers, decodings, strict=True):
+        assert (answer.finish == "length") == (len(answer.token_ids) == decoding.max_new_tokens)
+    assert answers[1].finish == "length"  # so one row ends before the others
     batched = llm(name).logits(prompts)
     for prompt, logits in zip(prompts, batched, strict=True):
         torch.testing.assert_close(logits, llm(name).logits([prompt])[0], atol=2e-5, rtol=0)
@@ -179,7 +180,7 @@ def test_only_what_is_the_same_is_shared(name, source, video):
     """Another system message, other positions of as many tokens, or another video of the same size."""
     builder, question = prompt_builder(source, "original"), "Why?"
     some, others = video.keep(torch.arange(9)), video.keep(torch.arange(30, 39))
-    louder = dataclasses.replace(some, tokens=some.tokens * 1.5)
+    louder = dataclasses.replace(some, tokens=-3 * some.tokens)
     prompts = [
         builder.build(question, [some]),
         builder.build(question, [some], system="Be brief."),
@@ -188,7 +189,9 @@ def test_only_what_is_the_same_is_shared(name, source, video):
         prompt_builder(source, "contiguous").build(question, [some]),
     ]
     together = llm(name).generate(prompts, [GREEDY] * len(prompts))
-    assert ids_of(together) == [llm(name).generate([p], [GREEDY])[0].token_ids for p in prompts]
+    alone = [llm(name).generate([p], [GREEDY])[0].token_ids for p in prompts]
+    assert ids_of(together) == alone
+    assert alone[3] != alone[0]  # else this could not fail
 
 
 def test_a_batch_is_padded_on_the_left_with_a_token_of_the_prompt(prompts):
@@ -242,19 +245,25 @@ def test_draws_follow_the_distribution(name, prompts):
         assert abs(draws.count(token) / len(draws) - share) < 0.07
 
 
-def drawn(scores, n=300, **options):
-    """What ``n`` seeds draw of one row of scores."""
+def drawn(scores, seeds=range(300), **options):
+    """What some seeds draw of one row of scores."""
     rows = torch.tensor([scores])
     return {
         int(SeededSampling([Decoding(seed=seed, **options)])(torch.zeros(1, 1, dtype=torch.long), rows).argmax())
-        for seed in range(n)
+        for seed in seeds
     }
+
+
+@pytest.mark.parametrize(("temperature", "share"), [(0.5, 0.881), (1.0, 0.731), (4.0, 0.562)])
+def test_the_temperature_divides_the_logits(temperature, share):
+    draws = [drawn([0.0, 1.0], range(i, i + 1), temperature=temperature) for i in range(1000)]
+    assert draws.count({1}) / 1000 == pytest.approx(share, abs=0.05)
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-38, 1e-7])
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.5, "top_k": 2}])
 def test_next_to_no_temperature_is_greedy(temperature, options):
-    assert drawn([30.0, -5.0, 31.0, 29.0], n=20, temperature=temperature, **options) == {2}
+    assert drawn([30.0, -5.0, 31.0, 29.0], seeds=range(20), temperature=temperature, **options) == {2}
 
 
 @pytest.mark.parametrize("temperature", [1e30, 1e300])
