@@ -67,14 +67,15 @@ def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateCon
     """Share out a cluster; ``gpus`` is 0 where the model runs on CPUs."""
     room = int(gpus) if gpus >= 1 else max(1, int(cpus))
     workers = max(1, min(config.workers or (room if gpus >= 1 else 1), room, n_questions))
-    # A block is the unit of work, of retry and of what is committed at once: small runs use small ones, but no smaller
-    # than a batch, and no more of them than the driver tracks lightly.
-    block = min(config.questions_per_shard, max(config.batch_size, n_questions // (8 * workers)))
+    # A block is the unit of work, of retry and of what is committed at once: small runs use small ones, but whole
+    # batches, and no more of them than the driver tracks lightly.
+    batches = min(config.questions_per_shard, n_questions // (8 * workers)) // config.batch_size
+    block = config.batch_size * max(1, batches)
     return AnswerPlan(
         answer=Stage(0, 1, workers, "one model a GPU; a CPU for its host thread is left free")
         if gpus >= 1
         else Stage(min(1.0, cpus), 0, workers, "for trying things out: a CPU answers slowly"),
-        questions_per_block=max(block, n_questions // MAX_BLOCKS, 1),
+        questions_per_block=max(block, n_questions // MAX_BLOCKS),
     )
 
 
