@@ -276,6 +276,12 @@ def test_all_models_fit_a_cluster_at_once(cpus, gpus, n_questions, workers):
     assert plan.answer.workers * plan.questions_per_block <= max(n_questions, 8 * plan.answer.workers)
 
 
+@pytest.mark.parametrize(("batch_size", "per_shard", "block"), [(128, 64, 128), (48, 64, 48), (8, 20, 16), (1, 3, 3)])
+def test_a_block_is_whole_batches(batch_size, per_shard, block):
+    config = GenerateConfig(questions="q.jsonl", batch_size=batch_size, questions_per_shard=per_shard)
+    assert plan_answers(8, 2, 10**4, config).questions_per_block == block
+
+
 def test_every_gpu_gets_a_model():
     config = GenerateConfig(questions="q.jsonl")
     assert plan_answers(64, 8, 10**4, config).answer.workers == 8
