@@ -9,6 +9,10 @@ from gstep.backbones import ModelSource, tiny
 from jobs import generate
 from pipeline import answer_stage
 from pipeline.answers import read_answers
+from pipeline.errors import RunFailed
+from pipeline.generate_config import GenerateConfig
+from pipeline.generate_job import _model
+from pipeline.lock import cache_lock
 from tests.jobs.jobs import forbid_ray
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.caches import encoded, random_tokens, write_shard
@@ -205,6 +209,45 @@ def test_answers_of_other_settings_are_refused_by_name(ask, tmp_path, options, d
     assert ask(rows=rows)[0] == 1
     code, text = ask(*options, rows=rows)
     assert code == 2 and difference in text
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({}, ("org/model", "abc")),
+        ({"model": "org/model"}, ("org/model", "abc")),
+        ({"model": "org/model", "revision": "main"}, ("org/model", "main")),
+        ({"model": "org/fork"}, ("org/fork", None)),
+    ],
+)
+def test_the_revision_is_the_caches_wherever_its_branch_is_now(options, named):
+    assert _model(GenerateConfig(questions="q.jsonl", **options), "hub:org/model@abc") == named
+
+
+def test_what_another_run_wrote_before_the_lock_was_ours_counts(ask, tmp_path, monkeypatch):
+    tiny_cache(tmp_path / "c")
+    rows = [{**QUESTION, "video_id": "gone"}]
+    code, _ = ask("--max-new-tokens", "9", "--out", str(tmp_path / "other"), rows=rows)
+    assert code == 1
+
+    def late(*arguments):
+        shutil.copytree(tmp_path / "other", tmp_path / "o", dirs_exist_ok=True)
+        return cache_lock(*arguments)
+
+    monkeypatch.setattr("pipeline.generate.cache_lock", late)
+    code, text = ask(rows=rows)
+    assert code == 2 and "max_new_tokens: the answers have 9, this run 64" in text
+
+
+def test_a_lock_that_was_lost_writes_nothing(ask, tmp_path, monkeypatch):
+    tiny_cache(tmp_path / "c")
+
+    def lost(_):
+        raise RunFailed("the lock was lost")
+
+    monkeypatch.setattr("pipeline.lock.FileLock.check", lost)
+    assert ask(rows=[{**QUESTION, "video_id": "gone"}])[0] == 1
+    assert [path.name for path in (tmp_path / "o").iterdir()] == [".lock"]
 
 
 def test_a_seed_that_greedy_decoding_does_not_look_at_is_no_difference(ask, tmp_path):

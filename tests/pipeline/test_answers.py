@@ -201,3 +201,5 @@ def test_seconds_of_a_batch_count_once(job_of):
     assert summary.seconds == {"load": 1.0, "prefill": 4.0, "decode": 2.0}
     assert (summary.visual_tokens, summary.prompt_tokens, summary.new_tokens) == (10, 25, 6)
     assert (summary.n_ok, summary.n_new, summary.exit_code(0)) == (2, 2, 0)
+    part = summarise_answers(AnswersTable(job.store).live(), job.questions.slice(0, 1), {"ok"}, 2.0)
+    assert (part.n_ok, part.n_missing, part.new_tokens) == (1, 0, 3)  # of this file of questions alone

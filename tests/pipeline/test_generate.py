@@ -192,6 +192,20 @@ def test_a_bug_that_one_question_meets_costs_no_other(failing, tmp_path):
     assert model.sizes == [8] + [1] * 8
 
 
+def test_a_poisoned_gpu_ends_the_actor_so_that_ray_starts_another(failing, tmp_path, monkeypatch):
+    def poisoned(prompts):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def exit_at_once(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(answer_stage.os, "_exit", exit_at_once)
+    actor, model = failing(poisoned)
+    with pytest.raises(SystemExit, match="70"):
+        list(actor.answer(open_questions(tmp_path, 4)))
+    assert model.sizes == [4]
+
+
 def decoded(prompt) -> str:
     return llm("tiny").tokenizer.decode(prompt.input_ids)
 
@@ -248,7 +262,8 @@ def test_a_damaged_shard_costs_the_questions_on_its_videos(tmp_path):
     assert rows["1"]["retryable"]
 
 
-def test_a_video_is_read_once_and_few_are_held(cache):
+def test_a_video_is_read_once_and_few_are_held(tmp_path):
+    cache = tiny_cache(tmp_path / "c", ("a", "b", "c"))
     opened = TokenCache(str(cache), store=cache)
     size = n_bytes(to_visual(opened.get("a"), None))
     held = HeldVideos(opened, None, limit=2 * size)
@@ -257,6 +272,8 @@ def test_a_video_is_read_once_and_few_are_held(cache):
     assert held.get("a")[0] is a and held.get("a")[2] == 0
     held.get("b")
     assert held.get("a")[0] is a  # both fit
+    held.get("c")
+    assert held.get("a")[0] is a and held.get("b")[2] > 0  # the one that was not asked for longest had to go
     small = HeldVideos(opened, None, limit=size)
     first = small.get("a")[0]
     small.get("b")

@@ -88,6 +88,7 @@ GOOD = {"question_id": 1, "video_id": "v", "prompt": "p"}
         ({**GOOD, "seed": True}, "seed must be a whole number"),
         ({**GOOD, "system": 3}, "system must be text"),
         ({**GOOD, "prompt": "\ud800"}, "not valid text"),
+        ({**GOOD, "question_id": "\ud800"}, "not valid text"),
         ({**GOOD, "system": "\ud800"}, "not valid text"),
         ({**GOOD, "temperature": 10**400}, "temperature must be a number, got one of 401 digits"),
         ([1], "expected an object with question_id, video_id and prompt, got list"),
@@ -179,3 +180,7 @@ def test_letters_are_put_as_lmms_eval_puts_them():
 )
 def test_the_letter_of_a_generated_answer(answer, choice):
     assert parse_letter(answer, ["a dog", "a cat", "a cow."]) == choice
+
+
+def test_the_word_i_is_no_letter_among_many_choices():
+    assert parse_letter("Well, I do not know", [f"choice {i}" for i in range(9)]) is None
