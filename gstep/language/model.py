@@ -14,9 +14,11 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from gstep.backbones import ModelSource, Runtime
 from gstep.language.batch import Batch, encoder_outputs
 from gstep.language.decoding import FirstToken, RowLimits, SeededSampling
+from gstep.language.inside import PruneInside, visual_places
 from gstep.language.prompt import tokenizer_of
 from gstep.language.types import Answer, Decoding, Prompt, Score
 from gstep.language.weights import load_llm
+from gstep.pruners.fastv import FastV
 
 
 class LanguageModel:
@@ -46,14 +48,25 @@ class LanguageModel:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], share_prefix: bool = True
+        self,
+        prompts: Sequence[Prompt],
+        decodings: Sequence[Decoding],
+        share_prefix: bool = True,
+        inside: tuple[FastV, float] | None = None,
     ) -> list[Answer]:
         """Answer a batch of prompts, which may differ in length and in their options.
 
         Args:
             share_prefix: prompts on the same videos (the same Visual objects) go through the model together up to
                 there, once for all of them.
+            inside: a method that prunes inside the model, and the share of visual tokens that it keeps. What it keeps
+                depends on the question, so nothing is shared then.
+
+        Raises ValueError where the model cannot be pruned at that layer.
         """
+        if inside is not None:
+            with self._prune_inside(prompts, *inside).hooked(self.model):
+                return self.generate(prompts, decodings, share_prefix=False)
         started = time.perf_counter()
         batch, cache = self._prefilled(prompts) if share_prefix else (Batch.of(prompts), None)
         clock = FirstToken()
@@ -123,6 +136,16 @@ class LanguageModel:
         if not ids:
             raise ValueError("a choice needs at least one character")
         return ids
+
+    def _prune_inside(self, prompts: Sequence[Prompt], method: FastV, retention_ratio: float) -> PruneInside:
+        batch = Batch.of(prompts)
+        video = int(self.model.config.video_token_id)
+        prunable = torch.zeros_like(batch.mask, dtype=torch.bool)
+        for row, prompt in enumerate(prompts):
+            kept = [len(visual.index) for visual in prompt.visuals]
+            newline = any(visual.newline is not None for visual in prompt.visuals)
+            prunable[row, batch.mask.shape[1] - len(prompt) :] = visual_places(prompt.input_ids, video, kept, newline)
+        return PruneInside(method, retention_ratio, prunable, batch.mask.bool())
 
     def _prefilled(self, prompts: Sequence[Prompt]) -> tuple[Batch, DynamicCache | None]:
         """The prompts, and the keys and values of what they share, where there is anything to save."""
