@@ -30,6 +30,10 @@ class Shortened:
     index: Tensor
     valid: Tensor
 
+    def repeated(self, rows: Sequence[int]) -> Shortened:
+        """Of a batch of these rows, which may repeat."""
+        return Shortened(self.index[list(rows)], self.valid[list(rows)])
+
     def rows(self, tensor_BLX: Tensor) -> Tensor:
         """The kept places of [B,L,...]."""
         place = self.index.reshape(*self.index.shape, *[1] * (tensor_BLX.ndim - 2))
@@ -73,6 +77,15 @@ class PruneInside:
                 hooks.enter_context(_removed(layer.register_forward_pre_hook(hook, with_kwargs=True)))
             yield self
 
+    @contextmanager
+    def of(self, rows: Sequence[int]) -> Iterator[None]:
+        """What goes through meanwhile goes on from these rows of the prefill, which may repeat."""
+        whole, self.kept = self.kept, self.kept and self.kept.repeated(rows)
+        try:
+            yield
+        finally:
+            self.kept = whole
+
     def _check(self, model: Any, n_layers: int) -> None:
         if n_layers <= self.method.K:
             raise ValueError(f"fastv with K={self.method.K} prunes before layer K; this model has {n_layers} layers")
@@ -86,7 +99,7 @@ class PruneInside:
     def _note_query(self, attention: Any, args: Any, keywords: dict[str, Any]) -> None:
         """What the last token's query is made of; its row of attention does not exist in fast kernels."""
         hidden_BLD = keywords["hidden_states"] if "hidden_states" in keywords else args[0]
-        if self.kept is None and hidden_BLD.shape[1] > 1:
+        if self.kept is None:
             cos, sin = keywords["position_embeddings"]
             self._last = hidden_BLD[:, -1:], cos[:, -1:], sin[:, -1:]
 
@@ -119,7 +132,7 @@ class PruneInside:
         """Layer K: hidden states are still whole in the prefill."""
         assert self.kept is not None
         hidden_BLD, *rest = args
-        if hidden_BLD.shape[1] > 1:
+        if not _held(layer, keywords):
             args = (self.kept.rows(hidden_BLD), *rest)
         return self._keep_short(layer, args, keywords)
 
@@ -127,16 +140,20 @@ class PruneInside:
         """Layer K and after: what comes beside the hidden states is made for whole rows."""
         kept = self.kept
         assert kept is not None
-        hidden_BLD = args[0]
+        hidden_BLD, past = args[0], _held(layer, keywords)
         changed = dict(keywords)
-        if hidden_BLD.shape[1] > 1:
+        if not past:
             changed["position_embeddings"] = tuple(kept.rows(part) for part in keywords["position_embeddings"])
         # Only flash attention reads them, to look for packed sequences; these are none.
         changed["position_ids"] = None
-        past = keywords["past_key_values"].get_seq_length(layer.self_attn.layer_idx)
         implementation = layer.self_attn.config._attn_implementation
         changed["attention_mask"] = short_mask(kept.valid, past, hidden_BLD, implementation)
         return args, changed
+
+
+def _held(layer: Any, keywords: dict[str, Any]) -> int:
+    """Tokens that the layer's cache holds: 0 in the prefill."""
+    return int(keywords["past_key_values"].get_seq_length(layer.self_attn.layer_idx))
 
 
 def choose(method: FastV, attention_M: Tensor, retention_ratio: float) -> Tensor:
@@ -179,7 +196,7 @@ def short_mask(valid_BS: Tensor, past: int, hidden_BLD: Tensor, implementation: 
     keys_BK = torch.cat([valid_BS, valid_BS.new_ones(batch, new)], dim=1)
     if implementation.startswith("flash"):
         return None if keys_BK.all() else keys_BK
-    if keys_BK.all() and implementation == "sdpa":
+    if keys_BK.all() and implementation == "sdpa" and (past == 0 or length == 1):
         return None
     full = torch.ones(length, keys_BK.shape[1], dtype=torch.bool, device=keys_BK.device)
     causal = full.tril(diagonal=past)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any, Self
 
 import torch
@@ -93,24 +94,38 @@ class LanguageModel:
 
     @torch.inference_mode()
     def score(
-        self, prompts: Sequence[Prompt], continuations: Sequence[Sequence[str]], share_prefix: bool = True
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Sequence[str]],
+        share_prefix: bool = True,
+        inside: tuple[FastV, float] | None = None,
     ) -> list[list[Score]]:
-        """How likely each continuation of each prompt is; ``share_prefix`` as for :meth:`generate`.
+        """How likely each continuation of each prompt is; ``share_prefix`` and ``inside`` as for :meth:`generate`.
 
         Raises ValueError for a continuation without a token.
         """
         ids = [[self._continuation(text) for text in texts] for texts in continuations]
-        batch, cache = self._prefilled(prompts) if share_prefix else (Batch.of(prompts), None)
-        new = prompts if cache is None else ()
-        output = self._forward(batch, prompts=new, past=cache, use_cache=True, logits_to_keep=1)
-        first = torch.log_softmax(output.logits[:, -1].float(), dim=-1)
-        return [
-            self._scores(batch.rows([row]), output.past_key_values, row, first[row], texts)
-            for row, texts in enumerate(ids)
-        ]
+        with ExitStack() as stack:
+            active = None
+            if inside is not None:
+                active = stack.enter_context(self._prune_inside(prompts, *inside).hooked(self.model))
+            batch, cache = self._prefilled(prompts) if share_prefix and not active else (Batch.of(prompts), None)
+            new = prompts if cache is None else ()
+            output = self._forward(batch, prompts=new, past=cache, use_cache=True, logits_to_keep=1)
+            first = torch.log_softmax(output.logits[:, -1].float(), dim=-1)
+            return [
+                self._scores(batch.rows([row]), output.past_key_values, row, first[row], texts, active)
+                for row, texts in enumerate(ids)
+            ]
 
     def _scores(
-        self, prompt: Batch, cache: DynamicCache, row: int, first: Tensor, continuations: list[list[int]]
+        self,
+        prompt: Batch,
+        cache: DynamicCache,
+        row: int,
+        first: Tensor,
+        continuations: list[list[int]],
+        inside: PruneInside | None,
     ) -> list[Score]:
         """Of one prompt, whose keys and values are row ``row`` of ``cache``."""
         logprobs = [float(first[ids[0]]) for ids in continuations]
@@ -124,7 +139,9 @@ class LanguageModel:
             mask = (here < torch.tensor([[len(ids)] for ids in inputs])).long()
             start = prompt.positions[:, 0, -1:, None] + 1  # text follows text: the last position of a prompt is its own
             tail = Batch(padded, mask, (start + here).expand(-1, len(longer), -1))
-            output = self._forward(tail.after(prompt.rows([0] * len(longer))), past=_rows(cache, [row] * len(longer)))
+            rows = [row] * len(longer)
+            with inside.of(rows) if inside else nullcontext():
+                output = self._forward(tail.after(prompt.rows([0] * len(longer))), past=_rows(cache, rows))
             following = torch.log_softmax(output.logits.float(), dim=-1)
             for place, i in enumerate(longer):
                 targets = torch.tensor(continuations[i][1:], device=following.device)

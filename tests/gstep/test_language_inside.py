@@ -178,6 +178,26 @@ def test_generation_goes_on_as_the_pruned_prompt_says(loaded, prompts):
         )
 
 
+def test_continuations_are_scored_on_what_was_kept(loaded, prompts):
+    texts = [["A", "two people", "a car that moves"], ["B"], ["the first one", "C"]]
+    scores = loaded.score(prompts, texts, inside=(FastV(K=K), RATIO))
+    for prompt, row, continuations in zip(prompts, scores, texts, strict=True):
+        _, kept = pruned_forward(loaded, prompt)
+        for score, text in zip(row, continuations, strict=True):
+            ids = torch.tensor(loaded.tokenizer(text).input_ids)
+            new = prompt.positions[:, -1:] + 1 + torch.arange(len(ids))
+            whole = dataclasses.replace(
+                prompt,
+                input_ids=torch.cat([prompt.input_ids, ids]),
+                positions=torch.cat([prompt.positions, new.expand(len(prompt.positions), -1)], dim=1),
+            )
+            stays = torch.zeros(len(whole), dtype=torch.bool)
+            stays[kept.index[0]] = True
+            stays[len(prompt) :] = True
+            logprobs = torch.log_softmax(masked_logits(loaded, whole, stays), dim=-1)[len(prompt) - 1 : -1]
+            assert score.logprob == pytest.approx(float(logprobs.gather(-1, ids[:, None]).sum()), abs=1e-4)
+
+
 def test_no_hook_stays_behind(loaded, prompts):
     before = [a.token_ids for a in loaded.generate(prompts, [GREEDY] * 3)]
     loaded.generate(prompts, [GREEDY] * 3, inside=(FastV(K=K), RATIO))
