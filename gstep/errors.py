@@ -7,3 +7,7 @@ class ModelError(ValueError):
 
 class MissingEvidence(ValueError):  # noqa: N818 - the public contract's name
     """A pruning method was given no evidence that it needs; the message names what lacks."""
+
+
+class UnsupportedVideo(ValueError):  # noqa: N818 - beside the pipeline's VideoFault, which it becomes
+    """A video of a shape that the model does not take; the message says which."""

@@ -29,10 +29,17 @@ def budget_for(retention_ratio: float, n_total: int) -> int:
 
 @dataclass(frozen=True)
 class VisualTokens:
-    """What a backbone makes of one video: all its visual tokens [T,N,D], and the evidence a method asked for."""
+    """What a backbone makes of one video.
+
+    Attributes:
+        tokens: [T,N,D], all its visual tokens.
+        evidence: what a method asked for besides.
+        deepstack: [T,N,D] each, further vectors of the same tokens that enter the LLM's first layers (Qwen3-VL).
+    """
 
     tokens: Tensor
     evidence: Mapping[str, Tensor] = field(default_factory=dict)
+    deepstack: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)

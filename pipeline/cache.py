@@ -21,7 +21,16 @@ from torch import Tensor
 from gstep.types import budget_for
 from pipeline.errors import CorruptShard, FailedVideo, NotACache, RatioNotCached, UnknownVideo
 from pipeline.live import VideoRows, read_live
-from pipeline.schema import FOOTER_TAIL, READ_THREADS, SCHEMA_VERSION, digest, footer_length, open_parquet, parse_footer
+from pipeline.schema import (
+    FOOTER_TAIL,
+    READ_THREADS,
+    SCHEMA_VERSION,
+    digest,
+    footer_length,
+    open_parquet,
+    parse_footer,
+    token_schema,
+)
 from pipeline.store import RangedObject, Store, store_at
 
 HEADER = "cache.json"
@@ -40,6 +49,7 @@ class CachedVideo:
         merged: [K] bool, or None where the method never merges.
         density: [K] float32 (Eq. 8), or None for a method without one.
         metadata: the video's row of the videos table (see pipeline.schema), JSON columns decoded.
+        deepstack: [K,D] bfloat16 each, the same rows at each deepstack level; none where the model has no levels.
     """
 
     video_id: str
@@ -50,10 +60,11 @@ class CachedVideo:
     merged: Tensor | None
     density: Tensor | None
     metadata: dict[str, Any]
+    deepstack: tuple[Tensor, ...] = ()
 
 
 def read_header(store: Store) -> dict[str, Any]:
-    """The cache's header (schema version, identity, newline). Raises NotACache."""
+    """The cache's header (schema version, identity, newline, shape of a token). Raises NotACache."""
     try:
         header = json.loads(store.read(HEADER))
     except FileNotFoundError:
@@ -75,15 +86,16 @@ class TokenCache:
 
     ``path`` is a folder or ``s3://bucket/prefix``; how the store is reached is taken from the environment, unless a
     ``store`` is given. On S3 opening costs one LIST a thousand videos shards and one GET each; a video then costs one
-    GET, and one more each for its videos shard and its token shard's footer where those are not in memory.
+    GET, and one more each for its videos shard and its token shard's footer where those are not in memory. Opening
+    costs one GET alone where ``live`` holds the live rows to serve, as ``read_live`` gives them.
 
     Raises NotACache where ``path`` is none, CorruptShard where a videos shard was damaged, and OSError.
     """
 
-    def __init__(self, path: str | Path, *, store: Store | None = None) -> None:
+    def __init__(self, path: str | Path, *, store: Store | None = None, live: pa.Table | None = None) -> None:
         self.store = store or store_at(path)
         self.header = read_header(self.store)
-        self._live = read_live(self.store)
+        self._live = read_live(self.store) if live is None else live
         self._place = {video_id: i for i, video_id in enumerate(self._live["video_id"].to_pylist())}
         self._rows = VideoRows(self.store)
         self._shard = lru_cache(maxsize=16)(self._open_shard)
@@ -103,6 +115,11 @@ class TokenCache:
         """[D] bfloat16, LLaVA-OneVision's row after all tokens of a video; None for families without one."""
         encoded = self.header.get("newline")
         return None if encoded is None else _bfloat16(bytearray(base64.b64decode(encoded)))
+
+    @property
+    def deepstack_levels(self) -> int:
+        """Vectors of the token's width that are stored with every token, for the first layers of Qwen3-VL."""
+        return int(self.header.get("deepstack_levels", 0))  # caches made before there were any do not say
 
     @property
     def video_ids(self) -> list[str]:
@@ -152,8 +169,8 @@ class TokenCache:
         row = self.metadata(video_id)
         if row["status"] != "ok":
             raise FailedVideo(f"{video_id!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"])
-        keep = _rows_wanted(row, retention_ratio)
-        video = _to_video(row, self._read(row, keep))
+        keep = rows_wanted(row, retention_ratio)
+        video = _to_video(row, self._read(row, keep), self.deepstack_levels)
         return video if order == "selection" else _by_index(video)
 
     def _read(self, row: dict[str, Any], keep: int) -> pa.Table:
@@ -162,11 +179,14 @@ class TokenCache:
         groups = int(np.searchsorted(counts, keep)) + 1
         first = row["first_row_group"]
         source, shard = self._shard(row["token_shard"], row["footer_hash"])
+        columns = [name for name in token_schema(row["hidden_size"], self.deepstack_levels).names if name != "video_id"]
+        if lacking := sorted(set(columns) - set(shard.schema_arrow.names)):
+            raise CorruptShard(f"{self.store}/{row['token_shard']}: it lacks the columns {', '.join(lacking)}")
         wanted = range(first, first + groups)
         held = source.holding(*_stretch(shard, wanted)) if isinstance(source, RangedObject) else nullcontext()
         try:
             with held:
-                table = shard.read_row_groups(list(wanted), columns=self._columns(shard), use_threads=READ_THREADS)
+                table = shard.read_row_groups(list(wanted), columns=columns, use_threads=READ_THREADS)
         except (OSError, pa.ArrowException) as error:
             if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
                 raise  # the store failed, not the shard
@@ -176,9 +196,6 @@ class TokenCache:
                 f"{self.store}/{row['token_shard']}: {len(table)} rows where {counts[groups - 1]} belong"
             )
         return table.slice(0, keep)
-
-    def _columns(self, shard: pq.ParquetFile) -> list[str]:
-        return [name for name in shard.schema_arrow.names if name != "video_id"]
 
     def _open_shard(self, name: str, footer_hash: str) -> tuple[pa.NativeFile | RangedObject, pq.ParquetFile]:
         """Open a token shard whose footer is the one that the videos row names."""
@@ -205,7 +222,11 @@ def _stretch(shard: pq.ParquetFile, groups: Sequence[int]) -> tuple[int, int]:
     return first.column(0).data_page_offset, max(c.data_page_offset + c.total_compressed_size for c in ends)
 
 
-def _rows_wanted(row: dict[str, Any], retention_ratio: float | None) -> int:
+def rows_wanted(row: dict[str, Any], retention_ratio: float | None) -> int:
+    """How many of a video's stored tokens make up ``retention_ratio``; ``row`` is its row of the videos table.
+
+    Raises RatioNotCached, and ValueError for no ratio at all.
+    """
     stored = row["retention_ratio"]
     if retention_ratio is None:
         return int(row["n_tokens"])
@@ -222,7 +243,7 @@ def _rows_wanted(row: dict[str, Any], retention_ratio: float | None) -> int:
     return min(budget, int(row["n_tokens"]))
 
 
-def _to_video(row: dict[str, Any], table: pa.Table) -> CachedVideo:
+def _to_video(row: dict[str, Any], table: pa.Table, deepstack_levels: int) -> CachedVideo:
     def numbers(name: str, dtype: Any) -> Tensor | None:
         column = table[name]
         return None if column.null_count else torch.from_numpy(column.to_numpy().astype(dtype))
@@ -238,6 +259,7 @@ def _to_video(row: dict[str, Any], table: pa.Table) -> CachedVideo:
         merged=numbers("merged", np.bool_),
         density=numbers("density", np.float32),
         metadata=row,
+        deepstack=tuple(_vectors(table[f"deepstack_{i}"], row["hidden_size"]) for i in range(deepstack_levels)),
     )
 
 
@@ -256,6 +278,7 @@ def _by_index(video: CachedVideo) -> CachedVideo:
         merged=ordered(video.merged),
         density=ordered(video.density),
         metadata=video.metadata,
+        deepstack=tuple(level[order] for level in video.deepstack),
     )
 
 

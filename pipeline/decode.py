@@ -23,6 +23,7 @@ import numpy as np
 from av.error import DecoderNotFoundError, FFmpegError, PatchWelcomeError
 from numpy.typing import NDArray
 
+from gstep.errors import UnsupportedVideo
 from pipeline.containers import missing_bytes, open_regular, sniff
 from pipeline.errors import FaultClass, VideoFault
 from pipeline.frames import Sampling, choose_frames, clip_range, count_repeated
@@ -38,7 +39,10 @@ class FramePreprocessor(Protocol):
     """What the model wants of frames; ``gstep.backbones.Preprocessor`` is one. It must pickle."""
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels to which a video of ``n_frames`` frames of [height,width] is resized."""
+        """(height, width) in pixels to which a video of ``n_frames`` frames of [height,width] is resized.
+
+        Raises UnsupportedVideo where the model takes no video of this shape.
+        """
 
     def resize(self, frames: Frames, size: tuple[int, int]) -> Any:
         """[k,H,W,3] uint8 -> [k,h,w,3] uint8, an array or a CPU tensor."""
@@ -203,7 +207,10 @@ def _resized(
     chunks: Iterator[Frames], chosen: NDArray[np.int64], index: VideoIndex, preprocessor: FramePreprocessor
 ) -> Frames:
     """[T,h,w,3]: each chunk is resized as it comes, so that full-size frames never pile up; repeats are copied."""
-    size = preprocessor.target_size(len(chosen), index.height, index.width)
+    try:
+        size = preprocessor.target_size(len(chosen), index.height, index.width)
+    except UnsupportedVideo as error:
+        raise VideoFault("unsupported", str(error)) from error
     unique, inverse = np.unique(chosen, return_inverse=True)
     kept: Frames = np.empty((len(unique), *size, 3), dtype=np.uint8)
     done = 0

@@ -7,18 +7,21 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+from torch import Tensor
 
 from gstep import PrunedTokens, make_pruner
-from gstep.backbones import ModelSource, choose_runtime, load_backbone, token_bytes
+from gstep.backbones import ModelSource, SampledVideo, choose_runtime, load_backbone, token_bytes
 from pipeline.errors import VideoFault
 from pipeline.pulse import Beat
 from pipeline.rows import ENCODED, Record, failed, one_row, payload, pruned_arrays, pruned_columns, records
+
+_SAMPLED = ("height", "width", "timestamps", "start_s", "fps", "clip_frames")
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,10 @@ class Encoder:
         try:
             assert frames is not None
             shape = (len(record["frame_indices"]), record["height"], record["width"], 3)
-            pruned, seconds = self._encode_and_prune(frames.reshape(shape), record)
-            return one_row(
-                ENCODED,
-                {**record, **seconds, **pruned_columns(pruned, record), "runtime": self._provenance},
-                pruned_arrays(pruned),
-            )
+            pruned, deepstack, seconds = self._encode_and_prune(frames.reshape(shape), record)
+            extra = self._backbone.model_extra(_without_pixels(record))
+            columns = {**pruned_columns(pruned, record), "runtime": self._provenance, "model_extra": json.dumps(extra)}
+            return one_row(ENCODED, {**record, **seconds, **columns}, pruned_arrays(pruned, deepstack))
         except VideoFault as fault:
             return one_row(ENCODED, failed(record, fault))
         except torch.OutOfMemoryError as error:
@@ -83,23 +84,34 @@ class Encoder:
             message = f"{type(error).__name__}: {error}"
             return one_row(ENCODED, failed(record, VideoFault("internal", message, stage="encode")))
 
-    def _encode_and_prune(self, frames: np.ndarray, record: Record) -> tuple[PrunedTokens, dict[str, float]]:
+    def _encode_and_prune(
+        self, frames: np.ndarray, record: Record
+    ) -> tuple[PrunedTokens, tuple[Tensor, ...], dict[str, float]]:
+        """The kept tokens, all deepstack levels [T,N,D] in storage precision, and what both steps took."""
         started = time.perf_counter()
         visual = self._backbone.encode(frames)
         self._wait()
         encoded = time.perf_counter()
         # Storage precision first, then prune: a selection can be derived again from what is stored.
-        tokens_TND = visual.tokens.to(torch.bfloat16)
+        tokens_TND, *deepstack = (level.to(torch.bfloat16) for level in (visual.tokens, *visual.deepstack))
         record |= {"n_frames": tokens_TND.shape[0], "tokens_per_frame": tokens_TND.shape[1]}
+        for level, values_TND in enumerate(deepstack):  # of the tokens themselves pruning finds it out
+            if not values_TND.isfinite().all():
+                raise VideoFault("internal", f"deepstack level {level} has values that are not finite", stage="encode")
         try:
-            visual = type(visual)(tokens_TND, visual.evidence)
+            visual = replace(visual, tokens=tokens_TND, deepstack=tuple(deepstack))
             pruned = self._pruner.prune(visual, self._setup.retention_ratio, seed=self._setup.seed)
         except ValueError as error:
             raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
         self._wait()
-        return pruned, {"encode_s": encoded - started, "prune_s": time.perf_counter() - encoded}
+        seconds = {"encode_s": encoded - started, "prune_s": time.perf_counter() - encoded}
+        return pruned, visual.deepstack, seconds
 
     def _wait(self) -> None:
         """Kernels run behind the host's back; a stage's seconds must hold its own."""
         if self._runtime.device.startswith("cuda"):
             torch.cuda.synchronize()
+
+
+def _without_pixels(record: Record) -> SampledVideo:
+    return SampledVideo(**{name: record[name] for name in _SAMPLED})

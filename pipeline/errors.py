@@ -18,12 +18,24 @@ class ManifestError(UsageError):
     """The videos to process cannot be listed: no such folder, no video in it, an unreadable or ambiguous manifest."""
 
 
+class QuestionsError(UsageError):
+    """The questions cannot be read: no such file, a row without an id, video or prompt, an option without sense."""
+
+
+class QuestionsChanged(UsageError):  # noqa: N818
+    """A question that was answered has another text, video, choices or way of decoding now."""
+
+
 class NotACache(UsageError):  # noqa: N818
     """The folder is not a pruned-token cache (it is missing, holds something else, or has another schema version)."""
 
 
+class NotAnswers(UsageError):  # noqa: N818
+    """The folder does not hold answers of jobs.generate (it is missing, holds something else, or another version)."""
+
+
 class IdentityMismatch(UsageError):  # noqa: N818
-    """The cache was made with another model, preprocessing, sampling or pruner, so its rows cannot be mixed."""
+    """A cache or answers were made with another model or other settings, so that rows cannot be mixed."""
 
 
 class SourceChanged(UsageError):  # noqa: N818

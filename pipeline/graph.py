@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import ray
@@ -40,6 +40,14 @@ class Stage:
 @dataclass(frozen=True)
 class Resources:
     """Every resource number of the graph."""
+
+    item: ClassVar[str] = "video"
+    remedies: ClassVar[Mapping[str, str]] = {
+        "decode": "look at that host, and at the storage of that video",
+        "encode": "look at that host and its GPU",
+        "write": "look at the storage behind --out",
+    }
+    to_lower: ClassVar[str] = "--encode-workers and --decode-workers"
 
     decode: Stage
     encode: Stage
@@ -75,6 +83,10 @@ class Resources:
     def gpus(self) -> float:
         """GPUs that all encoders reserve at once."""
         return self.encode.num_gpus * self.encode.workers
+
+    def collected(self, stage: str, waits: bool) -> int:
+        """How many videos a stage waits for before it takes any: a shard is collected first, unless it is the last."""
+        return self.videos_per_shard if stage == "write" and waits else 1
 
 
 # A task or actor that dies with its worker is tried again this often: Ray's default is for ever, and a video that
@@ -137,14 +149,14 @@ def build_graph(
     size = resources.videos_per_block
     videos = ray.data.from_blocks([todo.slice(start, size) for start in range(0, len(todo), size)])
     # 2. Decode: file -> model-ready uint8 frames, or an error row.
-    frames = videos.map_batches(Decoder, fn_constructor_args=(decode, pulse), **_actors(resources.decode, size))
+    frames = videos.map_batches(Decoder, fn_constructor_args=(decode, pulse), **actors(resources.decode, size))
     # 3. Encode and prune: frames -> the kept tokens in order of selection. A larger batch would collect the frames of
     # so many videos before it starts.
-    tokens = frames.map_batches(Encoder, fn_constructor_args=(encode, pulse), **_actors(resources.encode, 1))
+    tokens = frames.map_batches(Encoder, fn_constructor_args=(encode, pulse), **actors(resources.encode, 1))
     # 4. Write: one token shard a call.
     arguments = (store, run_id, pulse)
     size = resources.videos_per_shard
-    written = tokens.map_batches(Writer, fn_constructor_args=arguments, **_actors(resources.write, size))
+    written = tokens.map_batches(Writer, fn_constructor_args=arguments, **actors(resources.write, size))
     # Ray's own limit is half of the object stores, which a fast decoder would fill with frames.
     shape = decode.largest_frames()
     limit = resources.store_bytes(3 * math.prod(shape), encode.bytes_per_video(*shape))
@@ -172,7 +184,8 @@ def configure_ray_data() -> None:
     context.target_max_block_size = BLOCK_BYTES
 
 
-def _actors(stage: Stage, batch_size: int) -> Mapping[str, Any]:
+def actors(stage: Stage, batch_size: int) -> Mapping[str, Any]:
+    """Options of ``map_batches`` for a stage whose calls get ``batch_size`` rows."""
     return {
         "batch_size": batch_size,
         "batch_format": "pyarrow",

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 from rich.console import Console
 
 from gstep import make_pruner
-from gstep.backbones import ModelSource, preprocessor_for
+from gstep.backbones import BACKBONES, ModelSource, limit_pixels, preprocessor_for
 from gstep.pruners.base import Pruner
 from pipeline.cache import HEADER, read_header
 from pipeline.config import PruneConfig, differences
@@ -26,7 +19,8 @@ from pipeline.live import VIDEOS
 from pipeline.manifest import read_manifest
 from pipeline.objects import Objects
 from pipeline.readers import READERS, load_reader
-from pipeline.store import LocalStore, Store, store_at
+from pipeline.request import check_out, new_run_id, refusing, store_refusing
+from pipeline.store import Store, store_at
 
 DEFAULT_FRAMES = 32
 
@@ -59,53 +53,33 @@ class Job:
         }
 
 
-@contextmanager
-def refusing() -> Iterator[None]:
-    """What gstep says of a model or a method that cannot be used (ModelError, ValueError) refuses the request."""
-    try:
-        yield
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-@contextmanager
-def store_refusing() -> Iterator[None]:
-    """A store that fails before anything was started refuses the request."""
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(f"{error.filename or 'the store'}: {error.strerror or error}") from error
-
-
 def prepare(config: PruneConfig, console: Console) -> Job:
     """Check the whole request against the disk and the cache. Raises UsageError; starts nothing."""
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     store = store_at(config.out, objects)
-    if isinstance(store, LocalStore) and not Path(str(store)).is_absolute() and _in_an_upload():
-        raise UsageError(
-            f"--out {store}: in this Ray job a relative path lies in the cluster's copy of --working-dir, lost "
-            "with it: name the cache by an absolute path that every node sees"
-        )
+    check_out(store)
     with store_refusing():
         manifest = read_manifest(config.videos, config.video_root, objects)
         if not store.exists(HEADER) and store.taken():
             raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
     with refusing():
         pruner = make_pruner(config.pruner, **config.pruner_params())
-        source = ModelSource.resolve(config.model, config.revision)
-        preprocessor_for(source)
+        source = _with_limits(ModelSource.resolve(config.model, config.revision), config)
+        sampling = sampling_of(config, BACKBONES[source.model_type].default_max_frames)
+        # Refuses a number of frames that the model takes of no video.
+        preprocessor_for(source).target_size(sampling.num_frames or sampling.max_frames or 0, 1080, 1920)
     _check_reader(config.decoder)
     if not pruner.cacheable:
         raise UsageError(f"--pruner {config.pruner} selects per question, so its tokens cannot be cached")
     job = Job(
         config=config,
         objects=objects,
-        run_id=f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}",
+        run_id=new_run_id(),
         source=source,
         pruner=pruner,
         retention_ratio=1.0 if pruner.name == "none" else config.retention_ratio,
         dtype=config.dtype,
-        sampling=sampling_of(config),
+        sampling=sampling,
         manifest=manifest,
         store=store,
     )
@@ -113,10 +87,9 @@ def prepare(config: PruneConfig, console: Console) -> Job:
         return match_cache(job, console)
 
 
-def _in_an_upload() -> bool:
-    """Whether this process runs in what ``ray job submit --working-dir`` sent: Ray tells it so in its environment."""
-    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
-    return bool(job.get("runtime_env", {}).get("working_dir"))
+def _with_limits(source: ModelSource, config: PruneConfig) -> ModelSource:
+    limits = (config.min_pixels, config.max_pixels, config.max_video_tokens)
+    return source if limits == (None, None, None) else limit_pixels(source, *limits)
 
 
 def _check_reader(name: str) -> None:
@@ -130,10 +103,11 @@ def _check_reader(name: str) -> None:
         raise UsageError(f"--decoder {name}: {error}; known: auto, {', '.join(READERS)}, module:Class") from error
 
 
-def sampling_of(config: PruneConfig) -> Sampling:
+def sampling_of(config: PruneConfig, max_frames: int) -> Sampling:
+    """How frames are sampled; ``max_frames`` is the model family's limit where the configuration sets none."""
     if config.fps is None:
         return Sampling(num_frames=config.num_frames or DEFAULT_FRAMES)
-    return Sampling(num_frames=None, fps=config.fps, max_frames=config.max_frames or DEFAULT_FRAMES)
+    return Sampling(num_frames=None, fps=config.fps, max_frames=config.max_frames or max_frames)
 
 
 def sampling_settings(sampling: Sampling) -> dict[str, Any]:

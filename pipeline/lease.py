@@ -78,7 +78,7 @@ class CacheLease:
         wait = (MISSED + 1) * self._heartbeat_s
         self._notify(f"the lock of {self._store} is held by {_who(content)}; waiting {wait:.0f} s for a sign of life")
         if self._beats_within(wait, number, content):
-            raise CacheLocked(f"{self._store}: another run writes to this cache: {_who(content)}")
+            raise CacheLocked(f"{self._store}: another run writes here: {_who(content)}")
 
     def _beats_within(self, seconds: float, number: int, content: dict[str, Any]) -> bool:
         deadline = time.monotonic() + seconds
@@ -98,7 +98,7 @@ class CacheLease:
             # A reply that got lost is retried, and then finds the object of the first try.
             content = _read(self._store, self._number)
             if content.get("run_id") != self._me["run_id"]:
-                raise CacheLocked(f"{self._store}: another run writes to this cache: {_who(content)}") from None
+                raise CacheLocked(f"{self._store}: another run writes here: {_who(content)}") from None
         try:
             self._write(exclusive=True)
             self._notify(f"warning: {self._store} ignores conditional writes: two runs at once cannot be told apart")
@@ -108,7 +108,7 @@ class CacheLease:
         if highest is not None and highest[0] > self._number:
             with suppress(OSError):
                 self._store.delete(_name(self._number))
-            raise CacheLocked(f"{self._store}: another run writes to this cache: {_who(highest[1])}")
+            raise CacheLocked(f"{self._store}: another run writes here: {_who(highest[1])}")
 
     def _beat(self) -> None:
         while not self._ended.wait(self._heartbeat_s):

@@ -24,9 +24,15 @@ VIDEOS = "videos"
 INDEX_COLUMNS = ("video_id", "status", "attempts", "error_class", "uri", "source_size", "start_s", "end_s")
 
 
-def videos_shard_name(run_id: str, number: int, data: pa.Buffer) -> str:
-    """A videos shard carries the hash of its content in its name, so that no flipped bit goes unseen."""
-    return f"{VIDEOS}/{run_id}-{number:06d}-{digest(data).partition(':')[2]}.parquet"
+def shard_name(folder: str, run_id: str, number: int, data: bytes | pa.Buffer, suffix: str = ".parquet") -> str:
+    """A committed shard carries the hash of its content in its name, so that no flipped bit goes unseen."""
+    return f"{folder}/{run_id}-{number:06d}-{digest(data).partition(':')[2]}{suffix}"
+
+
+def check_content(store: Store, name: str, data: bytes) -> None:
+    """Raises CorruptShard where a committed shard does not have the hash in its name."""
+    if digest(data).partition(":")[2] != PurePosixPath(name).stem.rpartition("-")[2]:
+        raise CorruptShard(f"{store}/{name}: its content does not have the hash in its name; restore the file")
 
 
 def read_videos_shard(store: Store, name: str, columns: Sequence[str] | None = None) -> pa.Table:
@@ -35,8 +41,7 @@ def read_videos_shard(store: Store, name: str, columns: Sequence[str] | None = N
 
 
 def _checked(store: Store, name: str, data: bytes, columns: Sequence[str] | None) -> pa.Table:
-    if digest(data).partition(":")[2] != PurePosixPath(name).stem.rpartition("-")[2]:
-        raise CorruptShard(f"{store}/{name}: its content does not have the hash in its name; restore the file")
+    check_content(store, name, data)
     return open_parquet(pa.BufferReader(data)).read(
         columns=None if columns is None else list(columns), use_threads=READ_THREADS
     )
@@ -72,13 +77,13 @@ def read_live(store: Store, columns: Sequence[str] = INDEX_COLUMNS) -> pa.Table:
     return VideosTable(store, columns).live()
 
 
-def live_rows(rows: pa.Table) -> pa.Table:
-    """Of rows with video_id, status, attempts and shard: each video's live one, sorted by video_id."""
+def live_rows(rows: pa.Table, key: str = "video_id") -> pa.Table:
+    """Of rows with ``key``, status, attempts and shard: each video's (question's) live one, sorted by ``key``."""
     failed = pc.not_equal(rows["status"], "ok").cast(pa.int8())
-    keys = [("video_id", "ascending"), ("_failed", "ascending"), ("attempts", "descending"), ("shard", "ascending")]
+    keys = [(key, "ascending"), ("_failed", "ascending"), ("attempts", "descending"), ("shard", "ascending")]
     order = pc.sort_indices(rows.append_column("_failed", failed), sort_keys=keys)
     ordered = rows.take(order)
-    ids = ordered["video_id"].combine_chunks()
+    ids = ordered[key].combine_chunks()
     if len(ids) < 2:
         return ordered
     first = np.concatenate([[True], pc.not_equal(ids[1:], ids[:-1]).to_numpy(zero_copy_only=False)])

@@ -82,7 +82,7 @@ class FileLock:
         if not _locked(descriptor):
             other = os.read(descriptor, 4096).decode("utf-8", "replace")
             os.close(descriptor)
-            raise CacheLocked(f"{self._store}: another run writes to this cache: {other or 'unknown'}") from None
+            raise CacheLocked(f"{self._store}: another run writes here: {other or 'unknown'}") from None
         self._descriptor = descriptor
         os.ftruncate(descriptor, 0)
         os.write(descriptor, json.dumps(identify(self._run_id)).encode())

@@ -5,10 +5,8 @@ Nothing is opened here but the manifest itself: a video that is missing or broke
 
 from __future__ import annotations
 
-import csv
 import glob as globbing
 import io
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,18 +16,17 @@ from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipeline.buckets import MISSHAPED, list_videos, listed_policy, named_policy, root_prefix, suffix_of
 from pipeline.errors import ManifestError, printable
 from pipeline.objects import Objects, check_uri, is_object
+from pipeline.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, carried_json, is_text, read_rows
 
 # Which files of a folder or glob count as videos. A file that is named outright may have any name.
 VIDEO_SUFFIXES = frozenset(
     {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mts", ".mpg", ".mpeg", ".flv", ".wmv"}
     | {".asf", ".3gp", ".ogv", ".gif", ".h264", ".hevc"}
 )
-MANIFEST_SUFFIXES = frozenset({".parquet", ".jsonl", ".csv"})
 
 # ``path`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what a
 # listing on S3 said; null elsewhere, where it would cost a request or a look at the file.
@@ -80,7 +77,7 @@ def read_manifest(videos: str, video_roots: Sequence[str] = (), objects: Objects
     if path.is_dir():
         return _from_files(path, videos, roots.folders)
     if path.is_file():
-        if path.suffix.lower() in MANIFEST_SUFFIXES:
+        if path.suffix.lower() in TABLE_SUFFIXES:
             with path.open("rb") as file:
                 return _from_manifest(str(path), file, path.parent, roots)
         return _to_table([_file_row(path, path.parent, roots.folders)])
@@ -132,15 +129,10 @@ def _file_row(path: Path, root: Path, roots: Sequence[Path]) -> dict[str, Any]:
     absolute = os.path.abspath(path)  # noqa: PTH100 - Path.resolve would follow links, which are judged separately
     video_id = path.relative_to(root).as_posix()
     policy = _escapes(absolute, [root, *roots])
-    if not _is_text(absolute):
+    if not is_text(absolute):
         policy = "the file's name is not valid UTF-8; rename it"
         video_id, absolute = _as_text(video_id), _as_text(absolute)
     return {"video_id": video_id, "uri": absolute, "path": absolute, "policy": policy}
-
-
-def _is_text(name: str) -> bool:
-    """Whether a name is valid Unicode: bytes of a file's name that are not UTF-8 come as lone surrogates."""
-    return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def _as_text(name: str) -> str:
@@ -148,7 +140,7 @@ def _as_text(name: str) -> str:
 
 
 def _from_objects(videos: str, roots: _Roots, objects: Objects) -> pa.Table:
-    if suffix_of(videos) in MANIFEST_SUFFIXES and not videos.endswith("/") and not globbing.has_magic(videos):
+    if suffix_of(videos) in TABLE_SUFFIXES and not videos.endswith("/") and not globbing.has_magic(videos):
         try:
             file = io.BytesIO(objects.read(videos))
         except OSError as error:
@@ -175,39 +167,15 @@ def _from_manifest(name: str, file: BinaryIO, base: Path | str, roots: _Roots) -
     else:
         allowed = _Roots(roots.folders, [base, *roots.prefixes])
     try:
-        rows = [_manifest_row(row, f"{name}, {where}", base, allowed) for where, row in _read_rows(name, file)]
-    except (OSError, UnicodeDecodeError, pa.ArrowException, csv.Error) as error:
+        found = read_rows(name, file, "video_id and uri")
+        rows = [_manifest_row(row, f"{name}, {where}", base, allowed) for where, row in found]
+    except BadRow as error:
+        raise ManifestError(str(error)) from error
+    except UNREADABLE as error:
         raise ManifestError(f"{name}: cannot be read as a manifest: {error}") from error
     if not rows:
         raise ManifestError(f"{name}: the manifest has no rows")
     return _to_table(rows, name)
-
-
-def _read_rows(name: str, file: BinaryIO) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row as a dict, with the words that say where it stands."""
-    suffix = suffix_of(name)
-    if suffix == ".parquet":
-        with pq.ParquetFile(file) as shard:
-            batches = (batch.to_pylist() for batch in shard.iter_batches(use_threads=False))
-            yield from ((f"row {i}", row) for i, row in enumerate(row for batch in batches for row in batch))
-    elif suffix == ".csv":
-        reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
-        for row in reader:
-            yield f"line {reader.line_num}", {k: v for k, v in row.items() if k is not None and v != ""}
-    else:
-        for number, line in enumerate(io.TextIOWrapper(file, "utf-8-sig"), 1):
-            if line.strip():
-                yield f"line {number}", _json_object(line, f"{name}, line {number}")
-
-
-def _json_object(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ManifestError(f"{where}: not JSON: {error}") from error
-    if not isinstance(row, dict):
-        raise ManifestError(f"{where}: expected an object with video_id and uri, got {type(row).__name__}")
-    return row
 
 
 def _manifest_row(row: dict[str, Any], where: str, base: Path | str, roots: _Roots) -> dict[str, Any]:
@@ -215,7 +183,7 @@ def _manifest_row(row: dict[str, Any], where: str, base: Path | str, roots: _Roo
         if row.get(name) is None or not str(row[name]).strip():
             raise ManifestError(f"{where}: no {name}; every row needs a video_id and a uri")
     for name in ("video_id", "uri"):
-        if not _is_text(str(row[name])) or "\0" in str(row[name]):
+        if not is_text(str(row[name])) or "\0" in str(row[name]):
             raise ManifestError(f"{where}: the {name} is not valid text: {row[name]!r}")
     location, policy = _locate(str(row["uri"]), base, roots)
     carried = {k: v for k, v in row.items() if k not in {"video_id", "uri", "start_s", "end_s"} and v is not None}
@@ -225,15 +193,9 @@ def _manifest_row(row: dict[str, Any], where: str, base: Path | str, roots: _Roo
         "path": location,
         "start_s": _seconds(row, "start_s", where),
         "end_s": _seconds(row, "end_s", where),
-        "manifest": _carried_json(carried) if carried else None,
+        "manifest": carried_json(carried) if carried else None,
         "policy": policy,
     }
-
-
-def _carried_json(columns: dict[str, Any]) -> str:
-    """Strict JSON: NaN and infinity, which it cannot say, become null."""
-    strict = json.loads(json.dumps(columns, default=str), parse_constant=lambda name: None)
-    return json.dumps(strict, ensure_ascii=True)
 
 
 def _locate(uri: str, base: Path | str, roots: _Roots) -> tuple[str, str | None]:

@@ -20,7 +20,7 @@ from pipeline.cache import CachedVideo, TokenCache
 from pipeline.charts import density_chart, kept_chart
 from pipeline.errors import UsageError
 from pipeline.objects import Objects
-from pipeline.report import flat, source_facts
+from pipeline.report import flat, frames_of, source_facts, source_frames
 from pipeline.schema import TIERS
 from pipeline.thumbnails import Pictures, source_pictures
 
@@ -75,8 +75,10 @@ def video_page(
 
 def grid_of(row: dict[str, Any]) -> tuple[int, int] | None:
     """(rows, columns) in which the tokens of a frame lie, row by row; None where that is not known."""
+    grid = (row.get("model_extra") or {}).get("grid")
     side = math.isqrt(row["tokens_per_frame"])
-    return (side, side) if side * side == row["tokens_per_frame"] else None
+    rows, columns = grid or (side, side)  # a cache that does not say holds LLaVA-OneVision's squares
+    return (rows, columns) if rows * columns == row["tokens_per_frame"] else None
 
 
 def tiers_of(row: dict[str, Any], more: float | None = None) -> list[tuple[float, int]]:
@@ -92,7 +94,7 @@ def _render(video: CachedVideo, identity: dict[str, Any], pictures: Pictures, st
     template = (files("pipeline") / "page.html").read_text(encoding="utf-8")
     tiers = tiers_of(row, start)
     note = f"pale: all that are stored, {_percent(row['retention_ratio'])}" if len(tiers) > 1 else ""
-    seconds = [row["timestamps"][first] for first in _first_frames(row)]
+    seconds = [row["timestamps"][frames[0]] for frames in frames_of(row)]
     density = row["temporal_density"]
     curve = density_chart(density, seconds) if density else '<p class="hint">This method has no temporal density.</p>'
     return Template(template).substitute(
@@ -125,9 +127,10 @@ def _control(tiers: Sequence[tuple[float, int]], start: int) -> str:
 
 
 def _figure(row: dict[str, Any], t: int, pictures: Pictures) -> str:
-    """One sampled frame: its picture or a plain tile, two paths that the script draws, and the caption."""
+    """One t: the picture of its (first) frame or a plain tile, two paths that the script draws, and the caption."""
     rows, columns = grid_of(row) or (1, 1)
-    first = _first_frames(row)[t]
+    frames = frames_of(row)[t]
+    first = frames[0]
     box = f'width="{columns}" height="{rows}"'
     picture = f'<rect class="blank" {box}/>'
     if pictures.jpegs:
@@ -138,14 +141,8 @@ def _figure(row: dict[str, Any], t: int, pictures: Pictures) -> str:
         f'<figure id="t{t}"><svg class="tile" viewBox="0 0 {columns} {rows}" preserveAspectRatio="none" role="img" '
         f'data-name="Frame {t} at {at}">{picture}<path class="drain"/><path class="veil"/><path class="edge"/></svg>'
         f'<figcaption><b>t {t}</b><span class="count"></span>'
-        f"<small>{at}</small><small>frame {row['frame_indices'][first]}</small></figcaption></figure>"
+        f"<small>{at}</small><small>{source_frames(row, frames)}</small></figcaption></figure>"
     )
-
-
-def _first_frames(row: dict[str, Any]) -> list[int]:
-    """For each t, which of the sampled frames is its first (a temporal patch on Qwen has two)."""
-    per_patch = len(row["frame_indices"]) / row["n_frames"]
-    return [int(t * per_patch) for t in range(row["n_frames"])]
 
 
 def _shape(row: dict[str, Any]) -> str:
@@ -155,7 +152,10 @@ def _shape(row: dict[str, Any]) -> str:
 
 
 def _summary(row: dict[str, Any]) -> str:
-    parts = [f"{row['tokens_per_frame']} tokens × {row['n_frames']} frame{'s' if row['n_frames'] > 1 else ''}"]
+    unit = "pair" if _pairs(row) else "frame"
+    parts = [f"{row['tokens_per_frame']} tokens × {row['n_frames']} {unit}{'s' if row['n_frames'] > 1 else ''}"]
+    if _pairs(row):
+        parts[0] += " of frames"
     if row["source_width"]:
         parts.insert(0, f"{row['source_width']}×{row['source_height']} {row['codec']}")
         parts.insert(1, f"{row['duration_s']:.2f} s at {row['fps']:.2f} frames/s")
@@ -167,12 +167,19 @@ def _explanation(row: dict[str, Any]) -> str:
     if grid is None:
         return f"{row['tokens_per_frame']} tokens a frame are no square grid, so only their number is shown."
     words = "Bright: the tokens that were kept. Dimmed: those that were pruned."
+    if _pairs(row):
+        words += " A token spans two frames, of which the first is shown."
     if not _squeezed(row):
         return words
     return (
         f"{words} The encoder saw every frame squeezed to {row['width']}×{row['height']}; here the frame has its own "
         f"shape, and the {grid[0]}×{grid[1]} tokens are stretched with it."
     )
+
+
+def _pairs(row: dict[str, Any]) -> bool:
+    """Whether a t has more than one frame."""
+    return len(row["frame_indices"]) > int(row["n_frames"])
 
 
 def _squeezed(row: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
@@ -36,29 +37,53 @@ class Reporter(Protocol):
     def stages(self, left: Mapping[str, int]) -> None: ...
 
 
-def reporter(console: Console, total: int, log_interval: float) -> Reporter:
+@dataclass(frozen=True)
+class Words:
+    """What a run calls what it does.
+
+    Attributes:
+        doing: of the run, "pruning".
+        item: what it does it to, "video".
+        done: for each stage before the last, what it did: {"decode": "decoded"}.
+    """
+
+    doing: str
+    item: str
+    done: Mapping[str, str]
+
+    def ahead(self, left: Mapping[str, int], done: int) -> str:
+        """How far the stages before the last are: told every few seconds, so what is done may have overtaken it."""
+        return "".join(f", {max(left[stage], done)} {word}" for stage, word in self.done.items()) if left else ""
+
+
+PRUNING = Words("pruning", "video", {"decode": "decoded", "encode": "encoded"})
+
+
+def reporter(console: Console, total: int, log_interval: float, words: Words = PRUNING) -> Reporter:
     """A bar where the console is a terminal, else a line every ``log_interval`` seconds and one at the end."""
-    return BarReporter(console, total) if console.is_terminal else LineReporter(console, total, log_interval)
+    if console.is_terminal:
+        return BarReporter(console, total, words)
+    return LineReporter(console, total, log_interval, words)
 
 
 class _Rate(ProgressColumn):
+    def __init__(self, item: str) -> None:
+        super().__init__()
+        self._item = item
+
     def render(self, task: Task) -> Text:
-        return Text("" if task.speed is None else f"{task.speed:.2f} videos/s")
-
-
-def _ahead(left: Mapping[str, int], done: int) -> str:
-    """How far the stages before the write are: told every few seconds, so what is done may have overtaken it."""
-    return f", {max(left['decode'], done)} decoded, {max(left['encode'], done)} encoded" if left else ""
+        return Text("" if task.speed is None else f"{task.speed:.2f} {self._item}s/s")
 
 
 class BarReporter:
     """Bar, count, rate, failures and time left."""
 
-    def __init__(self, console: Console, total: int) -> None:
-        columns = (SpinnerColumn(), TextColumn("pruning"), BarColumn(), MofNCompleteColumn(), _Rate())
+    def __init__(self, console: Console, total: int, words: Words = PRUNING) -> None:
+        self._words = words
+        columns = (SpinnerColumn(), TextColumn(words.doing), BarColumn(), MofNCompleteColumn(), _Rate(words.item))
         more = TextColumn("{task.fields[failed]} failed{task.fields[stages]}")
         self._progress = Progress(*columns, more, TimeRemainingColumn(), console=console)
-        self._task = self._progress.add_task("pruning", total=total, failed=0, stages="")
+        self._task = self._progress.add_task(words.doing, total=total, failed=0, stages="")
         self._failed = 0
 
     def __enter__(self) -> BarReporter:
@@ -73,13 +98,14 @@ class BarReporter:
         self._progress.update(self._task, advance=ok + failed, failed=self._failed)
 
     def stages(self, left: Mapping[str, int]) -> None:
-        self._progress.update(self._task, stages=_ahead(left, int(self._progress.tasks[0].completed)))
+        self._progress.update(self._task, stages=self._words.ahead(left, int(self._progress.tasks[0].completed)))
 
 
 class LineReporter:
     """A line every ``interval`` seconds, also while nothing moves, and one at the end."""
 
-    def __init__(self, console: Console, total: int, interval: float) -> None:
+    def __init__(self, console: Console, total: int, interval: float, words: Words = PRUNING) -> None:
+        self._words = words
         self._console = console
         self._total = total
         self._interval = interval
@@ -113,6 +139,6 @@ class LineReporter:
         done = self._ok + self._failed
         rate = done / max(time.monotonic() - self._started, 1e-9)
         left = f"{(self._total - done) / rate:.0f} s left" if done else "no estimate yet"
-        ahead = _ahead(self._left, done)
-        text = f"{done}/{self._total} videos, {self._failed} failed{ahead}, {rate:.2f} videos/s, {left}"
+        ahead, items = self._words.ahead(self._left, done), f"{self._words.item}s"
+        text = f"{done}/{self._total} {items}, {self._failed} failed{ahead}, {rate:.2f} {items}/s, {left}"
         self._console.print(text, highlight=False, soft_wrap=True)

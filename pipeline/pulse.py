@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-STAGES = ("decode", "encode", "write")  # as the videos run through them
+STAGES = ("decode", "encode", "write")  # of a prune run, as the videos run through them
 _RESTARTS = 3
 _BACKLOG = 1000  # statements that a worker may have under way; a pulse that hangs must not fill its memory
 
@@ -39,9 +39,9 @@ class Reading:
 class Pulse:
     """The actor's class; see ``start_pulse``."""
 
-    def __init__(self) -> None:
-        self._held: dict[str, dict[str, Sequence[str]]] = {stage: {} for stage in STAGES}
-        self._left = dict.fromkeys(STAGES, 0)
+    def __init__(self, stages: Sequence[str] = STAGES) -> None:
+        self._held: dict[str, dict[str, Sequence[str]]] = {stage: {} for stage in stages}
+        self._left = dict.fromkeys(stages, 0)
         self._moves = 0
 
     @ray.method(num_returns=0)  # type: ignore[untyped-decorator]
@@ -60,11 +60,11 @@ class Pulse:
         return Reading(inside, dict(self._left), self._moves)
 
 
-def start_pulse() -> Any:
-    """Start the actor, beside this process if that is possible; returns its handle."""
+def start_pulse(stages: Sequence[str] = STAGES) -> Any:
+    """Start the actor for these stages, beside this process if that is possible; returns its handle."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"num_cpus": 0, "max_restarts": _RESTARTS, "max_pending_calls": _BACKLOG, "scheduling_strategy": here}
-    return ray.remote(Pulse).options(**options).remote()
+    return ray.remote(Pulse).options(**options).remote(tuple(stages))
 
 
 class Beat:
@@ -76,13 +76,13 @@ class Beat:
         self._left = self._moves = 0  # not said yet
 
     @contextmanager
-    def holding(self, *video_ids: str) -> Iterator[None]:
-        """The block works on these videos; afterwards, however it ends, the worker holds nothing."""
-        self._say(video_ids, moves=len(video_ids))
+    def holding(self, *ids: str) -> Iterator[None]:
+        """The block works on these videos (or questions); afterwards, however it ends, the worker holds nothing."""
+        self._say(ids, moves=len(ids))
         left = 0
         try:
             yield
-            left = len(video_ids)
+            left = len(ids)
         finally:
             self._say((), left=left, moves=left)
 

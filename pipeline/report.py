@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ def cache_report(cache: TokenCache) -> RenderableType:
     run = latest_run(cache.store, videos.rows())
     if run is not None:
         head.add_row("last run", Text(run.describe()))
-    return Group(head, "", render(summarise(videos)), "", _videos(cache))
+    return Group(head, "", render(summarise(videos, deepstack_levels=cache.deepstack_levels)), "", _videos(cache))
 
 
 def _videos(cache: TokenCache, limit: int = 20) -> RenderableType:
@@ -42,7 +44,9 @@ def _videos(cache: TokenCache, limit: int = 20) -> RenderableType:
     for video_id in ids[:limit]:
         row = cache.metadata(video_id)
         decoder = f"{row['backend']} {row['backend_version'] or ''}"
-        table.add_row(Text(video_id), str(row["n_frames"]), str(row["n_total"]), str(row["n_tokens"]), decoder)
+        table.add_row(
+            Text(video_id), str(len(row["frame_indices"])), str(row["n_total"]), str(row["n_tokens"]), decoder
+        )
     more = [f"... and {len(ids) - limit} more"] if len(ids) > limit else []
     return Group(table, *more)
 
@@ -92,14 +96,25 @@ def _frames(row: dict[str, Any], kept: list[int], title: str) -> Table:
     for name in ("t", "source frame", "seconds", "temporal density", "kept"):
         table.add_column(name, justify="right")
     table.add_column("of the frame's tokens")
-    per_patch = len(row["frame_indices"]) / row["n_frames"]
-    for t, count in enumerate(kept):
-        first = int(t * per_patch)
+    for t, (count, frames) in enumerate(zip(kept, frames_of(row), strict=True)):
         density = "" if row["temporal_density"] is None else f"{row['temporal_density'][t]:.3f}"
         bar = "█" * round(BAR * count / row["tokens_per_frame"])
-        seconds = f"{row['timestamps'][first]:.2f}"
-        table.add_row(str(t), str(row["frame_indices"][first]), seconds, density, str(count), bar)
+        seconds = f"{row['timestamps'][frames[0]]:.2f}"
+        source = source_frames(row, frames).partition(" ")[2]
+        table.add_row(str(t), source, seconds, density, str(count), bar)
     return table
+
+
+def frames_of(row: dict[str, Any]) -> list[list[int]]:
+    """For each t, which of the sampled frames it is: two on Qwen, where the last may be alone."""
+    n_frames = len(row["frame_indices"])
+    per_t = math.ceil(n_frames / row["n_frames"])
+    return [list(range(t * per_t, min((t + 1) * per_t, n_frames))) for t in range(row["n_frames"])]
+
+
+def source_frames(row: dict[str, Any], frames: Sequence[int]) -> str:
+    """Some of the sampled frames by their numbers in the source: ``frame 3`` or ``frames 3, 7``."""
+    return f"frame{'s' if len(frames) > 1 else ''} {', '.join(str(row['frame_indices'][i]) for i in frames)}"
 
 
 def flat(values: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ adds what it learnt without a schema of its own; tensors travel beside it as raw
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ ENCODED = pa.schema(
         pa.field("rank", pa.large_binary()),  # [B] int32 or null
         pa.field("merged", pa.large_binary()),  # [B] uint8 or null
         pa.field("density", pa.large_binary()),  # [B] float32 or null
+        pa.field("deepstack", pa.large_binary()),  # [levels,B,D] bfloat16, the rows of ``tokens``; null without levels
     ]
 )
 WRITTEN = pa.schema([pa.field("record", pa.string())])
@@ -81,20 +82,24 @@ def pruned_columns(pruned: PrunedTokens, record: Record) -> Record:
     }
 
 
-def pruned_arrays(pruned: PrunedTokens) -> dict[str, np.ndarray | None]:
-    """The kept tokens as arrays, first selected first."""
+def pruned_arrays(pruned: PrunedTokens, deepstack: Sequence[Tensor] = ()) -> dict[str, np.ndarray | None]:
+    """The kept tokens as arrays, first selected first; of each deepstack level [T,N,D] the same places."""
     order = pruned.selection_order()
+    places = pruned.index[order]
 
     def ordered(values: Tensor | None, dtype: torch.dtype) -> np.ndarray | None:
         return None if values is None else np.asarray(values[order].to(dtype).cpu().numpy())
 
-    tokens = pruned.tokens[order].contiguous().view(torch.int16)  # numpy has no bfloat16; the bits are what counts
+    def bits(values: Tensor) -> np.ndarray:  # numpy has no bfloat16; the bits are what counts
+        return np.asarray(values.contiguous().view(torch.int16).cpu().numpy())
+
     return {
-        "tokens": tokens.cpu().numpy(),
+        "tokens": bits(pruned.tokens[order]),
         "index": ordered(pruned.index, torch.int32),
         "rank": ordered(pruned.rank, torch.int32),
         "merged": ordered(pruned.merged, torch.bool),
         "density": ordered(pruned.density, torch.float32),
+        "deepstack": bits(torch.stack([level.flatten(0, 1)[places] for level in deepstack])) if deepstack else None,
     }
 
 

@@ -5,19 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
-import platform
-import signal
-import socket
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pyarrow as pa
@@ -25,24 +16,26 @@ import ray
 import torch
 from rich.console import Console
 
-from gstep.backbones import choose_runtime, load_static, preprocessor_for
-from pipeline.cache import HEADER
+from gstep.backbones import load_static, preprocessor_for
+from pipeline.cache import HEADER, read_header
+from pipeline.cluster import cause, connect, provenance, settle
 from pipeline.config import PruneConfig
 from pipeline.decode_stage import DecodeSetup
 from pipeline.encode import EncodeSetup
-from pipeline.errors import RunFailed, UsageError, printable
-from pipeline.graph import RESTARTS, Resources, build_graph, configure_ray_data, plan_resources, run_graph
-from pipeline.job import Job, match_cache, prepare, refusing
+from pipeline.errors import RunFailed
+from pipeline.graph import Resources, build_graph, plan_resources
+from pipeline.job import Job, match_cache, prepare
 from pipeline.live import VIDEOS, VideosTable
 from pipeline.lock import Lock, cache_lock
-from pipeline.progress import Reporter, reporter
+from pipeline.progress import reporter
 from pipeline.pulse import start_pulse
+from pipeline.request import refusing
 from pipeline.resume import remaining
-from pipeline.rows import Record
 from pipeline.runs import RunFile
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.sink import commit
-from pipeline.stall import Watch, patiently
+from pipeline.stall import Watch
+from pipeline.stream import stream
 from pipeline.summary import COLUMNS, Summary, summarise
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord")
@@ -56,7 +49,7 @@ def prune_videos(config: PruneConfig, console: Console) -> Summary:
     try:
         return _prune_videos(config, console)
     except OSError as error:  # the store failed; a video's own fault never gets here
-        raise RunFailed(_cause(error)) from error
+        raise RunFailed(cause(error)) from error
 
 
 def _prune_videos(config: PruneConfig, console: Console) -> Summary:
@@ -75,7 +68,8 @@ def _prune_videos(config: PruneConfig, console: Console) -> Summary:
             console.print(f"{skipped} of {len(job.manifest)} videos are in the cache already", highlight=False)
         run_file, n_failed = _stream(job, todo, lock, console) if len(todo) else (None, 0)
         seconds = time.monotonic() - started
-        summary = summarise(videos, job.manifest, n_new=len(todo), n_new_failed=n_failed, wall_s=seconds)
+        levels = read_header(job.store).get("deepstack_levels", 0)
+        summary = summarise(videos, job.manifest, levels, n_new=len(todo), n_new_failed=n_failed, wall_s=seconds)
         if run_file is not None:
             run_file.save(summary=summary.as_record())
         return summary
@@ -83,14 +77,8 @@ def _prune_videos(config: PruneConfig, console: Console) -> Summary:
 
 def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[RunFile, int]:
     """Run the graph over ``todo`` and commit every shard it writes, under a record of the run."""
-    cluster = _connect()
-    if cluster.get("CPU", 0.0) <= 0:
-        raise UsageError("the Ray cluster has no CPUs at this moment: start its worker nodes first")
-    device = _device(job, cluster)
-    dtype = job.dtype if job.dtype != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[device]
-    if device == "cpu":  # what a GPU node can run is known there only
-        with refusing():
-            choose_runtime(device, dtype, job.config.attn)
+    cluster = connect()
+    device, dtype = settle(cluster, job.config.device, job.dtype, job.config.attn)
     if not job.store.names(VIDEOS, ".parquet"):
         _write_header(job, dtype, lock)
     decode = DecodeSetup.of(job.config, job.sampling, preprocessor_for(job.source), job.objects)
@@ -103,10 +91,10 @@ def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[Run
     pulse = start_pulse()
     dataset = build_graph(todo, decode, encode, plan, store=job.store, run_id=job.run_id, pulse=pulse)
     run_file = RunFile(job.store, _run_record(job, device, dtype, plan, len(todo)))
-    with run_file, reporter(console, len(todo), job.config.log_interval) as progress:
-        watch = Watch(pulse, job.config.stall_timeout, plan, len(todo), progress.stages)
-        with closing(patiently(run_graph(dataset), watch.look, watch.every_s)) as shards:
-            n_failed = _commit_all(job, shards, len(todo), lock, watch, progress)
+    watch = partial(Watch, pulse, job.config.stall_timeout, plan, len(todo))
+    bar = reporter(console, len(todo), job.config.log_interval)
+    with run_file:
+        n_failed = stream(dataset, partial(commit, job.store, job.run_id), len(todo), "video", lock, watch, bar)
     return run_file, n_failed
 
 
@@ -146,81 +134,17 @@ def _shortfalls(config: PruneConfig, plan: Resources, n_videos: int) -> Iterator
         yield f"shards get {plan.videos_per_shard} videos: more would not fit Ray's object stores"
 
 
-def _commit_all(
-    job: Job, shards: Iterable[list[Record]], total: int, lock: Lock, watch: Watch, progress: Reporter
-) -> int:
-    """Commit every shard as it comes; returns how many videos failed."""
-    done = good = 0
-    try:
-        for number, rows in enumerate(shards):
-            if "write_error" in rows[0]:
-                raise RunFailed(f"the run stopped after {done} of {total} videos: {rows[0]['write_error']}")
-            lock.check()
-            commit(job.store, job.run_id, number, rows)
-            watch.moved()
-            new_good = sum(row["status"] == "ok" for row in rows)
-            done, good = done + len(rows), good + new_good
-            progress.advance(new_good, len(rows) - new_good)
-    except (ray.exceptions.RayError, OSError) as error:
-        raise RunFailed(f"the run stopped after {done} of {total} videos: {_cause(error)}") from error
-    if done != total:
-        raise RunFailed(f"{total - done} of {total} videos have no row; run the same command again")
-    return done - good
-
-
-def _connect() -> dict[str, float]:
-    """The resources of the cluster: the one that RAY_ADDRESS or a running head names, else one started here."""
-    if not ray.is_initialized():
-        # Ray's C++ core reports harmless matters as errors on this terminal; its log files keep the rest.
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-        # A task that Ray ends because its node is short of memory is tried again for ever otherwise.
-        os.environ.setdefault("RAY_task_oom_retries", str(RESTARTS))
-        on_terminate = signal.getsignal(signal.SIGTERM)
-        try:
-            with _muted_stderr():
-                ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            where = os.environ.get("RAY_ADDRESS", "on this machine")
-            raise RunFailed(f"Ray ({where}) cannot be reached or started: {error}") from error
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler ends the process on the spot
-    configure_ray_data()
-    return dict(ray.cluster_resources())
-
-
-@contextmanager
-def _muted_stderr() -> Iterator[None]:
-    """Hold back what native code writes to stderr, and show it only if an exception leaves the block."""
-    sys.stderr.flush()
-    descriptor = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
-        try:
-            yield
-        except BaseException:
-            held.seek(0)
-            os.write(descriptor, held.read())
-            raise
-        finally:
-            os.dup2(descriptor, 2)
-            os.close(descriptor)
-
-
-def _device(job: Job, cluster: dict[str, float]) -> str:
-    wanted, gpus = job.config.device, cluster.get("GPU", 0.0)
-    if wanted == "cuda" and gpus < 1:
-        raise UsageError("--device cuda: the Ray cluster has no GPU")
-    return "cuda" if wanted != "cpu" and gpus >= 1 else "cpu"
-
-
 def _write_header(job: Job, dtype: str, lock: Lock) -> None:
     with refusing():
-        newline = load_static(job.source).newline
+        static = load_static(job.source)
+    newline = static.newline
     bits = None if newline is None else newline.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
     header = {
         "schema_version": SCHEMA_VERSION,
         "identity": job.identity(dtype),
         "newline": None if bits is None else base64.b64encode(bits).decode(),
+        "hidden_size": static.hidden_size,
+        "deepstack_levels": static.deepstack_levels,
     }
     lock.check()  # starting Ray may have taken longer than a lease lasts
     job.store.put(HEADER, json.dumps(header, indent=2).encode())
@@ -229,30 +153,10 @@ def _write_header(job: Job, dtype: str, lock: Lock) -> None:
 def _run_record(job: Job, device: str, dtype: str, resources: Resources, n_videos: int) -> dict[str, Any]:
     """Provenance: recorded, never compared."""
     return {
-        "run_id": job.run_id,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in _RECORDED_VERSIONS},
+        **provenance(job.run_id, _RECORDED_VERSIONS),
         "config": job.config.as_record(),
         "device": device,
         "dtype": dtype,
         "resources": {"cluster": dict(ray.cluster_resources()), "plan": asdict(resources)},
         "videos": n_videos,
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _cause(error: BaseException) -> str:
-    """The innermost error of a Ray task or actor, in one line: Ray wraps it in tracebacks of its own."""
-    if isinstance(error, ray.exceptions.RayTaskError):
-        return printable(f"{type(error.cause).__name__}: {error.cause}")
-    if isinstance(error, ray.exceptions.RayError):
-        return printable(str(error).strip().splitlines()[-1])
-    return printable(f"{type(error).__name__}: {error}")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.live import videos_shard_name
+from pipeline.live import VIDEOS, shard_name
 from pipeline.pulse import Beat
 from pipeline.rows import WRITTEN, Record, payload, records
 from pipeline.schema import VIDEO_SCHEMA, digest, footer_of, tier_row_counts, token_schema, write_parquet
@@ -71,13 +71,15 @@ def commit(store: Store, run_id: str, number: int, rows: Sequence[Record]) -> pa
             )
     table = pa.Table.from_pylist([{"run_id": run_id, **row} for row in rows], schema=VIDEO_SCHEMA)
     data = write_parquet(table)
-    store.put(videos_shard_name(run_id, number, data), data)
+    store.put(shard_name(VIDEOS, run_id, number, data), data)
     return table
 
 
 def _write(batch: pa.Table, rows: list[Record], places: list[int], store: Store, run_id: str) -> None:
     """Serialise the videos at ``places`` of the batch into one shard and note in ``rows`` where each one is."""
-    schema = token_schema(rows[0]["hidden_size"])
+    first = payload(batch, "tokens", places[0], np.uint8)
+    assert first is not None
+    schema = token_schema(rows[0]["hidden_size"], len(_deepstack(batch, places[0], len(first))))
     tables: list[pa.Table] = []
     groups: list[int] = []
     for record, place in zip(rows, places, strict=True):
@@ -101,18 +103,30 @@ def _token_rows(batch: pa.Table, place: int, record: Record, schema: pa.Schema) 
     tokens = payload(batch, "tokens", place, np.uint8)
     index = payload(batch, "index", place, np.int32)
     assert tokens is not None and index is not None
-    record["checksum"] = digest(tokens)
+    levels = _deepstack(batch, place, len(tokens))
+    record["checksum"] = digest(tokens, *levels)
     n = len(index)
+
+    def vectors(data: np.ndarray) -> pa.Array:
+        return pa.FixedSizeBinaryArray.from_buffers(schema.field("token").type, n, [None, pa.py_buffer(data)])
+
     columns: dict[str, Any] = {
         "video_id": pa.repeat(record["video_id"], n).cast(pa.string()),
         "rank": _or_null(payload(batch, "rank", place, np.int32), pa.int32(), n),
         "index": pa.array(index),
         "frame": pa.array(index // record["tokens_per_frame"]),
-        "token": pa.FixedSizeBinaryArray.from_buffers(schema.field("token").type, n, [None, pa.py_buffer(tokens)]),
+        "token": vectors(tokens),
         "merged": _or_null(payload(batch, "merged", place, np.bool_), pa.bool_(), n),
         "density": _or_null(payload(batch, "density", place, np.float32), pa.float32(), n),
+        **{f"deepstack_{level}": vectors(data) for level, data in enumerate(levels)},
     }
     return pa.table([columns[name] for name in schema.names], schema=schema)
+
+
+def _deepstack(batch: pa.Table, place: int, n_bytes: int) -> list[np.ndarray]:
+    """The bytes of each deepstack level of a video whose tokens have ``n_bytes``."""
+    data = payload(batch, "deepstack", place, np.uint8)
+    return [] if data is None else [data[start : start + n_bytes] for start in range(0, len(data), n_bytes)]
 
 
 def _or_null(values: np.ndarray | None, kind: pa.DataType, n: int) -> pa.Array:

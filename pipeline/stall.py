@@ -9,29 +9,50 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import ray
 
 from pipeline.errors import RunFailed, printable
-from pipeline.graph import Resources
-from pipeline.pulse import STAGES, Reading
+from pipeline.pulse import Reading
 
 T = TypeVar("T")
 
 _LONGEST_LOOK_S = 10.0
-_REMEDY = {
-    "decode": "look at that host, and at the storage of that video",
-    "encode": "look at that host and its GPU",
-    "write": "look at the storage behind --out",
-}
+
+
+class Plan(Protocol):
+    """What a watch must know of a run; ``pipeline.graph.Resources`` says it of a prune run."""
+
+    @property
+    def item(self) -> str:
+        """What goes through the stages: "video"."""
+
+    @property
+    def remedies(self) -> Mapping[str, str]:
+        """For each stage, in order, what may help where it does not move."""
+
+    @property
+    def to_lower(self) -> str:
+        """The flags to lower where the cluster has no room."""
+
+    @property
+    def cpus(self) -> float:
+        """CPUs that all workers reserve at once."""
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that all workers reserve at once."""
+
+    def collected(self, stage: str, waits: bool) -> int:
+        """How many items ``stage`` waits for before it takes any; ``waits``: whether more are to come."""
 
 
 class Watch:
     """Looks at the pulse now and then; raises RunFailed where nothing has moved for ``timeout_s``."""
 
     def __init__(
-        self, pulse: Any, timeout_s: float, plan: Resources, total: int, tell: Callable[[Mapping[str, int]], None]
+        self, pulse: Any, timeout_s: float, plan: Plan, total: int, tell: Callable[[Mapping[str, int]], None]
     ) -> None:
         self._pulse = pulse
         self._timeout_s = timeout_s
@@ -55,7 +76,9 @@ class Watch:
         self._reading = reading
         self._tell(reading.left)
         if time.monotonic() - self._moved_at > self._timeout_s:
-            raise RunFailed(f"no video moved for {self._timeout_s:g} s: {self._verdict()}; or raise --stall-timeout")
+            raise RunFailed(
+                f"no {self._plan.item} moved for {self._timeout_s:g} s: {self._verdict()}; or raise --stall-timeout"
+            )
 
     def _read(self) -> Reading:
         """The latest answer; one question is under way at a time."""
@@ -71,24 +94,20 @@ class Watch:
 
     def _verdict(self) -> str:
         """The last stage that holds something, else the last one that something waits for; and what may help."""
-        for stage in reversed(STAGES):
+        item = self._plan.item
+        for stage, remedy in reversed(list(self._plan.remedies.items())):
             held = self._reading.inside.get(stage)
             if held:
-                return f"{stage} holds {len(held)} ({printable(held[0])}) and does not move; {_REMEDY[stage]}"
-        left = {"manifest": self._total, **self._reading.left}
+                return f"{stage} holds {len(held)} ({printable(held[0])}) and does not move; {remedy}"
+        left = {"": self._total, **self._reading.left}  # "": before the first stage
         for before, stage in reversed(list(pairwise(left))):
             waiting = left[before] - left[stage]
-            if waiting >= self._enough(stage, left):
-                return f"{stage} takes none of {waiting} waiting videos; scheduling: {_offer(self._plan)}"
-        return f"scheduling: no worker holds a video; {_offer(self._plan)}"
-
-    def _enough(self, stage: str, left: Mapping[str, int]) -> int:
-        """How many videos a stage waits for before it takes any: a shard is collected first, unless it is the last."""
-        collects = stage == "write" and left["encode"] < self._total
-        return self._plan.videos_per_shard if collects else 1
+            if waiting >= self._plan.collected(stage, waits=left[before] < self._total):
+                return f"{stage} takes none of {waiting} waiting {item}s; scheduling: {_offer(self._plan)}"
+        return f"scheduling: no worker holds a {item}; {_offer(self._plan)}"
 
 
-def _offer(plan: Resources) -> str:
+def _offer(plan: Plan) -> str:
     """What the cluster has now, and what the workers ask for."""
     try:
         offer = ray.cluster_resources()
@@ -96,7 +115,7 @@ def _offer(plan: Resources) -> str:
         return f"the cluster does not answer: {printable(str(error))}"
     return (
         f"the cluster offers {offer.get('CPU', 0.0):g} CPUs and {offer.get('GPU', 0.0):g} GPUs, the plan needs "
-        f"{plan.cpus:g} and {plan.gpus:g}: look at its nodes, or lower --encode-workers and --decode-workers"
+        f"{plan.cpus:g} and {plan.gpus:g}: look at its nodes, or lower {plan.to_lower}"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,35 +33,24 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class Summary:
-    """Counts over the videos of a manifest (or of a whole cache).
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How what was asked for ended.
 
     Attributes:
-        n_videos: rows asked for.
-        n_ok: videos with tokens.
-        failures: error class -> videos.
-        examples: error class -> (video_id, message) of one of them.
-        n_missing: videos without a row.
-        tokens_in: tokens before pruning.
-        tokens_kept: tokens stored.
-        token_bytes: bytes of the stored tokens.
-        seconds: stage -> seconds, summed over the videos.
-        n_new: videos that this run processed.
-        n_new_failed: those of them that failed; a failed redo leaves the earlier tokens in place.
+        n_ok: items (videos, questions) with a result.
+        failures: error class -> items.
+        examples: error class -> (id, message) of one of them.
+        n_missing: items without a row.
+        n_new: items that this run processed.
+        n_new_failed: those of them that failed; a failed redo leaves an earlier result in place.
         wall_s: seconds this run took; None for a summary of a cache.
     """
 
-    n_videos: int
     n_ok: int
     failures: dict[str, int]
     examples: dict[str, tuple[str, str]]
     n_missing: int
-    tokens_in: int
-    tokens_kept: int
-    token_bytes: int
-    seconds: dict[str, float] = field(default_factory=dict)
-    n_warned: int = 0
     n_new: int = 0
     n_new_failed: int = 0
     wall_s: float | None = None
@@ -71,7 +60,7 @@ class Summary:
         return sum(self.failures.values())
 
     def exit_code(self, failure_limit: int) -> int:
-        """0 where every video has a row, at least one is ok, none failed inside, and failures keep the limit."""
+        """0 where every item has a row, at least one is ok, none failed inside, and failures keep the limit."""
         bad = (
             self.n_missing
             or not self.n_ok
@@ -83,10 +72,55 @@ class Summary:
     def as_record(self) -> dict[str, Any]:
         return {**vars(self), "n_failed": self.n_failed}
 
+    def pace(self, item: str) -> str:
+        """What this run did and how fast, in words."""
+        failed = f" ({self.n_new_failed} failed)" if self.n_new_failed else ""
+        rate = self.n_new / self.wall_s if self.wall_s else 0.0
+        return f"{self.n_new} {item}s{failed} in {self.wall_s or 0.0:.1f} s, {rate:.2f} {item}s/s"
+
+    def failures_table(self, item: str, remedies: Mapping[str, str]) -> Table:
+        """The failures by class, with one example and the remedy of each."""
+        table = Table(title=f"failed {item}s", title_justify="left", show_edge=False)
+        for name in ("class", f"{item}s", "example", "remedy"):
+            table.add_column(name, overflow="fold", justify="right" if name == f"{item}s" else "left")
+        for name, count in self.failures.items():
+            example, message = self.examples[name]
+            # Ids and messages come from files: never let them be read as markup.
+            table.add_row(name, str(count), Text(f"{example}: {message}"), Text(remedies.get(name, "")))
+        return table
+
+
+def count_failures(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
+    """``failures`` and ``examples`` of an Outcome, from failed rows with ``key``, error_class and error_message."""
+    failures = dict(Counter(row["error_class"] for row in rows).most_common())
+    return failures, {row["error_class"]: (row[key], row["error_message"]) for row in reversed(rows)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary(Outcome):
+    """Counts over the videos of a manifest (or of a whole cache).
+
+    Attributes:
+        n_videos: rows asked for.
+        tokens_in: tokens before pruning.
+        tokens_kept: tokens stored.
+        token_bytes: bytes of the stored tokens, deepstack levels included.
+        seconds: stage -> seconds, summed over the videos.
+        n_warned: videos decoded with warnings.
+    """
+
+    n_videos: int
+    tokens_in: int
+    tokens_kept: int
+    token_bytes: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    n_warned: int = 0
+
 
 def summarise(
     videos: VideosTable,
     manifest: pa.Table | None = None,
+    deepstack_levels: int = 0,
     *,
     n_new: int = 0,
     n_new_failed: int = 0,
@@ -99,16 +133,17 @@ def summarise(
     rows = live.drop_columns(["row"]).to_pylist()
     good = [row for row in rows if row["status"] == "ok"]
     bad = [row for row in rows if row["status"] != "ok"]
+    failures, examples = count_failures(bad, "video_id")
     n_videos = len(rows) if manifest is None else len(manifest)
     return Summary(
         n_videos=n_videos,
         n_ok=len(good),
-        failures=dict(Counter(row["error_class"] for row in bad).most_common()),
-        examples={row["error_class"]: (row["video_id"], row["error_message"]) for row in reversed(bad)},
+        failures=failures,
+        examples=examples,
         n_missing=n_videos - len(rows),
         tokens_in=sum(row["n_total"] for row in good),
         tokens_kept=sum(row["n_tokens"] for row in good),
-        token_bytes=sum(row["n_tokens"] * row["hidden_size"] * 2 for row in good),
+        token_bytes=sum(row["n_tokens"] * row["hidden_size"] * 2 * (1 + deepstack_levels) for row in good),
         seconds={stage: sum(row[f"{stage}_s"] or 0.0 for row in rows) for stage in STAGES},
         n_warned=sum(bool(row["decode_warnings"]) for row in good),
         n_new=n_new,
@@ -128,23 +163,6 @@ def render(summary: Summary) -> RenderableType:
     if summary.n_warned:
         table.add_row("warnings", f"{summary.n_warned} videos decoded with warnings: their frames may be damaged")
     if summary.wall_s is not None:
-        rate = summary.n_new / summary.wall_s if summary.wall_s else 0.0
-        done = (
-            f"{summary.n_new} videos ({summary.n_new_failed} failed)"
-            if summary.n_new_failed
-            else f"{summary.n_new} videos"
-        )
-        table.add_row("this run", f"{done} in {summary.wall_s:.1f} s, {rate:.2f} videos/s")
-    failures: list[RenderableType] = ["", _failures(summary)] if summary.failures else []
+        table.add_row("this run", summary.pace("video"))
+    failures: list[RenderableType] = ["", summary.failures_table("video", REMEDIES)] if summary.failures else []
     return Group(table, *failures)
-
-
-def _failures(summary: Summary) -> Table:
-    table = Table(title="failed videos", title_justify="left", show_edge=False)
-    for name in ("class", "videos", "example", "remedy"):
-        table.add_column(name, overflow="fold", justify="right" if name == "videos" else "left")
-    for name, count in summary.failures.items():
-        video_id, message = summary.examples[name]
-        # Ids and messages come from files: never let them be read as markup.
-        table.add_row(name, str(count), Text(f"{video_id}: {message}"), Text(REMEDIES.get(name, "")))
-    return table

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gstep.lazy import LazyTable
 
 if TYPE_CHECKING:
-    from gstep.backbones.base import Backbone, StaticParts
+    from gstep.backbones.base import Backbone, SampledVideo, StaticParts
     from gstep.backbones.checkpoint import ModelSource, read_tensors
     from gstep.backbones.preprocess import Preprocessor
     from gstep.backbones.runtime import Runtime, choose_runtime
@@ -34,6 +34,7 @@ _PUBLIC = LazyTable(
         "ModelSource": "gstep.backbones.checkpoint:ModelSource",
         "Preprocessor": "gstep.backbones.preprocess:Preprocessor",
         "Runtime": "gstep.backbones.runtime:Runtime",
+        "SampledVideo": "gstep.backbones.base:SampledVideo",
         "StaticParts": "gstep.backbones.base:StaticParts",
         "choose_runtime": "gstep.backbones.runtime:choose_runtime",
         "read_tensors": "gstep.backbones.checkpoint:read_tensors",
@@ -46,8 +47,10 @@ __all__ = [
     "ModelSource",
     "Preprocessor",
     "Runtime",
+    "SampledVideo",
     "StaticParts",
     "choose_runtime",
+    "limit_pixels",
     "load_backbone",
     "load_static",
     "preprocessor_for",
@@ -65,8 +68,23 @@ def preprocessor_for(source: ModelSource) -> Preprocessor:
     return preprocessor
 
 
+def limit_pixels(
+    source: ModelSource, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None
+) -> ModelSource:
+    """The same model with other limits of its frames' size than its preprocessor files give; None keeps theirs.
+
+    Args:
+        min_pixels, max_pixels: of a frame on Qwen2.5-VL, of all sampled frames together on Qwen3-VL.
+        max_video_tokens: turns on the stock processors' cap of long videos (cap_pixels_per_frame).
+
+    Raises ModelError for a family whose frames have one size, and for limits that exclude each other.
+    """
+    limited: ModelSource = BACKBONES[source.model_type].limit_pixels(source, min_pixels, max_pixels, max_video_tokens)
+    return limited
+
+
 def load_static(source: ModelSource) -> StaticParts:
-    """Hidden size and newline row of a model, without building it; imports no transformers.
+    """Hidden size, newline row and deepstack levels of a model, without building it; imports no transformers.
 
     Raises ModelError where the checkpoint lacks them.
     """

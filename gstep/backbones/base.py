@@ -25,16 +25,55 @@ class StaticParts:
     Attributes:
         hidden_size: D, the width of a visual token.
         newline: [D] on the CPU, in the dtype stored on disk; None for a family without one.
+        deepstack_levels: vectors of D that a token has besides its own.
     """
 
     hidden_size: int
     newline: Tensor | None
+    deepstack_levels: int = 0
+
+
+@dataclass(frozen=True)
+class SampledVideo:
+    """The sampled frames of one video as an encoder gets them, without their pixels.
+
+    Attributes:
+        height: of the resized frames, in pixels.
+        width: likewise.
+        timestamps: seconds from the start of the source, one a frame.
+        start_s: where the clip starts in the source, in seconds; None for its beginning.
+        fps: average frames a second of the source.
+        clip_frames: frames of the source inside the clip.
+    """
+
+    height: int
+    width: int
+    timestamps: Sequence[float]
+    start_s: float | None
+    fps: float
+    clip_frames: int
+
+    @property
+    def n_frames(self) -> int:
+        """Sampled frames, repeated ones counted."""
+        return len(self.timestamps)
+
+    @property
+    def sampled_fps(self) -> float:
+        """Sampled frames a second of the clip, as VideoMetadata.sampled_fps of transformers (video_utils.py)."""
+        return self.n_frames / self.clip_frames * self.fps
+
+    @property
+    def times_in_clip(self) -> list[float]:
+        """Seconds from the start of the clip; 0 for a frame that came up before it and is still on screen."""
+        return [max(0.0, at - (self.start_s or 0.0)) for at in self.timestamps]
 
 
 class Backbone(ABC):
     """The vision part of a video LLM on one device, in eval mode."""
 
     model_type: ClassVar[str]
+    default_max_frames: ClassVar[int] = 32  # where frames are sampled by time and nothing else is said
 
     def __init__(
         self, model: Any, preprocessor: Preprocessor, *, device: str, dtype: torch.dtype, frame_batch: int
@@ -67,6 +106,13 @@ class Backbone(ABC):
         """The preprocessor that the checkpoint's own files describe. Raises ModelError for what is not implemented."""
 
     @classmethod
+    def limit_pixels(
+        cls, source: ModelSource, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None
+    ) -> ModelSource:
+        """The same model with other limits of its frames' size; see :func:`gstep.backbones.limit_pixels`."""
+        raise ModelError(f"{source.name!r} sees every frame at one size: limits of pixels are for Qwen models")
+
+    @classmethod
     @abstractmethod
     def load_static(cls, source: ModelSource) -> StaticParts:
         """Hidden size and newline row, without building the model."""
@@ -86,31 +132,35 @@ class Backbone(ABC):
         """[D] on the device in the compute dtype: the row that follows a video's tokens; None where there is none."""
 
     @abstractmethod
-    def encode_pixels(self, pixels: Tensor) -> Tensor:
-        """Pixel values of consecutive frames of one video, as ``preprocessor.normalise`` makes them -> [t,N,D]."""
+    def encode_chunk(self, frames: Tensor) -> VisualTokens:
+        """Some consecutive frames of one video, [t,h,w,3] uint8 as ``preprocessor.resize`` makes them -> [T,N,D]."""
+
+    def chunk_length(self, height: int, width: int) -> int:
+        """How many frames of [height, width] pixels go through at once."""
+        return self.frame_batch
 
     @torch.no_grad()
     def encode(self, frames: Tensor | NDArray[np.uint8]) -> VisualTokens:
-        """One video, [T,h,w,3] uint8 as ``preprocessor.resize`` makes it -> tokens [T,N,D] in the compute dtype.
+        """One video, [t,h,w,3] uint8 as ``preprocessor.resize`` makes it -> tokens [T,N,D] in the compute dtype.
 
-        Frames go through in fixed chunks of ``frame_batch`` of this one video, so its tokens never depend on which
-        videos were encoded before or beside it. Raises ValueError for anything but at least one uint8 frame.
+        T is t, or the number of temporal patches. Frames go through in fixed chunks of this one video, so its tokens
+        never depend on which videos were encoded before or beside it. Raises ValueError for anything but at least one
+        uint8 frame.
         """
         frames_THWC = as_frames(frames)
         if not len(frames_THWC):
             raise ValueError("a video needs at least one frame")
-        chunks = torch.split(frames_THWC, self.frame_batch)
-        tokens = [self.encode_pixels(self.preprocessor.normalise(c, self.device, self.dtype)) for c in chunks]
-        return VisualTokens(torch.cat(tokens))
+        length = self.chunk_length(*frames_THWC.shape[1:3])
+        chunks = [self.encode_chunk(chunk) for chunk in torch.split(frames_THWC, length)]
+        levels = zip(*(chunk.deepstack for chunk in chunks), strict=True)
+        return VisualTokens(torch.cat([chunk.tokens for chunk in chunks]), deepstack=tuple(map(torch.cat, levels)))
 
-    def model_extra(self, n_frames: int, height: int, width: int, timestamps: Sequence[float]) -> dict[str, Any]:
-        """What an LLM needs to know about one encoded video beyond its tokens, JSON-able.
+    @abstractmethod
+    def model_extra(self, video: SampledVideo) -> dict[str, Any]:
+        """What an LLM, or whoever draws the tokens, must know about one video beyond its tokens, JSON-able.
 
-        Args:
-            n_frames, height, width: of the resized frames, in pixels.
-            timestamps: seconds from the start of the video, one a frame.
+        Always ``grid``: [rows, columns] in which the N tokens of a frame (temporal patch) lie, row by row.
         """
-        return {}
 
 
 def load_weights(

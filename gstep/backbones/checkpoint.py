@@ -19,6 +19,15 @@ from gstep.backbones.files import CheckpointFiles
 from gstep.backbones.identity import folder_identity
 from gstep.errors import ModelError
 
+_LLAVA = (
+    "Checkpoints must be in the layout of transformers, for LLaVA-OneVision those named llava-hf/llava-onevision-*-hf."
+)
+_QWEN = (
+    "Of the Qwen families use a dense Qwen2.5-VL (Qwen/Qwen2.5-VL-3B, -7B, -32B or -72B-Instruct) or Qwen3-VL "
+    "(Qwen/Qwen3-VL-2B, -4B, -8B or -32B-Instruct or -Thinking): mixtures of experts and other generations are not "
+    "implemented."
+)
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -134,10 +143,8 @@ def _known_type(name: str, config: dict[str, Any]) -> str:
     if model_type in BACKBONES:
         return model_type
     remote = " Code that comes with a checkpoint (auto_map) is never run." if "auto_map" in config else ""
-    raise ModelError(
-        f"{name!r} has the model type {model_type!r}; known: {', '.join(BACKBONES)}. Checkpoints must be in the layout "
-        f"of transformers, for LLaVA-OneVision those named llava-hf/llava-onevision-*-hf.{remote}"
-    )
+    use = _QWEN if model_type.startswith("qwen") else _LLAVA
+    raise ModelError(f"{name!r} has the model type {model_type!r}; known: {', '.join(BACKBONES)}. {use}{remote}")
 
 
 def _weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:

@@ -14,10 +14,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from gstep.backbones.base import Backbone, StaticParts, load_weights
+from gstep.backbones.base import Backbone, SampledVideo, StaticParts, load_weights
 from gstep.backbones.checkpoint import ModelSource, read_tensors
 from gstep.backbones.preprocess import FixedSizePreprocessor
 from gstep.errors import ModelError
+from gstep.types import VisualTokens
 
 # Class defaults of LlavaOnevisionVideoProcessor (video_processing_llava_onevision.py), for what a file leaves out.
 DEFAULTS: Mapping[str, Any] = {
@@ -92,14 +93,21 @@ class LlavaOnevision(Backbone):
         row: Tensor = self.model.image_newline.detach()
         return row
 
-    def encode_pixels(self, pixels: Tensor) -> Tensor:
-        """[t,3,384,384] -> [t,196,D]."""
+    def encode_chunk(self, frames: Tensor) -> VisualTokens:
+        """[t,384,384,3] uint8 -> [t,196,D]."""
+        pixels = self.preprocessor.normalise(frames, self.device, self.dtype)
         vision = self.model.config.vision_config
         tokens_per_frame = _tokens_per_frame(vision.image_size, vision.patch_size)
         features = self.model.get_video_features(pixels[None], return_dict=True).pooler_output[0]
         # Some versions of transformers append the newline here and some later: counting rows leaves it out of both.
-        tokens: Tensor = features[: len(pixels) * tokens_per_frame]
-        return tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size)
+        tokens = features[: len(pixels) * tokens_per_frame]
+        return VisualTokens(tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size))
+
+    def model_extra(self, video: SampledVideo) -> dict[str, Any]:
+        """Nothing but the grid: positions just count."""
+        vision = self.model.config.vision_config
+        side = math.isqrt(_tokens_per_frame(vision.image_size, vision.patch_size))
+        return {"grid": [side, side]}
 
 
 def _tokens_per_frame(image_size: int, patch_size: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,11 +41,18 @@ class Preprocessor(ABC):
 
     image_mean: tuple[float, float, float]
     image_std: tuple[float, float, float]
-    frames_per_patch: ClassVar[int] = 1  # decoded frames that make one T of the tokens (2 on Qwen models)
+
+    @property
+    def frames_per_patch(self) -> int:
+        """Decoded frames that make one T of the tokens (2 on Qwen models)."""
+        return 1
 
     @abstractmethod
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels to which a video of ``n_frames`` frames of [height, width] is resized."""
+        """(height, width) in pixels to which a video of ``n_frames`` frames of [height, width] is resized.
+
+        Raises UnsupportedVideo where the model takes no video of this shape.
+        """
 
     def resize(self, frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
         """[T,H,W,3] uint8 RGB -> [T,h,w,3] uint8 on the CPU, bicubic with antialias, bit for bit as the stock.

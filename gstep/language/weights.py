@@ -20,9 +20,21 @@ def load_llm(source: ModelSource, runtime: Runtime) -> Any:
 
     Raises ModelError where weights are missing or have another shape.
     """
+    config = parsed_config(source)
+    model = without_vision(config, runtime)
+    load_weights(model, source, _names_in_memory, device=runtime.device, dtype=runtime.dtype)
+    if config.tie_word_embeddings:
+        model.lm_head = _head_of(model.get_input_embeddings())
+    _rebuild_rotary(model, runtime.device)
+    model.eval().requires_grad_(False)
+    model.generation_config = _generation_config(source, config)
+    return model
+
+
+def without_vision(config: Any, runtime: Runtime) -> Any:
+    """The model on the meta device: shapes alone, no memory. A head that is tied is left out: it is stored once."""
     from transformers import AutoModelForImageTextToText  # noqa: PLC0415 - seconds to import
 
-    config = parsed_config(source)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(
             config, attn_implementation=runtime.attn_implementation, dtype=runtime.dtype
@@ -30,15 +42,8 @@ def load_llm(source: ModelSource, runtime: Runtime) -> Any:
     for name in _VISION:
         if hasattr(model.model, name):
             delattr(model.model, name)
-    tied = bool(config.tie_word_embeddings)
-    if tied:
-        model.lm_head = None  # or it would count as missing: such checkpoints store it once
-    load_weights(model, source, _names_in_memory, device=runtime.device, dtype=runtime.dtype)
-    if tied:
-        model.lm_head = _head_of(model.get_input_embeddings())
-    _rebuild_rotary(model, runtime.device)
-    model.eval().requires_grad_(False)
-    model.generation_config = _generation_config(source, config)
+    if config.tie_word_embeddings:
+        model.lm_head = None
     return model
 
 

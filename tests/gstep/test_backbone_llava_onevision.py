@@ -14,13 +14,14 @@ from gstep.backbones import (
     BACKBONES,
     ModelSource,
     Runtime,
-    checkpoint,
+    SampledVideo,
     load_backbone,
     load_static,
     preprocessor_for,
     tiny,
 )
 from gstep.errors import ModelError
+from tests.gstep.reading import count_reading
 
 FLOAT32 = Runtime("cpu", torch.float32, "sdpa")
 BFLOAT16 = Runtime("cpu", torch.bfloat16, "sdpa")
@@ -85,38 +86,12 @@ def test_no_frames_are_refused(source, frames):
         load_backbone(source, FLOAT32).encode(frames[:0])
 
 
-class CountingSafeOpen:
-    """safe_open that records which tensors are read."""
-
-    read: dict[str, int] = {}  # noqa: RUF012 - reset by the test
-
-    def __init__(self, path, **kwargs):
-        self._opened = self._safe_open(path, **kwargs)
-
-    def __enter__(self):
-        self._file = self._opened.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        return self._opened.__exit__(*error)
-
-    def keys(self):
-        return self._file.keys()
-
-    def get_tensor(self, key):
-        tensor = self._file.get_tensor(key)
-        self.read[key] = tensor.nbytes
-        return tensor
-
-
 def test_nothing_of_the_language_model_is_read_or_built(source, monkeypatch):
-    monkeypatch.setattr(CountingSafeOpen, "_safe_open", staticmethod(checkpoint.safe_open), raising=False)
-    monkeypatch.setattr(CountingSafeOpen, "read", {})
-    monkeypatch.setattr(checkpoint, "safe_open", CountingSafeOpen)
+    read = count_reading(monkeypatch)
     backbone = load_backbone(source, FLOAT32)
     n_parameters = sum(parameter.numel() for parameter in backbone.model.parameters())
-    assert not any(key.startswith("language_model.") for key in CountingSafeOpen.read)
-    assert sum(CountingSafeOpen.read.values()) == 4 * n_parameters
+    assert not any(key.startswith("language_model.") for key in read)
+    assert sum(read.values()) == 4 * n_parameters
     assert not hasattr(backbone.model, "language_model")
     assert not any(tensor.is_meta or tensor.requires_grad for tensor in backbone.model.state_dict().values())
     assert not backbone.model.training
@@ -219,5 +194,6 @@ def test_the_table_names_each_class_by_its_own_type():
     assert all(backbone.model_type == name for name, backbone in BACKBONES.items())
 
 
-def test_it_needs_nothing_more_at_generation(source):
-    assert load_backbone(source, FLOAT32).model_extra(4, 384, 384, [0.0, 0.5, 1.0, 1.5]) == {}
+def test_readers_are_told_where_the_tokens_lie(source):
+    video = SampledVideo(384, 384, [0.0, 0.5, 1.0, 1.5], None, 30.0, 60)
+    assert load_backbone(source, FLOAT32).model_extra(video) == {"grid": [14, 14]}

@@ -10,11 +10,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from gstep.backbones import ModelSource, checkpoint, choose_runtime, tiny
+from gstep.backbones import ModelSource, choose_runtime, tiny
+from gstep.backbones.files import CheckpointFiles
 from gstep.errors import ModelError
 from gstep.language import Decoding, load_language_model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs
+from gstep.language.prompt import parsed_config
+from gstep.language.weights import without_vision
 from tests.gstep.llms import FAMILIES, FLOAT32, encode, kept_index, llm, stock, stock_inputs
+from tests.gstep.qwen_configs import SIZES
+from tests.gstep.reading import count_reading
 
 QUESTION = "What is happening in this video?"
 GREEDY = Decoding(max_new_tokens=12)
@@ -271,35 +276,8 @@ def test_two_videos_in_one_prompt_equal_the_stock_model(name, source, video):
     assert (logits - expected).abs().max() == 0
 
 
-class Reading:
-    """safe_open that records which tensors are read."""
-
-    def __init__(self, real, read):
-        self._real, self._read = real, read
-
-    def __call__(self, path, **keywords):
-        self._opened = self._real(path, **keywords)
-        return self
-
-    def __enter__(self):
-        self._file = self._opened.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        return self._opened.__exit__(*error)
-
-    def keys(self):
-        return self._file.keys()
-
-    def get_tensor(self, key):
-        tensor = self._file.get_tensor(key)
-        self._read[key] = tensor.nbytes
-        return tensor
-
-
 def test_nothing_of_the_vision_part_is_read_or_held(name, source, monkeypatch):
-    read: dict[str, int] = {}
-    monkeypatch.setattr(checkpoint, "safe_open", Reading(checkpoint.safe_open, read))
+    read = count_reading(monkeypatch)
     loaded = load_language_model(source, FLOAT32)
     vision = ("vision_tower", "multi_modal_projector", "image_newline", "visual")
     assert not [key for key in read if any(part in key for part in vision)]
@@ -388,3 +366,51 @@ def test_a_repetition_penalty_of_the_checkpoint_holds_and_sees_no_padding(name, 
     together = loaded.generate(prompts, [GREEDY] * 4)
     assert ids_of(together) == [loaded.generate([p], [GREEDY])[0].token_ids for p in prompts]
     assert ids_of(together) != ids_of(llm(name).generate(prompts, [GREEDY] * 4))
+
+
+def llava_config(hidden, layers, heads, kv, inner, tied):
+    """What decides the language model in the config.json of LLaVA-OneVision on the hub."""
+    text = {
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv,
+        "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0,
+        "vocab_size": 152000 if tied else 152128,
+        "tie_word_embeddings": tied,
+    }
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_hidden_layers": 26, "image_size": 384}
+    return {"model_type": "llava_onevision", "text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
+
+
+LLMS = {
+    "LLaVA-OneVision-0.5B": llava_config(896, 24, 14, 2, 4864, tied=True),
+    "LLaVA-OneVision-7B": llava_config(3584, 28, 28, 4, 18944, tied=False),
+    **{size: config for size, (config, _, _) in SIZES.items()},
+}
+# Millions of parameters without the vision part, and whether the head is tied to the embeddings.
+LANGUAGE_PARTS = {
+    "LLaVA-OneVision-0.5B": (494, True),
+    "LLaVA-OneVision-7B": (7616, False),
+    "Qwen2.5-VL-3B": (3086, True),
+    "Qwen2.5-VL-7B": (7615, False),
+    "Qwen2.5-VL-32B": (32763, False),
+    "Qwen2.5-VL-72B": (72704, False),
+    "Qwen3-VL-2B": (1721, True),
+    "Qwen3-VL-4B": (4022, True),
+    "Qwen3-VL-8B": (8191, False),
+    "Qwen3-VL-32B": (32762, False),
+}
+
+
+@pytest.mark.parametrize("size", LLMS)
+def test_every_dense_size_on_the_hub_is_known_by_its_config(size):
+    config = LLMS[size]
+    source = ModelSource(size, config["model_type"], "none", CheckpointFiles("folder", "/none"), (), config, {})
+    model = without_vision(parsed_config(source), choose_runtime("cpu", "bfloat16", "sdpa"))
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
+    millions = round(sum(p.numel() for p in model.parameters()) / 1e6)
+    assert (millions, model.lm_head is None) == LANGUAGE_PARTS[size]

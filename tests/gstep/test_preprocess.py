@@ -22,10 +22,11 @@ def random_frames(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
 
 
-@pytest.mark.parametrize("case", META["cases"])
+@pytest.mark.parametrize("case", [name for name in META["cases"] if name.startswith("llava_onevision/")])
 def test_pixel_values_are_the_stock_processors_bit_for_bit(case):
     golden, expected = np.load(GOLDEN / "preprocess.npz"), META["cases"][case]
-    frames = golden[f"{case}/frames"]
+    n_frames, _, shape = case.partition("/")[2].partition("x")
+    frames = golden[f"frames/{shape}"][: int(n_frames)]
     size = CLIP.target_size(*frames.shape[:3])
     pixels = CLIP.normalise(CLIP.resize(frames, size), "cpu", torch.float32).numpy()
     assert list(pixels.shape) == expected["shape"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -37,3 +38,15 @@ def assert_all_gone(pids: list[int], timeout: float = 20) -> None:
         titles = [Path(f"/proc/{pid}/cmdline").read_bytes()[:80] for pid in left]
         assert time.monotonic() < deadline, titles
         time.sleep(0.05)
+
+
+def titled(process: subprocess.Popen[str], title: str, timeout: float = 120) -> int | None:
+    """A worker of a run by how its process title begins, as soon as there is one; None when the run ended."""
+    deadline = time.monotonic() + timeout
+    while process.poll() is None:
+        assert time.monotonic() < deadline, f"no process {title}"
+        for pid, name in family(process.pid).items():
+            if name.startswith(title):
+                return pid
+        time.sleep(0.02)
+    return None

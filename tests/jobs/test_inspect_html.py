@@ -173,12 +173,35 @@ def test_tokens_without_a_square_grid_are_only_counted(decoded, tmp_path):
     assert "no square grid" in html
 
 
+def test_temporal_patches_are_drawn_by_their_grid_over_their_first_frames(decoded, tmp_path):
+    """As Qwen has them: 7 frames in 4 patches of 5 x 9 tokens, the last frame alone."""
+    video = decode_video(DecodeRequest(decoded[0], Sampling(7), PREPROCESSOR))
+    store = write_header(tmp_path / "c")
+    header = json.loads(store.read("cache.json"))
+    header["identity"]["sampling"] = {"num_frames": 7}
+    store.put("cache.json", json.dumps(header).encode())
+    columns = {**decoded_columns(video, 1), "uri": str(decoded[0]), "model_extra": json.dumps({"grid": [5, 9]})}
+    write_shard(store, "run", encoded(VIDEO, random_tokens(0, (4, 45, 16)), 0.25, "gstep", **columns))
+    html = video_page(TokenCache(tmp_path / "c"), VIDEO).html
+    assert data_of(html)["grid"] == [5, 9] and data_of(html)["frames"] == 4
+    assert html.count('viewBox="0 0 9 5"') == 4
+    shown = decode_video(DecodeRequest(decoded[0], Sampling(7), Thumbnails(224))).frames[::2]
+    assert np.abs(np.stack(pictures_of(html)).astype(int) - shown).mean() < 4
+    f, at = video.frame_indices, video.timestamps
+    for t, frames in enumerate([f"frames {f[0]}, {f[1]}", f"frames {f[2]}, {f[3]}", f"frames {f[4]}, {f[5]}"]):
+        assert f"<small>{at[2 * t]:.2f} s</small><small>{frames}</small>" in html
+    assert f"<small>{at[6]:.2f} s</small><small>frame {f[6]}</small>" in html
+    assert "45\N{NO-BREAK SPACE}tokens\N{NO-BREAK SPACE}×\N{NO-BREAK SPACE}4\N{NO-BREAK SPACE}pairs" in html
+    assert "the first is shown" in html
+
+
 def test_tiers_end_at_what_is_stored():
     row = {"retention_ratio": 0.3, "nested": True, "n_total": 100, "n_tokens": 30}
     assert tiers_of(row) == [(0.10, 10), (0.15, 15), (0.20, 20), (0.25, 25), (0.3, 30)]
     assert tiers_of({**row, "retention_ratio": 0.05, "n_tokens": 5}) == [(0.05, 5)]
     assert tiers_of({**row, "nested": False}, 0.1) == [(0.3, 30)]
     assert grid_of({"tokens_per_frame": 196}) == (14, 14) and grid_of({"tokens_per_frame": 195}) is None
+    assert grid_of({"tokens_per_frame": 195, "model_extra": {"grid": [13, 15]}}) == (13, 15)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,13 @@ def test_unknown_pruner_and_parameter(refuse, videos, tmp_path):
     assert "alpha" in refuse(prune, [str(videos), *out, "--pruner-param", "alpha=2"])
 
 
+def test_limits_of_pixels_that_do_not_fit_the_model(refuse, videos, tmp_path):
+    out = ["--out", str(tmp_path / "c")]
+    assert "one size" in refuse(prune, [str(videos), *out, "--max-pixels", "1000"])
+    assert "at most 10 pixels" in refuse(prune, [str(videos), *out, "--model", "tiny-qwen3-vl", "--max-pixels", "10"])
+    assert "--min-pixels must be at least 1" in refuse(prune, [str(videos), *out, "--min-pixels", "0"])
+
+
 def test_unknown_model_type(refuse, videos, tmp_path):
     model = tmp_path / "model"
     model.mkdir()
@@ -149,3 +156,15 @@ def test_senseless_seed_and_reader(refuse, videos, tmp_path):
     out = ["--out", str(tmp_path / "c")]
     assert "--seed must be at least 0" in refuse(prune, [str(videos), *out, "--seed", "-1"])
     assert "no reader" in refuse(prune, [str(videos), *out, "--decoder", "json:dumps"])
+
+
+@pytest.mark.parametrize("frames", [["--num-frames", "1"], ["--fps", "1", "--max-frames", "1"]])
+def test_fewer_frames_than_the_model_takes(refuse, videos, tmp_path, frames):
+    argv = [str(videos), "--out", str(tmp_path / "c"), "--model", "tiny-qwen3-vl", *frames]
+    assert "no video of fewer than 2 sampled frames" in refuse(prune, argv)
+
+
+def test_a_mixture_of_experts(refuse, videos, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl_moe"}))
+    text = refuse(prune, [str(videos), "--out", str(tmp_path / "c"), "--model", str(tmp_path)])
+    assert "'qwen3_vl_moe'" in text and "Qwen/Qwen3-VL-2B" in text

@@ -4,13 +4,11 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import time
 
 import pytest
 
 from tests.jobs.jobs import clips, start, wait_for_shards
-from tests.jobs.processes import assert_all_gone, family
+from tests.jobs.processes import assert_all_gone, family, titled
 
 pytestmark = pytest.mark.slow
 
@@ -23,18 +21,6 @@ def job(tmp_path) -> list[str]:
     for i in range(64):
         shutil.copy(clips()[i % 4], tmp_path / f"v{i:02}.mp4")
     return ["jobs.prune", str(tmp_path), "--out", str(tmp_path / "c"), "--num-frames", "4", "--videos-per-shard", "2"]
-
-
-def titled(process: subprocess.Popen[str], title: str, timeout: float = 120) -> int | None:
-    """A worker of a run by how its process title begins, as soon as there is one; None when the run ended."""
-    deadline = time.monotonic() + timeout
-    while process.poll() is None:
-        assert time.monotonic() < deadline, f"no process {title}"
-        for pid, name in family(process.pid).items():
-            if name.startswith(title):
-                return pid
-        time.sleep(0.02)
-    return None
 
 
 @pytest.mark.parametrize(("title", "stage"), [(DECODER, "decode"), (ENCODER, "encode")])

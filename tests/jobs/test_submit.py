@@ -102,7 +102,7 @@ def test_stopped_half_way_and_submitted_again_gives_every_id_once(cluster, submi
 
     second = submit("second", *argv)
     assert (second.returncode, cluster.info("second")["driver_exit_code"]) == (1, 2)
-    assert "another run writes to this cache" in second.stdout and run_records(cache)[0]["run_id"] in second.stdout
+    assert "another run writes here" in second.stdout and run_records(cache)[0]["run_id"] in second.stdout
 
     assert cluster.stop("first").returncode == 0
     assert cluster.wait_for("first")["status"] == "STOPPED"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +36,26 @@ def source_record(video_id: str, shape: tuple[int, int, int], **more: Any) -> di
         "tokens_per_frame": per_frame,
         "frame_indices": list(range(n_frames)),
         "timestamps": [t / 4 for t in range(n_frames)],
+        "start_s": None,
+        "fps": 4.0,
+        "clip_frames": n_frames,
         **more,
     }
 
 
-def encoded(video_id: str, tokens: torch.Tensor, ratio: float, method: str, **more: Any) -> pa.Table:
+def encoded(
+    video_id: str, tokens: torch.Tensor, ratio: float, method: str, deepstack: Sequence[torch.Tensor] = (), **more: Any
+) -> pa.Table:
     pruned = gstep.prune(tokens, ratio, method)
     record = source_record(video_id, tuple(tokens.shape), **more)
-    return one_row(ENCODED, {**record, **pruned_columns(pruned, record)}, pruned_arrays(pruned))
+    return one_row(ENCODED, {**record, **pruned_columns(pruned, record)}, pruned_arrays(pruned, deepstack))
 
 
 def encoded_failure(video_id: str, fault: VideoFault, **more: Any) -> pa.Table:
     return one_row(ENCODED, failed(source_record(video_id, (1, 1, 1), **more), fault))
 
 
-def write_header(out: Path | Store, ratio: float = 0.25) -> Store:
+def write_header(out: Path | Store, ratio: float = 0.25, **more: Any) -> Store:
     store = LocalStore(out) if isinstance(out, Path) else out
     identity = {
         "model": {"type": "llava_onevision", "weights": "none"},
@@ -58,7 +64,7 @@ def write_header(out: Path | Store, ratio: float = 0.25) -> Store:
         "retention_ratio": ratio,
         "dtype": {"stored": "bfloat16"},
     }
-    header = {"schema_version": SCHEMA_VERSION, "identity": identity, "newline": None}
+    header = {"schema_version": SCHEMA_VERSION, "identity": identity, "newline": None, **more}
     store.put(HEADER, json.dumps(header).encode())
     return store
 

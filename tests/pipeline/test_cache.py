@@ -218,3 +218,59 @@ def test_a_short_reader_ends_cleanly(tmp_path):
     code = f"from pipeline import TokenCache; TokenCache({str(tmp_path)!r}).get('v', 0.1)"
     ends = [subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode for _ in range(10)]
     assert ends == [0] * 10
+
+
+@pytest.fixture
+def deep(tmp_path):
+    """A cache of one video with two deepstack levels; (tokens, levels) as they were before pruning."""
+    tokens, *levels = (random_tokens(i, (4, 15, 16)) for i in range(3))
+    store = write_header(tmp_path, hidden_size=16, deepstack_levels=2)
+    write_shard(store, "run", encoded("v", tokens, 0.25, "gstep", levels))
+    return tokens, levels
+
+
+@pytest.mark.parametrize("ratio", [0.10, 0.25])
+def test_deepstack_levels_come_back_with_their_tokens(tmp_path, deep, ratio):
+    tokens, levels = deep
+    cache = TokenCache(tmp_path)
+    expected = gstep.prune(tokens, ratio)
+    video = cache.get("v", ratio)
+    assert cache.deepstack_levels == 2 == len(video.deepstack)
+    for ours, level in zip(video.deepstack, levels, strict=True):
+        assert torch.equal(bits(ours), bits(level.flatten(0, 1)[expected.index]))
+    selected = cache.get("v", ratio, order="selection")
+    for ours, level in zip(selected.deepstack, levels, strict=True):
+        assert torch.equal(bits(ours), bits(level.flatten(0, 1)[selected.index]))
+
+
+def test_deepstack_levels_in_order_of_selection_are_views(tmp_path, deep):
+    cache = TokenCache(tmp_path)
+    before = pa.total_allocated_bytes()
+    video = cache.get("v", order="selection")
+    storages = [level.untyped_storage() for level in (video.tokens, *video.deepstack)]
+    assert pa.total_allocated_bytes() - before >= sum(storage.nbytes() for storage in storages)
+
+
+def test_the_checksum_covers_the_levels(tmp_path, deep):
+    tokens, (first, second) = deep
+    sums = {TokenCache(tmp_path).metadata("v")["checksum"]}
+    for name, levels in {"swapped": [second, first], "changed": [first, -second], "fewer": [first]}.items():
+        store = write_header(tmp_path / name, deepstack_levels=len(levels))
+        write_shard(store, "run", encoded("v", tokens, 0.25, "gstep", levels))
+        sums.add(TokenCache(tmp_path / name).metadata("v")["checksum"])
+    assert len(sums) == 4
+
+
+def test_a_shard_without_a_level_that_the_cache_has_is_corrupt(tmp_path, deep):
+    tokens, levels = deep
+    store = write_header(tmp_path / "c", hidden_size=16, deepstack_levels=2)
+    write_shard(store, "run", encoded("v", tokens, 0.25, "gstep", levels[:1]))
+    with pytest.raises(CorruptShard, match="lacks the columns deepstack_1"):
+        TokenCache(tmp_path / "c").get("v")
+
+
+def test_a_cache_that_says_nothing_of_levels_has_none(tmp_path):
+    """As they were written before there were any."""
+    store = make_cache(tmp_path, {"v": random_tokens(0)})
+    assert "deepstack_levels" not in TokenCache(tmp_path, store=store).header
+    assert TokenCache(tmp_path).deepstack_levels == 0 and TokenCache(tmp_path).get("v").deepstack == ()

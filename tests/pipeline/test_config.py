@@ -5,9 +5,12 @@ from dataclasses import fields
 
 import pytest
 
+from gstep.backbones import BACKBONES
 from pipeline.config import PruneConfig, differences
 from pipeline.errors import UsageError
 from pipeline.flags import add_flags, from_flags, read_config_file
+from pipeline.frames import Sampling
+from pipeline.job import sampling_of
 
 
 def parse(*argv: str) -> PruneConfig:
@@ -35,6 +38,14 @@ def test_flags_are_converted():
     )
     assert (config.videos, config.fps, config.max_frames) == ("v", 0.5, 8)
     assert config.pruner_params() == {"alpha": 0.3, "radius": 2}
+    assert sampling_of(config, 768) == Sampling(None, fps=0.5, max_frames=8)
+
+
+def test_the_limit_of_frames_is_the_model_familys():
+    defaults = {name: backbone.default_max_frames for name, backbone in BACKBONES.items()}
+    assert defaults == {"llava_onevision": 32, "qwen2_5_vl": 768, "qwen3_vl": 768}
+    assert sampling_of(parse("v", "--fps", "2"), 768) == Sampling(None, fps=2.0, max_frames=768)
+    assert sampling_of(parse("v"), 768) == Sampling(32)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from gstep.backbones.preprocess import FixedSizePreprocessor
+from gstep.backbones.preprocess_qwen import PerFramePreprocessor, PerVideoPreprocessor
+from gstep.backbones.qwen2_5_vl import Qwen2_5VL
+from gstep.backbones.qwen3_vl import Qwen3VL
 from pipeline.decode import DecodeRequest, decode_video
 from pipeline.errors import VideoFault
 from pipeline.frames import Sampling
@@ -139,3 +142,17 @@ def test_the_unforeseen_is_internal_printable_and_keeps_no_credentials(tmp_path)
 def test_an_unknown_reader_is_refused_at_once():
     with pytest.raises(ValueError, match="unknown reader 'opencv'"):
         request("a.mp4", reader="opencv")
+
+
+def test_videos_of_a_shape_that_the_model_does_not_take(tmp_path):
+    wide = write_clip(tmp_path / "wide.mp4", size=(8, 1616), count=4)
+    short = write_clip(tmp_path / "short.mp4", size=(64, 96), count=4)
+    per_frame = PerFramePreprocessor.from_settings(Qwen2_5VL.pixel_defaults)
+    per_video = PerVideoPreprocessor.from_settings(Qwen3VL.pixel_defaults)
+    for path, sampling, preprocessor, message in (
+        (wide, Sampling(4), per_frame, "frames of 1616x8 pixels have an aspect ratio of 202"),
+        (short, Sampling(None, fps=1.0), per_video, "fewer than 2 sampled frames, this one has 1"),
+    ):
+        with pytest.raises(VideoFault, match=message) as caught:
+            decode_video(DecodeRequest(path, sampling, preprocessor))
+        assert (caught.value.fault_class, caught.value.retryable) == ("unsupported", False)

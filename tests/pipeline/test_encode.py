@@ -30,6 +30,8 @@ def encoder() -> Encoder:
 def test_rows_hold_the_selection_in_its_order(encoder):
     (row,) = encoder(decoded("v"))
     (record,) = records(row)
+    assert json.loads(record["model_extra"]) == {"grid": [14, 14]}
+    assert payload(row, "deepstack", 0, np.int16) is None
     backbone = load_backbone(ModelSource.resolve("tiny"), choose_runtime("cpu", "float32"))
     tokens = backbone.encode(FRAMES).tokens.to(torch.bfloat16)
     expected = gstep.prune(tokens, 0.25)
@@ -68,3 +70,49 @@ def test_tokens_that_are_not_finite_are_an_error_row(encoder, monkeypatch):
     (record,) = records(row)
     assert (record["error_class"], record["error_stage"]) == ("internal", "prune")
     assert "frame 1, token 3" in record["error_message"]
+
+
+QWEN_FRAMES = np.random.default_rng(1).integers(0, 256, (5, 96, 160, 3), dtype=np.uint8)  # 3 x 5 tokens of 32 pixels
+
+
+def qwen3_encoder(method: str = "gstep", ratio: float = 0.25) -> Encoder:
+    return Encoder(EncodeSetup(ModelSource.resolve("tiny-qwen3-vl"), method, ratio, seed=3, device="cpu"))
+
+
+def qwen3_row(video_id: str = "v"):
+    record = source_record(video_id, (5, 15, 64), height=96, width=160, start_s=0.25)
+    return one_row(DECODED, record, {"frames": QWEN_FRAMES})
+
+
+@pytest.mark.parametrize("method", ["gstep", "random", "topk", "fps", "uniform", "none"])
+def test_deepstack_levels_hold_the_places_of_the_tokens(method):
+    (row,) = qwen3_encoder(method, 1.0 if method == "none" else 0.25)(qwen3_row())
+    (record,) = records(row)
+    visual = load_backbone(ModelSource.resolve("tiny-qwen3-vl"), choose_runtime("cpu", "float32")).encode(QWEN_FRAMES)
+    places = payload(row, "index", 0, np.int32).tolist()
+    assert len(places) == (45 if method == "none" else 11)  # of 3 x 15, an odd last frame repeated
+    assert (places == sorted(places)) == (method in {"uniform", "none"})
+    stored = torch.from_numpy(payload(row, "deepstack", 0, np.int16).copy()).view(torch.bfloat16).view(3, -1, 64)
+    for ours, level_TND in zip(stored, visual.deepstack, strict=True):
+        assert torch.equal(ours, level_TND.bfloat16().flatten(0, 1)[places])
+    tokens = payload(row, "tokens", 0, np.int16).tolist()
+    assert tokens == visual.tokens.bfloat16().flatten(0, 1)[places].view(torch.int16).flatten().tolist()
+    assert (record["n_frames"], len(record["frame_indices"]), len(record["kept_per_frame"])) == (3, 5, 3)
+    extra = json.loads(record["model_extra"])
+    assert (extra["grid"], extra["video_grid_thw"], extra["deepstack_levels"]) == ([3, 5], [3, 6, 10], 3)
+    assert extra["patch_timestamps"] == [0.0, 0.375, 0.75]  # frames at 0, 1/4, ... 1 s of a clip that starts at 1/4 s
+
+
+def test_levels_that_are_not_finite_are_an_error_row(monkeypatch):
+    encoder = qwen3_encoder()
+    encode = encoder._backbone.encode
+
+    def poisoned(frames):
+        visual = encode(frames)
+        visual.deepstack[1][2, 14, 63] = math.inf
+        return visual
+
+    monkeypatch.setattr(encoder._backbone, "encode", poisoned)
+    (record,) = records(next(encoder(qwen3_row())))
+    assert (record["error_class"], record["error_stage"]) == ("internal", "encode")
+    assert "deepstack level 1" in record["error_message"]

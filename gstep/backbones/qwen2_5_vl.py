@@ -1,0 +1,59 @@
+"""Qwen2.5-VL (3B, 7B, 32B, 72B): windowed attention in most layers of the tower, absolute time in the positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from gstep.backbones.base import SampledVideo
+from gstep.backbones.preprocess_qwen import DynamicSizePreprocessor, PerFramePreprocessor, with_pixel_bounds
+from gstep.backbones.qwen_vl import QwenVL
+
+
+class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
+    """One token for 28 x 28 pixels of two frames."""
+
+    model_type = "qwen2_5_vl"
+    preprocessor_class: ClassVar[type[DynamicSizePreprocessor]] = PerFramePreprocessor
+    vision_defaults: ClassVar[Mapping[str, Any]] = {
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "tokens_per_second": 4,
+    }
+    pixel_defaults: ClassVar[Mapping[str, Any]] = {
+        "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
+        "image_mean": [0.48145466, 0.4578275, 0.40821073],
+        "image_std": [0.26862954, 0.26130258, 0.27577711],
+        "patch_size": 14,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "max_video_tokens": 128000,
+    }
+    video_processor = "Qwen2VLVideoProcessor"
+    # Of the second pair no video processor exists, so the model type decides.
+    image_processors = (
+        *("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"),
+        *("Qwen2_5_VLImageProcessor", "Qwen2_5_VLImageProcessorFast"),
+    )
+
+    def _family_extra(self, video: SampledVideo) -> dict[str, Any]:
+        """Temporal positions advance by second_per_grid_ts * tokens_per_second a patch; a float, never rounded.
+
+        As Qwen2_5_VLProcessor makes it of VideoMetadata.sampled_fps (models/qwen2_5_vl/processing_qwen2_5_vl.py).
+        """
+        return {
+            "second_per_grid_ts": self.preprocessor.temporal_patch_size / video.sampled_fps,
+            "tokens_per_second": self.model.config.tokens_per_second,
+        }
+
+    @classmethod
+    def _pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        return with_pixel_bounds(settings)
+
+    @classmethod
+    def _parsed(cls, config: dict[str, Any]) -> Any:
+        from transformers import Qwen2_5_VLConfig  # noqa: PLC0415 - seconds; preprocessing needs none of it
+
+        return Qwen2_5_VLConfig.from_dict(config)

@@ -1,0 +1,68 @@
+"""Qwen3-VL, the dense sizes (2B, 4B, 8B, 32B): deepstack levels beside the tokens, a time before every patch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from gstep.backbones.base import SampledVideo
+from gstep.backbones.preprocess_qwen import DynamicSizePreprocessor, PerVideoPreprocessor
+from gstep.backbones.qwen_vl import QwenVL
+from gstep.errors import ModelError
+
+
+class Qwen3VL(QwenVL):
+    """One token for 32 x 32 pixels of two frames, with a vector of the same width for each deepstack level."""
+
+    model_type = "qwen3_vl"
+    preprocessor_class: ClassVar[type[DynamicSizePreprocessor]] = PerVideoPreprocessor
+    vision_defaults: ClassVar[Mapping[str, Any]] = {
+        "deepstack_visual_indexes": (8, 16, 24),
+        "out_hidden_size": 3584,
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    }
+    pixel_defaults: ClassVar[Mapping[str, Any]] = {
+        "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "max_video_tokens": 768,
+    }
+    video_processor = "Qwen3VLVideoProcessor"
+    # No video processor bears these names, so the model type decides. For Qwen2VLImageProcessor, without Fast, one
+    # does: transformers would size the frames by the rules of Qwen2.5-VL.
+    image_processors = ("Qwen2VLImageProcessorFast", "Qwen3VLImageProcessor", "Qwen3VLImageProcessorFast")
+
+    def _family_extra(self, video: SampledVideo) -> dict[str, Any]:
+        """The seconds that the prompt writes before each temporal patch.
+
+        The mean of its first and last frame's, the last frame standing in for missing ones, as in
+        Qwen3VLProcessor._calculate_timestamps (models/qwen3_vl/processing_qwen3_vl.py); from the start of the clip.
+        """
+        times = video.times_in_clip
+        frames = self.preprocessor.temporal_patch_size
+        ends = [(i, min(i + frames, len(times)) - 1) for i in range(0, len(times), frames)]
+        return {
+            "patch_timestamps": [(times[first] + times[last]) / 2 for first, last in ends],
+            "deepstack_levels": len(self.model.config.deepstack_visual_indexes),
+        }
+
+    @classmethod
+    def _pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        for name in ("min_pixels", "max_pixels"):
+            if name in settings:
+                raise ModelError(
+                    f"the preprocessor setting {name} is not implemented: the stock video processor of Qwen3-VL "
+                    'ignores it; give size={"shortest_edge": ..., "longest_edge": ...}, the pixels of a whole video'
+                )
+        return settings
+
+    @classmethod
+    def _parsed(cls, config: dict[str, Any]) -> Any:
+        from transformers import Qwen3VLConfig  # noqa: PLC0415 - seconds; preprocessing needs none of it
+
+        return Qwen3VLConfig.from_dict(config)

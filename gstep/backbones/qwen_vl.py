@@ -1,0 +1,211 @@
+"""What Qwen2.5-VL and Qwen3-VL share: temporal patches, dynamic sizes, and a vision tower that is loaded by itself.
+
+Every temporal patch attends within itself alone (cu_seqlens of the stock towers), so a video may be encoded in chunks
+of whole patches. Qwen2.5-VL's tower works in the order of its windows and puts its ``pooler_output``, and that alone,
+back into spatial order.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from gstep.backbones.base import Backbone, SampledVideo, StaticParts, load_weights
+from gstep.backbones.checkpoint import ModelSource
+from gstep.backbones.preprocess_qwen import DynamicSizePreprocessor
+from gstep.errors import ModelError
+from gstep.types import VisualTokens
+
+# Vision patches in one pass of the tower, which bounds its memory whatever the size of the frames: 12 temporal patches
+# of full HD in patches of 14 pixels. A temporal patch that is larger than all of it goes alone.
+PATCHES_AT_ONCE = 2**17
+
+
+class QwenVL(Backbone):
+    """Tokens of 2 x 2 patches, two frames deep."""
+
+    preprocessor: DynamicSizePreprocessor
+    default_max_frames: ClassVar[int] = 768
+    preprocessor_class: ClassVar[type[DynamicSizePreprocessor]]
+    # What the stock configuration takes for what a config.json leaves out (models/<family>/configuration_<family>.py).
+    vision_defaults: ClassVar[Mapping[str, Any]]
+    # Class defaults of the stock video processor (models/*/video_processing_*.py).
+    pixel_defaults: ClassVar[Mapping[str, Any]]
+    # The stock video processor, and the image processors for whose name AutoVideoProcessor takes it.
+    video_processor: ClassVar[str]
+    image_processors: ClassVar[tuple[str, ...]]
+
+    @classmethod
+    def load(
+        cls,
+        source: ModelSource,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        attn_implementation: str = "sdpa",
+        frame_batch: int = 32,
+    ) -> Self:
+        """See :meth:`Backbone.load`."""
+        preprocessor = cls.preprocessor_for(source)
+        tower = cls._tower(source.config, attn_implementation, dtype)
+        # Under its name, so that what is missing is named as it is on disk.
+        load_weights(nn.ModuleDict({"visual": tower}), source, _names_in_memory, device=device, dtype=dtype)
+        _rebuild_frequencies(tower, device)
+        tower.eval().requires_grad_(False)
+        return cls(tower, preprocessor, device=device, dtype=dtype, frame_batch=frame_batch)
+
+    @classmethod
+    def preprocessor_for(cls, source: ModelSource) -> DynamicSizePreprocessor:
+        """See :meth:`Backbone.preprocessor_for`."""
+        cls._check_processor(source)
+        given = {name: value for name, value in source.preprocessor.items() if value is not None}
+        settings = cls._pixel_bounds({**cls.pixel_defaults, **given})
+        for ours, theirs in (("patch_size",) * 2, ("temporal_patch_size",) * 2, ("merge_size", "spatial_merge_size")):
+            if settings[ours] != (there := cls._vision(source.config)[theirs]):
+                raise ModelError(
+                    f"{source.name!r}: the preprocessor setting {ours}={settings[ours]!r} does not fit the vision "
+                    f"tower's {theirs}={there!r} in config.json"
+                )
+        return cls.preprocessor_class.from_settings(settings)
+
+    @classmethod
+    def limit_pixels(
+        cls, source: ModelSource, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None
+    ) -> ModelSource:
+        """See :meth:`Backbone.limit_pixels`."""
+        now = cls.preprocessor_for(source)
+        low = now.min_pixels if min_pixels is None else min_pixels
+        high = now.max_pixels if max_pixels is None else max_pixels
+        if low > high:
+            raise ModelError(f"{source.name!r}: frames cannot have at least {low} and at most {high} pixels")
+        settings = {k: v for k, v in source.preprocessor.items() if k not in ("min_pixels", "max_pixels")}
+        settings["size"] = {"shortest_edge": low, "longest_edge": high}
+        if max_video_tokens is not None:
+            settings |= {"cap_pixels_per_frame": True, "max_video_tokens": max_video_tokens}
+        return replace(source, preprocessor=settings)
+
+    @classmethod
+    def load_static(cls, source: ModelSource) -> StaticParts:
+        """See :meth:`Backbone.load_static`. The config says it all."""
+        vision = cls._vision(source.config)
+        return StaticParts(int(vision["out_hidden_size"]), None, len(vision.get("deepstack_visual_indexes", ())))
+
+    @classmethod
+    def token_bytes(cls, source: ModelSource, n_frames: int, height: int, width: int) -> int:
+        """See :meth:`Backbone.token_bytes`."""
+        vision, static = cls._vision(source.config), cls.load_static(source)
+        side = vision["patch_size"] * vision["spatial_merge_size"]
+        n_tokens = -(-n_frames // vision["temporal_patch_size"]) * (height // side) * (width // side)
+        return int(n_tokens * static.hidden_size * 2 * (1 + static.deepstack_levels))
+
+    @property
+    def hidden_size(self) -> int:
+        """D, the width of a visual token."""
+        return int(self.model.config.out_hidden_size)
+
+    def newline(self) -> None:
+        """There is none."""
+
+    def chunk_length(self, height: int, width: int) -> int:
+        """Frames that go through the tower at once: whole temporal patches, at least one."""
+        frames, H, W = self.preprocessor.frames_per_patch, *self.preprocessor.grid_thw(1, height, width)[1:]
+        return frames * max(1, min(self.frame_batch // frames, PATCHES_AT_ONCE // (H * W)))
+
+    def encode_chunk(self, frames: Tensor) -> VisualTokens:
+        """[t,h,w,3] uint8 -> tokens [T,N,D] in spatial order, and as many deepstack levels as the family has."""
+        grid = self.preprocessor.grid_thw(*frames.shape[:3])
+        patches = self.preprocessor.patches(frames, self.device, self.dtype)
+        output = self.model(patches, grid_thw=torch.tensor([grid], device=self.device), return_dict=True)
+        # Not last_hidden_state: before the merger, and on Qwen2.5-VL in the order of windows.
+        levels = getattr(output, "deepstack_features", None) or ()
+        tokens, *deepstack = (level.reshape(grid[0], -1, self.hidden_size) for level in (output.pooler_output, *levels))
+        return VisualTokens(tokens, deepstack=tuple(deepstack))
+
+    def model_extra(self, video: SampledVideo) -> dict[str, Any]:
+        """The grid in patches, as the stock processors give it, what merges patches to tokens, and the family's own."""
+        grid, merge = (
+            self.preprocessor.grid_thw(video.n_frames, video.height, video.width),
+            self.preprocessor.merge_size,
+        )
+        return {
+            "grid": [grid[1] // merge, grid[2] // merge],
+            "video_grid_thw": list(grid),
+            "spatial_merge_size": merge,
+            "temporal_patch_size": self.preprocessor.temporal_patch_size,
+            **self._family_extra(video),
+        }
+
+    @abstractmethod
+    def _family_extra(self, video: SampledVideo) -> dict[str, Any]:
+        """What positions of this family go by besides the grid."""
+
+    @classmethod
+    def _pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """``settings`` with the ``size`` that the stock class makes of them."""
+        return settings
+
+    @classmethod
+    @abstractmethod
+    def _parsed(cls, config: dict[str, Any]) -> Any:
+        """The stock configuration made of config.json."""
+
+    @classmethod
+    def _tower(cls, config: dict[str, Any], attn_implementation: str, dtype: torch.dtype) -> Any:
+        """The vision tower on the meta device: shapes alone, no memory; nothing of the language model is built."""
+        from transformers import AutoModel  # noqa: PLC0415 - seconds; preprocessing needs none of it
+
+        parsed = cls._parsed(copy.deepcopy(config)).vision_config
+        with torch.device("meta"):
+            return AutoModel.from_config(parsed, attn_implementation=attn_implementation, dtype=dtype)
+
+    @classmethod
+    def _vision(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The vision part of config.json with the stock defaults."""
+        return {**cls.vision_defaults, **config.get("vision_config", {})}
+
+    @classmethod
+    def _check_processor(cls, source: ModelSource) -> None:
+        """Refuse a video processor other than the one that is implemented for this family.
+
+        Which one a file asks for follows AutoVideoProcessor.from_pretrained (models/auto/video_processing_auto.py): a
+        file without video_processor_type goes by its image_processor_type, and else by the model type.
+        """
+        settings = source.preprocessor
+        kind = settings.get("video_processor_type")
+        if kind not in (None, cls.video_processor):
+            raise ModelError(f"{source.name!r} asks for the video processor {kind!r}, which is not implemented")
+        image_kind = settings.get("image_processor_type")
+        if kind is None and image_kind is not None and image_kind not in cls.image_processors:
+            raise ModelError(
+                f"{source.name!r} has no video processor of its own, and the one that stands for image_processor_type="
+                f"{image_kind!r} is not that of {cls.model_type}: copy video_preprocessor_config.json from the "
+                "original checkpoint"
+            )
+
+
+def _names_in_memory(key: str) -> list[str]:
+    """``visual.*`` on the hub's Qwen2.5-VL, ``model.visual.*`` on Qwen3-VL and in what transformers saves."""
+    name = key.removeprefix("model.")
+    return [name] if name.startswith("visual.") else []
+
+
+def _rebuild_frequencies(tower: nn.Module, device: str) -> None:
+    """The rotary frequencies of a head's two halves are computed, never stored: still on the meta device.
+
+    As compute_axial_rope_parameters of both families does (models/*/modeling_*.py); float32 in every dtype.
+    """
+    for module in tower.modules():
+        for name in ("inv_freq", "original_inv_freq"):
+            held = getattr(module, name, None)
+            if isinstance(held, Tensor) and held.is_meta:
+                rope = getattr(module.config, "rope_parameters", None) or {}
+                steps = torch.arange(0, 2 * len(held), 2, dtype=torch.float) / (2 * len(held))
+                setattr(module, name, (1.0 / (rope.get("rope_theta", 10000.0) ** steps)).to(device))
+    left = [name for name, tensor in (*tower.named_buffers(), *tower.named_parameters()) if tensor.is_meta]
+    assert not left, f"no values for {left}"

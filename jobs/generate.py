@@ -1,0 +1,52 @@
+"""Answer questions about cached videos with the language model, on Ray: no video and no vision encoder is needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from pipeline.command import EXIT_CODES, run_command
+from pipeline.generate_config import GenerateConfig
+
+EPILOG = """\
+examples:
+  python -m jobs.generate cache --questions questions.jsonl --out answers
+  python -m jobs.generate cache --questions questions.jsonl --out answers-10 --retention-ratio 0.10
+  python -m jobs.generate cache --questions mmmu.parquet --choices loglikelihood --format jsonl
+
+The same command again goes on where the last one stopped, and does nothing where nothing is left to do.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m jobs.generate",
+        description=__doc__,
+        epilog=EPILOG + EXIT_CODES.format(item="question"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return run_command(parser, GenerateConfig, _generate, argv)
+
+
+def _generate(config: GenerateConfig, console: Console) -> int:
+    # Ray, torch and transformers load only now: --help and a mistyped flag answer at once.
+    from pipeline.answer_summary import render_answers  # noqa: PLC0415
+    from pipeline.generate import answer_questions  # noqa: PLC0415
+
+    summary = answer_questions(config, console)
+    out = Console()
+    out.print(render_answers(summary))
+    rows = f'read_answers({json.dumps(config.out)}).select(["question_id", "answer"]).slice(0, 5).to_pylist()'
+    code = f'from pipeline.answers import read_answers; print(*{rows}, sep="\\n")'
+    out.print(f"\nread the first: python -c {shlex.quote(code)}", markup=False, highlight=False, soft_wrap=True)
+    return summary.exit_code(config.failure_limit(summary.n_questions))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

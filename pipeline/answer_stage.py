@@ -1,0 +1,282 @@
+"""The GPU actor that answers: questions in, rows of answers out. One question's fault becomes its error row."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from gstep.backbones import ModelSource, choose_runtime
+from gstep.language import LanguageModel, Prompt, load_language_model, prompt_builder
+from pipeline.cache import TokenCache
+from pipeline.choices import lettered_prompt, letters, parse_letter
+from pipeline.errors import CorruptShard, FailedVideo, UnknownVideo, printable
+from pipeline.held_videos import HeldVideos
+from pipeline.pulse import Beat
+from pipeline.questions import decoding_of
+from pipeline.rows import WRITTEN
+from pipeline.store import Store
+
+STAGE = "answer"
+GROW_AFTER = 16  # batches after one that did not fit
+# What another attempt may cure: the machine's state, or a cache that has grown since.
+RETRYABLE = frozenset({"unknown-video", "failed-video", "corrupt", "io", "out-of-memory", "internal"})
+Row = dict[str, Any]
+
+
+def question_blocks(blocks: Iterable[Sequence[Row]]) -> list[pa.Table]:
+    """What the actor takes: each block of questions as one row, which Ray can neither split nor join with another."""
+    return [pa.table({"questions": [json.dumps(block)]}) for block in blocks]
+
+
+def failed_answer(question: Row, error_class: str, message: str) -> Row:
+    """The row of a question that ends here."""
+    return {
+        **question,
+        "status": "failed",
+        "error_class": error_class,
+        "error_message": printable(message),
+        "retryable": error_class in RETRYABLE,
+    }
+
+
+@dataclass(frozen=True)
+class AnswerSetup:
+    """What an actor needs to know; it travels to every one.
+
+    Attributes:
+        live: the live rows of the videos that are asked about, so that no actor reads the whole index.
+        retention_ratio: None reads all that is stored.
+        positions: None is the family's default.
+    """
+
+    source: ModelSource
+    store: Store
+    live: pa.Table
+    retention_ratio: float | None = None
+    positions: str | None = None
+    rule: str = "transformers-5"
+    batch_size: int = 8
+    device: str = "auto"
+    dtype: str = "auto"
+    attn: str = "auto"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question that is ready for the model."""
+
+    row: Row
+    prompt: Prompt
+    decoding: Row
+
+    @property
+    def scored(self) -> bool:
+        """Whether choices are scored, rather than an answer generated."""
+        return bool(self.decoding["method"] != "generate")
+
+    def continuations(self) -> list[str]:
+        """What is scored."""
+        choices: list[str] = self.row["choices"]
+        return letters(len(choices)) if self.decoding["method"] == "letter" else choices
+
+
+class BatchSize:
+    """How many questions go at once: as many as fitted where some did not, and more again after a while."""
+
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
+        self._calm = 0
+        self.now = largest
+
+    def ended(self, fitted: int, short: bool) -> None:
+        """A batch ended; ``short``: memory ran out, and ``fitted`` is the largest part of it that fitted."""
+        if short:
+            self.now, self._calm = max(1, fitted), 0
+            return
+        self._calm += 1
+        if self._calm >= GROW_AFTER:
+            self.now, self._calm = min(self._largest, 2 * self.now), 0
+
+
+class Answerer:
+    """Holds one language model; never a vision tower."""
+
+    def __init__(self, setup: AnswerSetup, pulse: Any = None) -> None:
+        self._beat = Beat(STAGE, pulse)
+        self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
+        self._builder = prompt_builder(setup.source, setup.positions, setup.rule)
+        cache = TokenCache(str(setup.store), store=setup.store, live=setup.live)
+        self._videos = HeldVideos(cache, setup.retention_ratio, beat=self._beat)
+        self._size = BatchSize(setup.batch_size)
+        with self._beat.busy("the model, being loaded"):
+            self._model: LanguageModel = load_language_model(setup.source, self._runtime)
+        self._provenance = {**self._runtime.describe(), "model_bytes": self._model.n_bytes}
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        questions = [question for text in batch["questions"].to_pylist() for question in json.loads(text)]
+        rows = [row | {"runtime": self._provenance} for row in self.answer(questions)]
+        return pa.table([pa.array([json.dumps(row) for row in rows], pa.string())], schema=WRITTEN)
+
+    def answer(self, questions: Sequence[Row]) -> Iterator[Row]:
+        """A row for each question. Those that are scored and those that are generated make batches of their own."""
+        for scored in (False, True):
+            waiting: list[Asked] = []
+            for question in questions:
+                if (_method(question) != "generate") is not scored:
+                    continue
+                asked = self._ask(question)
+                if isinstance(asked, Asked):
+                    waiting.append(asked)
+                else:
+                    yield asked
+                if len(waiting) >= self._size.now:
+                    yield from self._answer_held(waiting)
+                    waiting = []
+            if waiting:
+                yield from self._answer_held(waiting)
+
+    def _ask(self, question: Row) -> Asked | Row:
+        """The question with its prompt, or its error row."""
+        try:
+            return self._prepare(question)
+        except FailedVideo as error:
+            return failed_answer(question, "failed-video", str(error))
+        except UnknownVideo as error:
+            return failed_answer(question, "unknown-video", str(error))
+        except CorruptShard as error:
+            return failed_answer(question, "corrupt", str(error))
+        except OSError as error:
+            return failed_answer(question, "io", f"{error.filename or ''} {error.strerror or error}")
+        except ValueError as error:  # what a prompt builder says of a text or of a video's tokens
+            return failed_answer(question, "bad-prompt", str(error))
+        except Exception as error:  # noqa: BLE001 - whatever one question provokes must not cost its neighbours
+            return failed_answer(question, "internal", f"{type(error).__name__}: {error}")
+
+    def _prepare(self, question: Row) -> Asked | Row:
+        read = [self._videos.get(video_id) for video_id in question["video_ids"]]
+        visuals = [visual for visual, _, _ in read]
+        decoding = json.loads(question["decoding"])
+        prompt = self._builder.build(_text(question, decoding), visuals, decoding["system"])
+        row = {
+            **question,
+            "n_prompt_tokens": len(prompt),
+            "n_visual_tokens": self._builder.n_visual(visuals),
+            "retention_ratio": min(ratio for _, ratio, _ in read),
+            "load_s": sum(seconds for _, _, seconds in read),
+        }
+        asked = Asked(row, prompt, decoding)
+        room = self._builder.context_length - prompt.extent
+        if room < (1 if asked.scored else decoding["max_new_tokens"]):
+            return failed_answer(row, "prompt-too-long", too_long(prompt.extent, self._builder.context_length))
+        return asked
+
+    def _answer_held(self, batch: list[Asked]) -> list[Row]:
+        with self._beat.holding(*(asked.row["question_id"] for asked in batch)):
+            self._short, self._fitted = False, 0
+            rows = self._answer_batch(batch)
+            self._size.ended(self._fitted, self._short)
+            return rows
+
+    def _answer_batch(self, batch: list[Asked]) -> list[Row]:
+        """The error boundary of this stage: a batch that fails is tried again in parts, down to one question."""
+        try:
+            started = time.perf_counter()
+            rows = self._score(batch, started) if batch[0].scored else self._generate(batch)
+            self._fitted = max(self._fitted, len(batch))
+            return rows
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            error_class, message = "out-of-memory", str(error)
+            self._short = True
+        except Exception as error:  # noqa: BLE001 - as above
+            if "CUDA error" in str(error):
+                # The context is poisoned: every later batch would fail with it. Ray starts another actor, a few times.
+                print(f"{batch[0].row['question_id']}: {error}", file=sys.stderr, flush=True)
+                os._exit(70)
+            error_class, message = "internal", f"{type(error).__name__}: {error}"
+        # Outside of the handlers, whose exception would keep the failed batch's tensors alive.
+        if error_class == "out-of-memory" and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if len(batch) == 1:
+            return [failed_answer(batch[0].row, error_class, message)]
+        if error_class == "internal":
+            return [row for asked in batch for row in self._answer_batch([asked])]
+        half = len(batch) // 2
+        return [row for part in (batch[:half], batch[half:]) for row in self._answer_batch(part)]
+
+    def _generate(self, batch: list[Asked]) -> list[Row]:
+        decodings = [decoding_of(asked.decoding) for asked in batch]
+        answers = self._model.generate([asked.prompt for asked in batch], decodings)
+        return [
+            _answered(
+                asked,
+                len(batch),
+                answer=answer.text,
+                choice=None if asked.row["choices"] is None else parse_letter(answer.text, asked.row["choices"]),
+                finish=answer.finish,
+                n_new_tokens=len(answer.token_ids),
+                prefill_s=answer.prefill_s,
+                decode_s=answer.decode_s,
+            )
+            for asked, answer in zip(batch, answers, strict=True)
+        ]
+
+    def _score(self, batch: list[Asked], started: float) -> list[Row]:
+        texts = [asked.continuations() for asked in batch]
+        all_scores = self._model.score([asked.prompt for asked in batch], texts)
+        seconds = time.perf_counter() - started
+        rows = []
+        for asked, names, scores in zip(batch, texts, all_scores, strict=True):
+            sums = [score.logprob for score in scores]
+            means = [score.logprob / score.n_tokens for score in scores]
+            rows.append(
+                _answered(
+                    asked,
+                    len(batch),
+                    answer=names[_largest(sums)],
+                    choice=_largest(sums),
+                    choice_scores=sums,
+                    choice_tokens=[score.n_tokens for score in scores],
+                    choice_normalised=_largest(means) if asked.decoding["method"] == "loglikelihood" else None,
+                    prefill_s=seconds,
+                    decode_s=0.0,
+                )
+            )
+        return rows
+
+
+def too_long(n_tokens: int, context_length: int) -> str:
+    """What is said of a prompt that does not fit, with the remedy."""
+    return (
+        f"a prompt of {n_tokens} tokens and its answer do not fit the model's {context_length}: lower "
+        "--retention-ratio or --max-new-tokens, or ask about fewer videos"
+    )
+
+
+def _answered(asked: Asked, batch_size: int, **columns: Any) -> Row:
+    return {**asked.row, "status": "ok", "batch_size": batch_size, **columns}
+
+
+def _method(question: Row) -> str:
+    return str(json.loads(question["decoding"])["method"])
+
+
+def _text(question: Row, decoding: Row) -> str:
+    """The question as the user message says it: with lettered choices, unless their texts are what is scored."""
+    prompt, choices = question["prompt"], question["choices"]
+    if choices is None or decoding["method"] == "loglikelihood":
+        return str(prompt)
+    return lettered_prompt(prompt, choices)
+
+
+def _largest(values: Iterable[float]) -> int:
+    """Index of the largest value, the first of equals."""
+    listed = list(values)
+    return listed.index(max(listed))

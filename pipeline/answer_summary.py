@@ -1,0 +1,93 @@
+"""What the answers hold for a file of questions: counted from their rows, never from what a run believes it did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+from pipeline.summary import Outcome, count_failures
+
+REMEDIES: Mapping[str, str] = {
+    "unknown-video": "prune it into the cache, then --retry-failed",
+    "failed-video": "python -m jobs.inspect says why it failed; mend it and prune again, then --retry-failed",
+    "corrupt": "a shard of the cache is damaged: restore it, then --retry-failed",
+    "io": "check that every node sees the cache, then --retry-failed",
+    "prompt-too-long": "lower --retention-ratio or --max-new-tokens (with another --out), or ask about fewer videos",
+    "bad-prompt": "correct the question, then --retry-failed",
+    "out-of-memory": "lower --retention-ratio, or take GPUs with more memory, then --retry-failed",
+    "internal": "a bug: report it with this message",
+}
+_COLUMNS = (
+    *("question_id", "status", "error_class", "error_message", "n_visual_tokens", "n_prompt_tokens", "n_new_tokens"),
+    *("load_s", "prefill_s", "decode_s", "batch_size"),
+)
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerSummary(Outcome):
+    """Counts over the questions of a file.
+
+    Attributes:
+        n_questions: rows asked for.
+        visual_tokens: of a prompt that was answered, on average.
+        prompt_tokens: likewise, text and visual.
+        new_tokens: that were generated, in all.
+        seconds: of this run, by the work: load, prefill, decode; each batch counts once.
+    """
+
+    n_questions: int
+    visual_tokens: float
+    prompt_tokens: float
+    new_tokens: int
+    seconds: dict[str, float]
+
+
+def summarise_answers(live: pa.Table, questions: pa.Table, new: Set[str], wall_s: float) -> AnswerSummary:
+    """Count the live rows of the questions of a file; ``new`` are the ids that this run asked."""
+    wanted = live.filter(pc.is_in(live["question_id"], value_set=questions["question_id"].combine_chunks()))
+    rows = wanted.select(list(_COLUMNS)).to_pylist()
+    good = [row for row in rows if row["status"] == "ok"]
+    bad = [row for row in rows if row["status"] != "ok"]
+    failures, examples = count_failures(bad, "question_id")
+    mine = [row for row in good if row["question_id"] in new]
+    return AnswerSummary(
+        n_questions=len(questions),
+        n_ok=len(good),
+        failures=failures,
+        examples=examples,
+        n_missing=len(questions) - len(rows),
+        n_new=len(new),
+        n_new_failed=sum(row["question_id"] in new for row in bad),
+        wall_s=wall_s,
+        visual_tokens=_mean(good, "n_visual_tokens"),
+        prompt_tokens=_mean(good, "n_prompt_tokens"),
+        new_tokens=sum(row["n_new_tokens"] or 0 for row in good),
+        seconds={
+            "load": sum(row["load_s"] for row in mine),
+            **{name: sum(row[f"{name}_s"] / row["batch_size"] for row in mine) for name in ("prefill", "decode")},
+        },
+    )
+
+
+def render_answers(summary: AnswerSummary) -> RenderableType:
+    """The summary as a table for the terminal, with the failures by class, one example and the remedy of each."""
+    table = Table.grid(padding=(0, 2))
+    counts = f"{summary.n_ok} answered, {summary.n_failed} failed, {summary.n_missing} without a row"
+    table.add_row("questions", counts)
+    table.add_row("tokens", f"{summary.visual_tokens:.0f} visual of {summary.prompt_tokens:.0f} in a prompt on average")
+    table.add_row("answers", f"{summary.new_tokens:,} tokens generated")
+    table.add_row("seconds", ", ".join(f"{name} {value:.2f}" for name, value in summary.seconds.items()))
+    table.add_row("this run", summary.pace("question"))
+    failures: list[RenderableType] = ["", summary.failures_table("question", REMEDIES)] if summary.failures else []
+    return Group(table, *failures)
+
+
+def _mean(rows: Sequence[Row], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows) if rows else 0.0

@@ -1,0 +1,143 @@
+"""Answers on disk: every column and its meaning, shards that appear whole, and the reader of those that count.
+
+``answers.json`` says what all rows share, ``answers/<shard>.parquet`` or ``.jsonl`` hold a row a question (failed ones
+too), ``runs/<run_id>.json`` is provenance. A question's live row is chosen as a video's is (``pipeline.live``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.errors import NotAnswers
+from pipeline.live import check_content, live_rows, shard_name
+from pipeline.schema import READ_THREADS, column, open_parquet, write_parquet
+from pipeline.store import Store, store_at
+
+ANSWERS_VERSION = 1
+HEADER = "answers.json"
+ANSWERS = "answers"
+SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
+Row = dict[str, Any]
+
+ANSWER_SCHEMA = pa.schema(
+    [
+        column("question_id", pa.string(), "the id in the questions file", nullable=False),
+        column("run_id", pa.string(), "the run that wrote this row: runs/<run_id>.json", nullable=False),
+        column("video_ids", pa.list_(pa.string()), "the videos of the prompt, in its order", nullable=False),
+        column(
+            "prompt", pa.string(), "the question as it was asked, without what a chat template adds", nullable=False
+        ),
+        column("choices", pa.list_(pa.string()), "its choices; null for an open question"),
+        column("status", pa.string(), "'ok' or 'failed'", nullable=False),
+        column(
+            "error_class",
+            pa.string(),
+            "unknown-video failed-video corrupt io prompt-too-long bad-prompt out-of-memory internal",
+        ),
+        column("error_message", pa.string(), "at most 1 KB, printable"),
+        column("retryable", pa.bool_(), "whether another attempt may succeed"),
+        column("attempts", pa.int32(), "how often this question was asked, over all runs", nullable=False),
+        column("answer", pa.string(), "what was generated; the letter or text of the choice where choices were scored"),
+        column("choice", pa.int32(), "index of the choice; null where the answer names none"),
+        column("choice_scores", pa.list_(pa.float64()), "natural log-probability of each letter or choice"),
+        column("choice_tokens", pa.list_(pa.int32()), "tokens of each letter or choice"),
+        column("choice_normalised", pa.int32(), "index of the choice that is likeliest per token (loglikelihood only)"),
+        column("finish", pa.string(), "'stop': the model ended the answer; 'length': max_new_tokens did"),
+        column("n_prompt_tokens", pa.int32(), "tokens of the prompt, text and visual"),
+        column("n_visual_tokens", pa.int32(), "placeholders of visual tokens (and newlines) among them"),
+        column("n_new_tokens", pa.int32(), "tokens that were generated; null where choices were scored"),
+        column("retention_ratio", pa.float64(), "nominal share of the visual tokens that was read"),
+        column("load_s", pa.float64(), "seconds reading tokens for this question; 0 where they were in memory"),
+        column("prefill_s", pa.float64(), "seconds to the first token, or of scoring; of the whole batch"),
+        column("decode_s", pa.float64(), "seconds from there to the last token; of the whole batch"),
+        column("batch_size", pa.int32(), "questions in that batch"),
+        column("decoding", pa.string(), "JSON: method, system message and the options that were in effect"),
+        column("question_extra", pa.string(), "JSON of the questions file's other columns"),
+    ]
+)
+
+
+def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
+    """The live row of every question as ANSWER_SCHEMA, by question_id.
+
+    ``path`` is a folder or ``s3://bucket/prefix``. Raises NotAnswers, CorruptShard where a shard was damaged, OSError.
+    """
+    store = store or store_at(path)
+    read_answers_header(store)
+    return AnswersTable(store).live().select(ANSWER_SCHEMA.names)
+
+
+def read_answers_header(store: Store) -> Row:
+    """Schema version and identity. Raises NotAnswers."""
+    try:
+        header = json.loads(store.read(HEADER))
+    except FileNotFoundError:
+        raise NotAnswers(f"{store}: no answers (no {HEADER}); python -m jobs.generate makes some") from None
+    except json.JSONDecodeError as error:
+        raise NotAnswers(f"{store}/{HEADER}: not JSON: {error}") from error
+    version = header.get("schema_version") if isinstance(header, dict) else None
+    if version != ANSWERS_VERSION:
+        raise NotAnswers(f"{store}: answers of schema version {version!r}; this program reads {ANSWERS_VERSION}")
+    if not isinstance(header.get("identity"), dict):
+        raise NotAnswers(f"{store}/{HEADER}: it holds no identity; restore the file")
+    return dict(header)
+
+
+def write_answers_header(store: Store, identity: Mapping[str, Any]) -> None:
+    store.put(HEADER, json.dumps({"schema_version": ANSWERS_VERSION, "identity": identity}, indent=2).encode())
+
+
+class AnswersTable:
+    """All rows, kept in memory. Shards never change, so each is read once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._tables: dict[str, pa.Table] = {}
+
+    def names(self) -> list[str]:
+        """The committed shards, of either format."""
+        return sorted(name for suffix in SUFFIXES.values() for name in self._store.names(ANSWERS, suffix))
+
+    def rows(self) -> pa.Table:
+        """Every row that is committed by now: ANSWER_SCHEMA plus ``shard``. Raises CorruptShard, OSError."""
+        names = self.names()
+        new = [name for name in names if name not in self._tables]
+        for name, data in zip(new, self._store.read_all(new), strict=True):
+            table = _parse(self._store, name, data)
+            self._tables[name] = table.append_column("shard", pa.repeat(name, len(table)).cast(pa.string()))
+        empty = ANSWER_SCHEMA.append(pa.field("shard", pa.string())).empty_table()
+        return pa.concat_tables([empty, *(self._tables[name] for name in names)])
+
+    def live(self) -> pa.Table:
+        """The live row of every question, by question_id."""
+        return live_rows(self.rows(), "question_id")
+
+
+def commit_answers(store: Store, run_id: str, number: int, rows: Sequence[Row], form: str = "parquet") -> None:
+    """Make rows visible: one shard, in one atomic step. Only the holder of the lock may. Raises OSError."""
+    table = pa.Table.from_pylist([{"run_id": run_id, **row} for row in rows], schema=ANSWER_SCHEMA)
+    data = write_parquet(table) if form == "parquet" else _json_lines(table)
+    store.put(shard_name(ANSWERS, run_id, number, data, SUFFIXES[form]), data)
+
+
+def _json_lines(table: pa.Table) -> bytes:
+    """Strict JSON: a log-probability of minus infinity becomes null."""
+    rows = table.to_pylist()
+    for row in rows:
+        if row["choice_scores"] is not None:
+            row["choice_scores"] = [score if math.isfinite(score) else None for score in row["choice_scores"]]
+    return "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows).encode()
+
+
+def _parse(store: Store, name: str, data: bytes) -> pa.Table:
+    check_content(store, name, data)
+    if PurePosixPath(name).suffix == SUFFIXES["parquet"]:
+        return open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS).cast(ANSWER_SCHEMA)
+    lines = data.decode().split("\n")  # splitlines would cut at characters that JSON leaves as they are
+    return pa.Table.from_pylist([json.loads(line) for line in lines if line], schema=ANSWER_SCHEMA)

@@ -1,0 +1,206 @@
+"""A request to answer questions, checked against questions, cache, model and answers before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from rich.console import Console
+
+from gstep.backbones import ModelSource
+from gstep.language import Decoding, PromptBuilder, prompt_builder
+from pipeline.answers import HEADER, AnswersTable, read_answers_header
+from pipeline.cache import read_header, rows_wanted
+from pipeline.config import differences
+from pipeline.errors import IdentityMismatch, NotAnswers, UsageError
+from pipeline.generate_config import GenerateConfig
+from pipeline.live import INDEX_COLUMNS, read_live
+from pipeline.objects import Objects
+from pipeline.questions import Way, read_questions
+from pipeline.request import check_out, new_run_id, refusing, store_refusing
+from pipeline.store import Store, store_at
+
+# What is asked of the index of the cache, beside what TokenCache needs of it.
+LIVE_COLUMNS = (
+    *INDEX_COLUMNS,
+    *("error_message", "n_tokens", "n_total", "hidden_size", "retention_ratio", "nested"),
+)
+
+
+@dataclass(frozen=True)
+class GenerateJob:
+    """A request that was checked: everything a run needs, before anything was started.
+
+    Attributes:
+        live: live rows of those videos of the cache that are asked about, LIVE_COLUMNS; and ``videos`` by their id.
+        builder: makes prompts.
+        source: the model, the one that the cache was made with.
+        questions: QUESTION_SCHEMA.
+        identity: what all answers share; others are refused.
+        store: where the answers go.
+    """
+
+    config: GenerateConfig
+    run_id: str
+    objects: Objects
+    cache: Store
+    live: pa.Table
+    source: ModelSource
+    builder: PromptBuilder
+    questions: pa.Table
+    identity: dict[str, Any]
+    store: Store
+
+    @cached_property
+    def videos(self) -> dict[str, dict[str, Any]]:
+        return {row["video_id"]: row for row in self.live.to_pylist()}
+
+    def n_visual(self, videos: Sequence[dict[str, Any]]) -> int:
+        """Visual tokens of a prompt on these rows of the videos table."""
+        kept = sum(rows_wanted(row, self.config.retention_ratio) for row in videos)
+        return kept + (len(videos) if self.builder.needs_newline else 0)
+
+
+def prepare(config: GenerateConfig, console: Console) -> GenerateJob:
+    """Check the whole request. Raises UsageError, and CorruptShard where the cache was damaged; starts nothing."""
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+    cache, store = store_at(config.cache, objects), store_at(config.out, objects)
+    check_out(store)
+    with refusing():
+        decoding = Decoding(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.seed)
+    way = Way(decoding, config.choices, config.system)
+    assert config.questions is not None  # the config refuses it
+    with store_refusing():
+        header = read_header(cache)
+        questions = read_questions(config.questions, way, objects, config.limit)
+        live = _asked_about(questions, read_live(cache, LIVE_COLUMNS))
+        if not store.exists(HEADER) and store.taken():
+            raise NotAnswers(
+                f"{store} exists and holds no answers (it has no {HEADER}): name an empty place with --out"
+            )
+    held = header["identity"]
+    with refusing():
+        source = ModelSource.resolve(*_model(config, held["model"]["weights"]))
+        _check_model(cache, held["model"], source)
+        positions = None if config.positions == "auto" else config.positions
+        builder = prompt_builder(source, positions, config.rule)
+    _check_tokens(cache, header, live, builder)
+    _check_ratio(config.retention_ratio, held["retention_ratio"], live)
+    job = GenerateJob(
+        config=config,
+        run_id=new_run_id(),
+        objects=objects,
+        cache=cache,
+        live=live,
+        source=source,
+        builder=builder,
+        questions=questions,
+        identity={
+            "cache": held,
+            "model": {"type": source.model_type, "weights": source.identity},
+            "retention_ratio": held["retention_ratio"] if config.retention_ratio is None else config.retention_ratio,
+            "prompt": builder.policy.describe(),
+            "decoding": way.describe(),
+        },
+        store=store,
+    )
+    _check_context(job, console)
+    with store_refusing():
+        match_answers(job)
+    return job
+
+
+def match_answers(job: GenerateJob) -> None:
+    """Refuse answers of other settings. A place without a single answer binds nothing."""
+    if not job.store.exists(HEADER):
+        return
+    held = read_answers_header(job.store)["identity"]
+    if not AnswersTable(job.store).names():
+        return
+    wrong = differences(held, job.identity, has="the answers have")
+    if wrong:
+        raise IdentityMismatch(
+            f"{job.store} holds answers made with other settings, and one place holds one kind:\n  "
+            + "\n  ".join(wrong)
+            + "\nUse the settings of the answers, or another --out."
+        )
+
+
+def _asked_about(questions: pa.Table, live: pa.Table) -> pa.Table:
+    ids = pc.unique(pc.list_flatten(questions["video_ids"]))
+    return live.filter(pc.is_in(live["video_id"], value_set=ids))
+
+
+def _model(config: GenerateConfig, weights: str) -> tuple[str, str | None]:
+    """(model, revision): as asked for, else as the cache's identity tells."""
+    kind, _, rest = weights.partition(":")
+    hub_id, _, sha = rest.rpartition("@") if kind == "hub" else ("", "", "")
+    if config.model is not None:
+        # The weights that the cache was made with, wherever the branch is now.
+        return config.model, config.revision or (sha if config.model == hub_id else None)
+    if kind == "hub":
+        return hub_id, config.revision or sha
+    if kind.startswith("tiny"):
+        return kind, config.revision
+    raise UsageError(f"--model is missing: the cache was made with a folder ({weights}), and does not say where it is")
+
+
+def _check_model(cache: Store, held: dict[str, Any], source: ModelSource) -> None:
+    if (held["type"], held["weights"]) != (source.model_type, source.identity):
+        raise IdentityMismatch(
+            f"{cache} was made with the weights {held['weights']} ({held['type']}), --model {source.name} has "
+            f"{source.identity} ({source.model_type}): an LLM understands the tokens of its own vision encoder only"
+        )
+
+
+def _check_tokens(cache: Store, header: dict[str, Any], live: pa.Table, builder: PromptBuilder) -> None:
+    """Whether the cached tokens are of the shape that the model takes."""
+    again = "prune into another --out with the same model"
+    levels = header.get("deepstack_levels", 0)  # caches made before there were any do not say
+    if levels != builder.deepstack_levels:
+        raise UsageError(
+            f"{cache}: it holds {levels} deepstack levels, the model takes {builder.deepstack_levels}: {again}"
+        )
+    if builder.needs_newline and header.get("newline") is None:
+        raise UsageError(f"{cache}: it lacks the newline row that this model puts after a video: {again}")
+    widths = pc.unique(live.filter(pc.equal(live["status"], "ok"))["hidden_size"]).to_pylist()
+    if wrong := [width for width in widths if width != builder.hidden_size]:
+        raise UsageError(f"{cache}: its tokens have {wrong[0]} values, the model takes {builder.hidden_size}: {again}")
+
+
+def _check_ratio(ratio: float | None, stored: float, live: pa.Table) -> None:
+    """Whether the cache serves the ratio: it is not larger, and smaller only of a method with an order."""
+    if ratio is None:
+        return
+    if ratio > stored + 1e-9:
+        raise UsageError(f"--retention-ratio {ratio}: the cache stores {stored}; prune into another --out for more")
+    with refusing():
+        for row in live.filter(pc.equal(live["status"], "ok")).to_pylist():
+            rows_wanted(row, ratio)
+
+
+def _check_context(job: GenerateJob, console: Console) -> None:
+    """Say which prompts cannot fit by their visual tokens alone; refuse where none can."""
+    videos = job.videos
+    sizes = [
+        job.n_visual([videos[video_id] for video_id in ids])
+        for ids in job.questions["video_ids"].to_pylist()
+        if all(answerable(videos.get(video_id)) for video_id in ids)
+    ]
+    context = job.builder.context_length
+    long = [size for size in sizes if size > context]
+    if not long:
+        return
+    what = f"{len(long)} of {len(sizes)} prompts have up to {max(long)} visual tokens, and the model takes {context}"
+    if len(long) == len(sizes):
+        raise UsageError(f"{what} tokens with the answer: lower --retention-ratio")
+    console.print(f"note: {what}: they become rows of class prompt-too-long", highlight=False, markup=False)
+
+
+def answerable(row: dict[str, Any] | None) -> bool:
+    """Whether a video's live row has tokens."""
+    return row is not None and row["status"] == "ok"

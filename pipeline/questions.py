@@ -1,0 +1,215 @@
+"""What to ask: a file of questions becomes one Arrow table, a row a question, every row checked."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+
+from gstep.language import Decoding
+from pipeline.buckets import suffix_of
+from pipeline.choices import MAX_LETTERS
+from pipeline.errors import QuestionsError
+from pipeline.objects import Objects, check_uri, is_object
+from pipeline.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, carried_json, is_text, read_rows
+
+# ``decoding`` is what ``Way.describe`` gives, as JSON: everything that decides how this one question is answered.
+QUESTION_SCHEMA = pa.schema(
+    [
+        pa.field("question_id", pa.string(), nullable=False),
+        pa.field("video_ids", pa.list_(pa.string()), nullable=False),
+        pa.field("prompt", pa.string(), nullable=False),
+        pa.field("choices", pa.list_(pa.string())),
+        pa.field("decoding", pa.string(), nullable=False),
+        pa.field("question_extra", pa.string()),
+    ]
+)
+Row = dict[str, Any]
+_OPTIONS: Mapping[str, type] = {
+    "max_new_tokens": int,
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "seed": int,
+}
+_OWN = {"question_id", "video_id", "prompt", "choices", "system", *_OPTIONS}
+_NEEDS = "question_id, video_id and prompt"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How questions are answered where they do not say otherwise.
+
+    Attributes:
+        decoding: options of generating.
+        choices: method for questions with choices: letter, loglikelihood or generate.
+        system: the system message; None is the chat template's.
+    """
+
+    decoding: Decoding
+    choices: str = "letter"
+    system: str | None = None
+
+    def describe(self) -> Row:
+        """For the identity of the answers; what cannot bite is left out, so that it is no difference."""
+        return {"choices": self.choices, "system": self.system, **describe_decoding(self.decoding)}
+
+
+def describe_decoding(decoding: Decoding) -> Row:
+    """The options, without those that greedy decoding does not look at."""
+    options = asdict(decoding)
+    greedy = ("max_new_tokens", "temperature")
+    return options if decoding.temperature > 0 else {name: options[name] for name in greedy}
+
+
+def decoding_of(options: Mapping[str, Any]) -> Decoding:
+    """Back from ``describe_decoding``."""
+    return Decoding(**{item.name: options[item.name] for item in fields(Decoding) if item.name in options})
+
+
+def read_questions(place: str, way: Way, objects: Objects | None = None, limit: int | None = None) -> pa.Table:
+    """The questions of a .jsonl, .parquet or .csv file (local or s3://) as QUESTION_SCHEMA, in the file's order.
+
+    Args:
+        limit: only the first so many.
+
+    Raises QuestionsError (a UsageError) that names the file and the row: not readable, no row, a row without
+    question_id, video_id or prompt, a question_id that repeats, choices or options that make no sense.
+    """
+    with _opened(place, objects) as file:
+        try:
+            found = islice(read_rows(place, file, _NEEDS), limit)
+            rows = [_question(row, f"{place}, {where}", way) for where, row in found]
+        except BadRow as error:
+            raise QuestionsError(str(error)) from error
+        except UNREADABLE as error:
+            raise QuestionsError(f"{place}: cannot be read as questions: {error}") from error
+    if not rows:
+        raise QuestionsError(f"{place}: there is no question in it")
+    counts = Counter(row["question_id"] for row in rows)
+    if repeated := [name for name, count in counts.items() if count > 1]:
+        shown = ", ".join(map(repr, repeated[:3]))
+        raise QuestionsError(f"{place}: {len(repeated)} question_ids repeat, e.g. {shown}; ids must be unique")
+    return pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
+
+
+@contextmanager
+def _opened(place: str, objects: Objects | None) -> Iterator[BinaryIO]:
+    if suffix_of(place) not in TABLE_SUFFIXES:
+        raise QuestionsError(f"{place}: questions are a file named {', '.join(sorted(TABLE_SUFFIXES))}")
+    if is_object(place):
+        check_uri(place)
+        try:
+            file = io.BytesIO((objects or Objects.from_environment()).read(place))
+        except OSError as error:
+            raise QuestionsError(f"{place}: cannot be read: {error.strerror}") from error
+        yield file
+        return
+    try:
+        opened = Path(place).open("rb")  # noqa: SIM115 - closed below; an error inside the block is not its own
+    except OSError as error:
+        raise QuestionsError(f"{place}: cannot be read: {error.strerror}") from error
+    with opened:
+        yield opened
+
+
+def _question(row: Row, where: str, way: Way) -> Row:
+    question_id = row.get("question_id")
+    if isinstance(question_id, bool) or not isinstance(question_id, str | int) or not str(question_id).strip():
+        raise QuestionsError(f"{where}: question_id must be text or a whole number, got {question_id!r}")
+    prompt = row.get("prompt")
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise QuestionsError(f"{where}: prompt must be text, got {prompt!r}; every row needs {_NEEDS}")
+    choices, video_ids = _choices(row, where, way), _video_ids(row, where)
+    carried = {name: value for name, value in row.items() if name not in _OWN and value is not None}
+    question = {
+        "question_id": str(question_id),
+        "video_ids": video_ids,
+        "prompt": prompt,
+        "choices": choices,
+        "decoding": json.dumps(_decoding(row, where, way, choices is not None), sort_keys=True, ensure_ascii=False),
+        "question_extra": carried_json(carried) if carried else None,
+    }
+    for text in (str(question_id), prompt, str(question["decoding"]), *video_ids, *(choices or ())):
+        if not is_text(text):
+            raise QuestionsError(f"{where}: not valid text: {text!r}")
+    return question
+
+
+def _video_ids(row: Row, where: str) -> list[str]:
+    value = row.get("video_id")
+    if isinstance(value, str) and value.startswith('["'):  # a .csv has no lists of its own
+        value = _json_list(value) or value
+    ids: list[Any] = value if isinstance(value, list) else [value]
+    if not ids or not all(isinstance(name, str) and name.strip() for name in ids):
+        raise QuestionsError(f"{where}: video_id must be a video's id or a list of them, got {value!r}")
+    return ids
+
+
+def _choices(row: Row, where: str, way: Way) -> list[str] | None:
+    value = row.get("choices")
+    if value is None:
+        return None
+    choices = _json_list(value) if isinstance(value, str) else value
+    if not isinstance(choices, list) or not all(isinstance(text, str) and text.strip() for text in choices):
+        raise QuestionsError(f"{where}: choices must be a list of texts (in .csv as JSON), got {value!r}")
+    if len(choices) < 2:
+        raise QuestionsError(f"{where}: choices must be at least two, got {value!r}")
+    if way.choices != "loglikelihood" and len(choices) > MAX_LETTERS:
+        raise QuestionsError(
+            f"{where}: {len(choices)} choices, and there are {MAX_LETTERS} letters: use --choices loglikelihood"
+        )
+    return choices
+
+
+def _json_list(text: str) -> list[Any] | None:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return value if isinstance(value, list) else None
+
+
+def _decoding(row: Row, where: str, way: Way, has_choices: bool) -> Row:
+    """Method, system message and the options that bite, those of the row before those of the run."""
+    own = {name: _number(row[name], kind, name, where) for name, kind in _OPTIONS.items() if row.get(name) is not None}
+    # One seed for all would draw the same numbers for every question.
+    own.setdefault("seed", _seed_for(way.decoding.seed, str(row["question_id"])))
+    try:
+        decoding = Decoding(**{**asdict(way.decoding), **own})
+    except ValueError as error:
+        raise QuestionsError(f"{where}: {error}") from error
+    system = way.system if row.get("system") is None else row["system"]
+    if system is not None and not isinstance(system, str):
+        raise QuestionsError(f"{where}: system must be text, got {system!r}")
+    method = way.choices if has_choices else "generate"
+    options = describe_decoding(decoding) if method == "generate" else {}
+    return {"method": method, "system": system, **options}
+
+
+def _number(value: Any, kind: type, name: str, where: str) -> Any:
+    """An option as its type: text of a .csv, and floats for whole numbers, which pandas makes of columns with gaps."""
+    try:
+        number = kind(value) if isinstance(value, str) else value
+    except ValueError:
+        number = None
+    if isinstance(number, float) and kind is int and number.is_integer():
+        number = int(number)
+    accepted = (int,) if kind is int else (int, float)
+    if isinstance(number, bool) or not isinstance(number, accepted):
+        raise QuestionsError(f"{where}: {name} must be a {'whole ' if kind is int else ''}number, got {value!r}")
+    return kind(number)
+
+
+def _seed_for(seed: int, question_id: str) -> int:
+    """A question's own seed, the same whatever else is asked."""
+    return int.from_bytes(blake2b(f"{seed}\0{question_id}".encode(errors="replace"), digest_size=8).digest()) >> 1

@@ -1,0 +1,52 @@
+"""What checking a request has in common, whatever is asked for; nothing is started here."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pipeline.errors import UsageError
+from pipeline.store import LocalStore, Store
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What gstep says of a model or a method that cannot be used (ModelError, ValueError) refuses the request."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+@contextmanager
+def store_refusing() -> Iterator[None]:
+    """A store that fails before anything was started refuses the request."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{error.filename or 'the store'}: {error.strerror or error}") from error
+
+
+def new_run_id() -> str:
+    """It begins with the time, so that names of runs and shards sort by it."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"
+
+
+def check_out(store: Store) -> None:
+    """Raises UsageError where what is written to ``--out`` would be lost with the job."""
+    if isinstance(store, LocalStore) and not Path(str(store)).is_absolute() and _in_an_upload():
+        raise UsageError(
+            f"--out {store}: in this Ray job a relative path lies in the cluster's copy of --working-dir, lost "
+            "with it: name an absolute path that every node sees"
+        )
+
+
+def _in_an_upload() -> bool:
+    """Whether this process runs in what ``ray job submit --working-dir`` sent: Ray tells it so in its environment."""
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    return bool(job.get("runtime_env", {}).get("working_dir"))

@@ -1,0 +1,106 @@
+"""What is left to ask: the questions minus the live rows of the answers; and what needs no model to be answered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.answer_stage import failed_answer, too_long
+from pipeline.errors import QuestionsChanged
+from pipeline.generate_job import GenerateJob, answerable
+
+Row = dict[str, Any]
+_COMPARED = ("video_ids", "prompt", "choices", "decoding")
+
+
+def unanswered(job: GenerateJob, live: pa.Table) -> list[Row]:
+    """The questions that this run must ask, each with the number of this attempt.
+
+    A failed row counts as done unless ``--retry-failed``. Raises QuestionsChanged where a question that has an answer
+    is another one now.
+    """
+    done = {row["question_id"]: row for row in live.select([*_KEYS, *_COMPARED]).to_pylist()}
+    videos = job.videos
+    changed: list[str] = []
+    todo = []
+    for question in job.questions.to_pylist():
+        old = done.get(question["question_id"])
+        if old is None:
+            todo.append({**question, "attempts": 1})
+            continue
+        different = [name for name in _COMPARED if question[name] != old[name]]
+        if different and old["status"] == "ok":
+            name = different[0]
+            changed.append(f"{question['question_id']}: {name} was {_shown(old[name])}, is {_shown(question[name])}")
+        elif old["status"] != "ok" and job.config.retry_failed and (different or _worth_it(job, old, videos)):
+            todo.append({**question, "attempts": old["attempts"] + 1})
+    if changed:
+        raise QuestionsChanged(
+            f"{len(changed)} questions with an answer in {job.store} are others now:\n  "
+            + "\n  ".join(changed[:5])
+            + "\nGive new questions new ids, or name another --out."
+        )
+    return todo
+
+
+_KEYS = ("question_id", "status", "attempts", "error_class")
+
+
+def _worth_it(job: GenerateJob, old: Row, videos: Mapping[str, Row]) -> bool:
+    """A failed question has attempts left, or its videos are in the cache since."""
+    if old["error_class"] in {"unknown-video", "failed-video"}:
+        return all(answerable(videos.get(v)) for v in old["video_ids"]) or bool(
+            old["attempts"] < job.config.max_attempts
+        )
+    return bool(old["attempts"] < job.config.max_attempts)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def without_model(job: GenerateJob, todo: list[Row]) -> tuple[list[Row], list[Row]]:
+    """(questions for the model, rows of those that the index of the cache answers: no video, or too long a one)."""
+    videos = job.videos
+    ask, rows = [], []
+    for question in todo:
+        failure = _failure(job, question, videos)
+        if failure is None:
+            ask.append(question)
+        else:
+            rows.append(failure)
+    return ask, rows
+
+
+def _failure(job: GenerateJob, question: Row, videos: Mapping[str, Row]) -> Row | None:
+    ids = question["video_ids"]
+    for video_id in ids:
+        row = videos.get(video_id)
+        if row is None:
+            message = f"{video_id!r} is not in the cache {job.cache}: prune it, then --retry-failed"
+            return failed_answer(question, "unknown-video", message)
+        if row["status"] != "ok":
+            message = f"{video_id!r} failed: {row['error_class']}: {row['error_message']}"
+            return failed_answer(question, "failed-video", message)
+    n_visual, context = job.n_visual([videos[video_id] for video_id in ids]), job.builder.context_length
+    if n_visual > context:
+        return failed_answer({**question, "n_visual_tokens": n_visual}, "prompt-too-long", too_long(n_visual, context))
+    return None
+
+
+def in_blocks(questions: list[Row], size: int) -> list[list[Row]]:
+    """Questions in blocks of about ``size``, those on the same videos together, unless they are more than that."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for question in sorted(questions, key=lambda row: tuple(row["video_ids"])):
+        groups.setdefault(tuple(question["video_ids"]), []).append(question)
+    blocks: list[list[Row]] = [[]]
+    for group in groups.values():
+        for start in range(0, len(group), size):
+            part = group[start : start + size]
+            if len(blocks[-1]) + len(part) > size and blocks[-1]:
+                blocks.append([])
+            blocks[-1] += part
+    return [block for block in blocks if block]

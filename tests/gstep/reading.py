@@ -1,0 +1,39 @@
+"""Watch which tensors of a checkpoint are read."""
+
+from __future__ import annotations
+
+import pytest
+
+from gstep.backbones import checkpoint
+
+
+class CountingSafeOpen:
+    """safe_open that records the bytes of every tensor read, by name."""
+
+    read: dict[str, int] = {}  # noqa: RUF012 - reset by ``count_reading``
+
+    def __init__(self, path, **kwargs):
+        self._opened = self._safe_open(path, **kwargs)
+
+    def __enter__(self):
+        self._file = self._opened.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        return self._opened.__exit__(*error)
+
+    def keys(self):
+        return self._file.keys()
+
+    def get_tensor(self, key):
+        tensor = self._file.get_tensor(key)
+        self.read[key] = tensor.nbytes
+        return tensor
+
+
+def count_reading(patch: pytest.MonkeyPatch) -> dict[str, int]:
+    """From here on, name -> bytes of what is read out of safetensors files."""
+    patch.setattr(CountingSafeOpen, "_safe_open", staticmethod(checkpoint.safe_open), raising=False)
+    patch.setattr(CountingSafeOpen, "read", {})
+    patch.setattr(checkpoint, "safe_open", CountingSafeOpen)
+    return CountingSafeOpen.read

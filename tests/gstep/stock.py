@@ -1,0 +1,51 @@
+"""The stock code of transformers that needs torchvision at import: single functions, taken out of their files."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.image_utils import SizeDict
+
+
+class _Base:
+    """Stands in for the stock base class: what it is asked to resize to is the result."""
+
+    max_video_tokens: int
+
+    def resize(self, image: torch.Tensor, size: SizeDict, resample: Any) -> tuple[int, int]:
+        return size.height, size.width
+
+
+def stock_size(module: str, class_name: str, settings: Mapping[str, Any], shape: tuple[int, int, int]) -> Any:
+    """(height, width) to which ``class_name.resize`` of ``transformers.models.<module>`` resizes [T,H,W] frames.
+
+    Raises ValueError where the stock code does.
+    """
+    spec = importlib.util.find_spec("transformers")
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / "models" / f"{module}.py").read_text())
+    (smart_resize,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "smart_resize")
+    (processor,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    # The method alone, under the same class name, so that its super() finds the stand-in.
+    processor.body = [node for node in processor.body if isinstance(node, ast.FunctionDef) and node.name == "resize"]
+    processor.bases, processor.decorator_list = [ast.Name("Base", ast.Load())], []
+    names: dict[str, Any] = {"math": math, "SizeDict": SizeDict, "Base": _Base}
+    code = ast.fix_missing_locations(ast.Module([smart_resize, processor], []))
+    exec(compile(code, module, "exec"), names)  # noqa: S102 - of the installed package
+    stock = names[class_name]()
+    stock.max_video_tokens = settings.get("max_video_tokens")
+    T, H, W = shape
+    return stock.resize(
+        videos=torch.empty(1, T, 3, H, W, device="meta"),
+        size=SizeDict(**settings["size"]),
+        resample=3,
+        factor=settings["patch_size"] * settings["merge_size"],
+        temporal_factor=settings["temporal_patch_size"],
+        cap_pixels_per_frame=settings.get("cap_pixels_per_frame"),
+    )

@@ -1,0 +1,261 @@
+"""Questions answered end to end: a cache by jobs.prune from real clips, then jobs.generate on a real Ray."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from ray.data._internal.logical.optimizers import get_execution_plan
+
+from gstep.backbones import ModelSource
+from gstep.language import Decoding, prompt_builder
+from jobs import generate, prune
+from pipeline import TokenCache
+from pipeline.answer_stage import STAGE
+from pipeline.answers import AnswersTable, read_answers
+from pipeline.generate import build_graph, plan_answers
+from pipeline.generate_config import GenerateConfig
+from pipeline.graph import RESTARTS
+from pipeline.held_videos import to_visual
+from pipeline.pulse import Beat
+from pipeline.store import LocalStore, store_at
+from tests.gstep.llms import llm
+from tests.jobs.jobs import clips, forbid_ray, start, stop
+from tests.jobs.processes import titled
+from tests.pipeline.asking import setup_of, write_questions
+from tests.pipeline.rays import ray_here
+from tests.pipeline.s3 import SECRET, S3Server
+
+pytestmark = pytest.mark.slow
+
+FRAMES = 4
+TOKENS = FRAMES * 196 // 10 + 1  # a video at ratio 0.10, and its newline
+VIDEOS = ("bikes.mp4", "bigbuckbunny.mp4")
+OPTIONS = ("--retention-ratio", "0.10", "--max-new-tokens", "6")
+
+
+def asked() -> list[dict]:
+    """Open questions, greedy and drawn, questions with choices, and some that fail each in its way."""
+    rows = [{"video_id": VIDEOS[i % 2], "prompt": f"What is {'so ' * (i % 3)}special?"} for i in range(8)]
+    rows += [{"video_id": VIDEOS[i % 2], "prompt": "And then?", "temperature": 1.5} for i in range(4)]
+    rows += [{"video_id": VIDEOS[0], "prompt": "Which?", "choices": ["a dog", "a bike", "a house"]}]
+    rows += [{"video_id": list(VIDEOS), "prompt": "Compare them.", "topic": "both"}]
+    rows += [{"video_id": video, "prompt": "Where?"} for video in ("text.mp4", "gone.mp4")]
+    rows += [{"video_id": VIDEOS[1], "prompt": "This <video> is a placeholder."}]
+    return [{"question_id": f"q{i:02}", **row} for i, row in enumerate(rows)]
+
+
+FAILURES = {"q14": "failed-video", "q15": "unknown-video", "q16": "bad-prompt"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_ray():
+    """One Ray for all commands that run in this process."""
+    with ray_here({"num_cpus": 2}):
+        yield
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    """Two real clips and a file that is no video, as jobs.prune caches them at 0.25."""
+    folder = tmp_path_factory.mktemp("videos")
+    for clip in clips():
+        if clip.name in VIDEOS:
+            shutil.copy(clip, folder)
+    (folder / "text.mp4").write_text("this is no video\n" * 50)
+    out = tmp_path_factory.mktemp("cache") / "c"
+    assert prune.main([str(folder), "--out", str(out), "--num-frames", str(FRAMES)]) == 0
+    return out
+
+
+def ask(cache: Path, questions: Path, out: Path, *options: str) -> int:
+    return generate.main([str(cache), "--questions", str(questions), "--out", str(out), *OPTIONS, *options])
+
+
+def rows_of(out: Path | str) -> dict[str, dict]:
+    return {row["question_id"]: row for row in read_answers(out).to_pylist()}
+
+
+@pytest.fixture(scope="module")
+def first(cache, tmp_path_factory) -> tuple[Path, Path]:
+    """(questions, answers) of one finished run."""
+    folder = tmp_path_factory.mktemp("first")
+    questions = write_questions(folder / "q.jsonl", asked())
+    assert ask(cache, questions, folder / "answers") == 0
+    return questions, folder / "answers"
+
+
+def test_every_question_has_its_answer_or_the_reason(first):
+    rows = rows_of(first[1])
+    assert sorted(rows) == [row["question_id"] for row in asked()]
+    assert {name: row["error_class"] for name, row in rows.items() if row["status"] != "ok"} == FAILURES
+    for name, row in rows.items():
+        if name not in FAILURES:
+            videos = len(row["video_ids"])
+            assert row["n_visual_tokens"] == videos * TOKENS < row["n_prompt_tokens"]
+            assert (row["retention_ratio"], row["attempts"]) == (0.10, 1)
+    assert rows["q00"]["answer"] and 1 <= rows["q00"]["n_new_tokens"] <= 6
+    assert rows["q12"]["answer"] == "ABC"[rows["q12"]["choice"]] and len(rows["q12"]["choice_scores"]) == 3
+    assert json.loads(rows["q13"]["question_extra"]) == {"topic": "both"}
+    assert "text.mp4" in rows["q14"]["error_message"] and "unsupported" in rows["q14"]["error_message"]
+    assert max(row["batch_size"] or 0 for row in rows.values()) > 3
+
+
+def test_the_run_says_what_computed_the_answers_without_the_vision_tower(first):
+    (record,) = [json.loads(path.read_text()) for path in (first[1] / "runs").iterdir()]
+    assert record["status"] == "finished" and record["summary"]["n_ok"] == 14
+    assert record["summary"]["failures"] == {"failed-video": 1, "unknown-video": 1, "bad-prompt": 1}
+    (runtime,) = record["runtimes"]
+    whole = ModelSource.resolve("tiny").file("model.safetensors").stat().st_size
+    assert runtime["device"] == "cpu" and 0 < runtime["model_bytes"] < whole
+    identity = json.loads((first[1] / "answers.json").read_text())["identity"]
+    assert (identity["retention_ratio"], identity["prompt"]["positions"]) == (0.10, "contiguous")
+    assert identity["cache"]["retention_ratio"] == 0.25
+
+
+def test_nothing_is_asked_twice_and_a_changed_question_is_refused(first, cache, tmp_path, monkeypatch, capsys):
+    forbid_ray(monkeypatch)
+    before = sorted(first[1].rglob("*"))
+    assert ask(cache, *first) == 0
+    assert "17 of 17 questions have their answers already" in capsys.readouterr().err
+    changed = write_questions(tmp_path / "q.jsonl", [{**asked()[0], "prompt": "Something else?"}])
+    assert ask(cache, changed, first[1]) == 2
+    assert "q00: prompt was 'What is special?', is 'Something else?'" in " ".join(capsys.readouterr().err.split())
+    assert sorted(first[1].rglob("*")) == before
+
+
+def test_neither_batches_nor_workers_nor_formats_change_an_answer(first, cache, tmp_path):
+    questions = write_questions(tmp_path / "q.csv", asked())
+    options = ("--batch-size", "1", "--workers", "2", "--questions-per-shard", "3", "--format", "jsonl")
+    assert ask(cache, questions, tmp_path / "o", *options) == 0
+    alone, together = rows_of(tmp_path / "o"), rows_of(first[1])
+    assert {row["batch_size"] for row in alone.values()} == {1, None}
+    shards = list((tmp_path / "o" / "answers").iterdir())
+    assert {path.suffix for path in shards} == {".jsonl"} and len(shards) > 4
+    (record,) = [json.loads(path.read_text()) for path in (tmp_path / "o" / "runs").iterdir()]
+    assert record["resources"]["plan"]["answer"]["workers"] == 2
+    for key in ("answer", "choice", "error_class", "finish", "decoding", "question_extra", "n_prompt_tokens"):
+        assert {n: row[key] for n, row in alone.items()} == {n: row[key] for n, row in together.items()}
+
+
+def test_another_seed_draws_other_answers_and_the_greedy_stay(first, cache, tmp_path):
+    questions = write_questions(tmp_path / "q.parquet", [{"choices": None, **row} for row in drawn_and_scored()])
+    assert ask(cache, questions, tmp_path / "o", "--seed", "1", "--choices", "loglikelihood") == 0
+    other, before = rows_of(tmp_path / "o"), rows_of(first[1])
+    assert all(other[name]["answer"] == before[name]["answer"] for name in ("q00", "q01"))
+    assert all(other[name]["answer"] != before[name]["answer"] for name in ("q08", "q09"))
+    text = other["q12"]
+    assert text["answer"] == ["a dog", "a bike", "a house"][text["choice"]]
+    assert min(text["choice_tokens"]) >= 1 and text["choice_normalised"] is not None
+
+
+def drawn_and_scored() -> list[dict]:
+    """Two greedy questions, two that are drawn, one with choices; as a table has them, every column in each row."""
+    rows = [asked()[i] for i in (0, 1, 8, 9, 12)]
+    return [{"temperature": None, **row, "video_id": [row["video_id"]]} for row in rows]
+
+
+def wait_for_answers(out: Path, shards: int, process) -> None:
+    """Wait until so many shards are committed, while the command still runs."""
+    deadline = time.monotonic() + 120
+    while len(list((out / "answers").glob("*"))) < shards:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no answers were committed in time"
+        time.sleep(0.02)
+
+
+def test_a_killed_worker_and_a_killed_driver_lose_and_double_nothing(cache, tmp_path):
+    rows = [{"question_id": i, "video_id": VIDEOS[i % 2], "prompt": f"Question {i}?"} for i in range(600)]
+    questions = write_questions(tmp_path / "q.jsonl", rows)
+    batches = ("--questions-per-shard", "4", "--batch-size", "2")
+    argv = [str(cache), "--questions", str(questions), "--out", str(tmp_path / "o"), *batches, "--max-new-tokens", "24"]
+    process = start("jobs.generate", *argv)
+    wait_for_answers(tmp_path / "o", 2, process)
+    os.kill(titled(process, "ray::MapWorker(MapBatches(Answerer))"), signal.SIGKILL)  # Ray starts another one
+    wait_for_answers(tmp_path / "o", 20, process)
+    stop(process, signal.SIGKILL)
+    half = rows_of(tmp_path / "o")
+    assert 0 < len(half) < len(rows) and all(row["status"] == "ok" for row in half.values())
+    assert generate.main(argv) == 0
+    table = AnswersTable(LocalStore(tmp_path / "o")).rows()
+    assert Counter(table["question_id"].to_pylist()) == Counter(str(i) for i in range(600))
+    again = rows_of(tmp_path / "o")
+    assert all(again[name] == row for name, row in half.items())
+    assert len({row["run_id"] for row in again.values()}) == 2
+
+
+@pytest.mark.parametrize("model", ["tiny-qwen2-5-vl", "tiny-qwen3-vl"])
+def test_the_qwen_families_answer_from_their_caches(model, tmp_path, monkeypatch):
+    (tmp_path / "videos").mkdir()
+    shutil.copy(clips()[1], tmp_path / "videos" / "a.mp4")
+    cache, out = tmp_path / "c", tmp_path / "o"
+    assert prune.main([str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "5", "--model", model]) == 0
+    rows = [{"question_id": i, "video_id": ["a.mp4"] * (1 + i), "prompt": "What is special?"} for i in range(2)]
+    rows += [{"question_id": 2, "video_id": "a.mp4", "prompt": "Which?", "choices": ["a dog", "a bike"]}]
+    assert ask(cache, write_questions(tmp_path / "q.jsonl", rows), out) == 0
+    opened, answers = TokenCache(cache), rows_of(out)
+    visual = to_visual(opened.get("a.mp4", 0.10), opened.newline)
+    assert len(visual.deepstack) == (3 if model == "tiny-qwen3-vl" else 0)
+    build = prompt_builder(ModelSource.resolve(model)).build
+    prompts = [build("What is special?", [visual] * count) for count in (1, 2)]
+    expected = llm(model).generate(prompts, [Decoding(max_new_tokens=6)] * 2)
+    assert [answers[name]["answer"] for name in ("0", "1")] == [answer.text for answer in expected]
+    assert [answers[name]["n_visual_tokens"] for name in ("0", "1")] == [len(visual.index), 2 * len(visual.index)]
+    assert answers["2"]["answer"] in ("A", "B")
+    forbid_ray(monkeypatch)
+    assert ask(cache, tmp_path / "q.jsonl", out, "--rule", "vllm") == 2  # another policy, other answers
+
+
+class HangingAnswerer:
+    """In place of the real one: it takes a question and never answers it."""
+
+    def __init__(self, setup, pulse) -> None:
+        self._beat = Beat(STAGE, pulse)
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        with self._beat.holding("q00"):
+            time.sleep(3600)
+        return batch
+
+
+def test_a_worker_that_hangs_ends_the_run_and_is_named(first, cache, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("pipeline.generate.Answerer", HangingAnswerer)
+    assert ask(cache, first[0], tmp_path / "o", "--stall-timeout", "20") == 1
+    text = " ".join(capsys.readouterr().err.split())
+    assert "failed: no question moved for 20 s: answer holds 1 (q00 on " in text and "the storage of the cache" in text
+    assert len(rows_of(tmp_path / "o")) == 2  # what needs no model was committed before
+    (record,) = [json.loads(path.read_text()) for path in (tmp_path / "o" / "runs").iterdir()]
+    assert record["status"] == "failed"
+
+
+def test_every_retry_is_finite(cache):
+    plan = plan_answers(8, 2, 100, GenerateConfig(questions="q.jsonl"))
+    question = {"question_id": "1", "video_ids": ["v"], "prompt": "p", "decoding": "{}", "attempts": 1}
+    dataset = build_graph([question], setup_of(LocalStore(cache)), plan)
+    operator = get_execution_plan(dataset._logical_plan)[0].dag
+    options = {name: operator._ray_remote_args[name] for name in ("max_restarts", "max_task_retries", "num_gpus")}
+    assert options == {"max_restarts": RESTARTS, "max_task_retries": RESTARTS, "num_gpus": 1}
+    assert "->" not in operator.name and not operator.input_dependencies[0].input_dependencies
+
+
+def test_cache_questions_and_answers_on_s3(cache, tmp_path, monkeypatch):
+    with S3Server("ask") as server:
+        for path in cache.rglob("*"):
+            if path.is_file() and path.name != ".lock":
+                server.upload(f"cache/{path.relative_to(cache)}", path.read_bytes())
+        questions = write_questions(tmp_path / "q.jsonl", asked()[-5:])
+        server.upload("q.jsonl", questions.read_bytes())
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        argv = [server.uri("cache"), "--questions", server.uri("q.jsonl"), "--out", server.uri("answers"), *OPTIONS]
+        assert generate.main(argv) == 0
+        rows = rows_of(server.uri("answers"))
+        assert {name: row["error_class"] for name, row in rows.items()} == {"q12": None, "q13": None, **FAILURES}
+        assert generate.main([*argv, "--system", "Hi"]) == 2
+        (record,) = store_at(server.uri("answers")).names("runs", ".json")
+        assert SECRET not in store_at(server.uri("answers")).read(record).decode()

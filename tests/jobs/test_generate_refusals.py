@@ -1,0 +1,213 @@
+"""Questions that cannot be answered as asked are refused with exit code 2, before a model loads or Ray starts."""
+
+import json
+import shutil
+
+import pytest
+
+from gstep.backbones import ModelSource, tiny
+from jobs import generate
+from pipeline import answer_stage
+from pipeline.answers import read_answers
+from tests.jobs.jobs import forbid_ray
+from tests.pipeline.asking import tiny_cache, write_questions
+from tests.pipeline.caches import encoded, random_tokens, write_shard
+
+QUESTION = {"question_id": 1, "video_id": "a", "prompt": "What?"}
+
+
+@pytest.fixture
+def ask(monkeypatch, capsys, tmp_path):
+    """Run the command with Ray and the model forbidden; returns the exit code and what it printed."""
+    forbid_ray(monkeypatch)
+
+    def forbidden(*_):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(answer_stage, "load_language_model", forbidden)
+
+    def run(*options, rows=(QUESTION,)) -> tuple[int, str]:
+        questions = write_questions(tmp_path / "q.jsonl", list(rows))
+        code = generate.main(
+            [str(tmp_path / "c"), "--questions", str(questions), "--out", str(tmp_path / "o"), *options]
+        )
+        output = capsys.readouterr()
+        return code, " ".join((output.err + output.out).split())
+
+    return run
+
+
+@pytest.fixture
+def refuse(ask, tmp_path):
+    """A run that must be refused, and leave nothing behind; returns why."""
+
+    def check(*options, rows=(QUESTION,)) -> str:
+        code, text = ask(*options, rows=rows)
+        assert code == 2, text
+        assert not (tmp_path / "o").exists()
+        return text.partition("error: ")[2]
+
+    return check
+
+
+def folder_model(folder, **text_config) -> ModelSource:
+    """The tiny model as a folder, its text config changed."""
+    shutil.copytree(tiny.build("tiny"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"].update(text_config)
+    (folder / "config.json").write_text(json.dumps(config))
+    return ModelSource.resolve(folder)
+
+
+def test_not_a_cache(refuse):
+    assert "not a pruned-token cache" in refuse()
+
+
+def test_questions_with_problems(refuse, ask, tmp_path):
+    tiny_cache(tmp_path / "c")
+    assert "q.jsonl, line 1: prompt must be text" in refuse(rows=[{"question_id": 1, "video_id": "a"}])
+    assert "1 question_ids repeat" in refuse(rows=[QUESTION] * 2)
+    assert "none.csv: cannot be read" in refuse("--questions", str(tmp_path / "none.csv"))
+    assert generate.main([str(tmp_path / "c")]) == 2  # no --questions
+
+
+def test_a_cache_of_other_weights(refuse, tmp_path):
+    tiny_cache(tmp_path / "c")
+    shutil.copytree(tiny.build("tiny"), tmp_path / "m")
+    other = ModelSource.resolve(tmp_path / "m").identity
+    text = refuse("--model", str(tmp_path / "m"))
+    assert ModelSource.resolve("tiny").identity in text and other in text
+
+
+def test_a_cache_of_another_family(refuse, tmp_path):
+    tiny_cache(tmp_path / "c")
+    text = refuse("--model", "tiny-qwen3-vl")
+    assert "(llava_onevision)" in text and "(qwen3_vl)" in text
+
+
+def test_a_model_that_is_none(refuse, tmp_path):
+    tiny_cache(tmp_path / "c")
+    assert "has no config.json" in refuse("--model", str(tmp_path))
+
+
+def test_a_folder_must_be_named(refuse, tmp_path):
+    source = folder_model(tmp_path / "m")
+    tiny_cache(tmp_path / "c", source=source)
+    assert f"--model is missing: the cache was made with a folder ({source.identity})" in refuse()
+
+
+def test_tokens_of_another_width_or_without_newline(refuse, tmp_path):
+    tiny_cache(tmp_path / "c", shape=(4, 25, 16))
+    assert "its tokens have 16 values, the model takes 64" in refuse()
+    shutil.rmtree(tmp_path / "c")
+    tiny_cache(tmp_path / "c", newline=None)
+    assert "lacks the newline row" in refuse()
+
+
+def test_tokens_without_deepstack_levels(refuse, tmp_path):
+    tiny_cache(tmp_path / "c", source=ModelSource.resolve("tiny-qwen3-vl"), newline=None)
+    assert "holds 0 deepstack levels, the model takes 3" in refuse()
+    shutil.rmtree(tmp_path / "c")
+    tiny_cache(tmp_path / "c", deepstack_levels=2)
+    assert "holds 2 deepstack levels, the model takes 0" in refuse()
+
+
+def test_a_ratio_that_the_cache_cannot_serve(refuse, tmp_path):
+    tiny_cache(tmp_path / "c", method="uniform")
+    assert "--retention-ratio 0.5: the cache stores 0.25" in refuse("--retention-ratio", "0.5")
+    assert "only its own retention ratio 0.25" in refuse("--retention-ratio", "0.1")
+    assert "--retention-ratio must be in (0, 1]" in refuse("--retention-ratio", "0")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-new-tokens", "0"], "max_new_tokens must be at least 1"),
+        (["--temperature", "-1"], "temperature must be 0"),
+        (["--top-p", "0"], "top_p must be in"),
+        (["--batch-size", "0"], "--batch-size must be at least 1"),
+        (["--workers", "0"], "--workers must be at least 1"),
+        (["--limit", "0"], "--limit must be at least 1"),
+        (["--max-failed", "x"], "--max-failed is a count"),
+    ],
+)
+def test_options_without_sense(refuse, tmp_path, options, message):
+    tiny_cache(tmp_path / "c")
+    assert message in refuse(*options)
+
+
+def test_an_unknown_policy_is_refused(ask, refuse, tmp_path):
+    tiny_cache(tmp_path / "c")
+    for option in ("--positions", "--rule", "--choices"):
+        with pytest.raises(SystemExit) as refused:
+            ask(option, "magic")
+        assert refused.value.code == 2
+    (tmp_path / "o.yaml").write_text("rule: magic\n")
+    assert "--rule must be one of" in refuse("--config", str(tmp_path / "o.yaml"))
+
+
+def test_videos_longer_than_the_model_takes(refuse, ask, tmp_path):
+    source = folder_model(tmp_path / "m", max_position_embeddings=60)
+    store = tiny_cache(tmp_path / "c", source=source)
+    model = ("--model", str(tmp_path / "m"))
+    rows = [QUESTION, {"question_id": 2, "video_id": ["a", "b"], "prompt": "Both?"}]
+    # 49 tokens and a newline a video: two do not fit.
+    assert "1 of 1 prompts have up to 100 visual tokens, and the model takes 60" in refuse(*model, rows=rows[1:])
+    write_shard(store, "run2", encoded("long", random_tokens(9, (8, 49, 64)), 0.25, "gstep"))
+    rows = [{"question_id": i, "video_id": "long", "prompt": "What?"} for i in range(3)]
+    assert "3 of 3 prompts have up to 99 visual tokens" in refuse(*model, rows=rows)
+
+
+def test_where_answers_cannot_be(refuse, ask, tmp_path):
+    tiny_cache(tmp_path / "c")
+    code, text = ask("--out", str(tmp_path / "c"))
+    assert code == 2 and "exists and holds no answers" in text
+    assert "is a folder or s3://" in refuse("--out", "gs://bucket/answers")
+
+
+def test_without_a_video_every_question_has_its_row_and_nothing_starts(ask, tmp_path):
+    tiny_cache(tmp_path / "c", failed=("broken",))
+    rows = [{**QUESTION, "video_id": "gone"}, {**QUESTION, "question_id": 2, "video_id": ["a", "broken"]}]
+    code, text = ask(rows=rows)
+    assert code == 1 and "0 answered, 2 failed" in text
+    first, second = read_answers(tmp_path / "o").to_pylist()
+    assert (first["error_class"], second["error_class"]) == ("unknown-video", "failed-video")
+    assert "corrupt: damaged" in second["error_message"]
+    (record,) = [json.loads(path.read_text()) for path in (tmp_path / "o" / "runs").iterdir()]
+    assert (record["status"], record["questions"]) == ("finished", 2)
+    before = sorted((tmp_path / "o").rglob("*"))
+    assert "2 of 2 questions have their answers already" in ask(rows=rows)[1]
+    assert sorted((tmp_path / "o").rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        (["--retention-ratio", "0.1"], "retention_ratio: the answers have 0.25, this run 0.1"),
+        (["--max-new-tokens", "9"], "decoding.max_new_tokens: the answers have 64, this run 9"),
+        (["--positions", "original"], "prompt.positions: the answers have 'contiguous', this run 'original'"),
+        (["--choices", "generate"], "decoding.choices: the answers have 'letter', this run 'generate'"),
+        (["--system", "Hi"], "decoding.system: the answers have None, this run 'Hi'"),
+        (["--temperature", "1", "--seed", "3"], "decoding.seed: the answers have None, this run 3"),
+    ],
+)
+def test_answers_of_other_settings_are_refused_by_name(ask, tmp_path, options, difference):
+    tiny_cache(tmp_path / "c")
+    rows = [{**QUESTION, "video_id": "gone"}]
+    assert ask(rows=rows)[0] == 1
+    code, text = ask(*options, rows=rows)
+    assert code == 2 and difference in text
+
+
+def test_a_seed_that_greedy_decoding_does_not_look_at_is_no_difference(ask, tmp_path):
+    tiny_cache(tmp_path / "c")
+    rows = [{**QUESTION, "video_id": "gone"}]
+    ask(rows=rows)
+    assert "have their answers already" in ask("--seed", "7", rows=rows)[1]
+
+
+def test_help_is_worth_reading(capsys):
+    with pytest.raises(SystemExit) as caught:
+        generate.main(["--help"])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0 and "--choices" in text and "examples:" in text and "every question has a row" in text

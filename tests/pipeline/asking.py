@@ -1,0 +1,83 @@
+"""Files of questions, and small caches that the tiny model can be asked about."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+
+from gstep.backbones import ModelSource, load_static
+from pipeline.answer_stage import AnswerSetup
+from pipeline.cache import HEADER
+from pipeline.errors import VideoFault
+from pipeline.live import read_live
+from pipeline.schema import SCHEMA_VERSION
+from pipeline.store import LocalStore, Store
+from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_shard
+
+SHAPE = (4, 49, 64)  # [T,N,D]: what the tiny model takes
+
+
+def write_questions(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """The rows as a file of the kind that its name says."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, names)
+        writer.writeheader()
+        writer.writerows({k: json.dumps(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows)
+        path.write_text(text.getvalue())
+    return path
+
+
+def newline_of(source: ModelSource) -> str:
+    """The newline row of a model, as a header holds it."""
+    row = load_static(source).newline
+    assert row is not None
+    return base64.b64encode(row.to(torch.bfloat16).view(torch.int16).numpy().tobytes()).decode()
+
+
+def tiny_cache(
+    out: Path,
+    ids: tuple[str, ...] = ("a", "b"),
+    *,
+    ratio: float = 0.25,
+    method: str = "gstep",
+    source: ModelSource | None = None,
+    shape: tuple[int, int, int] = SHAPE,
+    failed: tuple[str, ...] = (),
+    **header: Any,
+) -> Store:
+    """A cache of random tokens that says it is of ``source`` (the tiny model); ``header`` overrides its keys."""
+    source = source or ModelSource.resolve("tiny")
+    store = LocalStore(out)
+    identity = {
+        "model": {"type": source.model_type, "weights": source.identity},
+        "pruner": {"method": method, "params": {}},
+        "retention_ratio": ratio,
+        "dtype": {"stored": "bfloat16"},
+    }
+    if "newline" not in header:
+        header["newline"] = newline_of(source)
+    full = {"schema_version": SCHEMA_VERSION, "identity": identity, **header}
+    store.put(HEADER, json.dumps(full).encode())
+    rows = [encoded(name, random_tokens(i, shape), ratio, method) for i, name in enumerate(ids)]
+    rows += [encoded_failure(name, VideoFault("corrupt", "damaged")) for name in failed]
+    write_shard(store, "run", *rows)
+    return store
+
+
+def setup_of(store: Store, **more: Any) -> AnswerSetup:
+    """What an actor on the CPU needs to answer about a tiny cache."""
+    return AnswerSetup(ModelSource.resolve("tiny"), store, read_live(store), device="cpu", **more)

@@ -1,0 +1,82 @@
+"""What an LLM says of tokens that went through the cache, beside what the stock model says of the same frames."""
+
+import pytest
+import torch
+
+from gstep.backbones import ModelSource, load_static, preprocessor_for
+from gstep.language import Decoding, prompt_builder
+from pipeline import TokenCache
+from pipeline.answer_stage import to_visual
+from pipeline.decode import DecodeRequest, decode_video
+from pipeline.decode_stage import decoded_columns
+from pipeline.encode import Encoder, EncodeSetup
+from pipeline.frames import Sampling
+from pipeline.rows import DECODED, one_row
+from tests.gstep.llms import FAMILIES, Encoded, llm, stock, stock_inputs
+from tests.pipeline.caches import write_header, write_shard
+from tests.pipeline.videos import sample
+
+FRAMES = 5  # odd: the last one is repeated in a temporal patch
+
+
+def cached(source, name, tmp_path, method, ratio):
+    """One real clip through decoder, encoder, pruner, writer and reader: (frames, Visual)."""
+    clip = sample("bikes.mp4")
+    decoded = decode_video(DecodeRequest(clip, Sampling(FRAMES), preprocessor_for(source)))
+    record = {
+        "video_id": "v",
+        "uri": str(clip),
+        "start_s": None,
+        "end_s": None,
+        "manifest": "{}",
+        "status": "ok",
+        **decoded_columns(decoded, 1),
+    }
+    encoder = Encoder(EncodeSetup(source, method, ratio, device="cpu", dtype="float32"))
+    (row,) = encoder(one_row(DECODED, record, {"frames": decoded.frames}))
+    store = write_header(tmp_path / method, ratio, deepstack_levels=load_static(source).deepstack_levels)
+    write_shard(store, "run", row)
+    cache = TokenCache(tmp_path / method)
+    newline = stock(name).model.image_newline.bfloat16() if name == "tiny" else None
+    return decoded.frames, to_visual(cache.get("v"), newline)
+
+
+def pixels_of(source, name, frames, visual):
+    """What the stock model takes instead of the tokens."""
+    preprocessor = preprocessor_for(source)
+    if name == "tiny":
+        return {"pixel_values_videos": preprocessor.normalise(frames, "cpu", torch.float32)[None]}
+    inputs = {
+        "pixel_values_videos": preprocessor.patches(frames, "cpu", torch.float32),
+        "video_grid_thw": torch.tensor([visual.extra["video_grid_thw"]]),
+    }
+    if name == "tiny-qwen2-5-vl":
+        inputs["second_per_grid_ts"] = torch.tensor([visual.extra["second_per_grid_ts"]])
+    return inputs
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_tokens_through_the_cache_are_within_what_bfloat16_does(name, tmp_path):
+    source = ModelSource.resolve(name)
+    frames, visual = cached(source, name, tmp_path, "none", 1.0)
+    prompt = prompt_builder(source).build("What is happening in this video?", [visual])
+    inputs = stock_inputs(name, prompt, Encoded(visual, pixels_of(source, name, frames, visual)))
+    with torch.no_grad():
+        expected = stock(name)(**inputs).logits[0]
+    (logits,) = llm(name).logits([prompt])
+    assert (logits - expected).abs().max() < 0.15  # measured: 0.03 to 0.08, of logits whose deviation is 2
+    assert expected.std() > 1
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pruned_tokens_are_those_rows_of_the_whole(name, tmp_path):
+    source = ModelSource.resolve(name)
+    _, whole = cached(source, name, tmp_path, "none", 1.0)
+    _, pruned = cached(source, name, tmp_path, "gstep", 0.25)
+    assert len(pruned.index) == len(whole.index) // 4
+    assert torch.equal(pruned.tokens, whole.tokens[pruned.index])
+    for ours, level in zip(pruned.deepstack, whole.deepstack, strict=True):
+        assert torch.equal(ours, level[pruned.index])
+    prompt = prompt_builder(source).build("What is happening in this video?", [pruned])
+    (answer,) = llm(name).generate([prompt], [Decoding(max_new_tokens=4)])
+    assert answer.token_ids

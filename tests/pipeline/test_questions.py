@@ -1,0 +1,150 @@
+"""Questions: the three kinds of file say the same, and what is wrong with a row is said with its place."""
+
+import json
+
+import pytest
+
+from gstep.language import Decoding
+from pipeline.choices import lettered_prompt, parse_letter
+from pipeline.errors import QuestionsError
+from pipeline.questions import Way, decoding_of, read_questions
+from tests.pipeline.asking import write_questions
+
+WAY = Way(Decoding(max_new_tokens=16))
+ROWS = [
+    {"question_id": 7, "video_id": "a.mp4", "prompt": "What, then?", "topic": "x", "max_new_tokens": 5},
+    {"question_id": "two", "video_id": ["a.mp4", "b.mp4"], "prompt": 'A "quoted"\nline', "choices": ["é", "b, c"]},
+    {"question_id": "3", "video_id": "b.mp4", "prompt": "Why?", "temperature": 0.5, "system": "Be brief.", "seed": 4},
+]
+
+
+def read(path, rows, way=WAY, limit=None):
+    return read_questions(str(write_questions(path, rows)), way, limit=limit).to_pylist()
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".csv"])
+def test_every_kind_of_file_says_the_same(tmp_path, kind):
+    first, second, third = read(tmp_path / f"q{kind}", ROWS)
+    assert (first["question_id"], first["video_ids"], first["prompt"]) == ("7", ["a.mp4"], "What, then?")
+    assert json.loads(first["question_extra"]) == {"topic": "x"}
+    assert json.loads(first["decoding"]) == {
+        "method": "generate", "system": None, "max_new_tokens": 5, "temperature": 0.0
+    }  # fmt: skip
+    assert (second["video_ids"], second["choices"], second["prompt"]) == (
+        ["a.mp4", "b.mp4"], ["é", "b, c"], 'A "quoted"\nline'
+    )  # fmt: skip
+    assert json.loads(second["decoding"]) == {"method": "letter", "system": None} and second["question_extra"] is None
+    decoding = json.loads(third["decoding"])
+    assert decoding["system"] == "Be brief."
+    assert decoding_of(decoding) == Decoding(max_new_tokens=16, temperature=0.5, seed=4)
+
+
+def test_parquet_with_gaps_as_pandas_writes_them(tmp_path):
+    rows = [
+        {"question_id": 1, "video_id": ["a"], "prompt": "p", "choices": ["x", "y"], "max_new_tokens": None},
+        {"question_id": 2, "video_id": ["a", "b"], "prompt": "p", "choices": None, "max_new_tokens": 3.0},
+    ]
+    first, second = read(tmp_path / "q.parquet", rows)
+    assert (first["question_id"], first["choices"], first["video_ids"]) == ("1", ["x", "y"], ["a"])
+    assert second["choices"] is None and json.loads(second["decoding"])["max_new_tokens"] == 3
+
+
+def test_a_limit_takes_the_first(tmp_path):
+    assert [row["question_id"] for row in read(tmp_path / "q.jsonl", ROWS, limit=2)] == ["7", "two"]
+
+
+def test_questions_draw_each_for_itself_and_by_the_seed(tmp_path):
+    rows = [{"question_id": i, "video_id": "v", "prompt": "p"} for i in range(20)]
+
+    def seeds(seed):
+        drawn = read(tmp_path / "q.jsonl", rows, Way(Decoding(temperature=1.0, seed=seed)))
+        return [json.loads(row["decoding"])["seed"] for row in drawn]
+
+    assert len(set(seeds(0))) == 20
+    assert seeds(0) == seeds(0) and not set(seeds(0)) & set(seeds(1))
+
+
+GOOD = {"question_id": 1, "video_id": "v", "prompt": "p"}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({**GOOD, "question_id": None}, "question_id must be text or a whole number, got None"),
+        ({**GOOD, "question_id": " "}, "question_id must be text"),
+        ({**GOOD, "question_id": 1.5}, "question_id must be text"),
+        ({**GOOD, "video_id": ""}, "video_id must be a video's id"),
+        ({**GOOD, "video_id": []}, "video_id must be a video's id"),
+        ({**GOOD, "video_id": ["v", 3]}, "video_id must be a video's id"),
+        ({"question_id": 1, "video_id": "v", "question": "p"}, "every row needs question_id, video_id and prompt"),
+        ({**GOOD, "choices": "yes or no"}, "choices must be a list of texts"),
+        ({**GOOD, "choices": ["x"]}, "at least two"),
+        ({**GOOD, "choices": ["x", ""]}, "choices must be a list of texts"),
+        ({**GOOD, "choices": [str(i) for i in range(27)]}, "there are 26 letters: use --choices loglikelihood"),
+        ({**GOOD, "temperature": "hot"}, "temperature must be a number, got 'hot'"),
+        ({**GOOD, "max_new_tokens": 2.5}, "max_new_tokens must be a whole number"),
+        ({**GOOD, "max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({**GOOD, "top_p": 2}, "top_p must be in (0, 1]"),
+        ({**GOOD, "seed": True}, "seed must be a whole number"),
+        ({**GOOD, "system": 3}, "system must be text"),
+        ({**GOOD, "prompt": "\ud800"}, "not valid text"),
+        ({**GOOD, "system": "\ud800"}, "not valid text"),
+        ([1], "expected an object with question_id, video_id and prompt, got list"),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_said_with_its_place(tmp_path, row, message):
+    with pytest.raises(QuestionsError) as error:
+        read(tmp_path / "q.jsonl", [{**GOOD, "question_id": "fine"}, row])
+    assert f"{tmp_path / 'q.jsonl'}, line 2: " in str(error.value) and message in str(error.value)
+
+
+def test_many_choices_are_fine_where_their_texts_are_scored(tmp_path):
+    row = {**GOOD, "choices": [str(i) for i in range(27)]}
+    assert len(read(tmp_path / "q.jsonl", [row], Way(Decoding(), "loglikelihood"))[0]["choices"]) == 27
+
+
+def test_a_file_that_is_none(tmp_path):
+    for name, content, message in (
+        ("q.txt", b"", "a file named .csv, .jsonl, .parquet"),
+        ("q.parquet", b"PAR", "cannot be read as questions"),
+        ("q.jsonl", b"{", "line 1: not JSON"),
+        ("q.jsonl", b"\xff\xfe", "cannot be read as questions"),
+        ("q.jsonl", b"\n", "there is no question in it"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(QuestionsError, match=message):
+            read_questions(str(tmp_path / name), WAY)
+    with pytest.raises(QuestionsError, match=r"none.csv: cannot be read: No such file"):
+        read_questions(str(tmp_path / "none.csv"), WAY)
+    with pytest.raises(QuestionsError, match=r"2 question_ids repeat, e\.g\. '1', '2'"):
+        read(tmp_path / "q.jsonl", [{**GOOD, "question_id": i} for i in (1, "1", 2, 2, 3)])
+
+
+def test_letters_are_put_as_lmms_eval_puts_them():
+    assert lettered_prompt("Which?", ["a dog", "a cat"]) == (
+        "Which?\nA. a dog\nB. a cat\nAnswer with the option's letter from the given choices directly."
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "choice"),
+    [
+        ("B", 1),
+        (" (B)", 1),
+        ("B. a cat", 1),
+        ("**B**", 1),
+        ("B\nbecause", 1),
+        ("The answer is C.", 2),
+        ("the correct option is: (C)", 2),
+        ("a cat", 1),
+        ("A Cat.", 1),
+        ("I think B fits", 1),
+        ("A man walks", None),  # an article
+        ("I do not know", None),
+        ("E", None),  # no such choice
+        ("B or C", None),
+        ("", None),
+    ],
+)
+def test_the_letter_of_a_generated_answer(answer, choice):
+    assert parse_letter(answer, ["a dog", "a cat", "a cow"]) == choice
