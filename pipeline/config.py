@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import UsageError
-from pipeline.options import ATTN, DEVICES, DTYPES, as_record, check, check_choices, failure_limit, option, positive
+from pipeline.options import (
+    ATTN,
+    DEVICES,
+    DTYPES,
+    as_record,
+    check,
+    check_choices,
+    failure_limit,
+    option,
+    positive,
+    pruner_params,
+)
 
 
 @dataclass(frozen=True)
@@ -126,13 +137,7 @@ class PruneConfig:
 
     def pruner_params(self) -> dict[str, Any]:
         """``--pruner-param`` as keyword arguments: numbers as numbers, anything else as text."""
-        params: dict[str, Any] = {}
-        for item in self.pruner_param:
-            name, equals, value = item.partition("=")
-            if not (name and equals):
-                raise UsageError(f"--pruner-param takes NAME=VALUE, got {item!r}")
-            params[name.strip().replace("-", "_")] = _number_or_text(value.strip())
-        return params
+        return pruner_params(self.pruner_param)
 
     def failure_limit(self, n_videos: int) -> int:
         """How many of ``n_videos`` may fail before the run counts as failed."""
@@ -156,12 +161,3 @@ def differences(
         elif a != b:
             lines.append(f"{prefix}{key}: {has} {a!r}, this run {b!r}")
     return lines
-
-
-def _number_or_text(value: str) -> Any:
-    for convert in (int, float):
-        try:
-            return convert(value)
-        except ValueError:
-            continue
-    return value

@@ -67,7 +67,9 @@ class PruneInside:
         Raises ValueError where the model has no layer K, or needs all visual tokens there.
         """
         layers = model.model.language_model.layers
-        self._check(model, len(layers))
+        check_layer(
+            self.method.K, len(layers), len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
+        )
         with ExitStack() as hooks:
             before = layers[self.method.K - 1].self_attn
             hooks.enter_context(_removed(before.register_forward_pre_hook(self._note_query, with_kwargs=True)))
@@ -85,16 +87,6 @@ class PruneInside:
             yield
         finally:
             self.kept = whole
-
-    def _check(self, model: Any, n_layers: int) -> None:
-        if n_layers <= self.method.K:
-            raise ValueError(f"fastv with K={self.method.K} prunes before layer K; this model has {n_layers} layers")
-        levels = len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
-        if levels > self.method.K:
-            raise ValueError(
-                f"fastv with K={self.method.K}: this model adds deepstack levels to all visual tokens after each of "
-                f"its first {levels} layers, so K must be at least {levels}"
-            )
 
     def _note_query(self, attention: Any, args: Any, keywords: dict[str, Any]) -> None:
         """What the last token's query is made of; its row of attention does not exist in fast kernels."""
@@ -149,6 +141,17 @@ class PruneInside:
         implementation = layer.self_attn.config._attn_implementation
         changed["attention_mask"] = short_mask(kept.valid, past, hidden_BLD, implementation)
         return args, changed
+
+
+def check_layer(layer: int, n_layers: int, deepstack_levels: int) -> None:
+    """Raise ValueError where a model of so many layers cannot be pruned before ``layer``."""
+    if n_layers <= layer:
+        raise ValueError(f"fastv with K={layer} prunes before layer {layer}; this model has {n_layers} layers")
+    if deepstack_levels > layer:
+        raise ValueError(
+            f"fastv with K={layer}: this model adds deepstack levels to all visual tokens after each of its first "
+            f"{deepstack_levels} layers, so K must be at least {deepstack_levels}"
+        )
 
 
 def _held(layer: Any, keywords: dict[str, Any]) -> int:

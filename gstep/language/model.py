@@ -41,6 +41,13 @@ class LanguageModel:
         return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
 
     @torch.inference_mode()
+    def embedding(self, text: str) -> Tensor:
+        """[1,D] float32 on the CPU: the mean input embedding of a text's tokens. Raises ValueError for an empty one."""
+        ids = torch.tensor(self._continuation(text), device=self.device)
+        mean: Tensor = self.model.get_input_embeddings()(ids).float().mean(0, keepdim=True).cpu()
+        return mean
+
+    @torch.inference_mode()
     def logits(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         """The logits at every token of each prompt, [L,V] in the compute dtype."""
         batch = Batch.of(prompts)
@@ -151,7 +158,7 @@ class LanguageModel:
     def _continuation(self, text: str) -> list[int]:
         ids = list(self.tokenizer(text, add_special_tokens=False).input_ids)
         if not ids:
-            raise ValueError("a choice needs at least one character")
+            raise ValueError("a text to be scored needs at least one character")
         return ids
 
     def _prune_inside(self, prompts: Sequence[Prompt], method: FastV, retention_ratio: float) -> PruneInside:
