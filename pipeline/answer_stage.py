@@ -178,9 +178,11 @@ class Answerer:
             "load_s": sum(seconds for _, _, seconds in read),
         }
         asked = Asked(row, prompt, decoding)
-        room = self._builder.context_length - prompt.extent
-        if room < (1 if asked.scored else decoding["max_new_tokens"]):
-            return failed_answer(row, "prompt-too-long", too_long(prompt.extent, self._builder.context_length))
+        context, more = self._builder.context_length, 1 if asked.scored else decoding["max_new_tokens"]
+        if len(prompt) + more > context:
+            return failed_answer(row, "prompt-too-long", too_long(len(prompt), context))
+        if prompt.extent + more > context:
+            return failed_answer(row, "prompt-too-long", too_far(prompt.extent, context))
         return asked
 
     def _chosen(self, visual: Visual, question: Row) -> Visual:
@@ -268,6 +270,14 @@ def too_long(n_tokens: int, context_length: int) -> str:
     return (
         f"a prompt of {n_tokens} tokens and its answer do not fit the model's {context_length}: lower "
         "--retention-ratio or --max-new-tokens, or ask about fewer videos"
+    )
+
+
+def too_far(extent: int, context_length: int) -> str:
+    """What is said of a prompt whose tokens fit, but not the positions that they had before pruning."""
+    return (
+        f"the positions of a prompt and its answer reach {extent}, and the model knows {context_length}: use "
+        "--positions contiguous (with another --out), or ask about fewer videos"
     )
 
 

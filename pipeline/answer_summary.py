@@ -18,7 +18,8 @@ REMEDIES: Mapping[str, str] = {
     "failed-video": "python -m jobs.inspect says why it failed; mend it and prune again, then --retry-failed",
     "corrupt": "a shard of the cache is damaged: restore it, then --retry-failed",
     "io": "check that every node sees the cache, then --retry-failed",
-    "prompt-too-long": "lower --retention-ratio or --max-new-tokens (with another --out), or ask about fewer videos",
+    "prompt-too-long": "lower --retention-ratio or --max-new-tokens, or use --positions contiguous (each with another "
+    "--out), or ask about fewer videos",
     "bad-prompt": "correct the question, then --retry-failed",
     "out-of-memory": "lower --retention-ratio, or take GPUs with more memory, then --retry-failed",
     "internal": "a bug: report it with this message",

@@ -9,7 +9,8 @@ from string import ascii_uppercase
 MAX_LETTERS = len(ascii_uppercase)
 # The words that lmms-eval's multiple-choice tasks (MMMU, VideoMME, MLVU) end their prompts with.
 INSTRUCTION = "Answer with the option's letter from the given choices directly."
-_SENTENCE = re.compile(r"\b(?:answer|option|choice)\b(?:\s+is)?\s*:?\s*\(?\*{0,2}([A-Z])\b", re.IGNORECASE)
+# A small letter counts where nothing follows: "the answer is a cat" names no letter.
+_SENTENCE = re.compile(r"\b(?i:answer|option|choice)\b(?:\s+(?i:is))?\s*:?\s*\(?\*{0,2}([A-Z]\b|[a-z](?=[)*.]*\s*$))")
 _ENGLISH = frozenset("AI")  # letters that are words too
 
 
@@ -39,8 +40,12 @@ def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
     named = {found.upper() for found in _SENTENCE.findall(text)} & set(known)
     if len(named) == 1:
         return known.index(named.pop())
-    same = [i for i, choice in enumerate(choices) if choice.strip().casefold() == text.rstrip(".").casefold()]
+    same = [i for i, choice in enumerate(choices) if _bare(choice) == _bare(text)]
     if len(same) == 1:
         return same[0]
     alone = (set(re.findall(r"\b([A-Z])\b", text)) - _ENGLISH) & set(known)
     return known.index(alone.pop()) if len(alone) == 1 else None
+
+
+def _bare(text: str) -> str:
+    return text.strip().rstrip(".").casefold()

@@ -30,11 +30,12 @@ from pipeline.rows import Record
 from pipeline.runs import RunFile
 from pipeline.stall import Watch
 from pipeline.stream import stream
-from pipeline.todo import in_blocks, unanswered, without_model
+from pipeline.todo import in_blocks, said_of_the_rest, unanswered, without_model
 
-ANSWERING = Words("answering", "question", {STAGE: "answered"})
+ANSWERING = Words("answering", "question", {STAGE: "asked"})
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow")
 Row = dict[str, Any]
+Machines = tuple[dict[str, float], str, str]  # what the cluster has, and the device and dtype to use
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,15 @@ def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateCon
     """Share out a cluster; ``gpus`` is 0 where the model runs on CPUs."""
     room = int(gpus) if gpus >= 1 else max(1, int(cpus))
     workers = max(1, min(config.workers or (room if gpus >= 1 else 1), room, n_questions))
-    # A block is the unit of work, of retry and of what is committed at once: small runs use small ones, but no smaller
-    # than a batch, and no more of them than the driver tracks lightly.
-    block = min(config.questions_per_shard, max(config.batch_size, n_questions // (8 * workers)))
+    # A block is the unit of work, of retry and of what is committed at once: small runs use small ones, but whole
+    # batches, and no more of them than the driver tracks lightly.
+    batches = min(config.questions_per_shard, n_questions // (8 * workers)) // config.batch_size
+    block = config.batch_size * max(1, batches)
     return AnswerPlan(
         answer=Stage(0, 1, workers, "one model a GPU; a CPU for its host thread is left free")
         if gpus >= 1
         else Stage(min(1.0, cpus), 0, workers, "for trying things out: a CPU answers slowly"),
-        questions_per_block=max(block, n_questions // MAX_BLOCKS, 1),
+        questions_per_block=max(block, n_questions // MAX_BLOCKS),
     )
 
 
@@ -98,10 +100,10 @@ def _answer_questions(config: GenerateConfig, console: Console) -> AnswerSummary
         match_answers(job)  # again: another run may have written the header before the lock was ours
         started = time.monotonic()
         table = AnswersTable(job.store)
-        todo = unanswered(job, table.live())
-        if len(todo) < len(job.questions):
-            there = len(job.questions) - len(todo)
-            console.print(f"{there} of {len(job.questions)} questions have their answers already", highlight=False)
+        live = table.live()
+        todo = unanswered(job, live)
+        for line in said_of_the_rest(job, live, todo):
+            console.print(line, highlight=False)
         run_file = _carry_out(job, todo, lock, console) if todo else None
         summary = summarise_answers(
             table.live(), job.questions, {row["question_id"] for row in todo}, time.monotonic() - started
@@ -114,6 +116,7 @@ def _answer_questions(config: GenerateConfig, console: Console) -> AnswerSummary
 def _carry_out(job: GenerateJob, todo: list[Row], lock: Lock, console: Console) -> RunFile:
     """Commit what the index of the cache decides, and stream the rest; Ray starts only where something is left."""
     ask, rows = without_model(job, todo)
+    machines = _machines(job) if ask else None
     lock.check()
     if not AnswersTable(job.store).names():
         write_answers_header(job.store, job.identity)
@@ -123,15 +126,28 @@ def _carry_out(job: GenerateJob, todo: list[Row], lock: Lock, console: Console) 
         size = job.config.questions_per_shard
         for number, start in enumerate(range(0, len(rows), size)):
             commit_answers(job.store, job.run_id, number, rows[start : start + size], job.config.format)
-        if ask:
-            _stream(job, ask, (len(rows) + size - 1) // size, run_file, lock, console)
+        if machines is not None:
+            _stream(job, ask, (len(rows) + size - 1) // size, machines, run_file, lock, console)
     return run_file
 
 
-def _stream(job: GenerateJob, ask: list[Row], first: int, run_file: RunFile, lock: Lock, console: Console) -> None:
-    """Answer ``ask`` on the cluster; its shards are numbered from ``first``."""
+def _machines(job: GenerateJob) -> Machines:
+    """Joins or starts the cluster. Raises UsageError where it cannot do what the flags ask, so before any row."""
     cluster = connect()
-    device, dtype = settle(cluster, job.config.device, job.config.dtype, job.config.attn)
+    return cluster, *settle(cluster, job.config.device, job.config.dtype, job.config.attn)
+
+
+def _stream(
+    job: GenerateJob,
+    ask: list[Row],
+    first: int,
+    machines: Machines,
+    run_file: RunFile,
+    lock: Lock,
+    console: Console,
+) -> None:
+    """Answer ``ask`` on the cluster; its shards are numbered from ``first``."""
+    cluster, device, dtype = machines
     plan = plan_answers(cluster["CPU"], cluster.get("GPU", 0.0) if device == "cuda" else 0.0, len(ask), job.config)
     if job.config.workers is not None and plan.answer.workers < min(job.config.workers, len(ask)):
         console.print(

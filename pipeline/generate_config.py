@@ -78,7 +78,9 @@ class GenerateConfig:
     device: str = option("auto", "where the model runs; auto is cuda if the cluster has GPUs", choices=DEVICES)
     dtype: str = option("auto", "its arithmetic; auto is bfloat16 on GPUs and float32 on CPUs", choices=DTYPES)
     attn: str = option("auto", "attention kernel; auto is flash-attn where it is installed, else sdpa", choices=ATTN)
-    questions_per_shard: int = option(64, "questions in one file of answers at most; small runs use fewer", metavar="N")
+    questions_per_shard: int = option(
+        64, "questions in one file of answers at most, but a batch at least; small runs use fewer", metavar="N"
+    )
     format: str = option("parquet", "of the answers", choices=("parquet", "jsonl"))
     limit: int | None = option(None, "only the first so many questions of the file", metavar="N")
     retry_failed: bool = option(False, "ask failed questions again")

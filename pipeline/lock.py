@@ -15,7 +15,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Protocol
 
-from pipeline.errors import CacheLocked
+from pipeline.errors import CacheLocked, UsageError
 from pipeline.lease import CacheLease, identify, lease_holder
 from pipeline.store import LOCK, LocalStore, ObjectStore, Store
 
@@ -24,7 +24,9 @@ class Lock(Protocol):
     """Held inside a ``with`` block."""
 
     def __enter__(self) -> Lock:
-        """Raises CacheLocked with the holder's host and pid where another run has it."""
+        """Raises CacheLocked with the holder's host and pid where another run has it, UsageError or OSError where the
+        store takes nothing.
+        """
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None
@@ -78,7 +80,10 @@ class FileLock:
         self._descriptor: int | None = None
 
     def __enter__(self) -> FileLock:
-        descriptor = os.open(self._store.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            descriptor = os.open(self._store.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise UsageError(f"{self._store}: nothing can be written here: {error.strerror}") from error
         if not _locked(descriptor):
             other = os.read(descriptor, 4096).decode("utf-8", "replace")
             os.close(descriptor)

@@ -147,8 +147,9 @@ def _question(row: Row, where: str, way: Way) -> Row:
 
 def _video_ids(row: Row, where: str) -> list[str]:
     value = row.get("video_id")
-    if isinstance(value, str) and value.startswith('["'):  # a .csv has no lists of its own
-        value = _json_list(value) or value
+    if isinstance(value, str) and value.startswith("["):  # a .csv has no lists of its own
+        listed = _json_list(value)
+        value = listed if listed and all(isinstance(name, str) for name in listed) else value
     ids: list[Any] = value if isinstance(value, list) else [value]
     if not ids or not all(isinstance(name, str) and name.strip() for name in ids):
         raise QuestionsError(f"{where}: video_id must be a video's id or a list of them, got {value!r}")
@@ -174,7 +175,7 @@ def _choices(row: Row, where: str, way: Way) -> list[str] | None:
 def _json_list(text: str) -> list[Any] | None:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # as of a row of .jsonl
         return None
     return value if isinstance(value, list) else None
 
@@ -207,7 +208,10 @@ def _number(value: Any, kind: type, name: str, where: str) -> Any:
     accepted = (int,) if kind is int else (int, float)
     if isinstance(number, bool) or not isinstance(number, accepted):
         raise QuestionsError(f"{where}: {name} must be a {'whole ' if kind is int else ''}number, got {value!r}")
-    return kind(number)
+    try:
+        return kind(number)
+    except OverflowError as error:  # a whole number beyond every float
+        raise QuestionsError(f"{where}: {name} must be a number, got one of {len(str(number))} digits") from error
 
 
 def _seed_for(seed: int, question_id: str) -> int:

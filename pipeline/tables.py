@@ -15,11 +15,11 @@ from pipeline.buckets import suffix_of
 
 TABLE_SUFFIXES = frozenset({".parquet", ".jsonl", ".csv"})
 # What reading one may raise; all of it is the file's fault.
-UNREADABLE = (OSError, UnicodeDecodeError, pa.ArrowException, csv.Error)
+UNREADABLE = (OSError, UnicodeDecodeError, pa.ArrowException)
 
 
 class BadRow(ValueError):  # noqa: N818
-    """A row is no object; the message begins with where it stands."""
+    """A row is no row; the message begins with where it stands."""
 
 
 def read_rows(name: str, file: BinaryIO, needs: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -33,19 +33,29 @@ def read_rows(name: str, file: BinaryIO, needs: str) -> Iterator[tuple[str, dict
             batches = (batch.to_pylist() for batch in shard.iter_batches(use_threads=False))
             yield from ((f"row {i}", row) for i, row in enumerate(row for batch in batches for row in batch))
     elif suffix == ".csv":
-        reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
-        for row in reader:
-            yield f"line {reader.line_num}", {k: v for k, v in row.items() if k is not None and v != ""}
+        yield from _csv_rows(name, file)
     else:
         for number, line in enumerate(io.TextIOWrapper(file, "utf-8-sig"), 1):
             if line.strip():
                 yield f"line {number}", _json_object(line, f"{name}, line {number}", needs)
 
 
+def _csv_rows(name: str, file: BinaryIO) -> Iterator[tuple[str, dict[str, Any]]]:
+    reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
+    try:
+        for row in reader:
+            where = f"line {reader.line_num}"
+            if None in row:  # dropping what is too much would cut a text at its first comma
+                raise BadRow(f"{name}, {where}: more cells than the header names; quote a text that holds commas")
+            yield where, {column: text for column, text in row.items() if text != ""}
+    except csv.Error as error:
+        raise BadRow(f"{name}, line {reader.line_num + 1}: {error}") from error  # where the row begins
+
+
 def _json_object(line: str, where: str, needs: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of too many digits, and lists in lists without end
         raise BadRow(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict):
         raise BadRow(f"{where}: expected an object with {needs}, got {type(row).__name__}")

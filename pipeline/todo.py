@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.answer_stage import failed_answer, too_long
 from pipeline.errors import QuestionsChanged
@@ -55,6 +56,23 @@ def _worth_it(job: GenerateJob, old: Row, videos: Mapping[str, Row]) -> bool:
             old["attempts"] < job.config.max_attempts
         )
     return bool(old["attempts"] < job.config.max_attempts)
+
+
+def said_of_the_rest(job: GenerateJob, live: pa.Table, todo: list[Row]) -> list[str]:
+    """Lines for the user about the questions that are not in ``todo``, because the answers hold a row of each."""
+    there = len(job.questions) - len(todo)
+    if not there:
+        return []
+    mine = pc.is_in(live["question_id"], value_set=job.questions["question_id"].combine_chunks())
+    bad = live.filter(pc.and_(mine, pc.not_equal(live["status"], "ok")))["question_id"].to_pylist()
+    failed = len(set(bad) - {question["question_id"] for question in todo})
+    answers = f"{there} of {len(job.questions)} questions have their answers already"
+    if not failed:
+        return [answers]
+    lines = [f"{answers}, {failed} of them as errors"]
+    if job.config.retry_failed:
+        lines.append(f"note: they have had their {job.config.max_attempts} attempts; raise --max-attempts for more")
+    return lines
 
 
 def _shown(value: object) -> str:

@@ -15,6 +15,9 @@ from transformers import LogitsProcessor, StoppingCriteria, TopKLogitsWarper, To
 
 from gstep.language.types import Decoding
 
+# Below, the likeliest token always wins; above, all are alike. Further out a quotient is no number in float32.
+_TEMPERATURES = (1e-30, 1e30)
+
 
 class SeededSampling(LogitsProcessor):  # type: ignore[misc]
     """Turns the greedy choice of each sampled row into a draw from its distribution, by the Gumbel-max trick.
@@ -36,7 +39,8 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
         return drawn
 
     def _draw(self, scores: Tensor, input_ids: Tensor, decoding: Decoding, generator: torch.Generator) -> Tensor:
-        scores = scores / decoding.temperature
+        coldest, hottest = _TEMPERATURES
+        scores = scores / min(max(decoding.temperature, coldest), hottest)
         if decoding.top_k:
             scores = TopKLogitsWarper(decoding.top_k)(input_ids, scores)
         if decoding.top_p < 1.0:

@@ -21,6 +21,9 @@ from gstep.language.types import Answer, Decoding, Prompt, Score
 from gstep.language.weights import load_llm
 from gstep.pruners.fastv import FastV
 
+# Tokens of a prompt's keys and values, copied for each of its choices, that are held at once.
+COPIED_TOKENS = 2**16
+
 
 class LanguageModel:
     """The LLM of one checkpoint on one device; it holds no weight of the vision part."""
@@ -137,23 +140,28 @@ class LanguageModel:
         """Of one prompt, whose keys and values are row ``row`` of ``cache``."""
         logprobs = [float(first[ids[0]]) for ids in continuations]
         longer = [i for i, ids in enumerate(continuations) if len(ids) > 1]
-        if longer:
-            # The rows end where they are padded, so that each follows its prompt without a gap.
-            inputs = [continuations[i][:-1] for i in longer]
-            width = max(map(len, inputs))
-            padded = torch.tensor([ids + [ids[0]] * (width - len(ids)) for ids in inputs])
-            here = torch.arange(width)
-            mask = (here < torch.tensor([[len(ids)] for ids in inputs])).long()
-            start = prompt.positions[:, 0, -1:, None] + 1  # text follows text: the last position of a prompt is its own
-            tail = Batch(padded, mask, (start + here).expand(-1, len(longer), -1))
-            rows = [row] * len(longer)
-            with inside.of(rows) if inside else nullcontext():
-                output = self._forward(tail.after(prompt.rows([0] * len(longer))), past=_rows(cache, rows))
-            following = torch.log_softmax(output.logits.float(), dim=-1)
-            for place, i in enumerate(longer):
-                targets = torch.tensor(continuations[i][1:], device=following.device)
-                logprobs[i] += float(following[place, : len(targets)].gather(-1, targets[:, None]).sum())
+        at_once = max(1, COPIED_TOKENS // prompt.input_ids.shape[1])
+        for part in (longer[start : start + at_once] for start in range(0, len(longer), at_once)):
+            with inside.of([row] * len(part)) if inside else nullcontext():
+                rest = self._rest(prompt, cache, row, [continuations[i] for i in part])
+            for i, value in zip(part, rest, strict=True):
+                logprobs[i] += value
         return [Score(value, len(ids)) for value, ids in zip(logprobs, continuations, strict=True)]
+
+    def _rest(self, prompt: Batch, cache: DynamicCache, row: int, continuations: list[list[int]]) -> list[float]:
+        """The log-probabilities of all tokens but the first, of continuations that have more than one."""
+        # The rows end where they are padded, so that each follows its prompt without a gap.
+        inputs = [ids[:-1] for ids in continuations]
+        width = max(map(len, inputs))
+        padded = torch.tensor([ids + [ids[0]] * (width - len(ids)) for ids in inputs])
+        here = torch.arange(width)
+        mask = (here < torch.tensor([[len(ids)] for ids in inputs])).long()
+        start = prompt.positions[:, 0, -1:, None] + 1  # text follows text: the last position of a prompt is its own
+        tail = Batch(padded, mask, (start + here).expand(-1, len(inputs), -1))
+        output = self._forward(tail.after(prompt.rows([0] * len(inputs))), past=_rows(cache, [row] * len(inputs)))
+        following = torch.log_softmax(output.logits.float(), dim=-1)
+        targets = [torch.tensor(ids[1:], device=following.device) for ids in continuations]
+        return [float(rest[: len(t)].gather(-1, t[:, None]).sum()) for rest, t in zip(following, targets, strict=True)]
 
     def _continuation(self, text: str) -> list[int]:
         ids = list(self.tokenizer(text, add_special_tokens=False).input_ids)
@@ -212,10 +220,6 @@ class LanguageModel:
         config.update(
             do_sample=False,
             num_beams=1,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            max_length=None,
             max_new_tokens=max(d.max_new_tokens for d in decodings),
             pad_token_id=self._pad_id(),
             use_cache=True,

@@ -190,8 +190,10 @@ def tokenizer_of(source: ModelSource) -> Any:
     name, revision = source.pretrained()
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{source.name!r} has no tokenizer that can be loaded: {error}") from error
+    except Exception as error:  # the tokenizers library raises bare ones, and a damaged file a KeyError
+        raise ModelError(
+            f"{source.name!r} has no tokenizer that can be loaded ({type(error).__name__}: {error}): download it again"
+        ) from error
 
 
 def _running(extents: Iterable[int]) -> Iterator[int]:

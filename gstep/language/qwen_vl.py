@@ -142,7 +142,9 @@ class Qwen3Prompts(QwenPrompts):
         return [*marked, (before, len(visuals), None)]
 
     def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
-        kept = visual.index[visual.index // visual.tokens_per_frame == frame]
+        assert frame is not None
+        first, end = torch.searchsorted(visual.index, torch.tensor([frame, frame + 1]) * visual.tokens_per_frame)
+        kept = visual.index[first:end]  # ascending, so no frame needs a look at all tokens
         if self.policy.positions == "contiguous":
             return self._contiguous(len(kept))
         grid = Grid.of(visual)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -9,19 +10,29 @@ from torch import nn
 
 from gstep.backbones import ModelSource, Runtime
 from gstep.backbones.base import load_weights
+from gstep.errors import ModelError
 from gstep.language.prompt import parsed_config
 
 # Where each family keeps its vision part, below ``model``. The newline row of LLaVA-OneVision comes with the cache.
 _VISION = ("vision_tower", "multi_modal_projector", "image_newline", "visual")
 
+# Settings of generation_config.json that are the caller's. ``generate`` falls back to them for what is not set.
+_CALLERS = frozenset(
+    (
+        *("do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+        *("num_beams", "num_return_sequences", "max_length", "max_new_tokens", "return_dict_in_generate"),
+    )
+)
+
 
 def load_llm(source: ModelSource, runtime: Runtime) -> Any:
     """A ...ForConditionalGeneration of transformers in eval mode, whose vision part is gone.
 
-    Raises ModelError where weights are missing or have another shape.
+    Raises ModelError where weights are missing or have another shape, or transformers is too old.
     """
     config = parsed_config(source)
     model = without_vision(config, runtime)
+    check_entry(model)
     load_weights(model, source, _names_in_memory, device=runtime.device, dtype=runtime.dtype)
     if config.tie_word_embeddings:
         model.lm_head = _head_of(model.get_input_embeddings())
@@ -45,6 +56,16 @@ def without_vision(config: Any, runtime: Runtime) -> Any:
     if config.tie_word_embeddings:
         model.lm_head = None
     return model
+
+
+def check_entry(model: Any) -> None:
+    """Raise ModelError where this transformers would ignore cached tokens: forward takes any keyword silently."""
+    if "mm_encoder_outputs" not in inspect.signature(model.forward).parameters:
+        from transformers import __version__  # noqa: PLC0415 - as below
+
+        raise ModelError(
+            f"transformers {__version__} takes no cached tokens: pip install 'transformers>=5.18,<6', on every node"
+        )
 
 
 def _names_in_memory(key: str) -> list[str]:
@@ -81,7 +102,11 @@ def _generation_config(source: ModelSource, config: Any) -> Any:
     """The checkpoint's own, for what ends an answer and for its repetition penalty; how to draw is the caller's."""
     from transformers import GenerationConfig  # noqa: PLC0415 - as above
 
+    ours = GenerationConfig.from_model_config(config)
     stored = source.files.read_json("generation_config.json")
-    if stored is None:
-        return GenerationConfig.from_model_config(config)
-    return GenerationConfig.from_dict(stored)
+    if stored is not None:
+        ends = ours.eos_token_id
+        ours = GenerationConfig.from_dict({name: value for name, value in stored.items() if name not in _CALLERS})
+        if ours.eos_token_id is None:  # an answer without an end would run to its last token
+            ours.eos_token_id = ends
+    return ours

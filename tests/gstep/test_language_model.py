@@ -13,8 +13,9 @@ from transformers import AutoModelForImageTextToText
 from gstep.backbones import ModelSource, choose_runtime, tiny
 from gstep.backbones.files import CheckpointFiles
 from gstep.errors import ModelError
-from gstep.language import Decoding, load_language_model, prompt_builder
+from gstep.language import Decoding, load_language_model, model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs
+from gstep.language.decoding import SeededSampling
 from gstep.language.prompt import parsed_config
 from gstep.language.weights import without_vision
 from tests.gstep.llms import FAMILIES, FLOAT32, encode, kept_index, llm, stock, stock_inputs
@@ -147,9 +148,10 @@ def test_a_ragged_batch_gives_what_single_runs_give(name, prompts, share_prefix)
     answers = llm(name).generate(prompts, decodings, share_prefix=share_prefix)
     single = [llm(name).generate([p], [d])[0] for p, d in zip(prompts, decodings, strict=True)]
     assert ids_of(answers) == ids_of(single)
-    assert [len(a.token_ids) for a in answers if a.finish == "length"] == [
-        d.max_new_tokens for a, d in zip(answers, decodings, strict=True) if a.finish == "length"
-    ]
+    assert [a.finish for a in answers] == [a.finish for a in single]
+    for answer, decoding in zip(answers, decodings, strict=True):
+        assert (answer.finish == "length") == (len(answer.token_ids) == decoding.max_new_tokens)
+    assert answers[1].finish == "length"  # so one row ends before the others
     batched = llm(name).logits(prompts)
     for prompt, logits in zip(prompts, batched, strict=True):
         torch.testing.assert_close(logits, llm(name).logits([prompt])[0], atol=2e-5, rtol=0)
@@ -178,7 +180,7 @@ def test_only_what_is_the_same_is_shared(name, source, video):
     """Another system message, other positions of as many tokens, or another video of the same size."""
     builder, question = prompt_builder(source, "original"), "Why?"
     some, others = video.keep(torch.arange(9)), video.keep(torch.arange(30, 39))
-    louder = dataclasses.replace(some, tokens=some.tokens * 1.5)
+    louder = dataclasses.replace(some, tokens=-3 * some.tokens)
     prompts = [
         builder.build(question, [some]),
         builder.build(question, [some], system="Be brief."),
@@ -187,7 +189,9 @@ def test_only_what_is_the_same_is_shared(name, source, video):
         prompt_builder(source, "contiguous").build(question, [some]),
     ]
     together = llm(name).generate(prompts, [GREEDY] * len(prompts))
-    assert ids_of(together) == [llm(name).generate([p], [GREEDY])[0].token_ids for p in prompts]
+    alone = [llm(name).generate([p], [GREEDY])[0].token_ids for p in prompts]
+    assert ids_of(together) == alone
+    assert alone[3] != alone[0]  # else this could not fail
 
 
 def test_a_batch_is_padded_on_the_left_with_a_token_of_the_prompt(prompts):
@@ -241,6 +245,38 @@ def test_draws_follow_the_distribution(name, prompts):
         assert abs(draws.count(token) / len(draws) - share) < 0.07
 
 
+def drawn(scores, seeds=range(300), **options):
+    """What some seeds draw of one row of scores."""
+    rows = torch.tensor([scores])
+    return {
+        int(SeededSampling([Decoding(seed=seed, **options)])(torch.zeros(1, 1, dtype=torch.long), rows).argmax())
+        for seed in seeds
+    }
+
+
+@pytest.mark.parametrize(("temperature", "share"), [(0.5, 0.881), (1.0, 0.731), (4.0, 0.562)])
+def test_the_temperature_divides_the_logits(temperature, share):
+    draws = [drawn([0.0, 1.0], range(i, i + 1), temperature=temperature) for i in range(1000)]
+    assert draws.count({1}) / 1000 == pytest.approx(share, abs=0.05)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-38, 1e-7])
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.5, "top_k": 2}])
+def test_next_to_no_temperature_is_greedy(temperature, options):
+    assert drawn([30.0, -5.0, 31.0, 29.0], seeds=range(20), temperature=temperature, **options) == {2}
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e300])
+def test_any_heat_leaves_what_the_model_rules_out(temperature):
+    assert drawn([30.0, float("-inf"), -31.0], temperature=temperature) == {0, 2}
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(1e-9, {1}), (0.6, {1, 2}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})])
+def test_only_the_likeliest_that_make_up_top_p_are_drawn(top_p, kept):
+    logits = torch.tensor([0.2, 0.4, 0.3, 0.1]).log().tolist()
+    assert drawn(logits, temperature=1.0, top_p=top_p) == kept
+
+
 @pytest.mark.parametrize("share_prefix", [True, False])
 def test_continuations_are_scored_as_the_whole_text_would_be(name, prompts, share_prefix):
     choices = [["A", "B"], ["a white car", "yes", "two people who talk"], ["no"], ["the first", "the second"]]
@@ -258,6 +294,23 @@ def test_continuations_are_scored_as_the_whole_text_would_be(name, prompts, shar
             logprobs = torch.log_softmax(llm(name).logits([whole])[0], dim=-1)[len(prompt) - 1 : -1]
             expected = logprobs.gather(-1, ids[:, None]).sum()
             assert score.logprob == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_long_prompts_are_not_copied_for_all_choices_at_once(name, prompts, monkeypatch):
+    choices = [["a white car", "A", "two people who talk", "neither of them", "a tree"]]
+    expected = [score.logprob for score in llm(name).score(prompts[:1], choices)[0]]
+    seen = []
+    forward = llm(name).model.forward
+
+    def counted(*args, input_ids, **keywords):
+        seen.append(len(input_ids))
+        return forward(*args, input_ids=input_ids, **keywords)
+
+    monkeypatch.setattr(llm(name).model, "forward", counted)
+    monkeypatch.setattr(model, "COPIED_TOKENS", 3 * len(prompts[0]))
+    scores = llm(name).score(prompts[:1], choices)[0]
+    assert [score.logprob for score in scores] == pytest.approx(expected, abs=1e-4)
+    assert seen == [1, 3, 1]  # the prompt, then the four choices of several tokens
 
 
 def test_an_empty_continuation_is_refused(name, prompts):
@@ -366,6 +419,37 @@ def test_a_repetition_penalty_of_the_checkpoint_holds_and_sees_no_padding(name, 
     together = loaded.generate(prompts, [GREEDY] * 4)
     assert ids_of(together) == [loaded.generate([p], [GREEDY])[0].token_ids for p in prompts]
     assert ids_of(together) != ids_of(llm(name).generate(prompts, [GREEDY] * 4))
+
+
+def test_how_the_checkpoint_would_draw_does_not_matter(name, folder, prompts):
+    path = folder / "generation_config.json"
+    drawing = {"do_sample": True, "temperature": 1e-6, "top_k": 1, "top_p": 0.001, "num_return_sequences": 2}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **drawing}))
+    loaded = load_language_model(ModelSource.resolve(folder), FLOAT32)
+    assert ids_of(loaded.generate(prompts, [GREEDY] * 4)) == ids_of(llm(name).generate(prompts, [GREEDY] * 4))
+    # Transformers warns of what greedy decoding ignores, in every process.
+    left = loaded.model.generation_config
+    assert (left.do_sample, left.temperature, left.top_k, left.top_p) == (None,) * 4
+
+
+def test_the_end_of_an_answer_is_looked_up_in_the_config_where_it_is_not_set(name, folder):
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"pad_token_id": 0}))
+    config = json.loads((folder / "config.json").read_text())
+    config.get("text_config", config)["eos_token_id"] = 77
+    (folder / "config.json").write_text(json.dumps(config))
+    for _ in ("a file that does not say", "no file"):
+        assert load_language_model(ModelSource.resolve(folder), FLOAT32).model.generation_config.eos_token_id == 77
+        path.unlink(missing_ok=True)
+
+
+def test_a_library_that_would_ignore_cached_tokens_is_refused(name, source, monkeypatch):
+    def older(self, input_ids=None, **keywords):
+        pass
+
+    monkeypatch.setattr(type(llm(name).model), "forward", older)
+    with pytest.raises(ModelError, match=r"takes no cached tokens: pip install 'transformers>=5\.18"):
+        load_language_model(source, FLOAT32)
 
 
 def llava_config(hidden, layers, heads, kv, inner, tied):

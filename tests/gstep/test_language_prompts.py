@@ -266,3 +266,10 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(folder):
         (folder / name).unlink()
     with pytest.raises(ModelError, match="tokenizer"):
         prompt_builder(ModelSource.resolve(folder))
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"added_tokens": [], "model": {}}'])
+def test_a_damaged_tokenizer_is_refused(folder, content):
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelError, match=r"no tokenizer that can be loaded.*download it again"):
+        prompt_builder(ModelSource.resolve(folder))

@@ -13,7 +13,7 @@ from pipeline.errors import CorruptShard, NotAnswers, QuestionsChanged
 from pipeline.generate_config import GenerateConfig
 from pipeline.generate_job import prepare
 from pipeline.store import LocalStore
-from pipeline.todo import in_blocks, unanswered, without_model
+from pipeline.todo import in_blocks, said_of_the_rest, unanswered, without_model
 from tests.pipeline.asking import tiny_cache, write_questions
 
 
@@ -129,6 +129,20 @@ def test_failed_questions_are_asked_again_on_request_within_their_attempts(job_o
     assert [(r["question_id"], r["attempts"]) for r in todo] == [("bad", 2), ("since", 3), ("new", 1)]
     todo = unanswered(job_of(retry_failed=True, max_attempts=3), answered)
     assert [r["question_id"] for r in todo] == ["bad", "tried", "gone", "since", "new"]
+
+
+def test_what_is_not_asked_again_is_said_with_the_way_to_ask_it(job_of, answered):
+    def said(rows=ROWS, **options):
+        job = job_of(rows, **options)
+        return said_of_the_rest(job, answered, unanswered(job, answered))
+
+    assert said() == ["5 of 6 questions have their answers already, 4 of them as errors"]
+    assert said(retry_failed=True) == [
+        "3 of 6 questions have their answers already, 2 of them as errors",
+        "note: they have had their 2 attempts; raise --max-attempts for more",
+    ]
+    assert said(ROWS[:1]) == ["1 of 1 questions have their answers already"]
+    assert said(ROWS[-1:]) == []
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The actor that answers: what it says is what the model says, and one question's fault costs no other question."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -215,6 +216,21 @@ def test_a_prompt_that_cannot_be_built_or_does_not_fit_is_named(tmp_path):
     assert rows["1"]["n_visual_tokens"] == 50 and not rows["1"]["retryable"]
 
 
+def test_positions_that_the_model_does_not_know_are_refused(tmp_path):
+    folder = tmp_path / "short"
+    shutil.copytree(tiny.build("tiny"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 200  # a quarter of 196 tokens fits, all of them do not
+    (folder / "config.json").write_text(json.dumps(config))
+    source = ModelSource.resolve(folder)
+    setup = setup_of(tiny_cache(tmp_path / "c", source=source))
+    for positions, error_class in (("contiguous", None), ("original", "prompt-too-long")):
+        actor = Answerer(dataclasses.replace(setup, source=source, positions=positions))
+        (row,) = actor.answer(open_questions(tmp_path, 1))
+        assert row.get("error_class") == error_class
+    assert "use --positions contiguous" in row["error_message"]
+
+
 def test_a_damaged_shard_costs_the_questions_on_its_videos(tmp_path):
     store = tiny_cache(tmp_path / "c", ("a",))
     before = set((tmp_path / "c" / "tokens").iterdir())
@@ -258,6 +274,12 @@ def test_all_models_fit_a_cluster_at_once(cpus, gpus, n_questions, workers):
     assert plan.cpus <= cpus and plan.gpus <= gpus
     assert 1 <= plan.questions_per_block <= 64
     assert plan.answer.workers * plan.questions_per_block <= max(n_questions, 8 * plan.answer.workers)
+
+
+@pytest.mark.parametrize(("batch_size", "per_shard", "block"), [(128, 64, 128), (48, 64, 48), (8, 20, 16), (1, 3, 3)])
+def test_a_block_is_whole_batches(batch_size, per_shard, block):
+    config = GenerateConfig(questions="q.jsonl", batch_size=batch_size, questions_per_shard=per_shard)
+    assert plan_answers(8, 2, 10**4, config).questions_per_block == block
 
 
 def test_every_gpu_gets_a_model():

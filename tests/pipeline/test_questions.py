@@ -89,6 +89,7 @@ GOOD = {"question_id": 1, "video_id": "v", "prompt": "p"}
         ({**GOOD, "system": 3}, "system must be text"),
         ({**GOOD, "prompt": "\ud800"}, "not valid text"),
         ({**GOOD, "system": "\ud800"}, "not valid text"),
+        ({**GOOD, "temperature": 10**400}, "temperature must be a number, got one of 401 digits"),
         ([1], "expected an object with question_id, video_id and prompt, got list"),
     ],
 )
@@ -120,6 +121,31 @@ def test_a_file_that_is_none(tmp_path):
         read(tmp_path / "q.jsonl", [{**GOOD, "question_id": i} for i in (1, "1", 2, 2, 3)])
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("q.csv", "1,v,Who, then?", "line 2: more cells than the header names; quote a text that holds commas"),
+        ("q.csv", '1,v,"What', "line 2: unexpected end of data"),
+        ("q.jsonl", "[" * 100_000, "line 2: not JSON"),
+        ("q.jsonl", "1" * 5000, "line 2: not JSON"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(tmp_path, name, content, message):
+    header = "question_id,video_id,prompt" if name == "q.csv" else json.dumps(GOOD)
+    (tmp_path / name).write_text(f"{header}\n{content}\n")
+    with pytest.raises(QuestionsError, match=message):
+        read_questions(str(tmp_path / name), WAY)
+
+
+def test_lists_in_a_csv(tmp_path):
+    (tmp_path / "q.csv").write_text('question_id,video_id,prompt\n1,"[ ""a"", ""b""]",p\n2,"[a] b.mp4",p\n3,[3],p\n')
+    ids = read_questions(str(tmp_path / "q.csv"), WAY)["video_ids"].to_pylist()
+    assert ids == [["a", "b"], ["[a] b.mp4"], ["[3]"]]
+    (tmp_path / "q.csv").write_text("question_id,video_id,prompt,choices\n1,a,p," + "[" * 100_000 + "\n")
+    with pytest.raises(QuestionsError, match="choices must be a list of texts"):
+        read_questions(str(tmp_path / "q.csv"), WAY)
+
+
 def test_letters_are_put_as_lmms_eval_puts_them():
     assert lettered_prompt("Which?", ["a dog", "a cat"]) == (
         "Which?\nA. a dog\nB. a cat\nAnswer with the option's letter from the given choices directly."
@@ -138,13 +164,18 @@ def test_letters_are_put_as_lmms_eval_puts_them():
         ("the correct option is: (C)", 2),
         ("a cat", 1),
         ("A Cat.", 1),
+        ("A cow.", 2),
+        ("a cow", 2),
         ("I think B fits", 1),
         ("A man walks", None),  # an article
         ("I do not know", None),
+        ("The answer is a car", None),
+        ("the answer is b", 1),
+        ("Answer: (c).", 2),
         ("E", None),  # no such choice
         ("B or C", None),
         ("", None),
     ],
 )
 def test_the_letter_of_a_generated_answer(answer, choice):
-    assert parse_letter(answer, ["a dog", "a cat", "a cow"]) == choice
+    assert parse_letter(answer, ["a dog", "a cat", "a cow."]) == choice

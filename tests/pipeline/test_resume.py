@@ -10,7 +10,7 @@ from pipeline.live import read_live
 from pipeline.lock import FileLock
 from pipeline.manifest import read_manifest
 from pipeline.resume import _sizes_on_s3, remaining
-from pipeline.store import LocalStore
+from pipeline.store import LOCK, LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
 
@@ -74,6 +74,12 @@ def test_one_writer_a_cache(tmp_path):
         FileLock(LocalStore(tmp_path), "second").__enter__()
     with FileLock(LocalStore(tmp_path), "third"):
         pass
+
+
+def test_a_place_that_takes_no_file_is_refused(tmp_path):
+    (tmp_path / LOCK).mkdir()  # for whoever may write anywhere, a folder in its place does what a read-only one does
+    with pytest.raises(UsageError, match="nothing can be written here"):
+        FileLock(LocalStore(tmp_path), "run").__enter__()
 
 
 def test_skipping_what_changed_looks_at_no_file(folder, live):
