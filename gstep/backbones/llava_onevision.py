@@ -9,15 +9,18 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from contextlib import nullcontext
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from gstep.backbones.attention import attention_received, heads, seeing
 from gstep.backbones.base import Backbone, SampledVideo, StaticParts, load_weights
 from gstep.backbones.checkpoint import ModelSource, read_tensors
 from gstep.backbones.preprocess import FixedSizePreprocessor
 from gstep.errors import ModelError
+from gstep.evidence import LAST_LAYER
 from gstep.types import VisualTokens
 
 # Class defaults of LlavaOnevisionVideoProcessor (video_processing_llava_onevision.py), for what a file leaves out.
@@ -32,6 +35,10 @@ class LlavaOnevision(Backbone):
     """196 tokens a frame of 384 x 384 pixels; one newline row a video, kept apart from the tokens."""
 
     model_type = "llava_onevision"
+    variant = "llava"
+    gives: ClassVar[frozenset[tuple[str, str]]] = frozenset(
+        {("token_attention", LAST_LAYER), ("token_key", LAST_LAYER)}
+    )
 
     @classmethod
     def load(
@@ -93,21 +100,61 @@ class LlavaOnevision(Backbone):
         row: Tensor = self.model.image_newline.detach()
         return row
 
-    def encode_chunk(self, frames: Tensor) -> VisualTokens:
+    def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
         """[t,384,384,3] uint8 -> [t,196,D]."""
         pixels = self.preprocessor.normalise(frames, self.device, self.dtype)
         vision = self.model.config.vision_config
         tokens_per_frame = _tokens_per_frame(vision.image_size, vision.patch_size)
-        features = self.model.get_video_features(pixels[None], return_dict=True).pooler_output[0]
+        last = LastLayer(self._last_attention()) if LAST_LAYER in evidence.values() else None
+        with nullcontext() if last is None else seeing(last.layer, last):
+            features = self.model.get_video_features(pixels[None], return_dict=True).pooler_output[0]
         # Some versions of transformers append the newline here and some later: counting rows leaves it out of both.
         tokens = features[: len(pixels) * tokens_per_frame]
-        return VisualTokens(tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size))
+        seen = {} if last is None else {(name, LAST_LAYER): self._pooled(value) for name, value in last.seen().items()}
+        return VisualTokens(
+            tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size),
+            {name: seen[name, source] for name, source in evidence.items()},
+        )
+
+    def _last_attention(self) -> Any:
+        """The attention of the last layer that the tokens come from."""
+        tower = getattr(self.model.vision_tower, "vision_model", self.model.vision_tower)
+        # Of the hidden states 0 is the input of the first layer.
+        states = range(len(tower.encoder.layers) + 1)
+        return tower.encoder.layers[states[self.model.config.vision_feature_layer] - 1].self_attn
+
+    def _pooled(self, values_TSE: Tensor) -> Tensor:
+        """Values of all 27 x 27 patches, [T,S] or [T,S,E], pooled as the tokens are."""
+        pooled: Tensor = self.model.apply_pooling(values_TSE.reshape(*values_TSE.shape[:2], -1))
+        return pooled.reshape(len(pooled), -1, *values_TSE.shape[2:])
 
     def model_extra(self, video: SampledVideo) -> dict[str, Any]:
         """Nothing but the grid: positions just count."""
         vision = self.model.config.vision_config
         side = math.isqrt(_tokens_per_frame(vision.image_size, vision.patch_size))
         return {"grid": [side, side]}
+
+
+class LastLayer:
+    """Sees what goes into a SigLIP layer's attention; works out [T,S] attention and [T,S,E] keys of S patches."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self._attention: list[Tensor] = []
+        self._keys: list[Tensor] = []
+
+    def __call__(self, hidden_TSC: Tensor, kwargs: Mapping[str, Any]) -> None:
+        layer = self.layer
+        for hidden_SC in hidden_TSC:
+            query_HSE, key_HSE = (
+                heads(hidden_SC, part.weight, part.bias, layer.num_heads) for part in (layer.q_proj, layer.k_proj)
+            )
+            self._attention.append(attention_received(query_HSE, key_HSE))
+            self._keys.append(key_HSE.mean(dim=0))
+
+    def seen(self) -> dict[str, Tensor]:
+        """By the name of the evidence, for each frame that went through."""
+        return {"token_attention": torch.stack(self._attention), "token_key": torch.stack(self._keys)}
 
 
 def _tokens_per_frame(image_size: int, patch_size: int) -> int:
