@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -16,8 +17,11 @@ from torch import Tensor, nn
 from gstep.backbones.checkpoint import ModelSource, read_tensors
 from gstep.backbones.preprocess import Preprocessor, as_frames
 from gstep.errors import ModelError
-from gstep.evidence import in_words
+from gstep.evidence import POOLING_HEAD, in_words
 from gstep.types import VisualTokens
+
+if TYPE_CHECKING:
+    from gstep.backbones.siglip_head import PoolingHead
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,7 @@ class Backbone(ABC):
     model_type: ClassVar[str]
     variant: ClassVar[str]
     gives: ClassVar[frozenset[tuple[str, str]]] = frozenset()
+    pooling_head: PoolingHead | None = None
     default_max_frames: ClassVar[int] = 32  # where frames are sampled by time and nothing else is said
 
     def __init__(
@@ -126,6 +131,11 @@ class Backbone(ABC):
         raise ModelError(f"{source.name!r} sees every frame at one size: limits of pixels are for Qwen models")
 
     @classmethod
+    def with_pooling_head(cls, source: ModelSource, siglip: str | Path) -> ModelSource:
+        """The same model with a SigLIP checkpoint's head; see :func:`gstep.backbones.with_pooling_head`."""
+        raise ModelError(f"{source.name!r} has a vision tower of its own: a SigLIP checkpoint is for LLaVA-OneVision")
+
+    @classmethod
     @abstractmethod
     def load_static(cls, source: ModelSource) -> StaticParts:
         """Hidden size and newline row, without building the model."""
@@ -145,10 +155,16 @@ class Backbone(ABC):
         """[D] on the device in the compute dtype: the row that follows a video's tokens; None where there is none."""
 
     @classmethod
-    def check_evidence(cls, evidence: Mapping[str, str]) -> None:
+    def check_evidence(cls, evidence: Mapping[str, str], *, has_pooling_head: bool = False) -> None:
         """Raises ModelError where this family cannot give some of the evidence, name -> source."""
         if lacking := {name: source for name, source in evidence.items() if (name, source) not in cls.gives}:
             raise ModelError(f"the encoder of {cls.model_type} does not give {in_words(lacking)}")
+        if POOLING_HEAD in evidence.values() and not has_pooling_head:
+            raise ModelError(
+                f"{in_words({name: POOLING_HEAD for name in evidence if evidence[name] == POOLING_HEAD})} must be read "
+                f"from a SigLIP checkpoint, since one of {cls.model_type} has no such head: name it with --siglip, for "
+                "the published models google/siglip-so400m-patch14-384"
+            )
 
     @abstractmethod
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
@@ -173,7 +189,7 @@ class Backbone(ABC):
 
         Raises ValueError for anything but at least one uint8 frame, ModelError for evidence that cannot be given.
         """
-        self.check_evidence(evidence)
+        self.check_evidence(evidence, has_pooling_head=self.pooling_head is not None)
         frames_THWC = as_frames(frames)
         if not len(frames_THWC):
             raise ValueError("a video needs at least one frame")

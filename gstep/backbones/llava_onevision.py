@@ -9,18 +9,22 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from gstep.backbones.attention import attention_received, heads, seeing
+from gstep.backbones.attention import seeing
 from gstep.backbones.base import Backbone, SampledVideo, StaticParts, load_weights
 from gstep.backbones.checkpoint import ModelSource, read_tensors
 from gstep.backbones.preprocess import FixedSizePreprocessor
+from gstep.backbones.siglip import LastLayer, Probe
+from gstep.backbones.siglip_head import PoolingHead, PoolingHeadSource
 from gstep.errors import ModelError
-from gstep.evidence import LAST_LAYER
+from gstep.evidence import LAST_LAYER, POOLING_HEAD
 from gstep.types import VisualTokens
 
 # Class defaults of LlavaOnevisionVideoProcessor (video_processing_llava_onevision.py), for what a file leaves out.
@@ -37,7 +41,10 @@ class LlavaOnevision(Backbone):
     model_type = "llava_onevision"
     variant = "llava"
     gives: ClassVar[frozenset[tuple[str, str]]] = frozenset(
-        {("token_attention", LAST_LAYER), ("token_key", LAST_LAYER)}
+        {
+            *(("token_attention", LAST_LAYER), ("token_key", LAST_LAYER)),
+            *(("frame_feature", POOLING_HEAD), ("token_attention", POOLING_HEAD)),
+        }
     )
 
     @classmethod
@@ -56,7 +63,10 @@ class LlavaOnevision(Backbone):
         load_weights(model, source, _names_in_memory, device=device, dtype=dtype)
         _rebuild_position_ids(model, device)
         model.eval().requires_grad_(False)
-        return cls(model, preprocessor, device=device, dtype=dtype, frame_batch=frame_batch)
+        backbone = cls(model, preprocessor, device=device, dtype=dtype, frame_batch=frame_batch)
+        if source.pooling_head is not None:
+            backbone.pooling_head = PoolingHead.load(source.pooling_head, device)
+        return backbone
 
     @classmethod
     def preprocessor_for(cls, source: ModelSource) -> FixedSizePreprocessor:
@@ -73,6 +83,12 @@ class LlavaOnevision(Backbone):
                 f"not fit the vision tower of {side} x {side} pixels in config.json"
             )
         return preprocessor
+
+    @classmethod
+    def with_pooling_head(cls, source: ModelSource, siglip: str | Path) -> ModelSource:
+        """See :meth:`Backbone.with_pooling_head`."""
+        width = source.config.get("vision_config", {}).get("hidden_size", 1152)
+        return replace(source, pooling_head=PoolingHeadSource.resolve(siglip, width))
 
     @classmethod
     def load_static(cls, source: ModelSource) -> StaticParts:
@@ -105,16 +121,24 @@ class LlavaOnevision(Backbone):
         pixels = self.preprocessor.normalise(frames, self.device, self.dtype)
         vision = self.model.config.vision_config
         tokens_per_frame = _tokens_per_frame(vision.image_size, vision.patch_size)
-        last = LastLayer(self._last_attention()) if LAST_LAYER in evidence.values() else None
-        with nullcontext() if last is None else seeing(last.layer, last):
+        observers = {source: self._observer(source) for source in sorted(set(evidence.values()))}
+        with ExitStack() as hooks:
+            for observer in observers.values():
+                hooks.enter_context(seeing(observer.module, observer))
             features = self.model.get_video_features(pixels[None], return_dict=True).pooler_output[0]
         # Some versions of transformers append the newline here and some later: counting rows leaves it out of both.
         tokens = features[: len(pixels) * tokens_per_frame]
-        seen = {} if last is None else {(name, LAST_LAYER): self._pooled(value) for name, value in last.seen().items()}
+        seen = {name: observers[source].seen()[name] for name, source in evidence.items()}
         return VisualTokens(
             tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size),
-            {name: seen[name, source] for name, source in evidence.items()},
+            {name: value if name == "frame_feature" else self._pooled(value) for name, value in seen.items()},
         )
+
+    def _observer(self, source: str) -> LastLayer | Probe:
+        if source == LAST_LAYER:
+            return LastLayer(self._last_attention())
+        assert source == POOLING_HEAD and self.pooling_head is not None
+        return Probe(self.model.multi_modal_projector, self.pooling_head)
 
     def _last_attention(self) -> Any:
         """The attention of the last layer that the tokens come from."""
@@ -133,28 +157,6 @@ class LlavaOnevision(Backbone):
         vision = self.model.config.vision_config
         side = math.isqrt(_tokens_per_frame(vision.image_size, vision.patch_size))
         return {"grid": [side, side]}
-
-
-class LastLayer:
-    """Sees what goes into a SigLIP layer's attention; works out [T,S] attention and [T,S,E] keys of S patches."""
-
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
-        self._attention: list[Tensor] = []
-        self._keys: list[Tensor] = []
-
-    def __call__(self, hidden_TSC: Tensor, kwargs: Mapping[str, Any]) -> None:
-        layer = self.layer
-        for hidden_SC in hidden_TSC:
-            query_HSE, key_HSE = (
-                heads(hidden_SC, part.weight, part.bias, layer.num_heads) for part in (layer.q_proj, layer.k_proj)
-            )
-            self._attention.append(attention_received(query_HSE, key_HSE))
-            self._keys.append(key_HSE.mean(dim=0))
-
-    def seen(self) -> dict[str, Tensor]:
-        """By the name of the evidence, for each frame that went through."""
-        return {"token_attention": torch.stack(self._attention), "token_key": torch.stack(self._keys)}
 
 
 def _tokens_per_frame(image_size: int, patch_size: int) -> int:
