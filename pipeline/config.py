@@ -29,7 +29,7 @@ class PruneConfig:
         metavar="MODEL",
     )
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV")
-    pruner: str = option("gstep", "pruning method: gstep, random, uniform, topk, fps or none", metavar="METHOD")
+    pruner: str = option("gstep", "pruning method: gstep, vidcom2, random, uniform, topk, fps, none", metavar="METHOD")
     pruner_param: list[str] = option(
         [], "a parameter of the method, e.g. alpha=0.5 or boundary=reflect; may be repeated", metavar="NAME=VALUE"
     )

@@ -68,9 +68,8 @@ def prepare(config: PruneConfig, console: Console) -> Job:
         sampling = sampling_of(config, BACKBONES[source.model_type].default_max_frames)
         # Refuses a number of frames that the model takes of no video.
         preprocessor_for(source).target_size(sampling.num_frames or sampling.max_frames or 0, 1080, 1920)
+    _check_pruner(pruner, source)
     _check_reader(config.decoder)
-    if not pruner.cacheable:
-        raise UsageError(f"--pruner {config.pruner} selects per question, so its tokens cannot be cached")
     job = Job(
         config=config,
         objects=objects,
@@ -90,6 +89,20 @@ def prepare(config: PruneConfig, console: Console) -> Job:
 def _with_limits(source: ModelSource, config: PruneConfig) -> ModelSource:
     limits = (config.min_pixels, config.max_pixels, config.max_video_tokens)
     return source if limits == (None, None, None) else limit_pixels(source, *limits)
+
+
+def _check_pruner(pruner: Pruner, source: ModelSource) -> None:
+    """Refuses a method whose selection cannot be stored, or for which the encoder gives too little."""
+    if not pruner.cacheable:
+        raise UsageError(
+            f"--pruner {pruner.name} selects anew for every question, so its tokens cannot be cached; instead: "
+            f"--pruner none, then python -m jobs.generate --pruner {pruner.name}"
+        )
+    if lacking := sorted(pruner.needs - BACKBONES[source.model_type].evidence):
+        raise UsageError(
+            f"--pruner {pruner.name} needs {' and '.join(lacking)} besides the tokens, which the encoder of model type "
+            f"{source.model_type!r} does not give; gstep.prune(..., evidence=) takes it from elsewhere"
+        )
 
 
 def _check_reader(name: str) -> None:

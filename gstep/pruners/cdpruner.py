@@ -78,7 +78,7 @@ def greedy_map(direction_MD: Tensor, quality_M: Tensor, budget: int) -> Tensor:
     left_M = direction_MD.square().sum(dim=1)  # of each token's squared length, what the chosen ones do not span
     score_M = weight_M * left_M
     chosen = [torch.where(score_M.max() > 0, score_M.argmax(), weight_M.argmax()).view(1)]
-    gains = []
+    gains = [score_M.new_ones(1)]  # the first token is kept whatever it is
     for step in range(len(factor_BM) - 1):
         last_1 = chosen[-1]
         dot_M = torch.mv(direction_MD, direction_MD.index_select(0, last_1).squeeze(0))
@@ -87,8 +87,8 @@ def greedy_map(direction_MD: Tensor, quality_M: Tensor, budget: int) -> Tensor:
         factor_BM[step] = torch.where(root_1 > 0, dot_M / root_1, 0.0)
         left_M = (left_M - factor_BM[step].square()).index_fill(0, last_1, 0.0)
         left_M = left_M.masked_fill(left_M < SPANNED, 0.0)
-        gain, place = (weight_M * left_M).max(dim=0)
-        chosen.append(place.view(1))
-        gains.append(gain)
-    kept = 1 + int(sum(gain > 0 for gain in gains))  # no step waits for a GPU, so the end is known only now
-    return torch.cat(chosen)[:kept]
+        gain_1, place_1 = (weight_M * left_M).max(dim=0, keepdim=True)
+        chosen.append(place_1)
+        gains.append(gain_1)
+    # No step waits for a GPU, so where the process ended is known only now.
+    return torch.cat(chosen)[: int((torch.cat(gains) > 0).sum())]

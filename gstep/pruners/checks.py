@@ -75,14 +75,15 @@ def check_evidence(evidence: Mapping[str, Any], n_frames: int, per_frame: int) -
         if not isinstance(value, Tensor) or value.dtype not in _DTYPES:
             got = value.dtype if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(f"evidence {name!r} must be a tensor of floats; got {got}")
-        axes = EVIDENCE_SHAPES.get(name)
-        if axes is not None:
-            fits = len(axes) == value.ndim and value.numel() > 0
-            if not fits or any(lengths.setdefault(*axis) != axis[1] for axis in zip(axes, value.shape, strict=True)):
+        if name in EVIDENCE_SHAPES:
+            axes = EVIDENCE_SHAPES[name]
+            found = dict(zip(axes, value.shape, strict=False))
+            if len(axes) != value.ndim or value.numel() == 0 or {**found, **lengths} != {**lengths, **found}:
                 wanted = ", ".join(str(lengths.get(axis, axis)) for axis in axes)
                 raise ValueError(
                     f"evidence {name!r} must be [{','.join(axes)}] = [{wanted}] for these tokens; "
                     f"got shape {list(value.shape)}"
                 )
+            lengths |= found
         if not torch.isfinite(value).all():
             raise ValueError(f"evidence {name!r} holds non-finite values (NaN or infinity): find out where they arose")

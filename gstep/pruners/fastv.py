@@ -18,8 +18,9 @@ class FastV(Pruner):
     It keeps round(r*M) tokens, at least 1, where B = floor(r*M).
 
     Attributes:
-        K: tokens are dropped before layer K of the language model, counted from 0; ``llm_attention`` is the last query's
-            row of layer K-1, its mean over heads, cut to the visual tokens. 2 fits the GSTEP paper's KV sizes.
+        K: tokens are dropped before layer K of the language model, counted from 0. ``llm_attention`` is the last
+            query's row in layer K-1, averaged over heads and cut to the visual tokens. K = 2 fits the KV sizes that the
+            GSTEP paper reports.
     """
 
     name: ClassVar[str] = "fastv"

@@ -85,7 +85,7 @@ class FastVID(Pruner):
             p=check_integer("p", self.p, 1),
             **{name: check_number(name, value, "in [-1, 1]", lambda x: abs(x) <= 1) for name, value in cosines.items()},
             **{name: check_number(name, value, "in [0, 1]", lambda x: 0 <= x <= 1) for name, value in shares.items()},
-            sources=_SOURCES[variant],
+            sources=_SOURCES[variant],  # no field, as needs: it hides the class's from whoever asks this instance
             needs=frozenset(_SOURCES[variant]),
         )
 
@@ -97,9 +97,8 @@ class FastVID(Pruner):
             noise_M = torch.from_numpy(np.random.default_rng(seed).random(n_frames * per_frame))
         is_llava = self.variant == "llava"
         feature_TV = visual.evidence["frame_feature"] if is_llava else tokens_TND.mean(dim=1)
-        spans, counts = self._plan(
-            adjacent_cosines(feature_TV), per_frame, max(1, math.floor(per_frame * ratio + 1e-9))
-        )
+        frame_budget = max(1, math.floor(per_frame * ratio + 1e-9))
+        spans, counts = self._plan(adjacent_cosines(feature_TV), per_frame, frame_budget)
         kept = keep(
             tokens_TND, visual.evidence["token_attention"], noise_M.to(tokens_TND), counts, every_frame_draws=is_llava
         )
@@ -152,7 +151,10 @@ def cut(similarity: Sequence[float], least: int, threshold: float) -> Iterator[t
 
 
 def llava_counts(length: int, size: int, budget: int, d: float, p: int) -> list[tuple[int, int]]:
-    """(salient tokens, anchors) of each frame of a segment: all are given salient tokens, every p-th anchors for p."""
+    """(salient tokens, anchors) of each frame of a segment; N is ``size``, K is ``budget``.
+
+    Every frame keeps salient tokens; the anchors of all go to every p-th frame, from the last on, in equal shares.
+    """
     n_anchors = math.floor(budget * d + 1e-9)
     n_salient = budget - n_anchors
     anchor_frames = range(length - 1, -1, -p)

@@ -27,7 +27,8 @@ class VisionZip(Pruner):
 
     A frame keeps K tokens (see ``per_frame``): floor(K * 54/64) dominant ones unchanged, and K less those contextual
     ones: evenly strided targets among the remaining tokens, each plus the mean of the tokens nearest to it by key. The
-    method's own prompt has a frame's dominant tokens first, then its contextual ones: ``PrunedTokens.order``.
+    method's own prompt has a frame's dominant tokens first, then its contextual ones: ``PrunedTokens.order``, which
+    ``merged`` alone gives back, both kinds being in ascending index.
     """
 
     name: ClassVar[str] = "visionzip"

@@ -105,6 +105,13 @@ BAD_PARAMS = [
     *(("gstep", "boundary", value) for value in ["wrap", None, 0]),
     *(("gstep", "fusion", value) for value in ["both", None, True]),
     *(("fps", "start", value) for value in ["random", None, 0]),
+    *(("fastvid", name, value) for name in ("c", "p") for value in [*NUMBERS, 0, 1.5]),
+    *(("fastvid", name, value) for name in ("d", "beta") for value in [*NUMBERS, 1.01]),
+    *(("fastvid", "ignore", value) for value in [float("nan"), None, -1.01, 1.01]),
+    *(("fastvid", "tau", value) for value in [float("nan"), 1.01, "1", True]),
+    *(("fastvid", "variant", value) for value in ["llama", None, 0]),
+    *(("cdpruner", "mode", value) for value in ["frame", None, 0]),
+    *(("fastv", "K", value) for value in [*NUMBERS, 0, 2.0]),
 ]
 
 

@@ -72,6 +72,27 @@ def test_limits_of_pixels_that_do_not_fit_the_model(refuse, videos, tmp_path):
     assert "--min-pixels must be at least 1" in refuse(prune, [str(videos), *out, "--min-pixels", "0"])
 
 
+@pytest.mark.parametrize("pruner", ["cdpruner", "fastv"])
+def test_a_pruner_that_selects_for_each_question(refuse, videos, tmp_path, pruner):
+    text = refuse(prune, [str(videos), "--out", str(tmp_path / "c"), "--pruner", pruner])
+    assert f"--pruner none, then python -m jobs.generate --pruner {pruner}" in text
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "lacking"),
+    [
+        (["visionzip"], "token_attention and token_key besides"),
+        (["fastvid"], "frame_feature and token_attention besides"),
+        (["fastvid", "--pruner-param", "variant=qwen"], "needs token_attention besides"),
+    ],
+)
+def test_a_pruner_that_needs_what_the_encoder_does_not_give(refuse, videos, tmp_path, options, lacking):
+    text = refuse(prune, [str(videos), "--out", str(tmp_path / "c"), "--pruner", *options])
+    assert lacking in text and "'llava_onevision' does not give" in text
+    assert not (tmp_path / "c").exists()
+
+
 def test_unknown_model_type(refuse, videos, tmp_path):
     model = tmp_path / "model"
     model.mkdir()
