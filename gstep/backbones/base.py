@@ -92,7 +92,6 @@ class Backbone(ABC):
     gives: ClassVar[frozenset[tuple[str, str]]] = frozenset()
     pooling_head: PoolingHead | None = None
     default_max_frames: ClassVar[int] = 32  # where frames are sampled by time and nothing else is said
-    evidence: ClassVar[frozenset[str]] = frozenset()  # what ``encode`` can give to methods besides tokens, by name
 
     def __init__(
         self, model: Any, preprocessor: Preprocessor, *, device: str, dtype: torch.dtype, frame_batch: int

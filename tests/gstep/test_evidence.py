@@ -14,9 +14,10 @@ from transformers import (
 )
 from transformers.vision_utils import get_vision_window_index
 
+from gstep import PRUNERS, make_pruner
 from gstep.backbones import BACKBONES, ModelSource, Runtime, load_backbone, preprocessor_for
 from gstep.errors import ModelError
-from gstep.evidence import LAST_LAYER, MERGED_QUERIES
+from gstep.evidence import LAST_LAYER, MERGED_QUERIES, SOURCES
 
 FLOAT32 = Runtime("cpu", torch.float32, "sdpa")
 BFLOAT16 = Runtime("cpu", torch.bfloat16, "sdpa")
@@ -196,3 +197,13 @@ def test_what_an_encoder_cannot_give_is_refused(model):
     other = MERGED if model == "tiny" else AT_LAST
     with pytest.raises(ModelError, match=source.model_type):
         BACKBONES[source.model_type].check_evidence(other)
+
+
+@pytest.mark.parametrize("method", [method for method in PRUNERS if PRUNERS[method].cacheable])
+def test_every_method_that_can_be_cached_says_where_its_evidence_is_and_some_family_has_it(method):
+    variants = [{"variant": v} for v in ("llava", "qwen")] if "variant" in make_pruner(method).params() else [{}]
+    for params in variants:
+        pruner = make_pruner(method, **params)
+        assert pruner.needs == pruner.sources.keys() and set(pruner.sources.values()) <= SOURCES.keys()
+        able = [family for family in BACKBONES.values() if family.gives >= set(pruner.sources.items())]
+        assert [family for family in able if params.get("variant", family.variant) == family.variant]
