@@ -11,7 +11,7 @@ import torch
 
 import gstep
 from gstep.pruners.cdpruner import greedy_map, relevance
-from gstep.pruners.fastvid import cut, density_peaks, even_shares, llava_counts, merge, qwen_counts
+from gstep.pruners.fastvid import cut, density_peaks, even_shares, keep, llava_counts, merge, qwen_counts
 from gstep.pruners.vidcom2 import calm_channels, frame_budgets
 from gstep.pruners.visionzip import evenly_strided, per_frame
 from tests.gstep.synthetic import prune, video
@@ -212,6 +212,15 @@ def test_fastvid_noise_overrides_the_seed(variant: str) -> None:
     evidence["noise"] = torch.zeros(79)
     with pytest.raises(ValueError, match=r"'noise' must be \[T\*N\] = \[80\] .*; got shape \[79\]"):
         gstep.prune(tokens, 0.5, "fastvid", evidence=evidence, variant=variant)
+
+
+@pytest.mark.parametrize(("every_frame_draws", "first"), [(True, 20), (False, 0)])
+def test_fastvid_uses_the_noise_up_as_the_official_variants_do(every_frame_draws: bool, first: int) -> None:
+    noise = torch.from_numpy(np.random.default_rng(1).random(40)).float()
+    tokens = torch.eye(20).expand(2, 20, 20)
+    kept = keep(tokens, torch.ones(2, 20), noise, [(0, 0), (0, 1)], every_frame_draws=every_frame_draws)
+    assert [len(frame.anchors) for frame in kept] == [0, 1]
+    assert kept[1].anchors.tolist() == [int(noise[first : first + 20].argmax())]
 
 
 def test_fastvid_variants_need_and_assume_different_things() -> None:
