@@ -91,7 +91,12 @@ class PrunedTokens:
         return self.rank is not None
 
     def selection_order(self) -> Tensor:
-        """[B] int64 positions into the rows of ``tokens``, first selected first (ascending index without a rank)."""
+        """[B] int64 positions into the rows of ``tokens``, first selected first.
+
+        Without a rank, the order of the method's own prompt, which is ascending index where it has none.
+        """
+        if self.order is not None:
+            return self.order
         if self.rank is None:
             return torch.arange(len(self.index), device=self.index.device)
         return torch.argsort(self.rank)

@@ -40,9 +40,19 @@ class PruneConfig:
         metavar="MODEL",
     )
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV")
-    pruner: str = option("gstep", "pruning method: gstep, vidcom2, random, uniform, topk, fps, none", metavar="METHOD")
+    pruner: str = option(
+        "gstep",
+        "pruning method: gstep, vidcom2, fastvid, visionzip, random, uniform, topk, fps, none",
+        metavar="METHOD",
+    )
     pruner_param: list[str] = option(
         [], "a parameter of the method, e.g. alpha=0.5 or boundary=reflect; may be repeated", metavar="NAME=VALUE"
+    )
+    siglip: str | None = option(
+        None,
+        "for fastvid on LLaVA-OneVision: the SigLIP checkpoint that its vision tower was made of, a Hugging Face id or "
+        "folder, of which the pooling head is read; 'tiny' goes with --model tiny",
+        metavar="MODEL",
     )
     retention_ratio: float = option(0.25, "share of the visual tokens that is kept, in (0, 1]", metavar="R")
     seed: int = option(0, "seed of the methods that draw random numbers")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -51,6 +53,8 @@ class Pruner(ABC):
         needs: the names of the evidence that it cannot do without, with its default parameters. Ask an instance where
             there is one: other parameters may need other evidence.
         optional: the names of the evidence that it takes where it is given.
+        sources: of the evidence that a vision encoder gives, by name, from where in the encoder (gstep.evidence). As
+            with ``needs``, ask an instance.
     """
 
     name: ClassVar[str]
@@ -62,6 +66,7 @@ class Pruner(ABC):
     reorders: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
     optional: ClassVar[frozenset[str]] = frozenset()
+    sources: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     @abstractmethod
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:

@@ -7,8 +7,9 @@ salient, A anchors of one frame.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gstep.density import working_copy
+from gstep.evidence import MERGED_QUERIES, POOLING_HEAD
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_choice, check_integer, check_number
 from gstep.pruners.vectors import assigned_mean, largest, unit
@@ -23,7 +25,10 @@ from gstep.types import VisualTokens
 
 VARIANTS = ("llava", "qwen")
 _TAU = {"llava": 0.9, "qwen": 0.84}
-_NEEDS = {"llava": frozenset({"frame_feature", "token_attention"}), "qwen": frozenset({"token_attention"})}
+_SOURCES: Mapping[str, Mapping[str, str]] = {
+    "llava": MappingProxyType({"frame_feature": POOLING_HEAD, "token_attention": POOLING_HEAD}),
+    "qwen": MappingProxyType({"token_attention": MERGED_QUERIES}),
+}
 _NEIGHBOURS = 4  # of which the density of a token is the mean, itself included
 
 
@@ -59,7 +64,8 @@ class FastVID(Pruner):
     merges: ClassVar[bool] = True
     seeded: ClassVar[bool] = True
     exact: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = _NEEDS["llava"]
+    sources: ClassVar[Mapping[str, str]] = _SOURCES["llava"]
+    needs: ClassVar[frozenset[str]] = frozenset(sources)
     optional: ClassVar[frozenset[str]] = frozenset({"noise"})
 
     variant: str = "llava"
@@ -79,7 +85,8 @@ class FastVID(Pruner):
             p=check_integer("p", self.p, 1),
             **{name: check_number(name, value, "in [-1, 1]", lambda x: abs(x) <= 1) for name, value in cosines.items()},
             **{name: check_number(name, value, "in [0, 1]", lambda x: 0 <= x <= 1) for name, value in shares.items()},
-            needs=_NEEDS[variant],  # no field: it hides the class's from whoever asks this instance
+            sources=_SOURCES[variant],  # no field, as needs: it hides the class's from whoever asks this instance
+            needs=frozenset(_SOURCES[variant]),
         )
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from gstep.density import work_dtype
+from gstep.evidence import LAST_LAYER
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.vectors import assigned_mean, largest, unit
 from gstep.types import VisualTokens
@@ -34,7 +36,8 @@ class VisionZip(Pruner):
     merges: ClassVar[bool] = True
     exact: ClassVar[bool] = False
     reorders: ClassVar[bool] = True
-    needs: ClassVar[frozenset[str]] = frozenset({"token_attention", "token_key"})
+    sources: ClassVar[Mapping[str, str]] = MappingProxyType({"token_attention": LAST_LAYER, "token_key": LAST_LAYER})
+    needs: ClassVar[frozenset[str]] = frozenset(sources)
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         n_frames, size, _ = visual.tokens.shape
