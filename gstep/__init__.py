@@ -55,16 +55,20 @@ def prune(
         tokens: [T,N,D], finite, float16, bfloat16, float32 or float64, on any device; it is not changed.
         retention_ratio: the share of the T*N tokens to keep, in (0, 1]: B = max(1, floor(r*T*N + 1e-9)).
         method: a key of PRUNERS.
-        evidence: what else the encoder gives and some methods need, by name.
-        budget: B itself, in [1, T*N]; overrides ``retention_ratio``.
+        evidence: what else the encoder (or the LLM) gives and some methods need, floats by name: frame_feature [T,Dv],
+            token_attention [T,N], token_key [T,N,Dk], image_embedding [T,N,De], text_embedding [Q,De],
+            llm_attention [T*N], noise [T*N]. What a method does not ask for is not looked at.
+        budget: B itself, in [1, T*N]; overrides ``retention_ratio``. Methods that count in shares (of a frame, or with
+            rounding) take r = B / (T*N).
         seed: of methods that draw; a non-negative integer.
-        params: the method's hyper-parameters; for gstep: alpha, sigma, smoothing, radius, boundary, fusion, beta, eps.
+        params: the method's hyper-parameters, the fields of its class.
 
     Returns:
-        The kept tokens [B,D] in ascending index, of the input's dtype and device, without gradients.
+        The kept tokens [B,D] in ascending index, of the input's dtype and device, without gradients. Methods that are
+        not ``exact`` keep more or fewer than B tokens, by the rule in their docstring, never none.
 
     Raises:
-        ValueError: an argument outside of what it accepts, which the message names.
+        ValueError: an argument, or evidence, outside of what it accepts, which the message names.
         MissingEvidence: the method needs evidence that was not given.
     """
     visual = VisualTokens(tokens, {} if evidence is None else evidence)

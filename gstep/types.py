@@ -51,8 +51,11 @@ class PrunedTokens:
         index: [B] int64, flat index t*N + i, ascending. A merged token carries its target's index.
         rank: [B] int64, the order in which each token was selected (0 first); None for a method without an order.
         merged: [B] bool, or None where the method never merges.
+        order: [B] int64, positions into these rows in the order in which the method's own code puts them into a prompt;
+            None where that is ascending index.
         n_total: M = T*N, the number of tokens before pruning.
-        retention_ratio: the nominal share asked for (budget / n_total where a budget was given).
+        retention_ratio: the nominal share asked for (budget / n_total where a budget was given); ``kept_ratio`` is the
+            real one.
         density: [B] float32, rho of each kept token (Eq. 8); None for a method without a density.
         temporal_density: [T] float32, the normalised temporal density (Eq. 7); None for a method without one.
     """
@@ -65,6 +68,22 @@ class PrunedTokens:
     retention_ratio: float
     density: Tensor | None = None
     temporal_density: Tensor | None = None
+    order: Tensor | None = None
+
+    @property
+    def n_kept(self) -> int:
+        """How many tokens were kept. Methods that count frame by frame come near their budget, not always to it."""
+        return len(self.index)
+
+    @property
+    def budget(self) -> int:
+        """B, the nominal number of tokens: that of ``retention_ratio``."""
+        return budget_for(self.retention_ratio, self.n_total)
+
+    @property
+    def kept_ratio(self) -> float:
+        """The real share of tokens kept, n_kept / n_total."""
+        return self.n_kept / self.n_total
 
     @property
     def nested(self) -> bool:
@@ -72,7 +91,12 @@ class PrunedTokens:
         return self.rank is not None
 
     def selection_order(self) -> Tensor:
-        """[B] int64 positions into the rows of ``tokens``, first selected first (ascending index without a rank)."""
+        """[B] int64 positions into the rows of ``tokens``, first selected first.
+
+        Without a rank, the order of the method's own prompt, which is ascending index where it has none.
+        """
+        if self.order is not None:
+            return self.order
         if self.rank is None:
             return torch.arange(len(self.index), device=self.index.device)
         return torch.argsort(self.rank)

@@ -14,11 +14,12 @@ import pyarrow as pa
 import torch
 
 from gstep.backbones import ModelSource, choose_runtime
-from gstep.language import LanguageModel, Prompt, load_language_model, prompt_builder
+from gstep.language import LanguageModel, Prompt, Visual, load_language_model, prompt_builder
 from pipeline.cache import TokenCache
 from pipeline.choices import lettered_prompt, letters, parse_letter
 from pipeline.errors import CorruptShard, FailedVideo, UnknownVideo, printable
 from pipeline.held_videos import HeldVideos
+from pipeline.late_pruning import LatePruning
 from pipeline.pulse import Beat
 from pipeline.questions import decoding_of
 from pipeline.rows import WRITTEN
@@ -54,6 +55,7 @@ class AnswerSetup:
     Attributes:
         live: the live rows of the videos that are asked about, so that no actor reads the whole index.
         retention_ratio: None reads all that is stored.
+        late: a method that prunes once the question is known.
         positions: None is the family's default.
     """
 
@@ -61,6 +63,7 @@ class AnswerSetup:
     store: Store
     live: pa.Table
     retention_ratio: float | None = None
+    late: LatePruning | None = None
     positions: str | None = None
     rule: str = "transformers-5"
     batch_size: int = 8
@@ -115,6 +118,8 @@ class Answerer:
         self._builder = prompt_builder(setup.source, setup.positions, setup.rule)
         cache = TokenCache(str(setup.store), store=setup.store, live=setup.live)
         self._videos = HeldVideos(cache, setup.retention_ratio, beat=self._beat)
+        self._late = setup.late
+        self._inside = None if setup.late is None else setup.late.inside
         self._size = BatchSize(setup.batch_size)
         with self._beat.busy("the model, being loaded"):
             self._model: LanguageModel = load_language_model(setup.source, self._runtime)
@@ -162,14 +167,14 @@ class Answerer:
 
     def _prepare(self, question: Row) -> Asked | Row:
         read = [self._videos.get(video_id) for video_id in question["video_ids"]]
-        visuals = [visual for visual, _, _ in read]
+        visuals = [self._chosen(visual, question) for visual, _, _ in read]
         decoding = json.loads(question["decoding"])
         prompt = self._builder.build(_text(question, decoding), visuals, decoding["system"])
         row = {
             **question,
             "n_prompt_tokens": len(prompt),
             "n_visual_tokens": self._builder.n_visual(visuals),
-            "retention_ratio": min(ratio for _, ratio, _ in read),
+            "retention_ratio": self._late.retention_ratio if self._late else min(ratio for _, ratio, _ in read),
             "load_s": sum(seconds for _, _, seconds in read),
         }
         asked = Asked(row, prompt, decoding)
@@ -179,6 +184,12 @@ class Answerer:
         if prompt.extent + more > context:
             return failed_answer(row, "prompt-too-long", too_far(prompt.extent, context))
         return asked
+
+    def _chosen(self, visual: Visual, question: Row) -> Visual:
+        """What a method that looks at the question keeps of a video; all of it where the model prunes by itself."""
+        if self._late is None or self._inside is not None:
+            return visual
+        return self._late.choose(visual, self._model.embedding(question["prompt"]))
 
     def _answer_held(self, batch: list[Asked]) -> list[Row]:
         with self._beat.holding(*(asked.row["question_id"] for asked in batch)):
@@ -215,7 +226,7 @@ class Answerer:
 
     def _generate(self, batch: list[Asked]) -> list[Row]:
         decodings = [decoding_of(asked.decoding) for asked in batch]
-        answers = self._model.generate([asked.prompt for asked in batch], decodings)
+        answers = self._model.generate([asked.prompt for asked in batch], decodings, inside=self._inside)
         return [
             _answered(
                 asked,
@@ -232,7 +243,7 @@ class Answerer:
 
     def _score(self, batch: list[Asked], started: float) -> list[Row]:
         texts = [asked.continuations() for asked in batch]
-        all_scores = self._model.score([asked.prompt for asked in batch], texts)
+        all_scores = self._model.score([asked.prompt for asked in batch], texts, inside=self._inside)
         seconds = time.perf_counter() - started
         rows = []
         for asked, names, scores in zip(batch, texts, all_scores, strict=True):

@@ -159,7 +159,8 @@ class TokenCache:
         """The tokens of one video, all that are stored or the nested ``retention_ratio`` of all T*N.
 
         ``order="index"`` gives ascending flat index, as an LLM wants them; ``order="selection"`` the order of
-        selection, as they are stored: the tokens then are a read-only view into what Arrow read, without a copy.
+        selection (of a method without one: of its own prompt), as they are stored: the tokens then are a read-only
+        view into what Arrow read, without a copy.
 
         Raises UnknownVideo, FailedVideo (with the class of the error), RatioNotCached, CorruptShard, OSError where the
         store fails, and ValueError for an order or ratio that makes no sense.

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import UsageError
-from pipeline.options import ATTN, DEVICES, DTYPES, as_record, check, check_choices, failure_limit, option, positive
+from pipeline.options import (
+    ATTN,
+    DEVICES,
+    DTYPES,
+    as_record,
+    check,
+    check_choices,
+    failure_limit,
+    option,
+    positive,
+    pruner_params,
+)
 
 
 @dataclass(frozen=True)
@@ -29,9 +40,19 @@ class PruneConfig:
         metavar="MODEL",
     )
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV")
-    pruner: str = option("gstep", "pruning method: gstep, random, uniform, topk, fps or none", metavar="METHOD")
+    pruner: str = option(
+        "gstep",
+        "pruning method: gstep, vidcom2, fastvid, visionzip, random, uniform, topk, fps, none",
+        metavar="METHOD",
+    )
     pruner_param: list[str] = option(
         [], "a parameter of the method, e.g. alpha=0.5 or boundary=reflect; may be repeated", metavar="NAME=VALUE"
+    )
+    siglip: str | None = option(
+        None,
+        "for fastvid on LLaVA-OneVision: the SigLIP checkpoint that its vision tower was made of, a Hugging Face id or "
+        "folder, of which the pooling head is read; 'tiny' goes with --model tiny",
+        metavar="MODEL",
     )
     retention_ratio: float = option(0.25, "share of the visual tokens that is kept, in (0, 1]", metavar="R")
     seed: int = option(0, "seed of the methods that draw random numbers")
@@ -126,13 +147,7 @@ class PruneConfig:
 
     def pruner_params(self) -> dict[str, Any]:
         """``--pruner-param`` as keyword arguments: numbers as numbers, anything else as text."""
-        params: dict[str, Any] = {}
-        for item in self.pruner_param:
-            name, equals, value = item.partition("=")
-            if not (name and equals):
-                raise UsageError(f"--pruner-param takes NAME=VALUE, got {item!r}")
-            params[name.strip().replace("-", "_")] = _number_or_text(value.strip())
-        return params
+        return pruner_params(self.pruner_param)
 
     def failure_limit(self, n_videos: int) -> int:
         """How many of ``n_videos`` may fail before the run counts as failed."""
@@ -156,12 +171,3 @@ def differences(
         elif a != b:
             lines.append(f"{prefix}{key}: {has} {a!r}, this run {b!r}")
     return lines
-
-
-def _number_or_text(value: str) -> Any:
-    for convert in (int, float):
-        try:
-            return convert(value)
-        except ValueError:
-            continue
-    return value

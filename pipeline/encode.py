@@ -89,7 +89,7 @@ class Encoder:
     ) -> tuple[PrunedTokens, tuple[Tensor, ...], dict[str, float]]:
         """The kept tokens, all deepstack levels [T,N,D] in storage precision, and what both steps took."""
         started = time.perf_counter()
-        visual = self._backbone.encode(frames)
+        visual = self._backbone.encode(frames, self._pruner.sources)
         self._wait()
         encoded = time.perf_counter()
         # Storage precision first, then prune: a selection can be derived again from what is stored.

@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import UsageError
-from pipeline.options import ATTN, DEVICES, DTYPES, as_record, check, check_choices, failure_limit, option, positive
+from pipeline.options import (
+    ATTN,
+    DEVICES,
+    DTYPES,
+    as_record,
+    check,
+    check_choices,
+    failure_limit,
+    option,
+    positive,
+    pruner_params,
+)
 
 CHOICE_METHODS = ("letter", "loglikelihood", "generate")
 
@@ -33,6 +44,12 @@ class GenerateConfig:
     retention_ratio: float | None = option(
         None, "share of the visual tokens to answer from (default: all that is stored)", metavar="R"
     )
+    pruner: str | None = option(
+        None,
+        "a method that chooses anew for every question from a cache of all tokens: fastv or cdpruner",
+        metavar="METHOD",
+    )
+    pruner_param: list[str] = option([], "a parameter of it, e.g. K=3; may be repeated", metavar="NAME=VALUE")
     positions: str = option(
         "auto",
         "positions of the kept tokens: as before pruning (original) or counted anew (contiguous); auto is the model "
@@ -101,6 +118,7 @@ class GenerateConfig:
         for name in ("stall_timeout", "log_interval"):
             check(positive(getattr(self, name)), name, "a positive number of seconds", getattr(self, name))
         self.failure_limit(1)
+        pruner_params(self.pruner_param)
 
     def failure_limit(self, n_questions: int) -> int:
         """How many of ``n_questions`` may fail before the run counts as failed."""

@@ -13,13 +13,16 @@ from rich.console import Console
 
 from gstep.backbones import ModelSource
 from gstep.language import Decoding, PromptBuilder, prompt_builder
+from gstep.types import budget_for
 from pipeline.answers import HEADER, AnswersTable, read_answers_header
 from pipeline.cache import read_header, rows_wanted
 from pipeline.config import differences
 from pipeline.errors import IdentityMismatch, NotAnswers, UsageError
 from pipeline.generate_config import GenerateConfig
+from pipeline.late_pruning import LatePruning, late_pruning
 from pipeline.live import INDEX_COLUMNS, read_live
 from pipeline.objects import Objects
+from pipeline.options import pruner_params
 from pipeline.questions import Way, read_questions
 from pipeline.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.store import Store, store_at
@@ -42,6 +45,7 @@ class GenerateJob:
         questions: QUESTION_SCHEMA.
         identity: what all answers share; others are refused.
         store: where the answers go.
+        late: a method that prunes once a question is known.
     """
 
     config: GenerateConfig
@@ -54,14 +58,24 @@ class GenerateJob:
     questions: pa.Table
     identity: dict[str, Any]
     store: Store
+    late: LatePruning | None = None
 
     @cached_property
     def videos(self) -> dict[str, dict[str, Any]]:
         return {row["video_id"]: row for row in self.live.to_pylist()}
 
+    @property
+    def read_ratio(self) -> float | None:
+        """The share of tokens that is read from the cache; None is all."""
+        return None if self.late else self.config.retention_ratio
+
     def n_visual(self, videos: Sequence[dict[str, Any]]) -> int:
-        """Visual tokens of a prompt on these rows of the videos table."""
-        kept = sum(rows_wanted(row, self.config.retention_ratio) for row in videos)
+        """Visual tokens that go into a prompt on these rows of the videos table; with FastV all do."""
+        late = self.late
+        if late is not None and late.inside is None:
+            kept = sum(budget_for(late.retention_ratio, row["n_total"]) for row in videos)
+        else:
+            kept = sum(rows_wanted(row, self.read_ratio) for row in videos)
         return kept + (len(videos) if self.builder.needs_newline else 0)
 
 
@@ -89,7 +103,8 @@ def prepare(config: GenerateConfig, console: Console) -> GenerateJob:
         positions = None if config.positions == "auto" else config.positions
         builder = prompt_builder(source, positions, config.rule)
     _check_tokens(cache, header, live, builder)
-    _check_ratio(config.retention_ratio, held["retention_ratio"], live)
+    late = _late_pruning(config, held, builder)
+    _check_ratio(None if late else config.retention_ratio, held["retention_ratio"], live)
     job = GenerateJob(
         config=config,
         run_id=new_run_id(),
@@ -105,7 +120,9 @@ def prepare(config: GenerateConfig, console: Console) -> GenerateJob:
             "retention_ratio": held["retention_ratio"] if config.retention_ratio is None else config.retention_ratio,
             "prompt": builder.policy.describe(),
             "decoding": way.describe(),
+            **({} if late is None else {"pruner": late.describe()}),
         },
+        late=late,
         store=store,
     )
     _check_context(job, console)
@@ -128,6 +145,15 @@ def match_answers(job: GenerateJob) -> None:
             + "\n  ".join(wrong)
             + "\nUse the settings of the answers, or another --out."
         )
+
+
+def _late_pruning(config: GenerateConfig, held: dict[str, Any], builder: PromptBuilder) -> LatePruning | None:
+    if config.pruner is None:
+        if config.pruner_param:
+            raise UsageError("--pruner-param goes with --pruner")
+        return None
+    with refusing():
+        return late_pruning(config.pruner, pruner_params(config.pruner_param), config.retention_ratio, held, builder)
 
 
 def _asked_about(questions: pa.Table, live: pa.Table) -> pa.Table:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pyarrow as pa
 from rich.console import Console
 
-from gstep import make_pruner
-from gstep.backbones import BACKBONES, ModelSource, limit_pixels, preprocessor_for
+from gstep import PRUNERS, make_pruner
+from gstep.backbones import (
+    BACKBONES,
+    ModelSource,
+    check_evidence,
+    limit_pixels,
+    preprocessor_for,
+    with_pooling_head,
+)
+from gstep.errors import ModelError
+from gstep.evidence import POOLING_HEAD
 from gstep.pruners.base import Pruner
 from pipeline.cache import HEADER, read_header
 from pipeline.config import PruneConfig, differences
@@ -43,8 +52,13 @@ class Job:
     def identity(self, dtype: str) -> dict[str, Any]:
         """What every row of the cache shares; another identity is refused."""
         seed = {"seed": self.config.seed} if self.pruner.seeded else {}
+        head = self.source.pooling_head
         return {
-            "model": {"type": self.source.model_type, "weights": self.source.identity},
+            "model": {
+                "type": self.source.model_type,
+                "weights": self.source.identity,
+                **({} if head is None else {"pooling_head": head.identity}),
+            },
             "preprocessing": preprocessor_for(self.source).settings(),
             "sampling": sampling_settings(self.sampling),
             "pruner": {"method": self.pruner.name, "params": self.pruner.params(), **seed},
@@ -63,14 +77,14 @@ def prepare(config: PruneConfig, console: Console) -> Job:
         if not store.exists(HEADER) and store.taken():
             raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
     with refusing():
-        pruner = make_pruner(config.pruner, **config.pruner_params())
+        make_pruner(config.pruner, **config.pruner_params())  # what is wrong with it is no matter of the model
         source = _with_limits(ModelSource.resolve(config.model, config.revision), config)
         sampling = sampling_of(config, BACKBONES[source.model_type].default_max_frames)
         # Refuses a number of frames that the model takes of no video.
         preprocessor_for(source).target_size(sampling.num_frames or sampling.max_frames or 0, 1080, 1920)
+        pruner = _pruner_for(config, source)
+        source = _with_evidence(source, pruner, config.siglip)
     _check_reader(config.decoder)
-    if not pruner.cacheable:
-        raise UsageError(f"--pruner {config.pruner} selects per question, so its tokens cannot be cached")
     job = Job(
         config=config,
         objects=objects,
@@ -90,6 +104,49 @@ def prepare(config: PruneConfig, console: Console) -> Job:
 def _with_limits(source: ModelSource, config: PruneConfig) -> ModelSource:
     limits = (config.min_pixels, config.max_pixels, config.max_video_tokens)
     return source if limits == (None, None, None) else limit_pixels(source, *limits)
+
+
+def _pruner_for(config: PruneConfig, source: ModelSource) -> Pruner:
+    """The method, with the rules for this family where it has several. Refuses one whose selection cannot be stored."""
+    family = {"variant": BACKBONES[source.model_type].variant}
+    accepted = {item.name for item in fields(PRUNERS[config.pruner])}
+    given = config.pruner_params()
+    pruner = make_pruner(config.pruner, **({k: v for k, v in family.items() if k in accepted} | given))
+    if not pruner.cacheable:
+        raise UsageError(
+            f"--pruner {pruner.name} selects anew for every question, so its tokens cannot be cached; instead: "
+            f"--pruner none, then python -m jobs.generate --pruner {pruner.name}"
+        )
+    return pruner
+
+
+def _with_evidence(source: ModelSource, pruner: Pruner, siglip: str | None) -> ModelSource:
+    """The model with what the method asks of its encoder besides tokens; refuses a method that asks for too much."""
+    if unknown := sorted(pruner.needs - pruner.sources.keys()):
+        raise UsageError(
+            f"--pruner {pruner.name} needs {' and '.join(unknown)} besides the tokens, and does not say where in an "
+            "encoder to get it (Pruner.sources); gstep.prune(..., evidence=) takes it from elsewhere"
+        )
+    if siglip is not None and POOLING_HEAD not in pruner.sources.values():
+        raise UsageError(
+            f"--siglip is for methods that ask SigLIP's pooling head; this --pruner {pruner.name} does not"
+        )
+    try:
+        if siglip is not None:
+            source = with_pooling_head(source, siglip)
+        check_evidence(source, pruner.sources)
+    except ModelError as error:
+        raise UsageError(f"--pruner {pruner.name}: {error}{_instead(pruner, source)}") from error
+    return source
+
+
+def _instead(pruner: Pruner, source: ModelSource) -> str:
+    """What to use where a method asks for what a model's encoder does not give."""
+    able = [name for name in BACKBONES if BACKBONES[name].gives >= set(pruner.sources.items())]
+    if source.model_type in able:
+        return ""
+    free = [name for name in PRUNERS if PRUNERS[name].cacheable and not PRUNERS[name].needs]
+    return f"; models of type {' or '.join(able)} do, and {', '.join(free)} need nothing but tokens"
 
 
 def _check_reader(name: str) -> None:

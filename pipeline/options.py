@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import field, fields
 from typing import Any
 
@@ -32,6 +33,26 @@ def check_choices(config: Any) -> None:
     for item in fields(config):
         choices, value = item.metadata.get("choices"), getattr(config, item.name)
         check(not choices or value in choices, item.name, f"one of {choices}", value)
+
+
+def pruner_params(given: Sequence[str]) -> dict[str, Any]:
+    """``--pruner-param`` as keyword arguments: numbers as numbers, anything else as text."""
+    params: dict[str, Any] = {}
+    for item in given:
+        name, equals, value = item.partition("=")
+        if not (name and equals):
+            raise UsageError(f"--pruner-param takes NAME=VALUE, got {item!r}")
+        params[name.strip().replace("-", "_")] = _number_or_text(value.strip())
+    return params
+
+
+def _number_or_text(value: str) -> Any:
+    for convert in (int, float):
+        try:
+            return convert(value)
+        except ValueError:
+            continue
+    return value
 
 
 def positive(value: float) -> bool:

@@ -102,7 +102,7 @@ def _encode_setup(job: Job, device: str, dtype: str) -> EncodeSetup:
     return EncodeSetup(
         source=job.source,
         pruner=job.pruner.name,
-        pruner_params=job.config.pruner_params(),
+        pruner_params=job.pruner.params(),
         retention_ratio=job.retention_ratio,
         seed=job.config.seed,
         device=device,

@@ -26,7 +26,10 @@ def column(name: str, kind: pa.DataType, meaning: str, *, nullable: bool = True)
 
 
 def token_schema(hidden_size: int, deepstack_levels: int = 0) -> pa.Schema:
-    """Columns of a token shard for tokens of [hidden_size] bfloat16, rows in order of selection within a video."""
+    """Columns of a token shard for tokens of [hidden_size] bfloat16, rows in order of selection within a video.
+
+    Without such an order, in that of the method's own prompt (VisionZip: a frame's merged tokens last), else by index.
+    """
     vector = pa.binary(2 * hidden_size)
     return pa.schema(
         [

@@ -8,6 +8,8 @@ is first used, so that importing this package loads neither transformers nor saf
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gstep.lazy import LazyTable
@@ -49,6 +51,7 @@ __all__ = [
     "Runtime",
     "SampledVideo",
     "StaticParts",
+    "check_evidence",
     "choose_runtime",
     "limit_pixels",
     "load_backbone",
@@ -56,6 +59,7 @@ __all__ = [
     "preprocessor_for",
     "read_tensors",
     "token_bytes",
+    "with_pooling_head",
 ]
 
 
@@ -81,6 +85,24 @@ def limit_pixels(
     """
     limited: ModelSource = BACKBONES[source.model_type].limit_pixels(source, min_pixels, max_pixels, max_video_tokens)
     return limited
+
+
+def with_pooling_head(source: ModelSource, siglip: str | Path) -> ModelSource:
+    """The same model with the attention-pooling head of a SigLIP checkpoint, for evidence that is read from it.
+
+    Args:
+        siglip: a folder with safetensors or a Hugging Face id: the checkpoint that the model's vision tower was made
+            of. "tiny" goes with the tiny LLaVA-OneVision. Only the head is read, here and where the model is loaded.
+
+    Raises ModelError for a family without such a tower, and for a checkpoint without a head that fits.
+    """
+    with_head: ModelSource = BACKBONES[source.model_type].with_pooling_head(source, siglip)
+    return with_head
+
+
+def check_evidence(source: ModelSource, evidence: Mapping[str, str]) -> None:
+    """Raises ModelError where the model's encoder cannot give all of the evidence, name -> source (gstep.evidence)."""
+    BACKBONES[source.model_type].check_evidence(evidence, has_pooling_head=source.pooling_head is not None)
 
 
 def load_static(source: ModelSource) -> StaticParts:

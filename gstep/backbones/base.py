@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -15,7 +17,11 @@ from torch import Tensor, nn
 from gstep.backbones.checkpoint import ModelSource, read_tensors
 from gstep.backbones.preprocess import Preprocessor, as_frames
 from gstep.errors import ModelError
+from gstep.evidence import POOLING_HEAD, in_words
 from gstep.types import VisualTokens
+
+if TYPE_CHECKING:
+    from gstep.backbones.siglip_head import PoolingHead
 
 
 @dataclass(frozen=True)
@@ -69,10 +75,22 @@ class SampledVideo:
         return [max(0.0, at - (self.start_s or 0.0)) for at in self.timestamps]
 
 
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
 class Backbone(ABC):
-    """The vision part of a video LLM on one device, in eval mode."""
+    """The vision part of a video LLM on one device, in eval mode.
+
+    Class attributes:
+        model_type: its name in the table of families.
+        variant: the family's rules, of methods that have other ones for LLaVA than for Qwen.
+        gives: the evidence it can give besides tokens, as pairs of a name and a source (gstep.evidence).
+    """
 
     model_type: ClassVar[str]
+    variant: ClassVar[str]
+    gives: ClassVar[frozenset[tuple[str, str]]] = frozenset()
+    pooling_head: PoolingHead | None = None
     default_max_frames: ClassVar[int] = 32  # where frames are sampled by time and nothing else is said
 
     def __init__(
@@ -113,6 +131,11 @@ class Backbone(ABC):
         raise ModelError(f"{source.name!r} sees every frame at one size: limits of pixels are for Qwen models")
 
     @classmethod
+    def with_pooling_head(cls, source: ModelSource, siglip: str | Path) -> ModelSource:
+        """The same model with a SigLIP checkpoint's head; see :func:`gstep.backbones.with_pooling_head`."""
+        raise ModelError(f"{source.name!r} has a vision tower of its own: a SigLIP checkpoint is for LLaVA-OneVision")
+
+    @classmethod
     @abstractmethod
     def load_static(cls, source: ModelSource) -> StaticParts:
         """Hidden size and newline row, without building the model."""
@@ -131,29 +154,53 @@ class Backbone(ABC):
     def newline(self) -> Tensor | None:
         """[D] on the device in the compute dtype: the row that follows a video's tokens; None where there is none."""
 
+    @classmethod
+    def check_evidence(cls, evidence: Mapping[str, str], *, has_pooling_head: bool = False) -> None:
+        """Raises ModelError where this family cannot give some of the evidence, name -> source."""
+        if lacking := {name: source for name, source in evidence.items() if (name, source) not in cls.gives}:
+            raise ModelError(f"the encoder of {cls.model_type} does not give {in_words(lacking)}")
+        if POOLING_HEAD in evidence.values() and not has_pooling_head:
+            raise ModelError(
+                f"{in_words({name: POOLING_HEAD for name in evidence if evidence[name] == POOLING_HEAD})} must be read "
+                f"from a SigLIP checkpoint, since one of {cls.model_type} has no such head: name it with --siglip, for "
+                "the published models google/siglip-so400m-patch14-384"
+            )
+
     @abstractmethod
-    def encode_chunk(self, frames: Tensor) -> VisualTokens:
-        """Some consecutive frames of one video, [t,h,w,3] uint8 as ``preprocessor.resize`` makes them -> [T,N,D]."""
+    def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
+        """Some consecutive frames of one video, [t,h,w,3] uint8 as ``preprocessor.resize`` makes them -> [T,N,D].
+
+        With the evidence, which was checked, [T,...] each in float32.
+        """
 
     def chunk_length(self, height: int, width: int) -> int:
         """How many frames of [height, width] pixels go through at once."""
         return self.frame_batch
 
     @torch.no_grad()
-    def encode(self, frames: Tensor | NDArray[np.uint8]) -> VisualTokens:
+    def encode(self, frames: Tensor | NDArray[np.uint8], evidence: Mapping[str, str] = _NOTHING) -> VisualTokens:
         """One video, [t,h,w,3] uint8 as ``preprocessor.resize`` makes it -> tokens [T,N,D] in the compute dtype.
 
         T is t, or the number of temporal patches. Frames go through in fixed chunks of this one video, so its tokens
-        never depend on which videos were encoded before or beside it. Raises ValueError for anything but at least one
-        uint8 frame.
+        never depend on which videos were encoded before or beside it, nor on the evidence that is asked for.
+
+        Args:
+            evidence: name -> source, as in ``Pruner.sources``: what the result holds besides the tokens, in float32.
+
+        Raises ValueError for anything but at least one uint8 frame, ModelError for evidence that cannot be given.
         """
+        self.check_evidence(evidence, has_pooling_head=self.pooling_head is not None)
         frames_THWC = as_frames(frames)
         if not len(frames_THWC):
             raise ValueError("a video needs at least one frame")
         length = self.chunk_length(*frames_THWC.shape[1:3])
-        chunks = [self.encode_chunk(chunk) for chunk in torch.split(frames_THWC, length)]
+        chunks = [self.encode_chunk(chunk, evidence) for chunk in torch.split(frames_THWC, length)]
         levels = zip(*(chunk.deepstack for chunk in chunks), strict=True)
-        return VisualTokens(torch.cat([chunk.tokens for chunk in chunks]), deepstack=tuple(map(torch.cat, levels)))
+        return VisualTokens(
+            torch.cat([chunk.tokens for chunk in chunks]),
+            {name: torch.cat([chunk.evidence[name] for chunk in chunks]) for name in evidence},
+            tuple(map(torch.cat, levels)),
+        )
 
     @abstractmethod
     def model_extra(self, video: SampledVideo) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +18,9 @@ from gstep.backbones import BACKBONES, tiny
 from gstep.backbones.files import CheckpointFiles
 from gstep.backbones.identity import folder_identity
 from gstep.errors import ModelError
+
+if TYPE_CHECKING:
+    from gstep.backbones.siglip_head import PoolingHeadSource
 
 _LLAVA = (
     "Checkpoints must be in the layout of transformers, for LLaVA-OneVision those named llava-hf/llava-onevision-*-hf."
@@ -29,6 +32,18 @@ _QWEN = (
 )
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class TensorSource(Protocol):
+    """Safetensors files that were found: see :class:`ModelSource` for what its parts mean."""
+
+    @property
+    def files(self) -> CheckpointFiles: ...
+
+    @property
+    def weight_files(self) -> tuple[str, ...]: ...
+
+    def file(self, filename: str) -> Path: ...
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,7 @@ class ModelSource:
         weight_files: the names of the safetensors files.
         config: config.json.
         preprocessor: the settings that the stock video processor would load (without its class defaults).
+        pooling_head: that of another checkpoint, for evidence that the model itself cannot give.
     """
 
     name: str
@@ -52,6 +68,7 @@ class ModelSource:
     weight_files: tuple[str, ...]
     config: dict[str, Any] = field(repr=False, hash=False)
     preprocessor: dict[str, Any] = field(repr=False, hash=False)
+    pooling_head: PoolingHeadSource | None = None
 
     @classmethod
     def resolve(cls, model: str | Path, revision: str | None = None) -> ModelSource:
@@ -69,7 +86,7 @@ class ModelSource:
         if config is None:
             raise ModelError(f"{name!r} has no config.json: pass a model folder in the layout of transformers")
         model_type = _known_type(name, config)
-        weight_files = _weight_files(name, files)
+        weight_files = find_weight_files(name, files)
         return cls(
             name=name,
             model_type=model_type,
@@ -103,7 +120,7 @@ class ModelSource:
 
 
 def read_tensors(
-    source: ModelSource,
+    source: TensorSource,
     wanted: Callable[[str], str | None],
     *,
     device: torch.device | str = "cpu",
@@ -131,7 +148,7 @@ def read_tensors(
     return tensors
 
 
-def _files_with(source: ModelSource, wanted: Callable[[str], str | None]) -> list[str]:
+def _files_with(source: TensorSource, wanted: Callable[[str], str | None]) -> list[str]:
     index = None if source.weight_files == (SINGLE,) else source.files.read_json(INDEX)
     if index is None:
         return list(source.weight_files)
@@ -147,8 +164,11 @@ def _known_type(name: str, config: dict[str, Any]) -> str:
     raise ModelError(f"{name!r} has the model type {model_type!r}; known: {', '.join(BACKBONES)}. {use}{remote}")
 
 
-def _weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
-    """In the order of precedence of from_pretrained: one file, then an index, then whatever shards lie in a folder."""
+def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
+    """In the order of precedence of from_pretrained: one file, then an index, then whatever shards lie in a folder.
+
+    Raises ModelError where there are no safetensors files.
+    """
     if files.has(SINGLE):
         return (SINGLE,)
     index = files.read_json(INDEX)

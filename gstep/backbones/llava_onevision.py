@@ -9,15 +9,22 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from gstep.backbones.attention import seeing
 from gstep.backbones.base import Backbone, SampledVideo, StaticParts, load_weights
 from gstep.backbones.checkpoint import ModelSource, read_tensors
 from gstep.backbones.preprocess import FixedSizePreprocessor
+from gstep.backbones.siglip import LastLayer, Probe
+from gstep.backbones.siglip_head import PoolingHead, PoolingHeadSource
 from gstep.errors import ModelError
+from gstep.evidence import LAST_LAYER, POOLING_HEAD
 from gstep.types import VisualTokens
 
 # Class defaults of LlavaOnevisionVideoProcessor (video_processing_llava_onevision.py), for what a file leaves out.
@@ -32,6 +39,13 @@ class LlavaOnevision(Backbone):
     """196 tokens a frame of 384 x 384 pixels; one newline row a video, kept apart from the tokens."""
 
     model_type = "llava_onevision"
+    variant = "llava"
+    gives: ClassVar[frozenset[tuple[str, str]]] = frozenset(
+        {
+            *(("token_attention", LAST_LAYER), ("token_key", LAST_LAYER)),
+            *(("frame_feature", POOLING_HEAD), ("token_attention", POOLING_HEAD)),
+        }
+    )
 
     @classmethod
     def load(
@@ -49,7 +63,10 @@ class LlavaOnevision(Backbone):
         load_weights(model, source, _names_in_memory, device=device, dtype=dtype)
         _rebuild_position_ids(model, device)
         model.eval().requires_grad_(False)
-        return cls(model, preprocessor, device=device, dtype=dtype, frame_batch=frame_batch)
+        backbone = cls(model, preprocessor, device=device, dtype=dtype, frame_batch=frame_batch)
+        if source.pooling_head is not None:
+            backbone.pooling_head = PoolingHead.load(source.pooling_head, device)
+        return backbone
 
     @classmethod
     def preprocessor_for(cls, source: ModelSource) -> FixedSizePreprocessor:
@@ -66,6 +83,12 @@ class LlavaOnevision(Backbone):
                 f"not fit the vision tower of {side} x {side} pixels in config.json"
             )
         return preprocessor
+
+    @classmethod
+    def with_pooling_head(cls, source: ModelSource, siglip: str | Path) -> ModelSource:
+        """See :meth:`Backbone.with_pooling_head`."""
+        width = source.config.get("vision_config", {}).get("hidden_size", 1152)
+        return replace(source, pooling_head=PoolingHeadSource.resolve(siglip, width))
 
     @classmethod
     def load_static(cls, source: ModelSource) -> StaticParts:
@@ -93,15 +116,41 @@ class LlavaOnevision(Backbone):
         row: Tensor = self.model.image_newline.detach()
         return row
 
-    def encode_chunk(self, frames: Tensor) -> VisualTokens:
+    def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
         """[t,384,384,3] uint8 -> [t,196,D]."""
         pixels = self.preprocessor.normalise(frames, self.device, self.dtype)
         vision = self.model.config.vision_config
         tokens_per_frame = _tokens_per_frame(vision.image_size, vision.patch_size)
-        features = self.model.get_video_features(pixels[None], return_dict=True).pooler_output[0]
+        observers = {source: self._observer(source) for source in sorted(set(evidence.values()))}
+        with ExitStack() as hooks:
+            for observer in observers.values():
+                hooks.enter_context(seeing(observer.module, observer))
+            features = self.model.get_video_features(pixels[None], return_dict=True).pooler_output[0]
         # Some versions of transformers append the newline here and some later: counting rows leaves it out of both.
         tokens = features[: len(pixels) * tokens_per_frame]
-        return VisualTokens(tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size))
+        seen = {name: observers[source].seen()[name] for name, source in evidence.items()}
+        return VisualTokens(
+            tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size),
+            {name: value if name == "frame_feature" else self._pooled(value) for name, value in seen.items()},
+        )
+
+    def _observer(self, source: str) -> LastLayer | Probe:
+        if source == LAST_LAYER:
+            return LastLayer(self._last_attention())
+        assert source == POOLING_HEAD and self.pooling_head is not None
+        return Probe(self.model.multi_modal_projector, self.pooling_head)
+
+    def _last_attention(self) -> Any:
+        """The attention of the last layer that the tokens come from."""
+        tower = getattr(self.model.vision_tower, "vision_model", self.model.vision_tower)
+        # Of the hidden states 0 is the input of the first layer.
+        states = range(len(tower.encoder.layers) + 1)
+        return tower.encoder.layers[states[self.model.config.vision_feature_layer] - 1].self_attn
+
+    def _pooled(self, values_TSE: Tensor) -> Tensor:
+        """Values of all 27 x 27 patches, [T,S] or [T,S,E], pooled as the tokens are."""
+        pooled: Tensor = self.model.apply_pooling(values_TSE.reshape(*values_TSE.shape[:2], -1))
+        return pooled.reshape(len(pooled), -1, *values_TSE.shape[2:])
 
     def model_extra(self, video: SampledVideo) -> dict[str, Any]:
         """Nothing but the grid: positions just count."""

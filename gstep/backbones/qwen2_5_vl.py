@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
 from gstep.backbones.base import SampledVideo
 from gstep.backbones.preprocess_qwen import DynamicSizePreprocessor, PerFramePreprocessor, with_pixel_bounds
 from gstep.backbones.qwen_vl import QwenVL
@@ -37,6 +40,13 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
         *("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast"),
         *("Qwen2_5_VLImageProcessor", "Qwen2_5_VLImageProcessorFast"),
     )
+
+    def _tower_order(self, rows: int, columns: int) -> Tensor:
+        """Windows row by row, and in each its tokens row by row; those at the edges are smaller."""
+        vision = self.model.config
+        window = vision.window_size // vision.patch_size // vision.spatial_merge_size
+        row_N1, column_1N = torch.arange(rows)[:, None] // window, torch.arange(columns)[None] // window
+        return torch.argsort((row_N1 * columns + column_1N).flatten(), stable=True)
 
     def _family_extra(self, video: SampledVideo) -> dict[str, Any]:
         """Temporal positions advance by second_per_grid_ts * tokens_per_second a patch; a float, never rounded.

@@ -10,16 +10,19 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from gstep.backbones.attention import heads, merged_attention, rotated, seeing
 from gstep.backbones.base import Backbone, SampledVideo, StaticParts, load_weights
 from gstep.backbones.checkpoint import ModelSource
 from gstep.backbones.preprocess_qwen import DynamicSizePreprocessor
 from gstep.errors import ModelError
+from gstep.evidence import MERGED_QUERIES
 from gstep.types import VisualTokens
 
 # Vision patches in one pass of the tower, which bounds its memory whatever the size of the frames: 12 temporal patches
@@ -30,6 +33,8 @@ PATCHES_AT_ONCE = 2**17
 class QwenVL(Backbone):
     """Tokens of 2 x 2 patches, two frames deep."""
 
+    variant = "qwen"
+    gives: ClassVar[frozenset[tuple[str, str]]] = frozenset({("token_attention", MERGED_QUERIES)})
     preprocessor: DynamicSizePreprocessor
     default_max_frames: ClassVar[int] = 768
     preprocessor_class: ClassVar[type[DynamicSizePreprocessor]]
@@ -117,15 +122,25 @@ class QwenVL(Backbone):
         frames, H, W = self.preprocessor.frames_per_patch, *self.preprocessor.grid_thw(1, height, width)[1:]
         return frames * max(1, min(self.frame_batch // frames, PATCHES_AT_ONCE // (H * W)))
 
-    def encode_chunk(self, frames: Tensor) -> VisualTokens:
+    def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
         """[t,h,w,3] uint8 -> tokens [T,N,D] in spatial order, and as many deepstack levels as the family has."""
         grid = self.preprocessor.grid_thw(*frames.shape[:3])
         patches = self.preprocessor.patches(frames, self.device, self.dtype)
-        output = self.model(patches, grid_thw=torch.tensor([grid], device=self.device), return_dict=True)
+        merge = self.preprocessor.merge_size
+        last = MergedQueries(self.model.blocks[-1].attn, grid[0], merge**2) if evidence else None
+        with nullcontext() if last is None else seeing(last.layer, last):
+            output = self.model(patches, grid_thw=torch.tensor([grid], device=self.device), return_dict=True)
         # Not last_hidden_state: before the merger, and on Qwen2.5-VL in the order of windows.
         levels = getattr(output, "deepstack_features", None) or ()
         tokens, *deepstack = (level.reshape(grid[0], -1, self.hidden_size) for level in (output.pooler_output, *levels))
-        return VisualTokens(tokens, deepstack=tuple(deepstack))
+        if last is None:
+            return VisualTokens(tokens, deepstack=tuple(deepstack))
+        spatial = torch.argsort(self._tower_order(grid[1] // merge, grid[2] // merge)).to(self.device)
+        return VisualTokens(tokens, {"token_attention": last.attention()[:, spatial]}, tuple(deepstack))
+
+    def _tower_order(self, rows: int, columns: int) -> Tensor:
+        """[N] int64: the places in a frame, row by row, of its tokens in the order in which the tower works on them."""
+        return torch.arange(rows * columns)
 
     def model_extra(self, video: SampledVideo) -> dict[str, Any]:
         """The grid in patches, as the stock processors give it, what merges patches to tokens, and the family's own."""
@@ -209,3 +224,30 @@ def _rebuild_frequencies(tower: nn.Module, device: str) -> None:
                 setattr(module, name, (1.0 / (rope.get("rope_theta", 10000.0) ** steps)).to(device))
     left = [name for name, tensor in (*tower.named_buffers(), *tower.named_parameters()) if tensor.is_meta]
     assert not left, f"no values for {left}"
+
+
+class MergedQueries:
+    """Sees what goes into the attention of a tower's block; works out what [T,N] tokens are attended to.
+
+    N in the tower's own order of tokens; whatever that is, it keeps the ``merged`` patches of a token side by side.
+    """
+
+    def __init__(self, layer: Any, n_frames: int, merged: int) -> None:
+        self.layer = layer
+        self._n_frames = n_frames
+        self._merged = merged
+        self._attention: list[Tensor] = []
+
+    def __call__(self, hidden_MC: Tensor, kwargs: Mapping[str, Any]) -> None:
+        qkv, n_heads, width = self.layer.qkv, self.layer.num_heads, hidden_MC.shape[1]
+        parts = (hidden_MC, *kwargs["position_embeddings"])
+        for hidden_SC, cos_SE, sin_SE in zip(*(part.chunk(self._n_frames) for part in parts), strict=True):
+            query_HSE, key_HSE = (
+                rotated(heads(hidden_SC, weight, bias, n_heads), cos_SE, sin_SE)
+                for weight, bias in zip(qkv.weight.split(width)[:2], qkv.bias.split(width)[:2], strict=True)
+            )
+            self._attention.append(merged_attention(query_HSE, key_HSE, self._merged))
+
+    def attention(self) -> Tensor:
+        """[T,N] of all temporal patches."""
+        return torch.stack(self._attention)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from safetensors.numpy import save_file
 
-from gstep.backbones import tiny_llava_onevision, tiny_qwen2_5_vl, tiny_qwen3_vl, tiny_tokenizer
+from gstep.backbones import tiny_llava_onevision, tiny_qwen2_5_vl, tiny_qwen3_vl, tiny_siglip, tiny_tokenizer
 from gstep.backbones.tiny_parts import TinyModel, Weights
 from gstep.errors import ModelError
 
@@ -27,6 +27,9 @@ TINY: Mapping[str, TinyModel] = {
     "tiny-qwen2-5-vl": tiny_qwen2_5_vl.MODEL,
     "tiny-qwen3-vl": tiny_qwen3_vl.MODEL,
 }
+#: Not models of videos by themselves: a checkpoint to take single tensors from.
+PARTS: Mapping[str, TinyModel] = {"tiny-siglip": tiny_siglip.MODEL}
+_ALL = {**TINY, **PARTS}
 
 
 def build(name: str) -> Path:
@@ -57,17 +60,18 @@ def build(name: str) -> Path:
 
 def write(name: str, folder: Path) -> None:
     """Write a tiny model's files into an existing folder."""
-    model = TINY[name]
+    model = _ALL[name]
     save_file(_weights(name), folder / "model.safetensors", metadata={"format": "pt"})
     for filename, content in {"config.json": model.config, **model.processor_files}.items():
         (folder / filename).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    tiny_tokenizer.write(folder, model.tokenizer)
+    if model.tokenizer is not None:
+        tiny_tokenizer.write(folder, model.tokenizer)
 
 
 @cache
 def identity(name: str) -> str:
     """ "<name>:<version>-<hash>"; the hash covers the config and every weight, so nodes that differ are found out."""
-    digest = hashlib.sha256(json.dumps(TINY[name].config, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(_ALL[name].config, sort_keys=True).encode())
     for key, array in sorted(_weights(name).items()):
         digest.update(f"\n{key} {array.shape}\n".encode())
         digest.update(array.tobytes())
@@ -75,7 +79,7 @@ def identity(name: str) -> str:
 
 
 def _weights(name: str) -> Weights:
-    return TINY[name].weights(TINY[name].config)
+    return _ALL[name].weights(_ALL[name].config)
 
 
 def _cache_root() -> Path:

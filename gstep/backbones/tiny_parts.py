@@ -23,11 +23,11 @@ Weights = dict[str, Array]
 
 @dataclass(frozen=True)
 class TinyModel:
-    """How to build one: everything in its folder."""
+    """How to build one: everything in its folder; one that reads no text has no tokenizer."""
 
     config: Mapping[str, Any]
     weights: Callable[[Mapping[str, Any]], Weights]
-    tokenizer: TinyTokenizer
+    tokenizer: TinyTokenizer | None
     processor_files: Mapping[str, Mapping[str, Any]]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any, Self
 
 import torch
@@ -14,9 +15,11 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from gstep.backbones import ModelSource, Runtime
 from gstep.language.batch import Batch, encoder_outputs
 from gstep.language.decoding import FirstToken, RowLimits, SeededSampling
+from gstep.language.inside import PruneInside, visual_places
 from gstep.language.prompt import tokenizer_of
 from gstep.language.types import Answer, Decoding, Prompt, Score
 from gstep.language.weights import load_llm
+from gstep.pruners.fastv import FastV
 
 # Tokens of a prompt's keys and values, copied for each of its choices, that are held at once.
 COPIED_TOKENS = 2**16
@@ -41,6 +44,13 @@ class LanguageModel:
         return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
 
     @torch.inference_mode()
+    def embedding(self, text: str) -> Tensor:
+        """[1,D] float32 on the CPU: the mean input embedding of a text's tokens. Raises ValueError for an empty one."""
+        ids = torch.tensor(self._continuation(text), device=self.device)
+        mean: Tensor = self.model.get_input_embeddings()(ids).float().mean(0, keepdim=True).cpu()
+        return mean
+
+    @torch.inference_mode()
     def logits(self, prompts: Sequence[Prompt]) -> list[Tensor]:
         """The logits at every token of each prompt, [L,V] in the compute dtype."""
         batch = Batch.of(prompts)
@@ -49,14 +59,25 @@ class LanguageModel:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], share_prefix: bool = True
+        self,
+        prompts: Sequence[Prompt],
+        decodings: Sequence[Decoding],
+        share_prefix: bool = True,
+        inside: tuple[FastV, float] | None = None,
     ) -> list[Answer]:
         """Answer a batch of prompts, which may differ in length and in their options.
 
         Args:
             share_prefix: prompts on the same videos (the same Visual objects) go through the model together up to
                 there, once for all of them.
+            inside: a method that prunes inside the model, and the share of visual tokens that it keeps. What it keeps
+                depends on the question, so nothing is shared then.
+
+        Raises ValueError where the model cannot be pruned at that layer.
         """
+        if inside is not None:
+            with self._prune_inside(prompts, *inside).hooked(self.model):
+                return self.generate(prompts, decodings, share_prefix=False)
         started = time.perf_counter()
         batch, cache = self._prefilled(prompts) if share_prefix else (Batch.of(prompts), None)
         clock = FirstToken()
@@ -83,31 +104,47 @@ class LanguageModel:
 
     @torch.inference_mode()
     def score(
-        self, prompts: Sequence[Prompt], continuations: Sequence[Sequence[str]], share_prefix: bool = True
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Sequence[str]],
+        share_prefix: bool = True,
+        inside: tuple[FastV, float] | None = None,
     ) -> list[list[Score]]:
-        """How likely each continuation of each prompt is; ``share_prefix`` as for :meth:`generate`.
+        """How likely each continuation of each prompt is; ``share_prefix`` and ``inside`` as for :meth:`generate`.
 
         Raises ValueError for a continuation without a token.
         """
         ids = [[self._continuation(text) for text in texts] for texts in continuations]
-        batch, cache = self._prefilled(prompts) if share_prefix else (Batch.of(prompts), None)
-        new = prompts if cache is None else ()
-        output = self._forward(batch, prompts=new, past=cache, use_cache=True, logits_to_keep=1)
-        first = torch.log_softmax(output.logits[:, -1].float(), dim=-1)
-        return [
-            self._scores(batch.rows([row]), output.past_key_values, row, first[row], texts)
-            for row, texts in enumerate(ids)
-        ]
+        with ExitStack() as stack:
+            active = None
+            if inside is not None:
+                active = stack.enter_context(self._prune_inside(prompts, *inside).hooked(self.model))
+            batch, cache = self._prefilled(prompts) if share_prefix and not active else (Batch.of(prompts), None)
+            new = prompts if cache is None else ()
+            output = self._forward(batch, prompts=new, past=cache, use_cache=True, logits_to_keep=1)
+            first = torch.log_softmax(output.logits[:, -1].float(), dim=-1)
+            return [
+                self._scores(batch.rows([row]), output.past_key_values, row, first[row], texts, active)
+                for row, texts in enumerate(ids)
+            ]
 
     def _scores(
-        self, prompt: Batch, cache: DynamicCache, row: int, first: Tensor, continuations: list[list[int]]
+        self,
+        prompt: Batch,
+        cache: DynamicCache,
+        row: int,
+        first: Tensor,
+        continuations: list[list[int]],
+        inside: PruneInside | None,
     ) -> list[Score]:
         """Of one prompt, whose keys and values are row ``row`` of ``cache``."""
         logprobs = [float(first[ids[0]]) for ids in continuations]
         longer = [i for i, ids in enumerate(continuations) if len(ids) > 1]
         at_once = max(1, COPIED_TOKENS // prompt.input_ids.shape[1])
         for part in (longer[start : start + at_once] for start in range(0, len(longer), at_once)):
-            for i, value in zip(part, self._rest(prompt, cache, row, [continuations[i] for i in part]), strict=True):
+            with inside.of([row] * len(part)) if inside else nullcontext():
+                rest = self._rest(prompt, cache, row, [continuations[i] for i in part])
+            for i, value in zip(part, rest, strict=True):
                 logprobs[i] += value
         return [Score(value, len(ids)) for value, ids in zip(logprobs, continuations, strict=True)]
 
@@ -129,8 +166,18 @@ class LanguageModel:
     def _continuation(self, text: str) -> list[int]:
         ids = list(self.tokenizer(text, add_special_tokens=False).input_ids)
         if not ids:
-            raise ValueError("a choice needs at least one character")
+            raise ValueError("a text to be scored needs at least one character")
         return ids
+
+    def _prune_inside(self, prompts: Sequence[Prompt], method: FastV, retention_ratio: float) -> PruneInside:
+        batch = Batch.of(prompts)
+        video = int(self.model.config.video_token_id)
+        prunable = torch.zeros_like(batch.mask, dtype=torch.bool)
+        for row, prompt in enumerate(prompts):
+            kept = [len(visual.index) for visual in prompt.visuals]
+            newline = any(visual.newline is not None for visual in prompt.visuals)
+            prunable[row, batch.mask.shape[1] - len(prompt) :] = visual_places(prompt.input_ids, video, kept, newline)
+        return PruneInside(method, retention_ratio, prunable, batch.mask.bool())
 
     def _prefilled(self, prompts: Sequence[Prompt]) -> tuple[Batch, DynamicCache | None]:
         """The prompts, and the keys and values of what they share, where there is anything to save."""

@@ -17,6 +17,11 @@ PRUNERS = LazyTable(
         "topk": "gstep.pruners.topk:TopK",
         "fps": "gstep.pruners.fps:FPS",
         "gstep": "gstep.pruners.gstep:GSTEP",
+        "vidcom2": "gstep.pruners.vidcom2:VidCom2",
+        "fastvid": "gstep.pruners.fastvid:FastVID",
+        "visionzip": "gstep.pruners.visionzip:VisionZip",
+        "cdpruner": "gstep.pruners.cdpruner:CDPruner",
+        "fastv": "gstep.pruners.fastv:FastV",
     },
 )
 

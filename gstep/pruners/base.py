@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from gstep.density import work_dtype
 from gstep.errors import MissingEvidence
-from gstep.pruners.checks import check_integer, check_tokens
+from gstep.pruners.checks import check_evidence, check_integer, check_tokens
 from gstep.types import PrunedTokens, VisualTokens, budget_for
 
 
@@ -19,10 +22,12 @@ class Selection:
     """What a method chose from the M = T*N tokens of a video.
 
     Attributes:
-        index: [B] int64 flat indices; in order of selection for a nested method, in any order for another one.
+        index: [B] int64 flat indices; in order of selection for a nested method, in the order of its own prompt for one
+            that reorders, in any order for another one.
         density: [M] rho of every token (Eq. 8), or None.
         temporal_density: [T] (Eq. 7), or None.
-        tokens: [B,D] in the order of ``index``, from a method that changes tokens; None means the input's own rows.
+        tokens: [B,D] in the order of ``index``, of any float dtype, from a method that changes tokens; None means the
+            input's own rows.
         merged: [B] bool in the order of ``index``, from a method that merges; else None.
     """
 
@@ -43,7 +48,13 @@ class Pruner(ABC):
         merges: whether some of its tokens are mixtures of input tokens.
         cacheable: whether a selection depends on the video alone, so that it may be stored.
         seeded: whether a selection depends on the seed.
-        needs: the names of the evidence that it cannot do without.
+        exact: whether it keeps B tokens always; one that does not comes near by a rule of its own, see its docstring.
+        reorders: whether its own prompt has the tokens in another order than ascending index.
+        needs: the names of the evidence that it cannot do without, with its default parameters. Ask an instance where
+            there is one: other parameters may need other evidence.
+        optional: the names of the evidence that it takes where it is given.
+        sources: of the evidence that a vision encoder gives, by name, from where in the encoder (gstep.evidence). As
+            with ``needs``, ask an instance.
     """
 
     name: ClassVar[str]
@@ -51,11 +62,28 @@ class Pruner(ABC):
     merges: ClassVar[bool] = False
     cacheable: ClassVar[bool] = True
     seeded: ClassVar[bool] = False
+    exact: ClassVar[bool] = True
+    reorders: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset()
+    optional: ClassVar[frozenset[str]] = frozenset()
+    sources: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     @abstractmethod
-    def select(self, visual: VisualTokens, budget: int, seed: int) -> Selection:
-        """Choose ``budget`` (1 to M) of the tokens [T,N,D]; called without gradients and outside autocast."""
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        """Choose from the tokens [T,N,D]; called without gradients and outside autocast, with checked arguments.
+
+        Args:
+            visual: the tokens as they came, and the evidence that was asked for, on the tokens' device, in float32
+                (float64 where it was float64).
+            budget: B, in [1, M].
+            ratio: the share asked for, or budget / M where a budget was: for methods that count frame by frame.
+            seed: for methods that draw.
+        """
+
+    def _set(self, **values: Any) -> None:
+        """Store checked values in their canonical type, so that 1 and 1.0 are the same parameter."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     def params(self) -> dict[str, Any]:
         """The hyper-parameters by name, ready for JSON."""
@@ -82,7 +110,8 @@ class Pruner(ABC):
         """Prune one video's tokens [T,N,D]; the kept ones [B,D] come in ascending flat index, on the same device.
 
         Raises:
-            ValueError: tokens that are not finite [T,N,D] floats, a ratio outside (0, 1], a budget outside [1, T*N].
+            ValueError: tokens that are not finite [T,N,D] floats, a ratio outside (0, 1], a budget outside [1, T*N],
+                evidence that is not finite floats of the shape that fits the tokens.
             MissingEvidence: evidence that the method needs is not in ``visual.evidence``.
         """
         check_tokens(visual.tokens)
@@ -91,23 +120,30 @@ class Pruner(ABC):
         seed = check_integer("seed", seed, 0)
         if missing := sorted(self.needs - visual.evidence.keys()):
             raise MissingEvidence(f"method {self.name!r} needs evidence that was not given: {', '.join(missing)}")
+        taken = {name: visual.evidence[name] for name in sorted(self.needs | self.optional) if name in visual.evidence}
+        check_evidence(taken, n_frames, per_frame)
         with torch.no_grad(), torch.autocast(visual.tokens.device.type, enabled=False):
-            return self._pack(visual.tokens, self.select(visual, kept, seed), ratio)
+            evidence = {name: value.to(visual.tokens.device, work_dtype(value)) for name, value in taken.items()}
+            selection = self.select(replace(visual, evidence=evidence), kept, ratio, seed)
+            return self._pack(visual.tokens, selection, ratio)
 
     def _pack(self, tokens_TND: Tensor, selection: Selection, ratio: float) -> PrunedTokens:
         """Sort a selection by index; the sort's permutation is the rank of each kept token."""
-        index_B, rank_B = torch.sort(selection.index)
+        index_B, rank_B = torch.sort(selection.index, stable=True)
         n_frames, per_frame, hidden = tokens_TND.shape
         if selection.tokens is None:
             tokens_BD = tokens_TND.reshape(-1, hidden).index_select(0, index_B)
         else:
-            tokens_BD = selection.tokens.index_select(0, rank_B)
+            # A sum may lie beyond what 16 bits hold: it ends at their largest number, not at infinity.
+            largest = torch.finfo(tokens_TND.dtype).max
+            tokens_BD = selection.tokens.index_select(0, rank_B).clamp(-largest, largest).to(tokens_TND.dtype)
         density_M, temporal_T = selection.density, selection.temporal_density
         return PrunedTokens(
             tokens=tokens_BD,
             index=index_B,
             rank=rank_B if self.nested else None,
             merged=None if selection.merged is None else selection.merged.index_select(0, rank_B),
+            order=torch.argsort(rank_B) if self.reorders else None,
             n_total=n_frames * per_frame,
             retention_ratio=ratio,
             density=None if density_M is None else density_M.index_select(0, index_B).float(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -11,6 +11,17 @@ import torch
 from torch import Tensor
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+#: Evidence that encoders and language models give, by name, and its axes; equal names are equal lengths.
+EVIDENCE_SHAPES = {
+    "frame_feature": ("T", "Dv"),
+    "token_attention": ("T", "N"),
+    "token_key": ("T", "N", "Dk"),
+    "image_embedding": ("T", "N", "De"),
+    "text_embedding": ("Q", "De"),
+    "llm_attention": ("T*N",),
+    "noise": ("T*N",),
+}
 
 
 def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[float], bool]) -> float:
@@ -55,3 +66,24 @@ def check_tokens(tokens: Any) -> None:
             f"tokens hold {int(bad_TN.sum())} non-finite values (NaN or infinity), the first at frame {frame}, "
             f"token {token}: find out why the encoder made them"
         )
+
+
+def check_evidence(evidence: Mapping[str, Any], n_frames: int, per_frame: int) -> None:
+    """Refuses evidence that is not finite floats, or whose shape does not fit T frames of N tokens or each other."""
+    lengths = {"T": n_frames, "N": per_frame, "T*N": n_frames * per_frame}
+    for name, value in evidence.items():
+        if not isinstance(value, Tensor) or value.dtype not in _DTYPES:
+            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"evidence {name!r} must be a tensor of floats; got {got}")
+        if name in EVIDENCE_SHAPES:
+            axes = EVIDENCE_SHAPES[name]
+            found = dict(zip(axes, value.shape, strict=False))
+            if len(axes) != value.ndim or value.numel() == 0 or {**found, **lengths} != {**lengths, **found}:
+                wanted = ", ".join(str(lengths.get(axis, axis)) for axis in axes)
+                raise ValueError(
+                    f"evidence {name!r} must be [{','.join(axes)}] = [{wanted}] for these tokens; "
+                    f"got shape {list(value.shape)}"
+                )
+            lengths |= found
+        if not torch.isfinite(value).all():
+            raise ValueError(f"evidence {name!r} holds non-finite values (NaN or infinity): find out where they arose")

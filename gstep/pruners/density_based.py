@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -45,11 +45,6 @@ class DensityPruner(Pruner):
         radius = self.radius if self.radius is None else check_integer("radius", self.radius, 0, _MAX_RADIUS)
         eps = check_number("eps", self.eps, "above 0", lambda eps: eps > 0)
         self._set(sigma=sigma, radius=radius, eps=eps)
-
-    def _set(self, **values: Any) -> None:
-        """Store checked values in their canonical type, so that 1 and 1.0 are the same parameter."""
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
 
     def density(self, tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
         """rho of every token, [M] float64, and the temporal density, [T] float64 (Eqs. 2-8)."""

@@ -33,7 +33,7 @@ class FPS(DensityPruner):
         check_choice("start", self.start, STARTS)
         self._set(beta=check_number("beta", self.beta, "above 0", lambda beta: beta > 0))
 
-    def select(self, visual: VisualTokens, budget: int, seed: int) -> Selection:
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         tokens_TND = working_copy(visual.tokens)
         rho_M, temporal_T = self.density(tokens_TND)
         order_B = density_guided_fps(

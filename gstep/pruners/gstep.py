@@ -32,7 +32,7 @@ class GSTEP(DensityPruner):
         alpha = check_number("alpha", self.alpha, "in [0, 1]", lambda alpha: 0 <= alpha <= 1)
         self._set(alpha=alpha, beta=check_number("beta", self.beta, "above 0", lambda beta: beta > 0))
 
-    def select(self, visual: VisualTokens, budget: int, seed: int) -> Selection:
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         tokens_TND = working_copy(visual.tokens)
         rho_M, temporal_T = self.density(tokens_TND)
         order_B = density_guided_fps(tokens_TND.flatten(0, 1), rho_M, budget, alpha=self.alpha, beta=self.beta)

@@ -30,5 +30,5 @@ class KeepAll(Pruner):
             raise ValueError(f"method 'none' keeps all {n_total} tokens; got budget {budget}")
         return super().resolve_budget(n_total, retention_ratio, budget)
 
-    def select(self, visual: VisualTokens, budget: int, seed: int) -> Selection:
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         return Selection(index=torch.arange(budget, device=visual.tokens.device))

@@ -20,7 +20,7 @@ class Random(Pruner):
     nested: ClassVar[bool] = True
     seeded: ClassVar[bool] = True
 
-    def select(self, visual: VisualTokens, budget: int, seed: int) -> Selection:
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         n_frames, per_frame, _ = visual.tokens.shape
         order_B = np.random.default_rng(seed).permutation(n_frames * per_frame)[:budget]
         return Selection(index=torch.from_numpy(order_B).to(visual.tokens.device, torch.int64))

@@ -17,6 +17,6 @@ class TopK(DensityPruner):
 
     name: ClassVar[str] = "topk"
 
-    def select(self, visual: VisualTokens, budget: int, seed: int) -> Selection:
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         rho_M, temporal_T = self.density(visual.tokens)
         return Selection(densest_first(rho_M, budget), rho_M, temporal_T)

@@ -18,7 +18,7 @@ class Uniform(Pruner):
     name: ClassVar[str] = "uniform"
     nested: ClassVar[bool] = False
 
-    def select(self, visual: VisualTokens, budget: int, seed: int) -> Selection:
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         n_frames, per_frame, _ = visual.tokens.shape
         stratum_B = torch.arange(budget, device=visual.tokens.device)
         return Selection(index=(2 * stratum_B + 1) * (n_frames * per_frame) // (2 * budget))

@@ -1,11 +1,11 @@
-"""The public contract: gstep.prune over every method of the table, validation, and the nested selections."""
+"""gstep.prune: the controls, parameters and what is refused; what every method promises is in test_contract."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,174 +16,9 @@ from hypothesis import strategies as st
 
 import gstep
 from gstep.pruners.base import Pruner, Selection
+from tests.gstep.synthetic import FLOATS, video
 
-METHODS = [name for name in gstep.PRUNERS if not gstep.PRUNERS[name].needs]
-NESTED = [name for name in METHODS if gstep.PRUNERS[name].nested]
-FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 RATIOS = [0.1, 0.15, 0.2, 0.25, 0.5, 1.0]
-
-
-def video(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(seed).normal(0.3, 1.0, shape)).float()
-
-
-def edge_videos() -> dict[str, torch.Tensor]:
-    constant_frame, zero_token = video(4, 9, 8), video(4, 9, 8)
-    constant_frame[1] = constant_frame[1, :1]
-    zero_token[2, 3] = 0
-    return {
-        "plain": video(6, 9, 16),
-        "one frame": video(1, 16, 8),
-        "one token a frame": video(12, 1, 8),
-        "one token": video(1, 1, 8),
-        "one channel": video(4, 9, 1),
-        "equal tokens": video(1, 1, 8).expand(4, 9, 8),
-        "static": video(1, 9, 8).expand(5, 9, 8),
-        "constant frame": constant_frame,
-        "zero token": zero_token,
-        "zero": torch.zeros(4, 9, 8),
-        "huge": video(4, 9, 8) * 1e30,
-        "tiny": video(4, 9, 8) * 1e-30,
-    }
-
-
-EDGES = edge_videos()
-
-
-def assert_same(ours: gstep.PrunedTokens, expected: gstep.PrunedTokens) -> None:
-    for name in ("tokens", "index", "rank", "merged", "density", "temporal_density"):
-        got, wanted = getattr(ours, name), getattr(expected, name)
-        assert (got is None) == (wanted is None), name
-        assert got is None or torch.equal(got, wanted), name
-    assert (ours.n_total, ours.retention_ratio) == (expected.n_total, expected.retention_ratio)
-
-
-def assert_contract(pruned: gstep.PrunedTokens, tokens: torch.Tensor, method: str, budget: int) -> None:
-    pruner = gstep.PRUNERS[method]
-    n_total = tokens.shape[0] * tokens.shape[1]
-    assert pruned.n_total == n_total
-    assert pruned.index.dtype == torch.int64
-    assert pruned.index.shape == (budget,)
-    assert (pruned.index.diff() > 0).all()
-    assert pruned.index[0] >= 0
-    assert pruned.index[-1] < n_total
-    assert pruned.tokens.dtype == tokens.dtype
-    assert pruned.tokens.device == pruned.index.device == tokens.device
-    assert (pruned.merged is None) or pruner.merges
-    if not pruner.merges:
-        assert torch.equal(pruned.tokens, tokens.flatten(0, 1)[pruned.index])
-    assert (pruned.rank is not None) == pruned.nested == pruner.nested
-    if pruned.rank is not None:
-        assert pruned.rank.dtype == torch.int64
-        assert sorted(pruned.rank.tolist()) == list(range(budget))
-    if pruned.density is not None:
-        assert pruned.density.dtype == torch.float32
-        assert pruned.density.shape == (budget,)
-        assert (torch.isfinite(pruned.density) & (pruned.density >= 0)).all()
-    if pruned.temporal_density is not None:
-        assert pruned.temporal_density.dtype == torch.float32
-        assert pruned.temporal_density.shape == tokens.shape[:1]
-        assert torch.isfinite(pruned.temporal_density).all()
-
-
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("edge", EDGES)
-@pytest.mark.parametrize("method", METHODS)
-def test_contract(method: str, edge: str, dtype: torch.dtype) -> None:
-    tokens = EDGES[edge].to(dtype)
-    if not torch.isfinite(tokens).all():
-        tokens = tokens.nan_to_num()
-    n_total = tokens.shape[0] * tokens.shape[1]
-    before = tokens.clone()
-    for budget in {n_total} if method == "none" else {1, max(1, n_total // 2), n_total}:
-        pruned = gstep.prune(tokens, method=method, budget=budget)
-        assert_contract(pruned, tokens, method, budget)
-        assert pruned.retention_ratio == budget / n_total
-        assert_same(gstep.prune(tokens, method=method, budget=budget), pruned)
-    assert torch.equal(tokens, before)
-
-
-@pytest.mark.parametrize("ratio", [0.001, *RATIOS])
-@pytest.mark.parametrize("method", METHODS)
-def test_ratio(method: str, ratio: float) -> None:
-    tokens = video(5, 13, 8)
-    kept = 1.0 if method == "none" else ratio
-    pruned = gstep.prune(tokens, ratio, method)
-    assert_contract(pruned, tokens, method, max(1, int(kept * 65 + 1e-9)))
-    assert pruned.retention_ratio == kept
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_reused_pruner_gives_what_prune_gives(method: str) -> None:
-    pruner = gstep.make_pruner(method)
-    for seed in range(3):
-        tokens = video(5, 13, 8, seed=seed)
-        ours = pruner.prune(gstep.VisualTokens(tokens), 0.2, seed=seed)
-        assert_same(ours, gstep.prune(tokens, 0.2, method, seed=seed))
-
-
-@pytest.mark.parametrize(("method", "params"), [*((name, {}) for name in METHODS), ("fps", {"start": "isolated"})])
-def test_gradients_strides_and_autocast_do_not_matter(method: str, params: dict[str, Any]) -> None:
-    tokens = video(5, 13, 8, seed=1)
-    expected = gstep.prune(tokens, method=method, **params)
-    grown = tokens.clone().requires_grad_()
-    strided = torch.stack([tokens.transpose(0, 2), torch.zeros(8, 13, 5)], dim=-1)[..., 0].transpose(0, 2)
-    assert not strided.is_contiguous()
-    with torch.autocast("cpu", torch.bfloat16):
-        for same in (grown, strided, tokens):
-            pruned = gstep.prune(same, method=method, **params)
-            assert not pruned.tokens.requires_grad
-            assert_same(pruned, expected)
-    with torch.inference_mode():
-        assert_same(gstep.prune(tokens.clone(), method=method, **params), expected)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_default_dtype_does_not_matter(method: str) -> None:
-    tokens = video(5, 13, 8)
-    expected = gstep.prune(tokens, method=method)
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert_same(gstep.prune(tokens, method=method), expected)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("method", METHODS)
-def test_contract_on_cuda(method: str, dtype: torch.dtype) -> None:
-    tokens = video(6, 40, 64).to(dtype)
-    budget = 240 if method == "none" else 60
-    pruned = gstep.prune(tokens.cuda(), method=method, budget=budget)
-    assert_contract(pruned, tokens.cuda(), method, budget)
-    assert torch.equal(pruned.index.cpu(), gstep.prune(tokens, method=method, budget=budget).index)
-
-
-@pytest.mark.parametrize("edge", EDGES)
-@pytest.mark.parametrize("method", NESTED)
-def test_at_is_pruning_at_that_ratio(method: str, edge: str) -> None:
-    tokens = EDGES[edge]
-    for larger in (0.25, 1.0):
-        pruned = gstep.prune(tokens, larger, method)
-        for ratio in RATIOS:
-            if ratio <= larger:
-                assert_same(pruned.at(ratio), gstep.prune(tokens, ratio, method))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_at_of_the_own_ratio_and_of_impossible_ones(method: str) -> None:
-    pruned = gstep.prune(video(5, 13, 8), 0.5, method)
-    assert_same(pruned.at(pruned.retention_ratio), pruned)
-    for bad in (0, -0.1, 1.1, float("nan"), "0.1", True):
-        with pytest.raises(ValueError, match="retention_ratio"):
-            pruned.at(bad)  # type: ignore[arg-type]
-    if method != "none":
-        with pytest.raises(ValueError, match=r"larger than the 0\.5"):
-            pruned.at(0.6)
-    if method not in NESTED:
-        with pytest.raises(ValueError, match="no order of selection"):
-            pruned.at(0.25)
 
 
 def test_random_is_the_start_of_one_permutation() -> None:
@@ -231,27 +66,6 @@ def test_parameters_reach_the_method() -> None:
         assert not same or gstep.prune(tokens, **params).index.tolist() != default, params
 
 
-BAD_TOKENS: list[tuple[Any, str]] = [
-    (None, "NoneType"),
-    (np.zeros((2, 3, 4)), "ndarray"),
-    (torch.zeros(3, 4), r"shape \[3, 4\]"),
-    (torch.zeros(1, 2, 3, 4), r"shape \[1, 2, 3, 4\]"),
-    (torch.zeros(0, 3, 4), r"shape \[0, 3, 4\]"),
-    (torch.zeros(2, 0, 4), r"shape \[2, 0, 4\]"),
-    (torch.zeros(2, 3, 0), r"shape \[2, 3, 0\]"),
-    (torch.zeros(2, 3, 4, dtype=torch.int32), "torch.int32"),
-    (torch.zeros(2, 3, 4, dtype=torch.bool), "torch.bool"),
-    (torch.zeros(2, 3, 4, dtype=torch.complex64), "torch.complex64"),
-]
-
-
-@pytest.mark.parametrize(("tokens", "got"), BAD_TOKENS)
-@pytest.mark.parametrize("method", METHODS)
-def test_bad_tokens(method: str, tokens: Any, got: str) -> None:
-    with pytest.raises(ValueError, match=got):
-        gstep.prune(tokens, method=method)
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_non_finite_tokens(value: float, dtype: torch.dtype) -> None:
@@ -259,20 +73,6 @@ def test_non_finite_tokens(value: float, dtype: torch.dtype) -> None:
     tokens[2, 3, 1] = tokens[2, 3, 4] = tokens[3, 0, 0] = value
     with pytest.raises(ValueError, match=r"3 non-finite .* frame 2, token 3"):
         gstep.prune(tokens)
-
-
-@pytest.mark.parametrize("ratio", [0, 0.0, -0.25, 1.01, 25, float("nan"), float("inf"), "0.25", None, True])
-@pytest.mark.parametrize("method", METHODS)
-def test_bad_ratio(method: str, ratio: Any) -> None:
-    with pytest.raises(ValueError, match="retention_ratio"):
-        gstep.prune(video(2, 3, 4), ratio, method)
-
-
-@pytest.mark.parametrize("budget", [0, -1, 7, 2.0, "2", True, float("nan")])
-@pytest.mark.parametrize("method", METHODS)
-def test_bad_budget(method: str, budget: Any) -> None:
-    with pytest.raises(ValueError, match=r"budget .*in \[1, 6\]"):
-        gstep.prune(video(2, 3, 4), method=method, budget=budget)
 
 
 def test_none_refuses_a_smaller_budget() -> None:
@@ -305,6 +105,13 @@ BAD_PARAMS = [
     *(("gstep", "boundary", value) for value in ["wrap", None, 0]),
     *(("gstep", "fusion", value) for value in ["both", None, True]),
     *(("fps", "start", value) for value in ["random", None, 0]),
+    *(("fastvid", name, value) for name in ("c", "p") for value in [*NUMBERS, 0, 1.5]),
+    *(("fastvid", name, value) for name in ("d", "beta") for value in [*NUMBERS, 1.01]),
+    *(("fastvid", "ignore", value) for value in [float("nan"), None, -1.01, 1.01]),
+    *(("fastvid", "tau", value) for value in [float("nan"), 1.01, "1", True]),
+    *(("fastvid", "variant", value) for value in ["llama", None, 0]),
+    *(("cdpruner", "mode", value) for value in ["frame", None, 0]),
+    *(("fastv", "K", value) for value in [*NUMBERS, 0, 2.0]),
 ]
 
 
@@ -333,7 +140,7 @@ class Needy(Pruner):
     merges: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"token_key", "noise"})
 
-    def select(self, visual: gstep.VisualTokens, budget: int, seed: int) -> Selection:
+    def select(self, visual: gstep.VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         index = torch.arange(budget).flip(0)
         return Selection(index, tokens=index[:, None].float().expand(-1, 4), merged=index > 0)
 
@@ -353,16 +160,6 @@ def test_merged_tokens_follow_their_index() -> None:
     assert pruned.merged is not None
     assert pruned.merged.tolist() == [False, True, True]
     assert pruned.rank is None
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_pruner_describes_itself(method: str) -> None:
-    pruner = gstep.make_pruner(method)
-    assert pruner.name == method
-    assert json.loads(json.dumps(pruner.params())) == pruner.params()
-    assert gstep.make_pruner(method, **pruner.params()) == pruner
-    with pytest.raises((FrozenInstanceError, AttributeError)):
-        pruner.alpha = 0.1  # type: ignore[attr-defined]
 
 
 def test_equal_parameters_have_one_description() -> None:

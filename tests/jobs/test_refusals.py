@@ -72,6 +72,48 @@ def test_limits_of_pixels_that_do_not_fit_the_model(refuse, videos, tmp_path):
     assert "--min-pixels must be at least 1" in refuse(prune, [str(videos), *out, "--min-pixels", "0"])
 
 
+@pytest.mark.parametrize("pruner", ["cdpruner", "fastv"])
+def test_a_pruner_that_selects_for_each_question(refuse, videos, tmp_path, pruner):
+    text = refuse(prune, [str(videos), "--out", str(tmp_path / "c"), "--pruner", pruner])
+    assert f"--pruner none, then python -m jobs.generate --pruner {pruner}" in text
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "why"),
+    [
+        (
+            "tiny-qwen2-5-vl",
+            ["visionzip"],
+            "qwen2_5_vl does not give token_attention, token_key from the encoder's last",
+        ),
+        (
+            "tiny-qwen3-vl",
+            ["visionzip"],
+            "models of type llava_onevision do, and none, random, uniform, topk, fps, gstep, vidcom2 need",
+        ),
+        (
+            "tiny-qwen3-vl",
+            ["fastvid", "--pruner-param", "variant=llava"],
+            "qwen3_vl does not give frame_feature, token_",
+        ),
+        ("tiny", ["fastvid", "--pruner-param", "variant=qwen"], "models of type qwen2_5_vl or qwen3_vl do"),
+        ("tiny", ["fastvid"], "name it with --siglip, for the published models google/siglip-so400m-patch14-384"),
+        ("tiny", ["fastvid", "--siglip", "nowhere/at/all"], "'nowhere/at/all' is no folder on this machine"),
+        (
+            "tiny",
+            ["gstep", "--siglip", "tiny"],
+            "--siglip is for methods that ask SigLIP's pooling head; this --pruner",
+        ),
+        ("tiny-qwen3-vl", ["fastvid", "--siglip", "tiny"], "this --pruner fastvid does not"),
+    ],
+)
+def test_a_pruner_that_needs_what_the_encoder_does_not_give(refuse, videos, tmp_path, model, options, why):
+    text = refuse(prune, [str(videos), "--out", str(tmp_path / "c"), "--model", model, "--pruner", *options])
+    assert why in text and "--pruner" in text
+    assert not (tmp_path / "c").exists()
+
+
 def test_unknown_model_type(refuse, videos, tmp_path):
     model = tmp_path / "model"
     model.mkdir()

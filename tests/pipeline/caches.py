@@ -10,13 +10,13 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-import gstep
 from pipeline.cache import HEADER
 from pipeline.errors import VideoFault
 from pipeline.rows import ENCODED, failed, one_row, pruned_arrays, pruned_columns, records
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.sink import commit, write_token_shard
 from pipeline.store import LocalStore, Store
+from tests.gstep import synthetic
 
 
 def random_tokens(seed: int, shape: tuple[int, int, int] = (4, 25, 16)) -> torch.Tensor:
@@ -46,7 +46,7 @@ def source_record(video_id: str, shape: tuple[int, int, int], **more: Any) -> di
 def encoded(
     video_id: str, tokens: torch.Tensor, ratio: float, method: str, deepstack: Sequence[torch.Tensor] = (), **more: Any
 ) -> pa.Table:
-    pruned = gstep.prune(tokens, ratio, method)
+    pruned = synthetic.prune(tokens, ratio, method)
     record = source_record(video_id, tuple(tokens.shape), **more)
     return one_row(ENCODED, {**record, **pruned_columns(pruned, record)}, pruned_arrays(pruned, deepstack))
 

@@ -17,6 +17,7 @@ from pipeline import CorruptShard, FailedVideo, NotACache, RatioNotCached, Token
 from pipeline.errors import VideoFault
 from pipeline.schema import tier_row_counts
 from pipeline.store import LocalStore
+from tests.gstep import synthetic
 from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
 
 ROOT = Path(__file__).parents[2]
@@ -124,6 +125,23 @@ def test_unordered_methods_serve_their_own_ratio_only(tmp_path):
     assert cache.get("v", order="selection").index.tolist() == cache.get("v").index.tolist()
     with pytest.raises(RatioNotCached, match="without an order"):
         cache.get("v", retention_ratio=0.10)
+
+
+@pytest.mark.parametrize("method", [m for m in gstep.PRUNERS if gstep.PRUNERS[m].cacheable])
+def test_every_method_that_can_be_cached_comes_back_bit_for_bit(tmp_path, method):
+    """Also where tokens are merged, or more or fewer than the budget: the row has both numbers."""
+    tokens, level = random_tokens(0, (9, 25, 16)), random_tokens(1, (9, 25, 16))
+    ratio = 1.0 if method == "none" else 0.25
+    store = write_header(tmp_path, ratio, hidden_size=16, deepstack_levels=1)
+    write_shard(store, "run", encoded("v", tokens, ratio, method, [level]))
+    video, pruned = TokenCache(tmp_path).get("v", ratio), synthetic.prune(tokens, ratio, method)
+    assert torch.equal(bits(video.tokens), bits(pruned.tokens))
+    assert torch.equal(bits(video.deepstack[0]), bits(level.flatten(0, 1)[pruned.index]))
+    for ours, expected in ((video.index, pruned.index), (video.rank, pruned.rank), (video.merged, pruned.merged)):
+        assert (ours is None) == (expected is None)
+        assert ours is None or torch.equal(ours, expected)
+    row = video.metadata
+    assert (row["n_tokens"], row["n_total"], row["retention_ratio"]) == (pruned.n_kept, 225, ratio)
 
 
 def test_what_cannot_be_served_is_said(tmp_path):

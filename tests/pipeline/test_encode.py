@@ -60,8 +60,8 @@ def test_failed_rows_pass_through_and_bad_ones_stay_alone(encoder):
 def test_tokens_that_are_not_finite_are_an_error_row(encoder, monkeypatch):
     encode = encoder._backbone.encode
 
-    def poisoned(frames):
-        visual = encode(frames)
+    def poisoned(frames, evidence):
+        visual = encode(frames, evidence)
         visual.tokens[1, 3, 0] = math.nan
         return visual
 
@@ -107,8 +107,8 @@ def test_levels_that_are_not_finite_are_an_error_row(monkeypatch):
     encoder = qwen3_encoder()
     encode = encoder._backbone.encode
 
-    def poisoned(frames):
-        visual = encode(frames)
+    def poisoned(frames, evidence):
+        visual = encode(frames, evidence)
         visual.deepstack[1][2, 14, 63] = math.inf
         return visual
 

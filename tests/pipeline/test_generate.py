@@ -119,10 +119,10 @@ class Failing:
         self.sizes: list[int] = []
         self.n_bytes = 0
 
-    def generate(self, prompts, decodings):
+    def generate(self, prompts, decodings, **more):
         self.sizes.append(len(prompts))
         self._failure(prompts)
-        return llm("tiny").generate(prompts, decodings)
+        return llm("tiny").generate(prompts, decodings, **more)
 
 
 @pytest.fixture

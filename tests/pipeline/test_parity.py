@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from gstep.backbones import ModelSource, load_static, preprocessor_for
+import gstep
+from gstep.backbones import ModelSource, choose_runtime, load_backbone, load_static, preprocessor_for
 from gstep.language import Decoding, prompt_builder
 from pipeline import TokenCache
 from pipeline.decode import DecodeRequest, decode_video
@@ -19,7 +20,7 @@ from tests.pipeline.videos import sample
 FRAMES = 5  # odd: the last one is repeated in a temporal patch
 
 
-def cached(source, name, tmp_path, method, ratio):
+def cached(source, name, tmp_path, method, ratio, **params):
     """One real clip through decoder, encoder, pruner, writer and reader: (frames, Visual)."""
     clip = sample("bikes.mp4")
     decoded = decode_video(DecodeRequest(clip, Sampling(FRAMES), preprocessor_for(source)))
@@ -32,7 +33,7 @@ def cached(source, name, tmp_path, method, ratio):
         "status": "ok",
         **decoded_columns(decoded, 1),
     }
-    encoder = Encoder(EncodeSetup(source, method, ratio, device="cpu", dtype="float32"))
+    encoder = Encoder(EncodeSetup(source, method, ratio, pruner_params=params, device="cpu", dtype="float32"))
     (row,) = encoder(one_row(DECODED, record, {"frames": decoded.frames}))
     store = write_header(tmp_path / method, ratio, deepstack_levels=load_static(source).deepstack_levels)
     write_shard(store, "run", row)
@@ -77,6 +78,29 @@ def test_pruned_tokens_are_those_rows_of_the_whole(name, tmp_path):
     assert torch.equal(pruned.tokens, whole.tokens[pruned.index])
     for ours, level in zip(pruned.deepstack, whole.deepstack, strict=True):
         assert torch.equal(ours, level[pruned.index])
+    prompt = prompt_builder(source).build("What is happening in this video?", [pruned])
+    (answer,) = llm(name).generate([prompt], [Decoding(max_new_tokens=4)])
+    assert answer.token_ids
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "params"),
+    [
+        *((name, "vidcom2", {}) for name in FAMILIES),
+        ("tiny", "visionzip", {}),
+        ("tiny-qwen2-5-vl", "fastvid", {"variant": "qwen"}),
+    ],
+)
+def test_the_baselines_get_their_evidence_and_are_answered_from(name, method, params, tmp_path):
+    source = ModelSource.resolve(name)
+    frames, pruned = cached(source, name, tmp_path, method, 0.25, **params)
+    sources = gstep.make_pruner(method, **params).sources
+    visual = load_backbone(source, choose_runtime("cpu", "float32")).encode(frames, sources)
+    expected = gstep.prune(visual.tokens.bfloat16(), 0.25, method, evidence=visual.evidence, **params)
+    assert torch.equal(pruned.index, expected.index)
+    assert torch.equal(pruned.tokens, expected.tokens)
+    for ours, level in zip(pruned.deepstack, visual.deepstack, strict=True):
+        assert torch.equal(ours, level.bfloat16().flatten(0, 1)[expected.index])
     prompt = prompt_builder(source).build("What is happening in this video?", [pruned])
     (answer,) = llm(name).generate([prompt], [Decoding(max_new_tokens=4)])
     assert answer.token_ids

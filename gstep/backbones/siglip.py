@@ -1,0 +1,54 @@
+"""Evidence of a SigLIP tower: objects that see what goes into one of its modules while the stock model runs.
+
+Shapes: S patches of a frame (27 x 27), C channels, E channels of an attention head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gstep.backbones.attention import attention_received, heads
+from gstep.backbones.siglip_head import PoolingHead
+
+
+class LastLayer:
+    """Sees the input of a layer's attention; works out the attention [T,S] and the keys [T,S,E] of all patches."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self._attention: list[Tensor] = []
+        self._keys: list[Tensor] = []
+
+    def __call__(self, hidden_TSC: Tensor, kwargs: Mapping[str, Any]) -> None:
+        layer = self.module
+        for hidden_SC in hidden_TSC:
+            query_HSE, key_HSE = (
+                heads(hidden_SC, part.weight, part.bias, layer.num_heads) for part in (layer.q_proj, layer.k_proj)
+            )
+            self._attention.append(attention_received(query_HSE, key_HSE))
+            self._keys.append(key_HSE.mean(dim=0))
+
+    def seen(self) -> dict[str, Tensor]:
+        """By the name of the evidence, for all frames that went through."""
+        return {"token_attention": torch.stack(self._attention), "token_key": torch.stack(self._keys)}
+
+
+class Probe:
+    """Sees the tower's output on its way to the projector; works out [T,C] features and the probe's attention [T,S]."""
+
+    def __init__(self, module: Any, head: PoolingHead) -> None:
+        self.module = module
+        self._head = head
+        self._seen: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, features_TSC: Tensor, kwargs: Mapping[str, Any]) -> None:
+        self._seen += [self._head(features_1SC) for features_1SC in torch.split(features_TSC, 1)]
+
+    def seen(self) -> dict[str, Tensor]:
+        """By the name of the evidence, for all frames that went through."""
+        feature_TC, attention_TS = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
+        return {"frame_feature": feature_TC, "token_attention": attention_TS}

@@ -1,0 +1,42 @@
+"""The tiny SigLIP beside the tiny LLaVA-OneVision: its attention-pooling head, and nothing else of the tower."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gstep.backbones import tiny_llava_onevision
+from gstep.backbones.tiny_parts import Draw, TinyModel, Weights
+
+
+def _weights(config: Mapping[str, Any]) -> Weights:
+    draw, head = Draw(), "vision_model.head"
+    width, inner = config["vision_config"]["hidden_size"], config["vision_config"]["intermediate_size"]
+    draw.norm("vision_model.post_layernorm", width, bias=True)
+    # A probe that picks: loud weights, as in ``tiny_parts.siglip``.
+    draw.weights[f"{head}.probe"] = draw.uniform((1, 1, width), 1.0)
+    draw.weights[f"{head}.attention.in_proj_weight"] = draw.uniform((3 * width, width), 2 / width**0.5)
+    draw.weights[f"{head}.attention.in_proj_bias"] = draw.uniform((3 * width,), 0.05)
+    draw.linear(f"{head}.attention.out_proj", width, width)
+    draw.norm(f"{head}.layernorm", width, bias=True)
+    draw.linear(f"{head}.mlp.fc1", inner, width)
+    draw.linear(f"{head}.mlp.fc2", width, inner, gain=0.5)
+    return draw.weights
+
+
+_VISION = tiny_llava_onevision.MODEL.config["vision_config"]
+
+MODEL = TinyModel(
+    config={
+        "architectures": ["SiglipModel"],
+        "model_type": "siglip",
+        # One layer more than the tower that was made of it, as with the real ones.
+        "vision_config": {
+            **{key: value for key, value in _VISION.items() if key != "vision_use_head"},
+            "num_hidden_layers": _VISION["num_hidden_layers"] + 1,
+        },
+    },
+    weights=_weights,
+    tokenizer=None,
+    processor_files={},
+)

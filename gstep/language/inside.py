@@ -1,0 +1,230 @@
+"""Pruning inside the language model, after its first layers: hooks that come off again, no copied forward.
+
+Up to layer K every token goes through. Before layer K the visual tokens that the method does not choose leave the
+hidden states, so that this layer and all after it are shorter, and their keys and values with them; positions stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gstep.pruners.fastv import FastV
+from gstep.types import VisualTokens
+
+
+@dataclass
+class Shortened:
+    """What is left of one batch, known once layer K is reached.
+
+    Attributes:
+        index: [B,S] int64 places in the full rows, padded on the left.
+        valid: [B,S] bool, False where a row is padded.
+    """
+
+    index: Tensor
+    valid: Tensor
+
+    def repeated(self, rows: Sequence[int]) -> Shortened:
+        """Of a batch of these rows, which may repeat."""
+        return Shortened(self.index[list(rows)], self.valid[list(rows)])
+
+    def rows(self, tensor_BLX: Tensor) -> Tensor:
+        """The kept places of [B,L,...]."""
+        place = self.index.reshape(*self.index.shape, *[1] * (tensor_BLX.ndim - 2))
+        return tensor_BLX.expand(len(self.index), *tensor_BLX.shape[1:]).gather(
+            1, place.expand(-1, -1, *tensor_BLX.shape[2:])
+        )
+
+
+@dataclass
+class PruneInside:
+    """FastV on one batch: ``with inside.hooked(model): model.generate(...)``.
+
+    Attributes:
+        method: FastV, with its layer K.
+        retention_ratio: share of a prompt's visual tokens that is kept.
+        prunable: [B,L] bool, the visual tokens of each row.
+        mask: [B,L] bool, False where a row is padded.
+    """
+
+    method: FastV
+    retention_ratio: float
+    prunable: Tensor
+    mask: Tensor
+    kept: Shortened | None = None
+    _last: tuple[Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
+
+    @contextmanager
+    def hooked(self, model: Any) -> Iterator[PruneInside]:
+        """Prune whatever goes through ``model`` meanwhile: one prefill, then single tokens.
+
+        Raises ValueError where the model has no layer K, or needs all visual tokens there.
+        """
+        layers = model.model.language_model.layers
+        check_layer(
+            self.method.K, len(layers), len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
+        )
+        with ExitStack() as hooks:
+            before = layers[self.method.K - 1].self_attn
+            hooks.enter_context(_removed(before.register_forward_pre_hook(self._note_query, with_kwargs=True)))
+            hooks.enter_context(_removed(before.register_forward_hook(self._choose, with_kwargs=True)))
+            for place, layer in enumerate(layers[self.method.K :]):
+                hook = self._shorten if place == 0 else self._keep_short
+                hooks.enter_context(_removed(layer.register_forward_pre_hook(hook, with_kwargs=True)))
+            yield self
+
+    @contextmanager
+    def of(self, rows: Sequence[int]) -> Iterator[None]:
+        """What goes through meanwhile goes on from these rows of the prefill, which may repeat."""
+        whole, self.kept = self.kept, self.kept and self.kept.repeated(rows)
+        try:
+            yield
+        finally:
+            self.kept = whole
+
+    def _note_query(self, attention: Any, args: Any, keywords: dict[str, Any]) -> None:
+        """What the last token's query is made of; its row of attention does not exist in fast kernels."""
+        hidden_BLD = keywords["hidden_states"] if "hidden_states" in keywords else args[0]
+        if self.kept is None:
+            cos, sin = keywords["position_embeddings"]
+            self._last = hidden_BLD[:, -1:], cos[:, -1:], sin[:, -1:]
+
+    def _choose(self, attention: Any, args: Any, keywords: dict[str, Any], output: Any) -> None:
+        if self._last is None:
+            return
+        keys = keywords["past_key_values"].layers[attention.layer_idx].keys
+        row_BL = last_row(attention, *self._last, keys, self.mask.to(keys.device))
+        self._last = None
+        self.kept = self._select(row_BL)
+
+    def _select(self, row_BL: Tensor) -> Shortened:
+        """All text, and the visual tokens that the method chooses from its row of attention."""
+        places = []
+        for row, prunable, mask in zip(row_BL, self.prunable, self.mask, strict=True):
+            visual = prunable.nonzero()[:, 0].to(row.device)
+            stays = mask.to(row.device).clone()
+            stays[visual] = False
+            stays[visual[choose(self.method, row[visual], self.retention_ratio)]] = True
+            places.append(stays.nonzero()[:, 0])
+        longest = max(map(len, places))
+        index = torch.zeros(len(places), longest, dtype=torch.int64, device=row_BL.device)
+        valid = torch.zeros_like(index, dtype=torch.bool)
+        for i, place in enumerate(places):
+            index[i, longest - len(place) :] = place
+            valid[i, longest - len(place) :] = True
+        return Shortened(index, valid)
+
+    def _shorten(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Layer K: hidden states are still whole in the prefill."""
+        assert self.kept is not None
+        hidden_BLD, *rest = args
+        if not _held(layer, keywords):
+            args = (self.kept.rows(hidden_BLD), *rest)
+        return self._keep_short(layer, args, keywords)
+
+    def _keep_short(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Layer K and after: what comes beside the hidden states is made for whole rows."""
+        kept = self.kept
+        assert kept is not None
+        hidden_BLD, past = args[0], _held(layer, keywords)
+        changed = dict(keywords)
+        if not past:
+            changed["position_embeddings"] = tuple(kept.rows(part) for part in keywords["position_embeddings"])
+        # Only flash attention reads them, to look for packed sequences; these are none.
+        changed["position_ids"] = None
+        implementation = layer.self_attn.config._attn_implementation
+        changed["attention_mask"] = short_mask(kept.valid, past, hidden_BLD, implementation)
+        return args, changed
+
+
+def check_layer(layer: int, n_layers: int, deepstack_levels: int) -> None:
+    """Raise ValueError where a model of so many layers cannot be pruned before ``layer``."""
+    if n_layers <= layer:
+        raise ValueError(f"fastv with K={layer} prunes before layer {layer}; this model has {n_layers} layers")
+    if deepstack_levels > layer:
+        raise ValueError(
+            f"fastv with K={layer}: this model adds deepstack levels to all visual tokens after each of its first "
+            f"{deepstack_levels} layers, so K must be at least {deepstack_levels}"
+        )
+
+
+def _held(layer: Any, keywords: dict[str, Any]) -> int:
+    """Tokens that the layer's cache holds: 0 in the prefill."""
+    return int(keywords["past_key_values"].get_seq_length(layer.self_attn.layer_idx))
+
+
+def choose(method: FastV, attention_M: Tensor, retention_ratio: float) -> Tensor:
+    """Places, ascending, of the visual tokens that stay of [M] attention."""
+    visual = VisualTokens(torch.empty(1, len(attention_M), 1), {"llm_attention": attention_M})
+    return torch.sort(method.select(visual, 1, retention_ratio, 0).index).values
+
+
+def last_row(attention: Any, hidden_B1D: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, mask_BL: Tensor) -> Tensor:
+    """[B,L] float32: what the last token attends to, the mean over heads; softmax(q . K / sqrt d) of one row.
+
+    Args:
+        hidden_B1D: the last token as it enters the attention.
+        cos, sin: [B,1,d] of its position.
+        keys: [B,heads of keys,L,d] of all tokens, as the cache holds them: rotated.
+    """
+    query = attention.q_proj(hidden_B1D).unflatten(-1, (-1, attention.head_dim))  # [B,1,heads,d]
+    if hasattr(attention, "q_norm"):
+        query = attention.q_norm(query)
+    half = query.shape[-1] // 2
+    turned = torch.cat([-query[..., half:], query[..., :half]], dim=-1)
+    query = query * cos[:, :, None] + turned * sin[:, :, None]
+    groups = query.shape[2] // keys.shape[1]
+    grouped = query[:, 0].unflatten(1, (keys.shape[1], groups))  # neighbouring heads share their keys
+    scores = torch.einsum("bkgd,bkld->bkgl", grouped.float(), keys.float()) * attention.scaling
+    scores = scores.masked_fill(~mask_BL[:, None, None], float("-inf"))
+    row_BL: Tensor = scores.softmax(dim=-1).mean(dim=(1, 2))
+    return row_BL
+
+
+def short_mask(valid_BS: Tensor, past: int, hidden_BLD: Tensor, implementation: str) -> Tensor | None:
+    """The attention mask of a layer whose rows were shortened, in the form that the implementation takes.
+
+    Args:
+        valid_BS: what the prefill kept.
+        past: tokens that the layer's cache holds; 0 in the prefill.
+    """
+    batch, length = hidden_BLD.shape[:2]
+    new = past + length - valid_BS.shape[1]  # tokens generated since
+    keys_BK = torch.cat([valid_BS, valid_BS.new_ones(batch, new)], dim=1)
+    if implementation.startswith("flash"):
+        return None if keys_BK.all() else keys_BK
+    if keys_BK.all() and implementation == "sdpa" and (past == 0 or length == 1):
+        return None
+    full = torch.ones(length, keys_BK.shape[1], dtype=torch.bool, device=keys_BK.device)
+    causal = full.tril(diagonal=past)
+    # A padded row sees itself: without anything to see it would be NaN, and so would what it is multiplied with.
+    itself = full.tril(diagonal=past) & full.triu(diagonal=past)
+    mask = (causal & keys_BK[:, None, None]) | itself
+    if implementation == "eager":
+        return torch.zeros_like(mask, dtype=hidden_BLD.dtype).masked_fill(~mask, torch.finfo(hidden_BLD.dtype).min)
+    return mask
+
+
+def visual_places(input_ids: Tensor, video_token: int, kept: Sequence[int], newline: bool) -> Tensor:
+    """[L] bool: the visual tokens of a prompt, without the newline that follows those of each video."""
+    places = (input_ids == video_token).nonzero()[:, 0]
+    prunable = torch.zeros(len(input_ids), dtype=torch.bool)
+    start = 0
+    for count in kept:
+        prunable[places[start : start + count]] = True
+        start += count + newline
+    return prunable
+
+
+@contextmanager
+def _removed(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()

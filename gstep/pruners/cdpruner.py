@@ -1,0 +1,94 @@
+"""CDPruner: tokens that are relevant to a question and unlike each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gstep.pruners.base import Pruner, Selection
+from gstep.pruners.checks import check_choice
+from gstep.pruners.vectors import unit
+from gstep.types import VisualTokens, budget_for
+
+MODES = ("global", "per_frame")
+
+#: A token of which less than this share (of its squared length) is left beyond the span of the chosen ones repeats
+#: them: what is left lies within the rounding noise of float32.
+SPANNED = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class CDPruner(Pruner):
+    """Conditional diversity (github.com/Theia-4869/CDPruner, llava/model/llava_arch.py): greedy MAP inference of a
+    determinantal point process with kernel q_i cos(i, j) q_j, q being each token's relevance to the question.
+
+    The process has no more than D independent tokens, and fewer where tokens repeat each other: the
+    selection ends there, so that it may have less than B, never none. The official code goes on with rounding noise.
+
+    Attributes:
+        mode: global (one selection over the video) or per_frame (floor(r*N), at least 1, from each frame).
+    """
+
+    name: ClassVar[str] = "cdpruner"
+    nested: ClassVar[bool] = False
+    cacheable: ClassVar[bool] = False
+    exact: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset({"image_embedding", "text_embedding"})
+
+    mode: str = "global"
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, MODES)
+
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        per_frame = visual.tokens.shape[1]
+        direction_TND = unit(visual.tokens)
+        quality_TN = relevance(visual.evidence["image_embedding"], visual.evidence["text_embedding"])
+        if self.mode == "global":
+            return Selection(index=greedy_map(direction_TND.flatten(0, 1), quality_TN.flatten(), budget))
+        frames = [
+            greedy_map(direction_ND, quality_N, budget_for(ratio, per_frame)) + frame * per_frame
+            for frame, (direction_ND, quality_N) in enumerate(zip(direction_TND, quality_TN, strict=True))
+        ]
+        return Selection(index=torch.cat(frames))
+
+
+def relevance(image_TNE: Tensor, text_QE: Tensor) -> Tensor:
+    """q, [T,N] above 0, about 1 for the most relevant token: minus the mean cosine with the text segments, rescaled.
+
+    Minus, as in the official code. All tokens have 1 where no two differ.
+    """
+    raw_TN = -(unit(image_TNE) @ unit(text_QE).T).mean(dim=-1)
+    low, high = raw_TN.min(), raw_TN.max()
+    return torch.where(high > low, (raw_TN - low + 1e-6) / torch.where(high > low, high - low, 1.0), 1.0)
+
+
+def greedy_map(direction_MD: Tensor, quality_M: Tensor, budget: int) -> Tensor:
+    """At most ``budget`` places, [B] int64 in order of selection: each the token of largest remaining determinant.
+
+    A Cholesky factorisation of the cosines, of which only the rows of chosen tokens are ever made: memory M * (D + B).
+    The first token is the most relevant one; zero tokens have no part in it, unless there is nothing else.
+    """
+    n_total, hidden = direction_MD.shape
+    weight_M = quality_M.to(direction_MD.dtype).square()
+    factor_BM = direction_MD.new_zeros(min(budget, hidden, n_total), n_total)
+    left_M = direction_MD.square().sum(dim=1)  # of each token's squared length, what the chosen ones do not span
+    score_M = weight_M * left_M
+    chosen = [torch.where(score_M.max() > 0, score_M.argmax(), weight_M.argmax()).view(1)]
+    gains = [score_M.new_ones(1)]  # the first token is kept whatever it is
+    for step in range(len(factor_BM) - 1):
+        last_1 = chosen[-1]
+        dot_M = torch.mv(direction_MD, direction_MD.index_select(0, last_1).squeeze(0))
+        dot_M -= factor_BM[:step].T @ factor_BM[:step].index_select(1, last_1).squeeze(1)
+        root_1 = left_M.index_select(0, last_1).sqrt()
+        factor_BM[step] = torch.where(root_1 > 0, dot_M / root_1, 0.0)
+        left_M = (left_M - factor_BM[step].square()).index_fill(0, last_1, 0.0)
+        left_M = left_M.masked_fill(left_M < SPANNED, 0.0)
+        gain_1, place_1 = (weight_M * left_M).max(dim=0, keepdim=True)
+        chosen.append(place_1)
+        gains.append(gain_1)
+    # No step waits for a GPU, so where the process ended is known only now.
+    return torch.cat(chosen)[: int((torch.cat(gains) > 0).sum())]

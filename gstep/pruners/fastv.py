@@ -1,0 +1,39 @@
+"""FastV: the tokens that the language model attends to in an early layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gstep.pruners.base import Pruner, Selection
+from gstep.pruners.checks import check_integer
+from gstep.pruners.vectors import largest
+from gstep.types import VisualTokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastV(Pruner):
+    """The tokens of largest attention from the prompt's last one (github.com/pkunlp-icler/FastV, modeling_llama.py).
+
+    It keeps round(r*M) tokens, at least 1, where B = floor(r*M).
+
+    Attributes:
+        K: tokens are dropped before layer K of the language model, counted from 0. ``llm_attention`` is the last
+            query's row in layer K-1, averaged over heads and cut to the visual tokens. K = 2 fits the KV sizes that the
+            GSTEP paper reports.
+    """
+
+    name: ClassVar[str] = "fastv"
+    nested: ClassVar[bool] = False
+    cacheable: ClassVar[bool] = False
+    exact: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset({"llm_attention"})
+
+    K: int = 2
+
+    def __post_init__(self) -> None:
+        self._set(K=check_integer("K", self.K, 1))
+
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        attention_M = visual.evidence["llm_attention"]
+        return Selection(index=largest(attention_M, max(1, round(ratio * len(attention_M)))))

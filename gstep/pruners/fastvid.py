@@ -1,0 +1,252 @@
+"""FastVID: cut the video into segments, keep what is attended to, merge the rest into density peaks.
+
+Shapes: V size of a frame's feature, L frames of one segment, Y = L*N its tokens, X tokens of one frame that are not
+salient, A anchors of one frame.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gstep.density import working_copy
+from gstep.evidence import MERGED_QUERIES, POOLING_HEAD
+from gstep.pruners.base import Pruner, Selection
+from gstep.pruners.checks import check_choice, check_integer, check_number
+from gstep.pruners.vectors import assigned_mean, largest, unit
+from gstep.types import VisualTokens
+
+VARIANTS = ("llava", "qwen")
+_TAU = {"llava": 0.9, "qwen": 0.84}
+_SOURCES: Mapping[str, Mapping[str, str]] = {
+    "llava": MappingProxyType({"frame_feature": POOLING_HEAD, "token_attention": POOLING_HEAD}),
+    "qwen": MappingProxyType({"token_attention": MERGED_QUERIES}),
+}
+_NEIGHBOURS = 4  # of which the density of a token is the mean, itself included
+
+
+class Kept(NamedTuple):
+    """What one frame keeps: places in the frame, [S] and [A] int64."""
+
+    salient: Tensor
+    anchors: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastVID(Pruner):
+    """Density-based pruning by segments (github.com/LunarShen/FastVID: modeling_qwen2.py in its LLaVA-NeXT for variant
+    llava, modeling_qwen2_5_vl.py in its qwenvlutils for variant qwen).
+
+    Each frame brings K = max(1, floor(r*N)) tokens, of which a share d are anchors. The count is near B; variant qwen,
+    where only the last of similar frames keeps tokens, often stays far below it. The official code crashes in three
+    places; here a video of at most c frames has a segment for each, without anchors (floor(K*d) = 0) only the salient
+    tokens are kept, and no frame keeps more than its N tokens. ``merged`` marks anchors that merging has changed.
+
+    Attributes:
+        variant: the rules for LLaVA-OneVision (llava) or for Qwen (qwen; a frame's feature is the mean of its tokens).
+        c: the least number of segments.
+        tau: frames are cut apart where neighbours are less similar than this; None means 0.9 (llava) or 0.84 (qwen).
+        d: the share of anchors, in [0, 1].
+        p: every p-th frame of a segment, counted from its last, has anchors; for qwen, every p-th inner segment.
+        beta: the least weight of an anchor against what is merged into it, in [0, 1].
+        ignore: for qwen, a segment's inner segments end where neighbours are less similar than this.
+    """
+
+    name: ClassVar[str] = "fastvid"
+    nested: ClassVar[bool] = False
+    merges: ClassVar[bool] = True
+    seeded: ClassVar[bool] = True
+    exact: ClassVar[bool] = False
+    sources: ClassVar[Mapping[str, str]] = _SOURCES["llava"]
+    needs: ClassVar[frozenset[str]] = frozenset(sources)
+    optional: ClassVar[frozenset[str]] = frozenset({"noise"})
+
+    variant: str = "llava"
+    c: int = 8
+    tau: float | None = None
+    d: float = 0.4
+    p: int = 4
+    beta: float = 0.6
+    ignore: float = 0.95
+
+    def __post_init__(self) -> None:
+        variant = check_choice("variant", self.variant, VARIANTS)
+        cosines = {"tau": _TAU[variant] if self.tau is None else self.tau, "ignore": self.ignore}
+        shares = {"d": self.d, "beta": self.beta}
+        self._set(
+            c=check_integer("c", self.c, 1),
+            p=check_integer("p", self.p, 1),
+            **{name: check_number(name, value, "in [-1, 1]", lambda x: abs(x) <= 1) for name, value in cosines.items()},
+            **{name: check_number(name, value, "in [0, 1]", lambda x: 0 <= x <= 1) for name, value in shares.items()},
+            sources=_SOURCES[variant],  # no field, as needs: it hides the class's from whoever asks this instance
+            needs=frozenset(_SOURCES[variant]),
+        )
+
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        n_frames, per_frame, _ = visual.tokens.shape
+        tokens_TND = working_copy(visual.tokens)
+        noise_M = visual.evidence.get("noise")
+        if noise_M is None:
+            noise_M = torch.from_numpy(np.random.default_rng(seed).random(n_frames * per_frame))
+        is_llava = self.variant == "llava"
+        feature_TV = visual.evidence["frame_feature"] if is_llava else tokens_TND.mean(dim=1)
+        frame_budget = max(1, math.floor(per_frame * ratio + 1e-9))
+        spans, counts = self._plan(adjacent_cosines(feature_TV), per_frame, frame_budget)
+        kept = keep(
+            tokens_TND, visual.evidence["token_attention"], noise_M.to(tokens_TND), counts, every_frame_draws=is_llava
+        )
+        direction_TND = unit(tokens_TND)
+        index, tokens, merged = [], [], []
+        for start, end in spans:
+            raw_LND = visual.tokens[start:end].to(tokens_TND.dtype)
+            index_K, tokens_KD, merged_K = compress(
+                raw_LND, direction_TND[start:end], kept[start:end], self.beta, anchors_give=is_llava
+            )
+            index.append(index_K + start * per_frame)
+            tokens.append(tokens_KD)
+            merged.append(merged_K)
+        return Selection(torch.cat(index), tokens=torch.cat(tokens), merged=torch.cat(merged))
+
+    def _plan(
+        self, similarity: Sequence[float], size: int, budget: int
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The segments, and how many salient tokens and anchors each frame keeps; N is ``size``, K is ``budget``."""
+        assert self.tau is not None
+        spans = list(cut(similarity, self.c, self.tau))
+        counts: list[tuple[int, int]] = []
+        for start, end in spans:
+            if self.variant == "llava":
+                counts += llava_counts(end - start, size, budget, self.d, self.p)
+            else:
+                last = [inner_end - 1 for _, inner_end in cut(similarity[start : end - 1], 1, self.ignore)]
+                counts += qwen_counts(end - start, last, size, budget, self.d, self.p)
+        return spans, counts
+
+
+def adjacent_cosines(feature_TV: Tensor) -> list[float]:
+    """The cosine of each frame's feature with the next one's, T-1 of them."""
+    direction_TV = unit(feature_TV)
+    cosines: list[float] = (direction_TV[:-1] * direction_TV[1:]).sum(dim=1).tolist()
+    return cosines
+
+
+def cut(similarity: Sequence[float], least: int, threshold: float) -> Iterator[tuple[int, int]]:
+    """Segments [start, end) of len(similarity) + 1 frames: at least ``least``, if there are as many frames.
+
+    Frames are cut apart at the lowest ``least - 1`` similarities (the earlier first) and below ``threshold``.
+    """
+    lowest = sorted(range(len(similarity)), key=similarity.__getitem__)[: least - 1]
+    cuts = {i for i, value in enumerate(similarity) if value < threshold}.union(lowest)
+    start = 0
+    for end in [*sorted(i + 1 for i in cuts), len(similarity) + 1]:
+        yield start, end
+        start = end
+
+
+def llava_counts(length: int, size: int, budget: int, d: float, p: int) -> list[tuple[int, int]]:
+    """(salient tokens, anchors) of each frame of a segment; N is ``size``, K is ``budget``.
+
+    Every frame keeps salient tokens; the anchors of all go to every p-th frame, from the last on, in equal shares.
+    """
+    n_anchors = math.floor(budget * d + 1e-9)
+    n_salient = budget - n_anchors
+    anchor_frames = range(length - 1, -1, -p)
+    each = min(n_anchors * length // len(anchor_frames), size - n_salient)
+    return [(n_salient, each if frame in anchor_frames else 0) for frame in range(length)]
+
+
+def qwen_counts(length: int, last: Sequence[int], size: int, budget: int, d: float, p: int) -> list[tuple[int, int]]:
+    """(salient tokens, anchors) of each frame of a segment, whose inner segments end with the frames ``last``.
+
+    The segment's salient tokens go to those frames in even shares, its anchors to every p-th of them from the end; what
+    does not divide is given out one by one, salient tokens from the first frame on, anchors from the last.
+    """
+    n_anchors = min(budget * length, max(1, math.floor(budget * length * d + 1e-9)))
+    salient = even_shares(budget * length - n_anchors, len(last))
+    anchors = iter(even_shares(n_anchors, math.ceil(len(last) / p)))
+    most = size if length == 1 else max(1, size // 2)
+    counts = [(0, 0)] * length
+    for place, frame in enumerate(reversed(last)):
+        n_here = min(next(anchors), most) if place % p == 0 else 0
+        counts[frame] = (min(salient[-1 - place], size - n_here), n_here)
+    return counts
+
+
+def even_shares(total: int, parts: int) -> list[int]:
+    """``total`` in ``parts`` integers that differ by at most 1, the larger first."""
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
+def keep(
+    tokens_TND: Tensor,
+    attention_TN: Tensor,
+    noise_M: Tensor,
+    counts: Sequence[tuple[int, int]],
+    *,
+    every_frame_draws: bool,
+) -> list[Kept]:
+    """The salient tokens and the anchors of each frame.
+
+    ``noise_M`` in [0, 1) is a stream, of which a frame takes a number for each token that is not salient: every frame
+    does, or only those with anchors, as the variant's official code draws it.
+    """
+    ranked_TN = largest(attention_TN, attention_TN.shape[1])
+    kept, used = [], 0
+    for tokens_ND, ranked_N, (n_salient, n_anchors) in zip(tokens_TND, ranked_TN, counts, strict=True):
+        rest_X = ranked_N[n_salient:].sort().values
+        anchors_A = rest_X[:0]
+        if n_anchors:
+            peak_X = density_peaks(tokens_ND[rest_X], noise_M[used : used + len(rest_X)])
+            anchors_A = rest_X[largest(peak_X, n_anchors).sort().values]
+        kept.append(Kept(ranked_N[:n_salient], anchors_A))
+        used += len(rest_X) if n_anchors or every_frame_draws else 0
+    return kept
+
+
+def density_peaks(tokens_XD: Tensor, noise_X: Tensor) -> Tensor:
+    """How much each token is the centre of many: its density times the distance to the nearest denser one, [X]."""
+    distance_XX = torch.cdist(tokens_XD, tokens_XD, compute_mode="donot_use_mm_for_euclid_dist")
+    distance_XX /= math.sqrt(tokens_XD.shape[1])
+    nearest_XK = distance_XX.topk(min(_NEIGHBOURS, len(tokens_XD)), largest=False).values
+    density_X = torch.exp(-nearest_XK.square().mean(dim=1)) + 1e-6 * noise_X
+    denser_XX = density_X[None, :] > density_X[:, None]
+    return density_X * torch.where(denser_XX, distance_XX, distance_XX.max()).amin(dim=1)
+
+
+def compress(
+    tokens_LND: Tensor, direction_LND: Tensor, kept: Sequence[Kept], beta: float, *, anchors_give: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What one segment keeps: places among its tokens [K], the tokens [K,D], and whether merging changed them [K].
+
+    ``anchors_give``: whether a frame's anchors are themselves among the tokens that are merged into them.
+    """
+    size = tokens_LND.shape[1]
+    tokens_YD, direction_YD = tokens_LND.flatten(0, 1), direction_LND.flatten(0, 1)
+    salient_S = torch.cat([frame.salient + size * place for place, frame in enumerate(kept)])
+    free_Y = torch.ones(len(tokens_YD), dtype=torch.bool, device=tokens_YD.device)
+    free_Y[salient_S] = False
+    index, tokens = [salient_S], [tokens_YD[salient_S]]
+    for place, frame in enumerate(kept):
+        if len(frame.anchors):
+            anchor_A = frame.anchors + size * place
+            giving_Y = free_Y if anchors_give else free_Y.index_fill(0, anchor_A, False)
+            index.append(anchor_A)
+            tokens.append(merge(tokens_YD, direction_YD, giving_Y, anchor_A, beta))
+    index_K, tokens_KD = torch.cat(index), torch.cat(tokens)
+    return index_K, tokens_KD, (tokens_KD != tokens_YD[index_K]).any(dim=1)
+
+
+def merge(tokens_YD: Tensor, direction_YD: Tensor, giving_Y: Tensor, anchor_A: Tensor, beta: float) -> Tensor:
+    """Each anchor moved towards the mean of the giving tokens whose nearest anchor, by cosine, it is: [A,D]."""
+    nearest_Y = (direction_YD @ direction_YD[anchor_A].T).argmax(dim=1).masked_fill(~giving_Y, -1)
+    mean_AD, count_A = assigned_mean(nearest_Y, tokens_YD, len(anchor_A))
+    own_A1 = (1 / (count_A + 1)).clamp(min=beta)[:, None].to(mean_AD.dtype)
+    anchors_AD = tokens_YD[anchor_A]
+    return torch.where(count_A[:, None] > 0, anchors_AD + (1 - own_A1) * (mean_AD - anchors_AD), anchors_AD)

@@ -1,0 +1,32 @@
+"""What the methods that compare tokens share: directions, stable choices, averages of groups."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gstep.density import working_copy
+
+
+def unit(rows: Tensor) -> Tensor:
+    """Each row of the last axis over its L2 norm, in the work dtype (float32 for 16 bits); zero rows stay zero."""
+    rows = working_copy(rows)
+    norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float64).to(rows.dtype)
+    return rows / torch.where(norm > 0, norm, 1.0)
+
+
+def largest(scores: Tensor, count: int) -> Tensor:
+    """[..., count] int64: places of the largest scores along the last axis, largest first, ties by ascending place."""
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def assigned_mean(nearest_X: Tensor, rows_XD: Tensor, n_groups: int) -> tuple[Tensor, Tensor]:
+    """The mean of the rows that go to each of G groups, [G,D] (0 where none does), and how many do, [G].
+
+    Rows of group -1 go to none. A product with weights: the sums of a scatter would depend on the order in which a
+    GPU's threads arrive.
+    """
+    member_GX = nearest_X == torch.arange(n_groups, device=nearest_X.device)[:, None]
+    count_G = member_GX.sum(dim=1)
+    weight_GX = member_GX.to(rows_XD.dtype) / count_G.clamp(min=1)[:, None]
+    return weight_GX @ rows_XD, count_G

@@ -1,0 +1,75 @@
+"""VidCom2: the tokens that stand out, more of them in frames that stand out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gstep.density import row_slices, working_copy
+from gstep.pruners.base import Pruner, Selection
+from gstep.pruners.vectors import unit
+from gstep.types import VisualTokens
+
+_WIDTHS = tuple(2.0**k for k in range(-3, 2))
+_TEMPERATURE = 0.01
+
+
+@dataclass(frozen=True, kw_only=True)
+class VidCom2(Pruner):
+    """Video compression commander (github.com/xuyang-liu16/VidCom2, token_compressor/vidcom2/vidcom2.py).
+
+    Each frame rounds its own share of N and keeps at least one token, so that their number is near B, not always B. A
+    ratio of 1 does not keep all: frames that are typical of the video keep less than they have.
+    """
+
+    name: ClassVar[str] = "vidcom2"
+    nested: ClassVar[bool] = False
+    exact: ClassVar[bool] = False
+
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        video_TN, frame_TN = similarities(visual.tokens)
+        place_TN = torch.argsort(torch.argsort(video_TN + frame_TN, dim=1, stable=True), dim=1)
+        kept_TN = place_TN < frame_budgets(video_TN, ratio)[:, None]
+        return Selection(index=kept_TN.flatten().nonzero().squeeze(1))
+
+
+def calm_channels(tokens_TND: Tensor) -> Tensor:
+    """[max(1, D/2)] int64, ascending: the channels of lowest population variance over the whole video."""
+    hidden = tokens_TND.shape[-1]
+    tokens_MD = tokens_TND.reshape(-1, hidden)
+    sum_D = torch.zeros(hidden, dtype=torch.float64, device=tokens_MD.device)
+    for rows in row_slices(tokens_MD):
+        sum_D += tokens_MD[rows].double().sum(dim=0)
+    mean_D, spread_D = sum_D / len(tokens_MD), torch.zeros_like(sum_D)
+    for rows in row_slices(tokens_MD):
+        spread_D += (tokens_MD[rows] - mean_D).square().sum(dim=0)
+    return torch.argsort(spread_D, stable=True)[: max(1, hidden // 2)].sort().values
+
+
+def similarities(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
+    """How typical each token is of its video and of its frame, two of [T,N] float64; low means unique."""
+    tokens_TND = working_copy(tokens_TND)
+    direction_TND = unit(tokens_TND[..., calm_channels(tokens_TND)])
+    frame_T1D = direction_TND.double().mean(dim=1, keepdim=True)
+    video_1D = frame_T1D.mean(dim=0)
+    return kernel_sum(direction_TND, video_1D.expand_as(frame_T1D)), kernel_sum(direction_TND, frame_T1D)
+
+
+def kernel_sum(direction_TND: Tensor, centre_T1D: Tensor) -> Tensor:
+    """sum over w = 1/8..2 of exp(-|x - m|^2 / 2w) of each token x and its frame's centre m, [T,N] float64."""
+    width_W = torch.tensor(_WIDTHS, dtype=torch.float64, device=direction_TND.device)
+    sums = []
+    for frames in row_slices(direction_TND):
+        distance_XN = (direction_TND[frames] - centre_T1D[frames]).square().sum(dim=-1)
+        sums.append(torch.exp(-distance_XN[..., None] / (2 * width_W)).sum(dim=-1))
+    return torch.cat(sums)
+
+
+def frame_budgets(video_TN: Tensor, ratio: float) -> Tensor:
+    """[T] int64: how many tokens each frame keeps; frames less typical of the video keep more."""
+    share_T = torch.softmax(-video_TN.mean(dim=1) / _TEMPERATURE, dim=0)
+    scale_T = (ratio * (1 + share_T - share_T.mean())).clamp(max=1.0)
+    return torch.round(scale_T * video_TN.shape[1]).long().clamp(min=1)

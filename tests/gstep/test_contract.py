@@ -1,0 +1,267 @@
+"""What every method of the table promises; a new one is taken in by itself, its evidence is made up by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gstep
+from tests.gstep.synthetic import FLOATS, assert_same, edge_videos, evidence_for, prune, video
+
+METHODS = list(gstep.PRUNERS)
+NESTED = [name for name in METHODS if gstep.PRUNERS[name].nested]
+# Every method as it is, and with what changes its way or its evidence.
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in METHODS),
+    ("fps", {"start": "isolated"}),
+    ("fastvid", {"variant": "qwen"}),
+    ("cdpruner", {"mode": "per_frame"}),
+]
+NEEDY = [(name, params) for name, params in CASES if gstep.make_pruner(name, **params).needs]
+RATIOS = [0.1, 0.15, 0.2, 0.25, 0.5, 1.0]
+EDGES = edge_videos()
+
+
+def assert_contract(pruned: gstep.PrunedTokens, tokens: torch.Tensor, method: str, budget: int) -> None:
+    pruner = gstep.PRUNERS[method]
+    n_total = tokens.shape[0] * tokens.shape[1]
+    n_kept = len(pruned.index)
+    assert (pruned.n_kept, pruned.budget, pruned.n_total) == (n_kept, budget, n_total)
+    assert pruned.kept_ratio == n_kept / n_total
+    assert 1 <= n_kept <= n_total
+    assert n_kept == budget or not pruner.exact
+    assert pruned.index.dtype == torch.int64
+    assert (pruned.index.diff() > 0).all()
+    assert pruned.index[0] >= 0 and pruned.index[-1] < n_total
+    assert pruned.tokens.shape == (n_kept, tokens.shape[2])
+    assert pruned.tokens.dtype == tokens.dtype
+    assert pruned.tokens.device == pruned.index.device == tokens.device
+    assert torch.isfinite(pruned.tokens).all()
+    assert (pruned.merged is not None) == pruner.merges
+    own = torch.ones_like(pruned.index, dtype=torch.bool) if pruned.merged is None else ~pruned.merged
+    assert torch.equal(pruned.tokens[own], tokens.flatten(0, 1)[pruned.index[own]])
+    assert (pruned.rank is not None) == pruned.nested == pruner.nested
+    assert (pruned.order is not None) == pruner.reorders
+    for places in (pruned.rank, pruned.order):
+        if places is not None:
+            assert places.dtype == torch.int64
+            assert sorted(places.tolist()) == list(range(n_kept))
+    for density, shape in ((pruned.density, (n_kept,)), (pruned.temporal_density, tokens.shape[:1])):
+        if density is not None:
+            assert density.dtype == torch.float32
+            assert density.shape == shape
+            assert (torch.isfinite(density) & (density >= 0)).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize(("method", "params"), CASES)
+def test_contract(method: str, params: dict[str, Any], edge: str, dtype: torch.dtype) -> None:
+    tokens = EDGES[edge].to(dtype).nan_to_num()  # what is huge is infinite in float16
+    pruner = gstep.make_pruner(method, **params)
+    evidence = evidence_for(pruner, tokens)
+    before = {"tokens": tokens.clone(), **{name: value.clone() for name, value in evidence.items()}}
+    n_total = tokens.shape[0] * tokens.shape[1]
+    for budget in {n_total} if method == "none" else {1, max(1, n_total // 2), n_total}:
+        pruned = pruner.prune(gstep.VisualTokens(tokens, evidence), budget=budget)
+        assert_contract(pruned, tokens, method, budget)
+        assert pruned.retention_ratio == budget / n_total
+        assert_same(pruner.prune(gstep.VisualTokens(tokens, evidence), budget=budget), pruned)
+    assert all(torch.equal(before[name], value) for name, value in {"tokens": tokens, **evidence}.items())
+
+
+@pytest.mark.parametrize("ratio", [0.001, *RATIOS])
+@pytest.mark.parametrize(("method", "params"), CASES)
+def test_ratio(method: str, params: dict[str, Any], ratio: float) -> None:
+    tokens = video(5, 13, 8)
+    kept = 1.0 if method == "none" else ratio
+    pruned = prune(tokens, ratio, method, **params)
+    assert_contract(pruned, tokens, method, max(1, int(kept * 65 + 1e-9)))
+    assert pruned.retention_ratio == kept
+
+
+@pytest.mark.parametrize(("method", "params"), CASES)
+def test_a_budget_is_its_share_of_the_tokens(method: str, params: dict[str, Any]) -> None:
+    if method != "none":
+        tokens = video(8, 16, 32)
+        assert_same(prune(tokens, method=method, budget=32, **params), prune(tokens, 0.25, method, **params))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_reused_pruner_gives_what_prune_gives(method: str) -> None:
+    pruner = gstep.make_pruner(method)
+    for seed in range(3):
+        tokens = video(5, 13, 8, seed=seed)
+        ours = pruner.prune(gstep.VisualTokens(tokens, evidence_for(pruner, tokens)), 0.2, seed=seed)
+        assert_same(ours, prune(tokens, 0.2, method, seed=seed))
+
+
+@pytest.mark.parametrize(("method", "params"), CASES)
+def test_only_what_is_seeded_follows_the_seed(method: str, params: dict[str, Any]) -> None:
+    """Of tokens that are all as far from each other, a draw alone can decide."""
+    tokens = torch.eye(20).expand(4, 20, 20)
+    first, *others = (prune(tokens, method=method, seed=seed, **params).index.tolist() for seed in range(4))
+    assert any(other != first for other in others) == gstep.PRUNERS[method].seeded
+
+
+@pytest.mark.parametrize(("method", "params"), CASES)
+def test_gradients_strides_and_autocast_do_not_matter(method: str, params: dict[str, Any]) -> None:
+    tokens = video(5, 13, 8, seed=1)
+    expected = prune(tokens, method=method, **params)
+    grown = tokens.clone().requires_grad_()
+    strided = torch.stack([tokens.transpose(0, 2), torch.zeros(8, 13, 5)], dim=-1)[..., 0].transpose(0, 2)
+    assert not strided.is_contiguous()
+    with torch.autocast("cpu", torch.bfloat16):
+        for same in (grown, strided, tokens):
+            pruned = prune(same, method=method, **params)
+            assert not pruned.tokens.requires_grad
+            assert_same(pruned, expected)
+    with torch.inference_mode():
+        assert_same(prune(tokens.clone(), method=method, **params), expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_default_dtype_does_not_matter(method: str) -> None:
+    tokens = video(5, 13, 8)
+    expected = prune(tokens, method=method)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert_same(prune(tokens, method=method), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("method", "params"), CASES)
+def test_contract_on_cuda(method: str, params: dict[str, Any], dtype: torch.dtype) -> None:
+    tokens = video(6, 40, 64).to(dtype)
+    budget = 240 if method == "none" else 60
+    pruned = prune(tokens.cuda(), method=method, budget=budget, **params)
+    assert_contract(pruned, tokens.cuda(), method, budget)
+    assert_same(prune(tokens.cuda(), method=method, budget=budget, **params), pruned)
+    assert torch.equal(pruned.index.cpu(), prune(tokens, method=method, budget=budget, **params).index)
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("method", NESTED)
+def test_at_is_pruning_at_that_ratio(method: str, edge: str) -> None:
+    tokens = EDGES[edge]
+    for larger in (0.25, 1.0):
+        pruned = prune(tokens, larger, method)
+        for ratio in RATIOS:
+            if ratio <= larger:
+                assert_same(pruned.at(ratio), prune(tokens, ratio, method))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_at_of_the_own_ratio_and_of_impossible_ones(method: str) -> None:
+    pruned = prune(video(5, 13, 8), 0.5, method)
+    assert_same(pruned.at(pruned.retention_ratio), pruned)
+    for bad in (0, -0.1, 1.1, float("nan"), "0.1", True):
+        with pytest.raises(ValueError, match="retention_ratio"):
+            pruned.at(bad)  # type: ignore[arg-type]
+    if method != "none":
+        with pytest.raises(ValueError, match=r"larger than the 0\.5"):
+            pruned.at(0.6)
+    if method not in NESTED:
+        with pytest.raises(ValueError, match="no order of selection"):
+            pruned.at(0.25)
+
+
+BAD_TOKENS: list[tuple[Any, str]] = [
+    (None, "NoneType"),
+    (np.zeros((2, 3, 4)), "ndarray"),
+    (torch.zeros(3, 4), r"shape \[3, 4\]"),
+    (torch.zeros(1, 2, 3, 4), r"shape \[1, 2, 3, 4\]"),
+    (torch.zeros(0, 3, 4), r"shape \[0, 3, 4\]"),
+    (torch.zeros(2, 0, 4), r"shape \[2, 0, 4\]"),
+    (torch.zeros(2, 3, 0), r"shape \[2, 3, 0\]"),
+    (torch.zeros(2, 3, 4, dtype=torch.int32), "torch.int32"),
+    (torch.zeros(2, 3, 4, dtype=torch.bool), "torch.bool"),
+    (torch.zeros(2, 3, 4, dtype=torch.complex64), "torch.complex64"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "got"), BAD_TOKENS)
+@pytest.mark.parametrize("method", METHODS)
+def test_bad_tokens(method: str, tokens: Any, got: str) -> None:
+    with pytest.raises(ValueError, match=got):
+        gstep.prune(tokens, method=method)
+
+
+@pytest.mark.parametrize("ratio", [0, 0.0, -0.25, 1.01, 25, float("nan"), float("inf"), "0.25", None, True])
+@pytest.mark.parametrize("method", METHODS)
+def test_bad_ratio(method: str, ratio: Any) -> None:
+    with pytest.raises(ValueError, match="retention_ratio"):
+        prune(video(2, 3, 4), ratio, method)
+
+
+@pytest.mark.parametrize("budget", [0, -1, 7, 2.0, "2", True, float("nan")])
+@pytest.mark.parametrize("method", METHODS)
+def test_bad_budget(method: str, budget: Any) -> None:
+    with pytest.raises(ValueError, match=r"budget .*in \[1, 6\]"):
+        prune(video(2, 3, 4), method=method, budget=budget)
+
+
+@pytest.mark.parametrize(("method", "params"), NEEDY)
+def test_missing_evidence_is_named(method: str, params: dict[str, Any]) -> None:
+    tokens = video(2, 3, 4)
+    evidence = evidence_for(gstep.make_pruner(method, **params), tokens)
+    for name in evidence:
+        less = {other: value for other, value in evidence.items() if other != name}
+        with pytest.raises(gstep.MissingEvidence, match=rf"'{method}' needs evidence .*: {name}$"):
+            gstep.prune(tokens, method=method, evidence=less, **params)
+
+
+@pytest.mark.parametrize(("method", "params"), NEEDY)
+def test_bad_evidence_is_named(method: str, params: dict[str, Any]) -> None:
+    tokens = video(2, 3, 4)
+    evidence = evidence_for(gstep.make_pruner(method, **params), tokens)
+    for name, good in evidence.items():
+        nan = good.clone()
+        nan.view(-1)[-1] = float("nan")
+        longer = torch.cat([good, good[:1]])
+        bad: list[tuple[Any, str]] = [
+            (good[None], r"must be \[.*; got shape \[1, "),
+            (good.numpy(), "must be a tensor of floats; got ndarray"),
+            (good.int(), "must be a tensor of floats; got torch.int32"),
+            (good[:0], r"must be \[.*; got shape \[0"),
+            (nan, "non-finite"),
+            *([(longer, r"must be \[T.*\] = \[\d.* for these tokens; got shape")] if name != "text_embedding" else []),
+        ]
+        for value, message in bad:
+            with pytest.raises(ValueError, match=f"evidence '{name}' .*{message}"):
+                gstep.prune(tokens, method=method, evidence={**evidence, name: value}, **params)
+
+
+@pytest.mark.parametrize(("method", "params"), NEEDY)
+def test_evidence_that_is_not_asked_for_is_not_looked_at(method: str, params: dict[str, Any]) -> None:
+    tokens = video(4, 9, 8)
+    evidence: dict[str, Any] = {**evidence_for(gstep.make_pruner(method, **params), tokens), "mine": "anything"}
+    ours = gstep.prune(tokens, method=method, evidence=evidence, **params)
+    assert_same(ours, prune(tokens, method=method, **params))
+
+
+@pytest.mark.parametrize(("method", "params"), NEEDY)
+def test_evidence_may_have_any_float_dtype(method: str, params: dict[str, Any]) -> None:
+    tokens = video(4, 9, 8)
+    halved = {k: v.bfloat16() for k, v in evidence_for(gstep.make_pruner(method, **params), tokens).items()}
+    expected = gstep.prune(tokens, method=method, evidence={k: v.float() for k, v in halved.items()}, **params)
+    assert_same(gstep.prune(tokens, method=method, evidence=halved, **params), expected)
+
+
+@pytest.mark.parametrize(("method", "params"), CASES)
+def test_a_pruner_describes_itself(method: str, params: dict[str, Any]) -> None:
+    pruner = gstep.make_pruner(method, **params)
+    assert pruner.name == method
+    assert json.loads(json.dumps(pruner.params())) == pruner.params()
+    again = gstep.make_pruner(method, **pruner.params())
+    assert (again, again.needs) == (pruner, pruner.needs)
+    with pytest.raises((FrozenInstanceError, AttributeError)):
+        pruner.alpha = 0.1  # type: ignore[attr-defined]

@@ -1,0 +1,100 @@
+"""The baselines against what their official code selects (see golden/README.md)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gstep
+
+GOLDEN = Path(__file__).parent / "golden"
+DATA = dict(np.load(GOLDEN / "methods.npz"))
+TOKENS = {key.removeprefix("H/"): value for key, value in np.load(GOLDEN / "gstep.npz").items() if key.startswith("H/")}
+
+
+def read_cases() -> list[dict[str, Any]]:
+    table = json.loads((GOLDEN / "methods.json").read_text())
+    cases = [dict(zip(table["columns"], row, strict=True)) for row in table["cases"]]
+    index, merged, tokens = DATA["index"].astype(np.int64), np.unpackbits(DATA["merged"]), DATA["merged_tokens"]
+    for case in cases:
+        case["index"], index = np.split(index, [case["n_kept"]])
+        if case["merges"]:
+            flags, merged = np.split(merged, [case["n_kept"]])
+            case["merged"] = flags.astype(bool)
+            hidden = TOKENS[case["input"]].shape[2]
+            rows, tokens = np.split(tokens, [hidden * flags.sum()])
+            case["tokens"] = rows.reshape(-1, hidden)
+    assert len(index) == len(tokens) == 0
+    return cases
+
+
+CASES = read_cases()
+
+
+def tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """Integers are multiples of 1/64, exact in float16."""
+    return (torch.from_numpy(values).double() / (64 if values.dtype == np.int16 else 1)).to(dtype)
+
+
+def run(case: dict[str, Any], tokens: torch.Tensor) -> gstep.PrunedTokens:
+    pruner = gstep.make_pruner(case["method"], **case["params"])
+    names = pruner.needs | pruner.optional
+    evidence = {name: tensor(DATA[f"{name}/{case['input']}"], torch.float32).to(tokens.device) for name in names}
+    return gstep.prune(tokens, case["ratio"], case["method"], evidence=evidence, **case["params"])
+
+
+def differences(case: dict[str, Any], pruned: gstep.PrunedTokens) -> list[str]:
+    """What of a case is not as it should be, in the method's own order."""
+    order = torch.arange(pruned.n_kept) if pruned.order is None else pruned.order.cpu()
+    index = pruned.index.cpu()[order].numpy()
+    if len(index) != case["n_kept"]:
+        return [f"{len(index)} tokens kept, not {case['n_kept']}"]
+    known = case["index"] >= 0  # the official VisionZip does not say where its contextual tokens come from
+    wrong = [] if np.array_equal(index[known], case["index"][known]) else ["index"]
+    if case["merges"]:
+        assert pruned.merged is not None
+        if not np.array_equal(pruned.merged.cpu()[order], case["merged"]):
+            return [*wrong, "merged"]
+        merged = pruned.tokens.cpu()[order][case["merged"]].double().numpy()
+        wrong += [] if np.allclose(merged, case["tokens"], rtol=0, atol=1e-4) else ["tokens"]
+    return wrong
+
+
+def test_all_cases_are_here() -> None:
+    assert len(CASES) == 234
+    assert {case["method"] for case in CASES} == {"vidcom2", "fastvid", "visionzip", "cdpruner", "fastv"}
+    assert sum(not case["stable"] for case in CASES) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=[case["case"] for case in CASES])
+def test_selection(case: dict[str, Any], dtype: torch.dtype) -> None:
+    wrong = differences(case, run(case, tensor(TOKENS[case["input"]], dtype)))
+    if wrong and not case["stable"]:
+        pytest.skip("a tie within rounding noise went the other way")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES[::5], ids=[case["case"] for case in CASES[::5]])
+def test_16_bits_select_what_the_same_values_in_float32_do(case: dict[str, Any], dtype: torch.dtype) -> None:
+    tokens = tensor(TOKENS[case["input"]], dtype)
+    pruned, expected = run(case, tokens), run(case, tokens.float())
+    assert torch.equal(pruned.index, expected.index)
+    assert torch.equal(pruned.tokens, expected.tokens.to(dtype))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_selection_on_cuda(dtype: torch.dtype) -> None:
+    found = {}
+    for case in CASES:
+        wrong = differences(case, run(case, tensor(TOKENS[case["input"]], dtype).cuda()))
+        if wrong and case["stable"]:
+            found[case["case"]] = wrong
+    assert found == {}

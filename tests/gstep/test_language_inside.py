@@ -1,0 +1,218 @@
+"""FastV inside the language model: what it drops is as good as masked from layer K on, and the cache is shorter."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForImageTextToText, DynamicCache
+
+from gstep.backbones import ModelSource, choose_runtime, tiny
+from gstep.language import Decoding, load_language_model, prompt_builder
+from gstep.language.batch import Batch, encoder_outputs
+from gstep.pruners.fastv import FastV
+from tests.gstep.llms import FAMILIES, encode, kept_index
+
+LAYERS = 5
+K = 3
+RATIO = 0.25
+GREEDY = Decoding(max_new_tokens=8)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def name(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def deep(name, tmp_path_factory):
+    """The tiny model with more layers: the first two of its own, the others copies of them."""
+    folder = Path(shutil.copytree(tiny.build(name), tmp_path_factory.mktemp("deep") / name))
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    own = text["num_hidden_layers"]
+    whole = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    state = {k: v.clone() for k, v in whole.state_dict().items()}
+    for layer in range(own, LAYERS):
+        for key in [k for k in state if f"language_model.layers.{layer % own}." in k]:
+            copy = key.replace(f"layers.{layer % own}.", f"layers.{layer}.")
+            # Turned, so that no layer does what another one does.
+            state[copy] = state[key].flip(0).contiguous() if state[key].ndim == 2 else state[key].clone()
+    text["num_hidden_layers"] = LAYERS
+    text.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(state, folder / "model.safetensors")
+    return ModelSource.resolve(folder)
+
+
+@pytest.fixture(scope="module", params=["sdpa", "eager"])
+def loaded(request, deep):
+    return load_language_model(deep, choose_runtime("cpu", "float32", request.param))
+
+
+@pytest.fixture(scope="module")
+def prompts(name, deep):
+    video, other = encode(name), encode(name, "carphone_pristine.mp4", n_frames=2, grid=(4, 10))
+    build = prompt_builder(deep, "original").build
+    return [
+        build("What is happening in this video?", [video.visual]),
+        build("Why?", [other.keep(kept_index(other, 0.5))]),
+        build("Which is longer?", [other.visual, video.visual]),
+    ]
+
+
+def forward(loaded, prompt, **more):
+    batch = Batch.of([prompt])
+    with torch.no_grad():
+        return loaded.model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.mask,
+            position_ids=batch.position_ids(),
+            mm_encoder_outputs=encoder_outputs(prompt.visuals, "cpu", torch.float32),
+            past_key_values=DynamicCache(config=loaded.model.config.get_text_config()),
+            use_cache=True,
+            **more,
+        )
+
+
+def pruned_forward(loaded, prompt, ratio=RATIO):
+    inside = loaded._prune_inside([prompt], FastV(K=K), ratio)
+    with inside.hooked(loaded.model):
+        return forward(loaded, prompt), inside.kept
+
+
+def masked_logits(loaded, prompt, stays):
+    """All tokens, of which layers from K on see only those that stay."""
+
+    def hide(layer, args, keywords):
+        length = len(stays)
+        seen = torch.ones(length, length, dtype=torch.bool).tril() & stays
+        seen |= torch.eye(length, dtype=torch.bool)
+        mask = torch.zeros(1, 1, length, length).masked_fill(~seen, torch.finfo(torch.float32).min)
+        return args, {**keywords, "attention_mask": mask}
+
+    layers = loaded.model.model.language_model.layers[K:]
+    hooks = [layer.register_forward_pre_hook(hide, with_kwargs=True) for layer in layers]
+    try:
+        return forward(loaded, prompt).logits[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_the_row_of_attention_is_that_of_the_eager_kernel(deep, prompts, monkeypatch):
+    eager = load_language_model(deep, choose_runtime("cpu", "float32", "eager"))
+    fast = load_language_model(deep, choose_runtime("cpu", "float32", "sdpa"))
+    rows = []
+    for prompt in prompts:
+        weights = forward(eager, prompt, output_attentions=True).attentions[K - 1]
+        inside = fast._prune_inside([prompt], FastV(K=K), RATIO)
+        monkeypatch.setattr(inside, "_select", lambda row, real=inside._select: (rows.append(row), real(row))[1])
+        with inside.hooked(fast.model):
+            forward(fast, prompt)
+        torch.testing.assert_close(rows[-1][0], weights[0, :, -1].mean(0), atol=1e-6, rtol=0)
+
+
+def test_dropping_before_a_layer_equals_masking_from_there_on(loaded, prompts):
+    for prompt in prompts:
+        output, kept = pruned_forward(loaded, prompt)
+        stays = torch.zeros(len(prompt), dtype=torch.bool)
+        stays[kept.index[0]] = True
+        expected = masked_logits(loaded, prompt, stays)[stays]
+        assert stays.sum() < len(prompt)
+        torch.testing.assert_close(output.logits[0], expected, atol=2e-5, rtol=0)
+
+
+def test_what_is_kept_is_the_text_and_the_best_of_the_visual_tokens(name, loaded, prompts):
+    for prompt in prompts:
+        _, kept = pruned_forward(loaded, prompt)
+        total = sum(len(visual.index) for visual in prompt.visuals)
+        video_token = loaded.model.config.video_token_id
+        is_text = prompt.input_ids != video_token
+        stays = torch.zeros(len(prompt), dtype=torch.bool)
+        stays[kept.index[0]] = True
+        newlines = len(prompt.visuals) if name == "tiny" else 0
+        assert stays[is_text].all()
+        assert stays[~is_text].sum() == round(RATIO * total) + newlines
+        if newlines:  # the placeholder behind the tokens of each video is its newline: always kept
+            ends = torch.tensor([len(v.index) + 1 for v in prompt.visuals]).cumsum(0) - 1
+            assert stays[(~is_text).nonzero()[ends, 0]].all()
+
+
+def test_keys_and_values_are_shorter_from_that_layer_on(loaded, prompts):
+    output, kept = pruned_forward(loaded, prompts[0])
+    lengths = [output.past_key_values.get_seq_length(layer) for layer in range(LAYERS)]
+    assert lengths == [len(prompts[0])] * K + [kept.index.shape[1]] * (LAYERS - K)
+
+
+def test_all_tokens_are_the_model_without_pruning(loaded, prompts):
+    plain = loaded.generate(prompts, [GREEDY] * 3)
+    inside = loaded.generate(prompts, [GREEDY] * 3, inside=(FastV(K=K), 1.0))
+    assert [a.token_ids for a in plain] == [a.token_ids for a in inside]
+
+
+def test_a_ragged_batch_gives_what_single_runs_give(loaded, prompts):
+    together = loaded.generate(prompts, [GREEDY] * 3, inside=(FastV(K=K), RATIO))
+    alone = [loaded.generate([p], [GREEDY], inside=(FastV(K=K), RATIO))[0] for p in prompts]
+    assert [a.token_ids for a in together] == [a.token_ids for a in alone]
+    assert [a.token_ids for a in together] != [a.token_ids for a in loaded.generate(prompts, [GREEDY] * 3)]
+
+
+def test_generation_goes_on_as_the_pruned_prompt_says(loaded, prompts):
+    """Each next token is the likeliest after prompt and answer so far, of which layers from K on see what was kept."""
+    (answer,) = loaded.generate(prompts[:1], [GREEDY], inside=(FastV(K=K), RATIO))
+    _, kept = pruned_forward(loaded, prompts[0])
+    prompt = prompts[0]
+    for token in answer.token_ids:
+        stays = torch.zeros(len(prompt), dtype=torch.bool)
+        stays[kept.index[0]] = True
+        stays[len(prompts[0]) :] = True
+        assert int(masked_logits(loaded, prompt, stays)[-1].argmax()) == token
+        prompt = dataclasses.replace(
+            prompt,
+            input_ids=torch.cat([prompt.input_ids, torch.tensor([token])]),
+            positions=torch.cat([prompt.positions, prompt.positions[:, -1:] + 1], dim=1),
+        )
+
+
+def test_continuations_are_scored_on_what_was_kept(loaded, prompts):
+    texts = [["A", "two people", "a car that moves"], ["B"], ["the first one", "C"]]
+    scores = loaded.score(prompts, texts, inside=(FastV(K=K), RATIO))
+    for prompt, row, continuations in zip(prompts, scores, texts, strict=True):
+        _, kept = pruned_forward(loaded, prompt)
+        for score, text in zip(row, continuations, strict=True):
+            ids = torch.tensor(loaded.tokenizer(text).input_ids)
+            new = prompt.positions[:, -1:] + 1 + torch.arange(len(ids))
+            whole = dataclasses.replace(
+                prompt,
+                input_ids=torch.cat([prompt.input_ids, ids]),
+                positions=torch.cat([prompt.positions, new.expand(len(prompt.positions), -1)], dim=1),
+            )
+            stays = torch.zeros(len(whole), dtype=torch.bool)
+            stays[kept.index[0]] = True
+            stays[len(prompt) :] = True
+            logprobs = torch.log_softmax(masked_logits(loaded, whole, stays), dim=-1)[len(prompt) - 1 : -1]
+            assert score.logprob == pytest.approx(float(logprobs.gather(-1, ids[:, None]).sum()), abs=1e-4)
+
+
+def test_no_hook_stays_behind(loaded, prompts):
+    before = [a.token_ids for a in loaded.generate(prompts, [GREEDY] * 3)]
+    loaded.generate(prompts, [GREEDY] * 3, inside=(FastV(K=K), RATIO))
+    with (
+        pytest.raises(RuntimeError, match="stop"),
+        loaded._prune_inside(prompts, FastV(K=K), RATIO).hooked(loaded.model),
+    ):
+        raise RuntimeError("stop")
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in loaded.model.model.language_model.layers.modules())
+    assert [a.token_ids for a in loaded.generate(prompts, [GREEDY] * 3)] == before
+
+
+def test_a_layer_that_is_not_there_or_too_early_is_refused(name, loaded, prompts):
+    with pytest.raises(ValueError, match="has 5 layers"):
+        loaded.generate(prompts, [GREEDY] * 3, inside=(FastV(K=5), RATIO))
+    if name == "tiny-qwen3-vl":
+        with pytest.raises(ValueError, match="at least 3"):
+            loaded.generate(prompts, [GREEDY] * 3, inside=(FastV(K=2), RATIO))

@@ -1,0 +1,99 @@
+"""Methods that look at the question, from a cache of all tokens of a real clip."""
+
+import shutil
+
+import pytest
+import torch
+
+import gstep
+from gstep.backbones import ModelSource
+from gstep.language import Decoding, prompt_builder
+from gstep.pruners.fastv import FastV
+from jobs import generate, prune
+from pipeline import TokenCache
+from pipeline.answers import read_answers
+from pipeline.held_videos import to_visual
+from tests.gstep.llms import llm
+from tests.jobs.jobs import clips
+from tests.pipeline.asking import tiny_cache, write_questions
+from tests.pipeline.rays import ray_here
+
+pytestmark = pytest.mark.slow
+
+QUESTIONS = [
+    {"question_id": "open", "video_id": "a.mp4", "prompt": "What is happening?"},
+    {"question_id": "other", "video_id": "a.mp4", "prompt": "Who is riding?"},
+    {"question_id": "choice", "video_id": "a.mp4", "prompt": "Which?", "choices": ["a dog", "two bikes"]},
+]
+LAYER = {"tiny": 1, "tiny-qwen2-5-vl": 3, "tiny-qwen3-vl": 3}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_here({"num_cpus": 4}):
+        yield
+
+
+@pytest.mark.parametrize("model", LAYER)
+def test_every_family_answers_from_what_the_method_keeps(cluster, model, tmp_path):
+    (tmp_path / "videos").mkdir()
+    shutil.copy(clips()[1], tmp_path / "videos" / "a.mp4")
+    cache, questions = tmp_path / "c", write_questions(tmp_path / "q.jsonl", QUESTIONS)
+    done = prune.main(
+        [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "4", "--model", model, "--pruner", "none"]
+    )
+    assert done == 0
+
+    def ask(out, *options):
+        ways = ["--retention-ratio", "0.25", "--max-new-tokens", "6", "--choices", "loglikelihood", *options]
+        assert generate.main([str(cache), "--questions", str(questions), "--out", str(tmp_path / out), *ways]) == 0
+        return {row["question_id"]: row for row in read_answers(tmp_path / out).to_pylist()}
+
+    opened = TokenCache(cache)
+    visual = to_visual(opened.get("a.mp4"), opened.newline)
+    build = prompt_builder(ModelSource.resolve(model)).build
+    prompts = [build(QUESTIONS[i]["prompt"], [visual]) for i in range(3)]
+    inside = (FastV(K=LAYER[model]), 0.25)
+    rows = ask("fastv", "--pruner", "fastv", "--pruner-param", f"K={LAYER[model]}")
+    expected = llm(model).generate(prompts[:2], [Decoding(max_new_tokens=6)] * 2, inside=inside)
+    assert [rows[name]["answer"] for name in ("open", "other")] == [answer.text for answer in expected]
+    (scores,) = llm(model).score(prompts[2:], [["a dog", "two bikes"]], inside=inside)
+    assert rows["choice"]["choice_scores"] == pytest.approx([score.logprob for score in scores], abs=1e-4)
+    assert {row["retention_ratio"] for row in rows.values()} == {0.25}
+    if model == "tiny":
+        return
+
+    rows = ask("cdpruner", "--pruner", "cdpruner")
+    for question in QUESTIONS[:2]:
+        whole = visual.tokens.reshape(visual.n_frames, visual.tokens_per_frame, -1)
+        words = llm(model).embedding(question["prompt"])
+        evidence = {"image_embedding": whole, "text_embedding": words}
+        kept = gstep.prune(whole, 0.25, "cdpruner", evidence=evidence).index
+        assert rows[question["question_id"]]["n_visual_tokens"] == len(kept)
+    assert not torch.equal(llm(model).embedding("What?"), llm(model).embedding("Who?"))
+
+
+@pytest.fixture
+def refuse(tmp_path, capsys):
+    def check(*options):
+        questions = write_questions(tmp_path / "q.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
+        arguments = [str(tmp_path / "c"), "--questions", str(questions), "--out", str(tmp_path / "o"), *options]
+        assert generate.main(arguments) == 2
+        return " ".join(capsys.readouterr().err.split())
+
+    return check
+
+
+def test_what_cannot_be_pruned_late_is_refused(refuse, tmp_path):
+    tiny_cache(tmp_path / "c", ratio=1.0, method="none")
+    ratio = ["--retention-ratio", "0.25"]
+    assert "needs --retention-ratio" in refuse("--pruner", "fastv", "--pruner-param", "K=1")
+    assert "this model has 2 layers" in refuse("--pruner", "fastv", *ratio)
+    assert "jobs.prune --pruner gstep" in refuse("--pruner", "gstep", *ratio)
+    assert "SigLIP" in refuse("--pruner", "cdpruner", *ratio)
+    assert "unknown method 'magic'" in refuse("--pruner", "magic", *ratio)
+    assert "unknown parameter alpha" in refuse("--pruner", "fastv", "--pruner-param", "alpha=1", *ratio)
+    assert "--pruner-param goes with --pruner" in refuse("--pruner-param", "K=1")
+    shutil.rmtree(tmp_path / "c")
+    tiny_cache(tmp_path / "c")
+    assert "jobs.prune --pruner none" in refuse("--pruner", "fastv", "--pruner-param", "K=1", *ratio)
