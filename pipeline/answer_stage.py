@@ -15,7 +15,7 @@ import torch
 
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import LanguageModel, Prompt, Visual, load_language_model, prompt_builder
-from pipeline.cache import TokenCache
+from pipeline.cache import TokenCache, TokenOrder
 from pipeline.choices import lettered_prompt, letters, parse_letter
 from pipeline.errors import CorruptShard, FailedVideo, UnknownVideo, printable
 from pipeline.held_videos import HeldVideos
@@ -64,6 +64,7 @@ class AnswerSetup:
     live: pa.Table
     retention_ratio: float | None = None
     late: LatePruning | None = None
+    order: TokenOrder = "index"
     positions: str | None = None
     rule: str = "transformers-5"
     batch_size: int = 8
@@ -117,7 +118,7 @@ class Answerer:
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._builder = prompt_builder(setup.source, setup.positions, setup.rule)
         cache = TokenCache(str(setup.store), store=setup.store, live=setup.live)
-        self._videos = HeldVideos(cache, setup.retention_ratio, beat=self._beat)
+        self._videos = HeldVideos(cache, setup.retention_ratio, setup.order, beat=self._beat)
         self._late = setup.late
         self._inside = None if setup.late is None else setup.late.inside
         self._size = BatchSize(setup.batch_size)

@@ -34,6 +34,7 @@ from pipeline.schema import (
 from pipeline.store import RangedObject, Store, store_at
 
 HEADER = "cache.json"
+TokenOrder = Literal["index", "selection"]
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,7 @@ class TokenCache:
             row[name] = None if row[name] is None else json.loads(row[name])
         return row
 
-    def get(
-        self, video_id: str, retention_ratio: float | None = None, order: Literal["index", "selection"] = "index"
-    ) -> CachedVideo:
+    def get(self, video_id: str, retention_ratio: float | None = None, order: TokenOrder = "index") -> CachedVideo:
         """The tokens of one video, all that are stored or the nested ``retention_ratio`` of all T*N.
 
         ``order="index"`` gives ascending flat index, as an LLM wants them; ``order="selection"`` the order of

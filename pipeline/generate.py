@@ -178,6 +178,7 @@ def answer_setup(job: GenerateJob, device: str, dtype: str) -> AnswerSetup:
         live=job.live,
         retention_ratio=job.read_ratio,
         late=job.late,
+        order=job.order,
         positions=job.builder.policy.positions,
         rule=job.builder.policy.rule,
         batch_size=job.config.batch_size,

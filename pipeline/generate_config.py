@@ -56,6 +56,12 @@ class GenerateConfig:
         "family's: contiguous for LLaVA-OneVision, original for Qwen",
         choices=("auto", "contiguous", "original"),
     )
+    order: str = option(
+        "auto",
+        "order of the kept tokens in a prompt: ascending position (index), or the method's own (own: VisionZip's "
+        "dominant tokens first); auto is the method's own where it has one",
+        choices=("auto", "index", "own"),
+    )
     rule: str = option(
         "transformers-5",
         "whose rules prompts follow where libraries differ on Qwen",

@@ -11,11 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
 
+from gstep import PRUNERS
 from gstep.backbones import ModelSource
 from gstep.language import Decoding, PromptBuilder, prompt_builder
 from gstep.types import budget_for
 from pipeline.answers import HEADER, AnswersTable, read_answers_header
-from pipeline.cache import read_header, rows_wanted
+from pipeline.cache import TokenOrder, read_header, rows_wanted
 from pipeline.config import differences
 from pipeline.errors import IdentityMismatch, NotAnswers, UsageError
 from pipeline.generate_config import GenerateConfig
@@ -46,6 +47,7 @@ class GenerateJob:
         identity: what all answers share; others are refused.
         store: where the answers go.
         late: a method that prunes once a question is known.
+        order: of the kept tokens in a prompt, as TokenCache.get takes it.
     """
 
     config: GenerateConfig
@@ -59,6 +61,7 @@ class GenerateJob:
     identity: dict[str, Any]
     store: Store
     late: LatePruning | None = None
+    order: TokenOrder = "index"
 
     @cached_property
     def videos(self) -> dict[str, dict[str, Any]]:
@@ -104,6 +107,7 @@ def prepare(config: GenerateConfig, console: Console) -> GenerateJob:
         builder = prompt_builder(source, positions, config.rule)
     _check_tokens(cache, header, live, builder)
     late = _late_pruning(config, held, builder)
+    order = _order(config, held["pruner"]["method"])
     _check_ratio(None if late else config.retention_ratio, held["retention_ratio"], live)
     job = GenerateJob(
         config=config,
@@ -118,11 +122,12 @@ def prepare(config: GenerateConfig, console: Console) -> GenerateJob:
             "cache": held,
             "model": {"type": source.model_type, "weights": source.identity},
             "retention_ratio": held["retention_ratio"] if config.retention_ratio is None else config.retention_ratio,
-            "prompt": builder.policy.describe(),
+            "prompt": {**builder.policy.describe(), "order": order},
             "decoding": way.describe(),
             **({} if late is None else {"pruner": late.describe()}),
         },
         late=late,
+        order=order,
         store=store,
     )
     _check_context(job, console)
@@ -154,6 +159,15 @@ def _late_pruning(config: GenerateConfig, held: dict[str, Any], builder: PromptB
         return None
     with refusing():
         return late_pruning(config.pruner, pruner_params(config.pruner_param), config.retention_ratio, held, builder)
+
+
+def _order(config: GenerateConfig, method: str) -> TokenOrder:
+    own = method in PRUNERS and PRUNERS[method].reorders
+    if config.order == "own" and not own:
+        raise UsageError(
+            f"--order own: {method}, which this cache was pruned with, has no order of its own in a prompt"
+        )
+    return "selection" if own and config.order != "index" else "index"
 
 
 def _asked_about(questions: pa.Table, live: pa.Table) -> pa.Table:

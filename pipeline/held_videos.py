@@ -8,7 +8,7 @@ from collections import OrderedDict
 import torch
 
 from gstep.language import Visual
-from pipeline.cache import CachedVideo, TokenCache
+from pipeline.cache import CachedVideo, TokenCache, TokenOrder
 from pipeline.pulse import Beat
 
 _HELD_BYTES = 2**30  # of cached tokens that an actor keeps for the questions to come
@@ -18,11 +18,17 @@ class HeldVideos:
     """The last videos that were read, up to a number of bytes; a video is one Visual, which its questions share."""
 
     def __init__(
-        self, cache: TokenCache, retention_ratio: float | None, limit: int = _HELD_BYTES, beat: Beat | None = None
+        self,
+        cache: TokenCache,
+        retention_ratio: float | None,
+        order: TokenOrder = "index",
+        limit: int = _HELD_BYTES,
+        beat: Beat | None = None,
     ) -> None:
         self._cache = cache
         self._beat = beat or Beat("answer")
         self._ratio = retention_ratio
+        self._order: TokenOrder = order
         self._limit = limit
         self._held: OrderedDict[str, tuple[Visual, float]] = OrderedDict()
         self._bytes = 0
@@ -34,7 +40,7 @@ class HeldVideos:
             self._held.move_to_end(video_id)
             return *self._held[video_id], 0.0
         with self._beat.busy(f"the tokens of {video_id}, being read"):
-            video = self._cache.get(video_id, self._ratio)
+            video = self._cache.get(video_id, self._ratio, self._order)
         visual = to_visual(video, self._cache.newline)
         ratio = self._ratio if self._ratio is not None else float(video.metadata["retention_ratio"])
         self._held[video_id] = visual, ratio
@@ -46,7 +52,7 @@ class HeldVideos:
 
 
 def to_visual(video: CachedVideo, newline: torch.Tensor | None) -> Visual:
-    """A cached video, in ascending order of its tokens, as prompts take it."""
+    """A cached video as prompts take it, in the order it was read in."""
     return Visual(
         tokens=video.tokens,
         index=video.index,

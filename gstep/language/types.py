@@ -20,8 +20,8 @@ class Visual:
     """The kept tokens of one video, as a prompt needs them.
 
     Attributes:
-        tokens: [K,D], ascending flat index.
-        index: [K] int64, flat index t*N + i before pruning, ascending; a merged token carries its target's index.
+        tokens: [K,D], in the order of the prompt: ascending flat index, or a method's own (on LLaVA-OneVision alone).
+        index: [K] int64, flat index t*N + i before pruning; a merged token carries its target's index.
         n_frames: T (temporal patches on Qwen).
         tokens_per_frame: N.
         extra: what the model family needs besides (``Backbone.model_extra``): grid, seconds a patch, patch times.

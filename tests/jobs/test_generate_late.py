@@ -1,9 +1,11 @@
 """Methods that look at the question, from a cache of all tokens of a real clip."""
 
+import json
 import shutil
 
 import pytest
 import torch
+from rich.console import Console
 
 import gstep
 from gstep.backbones import ModelSource
@@ -12,10 +14,14 @@ from gstep.pruners.fastv import FastV
 from jobs import generate, prune
 from pipeline import TokenCache
 from pipeline.answers import read_answers
-from pipeline.held_videos import to_visual
+from pipeline.generate_config import GenerateConfig
+from pipeline.generate_job import prepare
+from pipeline.held_videos import HeldVideos, to_visual
+from pipeline.rows import ENCODED, one_row, pruned_arrays, pruned_columns
 from tests.gstep.llms import llm
 from tests.jobs.jobs import clips
 from tests.pipeline.asking import tiny_cache, write_questions
+from tests.pipeline.caches import random_tokens, source_record, write_shard
 from tests.pipeline.rays import ray_here
 
 pytestmark = pytest.mark.slow
@@ -73,6 +79,39 @@ def test_every_family_answers_from_what_the_method_keeps(cluster, model, tmp_pat
     assert not torch.equal(llm(model).embedding("What?"), llm(model).embedding("Who?"))
 
 
+def test_a_method_with_an_order_of_its_own_is_prompted_in_it(tmp_path):
+    """VisionZip: dominant tokens of a frame before its merged ones; with --order index by position."""
+    tokens = random_tokens(0, (4, 49, 64))
+    rng = torch.Generator().manual_seed(0)
+    evidence = {"token_attention": torch.rand(4, 49, generator=rng), "token_key": torch.randn(4, 49, 8, generator=rng)}
+    pruned = gstep.prune(tokens, 0.25, "visionzip", evidence=evidence)
+    store = tiny_cache(tmp_path / "c", ("other",))
+    header = json.loads(store.read("cache.json"))
+    header["identity"]["pruner"]["method"] = "visionzip"
+    store.put("cache.json", json.dumps(header).encode())
+    record = source_record("a", tuple(tokens.shape))
+    write_shard(store, "run", one_row(ENCODED, {**record, **pruned_columns(pruned, record)}, pruned_arrays(pruned)))
+    questions = write_questions(tmp_path / "q.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
+
+    def job(order):
+        config = GenerateConfig(str(tmp_path / "c"), str(questions), str(tmp_path / "o"), order=order)
+        return prepare(config, Console())
+
+    own, plain = job("auto"), job("index")
+    assert (own.order, plain.order) == ("selection", "index") and own.identity != plain.identity
+    opened = TokenCache(tmp_path / "c")
+    prompted, _, _ = HeldVideos(opened, None, own.order).get("a")
+    assert torch.equal(prompted.tokens, pruned.tokens[pruned.order])
+    assert torch.equal(prompted.index, pruned.index[pruned.order]) and not torch.equal(prompted.index, pruned.index)
+    merged = pruned.merged[pruned.order]
+    for frame in range(4):  # dominant first in each frame
+        flags = merged[prompted.index // 49 == frame].tolist()
+        assert flags == sorted(flags) and any(flags)
+    prompt = own.builder.build("What?", [prompted])
+    assert torch.equal(prompt.positions, torch.arange(len(prompt))[None])
+    assert torch.equal(HeldVideos(opened, None, plain.order).get("a")[0].tokens, pruned.tokens)
+
+
 @pytest.fixture
 def refuse(tmp_path, capsys):
     def check(*options):
@@ -94,6 +133,7 @@ def test_what_cannot_be_pruned_late_is_refused(refuse, tmp_path):
     assert "unknown method 'magic'" in refuse("--pruner", "magic", *ratio)
     assert "unknown parameter alpha" in refuse("--pruner", "fastv", "--pruner-param", "alpha=1", *ratio)
     assert "--pruner-param goes with --pruner" in refuse("--pruner-param", "K=1")
+    assert "has no order of its own" in refuse("--order", "own")
     shutil.rmtree(tmp_path / "c")
     tiny_cache(tmp_path / "c")
     assert "jobs.prune --pruner none" in refuse("--pruner", "fastv", "--pruner-param", "K=1", *ratio)
