@@ -1,0 +1,130 @@
+"""How long each pruning method takes on the same tokens, beside GSTEP; selection alone, without an encoder."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from gstep import PRUNERS, VisualTokens, make_pruner
+from gstep.pruners.base import Pruner
+from gstep.pruners.checks import EVIDENCE_SHAPES
+
+# Widths of evidence whose size the tokens do not decide: those of SigLIP so400m.
+WIDTHS = {"Dv": 1152, "Dk": 72, "De": 1152, "Q": 1}
+
+
+@dataclass(frozen=True)
+class MethodTime:
+    """One method on one video; seconds are medians.
+
+    Attributes:
+        n_tokens: M.
+        n_kept: tokens kept.
+        seconds: of one selection.
+        ratio: to GSTEP's in the same run.
+    """
+
+    method: str
+    n_tokens: int
+    n_kept: int
+    seconds: float
+    ratio: float
+
+
+def measure(
+    frames: Sequence[int], tokens_per_frame: int, hidden: int, retention_ratio: float, repeats: int, device: str
+) -> Iterator[MethodTime]:
+    """Every method of the table on one made-up video a length, ``repeats`` times in turn."""
+    for count in frames:
+        tokens = structured_tokens(count, tokens_per_frame, hidden).to(device)
+        pruners = {name: make_pruner(name) for name in PRUNERS if name != "none"}
+        runs = {name: _run(pruner, tokens, retention_ratio) for name, pruner in pruners.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in runs}
+        kept: dict[str, int] = {}
+        for _ in range(repeats):
+            for name, run in runs.items():
+                started = time.perf_counter()
+                kept[name] = run()
+                seconds[name].append(time.perf_counter() - started)
+        base = statistics.median(seconds["gstep"])
+        for name, values in seconds.items():
+            median = statistics.median(values)
+            yield MethodTime(name, count * tokens_per_frame, kept[name], median, median / base)
+
+
+def structured_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
+    """[T,N,D] bfloat16 with what videos have: a few scenes, places that stay alike, and noise; seeded."""
+    rng = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=rng)
+
+    scenes = normal(1 + n_frames // 16, per_frame, hidden)
+    drift = normal(n_frames, 1, hidden).cumsum(0) * 0.05
+    tokens = scenes[torch.arange(n_frames) // 16] + drift + 0.3 * normal(n_frames, per_frame, hidden)
+    return tokens.bfloat16()
+
+
+def _run(pruner: Pruner, tokens: Tensor, retention_ratio: float) -> Callable[[], int]:
+    visual = VisualTokens(tokens, _evidence(pruner, tokens))
+
+    def run() -> int:
+        kept = pruner.prune(visual, retention_ratio).n_kept
+        if tokens.is_cuda:
+            torch.cuda.synchronize(tokens.device)
+        return kept
+
+    return run
+
+
+def _evidence(pruner: Pruner, tokens: Tensor) -> dict[str, Tensor]:
+    """What the method needs beside the tokens, made up: only its size decides the time."""
+    n_frames, per_frame, _ = tokens.shape
+    lengths = {"T": n_frames, "N": per_frame, "T*N": n_frames * per_frame, **WIDTHS}
+    rng = torch.Generator().manual_seed(1)
+    return {
+        name: torch.rand([lengths[axis] for axis in EVIDENCE_SHAPES[name]], generator=rng).to(tokens.device)
+        for name in sorted(pruner.needs)
+    }
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the figures were measured on."""
+    on_cuda = device.startswith("cuda")
+    return {
+        "processor": torch.cuda.get_device_name(device) if on_cuda else _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123 - no such file elsewhere than on Linux
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def as_table(times: Sequence[MethodTime], title: str) -> Table:
+    """A row a method and length."""
+    table = Table(title=title, title_justify="left", show_edge=False)
+    for name in ("tokens", "method", "kept", "seconds", "to gstep"):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    for item in times:
+        row = (str(item.n_tokens), item.method, str(item.n_kept), f"{item.seconds:.3f}", f"{item.ratio:.2f}")
+        table.add_row(*row)
+    return table
+
+
+def as_record(times: Sequence[MethodTime], **more: Any) -> dict[str, Any]:
+    """For machines, JSON-able."""
+    return {**more, "times": [asdict(item) for item in times]}
