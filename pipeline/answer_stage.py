@@ -161,6 +161,8 @@ class Answerer:
             return failed_answer(question, "corrupt", str(error))
         except OSError as error:
             return failed_answer(question, "io", f"{error.filename or ''} {error.strerror or error}")
+        except (torch.OutOfMemoryError, MemoryError) as error:  # a method that looks at the question works here
+            return failed_answer(question, "out-of-memory", str(error))
         except ValueError as error:  # what a prompt builder says of a text or of a video's tokens
             return failed_answer(question, "bad-prompt", str(error))
         except Exception as error:  # noqa: BLE001 - whatever one question provokes must not cost its neighbours

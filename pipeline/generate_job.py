@@ -14,7 +14,6 @@ from rich.console import Console
 from gstep import PRUNERS
 from gstep.backbones import ModelSource
 from gstep.language import Decoding, PromptBuilder, prompt_builder
-from gstep.types import budget_for
 from pipeline.answers import HEADER, AnswersTable, read_answers_header
 from pipeline.cache import TokenOrder, read_header, rows_wanted
 from pipeline.config import differences
@@ -31,7 +30,8 @@ from pipeline.store import Store, store_at
 # What is asked of the index of the cache, beside what TokenCache needs of it.
 LIVE_COLUMNS = (
     *INDEX_COLUMNS,
-    *("error_message", "n_tokens", "n_total", "hidden_size", "retention_ratio", "nested"),
+    *("error_message", "n_tokens", "n_total", "n_frames", "tokens_per_frame", "hidden_size"),
+    *("retention_ratio", "nested"),
 )
 
 
@@ -73,10 +73,10 @@ class GenerateJob:
         return None if self.late else self.config.retention_ratio
 
     def n_visual(self, videos: Sequence[dict[str, Any]]) -> int:
-        """Visual tokens that go into a prompt on these rows of the videos table; with FastV all do."""
-        late = self.late
-        if late is not None and late.inside is None:
-            kept = sum(budget_for(late.retention_ratio, row["n_total"]) for row in videos)
+        """Visual tokens that go into a prompt on these rows of the videos table, at most; with FastV all do."""
+        late, hidden = self.late, self.builder.hidden_size
+        if late is not None:
+            kept = sum(late.at_most(row["n_frames"], row["tokens_per_frame"], hidden) for row in videos)
         else:
             kept = sum(rows_wanted(row, self.read_ratio) for row in videos)
         return kept + (len(videos) if self.builder.needs_newline else 0)

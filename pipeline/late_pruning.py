@@ -13,6 +13,7 @@ from gstep.language.inside import check_layer
 from gstep.pruners.base import Pruner
 from gstep.pruners.cdpruner import CDPruner
 from gstep.pruners.fastv import FastV
+from gstep.types import budget_for
 from pipeline.errors import UsageError
 
 
@@ -35,16 +36,27 @@ class LatePruning:
         """For the identity of the answers, JSON-able."""
         return {"method": self.pruner.name, "params": self.pruner.params()}
 
+    def at_most(self, n_frames: int, per_frame: int, hidden: int) -> int:
+        """The most tokens of a video that go into a prompt: with FastV all, CDPruner keeps no more than ``hidden`` of
+        what it chooses among at once."""
+        pruner, n_total = self.pruner, n_frames * per_frame
+        if isinstance(pruner, FastV):
+            return n_total
+        if isinstance(pruner, CDPruner) and pruner.mode == "per_frame":
+            return n_frames * min(budget_for(self.retention_ratio, per_frame), hidden)
+        return min(budget_for(self.retention_ratio, n_total), hidden)
+
     def choose(self, visual: Visual, text_embedding: Tensor) -> Visual:
-        """What CDPruner keeps of a whole video for one question.
+        """What CDPruner keeps of a whole video for one question; it is worked out where the embedding is.
 
         Args:
             text_embedding: [Q,D] of the question, in the space of the visual tokens: Qwen's vision encoder has no text
                 tower, and its tokens are inputs of the language model as the embeddings of words are.
         """
-        whole = visual.tokens.reshape(visual.n_frames, visual.tokens_per_frame, -1)
+        tokens = visual.tokens.to(text_embedding.device)
+        whole = tokens.reshape(visual.n_frames, visual.tokens_per_frame, -1)
         evidence = {"image_embedding": whole.float(), "text_embedding": text_embedding}
-        index = self.pruner.prune(VisualTokens(whole, evidence), self.retention_ratio).index
+        index = self.pruner.prune(VisualTokens(whole, evidence), self.retention_ratio).index.cpu()
         levels = tuple(level[index] for level in visual.deepstack)
         return replace(visual, tokens=visual.tokens[index], index=visual.index[index], deepstack=levels)
 
@@ -69,10 +81,11 @@ def late_pruning(
         )
     if ratio is None:
         raise UsageError(f"--pruner {method} needs --retention-ratio, the share of visual tokens that it keeps")
-    if held["retention_ratio"] < 1.0:
+    if not _whole(held):
         raise UsageError(
-            f"--pruner {method} chooses among all visual tokens, and this cache holds {held['retention_ratio']:g} of "
-            "them: make one with python -m jobs.prune --pruner none"
+            f"--pruner {method} chooses among all visual tokens as the encoder made them, and this cache holds what "
+            f"{held['pruner']['method']} kept at {held['retention_ratio']:g}: make one with python -m jobs.prune "
+            "--pruner none"
         )
     text = builder.config.get_text_config()
     if isinstance(pruner, FastV):
@@ -83,3 +96,11 @@ def late_pruning(
             "tower, which caches do not hold"
         )
     return LatePruning(pruner, ratio)
+
+
+def _whole(held: dict[str, Any]) -> bool:
+    """Whether a cache of this identity holds every token unchanged: some methods drop or merge tokens at a ratio of 1
+    too."""
+    method = held["pruner"]["method"]
+    known = method in PRUNERS and PRUNERS[method].exact and not PRUNERS[method].merges
+    return bool(known and held["retention_ratio"] >= 1.0)

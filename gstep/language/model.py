@@ -45,9 +45,12 @@ class LanguageModel:
 
     @torch.inference_mode()
     def embedding(self, text: str) -> Tensor:
-        """[1,D] float32 on the CPU: the mean input embedding of a text's tokens. Raises ValueError for an empty one."""
+        """[1,D] float32 on the model's device: the mean input embedding of a text's tokens.
+
+        Raises ValueError for an empty one.
+        """
         ids = torch.tensor(self._continuation(text), device=self.device)
-        mean: Tensor = self.model.get_input_embeddings()(ids).float().mean(0, keepdim=True).cpu()
+        mean: Tensor = self.model.get_input_embeddings()(ids).float().mean(0, keepdim=True)
         return mean
 
     @torch.inference_mode()

@@ -10,11 +10,13 @@ import torch
 
 from gstep.backbones import ModelSource, tiny
 from gstep.language import Decoding, prompt_builder
+from gstep.pruners.cdpruner import CDPruner
 from pipeline import TokenCache, answer_stage
 from pipeline.answer_stage import GROW_AFTER, Answerer, BatchSize
 from pipeline.generate import plan_answers
 from pipeline.generate_config import GenerateConfig
 from pipeline.held_videos import HeldVideos, n_bytes, to_visual
+from pipeline.late_pruning import LatePruning
 from pipeline.questions import Way, read_questions
 from tests.gstep.llms import llm
 from tests.pipeline.asking import SHAPE, setup_of, tiny_cache, write_questions
@@ -176,6 +178,16 @@ def test_a_question_that_never_fits_is_out_of_memory_and_costs_no_other(failing,
     }
     assert rows["3"]["retryable"] and len(rows) == 12
     assert model.sizes == [8, 4, 2, 2, 1, 1, 4, 4]  # the next batch is as large as what fitted
+
+
+def test_memory_that_runs_out_while_pruning_for_a_question_is_named_so(failing, tmp_path, monkeypatch):
+    def too_large(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    actor, model = failing(None, late=LatePruning(CDPruner(), 0.25))
+    monkeypatch.setattr(model, "embedding", too_large, raising=False)
+    (row,) = actor.answer(open_questions(tmp_path, 1))
+    assert (row["error_class"], row["retryable"]) == ("out-of-memory", True)
 
 
 def test_a_bug_that_one_question_meets_costs_no_other(failing, tmp_path):
