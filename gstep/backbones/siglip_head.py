@@ -7,6 +7,7 @@ tokens of a frame would get the same attention.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,12 @@ NAMES = frozenset(
         *("head.mlp.fc1.weight", "head.mlp.fc1.bias", "head.mlp.fc2.weight", "head.mlp.fc2.bias"),
     }
 )
+#: Of config.json, what decides the head's output and no tensor shows; with the defaults of SiglipVisionConfig.
+DEFAULTS: Mapping[str, Any] = {
+    "num_attention_heads": 12,
+    "layer_norm_eps": 1e-6,
+    "hidden_act": "gelu_pytorch_tanh",
+}
 TINY = "tiny"
 
 
@@ -38,7 +45,8 @@ class PoolingHeadSource:
 
     Attributes:
         name: the argument as given.
-        identity: "siglip-head:<hash>" of the head's tensors, so that it is the same from every kind of checkpoint.
+        identity: "siglip-head:<hash>" of the head's tensors and of what config.json says of it, so that it is the same
+            from every kind of checkpoint.
         files: where the checkpoint's files are.
         weight_files: the names of the safetensors files.
         config: the vision part of config.json.
@@ -77,7 +85,7 @@ class PoolingHeadSource:
                 f"the pooling head of {name!r} is {tensors['head.probe'].shape[-1]} channels wide, the vision tower "
                 f"{width}: name the SigLIP checkpoint that the tower was made of"
             )
-        return cls(name, _identity(tensors), files, found.weight_files, vision)
+        return cls(name, _identity(tensors, vision), files, found.weight_files, vision)
 
     def file(self, filename: str) -> Path:
         """The local path of a file, downloaded or built on this node if need be."""
@@ -115,7 +123,7 @@ class PoolingHead(nn.Module):
         from transformers import SiglipVisionConfig  # noqa: PLC0415
 
         tensors = read_head(source)
-        if _identity(tensors) != source.identity:
+        if _identity(tensors, source.config) != source.identity:
             raise ModelError(
                 f"{source.name!r} has another pooling head on this node: copy the checkpoint to every node"
             )
@@ -144,8 +152,9 @@ class PoolingHead(nn.Module):
         return feature_TC, seen[0]
 
 
-def _identity(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def _identity(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
+    said = {name: config.get(name, default) for name, default in DEFAULTS.items()}
+    digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for name, value in sorted(tensors.items()):
         digest.update(f"\n{name} {value.dtype} {list(value.shape)}\n".encode())
         digest.update(value.contiguous().view(torch.uint8).numpy().tobytes())

@@ -13,6 +13,7 @@ from transformers import LlavaOnevisionForConditionalGeneration, SiglipVisionCon
 
 from gstep.backbones import ModelSource, Runtime, check_evidence, load_backbone, preprocessor_for, tiny
 from gstep.backbones import with_pooling_head as with_head
+from gstep.backbones.siglip_head import DEFAULTS
 from gstep.errors import ModelError
 from gstep.evidence import LAST_LAYER, POOLING_HEAD
 from tests.gstep.reading import count_reading
@@ -113,6 +114,23 @@ def test_a_head_of_another_training_has_another_identity(source, folder):
     assert with_head(source, folder).pooling_head.identity != with_head(source, "tiny").pooling_head.identity
 
 
+def test_what_no_tensor_shows_is_part_of_the_identity(source, folder):
+    """Other numbers of heads give the same shapes and another attention; a default may be said or left out."""
+    stock = SiglipVisionConfig()
+    assert {name: getattr(stock, name) for name in DEFAULTS} == DEFAULTS
+    config = json.loads((folder / "config.json").read_text())
+
+    def identity(**settings):
+        vision = {k: v for k, v in (config["vision_config"] | settings).items() if v is not None}
+        (folder / "config.json").write_text(json.dumps(config | {"vision_config": vision}))
+        return with_head(source, folder).pooling_head.identity
+
+    usual = identity()
+    assert identity(layer_norm_eps=1e-6) == identity(layer_norm_eps=None) == usual
+    heads = config["vision_config"]["num_attention_heads"]
+    assert len({usual, identity(num_attention_heads=2 * heads), identity(layer_norm_eps=1e-3)}) == 3
+
+
 def test_only_the_head_is_read_and_only_where_it_is_asked_for(source, folder, monkeypatch):
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "vision_model.encoder.big": torch.zeros(9, 9)}, folder / "model.safetensors")
@@ -167,4 +185,4 @@ def test_who_needs_a_head_is_told_to_name_one(source, frames):
 
 def test_the_tiny_head_is_the_same_everywhere(source):
     assert tiny.identity("tiny-siglip") == "tiny-siglip:1-986f4b15979e"
-    assert with_head(source, "tiny").pooling_head.identity == "siglip-head:f28f175eca51141d5592c4f73091bb54"
+    assert with_head(source, "tiny").pooling_head.identity == "siglip-head:e1f5f934d1885b747a2ddf87d9be4931"
