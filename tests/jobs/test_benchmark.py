@@ -25,7 +25,12 @@ def test_every_method_is_measured_beside_gstep(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("wrong", "named"),
-    [(["--frames", "0"], "at least 1"), (["--retention-ratio", "2"], "in (0, 1]"), (["--device", "tpu"], "tpu")],
+    [
+        (["--frames", "0"], "at least 1"),
+        (["--retention-ratio", "2"], "in (0, 1]"),
+        (["--device", "tpu"], "tpu"),
+        (["--json", "no-such-folder/times.json"], "no folder"),
+    ],
 )
 def test_senseless_sizes_are_refused(capsys, wrong, named):
     with pytest.raises(SystemExit) as caught:
