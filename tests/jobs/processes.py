@@ -31,7 +31,7 @@ def resident_mb(pid: int) -> float:
     return 0.0
 
 
-def assert_all_gone(pids: list[int], timeout: float = 20) -> None:
+def assert_all_gone(pids: list[int], timeout: float = 90) -> None:
     """Within ``timeout``, none of the processes is left."""
     deadline = time.monotonic() + timeout
     while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:

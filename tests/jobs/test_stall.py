@@ -30,7 +30,7 @@ def test_a_frozen_worker_ends_the_run_and_its_stage_is_named(job, tmp_path, titl
     worker = titled(process, title)
     os.kill(worker, signal.SIGSTOP)
     everything = family(process.pid)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     last = output.splitlines()[-1]
     assert process.returncode == 1, output
     assert last.startswith("failed: ") and "no video moved for 15 s: " in last and f": {stage} " in last, output
@@ -48,7 +48,7 @@ def test_an_encoder_that_dies_again_and_again_ends_the_run(job):
         assert_all_gone([worker])
         deaths += 1
         assert deaths < 50, "restarts without end"
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=300)
     (line,) = [line for line in output.splitlines() if line.startswith("failed: ")]
     assert process.returncode == 1, output
     assert "the run stopped after " in line and "Traceback" not in output
