@@ -243,6 +243,12 @@ def load_weights(
     module.load_state_dict(tensors, assign=True)
 
 
+def check_loaded(module: nn.Module) -> None:
+    """Hold that nothing is left on the meta device: no weight, and no buffer that is computed rather than stored."""
+    left = [name for name, tensor in (*module.named_buffers(), *module.named_parameters()) if tensor.is_meta]
+    assert not left, f"no values for {left}"
+
+
 def _some(items: Sequence[str], limit: int = 5) -> str:
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gstep.backbones.attention import seeing
-from gstep.backbones.base import Backbone, SampledVideo, StaticParts, load_weights
+from gstep.backbones.base import Backbone, SampledVideo, StaticParts, check_loaded, load_weights
 from gstep.backbones.checkpoint import ModelSource, read_tensors
 from gstep.backbones.preprocess import FixedSizePreprocessor
 from gstep.backbones.siglip import LastLayer, Probe
@@ -188,5 +188,4 @@ def _rebuild_position_ids(model: torch.nn.Module, device: str) -> None:
         ids = getattr(module, "position_ids", None)
         if isinstance(ids, Tensor) and ids.is_meta:
             module.position_ids = torch.arange(ids.shape[-1], device=device)[None]
-    left = [name for name, tensor in (*model.named_buffers(), *model.named_parameters()) if tensor.is_meta]
-    assert not left, f"no values for {left}"
+    check_loaded(model)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gstep.backbones.attention import heads, merged_attention, rotated, seeing
-from gstep.backbones.base import Backbone, SampledVideo, StaticParts, load_weights
+from gstep.backbones.base import Backbone, SampledVideo, StaticParts, check_loaded, load_weights
 from gstep.backbones.checkpoint import ModelSource
 from gstep.backbones.preprocess_qwen import DynamicSizePreprocessor
 from gstep.errors import ModelError
@@ -222,8 +222,7 @@ def _rebuild_frequencies(tower: nn.Module, device: str) -> None:
                 rope = getattr(module.config, "rope_parameters", None) or {}
                 steps = torch.arange(0, 2 * len(held), 2, dtype=torch.float) / (2 * len(held))
                 setattr(module, name, (1.0 / (rope.get("rope_theta", 10000.0) ** steps)).to(device))
-    left = [name for name, tensor in (*tower.named_buffers(), *tower.named_parameters()) if tensor.is_meta]
-    assert not left, f"no values for {left}"
+    check_loaded(tower)
 
 
 class MergedQueries:

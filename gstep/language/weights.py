@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gstep.backbones import ModelSource, Runtime
-from gstep.backbones.base import load_weights
+from gstep.backbones.base import check_loaded, load_weights
 from gstep.errors import ModelError
 from gstep.language.prompt import parsed_config
 
@@ -94,8 +94,7 @@ def _rebuild_rotary(model: nn.Module, device: str) -> None:
         for name, module in parent.named_children():
             if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
                 setattr(parent, name, type(module)(module.config).to(device))
-    left = [name for name, tensor in (*model.named_buffers(), *model.named_parameters()) if tensor.is_meta]
-    assert not left, f"no values for {left}"
+    check_loaded(model)
 
 
 def _generation_config(source: ModelSource, config: Any) -> Any:
