@@ -15,6 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.errors import NotAnswers
+from pipeline.header import read_header_file
 from pipeline.live import check_content, live_rows, shard_name
 from pipeline.schema import READ_THREADS, column, open_parquet, write_parquet
 from pipeline.store import Store, store_at
@@ -75,18 +76,8 @@ def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
 
 def read_answers_header(store: Store) -> Row:
     """Schema version and identity. Raises NotAnswers."""
-    try:
-        header = json.loads(store.read(HEADER))
-    except FileNotFoundError:
-        raise NotAnswers(f"{store}: no answers (no {HEADER}); python -m jobs.generate makes some") from None
-    except json.JSONDecodeError as error:
-        raise NotAnswers(f"{store}/{HEADER}: not JSON: {error}") from error
-    version = header.get("schema_version") if isinstance(header, dict) else None
-    if version != ANSWERS_VERSION:
-        raise NotAnswers(f"{store}: answers of schema version {version!r}; this program reads {ANSWERS_VERSION}")
-    if not isinstance(header.get("identity"), dict):
-        raise NotAnswers(f"{store}/{HEADER}: it holds no identity; restore the file")
-    return dict(header)
+    absent = f"no answers (no {HEADER}); python -m jobs.generate makes some"
+    return read_header_file(store, HEADER, ANSWERS_VERSION, NotAnswers, absent, of="answers of ")
 
 
 def write_answers_header(store: Store, identity: Mapping[str, Any]) -> None:

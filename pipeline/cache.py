@@ -20,6 +20,7 @@ from torch import Tensor
 
 from gstep.types import budget_for
 from pipeline.errors import CorruptShard, FailedVideo, NotACache, RatioNotCached, UnknownVideo
+from pipeline.header import read_header_file
 from pipeline.live import VideoRows, read_live
 from pipeline.schema import (
     FOOTER_TAIL,
@@ -66,20 +67,8 @@ class CachedVideo:
 
 def read_header(store: Store) -> dict[str, Any]:
     """The cache's header (schema version, identity, newline, shape of a token). Raises NotACache."""
-    try:
-        header = json.loads(store.read(HEADER))
-    except FileNotFoundError:
-        raise NotACache(
-            f"{store}: not a pruned-token cache (no {HEADER}); make one with python -m jobs.prune"
-        ) from None
-    except json.JSONDecodeError as error:
-        raise NotACache(f"{store}/{HEADER}: not JSON: {error}") from error
-    version = header.get("schema_version") if isinstance(header, dict) else None
-    if version != SCHEMA_VERSION:
-        raise NotACache(f"{store}: schema version {version!r}; this program reads version {SCHEMA_VERSION}")
-    if not isinstance(header.get("identity"), dict):
-        raise NotACache(f"{store}/{HEADER}: it holds no identity; restore the file")
-    return dict(header)
+    absent = f"not a pruned-token cache (no {HEADER}); make one with python -m jobs.prune"
+    return read_header_file(store, HEADER, SCHEMA_VERSION, NotACache, absent)
 
 
 class TokenCache:
