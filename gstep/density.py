@@ -26,20 +26,21 @@ def work_dtype(tokens: Tensor) -> torch.dtype:
     return torch.float64 if tokens.dtype == torch.float64 else torch.float32
 
 
-def working_copy(tokens: Tensor) -> Tensor:
-    """``tokens``, of any shape, in their work dtype and in a range where squares neither overflow nor vanish.
-
-    Where the largest magnitude lies far out, all values are multiplied by one power of two: exact, and neither cosines
-    nor the spatial density depend on it. No copy is made where there is nothing to do.
+def working_scale(tokens: Tensor) -> float:
+    """A power of two that brings finite ``tokens`` into a range where squares in their work dtype neither overflow nor
+    vanish: 1 unless the largest magnitude lies far out. Neither cosines nor the spatial density depend on it.
     """
-    dtype = work_dtype(tokens)
-    safe, furthest = (300, 1000) if dtype == torch.float64 else (40, 126)
+    safe, furthest = (300, 1000) if work_dtype(tokens) == torch.float64 else (40, 126)
     low, high = torch.stack(torch.aminmax(tokens)).tolist()
     exponent = math.frexp(max(-low, high))[1]
-    tokens = tokens.to(dtype)
-    if abs(exponent) <= safe:
-        return tokens
-    return tokens * 2.0 ** max(-furthest, min(furthest, -exponent))
+    return 1.0 if abs(exponent) <= safe else 2.0 ** max(-furthest, min(furthest, -exponent))
+
+
+def working_copy(tokens: Tensor) -> Tensor:
+    """``tokens``, of any shape, in their work dtype times their working scale; no copy where there is nothing to do."""
+    scale = working_scale(tokens)
+    tokens = tokens.to(work_dtype(tokens))
+    return tokens if scale == 1.0 else tokens * scale
 
 
 def row_slices(rows: Tensor) -> Iterator[slice]:
@@ -202,7 +203,14 @@ def spatio_temporal_density(
     The parameters are those of ``temporal_density`` and ``fuse``; their names' values are in SMOOTHINGS, BOUNDARIES and
     FUSIONS and are not checked again here.
     """
-    tokens_TND = working_copy(tokens_TND)
-    mean_TD = frame_mean(tokens_TND)
-    temporal_T = temporal_density(mean_TD, smoothing=smoothing, sigma=sigma, radius=radius, boundary=boundary, eps=eps)
-    return fuse(temporal_T, spatial_density(tokens_TND, mean_TD), fusion), temporal_T
+    scale, dtype = working_scale(tokens_TND), work_dtype(tokens_TND)
+    means, spatial = [], []
+    for frames in row_slices(tokens_TND):  # converted in a cache's reach; a whole copy would double the memory
+        part_TND = tokens_TND[frames].to(dtype)
+        part_TND = part_TND if scale == 1.0 else part_TND * scale
+        means.append(frame_mean(part_TND))
+        spatial.append(spatial_density(part_TND, means[-1]))
+    temporal_T = temporal_density(
+        torch.cat(means), smoothing=smoothing, sigma=sigma, radius=radius, boundary=boundary, eps=eps
+    )
+    return fuse(temporal_T, torch.cat(spatial), fusion), temporal_T

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gstep.density import working_copy
+from gstep.fast_sampling import fast_density_guided_fps
 from gstep.pruners.base import Selection
 from gstep.pruners.checks import check_choice, check_number
 from gstep.pruners.density_based import DensityPruner
-from gstep.sampling import STARTS, density_guided_fps
+from gstep.sampling import STARTS
 from gstep.types import VisualTokens
 
 
@@ -34,9 +34,8 @@ class FPS(DensityPruner):
         self._set(beta=check_number("beta", self.beta, "above 0", lambda beta: beta > 0))
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        tokens_TND = working_copy(visual.tokens)
-        rho_M, temporal_T = self.density(tokens_TND)
-        order_B = density_guided_fps(
-            tokens_TND.flatten(0, 1), rho_M, budget, alpha=1.0, beta=self.beta, start=self.start
+        rho_M, temporal_T = self.density(visual.tokens)
+        order_B = fast_density_guided_fps(
+            visual.tokens.flatten(0, 1), rho_M, budget, alpha=1.0, beta=self.beta, start=self.start
         )
         return Selection(order_B, rho_M, temporal_T)

@@ -1,0 +1,27 @@
+"""Density-guided farthest point sampling in the form that is fastest where the tokens are; all select the same."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from gstep.density import working_copy
+from gstep.lazy_sampling import lazy_density_guided_fps
+from gstep.sampling import density_guided_fps
+
+# Multiplications below which the plain form ends before the lazy one has looked at its tokens.
+_SMALL = 2**26
+
+
+def fast_density_guided_fps(
+    tokens_MD: Tensor,
+    density_M: Tensor,
+    budget: int,
+    *,
+    alpha: float = 0.5,
+    beta: float = 1e-6,
+    start: str = "density",
+) -> Tensor:
+    """As gstep.sampling.density_guided_fps: tokens as they came, on any device -> [B] int64 in order of selection."""
+    if tokens_MD.is_cpu and tokens_MD.numel() * budget > _SMALL:
+        return lazy_density_guided_fps(tokens_MD, density_M, budget, alpha=alpha, beta=beta, start=start)
+    return density_guided_fps(working_copy(tokens_MD), density_M, budget, alpha=alpha, beta=beta, start=start)

@@ -1,0 +1,336 @@
+"""The selection of gstep.sampling on a CPU, exact and fast: lazy, in blocks, by a bound.
+
+Two facts make it exact. A token's distance to the nearest selected one only shrinks, so a score worked out earlier is
+an upper bound of today's: a token need not be looked at while another one's true score is known to be higher (lazy
+greedy). And a few products bound the cosine of two tokens from above (gstep.projection), so that most selected tokens
+are seen not to be nearer than the nearest one known.
+
+A round takes the K tokens of the highest known scores, refreshes them against what was selected since each was last
+refreshed, and selects among them for as long as the best of them beats every token outside.
+
+Shapes: M tokens, D hidden size, B budget, K candidates, L of them that are left, P selected tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gstep.density import ZERO_DISTANCE, working_copy
+from gstep.lazy_tokens import Floats, Picks, Rows, Survey, survey
+from gstep.products import Places, pair_products
+from gstep.projection import MARGIN
+from gstep.sampling import densest_first, starting_token
+
+#: Beyond this share of pairs it is cheaper to multiply all of them in one matrix product.
+_DENSE = 0.15
+#: The bound is given up where it leaves more than this share of candidates to be compared in full.
+_USELESS = 0.4
+_TRIAL = 8  # rounds
+_LIKELIEST = 3  # neighbours of a candidate looked at one by one
+_PICKS = 2048  # selected tokens that candidates are compared with at once
+_OUT_OF_REACH = 3.0  # above any cosine
+
+
+@dataclass
+class Counts:
+    """What a selection took: for benchmarks.
+
+    Attributes:
+        rounds: blocks of candidates.
+        products: pairs of tokens multiplied in all D dimensions.
+        bounds: pairs multiplied in the subspace.
+        residual: the mean share of a token's squared length outside of the subspace; None without a bound.
+        gave_up: whether the bound was found useless and left.
+    """
+
+    rounds: int = 0
+    products: int = 0
+    bounds: int = 0
+    residual: float | None = None
+    gave_up: bool = False
+
+
+def lazy_density_guided_fps(
+    tokens_MD: Tensor,
+    density_M: Tensor,
+    budget: int,
+    *,
+    alpha: float = 0.5,
+    beta: float = 1e-6,
+    start: str = "density",
+    candidates: int | None = None,
+    dims: int | None = None,
+    counts: Counts | None = None,
+) -> Tensor:
+    """As gstep.sampling.density_guided_fps, for tokens on the CPU: the same tokens in the same order, up to near ties.
+
+    Distances are rounded otherwise, by about 1e-7; where products of tokens are exact in float32 the order is the same
+    to the last. Memory beyond the tokens: the selected ones in their work dtype, and k+1 numbers a token.
+
+    Args:
+        candidates: K; None chooses by M.
+        dims: of the subspace of the bound; 0 does without, None chooses by M and D.
+        counts: gets what the selection took.
+    """
+    if alpha == 0 and start == "density":
+        return densest_first(density_M, budget)
+    first_1 = starting_token(start, working_copy(tokens_MD) if start == "isolated" else tokens_MD, density_M)
+    known = survey(Rows.of(tokens_MD), dims)
+    search = _Search(known, density_M, budget, alpha, beta, candidates, counts or Counts())
+    search.begin(first_1.numpy())
+    while search.picks.count < budget:
+        search.round()
+    return torch.from_numpy(search.picks.order)
+
+
+def _distance(products: NDArray[np.floating], scale: Floats) -> Floats:
+    """Eq. (10) from products of raw tokens and of their inverse norms, 0 below ZERO_DISTANCE."""
+    distance = 1 - products.astype(np.float64) * scale
+    distance[distance < ZERO_DISTANCE] = 0.0
+    return distance
+
+
+def _nearer_above(nearest: Floats) -> NDArray[np.float32]:
+    """The bound on a cosine from which on the token may be nearer than the nearest one known."""
+    return np.where(nearest > 0, 1 - nearest - MARGIN, _OUT_OF_REACH).astype(np.float32)
+
+
+class _Rival(NamedTuple):
+    """The best of the tokens outside of a round: its score and, among equals, its lowest place."""
+
+    score: float
+    place: int
+
+
+class _Candidates:
+    """The tokens of a round, in ascending place, and what is known of each."""
+
+    def __init__(self, search: _Search, places: Places) -> None:
+        self.places = places
+        # The candidates' rows, or all tokens where that needs no copy, and where each candidate is in them.
+        ready = search.known.rows.ready
+        self.rows = search.known.rows.tokens if ready else search.known.rows.take(places)
+        self.row = places if ready else np.arange(len(places))
+        self.inverse = search.known.inverse[places]
+        self.nearest = search.nearest[places]
+        self.seen = search.seen[places]
+        self.term = search.term[places]
+        self._coordinates = search.known.coordinates
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def coordinates(self, which: Places) -> Tensor:
+        assert self._coordinates is not None
+        return self._coordinates.index_select(0, torch.from_numpy(self.places[which]))
+
+    def rows_of(self, which: Places) -> Tensor:
+        return self.rows.index_select(0, torch.from_numpy(self.row[which]))
+
+
+class _Search:
+    """The lazy selection.
+
+    Of every token: the distance to the nearest of the first ``seen`` picks (and of some later ones), and the score that
+    follows from it, -inf once the token is selected.
+    """
+
+    def __init__(
+        self,
+        known: Survey,
+        density_M: Tensor,
+        budget: int,
+        alpha: float,
+        beta: float,
+        block: int | None,
+        counts: Counts,
+    ) -> None:
+        n_tokens = len(density_M)
+        self.alpha, self.beta, self.counts, self.known = alpha, beta, counts, known
+        self.picks = Picks(budget, known)
+        self.block = block or (256 if n_tokens < 16384 else 512 if n_tokens < 49152 else 1024)
+        self.term = (1 - alpha) * np.log(density_M.double().numpy() + beta)
+        self.nearest = np.full(n_tokens, np.inf)
+        self.seen = np.zeros(n_tokens, np.int64)
+        self.score = np.empty(n_tokens)
+        self.by_bound = known.coordinates is not None
+        self.tried = self.left = 0  # candidates that went through the bound, and those that it left
+        self._bounds = np.empty(0, np.float32)
+        counts.residual = known.residual
+
+    def begin(self, first: Places) -> None:
+        """Select the first token and measure all others' distance to it."""
+        self.picks.add(first)
+        for part, rows in self.known.rows.chunks():
+            products = self._all_products(rows, self.picks.rows[:1])[:, 0]
+            self.nearest[part] = _distance(products, self.known.inverse[part] * self.picks.inverse[0])
+        self.counts.products += len(self.nearest)
+        self.seen[:] = 1
+        self.term[first] = -np.inf
+        self.score = self._scores(self.nearest, self.term)
+
+    def round(self) -> None:
+        """Select the next tokens, as many as are certain."""
+        self.counts.rounds += 1
+        places, rival = self._highest()
+        group = _Candidates(self, places)
+        self._refresh(group, rival)
+        self.nearest[places], self.seen[places] = group.nearest, group.seen
+        self.score[places] = scores = self._scores(group.nearest, group.term)
+        left = np.nonzero((group.seen == self.picks.count) & (scores >= rival.score) & (scores > -np.inf))[0]
+        if len(left):
+            self._select(group, left, scores[left], rival)
+
+    def _scores(self, nearest: Floats, term: Floats) -> Floats:
+        """Eq. (11); -inf where the density term is, which marks a selected token."""
+        scores: Floats = self.alpha * np.log(nearest + self.beta) + term
+        return scores
+
+    def _highest(self) -> tuple[Places, _Rival]:
+        """The K tokens of the highest known scores, equals by lowest place, and the best of the others."""
+        score, size = self.score, self.block
+        if len(score) <= size:
+            return np.arange(len(score)), _Rival(-np.inf, 0)
+        # numpy's partition takes far longer on scores that lie as they do here
+        top = torch.topk(torch.from_numpy(score), size + 1)
+        border = float(top.values[-1])
+        sure = top.indices[:size].numpy()
+        equals = np.nonzero(score == border)[0]
+        sure = sure[score[sure] > border]
+        tied = size - len(sure)
+        return np.sort(np.concatenate([sure, equals[:tied]])), _Rival(border, int(equals[tied]))
+
+    def _refresh(self, group: _Candidates, rival: _Rival) -> None:
+        """Compare the candidates with what was selected since each was last, until they fall behind the rival."""
+        count, block = self.picks.count, _PICKS if self.by_bound else _PICKS // 4
+        for start in range(int(group.seen.min()) // block * block, count, block):
+            picks = slice(start, min(start + block, count))
+            waiting = (group.seen >= picks.start) & (group.seen < picks.stop)
+            which = np.nonzero(waiting & (self._scores(group.nearest, group.term) >= rival.score))[0]
+            if len(which) == 0:
+                continue
+            if self.by_bound:
+                self._compare_by_bound(group, which, picks, rival)
+            else:
+                self._compare(group, which, picks)
+
+    def _compare(self, group: _Candidates, which: Places, picks: slice) -> None:
+        """Measure all distances of some candidates to some picks."""
+        nearest = self._all_distances(group, which, picks).min(axis=1)
+        group.nearest[which] = np.minimum(group.nearest[which], nearest)
+        group.seen[which] = picks.stop
+
+    def _all_distances(self, group: _Candidates, which: Places, picks: slice) -> Floats:
+        rows, others = group.rows_of(which), self.picks.rows[picks]
+        scale = np.multiply.outer(group.inverse[which], self.picks.inverse[picks])
+        self.counts.products += scale.size
+        return _distance(self._all_products(rows, others), scale)
+
+    def _all_products(self, a_XD: Tensor, b_YD: Tensor) -> NDArray[np.floating]:
+        """Of each row with each; copies of a row have equal ones, which a matrix product does not promise."""
+        if not self.known.has_copies:
+            products: NDArray[np.floating] = (a_XD @ b_YD.T).numpy()
+            return products
+        shape = (len(a_XD), len(b_YD))
+        row, column = (places.ravel() for places in np.indices(shape))
+        return pair_products(a_XD, b_YD, row, column).reshape(shape)
+
+    def _compare_by_bound(self, group: _Candidates, which: Places, picks: slice, rival: _Rival) -> None:
+        """Measure candidates against the picks that may be nearer than the nearest known, likeliest ones first."""
+        bounds = self._bound(group, which, picks)
+        self.tried += len(which)
+        row = np.arange(len(which))
+        for _ in range(_LIKELIEST):
+            likeliest = bounds[row].argmax(axis=1) if len(row) < len(which) else bounds.argmax(axis=1)
+            nearer = bounds[row, likeliest] > _nearer_above(group.nearest[which[row]])
+            group.seen[which[row[~nearer]]] = picks.stop
+            row, likeliest = row[nearer], likeliest[nearer]
+            if len(row) == 0:
+                return
+            self._measure(group, which[row], likeliest, picks)
+            bounds[row, likeliest] = -_OUT_OF_REACH
+            row = row[self._scores(group.nearest[which[row]], group.term[which[row]]) >= rival.score]
+        self.left += len(row)
+        if len(row):
+            self._compare_the_rest(group, which[row], bounds[row], picks)
+        if self.tried > _TRIAL * self.block and self.left > _USELESS * self.tried:
+            self.by_bound, self.counts.gave_up = False, True
+
+    def _compare_the_rest(self, group: _Candidates, which: Places, bounds: NDArray[np.float32], picks: slice) -> None:
+        row, column = np.nonzero(bounds > _nearer_above(group.nearest[which])[:, None])
+        if len(row) > _DENSE * bounds.size and not self.known.has_copies:
+            self._compare(group, which, picks)
+        elif len(row):
+            self._measure(group, which[row], column, picks)
+        group.seen[which] = picks.stop
+
+    def _bound(self, group: _Candidates, which: Places, picks: slice) -> NDArray[np.float32]:
+        """[candidates, picks]: no cosine is higher; out of reach where the candidate has seen the pick."""
+        assert self.picks.coordinates is not None
+        shape = (len(which), picks.stop - picks.start)
+        size = shape[0] * shape[1]
+        if len(self._bounds) < size:
+            self._bounds = np.empty(size, np.float32)  # fresh memory for every product would cost more than the product
+        bounds = self._bounds[:size].reshape(shape)
+        torch.mm(group.coordinates(which), self.picks.coordinates[picks].T, out=torch.from_numpy(bounds))
+        self.counts.bounds += size
+        seen = group.seen[which]
+        if seen.max() > picks.start:
+            bounds[np.arange(picks.start, picks.stop) < seen[:, None]] = -_OUT_OF_REACH
+        return bounds
+
+    def _measure(self, group: _Candidates, row: Places, column: Places, picks: slice) -> None:
+        """Measure candidate ``row[i]`` (ascending) against pick ``column[i]`` of ``picks``."""
+        products = pair_products(group.rows, self.picks.rows[picks], group.row[row], column)
+        scale = group.inverse[row] * self.picks.inverse[picks][column]
+        np.minimum.at(group.nearest, row, _distance(products, scale))
+        self.counts.products += len(row)
+
+    def _select(self, group: _Candidates, left: Places, score: Floats, rival: _Rival) -> None:
+        """The greedy selection among some candidates while their best beats the rival."""
+        places, nearest, term = group.places[left], group.nearest[left], group.term[left]
+        distance_LL = self._mutual_distances(group, left)
+        chosen: list[int] = []
+        room = len(self.picks.order) - self.picks.count
+        while len(chosen) < room:
+            best = int(score.argmax())
+            if (-score[best], places[best]) >= (-rival.score, rival.place) or score[best] == -np.inf:
+                break
+            chosen.append(best)
+            term[best] = score[best] = -np.inf
+            nearer = np.nonzero(distance_LL[best] < nearest)[0]
+            nearest[nearer] = distance_LL[best][nearer]
+            score[nearer] = self._scores(nearest[nearer], term[nearer])
+        self.picks.add(places[chosen])
+        self.nearest[places], self.term[places], self.score[places] = nearest, term, score
+        self.seen[places] = self.picks.count
+
+    def _mutual_distances(self, group: _Candidates, left: Places) -> Floats:
+        """[L,L]; infinite where neither token can come nearer to the other than what it is nearest to."""
+        scale, size = group.inverse[left], len(left)
+        row, column = np.triu_indices(size, 1) if self.known.has_copies else (None, None)
+        if self.by_bound:
+            coordinates = group.coordinates(left)
+            self.counts.bounds += size * (size - 1) // 2
+            nearer = _nearer_above(group.nearest[left])
+            near = (coordinates @ coordinates.T).numpy() > np.minimum(nearer[:, None], nearer)
+            pairs = np.nonzero(np.triu(near, 1))
+            if self.known.has_copies or len(pairs[0]) < _DENSE * size * size / 2:
+                row, column = pairs
+        if row is None or column is None:
+            self.counts.products += size * (size - 1) // 2
+            rows = group.rows_of(left)
+            return _distance((rows @ rows.T).numpy(), np.multiply.outer(scale, scale))
+        distance_LL = np.full((size, size), np.inf)
+        self.counts.products += len(row)
+        places = group.row[left]
+        products = pair_products(group.rows, group.rows, places[row], places[column])
+        distance = _distance(products, scale[row] * scale[column])
+        distance_LL[row, column] = distance_LL[column, row] = distance
+        return distance_LL

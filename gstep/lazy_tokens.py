@@ -1,0 +1,138 @@
+"""What gstep.lazy_sampling knows of a video's tokens: their rows, lengths and coordinates, and those of its picks.
+
+Shapes: M tokens, D hidden size, B budget, k dimensions of the bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gstep.density import work_dtype, working_scale
+from gstep.products import Places
+from gstep.projection import Subspace
+
+Floats = NDArray[np.float64]
+
+_SAMPLE = 384  # tokens that decide and measure the subspace
+_NO_SUBSPACE = 0.95  # a residual that says as much of any two tokens as of two random ones
+_CHUNK = 2**19  # elements of tokens that stay in a core's cache
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens of any float dtype, turned into their work dtype and range a few at a time."""
+
+    tokens: Tensor
+    scale: float
+
+    @classmethod
+    def of(cls, tokens: Tensor) -> Rows:
+        return cls(tokens, working_scale(tokens))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return work_dtype(self.tokens)
+
+    @property
+    def ready(self) -> bool:
+        """Whether the tokens can be multiplied as they are."""
+        return self.tokens.dtype == self.dtype and self.scale == 1.0
+
+    def take(self, places: Places) -> Tensor:
+        return self._worked(self.tokens.index_select(0, torch.from_numpy(places)))
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """All rows in turn, as many as a core's cache holds."""
+        step = max(1, _CHUNK // self.tokens.shape[1])
+        for start in range(0, len(self.tokens), step):
+            part = slice(start, start + step)
+            yield part, self._worked(self.tokens[part])
+
+    def _worked(self, tokens: Tensor) -> Tensor:
+        tokens = tokens.to(self.dtype)
+        return tokens if self.scale == 1.0 else tokens * self.scale
+
+
+class Survey(NamedTuple):
+    """What one pass over all tokens tells.
+
+    Attributes:
+        inverse: [M] 1 / norm, 0 of a zero token.
+        coordinates: [M,k+1], see Subspace; None where a bound has no use.
+        has_copies: whether some tokens are the same, bit for bit; true by mistake in rare cases, never false.
+        residual: of the subspace that was looked at, whether it has a use or not.
+    """
+
+    rows: Rows
+    inverse: Floats
+    coordinates: Tensor | None
+    has_copies: bool
+    residual: float | None
+
+
+def survey(rows: Rows, dims: int | None = None) -> Survey:
+    """``dims`` of the subspace; 0 does without, None chooses."""
+    n_tokens, hidden = rows.tokens.shape
+    if dims is None:
+        dims = 32 if n_tokens < 4096 else 64 if n_tokens < 49152 else 96
+        dims = dims if hidden >= 8 * dims and n_tokens > _SAMPLE else 0
+    subspace = _subspace(rows, dims) if dims else None
+    residual = None if subspace is None else subspace.residual
+    if subspace is not None and subspace.residual > _NO_SUBSPACE:
+        subspace = None
+    squared_M, coordinates = torch.empty(n_tokens, dtype=rows.dtype), []
+    for part, tokens in rows.chunks():
+        squared_M[part] = tokens.square().sum(dim=1)
+        if subspace is not None:
+            coordinates.append(subspace.coordinates(tokens, _inverse(squared_M[part]).float()))
+    ends = rows.tokens[:, [0, -1]].double()  # copies agree in these and in their length, others hardly ever
+    traits = torch.cat([squared_M[:, None].double(), ends], dim=1).numpy()
+    return Survey(
+        rows=rows,
+        inverse=_inverse(squared_M).numpy(),
+        coordinates=torch.cat(coordinates) if coordinates else None,
+        has_copies=len(np.unique(traits, axis=0)) < n_tokens,
+        residual=residual,
+    )
+
+
+def _subspace(rows: Rows, dims: int) -> Subspace:
+    seeded = torch.Generator().manual_seed(0)
+    sample = torch.randperm(len(rows.tokens), generator=seeded)[:_SAMPLE]
+    tokens_SD = rows.take(sample.numpy()).float()
+    return Subspace.of(tokens_SD * _inverse(tokens_SD.square().sum(dim=1)).float()[:, None], dims)
+
+
+def _inverse(squared: Tensor) -> Tensor:
+    """1 / sqrt in float64, of small integers as exact as it gets; 0 for 0."""
+    norm = squared.double().sqrt()
+    return norm.reciprocal().masked_fill(norm == 0, 0.0)
+
+
+class Picks:
+    """The selected tokens in order, and what is multiplied of them."""
+
+    def __init__(self, budget: int, known: Survey) -> None:
+        coordinates = known.coordinates
+        self.count = 0
+        self.order = np.empty(budget, np.int64)
+        self.rows = torch.empty(budget, known.rows.tokens.shape[1], dtype=known.rows.dtype)
+        self.inverse = np.empty(budget)
+        self.coordinates = None if coordinates is None else coordinates.new_empty(budget, coordinates.shape[1])
+        self._known = known
+
+    def add(self, places: Places) -> None:
+        new = slice(self.count, self.count + len(places))
+        self.order[new] = places
+        self.rows[new] = self._known.rows.take(places)
+        self.inverse[new] = self._known.inverse[places]
+        if self.coordinates is not None and self._known.coordinates is not None:
+            self.coordinates[new] = self._known.coordinates[torch.from_numpy(places)]
+        self.count = new.stop
