@@ -1,0 +1,233 @@
+"""The lazy selection against the oracle and the readable form, with blocks of every size, with a bound and without."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import gstep
+from gstep import products
+from gstep.density import spatio_temporal_density
+from gstep.fast_sampling import fast_density_guided_fps
+from gstep.lazy_sampling import Counts, lazy_density_guided_fps
+from gstep.projection import MARGIN, Subspace
+from gstep.sampling import STARTS, density_guided_fps
+from tests.gstep.oracle import exact_tokens, oracle
+from tests.gstep.synthetic import FLOATS, edge_videos
+
+BLOCKS = [1, 5, 64, None]
+KINDS = ["low rank", "scenes", "random"]
+
+
+def video(kind: str, n_frames: int = 12, per_frame: int = 49, hidden: int = 384, seed: int = 0) -> Tensor:
+    """[T,N,D] bfloat16 that change slowly and cut once: low rank (a bound tells much), scenes in directions of
+    their own (it tells which picks are likeliest) or random (it tells nothing)."""
+    rng = torch.Generator().manual_seed(seed)
+    if kind == "random":
+        return torch.randn(n_frames, per_frame, hidden, generator=rng).bfloat16()
+    rank = 24 if kind == "low rank" else hidden
+    content, change = torch.randn(2, 2, per_frame, rank, generator=rng)
+    time = torch.linspace(0, 1, n_frames)[:, None, None]
+    place = torch.where(time < 0.6, content[0] + time * change[0], content[1] + time * change[1])
+    basis = torch.linalg.qr(torch.randn(hidden, rank, generator=rng))[0].T * (hidden / rank) ** 0.5
+    return (place @ basis + 0.3 * torch.randn(n_frames, per_frame, hidden, generator=rng)).bfloat16()
+
+
+def density(tokens_TND: Tensor) -> Tensor:
+    return spatio_temporal_density(tokens_TND)[0].flatten()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("alpha", [0.3, 0.5, 1.0])
+def test_order_is_exact_where_arithmetic_is(alpha: float, start: str, dtype: torch.dtype) -> None:
+    for seed, n_tokens in enumerate([1, 2, 3, 17, 60, 101]):
+        tokens = exact_tokens(n_tokens, seed)
+        tokens[n_tokens // 2] = 0
+        rho = np.random.default_rng(seed).choice([0.0, 0.25, 0.5, 1.0], n_tokens)
+        expected = oracle(tokens, rho, n_tokens, alpha, start=start)[0]
+        given_tokens = torch.from_numpy(tokens).to(dtype), torch.from_numpy(rho), n_tokens
+        for block in BLOCKS:
+            for dims in {0, min(4, n_tokens // 2)}:
+                ours = lazy_density_guided_fps(*given_tokens, alpha=alpha, start=start, candidates=block, dims=dims)
+                assert ours.dtype == torch.int64
+                assert ours.tolist() == expected, (n_tokens, block, dims)
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(
+    seed=st.integers(0, 100_000),
+    n_tokens=st.integers(1, 70),
+    block=st.integers(1, 80),
+    dims=st.integers(0, 12),
+    alpha=st.floats(0, 1),
+    start=st.sampled_from(STARTS),
+)
+def test_any_exact_input_follows_the_oracle(
+    seed: int, n_tokens: int, block: int, dims: int, alpha: float, start: str
+) -> None:
+    tokens = exact_tokens(n_tokens, seed)
+    rng = np.random.default_rng(seed)
+    rho = rng.choice([0.0, 0.5, 1.0], n_tokens)
+    budget = int(rng.integers(1, n_tokens + 1))
+    start = "density" if alpha == 0 else start
+    ours = lazy_density_guided_fps(
+        *(torch.from_numpy(tokens).float(), torch.from_numpy(rho), budget),
+        **{"alpha": alpha, "start": start, "candidates": block, "dims": min(dims, n_tokens // 2)},
+    )
+    assert ours.tolist() == oracle(tokens, rho, budget, alpha, start=start)[0]
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.25, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_keeps_what_the_oracle_in_float64_keeps(kind: str, ratio: float) -> None:
+    for seed in range(3):
+        tokens = video(kind, seed=seed)
+        rho = density(tokens)
+        tokens_MD = tokens.flatten(0, 1)
+        budget = int(ratio * len(tokens_MD))
+        expected, clear = oracle(tokens_MD.double().numpy(), rho.numpy(), budget)
+        for dtype in (torch.bfloat16, torch.float32, torch.float64):
+            for block, dims in ((None, None), (40, 32), (40, 0), (500, 32)):
+                ours = lazy_density_guided_fps(tokens_MD.to(dtype), rho, budget, candidates=block, dims=dims).tolist()
+                assert set(ours) == set(expected), (seed, dtype, block, dims)
+                assert ours[:clear] == expected[:clear]
+        plain = density_guided_fps(tokens_MD, rho, budget).tolist()
+        assert ours[:clear] == plain[:clear]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("smaller", [1, 30, 147])
+def test_a_smaller_budget_is_a_prefix(kind: str, smaller: int) -> None:
+    tokens = video(kind)
+    rho = density(tokens)
+    whole = lazy_density_guided_fps(tokens.flatten(0, 1), rho, 200)
+    assert torch.equal(lazy_density_guided_fps(tokens.flatten(0, 1), rho, smaller), whole[:smaller])
+
+
+@pytest.mark.parametrize("dims", [0, 16])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_of_a_token_go_to_the_lowest_index(kind: str, block: int | None, dims: int) -> None:
+    frame = video(kind, n_frames=1, per_frame=37, hidden=333)[0]
+    for alpha, copies in ((1.0, 3), (0.5, 9)):
+        rho = torch.linspace(0.5, 1, len(frame)).double().repeat(copies) if alpha < 1 else torch.zeros(copies * 37)
+        ours = lazy_density_guided_fps(
+            frame.repeat(copies, 1), rho, 2 * len(frame), alpha=alpha, candidates=block, dims=dims
+        ).tolist()
+        assert sorted(ours[: len(frame)]) == list(range(len(frame)))
+        assert ours[len(frame) :] == sorted(ours[len(frame) :], key=lambda place: (-rho[place], place))
+
+
+def test_edge_videos_as_the_readable_form() -> None:
+    for name, tokens in edge_videos().items():
+        rho = density(tokens)
+        tokens_MD = tokens.flatten(0, 1)
+        for budget in {1, len(tokens_MD) // 3, len(tokens_MD)} - {0}:
+            expected = density_guided_fps(tokens_MD, rho, budget).tolist()
+            for block in BLOCKS:
+                ours = lazy_density_guided_fps(tokens_MD, rho, budget, candidates=block).tolist()
+                assert set(ours) == set(expected), (name, budget, block)
+                assert name == "plain" or len(set(rho.tolist())) > 1 or ours == expected, (name, budget, block)
+
+
+@pytest.mark.parametrize("scale", [2.0**100, 2.0**-100])
+def test_extreme_magnitudes_change_nothing(scale: float) -> None:
+    tokens = video("low rank").flatten(0, 1)
+    rho = density(tokens[None])
+    expected = lazy_density_guided_fps(tokens, rho, 150)
+    assert torch.equal(lazy_density_guided_fps(tokens * scale, rho, 150), expected)
+    assert torch.equal(lazy_density_guided_fps(tokens.float() * scale, rho, 150), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_cosine_is_above_its_bound(kind: str) -> None:
+    tokens = video(kind, hidden=512).flatten(0, 1).float()
+    tokens[5], tokens[7] = 0, tokens[8]
+    unit = torch.nn.functional.normalize(tokens.double(), dim=1)
+    for dims in (1, 16, 64):
+        subspace = Subspace.of(unit[::2].float(), dims)
+        inverse = tokens.norm(dim=1).reciprocal().nan_to_num(posinf=0)
+        coordinates = subspace.coordinates(tokens, inverse)
+        slack = (coordinates @ coordinates.T).double() - unit @ unit.T
+        assert slack.min() > -MARGIN / 3
+        assert -1e-6 < subspace.residual <= 1 + 1e-6
+    if kind == "low rank":  # else a bound that is always 2 would do
+        assert slack.mean() < 0.2
+
+
+def test_few_products_where_tokens_are_alike_and_no_bound_where_they_are_not() -> None:
+    for kind, ratio, most in (("low rank", 0.25, 0.25), ("low rank", 0.1, 0.16), ("scenes", 0.25, 0.25)):
+        tokens = video(kind, n_frames=32, per_frame=98, hidden=512)
+        counts, budget = Counts(), int(ratio * 32 * 98)
+        lazy_density_guided_fps(tokens.flatten(0, 1), density(tokens), budget, counts=counts)
+        assert counts.products < most * 32 * 98 * budget, kind
+        assert counts.bounds > 0 and not counts.gave_up
+    counts = Counts()
+    tokens = video("random", n_frames=32, per_frame=98, hidden=2048)
+    lazy_density_guided_fps(tokens.flatten(0, 1), density(tokens), 300, counts=counts)
+    assert counts.residual is not None and counts.residual > 0.95
+    assert counts.bounds == 0
+    tokens = video("random", n_frames=32, per_frame=98, hidden=512)
+    lazy_density_guided_fps(tokens.flatten(0, 1), density(tokens), 600, counts=(given_up := Counts()), dims=32)
+    assert given_up.gave_up
+
+
+def test_products_of_pairs_without_the_sparse_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    a, b = torch.from_numpy(rng.normal(size=(2, 300, 65))).float()
+    row, column = np.sort(rng.integers(0, 300, 700)), rng.integers(0, 300, 700)
+    expected = (a[row].double() * b[column].double()).sum(dim=1).numpy()
+    assert np.abs(products.pair_products(a, b, row, column) - expected).max() < 1e-5
+    tokens = video("low rank").flatten(0, 1)
+    rho = density(tokens[None])
+    with_it = lazy_density_guided_fps(tokens, rho, 100)
+    monkeypatch.setattr(products, "_has_sampled_products", lambda: False)
+    assert np.abs(products.pair_products(a, b, row, column) - expected).max() < 1e-5
+    assert len(products.pair_products(a, b, row[:0], column[:0])) == 0
+    assert set(lazy_density_guided_fps(tokens, rho, 100).tolist()) == set(with_it.tolist())
+
+
+def test_prune_takes_it_for_large_videos(monkeypatch: pytest.MonkeyPatch) -> None:
+    large, small = video("low rank", n_frames=24, hidden=512), video("low rank", n_frames=2, hidden=32)
+    for tokens, lazily in ((large, True), (small, False)):
+        taken: list[int] = []
+
+        def lazy(*args: object, taken: list[int] = taken, **named: object) -> Tensor:
+            taken.append(1)
+            return lazy_density_guided_fps(*args, **named)  # type: ignore[arg-type]
+
+        monkeypatch.setattr("gstep.fast_sampling.lazy_density_guided_fps", lazy)
+        pruned = gstep.prune(tokens, 0.25)
+        assert bool(taken) == lazily
+        expected = density_guided_fps(tokens.flatten(0, 1), density(tokens), len(pruned.index))
+        assert pruned.index.tolist() == sorted(expected.tolist())
+        assert fast_density_guided_fps(tokens.flatten(0, 1), density(tokens), 5).tolist() == expected[:5].tolist()
+
+
+MEMORY = """
+import resource, sys, torch, gstep
+tokens = torch.randn(480, 128, 1024, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
+tokens += 3 * tokens[:1]
+gstep.prune(tokens[:16], 0.25)  # what torch loads once
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+gstep.prune(tokens, 0.1)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) * 1024 / (tokens.numel() * 2))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux alone")
+def test_memory_stays_below_the_tokens_own_again() -> None:
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
+    done = subprocess.run([sys.executable, "-c", MEMORY], check=True, capture_output=True, text=True, timeout=500)
+    assert float(done.stdout) < 1.0
