@@ -37,7 +37,6 @@ class Cluster:
         self.environment = environment(**environ)
         if "PYTHONPATH" not in environ:
             del self.environment["PYTHONPATH"]  # jobs must run the code they are submitted with, not this checkout
-        self.environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"  # else a node lingers for half a minute
         self.environment["PATH"] = f"{RAY.parent}{os.pathsep}{self.environment['PATH']}"
         self.folder = Path(self.environment.pop("RAY_TMPDIR"))
         self._nodes: list[subprocess.Popen[bytes]] = []

@@ -1,4 +1,4 @@
-"""A reader that crashes or hangs on the files whose name says so, for tests of what that may cost."""
+"""Workers that crash or hang, for tests of what that may cost. Ray imports this module: it stays light."""
 
 import os
 import signal
@@ -7,12 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
+from pipeline.pulse import Beat
 from pipeline.readers import PyavReader
 
 
 class HostileReader(PyavReader):
+    """Crashes or hangs on the files whose name says so."""
+
     def read(self, indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
         name = Path(self._index.path).name
         if name.startswith("crash"):
@@ -20,3 +24,15 @@ class HostileReader(PyavReader):
         if name.startswith("hang"):
             time.sleep(3600)
         return super().read(indices)
+
+
+class HangingAnswerer:
+    """In place of the real one: it takes a question and never answers it."""
+
+    def __init__(self, setup: object, pulse: object) -> None:
+        self._beat = Beat("answer", pulse)
+
+    def __call__(self, batch: pa.Table) -> pa.Table:
+        with self._beat.holding("q00"):
+            time.sleep(3600)
+        return batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -9,7 +10,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import ray
@@ -38,7 +41,13 @@ def environment(**more: str) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "XDG_CACHE_HOME": kept.get("XDG_CACHE_HOME", folder),
     }
-    return {**kept, **paths, "RAY_AUTH_MODE": "disabled", "PYTHONUNBUFFERED": "1", **more}
+    ray = {
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",  # a process less in every head
+        "RAY_worker_niceness": "0",  # else (15) workers starve beside whatever else keeps the cores busy
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # else ``ray start`` lingers for half a minute at its end
+    }
+    return {**kept, **paths, **ray, "PYTHONUNBUFFERED": "1", **more}
 
 
 def start(*argv: str, **more: str) -> subprocess.Popen[str]:
@@ -58,6 +67,14 @@ def run(*argv: str, timeout: float = 240, **more: str) -> subprocess.CompletedPr
     process = start(*argv, **more)
     output, _ = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(argv, process.returncode, output)
+
+
+def run_here(command: ModuleType, argv: list[str]) -> subprocess.CompletedProcess[str]:
+    """A command in this process, on the Ray that it has joined; stdout and stderr together, as of a process."""
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
+        code = command.main(argv)
+    return subprocess.CompletedProcess(argv, code, output.getvalue())
 
 
 def stop(process: subprocess.Popen[str], number: signal.Signals) -> str:
@@ -91,9 +108,10 @@ def assert_complete(cache: Path | Store, ids: list[str]) -> None:
 
 
 def forbid_ray(patch: pytest.MonkeyPatch) -> None:
-    """From here on, an attempt to start or to join a Ray cluster fails."""
+    """From here on, an attempt to start or to join a Ray cluster fails, or to use one that this process has joined."""
 
     def forbidden(*args: object, **keywords: object) -> None:
         raise AssertionError("Ray was started")
 
-    patch.setattr(ray, "init", forbidden)
+    for name in ("init", "is_initialized"):
+        patch.setattr(ray, name, forbidden)

@@ -8,23 +8,17 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 from ray.data._internal.logical.optimizers import get_execution_plan
 
 from gstep.backbones import ModelSource
-from gstep.language import Decoding, prompt_builder
 from jobs import generate, prune
-from pipeline import TokenCache
-from pipeline.answer_stage import STAGE
 from pipeline.answers import AnswersTable, read_answers
 from pipeline.generate import build_graph, plan_answers
 from pipeline.generate_config import GenerateConfig
 from pipeline.graph import RESTARTS
-from pipeline.held_videos import to_visual
-from pipeline.pulse import Beat
 from pipeline.store import LocalStore, store_at
-from tests.gstep.llms import llm
+from tests.jobs.hostile import HangingAnswerer
 from tests.jobs.jobs import clips, forbid_ray, start, stop
 from tests.jobs.processes import titled
 from tests.pipeline.asking import setup_of, write_questions
@@ -188,40 +182,6 @@ def test_a_killed_worker_and_a_killed_driver_lose_and_double_nothing(cache, tmp_
     again = rows_of(tmp_path / "o")
     assert all(again[name] == row for name, row in half.items())
     assert len({row["run_id"] for row in again.values()}) == 2
-
-
-@pytest.mark.parametrize("model", ["tiny-qwen2-5-vl", "tiny-qwen3-vl"])
-def test_the_qwen_families_answer_from_their_caches(model, tmp_path, monkeypatch):
-    (tmp_path / "videos").mkdir()
-    shutil.copy(clips()[1], tmp_path / "videos" / "a.mp4")
-    cache, out = tmp_path / "c", tmp_path / "o"
-    assert prune.main([str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "5", "--model", model]) == 0
-    rows = [{"question_id": i, "video_id": ["a.mp4"] * (1 + i), "prompt": "What is special?"} for i in range(2)]
-    rows += [{"question_id": 2, "video_id": "a.mp4", "prompt": "Which?", "choices": ["a dog", "a bike"]}]
-    assert ask(cache, write_questions(tmp_path / "q.jsonl", rows), out) == 0
-    opened, answers = TokenCache(cache), rows_of(out)
-    visual = to_visual(opened.get("a.mp4", 0.10), opened.newline)
-    assert len(visual.deepstack) == (3 if model == "tiny-qwen3-vl" else 0)
-    build = prompt_builder(ModelSource.resolve(model)).build
-    prompts = [build("What is special?", [visual] * count) for count in (1, 2)]
-    expected = llm(model).generate(prompts, [Decoding(max_new_tokens=6)] * 2)
-    assert [answers[name]["answer"] for name in ("0", "1")] == [answer.text for answer in expected]
-    assert [answers[name]["n_visual_tokens"] for name in ("0", "1")] == [len(visual.index), 2 * len(visual.index)]
-    assert answers["2"]["answer"] in ("A", "B")
-    forbid_ray(monkeypatch)
-    assert ask(cache, tmp_path / "q.jsonl", out, "--rule", "vllm") == 2  # another policy, other answers
-
-
-class HangingAnswerer:
-    """In place of the real one: it takes a question and never answers it."""
-
-    def __init__(self, setup, pulse) -> None:
-        self._beat = Beat(STAGE, pulse)
-
-    def __call__(self, batch: pa.Table) -> pa.Table:
-        with self._beat.holding("q00"):
-            time.sleep(3600)
-        return batch
 
 
 def test_a_worker_that_hangs_ends_the_run_and_is_named(first, cache, tmp_path, monkeypatch, capsys):

@@ -18,12 +18,20 @@ from pipeline import TokenCache
 from pipeline.decode import DecodeRequest, decode_video
 from pipeline.frames import Sampling
 from tests.jobs.jobs import assert_complete, clips, forbid_ray, run, start, stop, wait_for_shards
+from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import write_clip
 
 pytestmark = pytest.mark.slow
 
 FRAMES = 8
 GOOD = ["av1.mp4", "bigbuckbunny.mp4", "bikes.mp4", "carphone_distorted.mp4", "carphone_pristine.mp4"]
+
+
+@pytest.fixture(scope="module")
+def one_ray():
+    """One Ray for the commands that run in this process."""
+    with ray_here({"num_cpus": 2}):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -178,77 +186,65 @@ def inspected(cache: Path, capsys) -> str:
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_killed_half_way_and_run_again_gives_every_id_once(many, tmp_path, capsys):
+def test_interrupted_and_killed_and_run_again_gives_every_id_once(one_ray, many, tmp_path, capsys):
+    """Each signal hits a run that goes on from the one before; the last run ends."""
     manifest, ids = many
-    argv = ["jobs.prune", str(manifest), "--out", str(tmp_path / "c"), "--num-frames", "4"]
-    for shards in (2, 6):
-        process = start(*argv)
-        wait_for_shards(tmp_path / "c", shards, process)
-        assert "running for" in inspected(tmp_path / "c", capsys)
-        stop(process, signal.SIGKILL)
-        assert "ended without a word" in inspected(tmp_path / "c", capsys)
-        half = TokenCache(tmp_path / "c")
+    cache = tmp_path / "c"
+    argv = [str(manifest), "--out", str(cache), "--num-frames", "4"]
+    seen: set[Path] = set()
+    for number in (signal.SIGINT, signal.SIGKILL, signal.SIGTERM):
+        process = start("jobs.prune", *argv)
+        wait_for_shards(cache, len(list((cache / "videos").glob("*.parquet"))) + 2, process)
+        assert "running for" in inspected(cache, capsys)
+        output = stop(process, number)
+        (record,) = [json.loads(file.read_text()) for file in set((cache / "runs").iterdir()) - seen]
+        if number == signal.SIGKILL:
+            assert process.returncode == -signal.SIGKILL and "ended without a word" in inspected(cache, capsys)
+        else:
+            assert process.returncode == 130, output
+            assert "the same command goes on from here" in output and "Traceback" not in output
+            assert record["status"] == "cancelled"
+        seen = set((cache / "runs").iterdir())
+        half = TokenCache(cache)
         assert 0 < len(half) < len(ids)
         assert all(len(half.get(v).tokens) for v in half.video_ids)
-    done = run(*argv)
-    assert done.returncode == 0, done.stdout
-    assert_complete(tmp_path / "c", ids)
-    assert "finished after" in inspected(tmp_path / "c", capsys)
-    assert TokenCache(tmp_path / "c").metadata("v07")["manifest"] == {"label": 7}
+    assert prune.main(argv) == 0
+    assert_complete(cache, ids)
+    assert "finished after" in inspected(cache, capsys)
+    assert TokenCache(cache).metadata("v07")["manifest"] == {"label": 7}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_cleanly_and_continued(many, tmp_path, number):
-    manifest, ids = many
-    argv = ["jobs.prune", str(manifest), "--out", str(tmp_path / "c"), "--num-frames", "4"]
-    process = start(*argv)
-    wait_for_shards(tmp_path / "c", 1, process)
-    output = stop(process, number)
-    assert process.returncode == 130, output
-    assert "the same command goes on from here" in output and "Traceback" not in output
-    (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").iterdir()]
-    assert record["status"] == "cancelled"
-    done = run(*argv)
-    assert done.returncode == 0, done.stdout
-    assert_complete(tmp_path / "c", ids)
-
-
-def test_a_crash_and_a_hang_cost_their_own_video_only(tmp_path):
+def test_a_crash_and_a_hang_cost_their_own_video_only(one_ray, tmp_path):
     for name in ("crash.mp4", "fine.mp4", "hang.mp4", "well.mp4"):
         shutil.copy(clips()[1], tmp_path / name)
-    done = run(
-        "jobs.prune", str(tmp_path), "--out", str(tmp_path / "c"), "--num-frames", "4", "--decode-timeout", "15",
-        "--decoder", "tests.jobs.hostile:HostileReader", "--max-failed", "2",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+    argv = [str(tmp_path), "--out", str(tmp_path / "c"), "--num-frames", "4", "--decode-timeout", "5"]
+    assert prune.main([*argv, "--decoder", "tests.jobs.hostile:HostileReader", "--max-failed", "2"]) == 0
     cache = TokenCache(tmp_path / "c")
     assert cache.video_ids == ["fine.mp4", "well.mp4"]
     assert cache.failed == {"crash.mp4": "crash", "hang.mp4": "timeout"}
     assert cache.metadata("crash.mp4")["error_signal"] == signal.SIGSEGV
 
 
-def test_no_good_video_is_exit_code_1(tmp_path):
+def test_no_good_video_is_exit_code_1(one_ray, tmp_path, capsys):
     (tmp_path / "text.mp4").write_text("no video" * 100)
-    done = run("jobs.prune", str(tmp_path), "--out", str(tmp_path / "c"))
-    assert done.returncode == 1
-    assert "1 failed" in done.stdout
+    assert prune.main([str(tmp_path), "--out", str(tmp_path / "c")]) == 1
+    assert "1 failed" in capsys.readouterr().out
 
 
-def test_a_broken_checkpoint_ends_the_run_with_its_reason(tmp_path):
+def test_a_broken_checkpoint_ends_the_run_with_its_reason(one_ray, tmp_path, capsys):
     model = tmp_path / "model"
     shutil.copytree(tiny.build("tiny"), model)
     weights = load_file(model / "model.safetensors")
     missing = "vision_tower.vision_model.encoder.layers.1.mlp.fc1.weight"
     save_file({name: tensor for name, tensor in weights.items() if name != missing}, model / "model.safetensors")
-    done = run("jobs.prune", "--model", str(model), "--out", str(tmp_path / "c"), "--num-frames", "2")
-    assert done.returncode == 1
-    assert "failed: the run stopped after 0 of 4 videos" in done.stdout
-    assert "encoder.layers.1.mlp.fc1.weight" in done.stdout.splitlines()[-1]
+    assert prune.main(["--model", str(model), "--out", str(tmp_path / "c"), "--num-frames", "2"]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "failed: the run stopped after 0 of 4 videos" in last and "encoder.layers.1.mlp.fc1.weight" in last
     (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").iterdir()]
     assert record["status"] == "failed"
 
 
-def test_a_manifest_with_clips_by_time_and_a_model_folder(tmp_path):
+def test_a_manifest_with_clips_by_time_and_a_model_folder(one_ray, tmp_path, capsys):
     shutil.copytree(tiny.build("tiny"), tmp_path / "model")
     shutil.copy(clips()[1], tmp_path / "bikes.mp4")
     rows = [
@@ -259,9 +255,8 @@ def test_a_manifest_with_clips_by_time_and_a_model_folder(tmp_path):
     ]
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = ["--fps", "2", "--max-frames", "4", "--pruner", "none", "--model", str(tmp_path / "model")]
-    argv = ["jobs.prune", str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "c[/b]"), *options]
-    done = run(*argv)
-    assert done.returncode == 0, done.stdout
+    argv = [str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "c[/b]"), *options]
+    assert prune.main(argv) == 0
     cache = TokenCache(tmp_path / "c[/b]")
     video = cache.get("clip/é[red]x")
     assert video.rank is None and len(video.index) == video.metadata["n_total"] == 4 * 196
@@ -270,7 +265,7 @@ def test_a_manifest_with_clips_by_time_and_a_model_folder(tmp_path):
     assert video.metadata["manifest"] == {"label": "[bold]a"}
     assert cache.failed == {"beyond": "unsupported", "evil": "policy", "gone": "io"}
     shutil.copy(clips()[2], tmp_path / "gone.mp4")  # the remedy, then the retry
-    assert run(*argv, "--retry-failed").returncode == 0
+    assert prune.main([*argv, "--retry-failed"]) == 0
     again = TokenCache(tmp_path / "c[/b]")
     assert again.video_ids == ["clip/é[red]x", "gone"]
     assert {v: again.metadata(v)["attempts"] for v in ("beyond", "gone", "clip/é[red]x")} == {
@@ -279,6 +274,7 @@ def test_a_manifest_with_clips_by_time_and_a_model_folder(tmp_path):
         "clip/é[red]x": 1,
     }
     (tmp_path / "bikes.mp4").write_bytes(b"broken since")
-    redo = run(*argv, "--on-changed", "redo", "--max-failed", "3")
-    assert redo.returncode == 0 and "1 videos (1 failed)" in redo.stdout, redo.stdout
+    capsys.readouterr()
+    assert prune.main([*argv, "--on-changed", "redo", "--max-failed", "3"]) == 0
+    assert "1 videos (1 failed)" in capsys.readouterr().out
     assert len(TokenCache(tmp_path / "c[/b]").get("clip/é[red]x").index) == 4 * 196  # the earlier tokens stay

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -13,7 +14,8 @@ from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.lease import CacheLease
 from pipeline.store import ObjectStore
-from tests.jobs.jobs import assert_complete, clips, forbid_ray, run, start, stop
+from tests.jobs.jobs import assert_complete, clips, forbid_ray, run_here, start, stop
+from tests.pipeline.rays import ray_here
 from tests.pipeline.s3 import KEY, SECRET, S3Server
 
 pytestmark = pytest.mark.slow
@@ -26,6 +28,20 @@ IDS = [f"v{i:02d}" for i in range(32)]
 def server():
     with S3Server("cache") as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def pruned_here(server):
+    """Run jobs.prune in this process, on a Ray that started without the credentials."""
+
+    def pruned_here(argv: list[str]) -> subprocess.CompletedProcess[str]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in server.environment().items():
+                patch.setenv(name, value)
+            return run_here(prune, argv)
+
+    with ray_here({"num_cpus": 2}):
+        yield pruned_here
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +64,10 @@ def shards(store: ObjectStore) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def killed(server, manifest):
+def killed(server, manifest, pruned_here):
     """A run that was killed half-way and run again: (its store, the second run, videos before it, its requests)."""
     store = ObjectStore(server.uri("killed/cache"), server.objects())
-    command = ["jobs.prune", *argv(manifest, store.root)]
-    process = start(*command, **server.environment())
+    process = start("jobs.prune", *argv(manifest, store.root), **server.environment())
     deadline = time.monotonic() + 120
     while len(shards(store)) < 3:
         assert process.poll() is None, process.communicate()[0]
@@ -62,7 +77,7 @@ def killed(server, manifest):
     half = len(TokenCache(store.root, store=store))
     assert 0 < half < len(IDS)
     server.requests.clear()
-    done = run(*command, **server.environment())
+    done = pruned_here(argv(manifest, store.root))
     return store, done, half, list(server.requests)
 
 
@@ -114,7 +129,7 @@ def test_two_runs_at_once_are_refused(server, manifest, monkeypatch, capsys):
     forbid_ray(monkeypatch)
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
-    with CacheLease(store, "first", print):
+    with CacheLease(store, "first", print, heartbeat_s=1):  # a quicker sign of life
         assert prune.main(argv(manifest, store.root)) == 2
     assert '"run_id": "first"' in capsys.readouterr().err
 
@@ -132,12 +147,11 @@ def test_places_where_no_cache_can_be(server, manifest, monkeypatch, capsys, pla
     assert told in capsys.readouterr().err
 
 
-def test_a_store_that_refuses_a_shard_ends_the_run(server, manifest):
+def test_a_store_that_refuses_a_shard_ends_the_run(server, manifest, pruned_here):
     """Writing is allowed except below tokens/: the run says so in one line and leaves a cache that can be continued."""
     store = ObjectStore(server.uri("refusing"), server.objects())
     server.fail_below("PUT", "refusing/tokens/", 403)
-    command = ["jobs.prune", *argv(manifest, store.root)]
-    done = run(*command, **server.environment())
+    done = pruned_here(argv(manifest, store.root))
     assert done.returncode == 1, done.stdout
     assert "AccessDenied" in done.stdout.splitlines()[-1] and "refusing/tokens/" in done.stdout.splitlines()[-1]
     assert KEY not in done.stdout and server.url not in done.stdout

@@ -25,7 +25,7 @@ def job(tmp_path) -> list[str]:
 
 @pytest.mark.parametrize(("title", "stage"), [(DECODER, "decode"), (ENCODER, "encode")])
 def test_a_frozen_worker_ends_the_run_and_its_stage_is_named(job, tmp_path, title, stage):
-    process = start(*job, "--stall-timeout", "15", "--decode-timeout", "10")
+    process = start(*job, "--stall-timeout", "20", "--decode-timeout", "10")
     wait_for_shards(tmp_path / "c", 1, process)
     worker = titled(process, title)
     os.kill(worker, signal.SIGSTOP)
@@ -33,7 +33,7 @@ def test_a_frozen_worker_ends_the_run_and_its_stage_is_named(job, tmp_path, titl
     output, _ = process.communicate(timeout=300)
     last = output.splitlines()[-1]
     assert process.returncode == 1, output
-    assert last.startswith("failed: ") and "no video moved for 15 s: " in last and f": {stage} " in last, output
+    assert last.startswith("failed: ") and "no video moved for 20 s: " in last and f": {stage} " in last, output
     assert "Traceback" not in output
     assert_all_gone(list(everything))
     (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").iterdir()]

@@ -30,7 +30,7 @@ def server():
         yield opened
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster():
     """A Ray head that was started without any credentials: (its address, its folder)."""
     variables = {name: value for name, value in environment().items() if not name.startswith("AWS_")}
@@ -133,7 +133,7 @@ def test_a_folder_on_s3_by_workers_that_have_no_credentials_of_their_own(
     assert "changed since" in capsys.readouterr().out
 
 
-def test_a_manifest_may_mix_places_and_what_it_may_not_name_is_not_asked_for(server, tmp_path):
+def test_a_manifest_may_mix_places_and_what_it_may_not_name_is_not_asked_for(server, cluster, tmp_path):
     shutil.copy(clips()[1], tmp_path / "local.mp4")
     for key in ("root/a.mp4", "other/b.mp4", "rooted/c.mp4"):
         server.upload(key, clips()[1].read_bytes())
@@ -146,7 +146,7 @@ def test_a_manifest_may_mix_places_and_what_it_may_not_name_is_not_asked_for(ser
     }
     (tmp_path / "m.jsonl").write_text("\n".join(json.dumps({"video_id": v, "uri": uri}) for v, uri in uris.items()))
     argv = ["jobs.prune", str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "c"), "--video-root", server.uri("root")]
-    done = run(*argv, *OPTIONS, "--max-failed", "3", **server.environment())
+    done = run(*argv, *OPTIONS, "--max-failed", "3", **server.environment(), RAY_ADDRESS=cluster[0])
     assert done.returncode == 0, done.stdout
     cache = TokenCache(tmp_path / "c")
     assert cache.video_ids == ["a", "local"]

@@ -22,7 +22,7 @@ from tests.pipeline.videos import write_clip
 pytestmark = pytest.mark.slow
 
 FRAMES, FRAME_BYTES = 16, 16 * 384 * 384 * 3  # 7 MB a video, all of them more than may wait
-SMALL, LARGE = 28, 280
+SMALL, LARGE = 15, 150
 
 
 class SlowEncoder(Encoder):
@@ -89,7 +89,7 @@ def test_ten_times_the_videos_take_the_same_memory(small_store, tmp_path, monkey
     monkeypatch.setattr(graph, "Encoder", SlowEncoder)
     monkeypatch.setattr(graph, name, slow)
     clip = str(write_clip(tmp_path / "v.mp4", size=(384, 384), count=FRAMES))
-    plan = plan_resources(4, 0, LARGE, videos_per_shard=4)
+    plan = plan_resources(2, 0, LARGE, videos_per_shard=4)
     peaks = []
     for n_videos in (SMALL, LARGE):
         dataset = graph_of(n_videos, plan, tmp_path, clip, FRAMES, "tests.pipeline.videos:Instant")

@@ -199,7 +199,12 @@ def test_a_refusal_is_final_and_says_why():
 
 
 def test_errors_hide_how_the_store_is_reached():
-    objects = Objects(endpoint_url="http://127.0.0.1:9", aws_access_key_id="KEYKEY", aws_secret_access_key="HUSHHUSH")
+    settings = {
+        "endpoint_url": "http://127.0.0.1:9",
+        "aws_access_key_id": "KEYKEY",
+        "aws_secret_access_key": "HUSHHUSH",
+    }
+    objects = Objects(patience=0.2, **settings)
     with pytest.raises(OSError, match="cannot be used: EndpointConnectionError") as error:
         objects.read("s3://bucket/a")
     shown = f"{error.value!r} {error.value.__cause__!r} {objects!r} {vars(error.value)}"

@@ -1,5 +1,7 @@
 """Both readers deliver exactly the frames that were asked for, at their real times, whatever the container does."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -92,6 +94,12 @@ def test_seeking_lands_on_the_frame(codec, gop, tmp_path, monkeypatch):
     monkeypatch.undo()
     for wanted in sets:
         assert np.array_equal(np.concatenate(list(PyavReader(index).read(wanted))), straight[wanted])
+
+
+def test_to_write_av1_leaves_the_tests_at_their_priority(tmp_path):
+    before = os.sched_getscheduler(0)
+    write_clip(tmp_path / "a.mp4", codec="libsvtav1")
+    assert os.sched_getscheduler(0) == before
 
 
 @pytest.mark.parametrize(("name", "length"), list(zip(SAMPLES, SAMPLE_LENGTHS, strict=True)))

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ import ray
 from pipeline import graph
 from pipeline.errors import RunFailed
 from pipeline.graph import plan_resources, run_graph
-from pipeline.pulse import Beat, Pulse, start_pulse
+from pipeline.pulse import Beat, Pulse, Reading, start_pulse
 from pipeline.stall import Watch, patiently
 from tests.pipeline.rays import graph_of, ray_here
 
@@ -85,11 +86,19 @@ def one_cpu():
         yield nodes
 
 
-def stalled(dataset, plan, n_videos, pulse, timeout=15.0) -> str:
-    """Run a graph until its watch gives up; returns why."""
-    watch = Watch(pulse, timeout, plan, n_videos, nothing)
+def stalled(dataset, plan, n_videos, pulse, reached: Callable[[Reading], object]) -> str:
+    """Run a graph until its watch gives up; returns why. Its patience starts once the pulse says what ``reached`` waits
+    for, however long the workers take to start on this machine."""
+    watch, deadline = Watch(pulse, 3, plan, n_videos, nothing), time.monotonic() + 120
+
+    def look() -> None:
+        if not reached(ray.get(pulse.read.remote())):
+            assert time.monotonic() < deadline, "the graph never came so far"
+            watch.moved()
+        watch.look()
+
     with pytest.raises(RunFailed) as failed:
-        for _ in patiently(run_graph(dataset), watch.look, watch.every_s):
+        for _ in patiently(run_graph(dataset), look, watch.every_s):
             watch.moved()
     return str(failed.value)
 
@@ -98,14 +107,15 @@ def stalled(dataset, plan, n_videos, pulse, timeout=15.0) -> str:
 def test_a_cluster_without_room_is_named(one_cpu, tmp_path):
     plan, pulse = plan_resources(1, 1, 8), start_pulse()
     plan = replace(plan, decode=replace(plan.decode, num_cpus=3))
-    why = stalled(graph_of(8, plan, tmp_path, pulse=pulse), plan, 8, pulse)
+    why = stalled(graph_of(8, plan, tmp_path, pulse=pulse), plan, 8, pulse, lambda reading: True)
     assert "decode takes none of 8 waiting videos; scheduling: the cluster offers 1 CPUs and 0 GPUs" in why
 
 
 @pytest.mark.slow
 def test_a_missing_gpu_is_named(one_cpu, tmp_path):
     plan, pulse = plan_resources(1, 1, 8), start_pulse()
-    why = stalled(graph_of(8, plan, tmp_path, pulse=pulse), plan, 8, pulse)
+    dataset = graph_of(8, plan, tmp_path, pulse=pulse)
+    why = stalled(dataset, plan, 8, pulse, lambda reading: reading.left["decode"] == 8)
     assert "encode takes none of 8 waiting videos; scheduling: the cluster offers 1 CPUs and 0 GPUs" in why
     assert f"the plan needs {plan.cpus:g} and 1" in why
 
@@ -134,5 +144,6 @@ class HangingWriter:
 def test_a_writer_that_hangs_is_named(one_cpu, tmp_path, monkeypatch):
     monkeypatch.setattr(graph, "Writer", HangingWriter)
     plan, pulse = plan_resources(1, 0, 8), start_pulse()
-    why = stalled(graph_of(8, plan, tmp_path, pulse=pulse), plan, 8, pulse)
-    assert why.startswith("no video moved for 15 s: write holds ") and "v7 on " in why and "--out" in why
+    dataset = graph_of(8, plan, tmp_path, pulse=pulse)
+    why = stalled(dataset, plan, 8, pulse, lambda reading: "v7" in str(reading.inside["write"]))
+    assert why.startswith("no video moved for 3 s: write holds ") and "v7 on " in why and "--out" in why

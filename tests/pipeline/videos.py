@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,7 +69,10 @@ def write_clip(
     muxer_options: dict[str, str] | None = None,
 ) -> Path:
     """A clip of ``count`` numbered frames of ``size`` (height, width); ``pts`` are presentation times in 1/1000 s."""
-    with av.open(str(path), "w", format=muxer, options=muxer_options or {}) as out:
+    with (
+        same_priority() if codec == "libsvtav1" else nullcontext(),
+        av.open(str(path), "w", format=muxer, options=muxer_options or {}) as out,
+    ):
         stream = add_stream(out, codec, size, fps, gop, pix_fmt, codec_options)
         if rotation:
             stream.set_display_rotation(rotation)
@@ -77,6 +80,17 @@ def write_clip(
             encode(out, stream, number, size, None if pts is None else pts[number])
         out.mux(stream.encode(None))
     return path
+
+
+@contextmanager
+def same_priority() -> Iterator[None]:
+    """SVT-AV1 makes a real-time thread of one that calls it as root. It would stay one, and so would all processes that
+    it starts: Ray and what runs on it, before which everything else on the machine gets no turn."""
+    before = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, *before)
 
 
 def add_stream(
