@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gstep.backbones.checkpoint import ModelSource, read_tensors
     from gstep.backbones.preprocess import Preprocessor
     from gstep.backbones.runtime import Runtime, choose_runtime
+    from gstep.backbones.siglip_text import TextTower, TextTowerSource
 
 BACKBONES = LazyTable(
     "model type",
@@ -38,6 +39,8 @@ _PUBLIC = LazyTable(
         "Runtime": "gstep.backbones.runtime:Runtime",
         "SampledVideo": "gstep.backbones.base:SampledVideo",
         "StaticParts": "gstep.backbones.base:StaticParts",
+        "TextTower": "gstep.backbones.siglip_text:TextTower",
+        "TextTowerSource": "gstep.backbones.siglip_text:TextTowerSource",
         "choose_runtime": "gstep.backbones.runtime:choose_runtime",
         "read_tensors": "gstep.backbones.checkpoint:read_tensors",
     },
@@ -51,6 +54,8 @@ __all__ = [
     "Runtime",
     "SampledVideo",
     "StaticParts",
+    "TextTower",
+    "TextTowerSource",
     "check_evidence",
     "choose_runtime",
     "limit_pixels",
@@ -58,6 +63,7 @@ __all__ = [
     "load_static",
     "preprocessor_for",
     "read_tensors",
+    "text_tower",
     "token_bytes",
     "with_pooling_head",
 ]
@@ -98,6 +104,21 @@ def with_pooling_head(source: ModelSource, siglip: str | Path) -> ModelSource:
     """
     with_head: ModelSource = BACKBONES[source.model_type].with_pooling_head(source, siglip)
     return with_head
+
+
+def text_tower(source: ModelSource, siglip: str | Path) -> TextTowerSource:
+    """The text tower of the SigLIP checkpoint that a model's vision tower was made of, and its pooling head beside it.
+
+    Args:
+        siglip: as for :func:`with_pooling_head`.
+
+    Raises ModelError for a family without such a tower, and for a checkpoint without one that fits.
+    """
+    from gstep.backbones.siglip_text import TextTowerSource  # noqa: PLC0415 - imported when first used, as all here
+
+    head = with_pooling_head(source, siglip).pooling_head
+    assert head is not None
+    return TextTowerSource.resolve(head)
 
 
 def check_evidence(source: ModelSource, evidence: Mapping[str, str]) -> None:
