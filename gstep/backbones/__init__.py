@@ -8,7 +8,7 @@ is first used, so that importing this package loads neither transformers nor saf
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,12 +135,13 @@ def load_static(source: ModelSource) -> StaticParts:
     return static
 
 
-def token_bytes(source: ModelSource, n_frames: int, height: int, width: int) -> int:
-    """Bytes of all visual tokens, bfloat16, of frames of [height, width] pixels as the preprocessor resizes them.
+def token_bytes(source: ModelSource, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
+    """Bytes of all visual tokens and of that evidence of them, bfloat16, of frames of [height, width] pixels as the
+    preprocessor resizes them.
 
     Known from the model's config alone, for planning; a family's default stands in for what the config leaves out.
     """
-    size: int = BACKBONES[source.model_type].token_bytes(source, n_frames, height, width)
+    size: int = BACKBONES[source.model_type].token_bytes(source, n_frames, height, width, evidence)
     return size
 
 

@@ -142,8 +142,11 @@ class Backbone(ABC):
 
     @classmethod
     @abstractmethod
-    def token_bytes(cls, source: ModelSource, n_frames: int, height: int, width: int) -> int:
-        """Bytes of all visual tokens, bfloat16, of frames of [height, width] pixels; from the config alone."""
+    def token_bytes(
+        cls, source: ModelSource, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()
+    ) -> int:
+        """Bytes of all visual tokens and of that evidence of them, bfloat16, of frames of [height, width] pixels; from
+        the config alone."""
 
     @property
     @abstractmethod

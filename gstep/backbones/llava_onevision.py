@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -102,11 +102,16 @@ class LlavaOnevision(Backbone):
         return StaticParts(hidden_size=len(row), newline=row)
 
     @classmethod
-    def token_bytes(cls, source: ModelSource, n_frames: int, height: int, width: int) -> int:
+    def token_bytes(
+        cls, source: ModelSource, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()
+    ) -> int:
         """See :meth:`Backbone.token_bytes`. The vision tower takes frames of one size only."""
-        patch = source.config.get("vision_config", {}).get("patch_size", 14)
-        hidden_size = source.config.get("text_config", {}).get("hidden_size", 4096)
-        return n_frames * _tokens_per_frame(height, patch) * int(hidden_size) * 2
+        vision = source.config.get("vision_config", {})
+        channels = vision.get("hidden_size", 1152)
+        widths = {"image_embedding": channels, "token_key": channels // vision.get("num_attention_heads", 16)}
+        numbers = source.config.get("text_config", {}).get("hidden_size", 4096)
+        numbers += sum(widths.get(name, 1) for name in evidence)
+        return n_frames * _tokens_per_frame(height, vision.get("patch_size", 14)) * int(numbers) * 2
 
     @property
     def hidden_size(self) -> int:
