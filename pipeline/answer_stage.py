@@ -124,7 +124,7 @@ class Answerer:
         self._size = BatchSize(setup.batch_size)
         with self._beat.busy("the model, being loaded"):
             self._model: LanguageModel = load_language_model(setup.source, self._runtime)
-            self._embed = None if setup.late is None else setup.late.embedder(self._model, self._runtime.device)
+            self._embedder = None if setup.late is None else setup.late.embedder(self._model, self._runtime.device)
         self._provenance = {**self._runtime.describe(), "model_bytes": self._model.n_bytes}
 
     def __call__(self, batch: pa.Table) -> pa.Table:
@@ -192,9 +192,9 @@ class Answerer:
 
     def _chosen(self, visuals: list[Visual], question: Row) -> list[Visual]:
         """What a method that looks at the question keeps of videos; all of them where the model prunes by itself."""
-        if self._late is None or self._embed is None:
+        if self._late is None or self._embedder is None:
             return visuals
-        words = self._embed(question["prompt"])
+        words = self._embedder.embedding(question["prompt"])
         return [self._late.choose(visual, words) for visual in visuals]
 
     def _answer_held(self, batch: list[Asked]) -> list[Row]:

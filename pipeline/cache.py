@@ -193,7 +193,7 @@ class TokenCache:
             raise CorruptShard(f"{self.store}/{name}: {error}") from error
         if digest(footer) != footer_hash:
             raise CorruptShard(f"{self.store}/{name}: its footer is not the one that was committed")
-        return source, open_parquet(source, parse_footer(footer))
+        return source, open_parquet(source, parse_footer(footer), sparse=bool(self.evidence))
 
 
 def _stretches(shard: pq.ParquetFile, groups: Sequence[int], names: Collection[str]) -> list[tuple[int, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,17 +53,17 @@ class LatePruning:
         """What it takes from the cache besides the tokens."""
         return () if self.text_tower is None else tuple(self.pruner.sources)
 
-    def embedder(self, model: LanguageModel, device: str) -> Callable[[str], Tensor] | None:
-        """How a question's text becomes [Q,De] float32 on the device, in the space of what it is compared with; None
-        for a method inside the model, which sees the prompt itself.
+    def embedder(self, model: LanguageModel, device: str) -> LanguageModel | TextTower | None:
+        """Whose ``embedding`` of a question is in the space of what it is compared with, on the device; None for a
+        method inside the model, which sees the prompt itself.
 
-        The text is that of the questions file, as in CDPruner's official code: without chat template, and without the
-        choices that stand in a column of their own. The function raises ValueError for a text without a token.
+        The text to embed is that of the questions file, as in CDPruner's official code: without chat template, and
+        without the choices that stand in a column of their own. One without a token is a ValueError.
         Raises ModelError where this node has another text tower than the driver.
         """
         if self.inside is not None:
             return None
-        return model.embedding if self.text_tower is None else TextTower.load(self.text_tower, device).embed
+        return model if self.text_tower is None else TextTower.load(self.text_tower, device)
 
     def at_most(self, n_frames: int, per_frame: int, hidden: int) -> int:
         """The most tokens of a video that go into a prompt: with FastV all, CDPruner keeps no more than ``hidden`` of

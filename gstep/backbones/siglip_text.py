@@ -83,7 +83,7 @@ class TextTower:
         return cls(model.eval().requires_grad_(False), _tokenizer(source), device)
 
     @torch.inference_mode()
-    def embed(self, text: str) -> Tensor:
+    def embedding(self, text: str) -> Tensor:
         """[Q,De] float32 on the tower's device, not normalised: one row for each segment of the text.
 
         Raises ValueError for a text without a token: an empty one, or one of punctuation alone, which SigLIP drops.

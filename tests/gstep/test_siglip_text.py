@@ -144,8 +144,8 @@ def test_a_text_is_what_the_stock_model_makes_of_it(source, published, layout, t
     tower = TextTower.load(text_tower(source, place), "cpu")
     expected, ids = stock_features(place, text)
     assert torch.equal(tower.segments(text), ids) and ids[0, -1] == tower.tokenizer.eos_token_id
-    torch.testing.assert_close(tower.embed(text), expected, rtol=1e-5, atol=1e-5)
-    others = torch.cat([tower.embed(other) for other in TEXTS])
+    torch.testing.assert_close(tower.embedding(text), expected, rtol=1e-5, atol=1e-5)
+    others = torch.cat([tower.embedding(other) for other in TEXTS])
     assert torch.cosine_similarity(others[:1], others[1:]).max() < 0.999
 
 
@@ -154,7 +154,7 @@ def test_a_long_text_is_cut_into_segments_that_each_have_their_end(source, publi
     words = ["what", "is", "who", "a", "red", "bike", "ridden", "riding"]
     long = " ".join(words * 60)  # 480 words, seven and an end to a segment: more than go through at once
     assert tower.segments(long).shape == (69, 8)
-    embedded = tower.embed(long)
+    embedded = tower.embedding(long)
     assert embedded.shape == (69, 64)
     listed = words * 60
     for place in (0, 1, 40, 68):
@@ -165,7 +165,7 @@ def test_a_long_text_is_cut_into_segments_that_each_have_their_end(source, publi
 @pytest.mark.parametrize("text", ["", "  ", "?!"])
 def test_a_text_without_a_word_is_refused(source, text):
     with pytest.raises(ValueError, match="no word that SigLIP's tokenizer knows"):
-        TextTower.load(text_tower(source, "tiny"), "cpu").embed(text)
+        TextTower.load(text_tower(source, "tiny"), "cpu").embedding(text)
 
 
 def test_only_the_text_tower_is_read(source, published, monkeypatch):
