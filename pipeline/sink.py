@@ -107,6 +107,7 @@ def _token_rows(batch: pa.Table, place: int, record: Record, schema: pa.Schema) 
     levels = {f"deepstack_{i}": data for i, data in enumerate(_deepstack(batch, place, len(tokens)))}
     n = len(index)
     evidence = _evidence(batch, place, n, record.pop("evidence", {}))
+    # Its meaning in the schema names no evidence: caches without any keep their bytes.
     record["checksum"] = digest(tokens, *levels.values(), *evidence.values())
 
     def vectors(name: str, data: np.ndarray) -> pa.Array:
