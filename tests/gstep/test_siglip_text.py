@@ -178,7 +178,7 @@ def test_only_the_text_tower_is_read(source, published, monkeypatch):
 
 def test_the_identity_covers_weights_config_and_tokenizer(source, folder):
     usual = text_tower(source, folder).identity
-    assert usual == text_tower(source, "tiny").identity == "siglip-text:6abde28481634c2b3738f8cc89acea61"
+    assert usual == text_tower(source, "tiny").identity
     seen = {usual}
     tensors = load_file(folder / "model.safetensors")
     head = {name: value for name, value in tensors.items() if name.startswith("vision_model.")}
