@@ -13,13 +13,19 @@ from collections.abc import Mapping
 LAST_LAYER = "last_layer"
 #: SigLIP's attention-pooling head on the encoder's output: what its probe makes of a frame, and where it looks.
 POOLING_HEAD = "pooling_head"
+#: The same head with one patch before its probe at a time: each patch in the space that SigLIP's texts are in.
+SINGLE_PATCHES = "single_patches"
 #: The encoder's last layer seen coarsely: the attention of a frame's mean query to the mean keys of merged patches.
 MERGED_QUERIES = "merged_queries"
+
+#: What must be read from a SigLIP checkpoint beside the model.
+HEAD_SOURCES = frozenset({POOLING_HEAD, SINGLE_PATCHES})
 
 #: In words, for errors.
 SOURCES: Mapping[str, str] = {
     LAST_LAYER: "the encoder's last layer",
     POOLING_HEAD: "SigLIP's attention-pooling head",
+    SINGLE_PATCHES: "SigLIP's attention-pooling head over single patches",
     MERGED_QUERIES: "the mean queries and merged keys of the encoder's last layer",
 }
 

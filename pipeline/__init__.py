@@ -5,12 +5,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeline.cache import CachedVideo, TokenCache
-    from pipeline.errors import CorruptShard, FailedVideo, NotACache, RatioNotCached, UnknownVideo
+    from pipeline.cache import TokenCache
+    from pipeline.cached_video import CachedVideo
+    from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
 
-__all__ = ["CachedVideo", "CorruptShard", "FailedVideo", "NotACache", "RatioNotCached", "TokenCache", "UnknownVideo"]
+__all__ = [
+    "CachedVideo",
+    "CorruptShard",
+    "EvidenceNotCached",
+    "FailedVideo",
+    "NotACache",
+    "RatioNotCached",
+    "TokenCache",
+    "UnknownVideo",
+]
 
-_HOMES = {"TokenCache": "pipeline.cache", "CachedVideo": "pipeline.cache"}
+_HOMES = {"TokenCache": "pipeline.cache", "CachedVideo": "pipeline.cached_video"}
 
 
 def __getattr__(name: str) -> Any:  # torch and pyarrow load when the reader is asked for, not with the package

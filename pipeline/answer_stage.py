@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from pipeline.choices import lettered_prompt, letters, parse_letter
 from pipeline.errors import CorruptShard, FailedVideo, UnknownVideo, printable
 from pipeline.held_videos import HeldVideos
 from pipeline.late_pruning import LatePruning
+from pipeline.poison import exit_if_poisoned
 from pipeline.pulse import Beat
 from pipeline.questions import decoding_of
 from pipeline.rows import WRITTEN
@@ -118,12 +117,14 @@ class Answerer:
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._builder = prompt_builder(setup.source, setup.positions, setup.rule)
         cache = TokenCache(str(setup.store), store=setup.store, live=setup.live)
-        self._videos = HeldVideos(cache, setup.retention_ratio, setup.order, beat=self._beat)
         self._late = setup.late
+        evidence = () if setup.late is None else setup.late.evidence
+        self._videos = HeldVideos(cache, setup.retention_ratio, setup.order, beat=self._beat, evidence=evidence)
         self._inside = None if setup.late is None else setup.late.inside
         self._size = BatchSize(setup.batch_size)
         with self._beat.busy("the model, being loaded"):
             self._model: LanguageModel = load_language_model(setup.source, self._runtime)
+            self._embedder = None if setup.late is None else setup.late.embedder(self._model, self._runtime.device)
         self._provenance = {**self._runtime.describe(), "model_bytes": self._model.n_bytes}
 
     def __call__(self, batch: pa.Table) -> pa.Table:
@@ -166,11 +167,12 @@ class Answerer:
         except ValueError as error:  # what a prompt builder says of a text or of a video's tokens
             return failed_answer(question, "bad-prompt", str(error))
         except Exception as error:  # noqa: BLE001 - whatever one question provokes must not cost its neighbours
+            exit_if_poisoned(question["question_id"], error)  # a method that looks at the question runs on the GPU
             return failed_answer(question, "internal", f"{type(error).__name__}: {error}")
 
     def _prepare(self, question: Row) -> Asked | Row:
         read = [self._videos.get(video_id) for video_id in question["video_ids"]]
-        visuals = [self._chosen(visual, question) for visual, _, _ in read]
+        visuals = self._chosen([visual for visual, _, _ in read], question)
         decoding = json.loads(question["decoding"])
         prompt = self._builder.build(_text(question, decoding), visuals, decoding["system"])
         row = {
@@ -188,11 +190,12 @@ class Answerer:
             return failed_answer(row, "prompt-too-long", too_far(prompt.extent, context))
         return asked
 
-    def _chosen(self, visual: Visual, question: Row) -> Visual:
-        """What a method that looks at the question keeps of a video; all of it where the model prunes by itself."""
-        if self._late is None or self._inside is not None:
-            return visual
-        return self._late.choose(visual, self._model.embedding(question["prompt"]))
+    def _chosen(self, visuals: list[Visual], question: Row) -> list[Visual]:
+        """What a method that looks at the question keeps of videos; all of them where the model prunes by itself."""
+        if self._late is None or self._embedder is None:
+            return visuals
+        words = self._embedder.embedding(question["prompt"])
+        return [self._late.choose(visual, words) for visual in visuals]
 
     def _answer_held(self, batch: list[Asked]) -> list[Row]:
         with self._beat.holding(*(asked.row["question_id"] for asked in batch)):
@@ -212,10 +215,7 @@ class Answerer:
             error_class, message = "out-of-memory", str(error)
             self._short = True
         except Exception as error:  # noqa: BLE001 - as above
-            if "CUDA error" in str(error):
-                # The context is poisoned: every later batch would fail with it. Ray starts another actor, a few times.
-                print(f"{batch[0].row['question_id']}: {error}", file=sys.stderr, flush=True)
-                os._exit(70)
+            exit_if_poisoned(batch[0].row["question_id"], error)
             error_class, message = "internal", f"{type(error).__name__}: {error}"
         # Outside of the handlers, whose exception would keep the failed batch's tensors alive.
         if error_class == "out-of-memory" and torch.cuda.is_available():

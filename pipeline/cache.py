@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +13,11 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 from torch import Tensor
 
 from gstep.types import budget_for
-from pipeline.errors import CorruptShard, FailedVideo, NotACache, RatioNotCached, UnknownVideo
+from pipeline.cached_video import CachedVideo, bfloat16, by_index, to_video
+from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
 from pipeline.header import read_header_file
 from pipeline.live import VideoRows, read_live
 from pipeline.schema import (
@@ -36,33 +34,6 @@ from pipeline.store import RangedObject, Store, store_at
 
 HEADER = "cache.json"
 TokenOrder = Literal["index", "selection"]
-
-
-@dataclass(frozen=True)
-class CachedVideo:
-    """The stored tokens of one video; K rows.
-
-    Attributes:
-        video_id: the id in the manifest.
-        tokens: [K,D] bfloat16, bit for bit what the encoder gave.
-        index: [K] int64, flat position t*N + i before pruning.
-        rank: [K] int64, order of selection; None for a method without one.
-        frame: [K] int64, t.
-        merged: [K] bool, or None where the method never merges.
-        density: [K] float32 (Eq. 8), or None for a method without one.
-        metadata: the video's row of the videos table (see pipeline.schema), JSON columns decoded.
-        deepstack: [K,D] bfloat16 each, the same rows at each deepstack level; none where the model has no levels.
-    """
-
-    video_id: str
-    tokens: Tensor
-    index: Tensor
-    rank: Tensor | None
-    frame: Tensor
-    merged: Tensor | None
-    density: Tensor | None
-    metadata: dict[str, Any]
-    deepstack: tuple[Tensor, ...] = ()
 
 
 def read_header(store: Store) -> dict[str, Any]:
@@ -104,7 +75,7 @@ class TokenCache:
     def newline(self) -> Tensor | None:
         """[D] bfloat16, LLaVA-OneVision's row after all tokens of a video; None for families without one."""
         encoded = self.header.get("newline")
-        return None if encoded is None else _bfloat16(bytearray(base64.b64decode(encoded)))
+        return None if encoded is None else bfloat16(bytearray(base64.b64decode(encoded)))
 
     @property
     def deepstack_levels(self) -> int:
@@ -143,36 +114,57 @@ class TokenCache:
             row[name] = None if row[name] is None else json.loads(row[name])
         return row
 
-    def get(self, video_id: str, retention_ratio: float | None = None, order: TokenOrder = "index") -> CachedVideo:
+    @property
+    def evidence(self) -> dict[str, str]:
+        """What is stored of each token besides the token, name -> where in the encoder it is from (gstep.evidence)."""
+        return dict(self.identity.get("evidence", {}))
+
+    def get(
+        self,
+        video_id: str,
+        retention_ratio: float | None = None,
+        order: TokenOrder = "index",
+        evidence: Sequence[str] = (),
+    ) -> CachedVideo:
         """The tokens of one video, all that are stored or the nested ``retention_ratio`` of all T*N.
 
         ``order="index"`` gives ascending flat index, as an LLM wants them; ``order="selection"`` the order of
         selection (of a method without one: of its own prompt), as they are stored: the tokens then are a read-only
         view into what Arrow read, without a copy.
 
-        Raises UnknownVideo, FailedVideo (with the class of the error), RatioNotCached, CorruptShard, OSError where the
-        store fails, and ValueError for an order or ratio that makes no sense.
+        ``evidence`` names what is read of the same rows besides, of what the cache has; nothing of it otherwise.
+
+        Raises UnknownVideo, FailedVideo (with the class of the error), RatioNotCached, EvidenceNotCached, CorruptShard,
+        OSError where the store fails, and ValueError for an order or ratio that makes no sense.
         """
         if order not in ("index", "selection"):
             raise ValueError(f'order must be "index" or "selection", got {order!r}')
+        if lacking := sorted(set(evidence) - self.evidence.keys()):
+            raise EvidenceNotCached(
+                f"{self.store} holds no {', '.join(lacking)} of its tokens (of evidence it has "
+                f"{', '.join(self.evidence) or 'none'}): prune into another --out with --evidence {','.join(lacking)}"
+            )
         row = self.metadata(video_id)
         if row["status"] != "ok":
             raise FailedVideo(f"{video_id!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"])
+        evidence = tuple(dict.fromkeys(evidence))
         keep = rows_wanted(row, retention_ratio)
-        video = _to_video(row, self._read(row, keep), self.deepstack_levels)
-        return video if order == "selection" else _by_index(video)
+        video = to_video(row, self._read(row, keep, evidence), self.deepstack_levels, evidence)
+        return video if order == "selection" else by_index(video)
 
-    def _read(self, row: dict[str, Any], keep: int) -> pa.Table:
+    def _read(self, row: dict[str, Any], keep: int, evidence: Sequence[str]) -> pa.Table:
         """The video's first ``keep`` token rows, from no more row groups than hold them."""
         counts = np.cumsum(row["row_counts"])
         groups = int(np.searchsorted(counts, keep)) + 1
         first = row["first_row_group"]
         source, shard = self._shard(row["token_shard"], row["footer_hash"])
-        columns = [name for name in token_schema(row["hidden_size"], self.deepstack_levels).names if name != "video_id"]
+        plain = token_schema(row["hidden_size"], self.deepstack_levels).names
+        columns = [*(name for name in plain if name != "video_id"), *evidence]
         if lacking := sorted(set(columns) - set(shard.schema_arrow.names)):
             raise CorruptShard(f"{self.store}/{row['token_shard']}: it lacks the columns {', '.join(lacking)}")
         wanted = range(first, first + groups)
-        held = source.holding(*_stretch(shard, wanted)) if isinstance(source, RangedObject) else nullcontext()
+        stretches = _stretches(shard, wanted, {*plain, *evidence})
+        held = source.holding(stretches) if isinstance(source, RangedObject) else nullcontext()
         try:
             with held:
                 table = shard.read_row_groups(list(wanted), columns=columns, use_threads=READ_THREADS)
@@ -201,14 +193,20 @@ class TokenCache:
             raise CorruptShard(f"{self.store}/{name}: {error}") from error
         if digest(footer) != footer_hash:
             raise CorruptShard(f"{self.store}/{name}: its footer is not the one that was committed")
-        return source, open_parquet(source, parse_footer(footer))
+        return source, open_parquet(source, parse_footer(footer), sparse=bool(self.evidence))
 
 
-def _stretch(shard: pq.ParquetFile, groups: Sequence[int]) -> tuple[int, int]:
-    """[start, end) in bytes of neighbouring row groups."""
-    first, last = shard.metadata.row_group(groups[0]), shard.metadata.row_group(groups[-1])
-    ends = (last.column(i) for i in range(last.num_columns))
-    return first.column(0).data_page_offset, max(c.data_page_offset + c.total_compressed_size for c in ends)
+def _stretches(shard: pq.ParquetFile, groups: Sequence[int], names: Collection[str]) -> list[tuple[int, int]]:
+    """[start, end) in bytes of neighbouring row groups as far as ``names`` go; one, unless others lie between."""
+    stretches: list[tuple[int, int]] = []
+    for number in groups:
+        group = shard.metadata.row_group(number)
+        columns = [c for c in map(group.column, range(group.num_columns)) if c.path_in_schema in names]
+        start, end = columns[0].data_page_offset, max(c.data_page_offset + c.total_compressed_size for c in columns)
+        if stretches and stretches[-1][1] == start:
+            start = stretches.pop()[0]
+        stretches.append((start, end))
+    return stretches
 
 
 def rows_wanted(row: dict[str, Any], retention_ratio: float | None) -> int:
@@ -230,57 +228,3 @@ def rows_wanted(row: dict[str, Any], retention_ratio: float | None) -> int:
             f"ratio {stored} can be served, not {retention_ratio}"
         )
     return min(budget, int(row["n_tokens"]))
-
-
-def _to_video(row: dict[str, Any], table: pa.Table, deepstack_levels: int) -> CachedVideo:
-    def numbers(name: str, dtype: Any) -> Tensor | None:
-        column = table[name]
-        return None if column.null_count else torch.from_numpy(column.to_numpy().astype(dtype))
-
-    index, frame = numbers("index", np.int64), numbers("frame", np.int64)
-    assert index is not None and frame is not None
-    return CachedVideo(
-        video_id=row["video_id"],
-        tokens=_vectors(table["token"], row["hidden_size"]),
-        index=index,
-        rank=numbers("rank", np.int64),
-        frame=frame,
-        merged=numbers("merged", np.bool_),
-        density=numbers("density", np.float32),
-        metadata=row,
-        deepstack=tuple(_vectors(table[f"deepstack_{i}"], row["hidden_size"]) for i in range(deepstack_levels)),
-    )
-
-
-def _by_index(video: CachedVideo) -> CachedVideo:
-    order = torch.argsort(video.index, stable=True)
-
-    def ordered(column: Tensor | None) -> Tensor | None:
-        return None if column is None else column[order]
-
-    return CachedVideo(
-        video_id=video.video_id,
-        tokens=video.tokens[order],
-        index=video.index[order],
-        rank=ordered(video.rank),
-        frame=video.frame[order],
-        merged=ordered(video.merged),
-        density=ordered(video.density),
-        metadata=video.metadata,
-        deepstack=tuple(level[order] for level in video.deepstack),
-    )
-
-
-def _vectors(column: pa.ChunkedArray, hidden_size: int) -> Tensor:
-    """[K, hidden_size] bfloat16 over Arrow's own memory. The reader gives a column as one chunk."""
-    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-    width = array.type.byte_width
-    data = array.buffers()[1].slice(array.offset * width, len(array) * width)
-    return _bfloat16(data).view(len(array), hidden_size)
-
-
-def _bfloat16(data: Any) -> Tensor:
-    """A view of the bytes of ``data``."""
-    with warnings.catch_warnings():  # Arrow's memory is read-only, which torch cannot express
-        warnings.filterwarnings("ignore", message=".*not writable.*")
-        return torch.from_numpy(np.frombuffer(data, dtype=np.int16)).view(torch.bfloat16)

@@ -50,9 +50,15 @@ class PruneConfig:
     )
     siglip: str | None = option(
         None,
-        "for fastvid on LLaVA-OneVision: the SigLIP checkpoint that its vision tower was made of, a Hugging Face id or "
-        "folder, of which the pooling head is read; 'tiny' goes with --model tiny",
+        "for fastvid or --evidence image_embedding on LLaVA-OneVision: the SigLIP checkpoint that its vision tower was "
+        "made of, a Hugging Face id or folder, of which the pooling head is read; 'tiny' goes with --model tiny",
         metavar="MODEL",
+    )
+    evidence: list[str] = option(
+        [],
+        "store besides each token what the encoder gives of it, for methods that look at it later, e.g. "
+        "image_embedding for cdpruner on LLaVA-OneVision; commas or repeated",
+        metavar="NAME",
     )
     retention_ratio: float = option(0.25, "share of the visual tokens that is kept, in (0, 1]", metavar="R")
     seed: int = option(0, "seed of the methods that draw random numbers")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -13,13 +11,23 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from torch import Tensor
 
-from gstep import PrunedTokens, make_pruner
+from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import ModelSource, SampledVideo, choose_runtime, load_backbone, token_bytes
 from pipeline.errors import VideoFault
+from pipeline.poison import exit_if_poisoned
 from pipeline.pulse import Beat
-from pipeline.rows import ENCODED, Record, failed, one_row, payload, pruned_arrays, pruned_columns, records
+from pipeline.rows import (
+    ENCODED,
+    Record,
+    evidence_widths,
+    failed,
+    one_row,
+    payload,
+    pruned_arrays,
+    pruned_columns,
+    records,
+)
 
 _SAMPLED = ("height", "width", "timestamps", "start_s", "fps", "clip_frames")
 
@@ -33,13 +41,15 @@ class EncodeSetup:
     retention_ratio: float
     seed: int = 0
     pruner_params: dict[str, Any] = field(default_factory=dict)
+    evidence: dict[str, str] = field(default_factory=dict)  # to be stored, name -> where in the encoder
     device: str = "auto"
     dtype: str = "auto"
     attn: str = "auto"
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
         """About what the kept tokens of [n_frames, height, width] pixels take as they are stored."""
-        return round(self.retention_ratio * token_bytes(self.source, n_frames, height, width))
+        whole = token_bytes(self.source, n_frames, height, width, tuple(self.evidence))
+        return round(self.retention_ratio * whole)
 
 
 class Encoder:
@@ -68,28 +78,27 @@ class Encoder:
         try:
             assert frames is not None
             shape = (len(record["frame_indices"]), record["height"], record["width"], 3)
-            pruned, deepstack, seconds = self._encode_and_prune(frames.reshape(shape), record)
+            pruned, visual, seconds = self._encode_and_prune(frames.reshape(shape), record)
             extra = self._backbone.model_extra(_without_pixels(record))
             columns = {**pruned_columns(pruned, record), "runtime": self._provenance, "model_extra": json.dumps(extra)}
-            return one_row(ENCODED, {**record, **seconds, **columns}, pruned_arrays(pruned, deepstack))
+            evidence = {name: visual.evidence[name] for name in self._setup.evidence}
+            arrays = pruned_arrays(pruned, visual.deepstack, list(evidence.values()))
+            return one_row(ENCODED, {**record, **seconds, **columns, **evidence_widths(evidence)}, arrays)
         except VideoFault as fault:
             return one_row(ENCODED, failed(record, fault))
         except torch.OutOfMemoryError as error:
             return one_row(ENCODED, failed(record, VideoFault("out-of-memory", str(error), stage="encode")))
         except Exception as error:  # noqa: BLE001 - whatever one video provokes must not cost its neighbours
-            if "CUDA error" in str(error):
-                # The context is poisoned: every later video would fail with it. Ray starts another actor, a few times.
-                print(f"{record['video_id']}: {error}", file=sys.stderr, flush=True)
-                os._exit(70)
+            exit_if_poisoned(record["video_id"], error)
             message = f"{type(error).__name__}: {error}"
             return one_row(ENCODED, failed(record, VideoFault("internal", message, stage="encode")))
 
     def _encode_and_prune(
         self, frames: np.ndarray, record: Record
-    ) -> tuple[PrunedTokens, tuple[Tensor, ...], dict[str, float]]:
-        """The kept tokens, all deepstack levels [T,N,D] in storage precision, and what both steps took."""
+    ) -> tuple[PrunedTokens, VisualTokens, dict[str, float]]:
+        """The kept tokens, all of them in storage precision with their evidence, and what both steps took."""
         started = time.perf_counter()
-        visual = self._backbone.encode(frames, self._pruner.sources)
+        visual = self._backbone.encode(frames, {**self._pruner.sources, **self._setup.evidence})
         self._wait()
         encoded = time.perf_counter()
         # Storage precision first, then prune: a selection can be derived again from what is stored.
@@ -98,6 +107,9 @@ class Encoder:
         for level, values_TND in enumerate(deepstack):  # of the tokens themselves pruning finds it out
             if not values_TND.isfinite().all():
                 raise VideoFault("internal", f"deepstack level {level} has values that are not finite", stage="encode")
+        for name in self._setup.evidence:
+            if not visual.evidence[name].isfinite().all():
+                raise VideoFault("internal", f"the evidence {name} has values that are not finite", stage="encode")
         try:
             visual = replace(visual, tokens=tokens_TND, deepstack=tuple(deepstack))
             pruned = self._pruner.prune(visual, self._setup.retention_ratio, seed=self._setup.seed)
@@ -105,7 +117,7 @@ class Encoder:
             raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
         self._wait()
         seconds = {"encode_s": encoded - started, "prune_s": time.perf_counter() - encoded}
-        return pruned, visual.deepstack, seconds
+        return pruned, visual, seconds
 
     def _wait(self) -> None:
         """Kernels run behind the host's back; a stage's seconds must hold its own."""

@@ -73,6 +73,10 @@ class RatioNotCached(ValueError):  # noqa: N818
     """The cache cannot serve this retention ratio: it is larger than the stored one, or the method is not nested."""
 
 
+class EvidenceNotCached(ValueError):  # noqa: N818
+    """The cache holds no such evidence of its tokens."""
+
+
 class VideoFault(Exception):  # noqa: N818
     """What went wrong with one video; becomes its error row and never touches another video.
 

@@ -50,6 +50,12 @@ class GenerateConfig:
         metavar="METHOD",
     )
     pruner_param: list[str] = option([], "a parameter of it, e.g. K=3; may be repeated", metavar="NAME=VALUE")
+    siglip: str | None = option(
+        None,
+        "for cdpruner on LLaVA-OneVision: the SigLIP checkpoint that the cache's image_embedding was made with, of "
+        "which the text tower is read",
+        metavar="MODEL",
+    )
     positions: str = option(
         "auto",
         "positions of the kept tokens: as before pruning (original) or counted anew (contiguous); auto is the model "

@@ -22,7 +22,6 @@ from pipeline.generate_config import GenerateConfig
 from pipeline.late_pruning import LatePruning, late_pruning
 from pipeline.live import INDEX_COLUMNS, read_live
 from pipeline.objects import Objects
-from pipeline.options import pruner_params
 from pipeline.questions import Way, read_questions
 from pipeline.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.store import Store, store_at
@@ -106,7 +105,8 @@ def prepare(config: GenerateConfig, console: Console) -> GenerateJob:
         positions = None if config.positions == "auto" else config.positions
         builder = prompt_builder(source, positions, config.rule)
     _check_tokens(cache, header, live, builder)
-    late = _late_pruning(config, held, builder)
+    with refusing():
+        late = late_pruning(config, held, source, builder)
     order = _order(config, held["pruner"]["method"])
     _check_ratio(None if late else config.retention_ratio, held["retention_ratio"], live)
     job = GenerateJob(
@@ -150,15 +150,6 @@ def match_answers(job: GenerateJob) -> None:
             + "\n  ".join(wrong)
             + "\nUse the settings of the answers, or another --out."
         )
-
-
-def _late_pruning(config: GenerateConfig, held: dict[str, Any], builder: PromptBuilder) -> LatePruning | None:
-    if config.pruner is None:
-        if config.pruner_param:
-            raise UsageError("--pruner-param goes with --pruner")
-        return None
-    with refusing():
-        return late_pruning(config.pruner, pruner_params(config.pruner_param), config.retention_ratio, held, builder)
 
 
 def _order(config: GenerateConfig, method: str) -> TokenOrder:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import torch
 
 from gstep.language import Visual
-from pipeline.cache import CachedVideo, TokenCache, TokenOrder
+from pipeline.cache import TokenCache, TokenOrder
+from pipeline.cached_video import CachedVideo
 from pipeline.pulse import Beat
 
 _HELD_BYTES = 2**30  # of cached tokens that an actor keeps for the questions to come
@@ -24,12 +26,14 @@ class HeldVideos:
         order: TokenOrder = "index",
         limit: int = _HELD_BYTES,
         beat: Beat | None = None,
+        evidence: Sequence[str] = (),
     ) -> None:
         self._cache = cache
         self._beat = beat or Beat("answer")
         self._ratio = retention_ratio
         self._order: TokenOrder = order
         self._limit = limit
+        self._evidence = evidence
         self._held: OrderedDict[str, tuple[Visual, float]] = OrderedDict()
         self._bytes = 0
 
@@ -40,7 +44,7 @@ class HeldVideos:
             self._held.move_to_end(video_id)
             return *self._held[video_id], 0.0
         with self._beat.busy(f"the tokens of {video_id}, being read"):
-            video = self._cache.get(video_id, self._ratio, self._order)
+            video = self._cache.get(video_id, self._ratio, self._order, self._evidence)
         visual = to_visual(video, self._cache.newline)
         ratio = self._ratio if self._ratio is not None else float(video.metadata["retention_ratio"])
         self._held[video_id] = visual, ratio
@@ -61,8 +65,10 @@ def to_visual(video: CachedVideo, newline: torch.Tensor | None) -> Visual:
         extra=video.metadata["model_extra"] or {},
         deepstack=video.deepstack,
         newline=newline,
+        evidence=video.evidence,
     )
 
 
 def n_bytes(visual: Visual) -> int:
-    return sum(tensor.nbytes for tensor in (visual.tokens, visual.index, *visual.deepstack))
+    """What a video takes in memory."""
+    return sum(t.nbytes for t in (visual.tokens, visual.index, *visual.deepstack, *visual.evidence.values()))

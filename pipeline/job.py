@@ -18,11 +18,12 @@ from gstep.backbones import (
     with_pooling_head,
 )
 from gstep.errors import ModelError
-from gstep.evidence import POOLING_HEAD
+from gstep.evidence import HEAD_SOURCES
 from gstep.pruners.base import Pruner
 from pipeline.cache import HEADER, read_header
 from pipeline.config import PruneConfig, differences
 from pipeline.errors import IdentityMismatch, NotACache, UsageError
+from pipeline.evidence import evidence_sources
 from pipeline.frames import Sampling
 from pipeline.live import VIDEOS
 from pipeline.manifest import read_manifest
@@ -45,6 +46,7 @@ class Job:
     retention_ratio: float
     dtype: str  # "auto" only where the cache does not exist yet and the cluster decides
     sampling: Sampling
+    evidence: dict[str, str]  # stored besides the tokens, name -> where in the encoder it is from
     manifest: pa.Table
     store: Store
     objects: Objects  # how S3 is reached
@@ -64,6 +66,7 @@ class Job:
             "pruner": {"method": self.pruner.name, "params": self.pruner.params(), **seed},
             "retention_ratio": self.retention_ratio,
             "dtype": {"compute": dtype, "stored": "bfloat16"},
+            **({"evidence": self.evidence} if self.evidence else {}),
         }
 
 
@@ -83,7 +86,8 @@ def prepare(config: PruneConfig, console: Console) -> Job:
         # Refuses a number of frames that the model takes of no video.
         preprocessor_for(source).target_size(sampling.num_frames or sampling.max_frames or 0, 1080, 1920)
         pruner = _pruner_for(config, source)
-        source = _with_evidence(source, pruner, config.siglip)
+        evidence = evidence_sources(config.evidence, source.model_type, pruner)
+        source = _with_evidence(source, pruner, evidence, config)
     _check_reader(config.decoder)
     job = Job(
         config=config,
@@ -94,6 +98,7 @@ def prepare(config: PruneConfig, console: Console) -> Job:
         retention_ratio=1.0 if pruner.name == "none" else config.retention_ratio,
         dtype=config.dtype,
         sampling=sampling,
+        evidence=evidence,
         manifest=manifest,
         store=store,
     )
@@ -120,23 +125,30 @@ def _pruner_for(config: PruneConfig, source: ModelSource) -> Pruner:
     return pruner
 
 
-def _with_evidence(source: ModelSource, pruner: Pruner, siglip: str | None) -> ModelSource:
-    """The model with what the method asks of its encoder besides tokens; refuses a method that asks for too much."""
+def _with_evidence(source: ModelSource, pruner: Pruner, stored: dict[str, str], config: PruneConfig) -> ModelSource:
+    """The model with what is asked of its encoder besides tokens; refuses a method that asks for too much."""
     if unknown := sorted(pruner.needs - pruner.sources.keys()):
         raise UsageError(
             f"--pruner {pruner.name} needs {' and '.join(unknown)} besides the tokens, and does not say where in an "
             "encoder to get it (Pruner.sources); gstep.prune(..., evidence=) takes it from elsewhere"
         )
-    if siglip is not None and POOLING_HEAD not in pruner.sources.values():
-        raise UsageError(
-            f"--siglip is for methods that ask SigLIP's pooling head; this --pruner {pruner.name} does not"
-        )
+    chosen = config.pruner_params().get("variant")  # where it is not the family's, that is what is wrong
+    who = f"--pruner {pruner.name}" + (f" with variant={chosen}" if chosen is not None else "")
     try:
-        if siglip is not None:
-            source = with_pooling_head(source, siglip)
+        BACKBONES[source.model_type].check_evidence(pruner.sources, has_pooling_head=True)
+        if config.siglip is not None:
+            if not HEAD_SOURCES & {*pruner.sources.values(), *stored.values()}:
+                raise UsageError(
+                    f"--siglip is for methods that ask SigLIP's pooling head; this --pruner {pruner.name} does not, "
+                    "and no --evidence does"
+                )
+            source = with_pooling_head(source, config.siglip)
         check_evidence(source, pruner.sources)
+        if stored:
+            who = f"--evidence {','.join(stored)}"
+            check_evidence(source, stored)
     except ModelError as error:
-        raise UsageError(f"--pruner {pruner.name}: {error}{_instead(pruner, source)}") from error
+        raise UsageError(f"{who}: {error}{_instead(pruner, source)}") from error
     return source
 
 

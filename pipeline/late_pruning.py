@@ -7,25 +7,36 @@ from typing import Any
 
 from torch import Tensor
 
-from gstep import PRUNERS, VisualTokens, make_pruner
-from gstep.language import PromptBuilder, Visual
+from gstep import BACKBONES, PRUNERS, VisualTokens, make_pruner
+from gstep.backbones import ModelSource, TextTower, TextTowerSource, text_tower
+from gstep.language import LanguageModel, PromptBuilder, Visual
 from gstep.language.inside import check_layer
 from gstep.pruners.base import Pruner
 from gstep.pruners.cdpruner import CDPruner
 from gstep.pruners.fastv import FastV
 from gstep.types import budget_for
-from pipeline.errors import UsageError
+from pipeline.errors import IdentityMismatch, UsageError
+from pipeline.generate_config import GenerateConfig
+from pipeline.options import pruner_params
 
 
 @dataclass(frozen=True)
 class LatePruning:
     """A method and the share of a video's visual tokens that it keeps. Pickles.
 
-    FastV prunes inside the language model; CDPruner before it, by the question's own words.
+    FastV prunes inside the language model; CDPruner before it, by the question's own words, which it compares with the
+    tokens where both mean something to each other. That is where a family's vision encoder was trained with texts: on
+    LLaVA-OneVision the space of SigLIP, whose text tower is not part of the model. Qwen's encoder has no such space,
+    and no official code defines one: there the tokens themselves are compared with the language model's embeddings,
+    both being its inputs.
+
+    Attributes:
+        text_tower: of SigLIP; None where the language model embeds the question.
     """
 
     pruner: Pruner
     retention_ratio: float
+    text_tower: TextTowerSource | None = None
 
     @property
     def inside(self) -> tuple[FastV, float] | None:
@@ -34,7 +45,25 @@ class LatePruning:
 
     def describe(self) -> dict[str, Any]:
         """For the identity of the answers, JSON-able."""
-        return {"method": self.pruner.name, "params": self.pruner.params()}
+        tower = {} if self.text_tower is None else {"text_tower": self.text_tower.identity}
+        return {"method": self.pruner.name, "params": self.pruner.params(), **tower}
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """What it takes from the cache besides the tokens."""
+        return () if self.text_tower is None else tuple(self.pruner.sources)
+
+    def embedder(self, model: LanguageModel, device: str) -> LanguageModel | TextTower | None:
+        """Whose ``embedding`` of a question is in the space of what it is compared with, on the device; None for a
+        method inside the model, which sees the prompt itself.
+
+        The text to embed is that of the questions file, as in CDPruner's official code: without chat template, and
+        without the choices that stand in a column of their own. One without a token is a ValueError.
+        Raises ModelError where this node has another text tower than the driver.
+        """
+        if self.inside is not None:
+            return None
+        return model if self.text_tower is None else TextTower.load(self.text_tower, device)
 
     def at_most(self, n_frames: int, per_frame: int, hidden: int) -> int:
         """The most tokens of a video that go into a prompt: with FastV all, CDPruner keeps no more than ``hidden`` of
@@ -50,29 +79,40 @@ class LatePruning:
         """What CDPruner keeps of a whole video for one question; it is worked out where the embedding is.
 
         Args:
-            text_embedding: [Q,D] of the question, in the space of the visual tokens: Qwen's vision encoder has no text
-                tower, and its tokens are inputs of the language model as the embeddings of words are.
+            text_embedding: [Q,De] of the question, in the space of the cached ``image_embedding``; without one, in that
+                of the visual tokens.
         """
-        tokens = visual.tokens.to(text_embedding.device)
-        whole = tokens.reshape(visual.n_frames, visual.tokens_per_frame, -1)
-        evidence = {"image_embedding": whole.float(), "text_embedding": text_embedding}
-        index = self.pruner.prune(VisualTokens(whole, evidence), self.retention_ratio).index.cpu()
+
+        def whole(values: Tensor) -> Tensor:
+            values = values.to(text_embedding.device)
+            return values.reshape(visual.n_frames, visual.tokens_per_frame, -1)
+
+        tokens = whole(visual.tokens)
+        image = whole(visual.evidence["image_embedding"]) if visual.evidence else tokens
+        evidence = {"image_embedding": image.float(), "text_embedding": text_embedding}
+        index = self.pruner.prune(VisualTokens(tokens, evidence), self.retention_ratio).index.cpu()
         levels = tuple(level[index] for level in visual.deepstack)
-        return replace(visual, tokens=visual.tokens[index], index=visual.index[index], deepstack=levels)
+        return replace(visual, tokens=visual.tokens[index], index=visual.index[index], deepstack=levels, evidence={})
 
 
 def late_pruning(
-    method: str, params: dict[str, Any], ratio: float | None, held: dict[str, Any], builder: PromptBuilder
-) -> LatePruning:
-    """The method, checked against the cache and the model before that is loaded.
+    config: GenerateConfig, held: dict[str, Any], source: ModelSource, builder: PromptBuilder
+) -> LatePruning | None:
+    """The method that the request names, if any, checked against the cache and the model before that is loaded.
 
     Args:
         held: the identity of the cache.
 
-    Raises UsageError where the method prunes before the cache, the cache does not hold every token, or the model
+    Raises UsageError where the method prunes before the cache, the cache does not hold what it needs, or the model
     cannot be pruned so; ValueError for an unknown method or parameter.
     """
-    pruner = make_pruner(method, **params)
+    if config.pruner is None:
+        for name in ("pruner_param", "siglip"):
+            if getattr(config, name):
+                raise UsageError(f"--{name.replace('_', '-')} goes with --pruner")
+        return None
+    method, ratio = config.pruner, config.retention_ratio
+    pruner = make_pruner(method, **pruner_params(config.pruner_param))
     if pruner.cacheable:
         late = ", ".join(name for name, kind in PRUNERS.items() if not kind.cacheable)
         raise UsageError(
@@ -90,12 +130,38 @@ def late_pruning(
     text = builder.config.get_text_config()
     if isinstance(pruner, FastV):
         check_layer(pruner.K, int(text.num_hidden_layers), builder.deepstack_levels)
-    if isinstance(pruner, CDPruner) and builder.needs_newline:
+    return LatePruning(pruner, ratio, _text_tower(pruner, config.siglip, held, source))
+
+
+def _text_tower(
+    pruner: Pruner, siglip: str | None, held: dict[str, Any], source: ModelSource
+) -> TextTowerSource | None:
+    """The text tower that goes with the cache's evidence, where the family has such evidence at all."""
+    asked = set(pruner.sources.items())
+    if not asked or not asked <= BACKBONES[source.model_type].gives:
+        if siglip is not None:
+            raise UsageError(
+                f"--siglip: --pruner {pruner.name} takes nothing from a SigLIP checkpoint on {source.model_type}"
+            )
+        return None
+    if not asked <= set(held.get("evidence", {}).items()):
+        names = ",".join(pruner.sources)
         raise UsageError(
-            "--pruner cdpruner is not there for LLaVA-OneVision yet: it compares words and patches by SigLIP's text "
-            "tower, which caches do not hold"
+            f"--pruner {pruner.name} needs {names} of each token on {source.model_type}, which this cache does not "
+            f"hold: make one with python -m jobs.prune --pruner none --evidence {names} --siglip MODEL"
         )
-    return LatePruning(pruner, ratio)
+    if siglip is None:
+        raise UsageError(
+            f"--pruner {pruner.name} needs the text tower of the SigLIP checkpoint that this cache was made with: name "
+            "it with --siglip, for the published models google/siglip-so400m-patch14-384"
+        )
+    tower = text_tower(source, siglip)
+    if (ours := held["model"].get("pooling_head")) != tower.head.identity:
+        raise IdentityMismatch(
+            f"--siglip {siglip} has the pooling head {tower.head.identity}, the cache's evidence was made with {ours}: "
+            "words and patches can be compared where both are from one checkpoint"
+        )
+    return tower
 
 
 def _whole(held: dict[str, Any]) -> bool:

@@ -16,7 +16,8 @@ from string import Template
 from typing import Any
 
 from gstep.types import budget_for
-from pipeline.cache import CachedVideo, TokenCache
+from pipeline.cache import TokenCache
+from pipeline.cached_video import CachedVideo
 from pipeline.charts import density_chart, kept_chart
 from pipeline.errors import UsageError
 from pipeline.objects import Objects

@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gstep.evidence import in_words
 from pipeline.cache import TokenCache
 from pipeline.live import VideosTable
 from pipeline.runs import latest_run
@@ -28,6 +29,8 @@ def cache_report(cache: TokenCache) -> RenderableType:
     head.add_row("model", Text(f"{identity['model']['type']}  {identity['model']['weights']}"))
     head.add_row("pruner", Text(f"{identity['pruner']['method']}  {flat(identity['pruner']['params'])}"))
     head.add_row("stored", f"retention ratio {identity['retention_ratio']}, {identity['dtype']['stored']}")
+    if cache.evidence:
+        head.add_row("evidence", Text(f"of each token {in_words(cache.evidence)}"))
     head.add_row("sampling", Text(flat(identity["sampling"])))
     videos = VideosTable(cache.store, COLUMNS)
     run = latest_run(cache.store, videos.rows())

@@ -30,6 +30,7 @@ ENCODED = pa.schema(
         pa.field("merged", pa.large_binary()),  # [B] uint8 or null
         pa.field("density", pa.large_binary()),  # [B] float32 or null
         pa.field("deepstack", pa.large_binary()),  # [levels,B,D] bfloat16, the rows of ``tokens``; null without levels
+        pa.field("evidence", pa.large_binary()),  # [B,width] bfloat16 each, one behind the other; null without any
     ]
 )
 WRITTEN = pa.schema([pa.field("record", pa.string())])
@@ -82,8 +83,18 @@ def pruned_columns(pruned: PrunedTokens, record: Record) -> Record:
     }
 
 
-def pruned_arrays(pruned: PrunedTokens, deepstack: Sequence[Tensor] = ()) -> dict[str, np.ndarray | None]:
-    """The kept tokens as arrays, first selected first; of each deepstack level [T,N,D] the same places."""
+def evidence_widths(evidence: Mapping[str, Tensor]) -> Record:
+    """Numbers a token of each evidence [T,N,...], in the order of their bytes: no column of the videos table, but what
+    the sink needs to tell them apart. Nothing where there is none."""
+    widths = {name: value[0, 0].numel() for name, value in evidence.items()}
+    return {"evidence": widths} if widths else {}
+
+
+def pruned_arrays(
+    pruned: PrunedTokens, deepstack: Sequence[Tensor] = (), evidence: Sequence[Tensor] = ()
+) -> dict[str, np.ndarray | None]:
+    """The kept tokens as arrays, first selected first; of each deepstack level [T,N,D] and of each evidence [T,N,...]
+    the same places."""
     order = pruned.selection_order()
     places = pruned.index[order]
 
@@ -100,6 +111,9 @@ def pruned_arrays(pruned: PrunedTokens, deepstack: Sequence[Tensor] = ()) -> dic
         "merged": ordered(pruned.merged, torch.bool),
         "density": ordered(pruned.density, torch.float32),
         "deepstack": bits(torch.stack([level.flatten(0, 1)[places] for level in deepstack])) if deepstack else None,
+        "evidence": bits(torch.cat([value.flatten(0, 1)[places].bfloat16().flatten() for value in evidence]))
+        if evidence
+        else None,
     }
 
 

@@ -105,6 +105,7 @@ def _encode_setup(job: Job, device: str, dtype: str) -> EncodeSetup:
         pruner_params=job.pruner.params(),
         retention_ratio=job.retention_ratio,
         seed=job.config.seed,
+        evidence=job.evidence,
         device=device,
         dtype=dtype,
         attn=job.config.attn,

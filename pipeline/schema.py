@@ -7,7 +7,8 @@ table is the index and the commit log: a token shard counts only once a videos s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import pyarrow as pa
@@ -25,10 +26,13 @@ def column(name: str, kind: pa.DataType, meaning: str, *, nullable: bool = True)
     return pa.field(name, kind, nullable=nullable, metadata={"meaning": meaning})
 
 
-def token_schema(hidden_size: int, deepstack_levels: int = 0) -> pa.Schema:
+def token_schema(
+    hidden_size: int, deepstack_levels: int = 0, evidence: Mapping[str, int] = MappingProxyType({})
+) -> pa.Schema:
     """Columns of a token shard for tokens of [hidden_size] bfloat16, rows in order of selection within a video.
 
     Without such an order, in that of the method's own prompt (VisionZip: a frame's merged tokens last), else by index.
+    ``evidence``, name -> numbers a token, comes last, so that who does not ask for it reads none of its bytes.
     """
     vector = pa.binary(2 * hidden_size)
     return pa.schema(
@@ -43,6 +47,10 @@ def token_schema(hidden_size: int, deepstack_levels: int = 0) -> pa.Schema:
             *(
                 column(f"deepstack_{level}", vector, "the token at this deepstack level", nullable=False)
                 for level in range(deepstack_levels)
+            ),
+            *(
+                column(name, pa.binary(2 * width), "evidence of the token, little-endian bfloat16", nullable=False)
+                for name, width in evidence.items()
             ),
         ]
     )
@@ -151,9 +159,13 @@ def write_parquet(table: pa.Table, row_groups: Sequence[int] | None = None) -> p
 READ_THREADS = False
 
 
-def open_parquet(source: Any, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
-    """Open a shard so that every page read is checked against its checksum."""
-    return pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True)
+def open_parquet(source: Any, metadata: pq.FileMetaData | None = None, *, sparse: bool = False) -> pq.ParquetFile:
+    """Open a shard so that every page read is checked against its checksum.
+
+    ``sparse`` is for shards of which some columns are left alone: column for column is read. Arrow would read what lies
+    between two columns too, up to 8 KB, to have fewer reads.
+    """
+    return pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True, pre_buffer=not sparse)
 
 
 def digest(*parts: Any) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -79,7 +79,8 @@ def _write(batch: pa.Table, rows: list[Record], places: list[int], store: Store,
     """Serialise the videos at ``places`` of the batch into one shard and note in ``rows`` where each one is."""
     first = payload(batch, "tokens", places[0], np.uint8)
     assert first is not None
-    schema = token_schema(rows[0]["hidden_size"], len(_deepstack(batch, places[0], len(first))))
+    levels = len(_deepstack(batch, places[0], len(first)))
+    schema = token_schema(rows[0]["hidden_size"], levels, rows[0].get("evidence", {}))
     tables: list[pa.Table] = []
     groups: list[int] = []
     for record, place in zip(rows, places, strict=True):
@@ -103,22 +104,24 @@ def _token_rows(batch: pa.Table, place: int, record: Record, schema: pa.Schema) 
     tokens = payload(batch, "tokens", place, np.uint8)
     index = payload(batch, "index", place, np.int32)
     assert tokens is not None and index is not None
-    levels = _deepstack(batch, place, len(tokens))
-    record["checksum"] = digest(tokens, *levels)
+    levels = {f"deepstack_{i}": data for i, data in enumerate(_deepstack(batch, place, len(tokens)))}
     n = len(index)
+    evidence = _evidence(batch, place, n, record.pop("evidence", {}))
+    # Its meaning in the schema names no evidence: caches without any keep their bytes.
+    record["checksum"] = digest(tokens, *levels.values(), *evidence.values())
 
-    def vectors(data: np.ndarray) -> pa.Array:
-        return pa.FixedSizeBinaryArray.from_buffers(schema.field("token").type, n, [None, pa.py_buffer(data)])
+    def vectors(name: str, data: np.ndarray) -> pa.Array:
+        return pa.FixedSizeBinaryArray.from_buffers(schema.field(name).type, n, [None, pa.py_buffer(data)])
 
     columns: dict[str, Any] = {
         "video_id": pa.repeat(record["video_id"], n).cast(pa.string()),
         "rank": _or_null(payload(batch, "rank", place, np.int32), pa.int32(), n),
         "index": pa.array(index),
         "frame": pa.array(index // record["tokens_per_frame"]),
-        "token": vectors(tokens),
+        "token": vectors("token", tokens),
         "merged": _or_null(payload(batch, "merged", place, np.bool_), pa.bool_(), n),
         "density": _or_null(payload(batch, "density", place, np.float32), pa.float32(), n),
-        **{f"deepstack_{level}": vectors(data) for level, data in enumerate(levels)},
+        **{name: vectors(name, data) for name, data in (levels | evidence).items()},
     }
     return pa.table([columns[name] for name in schema.names], schema=schema)
 
@@ -127,6 +130,14 @@ def _deepstack(batch: pa.Table, place: int, n_bytes: int) -> list[np.ndarray]:
     """The bytes of each deepstack level of a video whose tokens have ``n_bytes``."""
     data = payload(batch, "deepstack", place, np.uint8)
     return [] if data is None else [data[start : start + n_bytes] for start in range(0, len(data), n_bytes)]
+
+
+def _evidence(batch: pa.Table, place: int, n: int, widths: Mapping[str, int]) -> dict[str, np.ndarray]:
+    """The bytes of each evidence of a video with ``n`` tokens, name -> numbers a token saying how they lie."""
+    data = payload(batch, "evidence", place, np.uint8)
+    ends = np.cumsum([2 * n * width for width in widths.values()]).tolist()
+    assert (0 if data is None else len(data)) == (ends[-1] if ends else 0)
+    return {} if data is None else dict(zip(widths, np.split(data, ends[:-1]), strict=True))
 
 
 def _or_null(values: np.ndarray | None, kind: pa.DataType, n: int) -> pa.Array:

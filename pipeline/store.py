@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
@@ -157,7 +157,7 @@ class ObjectStore:
 
 
 class RangedObject(io.RawIOBase):
-    """An object as a file: its tail comes with the first request, and any stretch ``holding`` names with one more."""
+    """An object as a file: its tail comes with the first request, and each stretch ``holding`` names with one more."""
 
     def __init__(self, objects: Objects, uri: str) -> None:
         super().__init__()
@@ -165,20 +165,20 @@ class RangedObject(io.RawIOBase):
         tail = objects.read_slice(uri, -_TAIL)
         self._size = tail.size
         self._tail = (tail.size - len(tail.data), tail.data)
-        self._held = self._tail
+        self._held: list[tuple[int, bytes]] = []
 
     def size(self) -> int:
         """Bytes of the object."""
         return self._size
 
     @contextmanager
-    def holding(self, start: int, end: int) -> Iterator[None]:
-        """Fetch bytes [start, end) in one request and serve reads of them from memory inside the block."""
-        self._held = (start, self._objects.read_slice(self._uri, start, end).data)
+    def holding(self, stretches: Iterable[tuple[int, int]]) -> Iterator[None]:
+        """Fetch bytes [start, end) in one request each and serve reads of them from memory inside the block."""
+        self._held = [(start, self._objects.read_slice(self._uri, start, end).data) for start, end in stretches]
         try:
             yield
         finally:
-            self._held = self._tail
+            self._held = []
 
     def seekable(self) -> bool:
         return True
@@ -203,7 +203,7 @@ class RangedObject(io.RawIOBase):
     def _stretch(self, start: int, end: int) -> bytes:
         if start >= end:
             return b""
-        for first, data in (self._held, self._tail):
+        for first, data in (*self._held, self._tail):
             if first <= start and end <= first + len(data):
                 return data[start - first : end - first]
         return self._objects.read_slice(self._uri, start, end).data

@@ -8,7 +8,7 @@ is first used, so that importing this package loads neither transformers nor saf
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gstep.backbones.checkpoint import ModelSource, read_tensors
     from gstep.backbones.preprocess import Preprocessor
     from gstep.backbones.runtime import Runtime, choose_runtime
+    from gstep.backbones.siglip_text import TextTower, TextTowerSource
 
 BACKBONES = LazyTable(
     "model type",
@@ -38,6 +39,8 @@ _PUBLIC = LazyTable(
         "Runtime": "gstep.backbones.runtime:Runtime",
         "SampledVideo": "gstep.backbones.base:SampledVideo",
         "StaticParts": "gstep.backbones.base:StaticParts",
+        "TextTower": "gstep.backbones.siglip_text:TextTower",
+        "TextTowerSource": "gstep.backbones.siglip_text:TextTowerSource",
         "choose_runtime": "gstep.backbones.runtime:choose_runtime",
         "read_tensors": "gstep.backbones.checkpoint:read_tensors",
     },
@@ -51,6 +54,8 @@ __all__ = [
     "Runtime",
     "SampledVideo",
     "StaticParts",
+    "TextTower",
+    "TextTowerSource",
     "check_evidence",
     "choose_runtime",
     "limit_pixels",
@@ -58,6 +63,7 @@ __all__ = [
     "load_static",
     "preprocessor_for",
     "read_tensors",
+    "text_tower",
     "token_bytes",
     "with_pooling_head",
 ]
@@ -100,6 +106,21 @@ def with_pooling_head(source: ModelSource, siglip: str | Path) -> ModelSource:
     return with_head
 
 
+def text_tower(source: ModelSource, siglip: str | Path) -> TextTowerSource:
+    """The text tower of the SigLIP checkpoint that a model's vision tower was made of, and its pooling head beside it.
+
+    Args:
+        siglip: as for :func:`with_pooling_head`.
+
+    Raises ModelError for a family without such a tower, and for a checkpoint without one that fits.
+    """
+    from gstep.backbones.siglip_text import TextTowerSource  # noqa: PLC0415 - imported when first used, as all here
+
+    head = with_pooling_head(source, siglip).pooling_head
+    assert head is not None
+    return TextTowerSource.resolve(head)
+
+
 def check_evidence(source: ModelSource, evidence: Mapping[str, str]) -> None:
     """Raises ModelError where the model's encoder cannot give all of the evidence, name -> source (gstep.evidence)."""
     BACKBONES[source.model_type].check_evidence(evidence, has_pooling_head=source.pooling_head is not None)
@@ -114,12 +135,13 @@ def load_static(source: ModelSource) -> StaticParts:
     return static
 
 
-def token_bytes(source: ModelSource, n_frames: int, height: int, width: int) -> int:
-    """Bytes of all visual tokens, bfloat16, of frames of [height, width] pixels as the preprocessor resizes them.
+def token_bytes(source: ModelSource, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
+    """Bytes of all visual tokens and of that evidence of them, bfloat16, of frames of [height, width] pixels as the
+    preprocessor resizes them.
 
     Known from the model's config alone, for planning; a family's default stands in for what the config leaves out.
     """
-    size: int = BACKBONES[source.model_type].token_bytes(source, n_frames, height, width)
+    size: int = BACKBONES[source.model_type].token_bytes(source, n_frames, height, width, evidence)
     return size
 
 

@@ -14,10 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gstep.backbones.checkpoint import ModelSource, read_tensors
+from gstep.backbones.checkpoint import ModelSource, TensorSource, read_tensors
 from gstep.backbones.preprocess import Preprocessor, as_frames
 from gstep.errors import ModelError
-from gstep.evidence import POOLING_HEAD, in_words
+from gstep.evidence import HEAD_SOURCES, in_words
 from gstep.types import VisualTokens
 
 if TYPE_CHECKING:
@@ -142,8 +142,11 @@ class Backbone(ABC):
 
     @classmethod
     @abstractmethod
-    def token_bytes(cls, source: ModelSource, n_frames: int, height: int, width: int) -> int:
-        """Bytes of all visual tokens, bfloat16, of frames of [height, width] pixels; from the config alone."""
+    def token_bytes(
+        cls, source: ModelSource, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()
+    ) -> int:
+        """Bytes of all visual tokens and of that evidence of them, bfloat16, of frames of [height, width] pixels; from
+        the config alone."""
 
     @property
     @abstractmethod
@@ -159,11 +162,11 @@ class Backbone(ABC):
         """Raises ModelError where this family cannot give some of the evidence, name -> source."""
         if lacking := {name: source for name, source in evidence.items() if (name, source) not in cls.gives}:
             raise ModelError(f"the encoder of {cls.model_type} does not give {in_words(lacking)}")
-        if POOLING_HEAD in evidence.values() and not has_pooling_head:
+        of_head = {name: source for name, source in evidence.items() if source in HEAD_SOURCES}
+        if of_head and not has_pooling_head:
             raise ModelError(
-                f"{in_words({name: POOLING_HEAD for name in evidence if evidence[name] == POOLING_HEAD})} must be read "
-                f"from a SigLIP checkpoint, since one of {cls.model_type} has no such head: name it with --siglip, for "
-                "the published models google/siglip-so400m-patch14-384"
+                f"{in_words(of_head)} must be read from a SigLIP checkpoint, since one of {cls.model_type} has no such "
+                "head: name it with --siglip, for the published models google/siglip-so400m-patch14-384"
             )
 
     @abstractmethod
@@ -212,7 +215,7 @@ class Backbone(ABC):
 
 def load_weights(
     module: nn.Module,
-    source: ModelSource,
+    source: TensorSource,
     names: Callable[[str], Sequence[str]],
     *,
     device: str,
@@ -241,6 +244,15 @@ def load_weights(
     if wrong:
         raise ModelError(f"{source.name!r}: config.json does not fit the weights: {_some(wrong)}")
     module.load_state_dict(tensors, assign=True)
+
+
+def rebuild_position_ids(module: nn.Module, device: str) -> None:
+    """SigLIP's position ids are computed, never stored: they are the one buffer that is still on the meta device."""
+    for part in module.modules():
+        ids = getattr(part, "position_ids", None)
+        if isinstance(ids, Tensor) and ids.is_meta:
+            part.position_ids = torch.arange(ids.shape[-1], device=device)[None]
+    check_loaded(module)
 
 
 def check_loaded(module: nn.Module) -> None:

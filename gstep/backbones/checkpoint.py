@@ -38,6 +38,9 @@ class TensorSource(Protocol):
     """Safetensors files that were found: see :class:`ModelSource` for what its parts mean."""
 
     @property
+    def name(self) -> str: ...
+
+    @property
     def files(self) -> CheckpointFiles: ...
 
     @property
@@ -135,7 +138,7 @@ def read_tensors(
     Raises ModelError where a file is missing or is no safetensors file.
     """
     tensors = {}
-    for filename in _files_with(source, wanted):
+    for filename in files_with(source, wanted):
         path = source.file(filename)
         try:
             with safe_open(path, framework="pt") as opened:
@@ -148,7 +151,8 @@ def read_tensors(
     return tensors
 
 
-def _files_with(source: TensorSource, wanted: Callable[[str], str | None]) -> list[str]:
+def files_with(source: TensorSource, wanted: Callable[[str], str | None]) -> list[str]:
+    """The safetensors files that may hold a tensor which ``wanted`` gives a name to."""
     index = None if source.weight_files == (SINGLE,) else source.files.read_json(INDEX)
     if index is None:
         return list(source.weight_files)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from gstep.errors import ModelError
 SAMPLE_BYTES = 4096
 
 # What a config.json says about its own history, and nothing about the tokens.
-_NO_MATTER = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
+NO_MATTER = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
 
 
 def folder_identity(folder: Path, filenames: Iterable[str], config: Mapping[str, Any]) -> str:
@@ -22,7 +22,7 @@ def folder_identity(folder: Path, filenames: Iterable[str], config: Mapping[str,
 
     The sample is the first 4 KiB of every tensor. Raises ModelError for a file that is no safetensors file.
     """
-    relevant = {key: value for key, value in config.items() if key not in _NO_MATTER}
+    relevant = {key: value for key, value in config.items() if key not in NO_MATTER}
     digest = hashlib.sha256(json.dumps(relevant, sort_keys=True).encode())
     for path in (folder / name for name in sorted(filenames)):
         if path.is_file():  # shards of the language model alone may have been left out
@@ -31,18 +31,42 @@ def folder_identity(folder: Path, filenames: Iterable[str], config: Mapping[str,
     return f"folder:{digest.hexdigest()[:32]}"
 
 
+def tensor_samples(path: Path, prefix: str) -> list[tuple[str, bytes]]:
+    """Of each tensor of a safetensors file whose name starts with ``prefix``: name, dtype and shape in one text, and
+    its first 4 KiB; sorted by name. Raises ModelError for a file that is no safetensors file."""
+    header, entries = _header(path)
+    chosen = sorted((name, entry) for name, entry in entries.items() if name.startswith(prefix))
+    samples = _samples(path, len(header), [entry["data_offsets"] for _, entry in chosen])
+    texts = [f"{name} {entry.get('dtype')} {entry.get('shape')}" for name, entry in chosen]
+    return list(zip(texts, samples, strict=True))
+
+
 def _update(digest: hashlib._Hash, path: Path) -> None:
+    header, entries = _header(path)
+    digest.update(header)
+    for sample in _samples(path, len(header), sorted(entry["data_offsets"] for entry in entries.values())):
+        digest.update(sample)
+
+
+def _header(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """The header of a safetensors file as it is stored, and its entries of tensors by name."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length) if length < path.stat().st_size else b""
-        try:
-            tensors = json.loads(header)
-            spans = sorted(entry["data_offsets"] for name, entry in tensors.items() if name != "__metadata__")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelError(
-                f"{path} is no safetensors file: download it again (after a git clone: git lfs pull)"
-            ) from error
-        digest.update(header)
+    try:
+        tensors = json.loads(header)
+        entries = {name: entry for name, entry in tensors.items() if name != "__metadata__"}
+        sorted(entry["data_offsets"] for entry in entries.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(
+            f"{path} is no safetensors file: download it again (after a git clone: git lfs pull)"
+        ) from error
+    return header, entries
+
+
+def _samples(path: Path, header_length: int, spans: Iterable[tuple[int, int]]) -> Iterator[bytes]:
+    """The first bytes of each stretch [start, end) behind the header."""
+    with path.open("rb") as file:
         for start, end in spans:
-            file.seek(8 + length + start)
-            digest.update(file.read(min(SAMPLE_BYTES, end - start)))
+            file.seek(8 + header_length + start)
+            yield file.read(min(SAMPLE_BYTES, end - start))

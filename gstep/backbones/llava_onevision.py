@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from gstep.backbones.attention import seeing
-from gstep.backbones.base import Backbone, SampledVideo, StaticParts, check_loaded, load_weights
+from gstep.backbones.base import Backbone, SampledVideo, StaticParts, load_weights, rebuild_position_ids
 from gstep.backbones.checkpoint import ModelSource, read_tensors
 from gstep.backbones.preprocess import FixedSizePreprocessor
-from gstep.backbones.siglip import LastLayer, Probe
+from gstep.backbones.siglip import LastLayer, Probe, SinglePatches
 from gstep.backbones.siglip_head import PoolingHead, PoolingHeadSource
 from gstep.errors import ModelError
-from gstep.evidence import LAST_LAYER, POOLING_HEAD
+from gstep.evidence import HEAD_SOURCES, LAST_LAYER, POOLING_HEAD, SINGLE_PATCHES
 from gstep.types import VisualTokens
 
 # Class defaults of LlavaOnevisionVideoProcessor (video_processing_llava_onevision.py), for what a file leaves out.
@@ -44,6 +44,7 @@ class LlavaOnevision(Backbone):
         {
             *(("token_attention", LAST_LAYER), ("token_key", LAST_LAYER)),
             *(("frame_feature", POOLING_HEAD), ("token_attention", POOLING_HEAD)),
+            ("image_embedding", SINGLE_PATCHES),
         }
     )
 
@@ -61,7 +62,7 @@ class LlavaOnevision(Backbone):
         preprocessor = cls.preprocessor_for(source)
         model = _without_language_model(source.config, attn_implementation, dtype)
         load_weights(model, source, _names_in_memory, device=device, dtype=dtype)
-        _rebuild_position_ids(model, device)
+        rebuild_position_ids(model, device)
         model.eval().requires_grad_(False)
         backbone = cls(model, preprocessor, device=device, dtype=dtype, frame_batch=frame_batch)
         if source.pooling_head is not None:
@@ -74,6 +75,7 @@ class LlavaOnevision(Backbone):
         kind = source.preprocessor.get("video_processor_type", "LlavaOnevisionVideoProcessor")
         if kind != "LlavaOnevisionVideoProcessor":
             raise ModelError(f"{source.name!r} asks for the video processor {kind!r}, which is not implemented")
+        _check_feature_layer(source)
         given = {name: value for name, value in source.preprocessor.items() if value is not None}
         preprocessor = FixedSizePreprocessor.from_settings({**DEFAULTS, **given})
         side = source.config.get("vision_config", {}).get("image_size", 384)
@@ -100,11 +102,16 @@ class LlavaOnevision(Backbone):
         return StaticParts(hidden_size=len(row), newline=row)
 
     @classmethod
-    def token_bytes(cls, source: ModelSource, n_frames: int, height: int, width: int) -> int:
+    def token_bytes(
+        cls, source: ModelSource, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()
+    ) -> int:
         """See :meth:`Backbone.token_bytes`. The vision tower takes frames of one size only."""
-        patch = source.config.get("vision_config", {}).get("patch_size", 14)
-        hidden_size = source.config.get("text_config", {}).get("hidden_size", 4096)
-        return n_frames * _tokens_per_frame(height, patch) * int(hidden_size) * 2
+        vision = source.config.get("vision_config", {})
+        channels = vision.get("hidden_size", 1152)
+        widths = {"image_embedding": channels, "token_key": channels // vision.get("num_attention_heads", 16)}
+        numbers = source.config.get("text_config", {}).get("hidden_size", 4096)
+        numbers += sum(widths.get(name, 1) for name in evidence)
+        return n_frames * _tokens_per_frame(height, vision.get("patch_size", 14)) * int(numbers) * 2
 
     @property
     def hidden_size(self) -> int:
@@ -134,11 +141,12 @@ class LlavaOnevision(Backbone):
             {name: value if name == "frame_feature" else self._pooled(value) for name, value in seen.items()},
         )
 
-    def _observer(self, source: str) -> LastLayer | Probe:
+    def _observer(self, source: str) -> LastLayer | Probe | SinglePatches:
         if source == LAST_LAYER:
             return LastLayer(self._last_attention())
-        assert source == POOLING_HEAD and self.pooling_head is not None
-        return Probe(self.model.multi_modal_projector, self.pooling_head)
+        assert source in HEAD_SOURCES and self.pooling_head is not None
+        kind = Probe if source == POOLING_HEAD else SinglePatches
+        return kind(self.model.multi_modal_projector, self.pooling_head)
 
     def _last_attention(self) -> Any:
         """The attention of the last layer that the tokens come from."""
@@ -157,6 +165,16 @@ class LlavaOnevision(Backbone):
         vision = self.model.config.vision_config
         side = math.isqrt(_tokens_per_frame(vision.image_size, vision.patch_size))
         return {"grid": [side, side]}
+
+
+def _check_feature_layer(source: ModelSource) -> None:
+    """Raises ModelError where the tokens would come from several layers: the published models take one."""
+    layer = source.config.get("vision_feature_layer", -1)
+    if not isinstance(layer, int) or isinstance(layer, bool):
+        raise ModelError(
+            f"{source.name!r}: vision_feature_layer in config.json is {layer!r}; only a single layer (a number, -1 in "
+            "the published models) is implemented"
+        )
 
 
 def _tokens_per_frame(image_size: int, patch_size: int) -> int:
@@ -180,12 +198,3 @@ def _names_in_memory(key: str) -> list[str]:
     name = key.removeprefix("model.")
     plain = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
     return [plain, plain.replace("vision_tower.", "vision_tower.vision_model.", 1)]
-
-
-def _rebuild_position_ids(model: torch.nn.Module, device: str) -> None:
-    """SigLIP's position ids are computed, never stored: they are the one buffer that is still on the meta device."""
-    for module in model.modules():
-        ids = getattr(module, "position_ids", None)
-        if isinstance(ids, Tensor) and ids.is_meta:
-            module.position_ids = torch.arange(ids.shape[-1], device=device)[None]
-    check_loaded(model)

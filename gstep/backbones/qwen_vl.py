@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, Self
@@ -102,12 +102,14 @@ class QwenVL(Backbone):
         return StaticParts(int(vision["out_hidden_size"]), None, len(vision.get("deepstack_visual_indexes", ())))
 
     @classmethod
-    def token_bytes(cls, source: ModelSource, n_frames: int, height: int, width: int) -> int:
-        """See :meth:`Backbone.token_bytes`."""
+    def token_bytes(
+        cls, source: ModelSource, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()
+    ) -> int:
+        """See :meth:`Backbone.token_bytes`. The evidence of these families is one number a token."""
         vision, static = cls._vision(source.config), cls.load_static(source)
         side = vision["patch_size"] * vision["spatial_merge_size"]
         n_tokens = -(-n_frames // vision["temporal_patch_size"]) * (height // side) * (width // side)
-        return int(n_tokens * static.hidden_size * 2 * (1 + static.deepstack_levels))
+        return int(n_tokens * 2 * (static.hidden_size * (1 + static.deepstack_levels) + len(evidence)))
 
     @property
     def hidden_size(self) -> int:

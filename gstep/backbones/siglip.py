@@ -52,3 +52,20 @@ class Probe:
         """By the name of the evidence, for all frames that went through."""
         feature_TC, attention_TS = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
         return {"frame_feature": feature_TC, "token_attention": attention_TS}
+
+
+class SinglePatches:
+    """Sees what Probe sees; works out each patch in SigLIP's image-text space, [T,S,C], a frame at a time."""
+
+    def __init__(self, module: Any, head: PoolingHead) -> None:
+        self.module = module
+        self._head = head
+        self._seen: list[Tensor] = []
+
+    def __call__(self, features_TSC: Tensor, kwargs: Mapping[str, Any]) -> None:
+        # Of one frame: the MLP's hidden states are four times as wide as all the rest.
+        self._seen += [self._head.of_single_patches(features_1SC) for features_1SC in torch.split(features_TSC, 1)]
+
+    def seen(self) -> dict[str, Tensor]:
+        """By the name of the evidence, for all frames that went through."""
+        return {"image_embedding": torch.cat(self._seen)}

@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from gstep.backbones.checkpoint import find_weight_files, read_tensors
 from gstep.backbones.files import CheckpointFiles
@@ -49,6 +50,7 @@ class PoolingHeadSource:
             from every kind of checkpoint.
         files: where the checkpoint's files are.
         weight_files: the names of the safetensors files.
+        width: channels that go in, and come out.
         config: the vision part of config.json.
     """
 
@@ -56,6 +58,7 @@ class PoolingHeadSource:
     identity: str
     files: CheckpointFiles
     weight_files: tuple[str, ...]
+    width: int
     config: dict[str, Any] = field(repr=False, hash=False)
 
     @classmethod
@@ -76,7 +79,7 @@ class PoolingHeadSource:
                 "LLaVA-OneVision models use google/siglip-so400m-patch14-384"
             )
         vision = config.get("vision_config", config)
-        found = cls(name, "", files, find_weight_files(name, files), vision)
+        found = cls(name, "", files, find_weight_files(name, files), width, vision)
         tensors = read_head(found)
         if missing := sorted(NAMES - tensors.keys()):
             raise ModelError(f"{name!r} lacks {', '.join(missing)}: name a SigLIP checkpoint with its pooling head")
@@ -85,7 +88,7 @@ class PoolingHeadSource:
                 f"the pooling head of {name!r} is {tensors['head.probe'].shape[-1]} channels wide, the vision tower "
                 f"{width}: name the SigLIP checkpoint that the tower was made of"
             )
-        return cls(name, _identity(tensors, vision), files, found.weight_files, vision)
+        return replace(found, identity=_identity(tensors, vision))
 
     def file(self, filename: str) -> Path:
         """The local path of a file, downloaded or built on this node if need be."""
@@ -150,6 +153,22 @@ class PoolingHead(nn.Module):
         finally:
             handle.remove()
         return feature_TC, seen[0]
+
+    def of_single_patches(self, features_TSC: Tensor) -> Tensor:
+        """The tower's output of some frames -> each patch in SigLIP's image-text space, [T,S,C].
+
+        A patch goes through the head as if the probe saw it alone. Attention over one position is 1 whatever the probe
+        asks, so that the patch's value is the result; the rest is SiglipMultiheadAttentionPoolingHead.forward
+        (transformers, models/siglip/modeling_siglip.py). CDPruner's official code, which is for CLIP alone, likewise
+        sends each patch through what CLIP has for its pooled token: post_layernorm and the visual projection
+        (llava/model/multimodal_encoder/clip_encoder.py).
+        """
+        attention = self.head.attention
+        weight_CC, bias_C = attention.in_proj_weight.chunk(3)[2], attention.in_proj_bias.chunk(3)[2]
+        value_TSC = linear(self.post_layernorm(features_TSC.float()), weight_CC, bias_C)
+        pooled_TSC = linear(value_TSC, attention.out_proj.weight, attention.out_proj.bias)
+        embedded_TSC: Tensor = pooled_TSC + self.head.mlp(self.head.layernorm(pooled_TSC))
+        return embedded_TSC
 
 
 def _identity(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:

@@ -64,8 +64,7 @@ def write(name: str, folder: Path) -> None:
     save_file(_weights(name), folder / "model.safetensors", metadata={"format": "pt"})
     for filename, content in {"config.json": model.config, **model.processor_files}.items():
         (folder / filename).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    if model.tokenizer is not None:
-        tiny_tokenizer.write(folder, model.tokenizer)
+    tiny_tokenizer.write(folder, model.tokenizer)
 
 
 @cache

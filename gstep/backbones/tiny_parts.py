@@ -23,11 +23,11 @@ Weights = dict[str, Array]
 
 @dataclass(frozen=True)
 class TinyModel:
-    """How to build one: everything in its folder; one that reads no text has no tokenizer."""
+    """How to build one: everything in its folder."""
 
     config: Mapping[str, Any]
     weights: Callable[[Mapping[str, Any]], Weights]
-    tokenizer: TinyTokenizer | None
+    tokenizer: TinyTokenizer
     processor_files: Mapping[str, Mapping[str, Any]]
 
 
@@ -62,6 +62,13 @@ def siglip(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
     draw.weights[f"{prefix}.embeddings.patch_embedding.bias"] = draw.uniform((width,), 0.05)
     positions = (config["image_size"] // patch) ** 2
     draw.weights[f"{prefix}.embeddings.position_embedding.weight"] = draw.uniform((positions, width), 0.5)
+    siglip_layers(draw, prefix, config)
+    draw.norm(f"{prefix}.post_layernorm", width, bias=True)
+
+
+def siglip_layers(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
+    """Of either tower."""
+    width = config["hidden_size"]
     for layer in (f"{prefix}.encoder.layers.{i}" for i in range(config["num_hidden_layers"])):
         draw.norm(f"{layer}.layer_norm1", width, bias=True)
         draw.norm(f"{layer}.layer_norm2", width, bias=True)
@@ -70,7 +77,6 @@ def siglip(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
             draw.linear(f"{layer}.self_attn.{part}", width, width, gain=gain)
         draw.linear(f"{layer}.mlp.fc1", config["intermediate_size"], width)
         draw.linear(f"{layer}.mlp.fc2", width, config["intermediate_size"], gain=0.5)
-    draw.norm(f"{prefix}.post_layernorm", width, bias=True)
 
 
 def decoder(

@@ -1,4 +1,7 @@
-"""The tiny SigLIP beside the tiny LLaVA-OneVision: its attention-pooling head, and nothing else of the tower."""
+"""The tiny SigLIP beside the tiny LLaVA-OneVision: its attention-pooling head and its text tower.
+
+Of the vision tower there is nothing else: the tiny LLaVA-OneVision has it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from gstep.backbones import tiny_llava_onevision
-from gstep.backbones.tiny_parts import Draw, TinyModel, Weights
+from gstep.backbones.tiny_parts import Draw, TinyModel, Weights, siglip_layers
+from gstep.backbones.tiny_tokenizer import VOCAB_SIZE, TinyTokenizer
+
+TOKENIZER = TinyTokenizer(special=("</s>", "<unk>"), chat_template=None, end="</s>", max_length=16)
 
 
 def _weights(config: Mapping[str, Any]) -> Weights:
@@ -21,7 +27,18 @@ def _weights(config: Mapping[str, Any]) -> Weights:
     draw.norm(f"{head}.layernorm", width, bias=True)
     draw.linear(f"{head}.mlp.fc1", inner, width)
     draw.linear(f"{head}.mlp.fc2", width, inner, gain=0.5)
+    _text_tower(draw, "text_model", config["text_config"])
     return draw.weights
+
+
+def _text_tower(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
+    width = config["hidden_size"]
+    draw.weights[f"{prefix}.embeddings.token_embedding.weight"] = draw.uniform((config["vocab_size"], width), 1.0)
+    positions = config["max_position_embeddings"]
+    draw.weights[f"{prefix}.embeddings.position_embedding.weight"] = draw.uniform((positions, width), 0.5)
+    siglip_layers(draw, prefix, config)
+    draw.norm(f"{prefix}.final_layer_norm", width, bias=True)
+    draw.linear(f"{prefix}.head", width, width)
 
 
 _VISION = tiny_llava_onevision.MODEL.config["vision_config"]
@@ -30,6 +47,15 @@ MODEL = TinyModel(
     config={
         "architectures": ["SiglipModel"],
         "model_type": "siglip",
+        "text_config": {
+            "hidden_size": _VISION["hidden_size"],
+            "intermediate_size": _VISION["intermediate_size"],
+            "max_position_embeddings": TOKENIZER.max_length,
+            "model_type": "siglip_text_model",
+            "num_attention_heads": _VISION["num_attention_heads"],
+            "num_hidden_layers": 2,
+            "vocab_size": VOCAB_SIZE,
+        },
         # One layer more than the tower that was made of it, as with the real ones.
         "vision_config": {
             **{key: value for key, value in _VISION.items() if key != "vision_use_head"},
@@ -37,6 +63,6 @@ MODEL = TinyModel(
         },
     },
     weights=_weights,
-    tokenizer=None,
+    tokenizer=TOKENIZER,
     processor_files={},
 )

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import json
+import string
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 VOCAB_SIZE = 512  # the special tokens, 256 bytes, and merges for the rest
 
@@ -30,11 +41,16 @@ class TinyTokenizer:
 
     Attributes:
         special: the special tokens, that of padding first.
-        chat_template: Jinja, in the form of the checkpoints on the hub.
+        chat_template: Jinja, in the form of the checkpoints on the hub; None for a text tower, which is never chatted
+            with: its texts lose case and punctuation and get an end, as with SigLIP's tokenizer.json.
+        end: the special token that ends an answer or a text.
+        max_length: tokens.
     """
 
     special: tuple[str, ...]
-    chat_template: str
+    chat_template: str | None
+    end: str = "<|im_end|>"
+    max_length: int = 32768
 
     def id_of(self, token: str) -> int:
         """The id of a special token: the trainer numbers them first."""
@@ -46,6 +62,8 @@ def write(folder: Path, kind: TinyTokenizer) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    if kind.chat_template is None:
+        tokenizer.normalizer = _canonical()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in kind.special],
@@ -53,15 +71,32 @@ def write(folder: Path, kind: TinyTokenizer) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_TEXT.splitlines(), trainer)
+    if kind.chat_template is None:
+        end = (kind.end, kind.id_of(kind.end))
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {kind.end}", special_tokens=[end])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "additional_special_tokens": list(kind.special[1:]),
         "clean_up_tokenization_spaces": False,
-        "eos_token": "<|im_end|>",
-        "model_max_length": 32768,
+        "eos_token": kind.end,
+        "model_max_length": kind.max_length,
         "pad_token": kind.special[0],
-        "padding_side": "left",
+        "padding_side": "right" if kind.chat_template is None else "left",
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(kind.chat_template, encoding="utf-8")
+    if kind.chat_template is not None:
+        (folder / "chat_template.jinja").write_text(kind.chat_template, encoding="utf-8")
+
+
+def _canonical() -> normalizers.Normalizer:
+    """As canonicalize_text of SiglipTokenizer (transformers, models/siglip/tokenization_siglip.py)."""
+    punctuation = "".join(f"\\{mark}" for mark in string.punctuation)
+    return normalizers.Sequence(
+        [
+            normalizers.Lowercase(),
+            normalizers.Replace(Regex(f"[{punctuation}]"), ""),
+            normalizers.Replace(Regex(r"\s+"), " "),
+            normalizers.Strip(),
+        ]
+    )

@@ -27,6 +27,8 @@ class Visual:
         extra: what the model family needs besides (``Backbone.model_extra``): grid, seconds a patch, patch times.
         deepstack: [K,D] a level, the same rows as ``tokens``; Qwen3-VL alone has any.
         newline: [D], the row that follows the tokens of a video; LLaVA-OneVision alone has one.
+        evidence: what the cache holds of the same tokens besides, for a method that has yet to prune them; no part of a
+            prompt.
     """
 
     tokens: Tensor
@@ -36,6 +38,7 @@ class Visual:
     extra: Mapping[str, Any] = field(default_factory=dict)
     deepstack: tuple[Tensor, ...] = ()
     newline: Tensor | None = None
+    evidence: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from gstep.evidence import SINGLE_PATCHES
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_choice
 from gstep.pruners.vectors import unit
@@ -37,6 +40,7 @@ class CDPruner(Pruner):
     cacheable: ClassVar[bool] = False
     exact: ClassVar[bool] = False
     needs: ClassVar[frozenset[str]] = frozenset({"image_embedding", "text_embedding"})
+    sources: ClassVar[Mapping[str, str]] = MappingProxyType({"image_embedding": SINGLE_PATCHES})
 
     mode: str = "global"
 

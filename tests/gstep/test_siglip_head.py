@@ -54,7 +54,7 @@ def stock_head(source, frames):
     tensors = load_file(tiny.build("tiny-siglip") / "model.safetensors")
     stock = SiglipVisionModel(SiglipVisionConfig(**config)).eval()
     _, unexpected = stock.load_state_dict(
-        {k.removeprefix("vision_model."): v for k, v in tensors.items()}, strict=False
+        {k.removeprefix("vision_model."): v for k, v in tensors.items() if k.startswith("vision_model.")}, strict=False
     )
     assert not unexpected
     normed_TSC = stock.post_layernorm(features)
@@ -136,7 +136,7 @@ def test_only_the_head_is_read_and_only_where_it_is_asked_for(source, folder, mo
     save_file({**tensors, "vision_model.encoder.big": torch.zeros(9, 9)}, folder / "model.safetensors")
     read = count_reading(monkeypatch)
     resolved = with_head(source, folder)
-    assert set(read) == set(tensors)
+    assert set(read) == {name for name in tensors if name.startswith("vision_model.")}
     assert load_backbone(resolved, FLOAT32).pooling_head is not None
     assert load_backbone(source, FLOAT32).pooling_head is None
 
@@ -184,5 +184,5 @@ def test_who_needs_a_head_is_told_to_name_one(source, frames):
 
 
 def test_the_tiny_head_is_the_same_everywhere(source):
-    assert tiny.identity("tiny-siglip") == "tiny-siglip:1-986f4b15979e"
+    assert tiny.identity("tiny-siglip") == "tiny-siglip:1-a1343233e81a"
     assert with_head(source, "tiny").pooling_head.identity == "siglip-head:e1f5f934d1885b747a2ddf87d9be4931"

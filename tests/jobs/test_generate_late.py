@@ -132,7 +132,7 @@ def test_what_cannot_be_pruned_late_is_refused(refuse, tmp_path):
     assert "needs --retention-ratio" in refuse("--pruner", "fastv", "--pruner-param", "K=1")
     assert "this model has 2 layers" in refuse("--pruner", "fastv", *ratio)
     assert "jobs.prune --pruner gstep" in refuse("--pruner", "gstep", *ratio)
-    assert "SigLIP" in refuse("--pruner", "cdpruner", *ratio)
+    assert "--pruner none --evidence image_embedding" in refuse("--pruner", "cdpruner", *ratio)
     assert "unknown method 'magic'" in refuse("--pruner", "magic", *ratio)
     assert "unknown parameter alpha" in refuse("--pruner", "fastv", "--pruner-param", "alpha=1", *ratio)
     assert "--pruner-param goes with --pruner" in refuse("--pruner-param", "K=1")

@@ -11,7 +11,7 @@ import torch
 from gstep.backbones import ModelSource, tiny
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
-from pipeline import TokenCache, answer_stage
+from pipeline import TokenCache, answer_stage, poison
 from pipeline.answer_stage import GROW_AFTER, Answerer, BatchSize
 from pipeline.generate import plan_answers
 from pipeline.generate_config import GenerateConfig
@@ -211,7 +211,7 @@ def test_a_poisoned_gpu_ends_the_actor_so_that_ray_starts_another(failing, tmp_p
     def exit_at_once(code):
         raise SystemExit(code)
 
-    monkeypatch.setattr(answer_stage.os, "_exit", exit_at_once)
+    monkeypatch.setattr(poison.os, "_exit", exit_at_once)
     actor, model = failing(poisoned)
     with pytest.raises(SystemExit, match="70"):
         list(actor.answer(open_questions(tmp_path, 4)))

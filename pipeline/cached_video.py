@@ -1,0 +1,108 @@
+"""One video as it comes out of a cache: Arrow's columns as tensors."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from gstep.pruners.checks import EVIDENCE_SHAPES
+
+
+@dataclass(frozen=True)
+class CachedVideo:
+    """The stored tokens of one video; K rows.
+
+    Attributes:
+        video_id: the id in the manifest.
+        tokens: [K,D] bfloat16, bit for bit what the encoder gave.
+        index: [K] int64, flat position t*N + i before pruning.
+        rank: [K] int64, order of selection; None for a method without one.
+        frame: [K] int64, t.
+        merged: [K] bool, or None where the method never merges.
+        density: [K] float32 (Eq. 8), or None for a method without one.
+        metadata: the video's row of the videos table (see pipeline.schema), JSON columns decoded.
+        deepstack: [K,D] bfloat16 each, the same rows at each deepstack level; none where the model has no levels.
+        evidence: what was asked for besides, by name, bfloat16: [K,width], or [K] where it is one number a token.
+    """
+
+    video_id: str
+    tokens: Tensor
+    index: Tensor
+    rank: Tensor | None
+    frame: Tensor
+    merged: Tensor | None
+    density: Tensor | None
+    metadata: dict[str, Any]
+    deepstack: tuple[Tensor, ...] = ()
+    evidence: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def to_video(row: dict[str, Any], table: pa.Table, deepstack_levels: int, evidence: Sequence[str]) -> CachedVideo:
+    """The token rows of a video, in their order; ``row`` is its row of the videos table."""
+
+    def numbers(name: str, dtype: Any) -> Tensor | None:
+        column = table[name]
+        return None if column.null_count else torch.from_numpy(column.to_numpy().astype(dtype))
+
+    index, frame = numbers("index", np.int64), numbers("frame", np.int64)
+    assert index is not None and frame is not None
+    return CachedVideo(
+        video_id=row["video_id"],
+        tokens=_vectors(table["token"]),
+        index=index,
+        rank=numbers("rank", np.int64),
+        frame=frame,
+        merged=numbers("merged", np.bool_),
+        density=numbers("density", np.float32),
+        metadata=row,
+        deepstack=tuple(_vectors(table[f"deepstack_{i}"]) for i in range(deepstack_levels)),
+        evidence={name: _evidence(name, _vectors(table[name])) for name in evidence},
+    )
+
+
+def by_index(video: CachedVideo) -> CachedVideo:
+    """The same tokens in ascending flat index."""
+    order = torch.argsort(video.index, stable=True)
+
+    def ordered(column: Tensor | None) -> Tensor | None:
+        return None if column is None else column[order]
+
+    return CachedVideo(
+        video_id=video.video_id,
+        tokens=video.tokens[order],
+        index=video.index[order],
+        rank=ordered(video.rank),
+        frame=video.frame[order],
+        merged=ordered(video.merged),
+        density=ordered(video.density),
+        metadata=video.metadata,
+        deepstack=tuple(level[order] for level in video.deepstack),
+        evidence={name: value[order] for name, value in video.evidence.items()},
+    )
+
+
+def _evidence(name: str, values_KE: Tensor) -> Tensor:
+    """[K] where the evidence is [T,N], else [K,width]."""
+    return values_KE.squeeze(1) if EVIDENCE_SHAPES[name] == ("T", "N") else values_KE
+
+
+def _vectors(column: pa.ChunkedArray) -> Tensor:
+    """[K,width] bfloat16 over Arrow's own memory. The reader gives a column as one chunk."""
+    array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+    width = array.type.byte_width
+    data = array.buffers()[1].slice(array.offset * width, len(array) * width)
+    return bfloat16(data).view(len(array), width // 2)
+
+
+def bfloat16(data: Any) -> Tensor:
+    """A view of the bytes of ``data``."""
+    with warnings.catch_warnings():  # Arrow's memory is read-only, which torch cannot express
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return torch.from_numpy(np.frombuffer(data, dtype=np.int16)).view(torch.bfloat16)

@@ -1,0 +1,16 @@
+"""What a GPU actor does after an error that no later work of its process would survive."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def exit_if_poisoned(item: str, error: Exception) -> None:
+    """End the process where ``error`` has poisoned the CUDA context, since everything after it would fail with it too.
+
+    Ray starts another actor, a few times. ``item`` (a video, a question) is what was being worked on.
+    """
+    if "CUDA error" in str(error):
+        print(f"{item}: {error}", file=sys.stderr, flush=True)
+        os._exit(70)

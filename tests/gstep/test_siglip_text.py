@@ -1,0 +1,240 @@
+"""SigLIP's image-text space beside LLaVA-OneVision: patches through the head, questions through the text tower."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch.nn.functional import interpolate
+from transformers import (
+    LlavaOnevisionForConditionalGeneration,
+    PreTrainedTokenizerFast,
+    SiglipConfig,
+    SiglipModel,
+    SiglipVisionConfig,
+    SiglipVisionModel,
+)
+
+from gstep.backbones import ModelSource, Runtime, TextTower, load_backbone, preprocessor_for, text_tower, tiny
+from gstep.backbones import with_pooling_head as with_head
+from gstep.errors import ModelError
+from gstep.evidence import POOLING_HEAD, SINGLE_PATCHES
+from tests.gstep.reading import count_reading
+
+FLOAT32 = Runtime("cpu", torch.float32, "sdpa")
+TEXTS = ["What is ridden?", "WHO,  is: riding...", "A woman's red bike"]
+WORDS = ["</s>", "<unk>", "▁what", "▁is", "▁who", "▁a", "▁red", "▁bike", "▁ridden", "▁riding", "▁wom", "an", "s", "▁"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def user_cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "user-cache"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def source():
+    return ModelSource.resolve("tiny")
+
+
+@pytest.fixture(scope="module")
+def frames():
+    blocks = np.random.default_rng(0).integers(0, 256, (3, 24, 24, 3), dtype=np.uint8)
+    return torch.from_numpy(blocks.repeat(16, axis=1).repeat(16, axis=2))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Path(shutil.copytree(tiny.build("tiny-siglip"), tmp_path / "siglip"))
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    """The files of google/siglip-so400m-patch14-384 in small: the same names, keys and tokenizer, other numbers."""
+    folder = tmp_path_factory.mktemp("published")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_hidden_layers": 2}
+    vision = {**sizes, "image_size": 384, "patch_size": 14, "model_type": "siglip_vision_model"}
+    text = {**sizes, "max_position_embeddings": 8, "vocab_size": 32, "model_type": "siglip_text_model"}
+    torch.manual_seed(0)
+    model = SiglipModel(SiglipConfig(text_config=text, vision_config=vision))
+    for weight in model.parameters():  # the stock start is so small that all texts would look alike
+        torch.nn.init.normal_(weight, std=0.3)
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+    config = {"architectures": ["SiglipModel"], "initializer_factor": 1.0, "model_type": "siglip"}
+    write_json(folder / "config.json", {**config, "text_config": text, "vision_config": vision})
+    # Ids as published: 0 is of no use, 1 ends and pads a text, 2 is an unknown piece.
+    pieces = [("<pad>", 0.0), *((word, 0.0 if word[0] == "<" else -1.0 - len(word) / 10) for word in WORDS)]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=2))
+    marks = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+    tokenizer.normalizer = normalizers.Sequence(
+        [
+            normalizers.Lowercase(),
+            normalizers.Replace(Regex(marks), ""),
+            normalizers.Replace(Regex(r"\s+"), " "),
+            normalizers.Strip(),
+        ]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    special = [AddedToken(text, special=True, normalized=False, lstrip=True, rstrip=True) for text in WORDS[:2]]
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"do_lower_case": True, "model_input_names": ["input_ids"], "model_max_length": 8}
+    names = {"eos_token": "</s>", "pad_token": "</s>", "unk_token": "<unk>"}
+    write_json(folder / "tokenizer_config.json", {**settings, **names, "tokenizer_class": "SiglipTokenizer"})
+    write_json(folder / "special_tokens_map.json", names)
+    (folder / "spiece.model").write_bytes(b"never read where there is a tokenizer.json")
+    return folder
+
+
+def write_json(path: Path, content) -> None:
+    path.write_text(json.dumps(content))
+
+
+def change_config(folder: Path, **text) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", {**config, "text_config": {**config["text_config"], **text}})
+
+
+@torch.no_grad()
+def stock_features(folder, text):
+    """[1,De] of the stock model and the stock call of its documentation."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    ids = tokenizer([text], padding="max_length", truncation=True, return_tensors="pt").input_ids
+    return SiglipModel.from_pretrained(folder).eval().get_text_features(ids).pooler_output, ids
+
+
+@torch.no_grad()
+def test_a_patch_is_what_the_stock_head_makes_of_it_alone(source, frames):
+    backbone = load_backbone(with_head(source, "tiny"), FLOAT32)
+    embedded_TNC = backbone.encode(frames, {"image_embedding": SINGLE_PATCHES}).evidence["image_embedding"]
+    assert embedded_TNC.shape == (3, 196, 64) and embedded_TNC.dtype == torch.float32
+    tower = LlavaOnevisionForConditionalGeneration.from_pretrained(source.pretrained()[0]).model.vision_tower
+    pixels = preprocessor_for(source).normalise(frames, "cpu", torch.float32)
+    features_TSC = tower(pixels, output_hidden_states=True, return_dict=True).hidden_states[-1]
+    config = json.loads((tiny.build("tiny-siglip") / "config.json").read_text())["vision_config"]
+    stock = SiglipVisionModel(SiglipVisionConfig(**config)).eval()
+    tensors = load_file(tiny.build("tiny-siglip") / "model.safetensors")
+    stock.load_state_dict({name.removeprefix("vision_model."): value for name, value in tensors.items()}, strict=False)
+    alone = stock.head(stock.post_layernorm(features_TSC).reshape(-1, 1, 64))  # as pictures of one patch
+    grid_TC = alone.view(3, 27, 27, 64).permute(0, 3, 1, 2)
+    expected = interpolate(grid_TC, (14, 14), mode="bilinear", align_corners=False).flatten(2).transpose(1, 2)
+    assert expected.std(dim=1).mean() > 0.1  # of equal patches any mistake would look right
+    torch.testing.assert_close(embedded_TNC, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_asking_changes_no_token_and_no_frame_another(source, frames):
+    asked = {"image_embedding": SINGLE_PATCHES, "frame_feature": POOLING_HEAD}
+    runtime = Runtime("cpu", torch.bfloat16, "sdpa")
+    visual = load_backbone(with_head(source, "tiny"), runtime, frame_batch=2).encode(frames, asked)
+    assert torch.equal(visual.tokens, load_backbone(source, runtime, frame_batch=2).encode(frames).tokens)
+    assert visual.evidence["image_embedding"].dtype == torch.float32 and visual.evidence["frame_feature"].ndim == 2
+    assert len(visual.evidence["image_embedding"].flatten(0, 1).unique(dim=0)) == 3 * 196
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("layout", ["tiny", "published"])
+def test_a_text_is_what_the_stock_model_makes_of_it(source, published, layout, text):
+    place = published if layout == "published" else tiny.build("tiny-siglip")
+    tower = TextTower.load(text_tower(source, place), "cpu")
+    expected, ids = stock_features(place, text)
+    assert torch.equal(tower.segments(text), ids) and ids[0, -1] == tower.tokenizer.eos_token_id
+    torch.testing.assert_close(tower.embedding(text), expected, rtol=1e-5, atol=1e-5)
+    others = torch.cat([tower.embedding(other) for other in TEXTS])
+    assert torch.cosine_similarity(others[:1], others[1:]).max() < 0.999
+
+
+def test_a_long_text_is_cut_into_segments_that_each_have_their_end(source, published):
+    tower = TextTower.load(text_tower(source, published), "cpu")
+    words = ["what", "is", "who", "a", "red", "bike", "ridden", "riding"]
+    long = " ".join(words * 60)  # 480 words, seven and an end to a segment: more than go through at once
+    assert tower.segments(long).shape == (69, 8)
+    embedded = tower.embedding(long)
+    assert embedded.shape == (69, 64)
+    listed = words * 60
+    for place in (0, 1, 40, 68):
+        expected, _ = stock_features(published, " ".join(listed[7 * place : 7 * place + 7]))
+        torch.testing.assert_close(embedded[place : place + 1], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("text", ["", "  ", "?!"])
+def test_a_text_without_a_word_is_refused(source, text):
+    with pytest.raises(ValueError, match="no word that SigLIP's tokenizer knows"):
+        TextTower.load(text_tower(source, "tiny"), "cpu").embedding(text)
+
+
+def test_only_the_text_tower_is_read(source, published, monkeypatch):
+    tower = text_tower(source, published)
+    read = count_reading(monkeypatch)
+    loaded = TextTower.load(tower, "cpu")
+    assert set(read) == {name for name in load_file(published / "model.safetensors") if name.startswith("text_model.")}
+    assert {tensor.dtype for tensor in loaded.model.parameters()} == {torch.float32}
+
+
+def test_the_identity_covers_weights_config_and_tokenizer(source, folder):
+    usual = text_tower(source, folder).identity
+    assert usual == text_tower(source, "tiny").identity
+    seen = {usual}
+    tensors = load_file(folder / "model.safetensors")
+    head = {name: value for name, value in tensors.items() if name.startswith("vision_model.")}
+    save_file(
+        {**tensors, "vision_model.head.probe": tensors["vision_model.head.probe"] + 1}, folder / "model.safetensors"
+    )
+    assert text_tower(source, folder).identity == usual  # the head has an identity of its own
+    changed = {**tensors, "text_model.head.bias": tensors["text_model.head.bias"] + 1e-3}
+    save_file(changed, folder / "model.safetensors")
+    seen.add(text_tower(source, folder).identity)
+    change_config(folder, layer_norm_eps=1e-3)
+    seen.add(text_tower(source, folder).identity)
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace('"Lowercase"', '"NFKC"'))
+    seen.add(text_tower(source, folder).identity)
+    assert len(seen) == 4
+    save_file(head, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="no tensor of a text tower: name the whole SigLIP checkpoint"):
+        text_tower(source, folder)
+
+
+def test_another_tower_on_another_node_is_refused(source, folder):
+    resolved = text_tower(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file({**tensors, "text_model.head.bias": tensors["text_model.head.bias"] + 1}, folder / "model.safetensors")
+    with pytest.raises(ModelError, match="another text tower on this node"):
+        TextTower.load(resolved, "cpu")
+
+
+def test_checkpoints_without_a_tower_that_fits_are_refused(source, folder):
+    def refused(match):
+        with pytest.raises(ModelError, match=match):
+            TextTower.load(text_tower(source, folder), "cpu")
+
+    change_config(folder, intermediate_size=100)
+    refused(r"config\.json does not fit the weights")
+    change_config(folder, projection_size=32)
+    refused("its text tower gives 32 values, its pooling head 64")
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder / "config.json", {"model_type": "siglip", "vision_config": config["vision_config"]})
+    refused("vision half of a SigLIP checkpoint")
+    write_json(folder / "config.json", {**config, "text_config": {**config["text_config"], "projection_size": 64}})
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    write_json(folder / "tokenizer_config.json", {**settings, "pad_token": None})
+    refused("names no eos_token or no pad_token")
+    (folder / "tokenizer.json").write_text("{}")
+    refused("no tokenizer that can be loaded")
+    (folder / "tokenizer.json").unlink()
+    refused(r"lacks the file spiece\.model")
+    with pytest.raises(ModelError, match="for LLaVA-OneVision"):
+        text_tower(ModelSource.resolve("tiny-qwen3-vl"), "tiny")
+
+
+def test_tokens_of_several_layers_are_refused(tmp_path):
+    copy = Path(shutil.copytree(tiny.build("tiny"), tmp_path / "several"))
+    config = json.loads((copy / "config.json").read_text())
+    write_json(copy / "config.json", {**config, "vision_feature_layer": [-2, -1]})
+    with pytest.raises(ModelError, match=r"vision_feature_layer in config.json is \[-2, -1\]; only a single layer"):
+        preprocessor_for(ModelSource.resolve(copy))

@@ -1,0 +1,199 @@
+"""CDPruner on LLaVA-OneVision: patches from the cache, words through SigLIP's text tower, one choice a question."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast, SiglipModel
+
+import gstep
+from gstep.backbones import ModelSource, text_tower, tiny
+from gstep.language import Decoding, prompt_builder
+from gstep.pruners.cdpruner import CDPruner
+from jobs import generate, prune
+from pipeline import TokenCache, poison
+from pipeline.answer_stage import Answerer
+from pipeline.answers import read_answers
+from pipeline.cached_video import CachedVideo
+from pipeline.generate_config import GenerateConfig
+from pipeline.generate_job import prepare
+from pipeline.held_videos import to_visual
+from pipeline.late_pruning import LatePruning
+from pipeline.questions import Way, read_questions
+from tests.gstep.llms import llm
+from tests.jobs.jobs import forbid_ray
+from tests.pipeline.asking import setup_of, tiny_cache, write_questions
+from tests.pipeline.evidence import tiny_cache_with_embeddings
+from tests.pipeline.rays import ray_here
+from tests.pipeline.videos import sample
+
+pytestmark = pytest.mark.slow
+
+RATIO = 0.05
+LATE = ["--pruner", "cdpruner", "--retention-ratio", str(RATIO)]
+LONG = "Who rides the red bike along the street, past the green tree and the woman in the long coat, to the corner?"
+CHOICES = ["a dog", "two bikes"]
+QUESTIONS = [
+    {"question_id": "short", "video_id": "bikes.mp4", "prompt": "What is happening?", "choices": CHOICES},
+    {"question_id": "long", "video_id": "bikes.mp4", "prompt": LONG, "choices": CHOICES},
+]
+
+
+@pytest.fixture(scope="module")
+def source():
+    return ModelSource.resolve("tiny")
+
+
+@pytest.fixture(scope="module")
+def tower(source):
+    return text_tower(source, "tiny")
+
+
+@torch.no_grad()
+def words_of(text: str) -> torch.Tensor:
+    """[Q,64] by the stock model, sixteen tokens a segment with their end."""
+    folder = tiny.build("tiny-siglip")
+    tokenizer, stock = PreTrainedTokenizerFast.from_pretrained(folder), SiglipModel.from_pretrained(folder).eval()
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    rows = [ids[start : start + 15] for start in range(0, len(ids), 15)]
+    rows = [row + [tokenizer.eos_token_id] * (16 - len(row)) for row in rows]
+    return stock.get_text_features(torch.tensor(rows)).pooler_output
+
+
+def by_hand(video: CachedVideo, text: str) -> torch.Tensor:
+    """Which tokens the question keeps."""
+    grid = (video.metadata["n_frames"], video.metadata["tokens_per_frame"])
+    tokens, image = (values.unflatten(0, grid) for values in (video.tokens, video.evidence["image_embedding"]))
+    return gstep.prune(
+        tokens, RATIO, "cdpruner", evidence={"image_embedding": image, "text_embedding": words_of(text)}
+    ).index
+
+
+def test_two_questions_on_one_video_are_answered_from_tokens_of_their_own(source, tmp_path):
+    (tmp_path / "videos").mkdir()
+    shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
+    cache, questions = tmp_path / "c", write_questions(tmp_path / "q.jsonl", QUESTIONS)
+    with ray_here({"num_cpus": 2}):
+        stored = ["--pruner", "none", "--evidence", "image_embedding", "--siglip", "tiny"]
+        assert prune.main([str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "3", *stored]) == 0
+        asked = ["--questions", str(questions), "--out", str(tmp_path / "a"), "--choices", "loglikelihood"]
+        assert generate.main([str(cache), *asked, *LATE, "--siglip", "tiny"]) == 0
+    rows = {row["question_id"]: row for row in read_answers(tmp_path / "a").to_pylist()}
+    opened = TokenCache(cache)
+    video = opened.get("bikes.mp4", evidence=["image_embedding"])
+    kept = {question["question_id"]: by_hand(video, question["prompt"]) for question in QUESTIONS}
+    assert len(words_of(LONG)) > 1 and not torch.equal(kept["short"], kept["long"])
+    visual = to_visual(video, opened.newline)
+
+    def scores(question, index):
+        chosen = replace(visual, tokens=visual.tokens[index], index=index)
+        prompt = prompt_builder(source).build(question["prompt"], [chosen])
+        return [score.logprob for score in llm("tiny").score([prompt], [CHOICES])[0]]
+
+    for question, other in zip(QUESTIONS, QUESTIONS[::-1], strict=True):
+        row, own = rows[question["question_id"]], kept[question["question_id"]]
+        assert row["n_visual_tokens"] == len(own) + 1 == int(RATIO * 3 * 196) + 1
+        assert row["choice_scores"] == pytest.approx(scores(question, own), abs=1e-4)
+        assert row["choice_scores"] != pytest.approx(scores(question, kept[other["question_id"]]), abs=1e-2)
+
+
+@pytest.fixture
+def ask(tower, tmp_path):
+    """Answer these prompts about the video of a made-up cache; returns the rows."""
+
+    def run(*prompts):
+        store = tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
+        rows = [{"question_id": i, "video_id": ["a", "a"], "prompt": text} for i, text in enumerate(prompts)]
+        table = read_questions(str(write_questions(tmp_path / "q.jsonl", rows)), Way(Decoding(max_new_tokens=2)))
+        actor = Answerer(setup_of(store, late=LatePruning(CDPruner(), 0.1, tower)))
+        return list(actor.answer([{**row, "attempts": 1} for row in table.to_pylist()]))
+
+    return run
+
+
+def test_a_question_without_a_word_is_an_error_row_and_costs_no_other(ask):
+    rows = {row["question_id"]: row for row in ask("What?", "?!")}
+    assert rows["0"]["status"] == "ok" and rows["0"]["n_visual_tokens"] == 2 * (int(0.1 * 4 * 49) + 1)
+    assert (rows["1"]["error_class"], rows["1"]["retryable"]) == ("bad-prompt", False)
+    assert "the question '?!' has no word that SigLIP's tokenizer knows" in rows["1"]["error_message"]
+
+
+def test_a_gpu_that_is_poisoned_while_choosing_ends_the_actor(ask, monkeypatch):
+    def poisoned(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def exit_at_once(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(CDPruner, "select", poisoned)
+    monkeypatch.setattr(poison.os, "_exit", exit_at_once)
+    with pytest.raises(SystemExit, match="70"):
+        ask("What?")
+
+
+def test_who_holds_no_such_method_reads_no_evidence(tmp_path, tower):
+    store = tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
+    for late, evidence in ((None, {}), (LatePruning(CDPruner(), 0.1, tower), {"image_embedding"})):
+        visual, _, _ = Answerer(setup_of(store, late=late))._videos.get("a")
+        assert set(visual.evidence) == set(evidence)
+
+
+@pytest.fixture
+def refuse(tmp_path, capsys, monkeypatch):
+    """A request that must be refused with neither Ray nor a model; returns why."""
+    forbid_ray(monkeypatch)
+
+    def check(*options):
+        questions = write_questions(tmp_path / "q.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
+        arguments = [str(tmp_path / "c"), "--questions", str(questions), "--out", str(tmp_path / "o"), *options]
+        assert generate.main(arguments) == 2
+        assert not (tmp_path / "o").exists()
+        return " ".join(capsys.readouterr().err.split())
+
+    return check
+
+
+def test_what_lacks_is_named_with_its_remedy(refuse, tmp_path, tower):
+    tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
+    said = refuse(*LATE, "--siglip", "tiny")
+    assert "python -m jobs.prune --pruner none --evidence image_embedding --siglip MODEL" in said
+    assert "--siglip goes with --pruner" in refuse("--siglip", "tiny")
+    fastv = ["--pruner", "fastv", "--pruner-param", "K=1", "--retention-ratio", "0.5", "--siglip", "tiny"]
+    assert "--pruner fastv takes nothing from a SigLIP checkpoint on llava_onevision" in refuse(*fastv)
+    shutil.rmtree(tmp_path / "c")
+    tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
+    assert "name it with --siglip, for the published models google/siglip" in refuse(*LATE)
+    assert "is no folder on this machine" in refuse(*LATE, "--siglip", "nowhere/at/all")
+
+
+def test_words_of_another_checkpoint_than_the_patches_are_refused(refuse, tmp_path, tower):
+    tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
+    folder = Path(shutil.copytree(tiny.build("tiny-siglip"), tmp_path / "siglip"))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(
+        {**tensors, "vision_model.head.probe": tensors["vision_model.head.probe"] + 1}, folder / "model.safetensors"
+    )
+    said = refuse(*LATE, "--siglip", str(folder))
+    assert tower.head.identity in said and "compared where both are from one checkpoint" in said
+
+
+def test_qwen_needs_no_text_tower(refuse, tmp_path):
+    tiny_cache(
+        tmp_path / "c", ("a",), ratio=1.0, method="none", source=ModelSource.resolve("tiny-qwen2-5-vl"), newline=None
+    )
+    assert "--pruner cdpruner takes nothing from a SigLIP checkpoint on qwen2_5_vl" in refuse(*LATE, "--siglip", "tiny")
+
+
+def test_the_tower_is_part_of_what_answers_were_made_with(tmp_path, tower):
+    tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
+    questions = write_questions(tmp_path / "q.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
+    options = {"pruner": "cdpruner", "retention_ratio": 0.1, "siglip": "tiny"}
+    config = GenerateConfig(str(tmp_path / "c"), str(questions), str(tmp_path / "o"), **options)
+    job = prepare(config, Console())
+    assert job.identity["pruner"] == {
+        "method": "cdpruner", "params": {"mode": "global"}, "text_tower": tower.identity
+    }  # fmt: skip

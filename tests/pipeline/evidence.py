@@ -1,0 +1,68 @@
+"""Made-up evidence of tokens, and caches that hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+
+from gstep.backbones import ModelSource
+from pipeline.rows import ENCODED, evidence_widths, one_row, pruned_arrays, pruned_columns
+from pipeline.schema import SCHEMA_VERSION
+from pipeline.store import Store
+from tests.gstep import synthetic
+from tests.pipeline.asking import tiny_cache
+from tests.pipeline.caches import random_tokens, source_record, write_header, write_shard
+
+WIDTH = 6  # of an image_embedding, unlike that of a token
+
+
+def random_evidence(shape: tuple[int, int, int], width: int = WIDTH) -> dict[str, torch.Tensor]:
+    """[T,N,width] and [T,N] float32, as an encoder gives them."""
+    rng = torch.Generator().manual_seed(1)
+    return {
+        "image_embedding": torch.randn(*shape[:2], width, generator=rng),
+        "token_attention": torch.rand(shape[:2], generator=rng),
+    }
+
+
+def encoded_with(
+    video_id: str, tokens: torch.Tensor, ratio: float, method: str, evidence: Mapping[str, torch.Tensor]
+) -> pa.Table:
+    """The row of a video as the encoder gives it."""
+    pruned = synthetic.prune(tokens, ratio, method)
+    record = source_record(video_id, tuple(tokens.shape))
+    arrays = pruned_arrays(pruned, (), list(evidence.values()))
+    return one_row(ENCODED, {**record, **pruned_columns(pruned, record), **evidence_widths(evidence)}, arrays)
+
+
+def evidence_cache(
+    out: Path | Store, videos: Mapping[str, torch.Tensor], ratio: float = 0.25, method: str = "gstep"
+) -> Store:
+    """A cache of ``videos`` with random evidence of each."""
+    store = write_header(out, ratio)
+    rows = [encoded_with(name, v, ratio, method, random_evidence(tuple(v.shape))) for name, v in videos.items()]
+    identity = {"model": {"weights": "none"}, "pruner": {"method": method}, "retention_ratio": ratio}
+    identity["evidence"] = {"image_embedding": "single_patches", "token_attention": "last_layer"}
+    write_header(store, ratio, schema_version=SCHEMA_VERSION, identity=identity)
+    write_shard(store, "run", *rows)
+    return store
+
+
+def tiny_cache_with_embeddings(out: Path, shape: tuple[int, int, int] = (4, 49, 64), head: str | None = None) -> Store:
+    """A cache of all tokens of the video "a" that says it was made with the tiny model and the tiny SigLIP's head."""
+    source = ModelSource.resolve("tiny")
+    model = {"type": source.model_type, "weights": source.identity, "pooling_head": head}
+    identity = {
+        "model": model,
+        "pruner": {"method": "none", "params": {}},
+        "retention_ratio": 1.0,
+        "dtype": {"stored": "bfloat16"},
+        "evidence": {"image_embedding": "single_patches"},
+    }
+    store = tiny_cache(out, (), ratio=1.0, method="none", failed=("bad",), identity=identity)
+    evidence = {"image_embedding": random_evidence(shape, 64)["image_embedding"]}
+    write_shard(store, "run", encoded_with("a", random_tokens(0, shape), 1.0, "none", evidence))
+    return store

@@ -1,0 +1,296 @@
+"""Evidence of each token in a cache: bit for bit, read only where it is asked for, and part of what the cache is."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+import gstep
+from gstep.backbones import ModelSource, choose_runtime, load_backbone, tiny, with_pooling_head
+from gstep.evidence import LAST_LAYER, MERGED_QUERIES, SINGLE_PATCHES
+from pipeline import CorruptShard, EvidenceNotCached, TokenCache
+from pipeline.cache import HEADER
+from pipeline.config import PruneConfig
+from pipeline.encode import Encoder, EncodeSetup
+from pipeline.errors import IdentityMismatch, UsageError
+from pipeline.evidence import evidence_sources
+from pipeline.job import prepare
+from pipeline.objects import Objects
+from pipeline.report import cache_report
+from pipeline.rows import DECODED, one_row, records
+from pipeline.store import LocalStore, ObjectStore
+from tests.pipeline.caches import encoded, make_cache, random_tokens, source_record, write_shard
+from tests.pipeline.evidence import WIDTH, evidence_cache, random_evidence
+from tests.pipeline.s3 import S3Server
+from tests.pipeline.test_cache import CountingStore
+from tests.pipeline.videos import sample
+
+SHAPE = (8, 49, 256)
+BOTH = ("image_embedding", "token_attention")
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.int16)
+
+
+@pytest.mark.parametrize(
+    ("method", "ratio", "asked"), [("none", 1.0, None), ("gstep", 0.25, 0.1), ("uniform", 0.25, None)]
+)
+def test_evidence_comes_back_bit_for_bit_beside_its_tokens(tmp_path, method, ratio, asked):
+    tokens, evidence = random_tokens(0, SHAPE), random_evidence(SHAPE)
+    evidence_cache(tmp_path, {"u": random_tokens(1, (4, 9, 256)), "v": tokens}, ratio, method)
+    cache = TokenCache(tmp_path)
+    assert cache.evidence == {"image_embedding": "single_patches", "token_attention": "last_layer"}
+    expected = gstep.prune(tokens, asked or ratio, method)
+    for order in ("index", "selection"):
+        video = cache.get("v", asked, order, evidence=BOTH[::-1])
+        places = expected.index if order == "index" else expected.index[expected.selection_order()]
+        assert torch.equal(video.index, places) and list(video.evidence) == list(BOTH[::-1])
+        for name, values in evidence.items():
+            assert torch.equal(bits(video.evidence[name]), bits(values.bfloat16().flatten(0, 1)[places]))
+        assert video.evidence["image_embedding"].shape == (len(places), WIDTH)
+    assert cache.get("v").evidence == {}
+    assert list(cache.get("v", evidence=["token_attention"]).evidence) == ["token_attention"]
+
+
+def test_who_does_not_ask_reads_no_byte_of_it(tmp_path):
+    """Nor any other byte than those of the columns that make up a token."""
+    evidence_cache(tmp_path, {f"v{i}": random_tokens(i, SHAPE) for i in range(3)})
+    store = CountingStore(tmp_path)
+    cache = TokenCache(tmp_path, store=store)
+    row = cache.get("v1").metadata  # opens the shard
+    shard = pq.read_metadata(tmp_path / row["token_shard"])
+
+    def stored(n_groups, *names):
+        groups = [shard.row_group(row["first_row_group"] + i) for i in range(n_groups)]
+        chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
+        return sum(chunk.total_compressed_size for chunk in chunks if chunk.path_in_schema in names)
+
+    def read(ratio, evidence=()):
+        store.read_bytes = 0
+        assert len(cache.get("v1", ratio, evidence=evidence).evidence) == len(evidence)
+        return store.read_bytes
+
+    plain = ("rank", "index", "frame", "token", "merged", "density")
+    for ratio, n_groups in ((0.10, 1), (0.25, 4)):
+        assert read(ratio) == stored(n_groups, *plain)
+        assert read(ratio, ("image_embedding",)) == stored(n_groups, *plain, "image_embedding")
+
+
+def test_an_object_store_is_asked_for_nothing_else_either():
+    videos = {f"v{i}": random_tokens(i, (8, 49, 1024)) for i in range(2)}
+    fetched = []
+
+    class Counting(Objects):
+        def read_slice(self, uri, start, end=None):
+            piece = super().read_slice(uri, start, end)
+            fetched.append(len(piece.data))
+            return piece
+
+    with S3Server() as server:
+        stores = {name: ObjectStore(server.uri(name), server.objects()) for name in ("with", "without")}
+        evidence_cache(stores["with"], videos)
+        make_cache(stores["without"], videos)
+        sizes = {}
+        for name, store in stores.items():
+            cache = TokenCache(store.root, store=ObjectStore(store.root, Counting(**store.objects._settings)))
+            cache.get("v0")
+            fetched.clear()
+            video = cache.get("v0")
+            sizes[name] = sum(fetched), len(fetched)
+            assert torch.equal(video.tokens, gstep.prune(videos["v0"], 0.25).tokens)
+        assert sizes["with"] == (sizes["without"][0], 4)  # a request for each row group, evidence lying between them
+        assert sizes["without"][1] == 1
+        cache = TokenCache(
+            stores["with"].root, store=ObjectStore(store.root.replace("without", "with"), server.objects())
+        )
+        expected = random_evidence((8, 49, 1024))["image_embedding"].bfloat16().flatten(0, 1)
+        video = cache.get("v0", evidence=["image_embedding"])
+        assert torch.equal(video.evidence["image_embedding"], expected[video.index])
+
+
+def test_the_checksum_covers_it_and_caches_without_any_stay_as_they_were(tmp_path):
+    videos = {"v": random_tokens(0, SHAPE)}
+    evidence_cache(tmp_path / "with", videos)
+    make_cache(tmp_path / "without", videos)
+    with_it, without = TokenCache(tmp_path / "with"), TokenCache(tmp_path / "without")
+    assert with_it.metadata("v")["checksum"] != without.metadata("v")["checksum"]
+    assert with_it.metadata("v").keys() == without.metadata("v").keys()
+    assert without.evidence == {} and torch.equal(with_it.get("v").tokens, without.get("v").tokens)
+
+
+def test_what_is_not_there_is_said(tmp_path):
+    evidence_cache(tmp_path / "c", {"v": random_tokens(0, SHAPE)})
+    make_cache(tmp_path / "plain", {"v": random_tokens(0)})
+    with pytest.raises(EvidenceNotCached, match=r"of evidence it has none.*--evidence image_embedding"):
+        TokenCache(tmp_path / "plain").get("v", evidence=["image_embedding"])
+    with pytest.raises(EvidenceNotCached, match=r"no token_key of its tokens .*has image_embedding, token_attention"):
+        TokenCache(tmp_path / "c").get("v", evidence=["image_embedding", "token_key"])
+    store = LocalStore(tmp_path / "c")
+    write_shard(store, "other", encoded("w", random_tokens(0, SHAPE), 0.25, "gstep"))
+    with pytest.raises(CorruptShard, match="lacks the columns image_embedding"):
+        TokenCache(tmp_path / "c").get("w", evidence=["image_embedding"])
+
+
+def test_an_inspection_says_what_there_is(tmp_path, capsys):
+    evidence_cache(tmp_path, {"v": random_tokens(0, SHAPE)})
+    store = LocalStore(tmp_path)
+    header = json.loads(store.read(HEADER))
+    header["identity"] |= {"dtype": {"stored": "bfloat16"}, "sampling": {}}
+    header["identity"]["model"]["type"], header["identity"]["pruner"]["params"] = "llava_onevision", {}
+    store.put(HEADER, json.dumps(header).encode())
+    Console(width=200).print(cache_report(TokenCache(tmp_path)))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "evidence of each token token_attention from the encoder's last layer; image_embedding from SigLIP's" in said
+
+
+FRAMES = np.random.default_rng(0).integers(0, 256, (2, 384, 384, 3), dtype=np.uint8)
+
+
+def decoded():
+    return one_row(DECODED, source_record("v", (2, 196, 64), height=384, width=384), {"frames": FRAMES})
+
+
+@pytest.fixture(scope="module")
+def source():
+    return with_pooling_head(ModelSource.resolve("tiny"), "tiny")
+
+
+@pytest.mark.parametrize(("method", "ratio"), [("none", 1.0), ("gstep", 0.25)])
+def test_what_the_encoder_gives_is_stored_at_the_kept_places(source, tmp_path, method, ratio):
+    asked = {"image_embedding": SINGLE_PATCHES, "token_key": LAST_LAYER, "token_attention": LAST_LAYER}
+    setup = EncodeSetup(source, method, ratio, device="cpu", evidence=asked)
+    plain = EncodeSetup(source, method, ratio, device="cpu")
+    more = setup.bytes_per_video(2, 384, 384) - plain.bytes_per_video(2, 384, 384)
+    assert more == 2 * round(ratio * 2 * 196) * (64 + 32 + 1)  # numbers of a token's evidence
+    store = LocalStore(tmp_path)
+    identity = {"retention_ratio": ratio, "evidence": asked}
+    store.put(HEADER, json.dumps({"schema_version": 1, "identity": identity}).encode())
+    write_shard(store, "run", next(Encoder(setup)(decoded())))
+    visual = load_backbone(source, choose_runtime("cpu", "float32")).encode(FRAMES, asked)
+    video = TokenCache(tmp_path).get("v", evidence=tuple(asked))
+    assert len(video.index) == round(ratio * 392)
+    for name, values in visual.evidence.items():
+        assert torch.equal(video.evidence[name], values.bfloat16().flatten(0, 1)[video.index]), name
+    assert torch.equal(video.tokens, visual.tokens.bfloat16().flatten(0, 1)[video.index])
+
+
+def test_evidence_that_is_not_finite_is_an_error_row(source, monkeypatch):
+    encoder = Encoder(EncodeSetup(source, "none", 1.0, device="cpu", evidence={"image_embedding": SINGLE_PATCHES}))
+    encoder._backbone.pooling_head.head.mlp.fc2.bias.fill_(float("nan"))
+    (record,) = records(next(encoder(decoded())))
+    assert (record["error_class"], record["error_stage"]) == ("internal", "encode")
+    assert "the evidence image_embedding has values that are not finite" in record["error_message"]
+
+
+GSTEP, FASTVID = gstep.make_pruner("gstep"), gstep.make_pruner("fastvid")
+
+
+@pytest.mark.parametrize(
+    ("asked", "model", "pruner", "why"),
+    [
+        (["magic"], "llava_onevision", GSTEP, "'magic' is no evidence; known: token_attention, token_key, image_emb"),
+        (["frame_feature"], "llava_onevision", GSTEP, "'frame_feature' is not given for each token"),
+        (["image_embedding,"], "llava_onevision", GSTEP, "'' is no evidence"),
+        (["token_attention"], "llava_onevision", GSTEP, r"last_layer \(.*\) or pooling_head \(.*\): name one"),
+        (["token_attention=x"], "llava_onevision", GSTEP, "gives it from last_layer or pooling_head"),
+        (
+            ["token_attention=last_layer,token_attention=pooling_head"],
+            "llava_onevision",
+            GSTEP,
+            "from last_layer and pooling_head: a cache holds one",
+        ),
+        (["image_embedding"], "llava_onevision", FASTVID, "--pruner fastvid merges tokens"),
+        (["image_embedding"], "qwen3_vl", GSTEP, "qwen3_vl does not give it; CDPruner needs none there: it compares"),
+        (["token_key"], "qwen2_5_vl", GSTEP, "qwen2_5_vl does not give it; models of type llava_onevision do"),
+    ],
+)
+def test_what_cannot_be_stored_is_refused(asked, model, pruner, why):
+    with pytest.raises(UsageError, match=why):
+        evidence_sources(asked, model, pruner)
+
+
+def test_what_can_be_stored_is_found_where_it_lies():
+    llava = evidence_sources(["image_embedding", "token_attention=last_layer, token_key"], "llava_onevision", GSTEP)
+    assert llava == {"image_embedding": SINGLE_PATCHES, "token_attention": LAST_LAYER, "token_key": LAST_LAYER}
+    assert evidence_sources(["token_attention"], "qwen3_vl", GSTEP) == {"token_attention": MERGED_QUERIES}
+    assert evidence_sources([], "qwen3_vl", FASTVID) == {}
+
+
+@pytest.fixture
+def request_for(tmp_path):
+    """A request to prune one clip into ``tmp_path / "c"``, checked: a Job."""
+    (tmp_path / "videos").mkdir()
+    shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
+
+    def make(**options):
+        options = {"pruner": "none", "dtype": "float32", **options}
+        return prepare(PruneConfig(str(tmp_path / "videos"), str(tmp_path / "c"), **options), Console())
+
+    return make
+
+
+def test_another_evidence_or_other_weights_of_its_head_are_another_cache(request_for, tmp_path):
+    asked = {"evidence": ["image_embedding"], "siglip": "tiny"}
+    job = request_for(**asked)
+    assert job.evidence == {"image_embedding": SINGLE_PATCHES} and "evidence" not in request_for().identity("float32")
+    store = LocalStore(tmp_path / "c")
+    store.make()
+    store.put(HEADER, json.dumps({"schema_version": 1, "identity": job.identity("float32")}).encode())
+    write_shard(store, "run", encoded("v", random_tokens(0), 1.0, "none"))
+    assert request_for(**asked).identity("float32") == job.identity("float32")
+    with pytest.raises(IdentityMismatch, match=r"evidence: the cache has \{'image_embedding'.*this run None"):
+        request_for()
+    with pytest.raises(IdentityMismatch, match=r"evidence\.token_key: the cache has None, this run 'last_layer'"):
+        request_for(evidence=["image_embedding", "token_key"], siglip="tiny")
+    folder = Path(shutil.copytree(tiny.build("tiny-siglip"), tmp_path / "siglip"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["vision_model.head.mlp.fc2.bias"] += 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(IdentityMismatch, match="pooling_head: the cache has 'siglip-head:"):
+        request_for(**{**asked, "siglip": str(folder)})
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"evidence": ["image_embedding"]}, "--evidence image_embedding: .*since one of llava_onevision .*--siglip"),
+        ({"siglip": "tiny"}, "this --pruner none does not, and no --evidence does"),
+        ({"pruner": "gstep", "evidence": ["token_key"], "siglip": "tiny"}, "no --evidence does"),
+        (
+            {"pruner": "fastvid", "siglip": "tiny", "pruner_param": ["variant=qwen"]},
+            "--pruner fastvid with variant=qwen: the encoder of llava_onevision does not give token_attention",
+        ),
+        ({"model": "tiny-qwen3-vl", "evidence": ["image_embedding"], "siglip": "tiny"}, "CDPruner needs none there"),
+        ({"model": "tiny-qwen3-vl", "evidence": ["token_attention"], "siglip": "tiny"}, "no --evidence does"),
+    ],
+)
+def test_a_request_says_which_flag_is_wrong(request_for, options, why):
+    with pytest.raises(UsageError, match=why):
+        request_for(**options)
+
+
+ABLATIONS = [
+    *(("gstep", f"smoothing={kernel}") for kernel in ("raw", "box", "gaussian")),
+    *(("gstep", f"fusion={factors}") for factors in ("temporal", "spatial", "full")),
+    *((method, None) for method in ("random", "uniform", "topk", "fps", "gstep")),
+]
+
+
+def test_every_row_of_the_papers_ablations_can_be_asked_for(request_for):
+    """Smoothing, fusion and sampling: each is a setting of its own, and each default is GSTEP itself."""
+    tokens, chosen = random_tokens(0, (12, 25, 16)), {}
+    for method, param in ABLATIONS:
+        job = request_for(pruner=method, pruner_param=[] if param is None else [param])
+        held = job.identity("float32")["pruner"]
+        assert held["method"] == method and (param is None or held["params"][param.split("=")[0]] in param)
+        chosen[method, param] = tuple(gstep.prune(tokens, 0.25, method, **job.config.pruner_params()).index.tolist())
+    own = chosen.pop(("gstep", None))
+    assert chosen.pop(("gstep", "smoothing=gaussian")) == own == chosen.pop(("gstep", "fusion=full"))
+    assert len({own, *chosen.values()}) == 1 + len(chosen) == 9
