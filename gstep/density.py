@@ -26,20 +26,23 @@ def work_dtype(tokens: Tensor) -> torch.dtype:
     return torch.float64 if tokens.dtype == torch.float64 else torch.float32
 
 
+def scale_exponent(tokens: Tensor) -> int:
+    """The k for which tokens * 2**k is in a range where squares neither overflow nor vanish; 0 if they are already."""
+    safe, furthest = (300, 1000) if tokens.dtype == torch.float64 else (40, 126)
+    low, high = torch.stack(torch.aminmax(tokens)).tolist()
+    exponent = math.frexp(max(-low, high))[1]
+    return 0 if abs(exponent) <= safe else max(-furthest, min(furthest, -exponent))
+
+
 def working_copy(tokens: Tensor) -> Tensor:
     """``tokens``, of any shape, in their work dtype and in a range where squares neither overflow nor vanish.
 
     Where the largest magnitude lies far out, all values are multiplied by one power of two: exact, and neither cosines
     nor the spatial density depend on it. No copy is made where there is nothing to do.
     """
-    dtype = work_dtype(tokens)
-    safe, furthest = (300, 1000) if dtype == torch.float64 else (40, 126)
-    low, high = torch.stack(torch.aminmax(tokens)).tolist()
-    exponent = math.frexp(max(-low, high))[1]
-    tokens = tokens.to(dtype)
-    if abs(exponent) <= safe:
-        return tokens
-    return tokens * 2.0 ** max(-furthest, min(furthest, -exponent))
+    exponent = scale_exponent(tokens)
+    tokens = tokens.to(work_dtype(tokens))
+    return tokens * 2.0**exponent if exponent else tokens
 
 
 def row_slices(rows: Tensor) -> Iterator[slice]:
