@@ -118,7 +118,8 @@ def _inverse_norms(tokens_MD: Tensor) -> Tensor:
     """``gstep.sampling.inverse_norms`` with one order of summation for all rows."""
     n_tokens, hidden = tokens_MD.shape
     square_M = torch.empty(n_tokens, dtype=torch.float64, device=tokens_MD.device)
-    kernels.squares_kernel[(n_tokens,)](tokens_MD, square_M, HIDDEN=hidden, BLOCK_D=1024, num_warps=4)
+    grid = (triton.cdiv(n_tokens, 16),)
+    kernels.squares_kernel[grid](tokens_MD, square_M, n_tokens, HIDDEN=hidden, BLOCK=16, BLOCK_D=128, num_warps=4)
     return square_M.sqrt().reciprocal().masked_fill(square_M == 0, 0.0)
 
 

@@ -50,19 +50,27 @@ def _dots(
 
 
 @triton.jit
-def squares_kernel(tokens_ptr: tl.tensor, squares_ptr: tl.tensor, HIDDEN: tl.constexpr, BLOCK_D: tl.constexpr) -> None:
-    """The squared L2 norm of a token, float64. Grid: (M,).
+def squares_kernel(
+    tokens_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
+    n_tokens: tl.tensor,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """The squared L2 norms of tokens, float64. Grid: (ceil(M / BLOCK),).
 
-    torch's own reduction splits rows by how many there are: copies in two of its launches may differ in the last bit.
+    torch's own reduction sums rows in another order where there are few: copies in two of its launches may differ.
     """
-    token = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     offset = tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK_D,), tl.float64)
+    row_ptr = tokens_ptr + token.to(tl.int64)[:, None] * HIDDEN + offset[None, :]
+    total = tl.zeros((BLOCK, BLOCK_D), tl.float64)
     for start in range(0, HIDDEN, BLOCK_D):
-        inside = start + offset < HIDDEN
-        value = tl.load(tokens_ptr + token * HIDDEN + start + offset, mask=inside, other=0.0).to(tl.float64)
+        inside = (token < n_tokens)[:, None] & (start + offset < HIDDEN)[None, :]
+        value = tl.load(row_ptr + start, mask=inside, other=0.0).to(tl.float64)
         total += value * value
-    tl.store(squares_ptr + token, tl.sum(total, 0))
+    tl.store(squares_ptr + token, tl.sum(total, 1), mask=token < n_tokens)
 
 
 @triton.jit
@@ -171,40 +179,6 @@ def score_kernel(
 
 
 @triton.jit
-def _winner(
-    distance: tl.tensor,
-    weight: tl.tensor,
-    term_ptr: tl.tensor,
-    alpha: tl.tensor,
-    beta: tl.tensor,
-    bar_key: tl.tensor,
-    bar_score: tl.tensor,
-    bar_place: tl.tensor,
-    width: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
-    """Eq. (12): the place of the largest score, the lowest among equals, and whether it passes the bar.
-
-    The key (distance + beta) * weight orders as the score does and needs no logarithm; it decides alone, unless other
-    tokens or the bar come so near that the score's own rounding may make them equal.
-    """
-    place = tl.arange(0, BLOCK)
-    key = (distance + beta) * weight
-    top = tl.max(key, 0)
-    near = key >= top * (1.0 - _NEAR)
-    # One sum tells the place of a single token, and (by reaching 2 * BLOCK) that there are more.
-    total = tl.sum(tl.where(near, BLOCK + place, 0), 0)
-    best = total - BLOCK
-    going = top > bar_key * (1.0 + _NEAR)
-    if (total >= 2 * BLOCK) | (going == 0):
-        term = tl.load(term_ptr + place, mask=place < width, other=0.0)
-        score = tl.where(near, _score(distance, term, alpha, beta), -float("inf"))
-        top, best = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
-        going = (top > bar_score) | ((top == bar_score) & (best < bar_place))
-    return best, going
-
-
-@triton.jit
 def greedy_kernel(
     gram_ptr: tl.tensor,
     row_ptr: tl.tensor,
@@ -248,7 +222,20 @@ def greedy_kernel(
     inverse = tl.load(inverse_ptr + place, mask=inside, other=0.0)
     going = count < budget
     while going:
-        best, going = _winner(distance, weight, term_ptr, alpha, beta, bar_key, bar_score, bar_place, width, BLOCK)
+        # The key orders as the score does and needs no logarithm. It decides alone, unless other tokens or the bar come
+        # so near that the score's own rounding may make them equal.
+        key = (distance + beta) * weight
+        top = tl.max(key, 0)
+        near = key >= top * (1.0 - _NEAR)
+        # One sum tells the place of a single token, and, by reaching 2 * BLOCK, that there are more.
+        total = tl.sum(tl.where(near, BLOCK + place, 0), 0)
+        best = total - BLOCK
+        going = top > bar_key * (1.0 + _NEAR)
+        if (total >= 2 * BLOCK) | (going == 0):
+            term = tl.load(term_ptr + place, mask=inside, other=0.0)
+            score = tl.where(near, _score(distance, term, alpha, beta), -float("inf"))
+            top, best = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+            going = (top > bar_score) | ((top == bar_score) & (best < bar_place))
         if going:
             row = gram_ptr + best.to(tl.int64) * width + place
             dot = tl.load(row, mask=inside, other=0.0, eviction_policy="evict_first")

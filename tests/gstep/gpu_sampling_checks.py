@@ -77,16 +77,16 @@ def structured(n_frames: int, per_frame: int, dim: int, seed: int = 0) -> torch.
 @pytest.mark.parametrize("form", FORMS)
 def test_order_is_the_oracles_where_products_are_exact(form: str, alpha: float, dtype: torch.dtype) -> None:
     case = round(10 * alpha) + DTYPES.index(dtype)
-    n_tokens, dim, start = (90, 33, 47)[case % 3], (4, 8, 16)[case % 3], STARTS[case % len(STARTS)]
+    n_tokens, dim, start = (65, 33, 47)[case % 3], (4, 8, 16)[case % 3], STARTS[case % len(STARTS)]
     tokens, rho = grid(n_tokens, dim, 1 + case % 3, case).to(dtype), levels(n_tokens, case)
     expected = density_guided_fps(tokens, rho, n_tokens, alpha=alpha, start=start).tolist()
     assert select(form, tokens, rho, n_tokens, alpha=alpha, start=start) == expected
 
 
-@settings(derandomize=True, deadline=None, max_examples=12, suppress_health_check=[HealthCheck.too_slow])
+@settings(derandomize=True, deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 10_000),
-    n_tokens=st.integers(1, 40),
+    n_tokens=st.integers(1, 33),
     dim=st.sampled_from([1, 3, 8, 17]),
     alpha=st.sampled_from([0.05, 0.3, 0.5, 0.9, 1.0]),
     start=st.sampled_from(STARTS),
@@ -101,22 +101,22 @@ def test_any_integers(seed: int, n_tokens: int, dim: int, alpha: float, start: s
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["structured", "random"])
-@pytest.mark.parametrize(("form", "candidates", "rounds"), [("gram", 0, 0), ("lazy", 5, 3), ("lazy", 48, 1)])
+@pytest.mark.parametrize(("form", "candidates", "rounds"), [("gram", 0, 0), ("lazy", 5, 2), ("lazy", 48, 1)])
 def test_continuous_tokens(form: str, candidates: int, rounds: int, kind: str, dtype: torch.dtype) -> None:
     # Random tokens show what structured ones hide: a distance that missed one pick.
     rng = np.random.default_rng(1)
-    tokens = structured(7, 21, 40) if kind == "structured" else torch.from_numpy(rng.normal(size=(147, 40)))
-    rho = torch.from_numpy(rng.uniform(0, 2, 147))
-    expected = density_guided_fps(tokens.to(dtype).double(), rho, 60).tolist()
-    assert select(form, tokens.to(dtype), rho, 60, candidates=candidates, rounds=rounds) == expected
+    tokens = structured(7, 17, 40) if kind == "structured" else torch.from_numpy(rng.normal(size=(119, 40)))
+    rho = torch.from_numpy(rng.uniform(0, 2, 119))
+    expected = density_guided_fps(tokens.to(dtype).double(), rho, 40).tolist()
+    assert select(form, tokens.to(dtype), rho, 40, candidates=candidates, rounds=rounds) == expected
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_copies_of_a_token_go_to_the_lowest_index(form: str) -> None:
     frame = torch.from_numpy(np.random.default_rng(3).normal(size=(13, 50))).half()
-    order = select(form, frame.repeat(7, 1), torch.zeros(91, dtype=torch.float64), 91, alpha=1.0)
+    order = select(form, frame.repeat(7, 1), torch.zeros(91, dtype=torch.float64), 40, alpha=1.0)
     assert sorted(order[:13]) == list(range(13))
-    assert order[13:] == list(range(13, 91))
+    assert order[13:] == list(range(13, 40))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -139,7 +139,7 @@ def test_any_budget(form: str, n_tokens: int, budget: int) -> None:
 
 def test_batches_of_both_forms_and_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_sampling, "MAX_GRAM_TOKENS", 64)
-    budgets = {20: 20, 65: 9, 33: 1, 50: 17, 64: 30}
+    budgets = {20: 20, 65: 9, 33: 1, 50: 17, 64: 12}
     videos = [
         (grid(size, 6, 2, size).to(dtype), levels(size, size), budget)
         for (size, budget), dtype in zip(budgets.items(), [*DTYPES, torch.float64, torch.float16], strict=True)
