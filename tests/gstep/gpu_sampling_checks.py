@@ -83,6 +83,14 @@ def test_order_is_the_oracles_where_products_are_exact(form: str, alpha: float, 
     assert select(form, tokens, rho, n_tokens, alpha=alpha, start=start) == expected
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seed", [114, 981])
+def test_scores_that_round_to_one_number_are_a_tie(seed: int, form: str) -> None:
+    # Of these the logarithm makes two different keys equal at the 30th and the 18th pick.
+    tokens, rho = grid(40, 8, 3, seed).half(), levels(40, seed)
+    assert select(form, tokens, rho, 40) == density_guided_fps(tokens, rho, 40).tolist()
+
+
 @settings(derandomize=True, deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow])
 @given(
     seed=st.integers(0, 10_000),
