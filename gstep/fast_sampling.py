@@ -1,10 +1,14 @@
-"""Density-guided farthest point sampling in the form that is fastest where the tokens are; all select the same."""
+"""Density-guided farthest point sampling in the form that is fastest for the tokens and where they are.
+
+All forms select the same tokens: gstep.sampling says which, gstep.lazy_sampling does it on a CPU, gstep.gpu_sampling on
+a GPU.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from gstep.density import working_copy
+from gstep.gpu_sampling import select_on_gpu
 from gstep.lazy_sampling import lazy_density_guided_fps
 from gstep.sampling import density_guided_fps
 
@@ -22,6 +26,10 @@ def fast_density_guided_fps(
     start: str = "density",
 ) -> Tensor:
     """As gstep.sampling.density_guided_fps: tokens as they came, on any device -> [B] int64 in order of selection."""
-    if tokens_MD.is_cpu and tokens_MD.numel() * budget > _SMALL:
-        return lazy_density_guided_fps(tokens_MD, density_M, budget, alpha=alpha, beta=beta, start=start)
-    return density_guided_fps(working_copy(tokens_MD), density_M, budget, alpha=alpha, beta=beta, start=start)
+    if tokens_MD.is_cuda:
+        form = select_on_gpu
+    elif tokens_MD.is_cpu and tokens_MD.numel() * budget > _SMALL:
+        form = lazy_density_guided_fps
+    else:
+        form = density_guided_fps
+    return form(tokens_MD, density_M, budget, alpha=alpha, beta=beta, start=start)

@@ -35,7 +35,7 @@ def test_top_level_is_the_four_rooms():
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("gstep", {"transformers", "ray", "pyarrow", "av", "decord"}),
+        ("gstep", {"transformers", "ray", "pyarrow", "av", "decord", "triton"}),
         ("gstep.backbones", {"transformers", "ray", "pyarrow"}),
         ("pipeline.config", {"torch", "ray", "pyarrow", "transformers"}),
         ("jobs.prune", {"torch", "ray", "pyarrow", "transformers"}),

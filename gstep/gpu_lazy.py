@@ -1,0 +1,137 @@
+"""Density-guided farthest point sampling on a GPU in O(M * D) memory, for videos of many tokens.
+
+Distances only shrink, so that a score computed against earlier picks is an upper bound. A round takes the K best such
+scores, brings them up to date, and runs the exact greedy among them for as long as it beats the best other one.
+
+Importing this needs Triton. Shapes: M tokens, D hidden size, B budget, K candidates of a round, S = K rounded up.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from gstep import triton_kernels as kernels
+from gstep.gpu_forms import (
+    NO_DISTANCE,
+    UNFUSED,
+    Task,
+    fill_gram,
+    gram_width,
+    no_bar,
+    run_greedy,
+    stack_padded,
+    tile_options,
+)
+
+
+class LazyForm:
+    """The state of one video between rounds.
+
+    Attributes:
+        distance_M: float64, each token's distance to the first ``mark_M`` picks, -inf once it is picked.
+        mark_M: int32.
+        order_B: int64, of which ``count_1`` (int32) are valid.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        n_tokens, device = len(task.tokens), task.tokens.device
+        self.distance_M = torch.full_like(task.inverse, NO_DISTANCE).index_fill_(0, task.start, -torch.inf)
+        self.mark_M = torch.zeros(n_tokens, dtype=torch.int32, device=device)
+        self.order_B = torch.zeros(task.budget, dtype=torch.int64, device=device)
+        self.order_B[:1] = task.start
+        self.count_1 = torch.ones(1, dtype=torch.int32, device=device)
+        self._budget_1 = torch.full_like(self.count_1, task.budget)
+        self._every_M = torch.arange(n_tokens, device=device)
+        self._refresh(self._every_M, 1)
+        self.mark_M.fill_(1)
+
+    def select(self) -> Tensor:
+        """[B] int64, the picks in order of selection.
+
+        Raises RuntimeError where rounds stop making progress, which finite tokens and densities rule out.
+        """
+        tuning = self.task.tuning
+        known, idle = 1, 0  # picks that the host has heard of, and rounds since the last
+        while known < self.task.budget:
+            for ahead in range(tuning.rounds):
+                self._round(min(self.task.budget, known + ahead * tuning.candidates))
+            before, known = known, int(self.count_1)
+            idle = idle + tuning.rounds if known == before else 0
+            # A round that picks nothing has brought one token at least up to date that was not.
+            if idle > len(self.distance_M) + tuning.rounds:
+                raise RuntimeError(f"no token selected in {idle} rounds, after {known} of {self.task.budget}")
+        return self.order_B
+
+    def _round(self, most_picks: int) -> None:
+        """Pick what is sure among the best candidates; so far there are at most ``most_picks`` picks."""
+        task = self.task
+        row_K, bar = self._candidates()
+        # Tokens that are equally far behind stand together: each tile of them catches up from its own last mark.
+        self._refresh(row_K[self.mark_M[row_K].argsort()], most_picks)
+        width = gram_width(len(row_K))
+        gram_SS = torch.empty(width, width, dtype=torch.float32, device=row_K.device)
+        fill_gram(task, row_K, gram_SS)
+        distance_1S = stack_padded([self.distance_M[row_K]], width, -torch.inf)
+        run_greedy(
+            gram_SS,
+            row_K,
+            distance_1S,
+            stack_padded([task.weight[row_K]], width, 1.0),
+            stack_padded([task.inverse[row_K]], width, 0.0),
+            stack_padded([task.term[row_K]], width, 0.0),
+            bar,
+            self.order_B[None],
+            self.count_1,
+            self._budget_1,
+            task.constants,
+        )
+        # All of them now know all picks: those before by the refresh, those of this round by their Gram matrix.
+        self.distance_M[row_K] = distance_1S[0, : len(row_K)]
+        self.mark_M[row_K] = self.count_1
+
+    def _candidates(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The K best tokens by stale score, ties by lowest index, in ascending order; the best other one as the bar.
+
+        The best of all is among them, so that it is picked or refreshed.
+        """
+        n_tokens, n_rows = len(self.distance_M), self.task.tuning.candidates
+        if n_tokens <= n_rows:
+            return self._every_M, no_bar(self.distance_M.device)
+        score_M = self._scores()
+        level = torch.topk(score_M, n_rows, sorted=False).values.amin()
+        above_M, level_M = score_M > level, score_M == level
+        chosen_M = above_M | (level_M & (level_M.cumsum(0) <= n_rows - above_M.sum()))
+        # What is not chosen goes to one place beyond the end.
+        place_M = torch.where(chosen_M, chosen_M.cumsum(0) - 1, n_rows)
+        row_K = self._every_M.new_empty(n_rows + 1).scatter_(0, place_M, self._every_M)[:n_rows]
+        score, best = score_M.masked_fill(chosen_M, -torch.inf).max(dim=0)
+        key = (self.distance_M[best] + self.task.constants[1]) * self.task.weight[best]
+        before = (row_K < best).sum() * (score > -torch.inf)
+        return row_K, (torch.stack([key, score]), before.to(torch.int32)[None])
+
+    def _scores(self) -> Tensor:
+        score_M = torch.empty_like(self.distance_M)
+        grid = (triton.cdiv(len(score_M), 1024),)
+        kernels.score_kernel[grid](
+            self.distance_M, self.task.term, score_M, self.task.constants, len(score_M), BLOCK=1024, **UNFUSED
+        )
+        return score_M
+
+    def _refresh(self, row_R: Tensor, most_picks: int) -> None:
+        """Let the distances of ``row_R`` know all picks; their marks are the caller's to move."""
+        task, block = self.task, self.task.tuning.block
+        kernels.refresh_kernel[(triton.cdiv(len(row_R), block), triton.cdiv(most_picks, block))](
+            task.tokens,
+            row_R,
+            self.distance_M.view(torch.int64),
+            task.inverse,
+            self.mark_M,
+            self.order_B,
+            self.count_1,
+            task.constants,
+            len(row_R),
+            **tile_options(task),
+        )

@@ -1,0 +1,248 @@
+"""Triton kernels of density-guided farthest point sampling, Eqs. (9)-(12); ``gstep.gpu_sampling`` launches them.
+
+Checked in Triton's interpreter on a CPU against ``gstep.sampling``, and compiled for sm_80 and sm_90. Neither run nor
+measured on a GPU yet: what is said of speed is arithmetic.
+
+Shapes: M tokens, D = HIDDEN size, R rows that a launch looks at (all tokens or some), S their number rounded up, V
+videos.
+
+Every distance is 1 - dot * (a's inverse norm * b's): the products of raw tokens accumulated in float32, scaled in
+float64 without fused multiply-adds (launch with ``enable_fp_fusion=False``), which is what ``gstep.sampling`` computes.
+Where float32 holds the dot products exactly, distances are therefore bit-equal to its own.
+
+Copies of a token are at bit-equal distances, so that their ties go to the lowest index: all products come from
+``_dots``, where each is accumulated over D in the same order, wherever in a tile or a grid it lies and whichever of its
+two tokens is the row. Hence no split along D, and one shape of tile for all kernels of a selection.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# A key is score's exponential without its rounding: only keys this close, relatively, may be ordered otherwise by it.
+_NEAR = tl.constexpr(1e-10)
+
+
+@triton.jit
+def _dots(
+    tokens_ptr: tl.tensor,
+    a_token: tl.tensor,
+    b_token: tl.tensor,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK, BLOCK] float32 dot products of tokens ``a_token`` [BLOCK] and ``b_token`` [BLOCK]."""
+    offset = tl.arange(0, BLOCK_D)
+    a_ptr = tokens_ptr + a_token.to(tl.int64)[:, None] * HIDDEN + offset[None, :]
+    b_ptr = tokens_ptr + b_token.to(tl.int64)[None, :] * HIDDEN + offset[:, None]
+    dots = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for start in range(0, HIDDEN, BLOCK_D):
+        if HIDDEN % BLOCK_D == 0:
+            a = tl.load(a_ptr + start)
+            b = tl.load(b_ptr + start)
+        else:
+            a = tl.load(a_ptr + start, mask=(start + offset < HIDDEN)[None, :], other=0.0)
+            b = tl.load(b_ptr + start, mask=(start + offset < HIDDEN)[:, None], other=0.0)
+        dots = tl.dot(a, b, dots, input_precision="ieee")
+    return dots
+
+
+@triton.jit
+def squares_kernel(
+    tokens_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
+    n_tokens: tl.tensor,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """The squared L2 norms of tokens, float64. Grid: (ceil(M / BLOCK),).
+
+    torch's own reduction sums rows in another order where there are few: copies in two of its launches may differ.
+    """
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.arange(0, BLOCK_D)
+    row_ptr = tokens_ptr + token.to(tl.int64)[:, None] * HIDDEN + offset[None, :]
+    total = tl.zeros((BLOCK, BLOCK_D), tl.float64)
+    for start in range(0, HIDDEN, BLOCK_D):
+        inside = (token < n_tokens)[:, None] & (start + offset < HIDDEN)[None, :]
+        value = tl.load(row_ptr + start, mask=inside, other=0.0).to(tl.float64)
+        total += value * value
+    tl.store(squares_ptr + token, tl.sum(total, 1), mask=token < n_tokens)
+
+
+@triton.jit
+def gram_kernel(
+    tokens_ptr: tl.tensor,
+    row_ptr: tl.tensor,
+    gram_ptr: tl.tensor,
+    n_rows: tl.tensor,
+    stride: tl.tensor,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> None:
+    """The dot products of tokens ``row_ptr`` [R] with each other, [R, stride] float32; columns from R on stay as they
+    are.
+
+    Grid: (ceil(R / BLOCK) ** 2,). Tiles below the diagonal are written by those above it. GROUP rows of tiles are
+    walked column by column, so that programs that run together share tokens in L2.
+    """
+    n_tiles = tl.cdiv(n_rows, BLOCK)
+    program = tl.program_id(0)
+    first = program // (GROUP * n_tiles) * GROUP
+    height = tl.minimum(n_tiles - first, GROUP)
+    tile_row = first + program % (GROUP * n_tiles) % height
+    tile_column = program % (GROUP * n_tiles) // height
+    if tile_column < tile_row:
+        return
+    row = tile_row * BLOCK + tl.arange(0, BLOCK)
+    column = tile_column * BLOCK + tl.arange(0, BLOCK)
+    # Rows past the end repeat the last one: cheaper than a mask on every load, and never stored.
+    row_token = tl.load(row_ptr + tl.minimum(row, n_rows - 1))
+    column_token = tl.load(row_ptr + tl.minimum(column, n_rows - 1))
+    dots = _dots(tokens_ptr, row_token, column_token, HIDDEN, BLOCK, BLOCK_D)
+    inside = (row < n_rows)[:, None] & (column < n_rows)[None, :]
+    tl.store(gram_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], dots, mask=inside)
+    if tile_column > tile_row:
+        tl.store(gram_ptr + column.to(tl.int64)[None, :] * stride + row[:, None], dots, mask=inside)
+
+
+@triton.jit
+def _distance(dot: tl.tensor, inverse: tl.tensor, zero_distance: tl.tensor) -> tl.tensor:
+    """Cosine distance, float64; what lies below ``zero_distance``, and the NaN that padding may hold, is 0."""
+    distance = 1.0 - dot.to(tl.float64) * inverse
+    return tl.where(distance >= zero_distance, distance, 0.0)
+
+
+@triton.jit
+def refresh_kernel(
+    tokens_ptr: tl.tensor,
+    row_ptr: tl.tensor,
+    distance_ptr: tl.tensor,
+    inverse_ptr: tl.tensor,
+    mark_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    constants_ptr: tl.tensor,
+    n_rows: tl.tensor,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Eq. (10) for tokens ``row_ptr`` [R]: the minimum with their distances to what was picked since their last turn.
+
+    ``distance_ptr`` [M] is float64 read as int64: both order non-negative numbers, and -inf below them, alike.
+    ``mark_ptr`` [M]: so many picks a token's distance knows. Each program looks at all its rows together, from their
+    smallest mark on; knowing a pick twice changes nothing. Grid: (ceil(R / BLOCK), ceil(picks / BLOCK)).
+    """
+    count = tl.load(count_ptr)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(row_ptr + tl.minimum(row, n_rows - 1))
+    known = tl.min(tl.load(mark_ptr + token), 0)
+    first = tl.program_id(1) * BLOCK
+    if (first >= count) | (first + BLOCK <= known):
+        return
+    picked = tl.load(order_ptr + tl.minimum(place, count - 1))
+    dots = _dots(tokens_ptr, token, picked, HIDDEN, BLOCK, BLOCK_D)
+    inverse = tl.load(inverse_ptr + token)[:, None] * tl.load(inverse_ptr + picked)[None, :]
+    nearest = tl.min(_distance(dots, inverse, tl.load(constants_ptr + 2)), 1)
+    tl.atomic_min(distance_ptr + token, nearest.to(tl.int64, bitcast=True), mask=row < n_rows, sem="relaxed")
+
+
+@triton.jit
+def _score(distance: tl.tensor, term: tl.tensor, alpha: tl.tensor, beta: tl.tensor) -> tl.tensor:
+    """Eq. (11), float64; -inf for what is picked."""
+    return tl.where(distance >= 0.0, alpha * tl.log(tl.maximum(distance, 0.0) + beta) + term, -float("inf"))
+
+
+@triton.jit
+def score_kernel(
+    distance_ptr: tl.tensor,
+    term_ptr: tl.tensor,
+    score_ptr: tl.tensor,
+    constants_ptr: tl.tensor,
+    n_tokens: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Eq. (11) of every token, by the same logarithm as in ``greedy_kernel``. Grid: (ceil(M / BLOCK),)."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < n_tokens
+    distance = tl.load(distance_ptr + token, mask=inside, other=0.0)
+    term = tl.load(term_ptr + token, mask=inside, other=0.0)
+    score = _score(distance, term, tl.load(constants_ptr), tl.load(constants_ptr + 1))
+    tl.store(score_ptr + token, score, mask=inside)
+
+
+@triton.jit
+def greedy_kernel(
+    gram_ptr: tl.tensor,
+    row_ptr: tl.tensor,
+    distance_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    inverse_ptr: tl.tensor,
+    term_ptr: tl.tensor,
+    bar_ptr: tl.tensor,
+    bar_place_ptr: tl.tensor,
+    order_ptr: tl.tensor,
+    count_ptr: tl.tensor,
+    budget_ptr: tl.tensor,
+    constants_ptr: tl.tensor,
+    width: tl.tensor,
+    order_width: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Eqs. (10)-(12), one pick after the other, until a video's budget is spent or no row passes the bar. Grid: (V,).
+
+    One program a video, which keeps its distances in registers; ``width`` is S, BLOCK the power of 2 from there on.
+    ``gram_ptr`` [V, S, S] float32; ``distance_ptr`` [V, S] float64, -inf for what is picked or padding, is left as it
+    is after the last pick; weight, inverse norm and term [V, S] float64. ``row_ptr`` [S]: each row's token, ascending.
+    The bar is the best token that is no row here: its key and score in ``bar_ptr`` [2], and how many rows come before
+    it by index; -inf, -inf and 0 where there is none. ``order_ptr`` [V, order_width] int64 and ``count_ptr`` [V] go on
+    from what they hold.
+    """
+    video = tl.program_id(0).to(tl.int64)
+    alpha, beta, zero_distance = tl.load(constants_ptr), tl.load(constants_ptr + 1), tl.load(constants_ptr + 2)
+    bar_key, bar_score, bar_place = tl.load(bar_ptr), tl.load(bar_ptr + 1), tl.load(bar_place_ptr)
+    gram_ptr += video * width * width
+    order_ptr += video * order_width
+    inverse_ptr += video * width
+    term_ptr += video * width
+    count = tl.load(count_ptr + video)
+    budget = tl.load(budget_ptr + video)
+    place = tl.arange(0, BLOCK)
+    # The bound is a multiple of 16 known to the compiler, so that these and the rows below are loads of 16 bytes.
+    inside = place < width
+    distance = tl.load(distance_ptr + video * width + place, mask=inside, other=-float("inf"))
+    weight = tl.load(weight_ptr + video * width + place, mask=inside, other=1.0)
+    inverse = tl.load(inverse_ptr + place, mask=inside, other=0.0)
+    going = count < budget
+    while going:
+        # The key orders as the score does and needs no logarithm. It decides alone, unless other tokens or the bar come
+        # so near that the score's own rounding may make them equal.
+        key = (distance + beta) * weight
+        top = tl.max(key, 0)
+        near = key >= top * (1.0 - _NEAR)
+        # One sum tells the place of a single token, and, by reaching 2 * BLOCK, that there are more.
+        total = tl.sum(tl.where(near, BLOCK + place, 0), 0)
+        best = total - BLOCK
+        going = top > bar_key * (1.0 + _NEAR)
+        if (total >= 2 * BLOCK) | (going == 0):
+            term = tl.load(term_ptr + place, mask=inside, other=0.0)
+            score = tl.where(near, _score(distance, term, alpha, beta), -float("inf"))
+            top, best = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+            going = (top > bar_score) | ((top == bar_score) & (best < bar_place))
+        if going:
+            row = gram_ptr + best.to(tl.int64) * width + place
+            dot = tl.load(row, mask=inside, other=0.0, eviction_policy="evict_first")
+            nearer = _distance(dot, inverse * tl.load(inverse_ptr + best), zero_distance)
+            distance = tl.where(place == best, -float("inf"), tl.minimum(distance, nearer))
+            tl.store(order_ptr + count, tl.load(row_ptr + best))
+            count += 1
+            going = count < budget
+    tl.store(distance_ptr + video * width + place, distance, mask=inside)
+    tl.store(count_ptr + video, count)

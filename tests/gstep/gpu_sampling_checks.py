@@ -1,0 +1,202 @@
+"""The GPU kernels against ``gstep.sampling``: run by test_gpu_sampling.py in a process of its own.
+
+With TRITON_INTERPRET=1, which must be set before anything imports Triton, on CPU tensors; else on CUDA ones.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gstep import gpu_sampling
+from gstep.gpu_forms import Tuning, default_tuning, gram_form, prepare
+from gstep.gpu_lazy import LazyForm
+from gstep.gpu_sampling import select_batch_on_gpu, select_on_gpu
+from gstep.sampling import STARTS, density_guided_fps
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+FORMS = ["gram", "lazy"]
+cuda_only = pytest.mark.skipif(INTERPRETED, reason="too large for the interpreter")
+
+
+def tuning(dtype: torch.dtype, candidates: int = 16, rounds: int = 1) -> Tuning:
+    if INTERPRETED:
+        return Tuning(block=32, block_hidden=16, candidates=candidates, rounds=rounds)
+    return replace(default_tuning(dtype, 0), candidates=candidates, rounds=rounds)
+
+
+def select(
+    form: str,
+    tokens: torch.Tensor,
+    rho: torch.Tensor,
+    budget: int,
+    *,
+    alpha: float = 0.5,
+    beta: float = 1e-6,
+    start: str = "density",
+    candidates: int = 16,
+    rounds: int = 1,
+) -> list[int]:
+    sizes = tuning(tokens.dtype, candidates, rounds)
+    task = prepare(tokens.to(DEVICE), rho.to(DEVICE), budget, alpha=alpha, beta=beta, start=start, tuning=sizes)
+    assert task is not None
+    order = gram_form([task])[0] if form == "gram" else LazyForm(task).select()
+    assert order.dtype == torch.int64
+    return order.tolist()
+
+
+def grid(n_tokens: int, dim: int, largest: int, seed: int) -> torch.Tensor:
+    """Integer tokens: products that float32 holds, many equal distances, copies, zero tokens where ``dim`` is small."""
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.integers(-largest, largest + 1, (n_tokens, dim)))
+
+
+def levels(n_tokens: int, seed: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(seed).choice([0.0, 0.25, 1 / 3, 0.5, 1.0], n_tokens))
+
+
+def structured(n_frames: int, per_frame: int, dim: int, seed: int = 0) -> torch.Tensor:
+    """Two scenes that drift, and noise."""
+    rng = np.random.default_rng(seed)
+    scene = np.repeat(rng.normal(0.3, 1, (2, per_frame, dim)), -(-n_frames // 2), axis=0)[:n_frames]
+    drift = rng.normal(0, 0.05, (n_frames, 1, dim)).cumsum(axis=0)
+    return torch.from_numpy(scene + drift + 0.2 * rng.normal(size=scene.shape)).flatten(0, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("form", FORMS)
+def test_order_is_the_oracles_where_products_are_exact(form: str, alpha: float, dtype: torch.dtype) -> None:
+    case = round(10 * alpha) + DTYPES.index(dtype)
+    n_tokens, dim, start = (65, 33, 47)[case % 3], (4, 8, 16)[case % 3], STARTS[case % len(STARTS)]
+    tokens, rho = grid(n_tokens, dim, 1 + case % 3, case).to(dtype), levels(n_tokens, case)
+    expected = density_guided_fps(tokens, rho, n_tokens, alpha=alpha, start=start).tolist()
+    assert select(form, tokens, rho, n_tokens, alpha=alpha, start=start) == expected
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seed", [114, 981])
+def test_scores_that_round_to_one_number_are_a_tie(seed: int, form: str) -> None:
+    # Of these the logarithm makes two different keys equal at the 30th and the 18th pick.
+    tokens, rho = grid(40, 8, 3, seed).half(), levels(40, seed)
+    assert select(form, tokens, rho, 40) == density_guided_fps(tokens, rho, 40).tolist()
+
+
+@settings(derandomize=True, deadline=None, max_examples=8, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 10_000),
+    n_tokens=st.integers(1, 33),
+    dim=st.sampled_from([1, 3, 8, 17]),
+    alpha=st.sampled_from([0.05, 0.3, 0.5, 0.9, 1.0]),
+    start=st.sampled_from(STARTS),
+    candidates=st.sampled_from([1, 4, 24]),
+)
+def test_any_integers(seed: int, n_tokens: int, dim: int, alpha: float, start: str, candidates: int) -> None:
+    tokens, rho = grid(n_tokens, dim, 2, seed).half(), levels(n_tokens, seed)
+    expected = density_guided_fps(tokens, rho, n_tokens, alpha=alpha, start=start).tolist()
+    for form in FORMS:
+        assert select(form, tokens, rho, n_tokens, alpha=alpha, start=start, candidates=candidates) == expected
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["structured", "random"])
+@pytest.mark.parametrize(("form", "candidates", "rounds"), [("gram", 0, 0), ("lazy", 5, 2), ("lazy", 48, 1)])
+def test_continuous_tokens(form: str, candidates: int, rounds: int, kind: str, dtype: torch.dtype) -> None:
+    # Random tokens show what structured ones hide: a distance that missed one pick.
+    rng = np.random.default_rng(1)
+    tokens = structured(7, 17, 40) if kind == "structured" else torch.from_numpy(rng.normal(size=(119, 40)))
+    rho = torch.from_numpy(rng.uniform(0, 2, 119))
+    expected = density_guided_fps(tokens.to(dtype).double(), rho, 40).tolist()
+    assert select(form, tokens.to(dtype), rho, 40, candidates=candidates, rounds=rounds) == expected
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_copies_of_a_token_go_to_the_lowest_index(form: str) -> None:
+    frame = torch.from_numpy(np.random.default_rng(3).normal(size=(13, 50))).half()
+    order = select(form, frame.repeat(7, 1), torch.zeros(91, dtype=torch.float64), 40, alpha=1.0)
+    assert sorted(order[:13]) == list(range(13))
+    assert order[13:] == list(range(13, 40))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("alpha", [0.5, 1.0])
+def test_zero_tokens_and_no_density(form: str, alpha: float) -> None:
+    zeros = torch.zeros(37, dtype=torch.float64)
+    assert select(form, torch.zeros(37, 8), zeros, 37, alpha=alpha) == list(range(37))
+    tokens = grid(37, 3, 1, 0).float()
+    tokens[[4, 30]] = 0
+    expected = density_guided_fps(tokens, levels(37, 0), 37, alpha=alpha).tolist()
+    assert select(form, tokens, levels(37, 0), 37, alpha=alpha) == expected
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("n_tokens", "budget"), [(1, 1), (16, 1), (33, 33), (32, 7)])
+def test_any_budget(form: str, n_tokens: int, budget: int) -> None:
+    tokens, rho = structured(1, n_tokens, 20), torch.from_numpy(np.random.default_rng(0).uniform(size=n_tokens))
+    assert select(form, tokens.half(), rho, budget) == density_guided_fps(tokens.half(), rho, budget).tolist()
+
+
+def test_batches_of_both_forms_and_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_sampling, "MAX_GRAM_TOKENS", 64)
+    budgets = {20: 20, 65: 9, 33: 1, 50: 17, 64: 12}
+    videos = [
+        (grid(size, 6, 2, size).to(dtype), levels(size, size), budget)
+        for (size, budget), dtype in zip(budgets.items(), [*DTYPES, torch.float64, torch.float16], strict=True)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        orders = select_batch_on_gpu([(tokens.to(DEVICE), rho.to(DEVICE), budget) for tokens, rho, budget in videos])
+    assert not gpu_sampling._broken
+    assert [order.tolist() for order in orders] == [density_guided_fps(*video).tolist() for video in videos]
+    assert select_batch_on_gpu([]) == []
+
+
+@pytest.mark.parametrize("scale", [2.0**100, 2.0**-100])
+def test_extreme_magnitudes_change_nothing(scale: float) -> None:
+    tokens, rho = grid(40, 6, 2, 0).bfloat16(), levels(40, 0)
+    expected = density_guided_fps(tokens, rho, 40).tolist()
+    assert select_on_gpu((tokens * scale).to(DEVICE), rho.to(DEVICE), 40).tolist() == expected
+    assert not gpu_sampling._broken
+
+
+def test_keys_beyond_float64_are_not_for_the_kernels() -> None:
+    tokens, rho = grid(9, 4, 2, 0).half().to(DEVICE), torch.zeros(9, dtype=torch.float64, device=DEVICE)
+    assert prepare(tokens, rho, 9, alpha=0.05, beta=1e-30, start="density") is None
+    assert prepare(tokens, rho + 1e30, 9, alpha=0.05, beta=1e-6, start="density") is None
+
+
+@cuda_only
+@pytest.mark.parametrize("kind", ["structured", "random"])
+@pytest.mark.parametrize(("n_frames", "budget"), [(32, 1568), (128, 6272)])
+def test_sets_at_real_sizes(n_frames: int, budget: int, kind: str) -> None:
+    dim, per_frame = 3584, 196
+    n_tokens = n_frames * per_frame
+    random = torch.randn(n_tokens, dim, generator=torch.Generator().manual_seed(0))
+    tokens = (structured(n_frames, per_frame, dim) if kind == "structured" else random).bfloat16().to(DEVICE)
+    rho = torch.rand(n_tokens, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(DEVICE)
+    expected = set(density_guided_fps(tokens.double(), rho, budget).tolist())
+    assert not gpu_sampling._broken
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        ours = select_on_gpu(tokens, rho, budget).tolist()
+    assert len(set(ours)) == budget
+    assert len(expected & set(ours)) >= 0.999 * budget
+
+
+@cuda_only
+@pytest.mark.parametrize("n_frames", [32, 128])
+def test_copies_at_real_sizes(n_frames: int) -> None:
+    frame = torch.randn(196, 3584, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
+    rho = torch.zeros(196 * n_frames, dtype=torch.float64, device=DEVICE)
+    order = select_on_gpu(frame.repeat(n_frames, 1), rho, 3 * 196, alpha=1.0).tolist()
+    assert sorted(order[:196]) == list(range(196))
+    assert order[196:] == list(range(196, 3 * 196))

@@ -1,0 +1,107 @@
+"""Sampling on a GPU: what it falls back on, and the kernels, each in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from gstep import gpu_sampling
+from gstep.gpu_sampling import gram_batches, select_batch_on_gpu, select_on_gpu
+from gstep.sampling import density_guided_fps
+
+ROOT = Path(__file__).parent.parent.parent
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("where", "interpret"), [("interpreter", "1"), pytest.param("cuda", "0", marks=needs_cuda)], ids=["cpu", "cuda"]
+)
+def test_kernels_equal_the_plain_form(where: str, interpret: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gstep/gpu_sampling_checks.py"]
+    environment = {**os.environ, "TRITON_INTERPRET": interpret}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d+ passed", done.stdout), done.stdout
+    assert (where == "cuda") != ("skipped" in done.stdout), done.stdout
+
+
+def videos(count: int) -> list[gpu_sampling.Video]:
+    rng = np.random.default_rng(0)
+    return [
+        (torch.from_numpy(rng.normal(size=(20 + i, 8))).half(), torch.from_numpy(rng.uniform(size=20 + i)), 5 + i)
+        for i in range(count)
+    ]
+
+
+@pytest.fixture
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_sampling, "_reported", [])
+    monkeypatch.setattr(gpu_sampling, "_broken", [])
+
+
+@pytest.mark.usefixtures("fresh_process")
+def test_without_triton_the_plain_form_serves_and_one_warning_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("triton", "gstep.gpu_forms", "gstep.gpu_lazy", "gstep.triton_kernels"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delattr("gstep.gpu_forms", raising=False)
+    monkeypatch.delattr("gstep.gpu_lazy", raising=False)
+    with pytest.warns(RuntimeWarning, match="plain form serves instead.*triton"):
+        orders = select_batch_on_gpu(videos(3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        orders.append(select_on_gpu(*videos(1)[0], alpha=0.9))
+    expected = [density_guided_fps(*video) for video in videos(3)]
+    expected.append(density_guided_fps(*videos(1)[0], alpha=0.9))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(orders, expected, strict=True))
+
+
+@pytest.mark.usefixtures("fresh_process")
+def test_a_want_of_memory_is_not_held_against_the_next_video(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def run_out(*arguments: object) -> None:
+        tried.append(arguments)
+        raise torch.OutOfMemoryError("a matrix too many")
+
+    monkeypatch.setattr(gpu_sampling, "_select", run_out)
+    video = videos(1)[0]
+    with pytest.warns(RuntimeWarning, match="a matrix too many") as caught:
+        orders = [select_on_gpu(*video) for _ in range(3)]
+    assert (len(tried), len(caught)) == (3, 1)
+    assert all(torch.equal(order, density_guided_fps(*video)) for order in orders)
+
+
+@pytest.mark.usefixtures("fresh_process")
+@pytest.mark.parametrize("start", ["density", "isolated"])
+def test_alpha_0_needs_no_kernel(start: str) -> None:
+    video = videos(1)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        order = select_on_gpu(*video, alpha=0.0, start=start)
+    assert torch.equal(order, density_guided_fps(*video, alpha=0.0, start=start))
+
+
+def test_batches_share_memory_among_videos_of_like_size() -> None:
+    widths = {0: 64, 2: 1024, 3: 1008, 5: 512, 6: 1024, 7: 9000, 8: 528, 9: 1024}
+    batches = list(gram_batches(widths, 3 * 1024 * 1024 * 4))
+    assert batches == [[2, 6, 9], [3, 8, 5], [0]]
+    assert list(gram_batches(widths, 100 * 100 * 4)) == [[0]]
+    assert list(gram_batches({}, float("inf"))) == []
+
+
+def test_importing_needs_no_triton() -> None:
+    code = "import sys; sys.modules['triton'] = None; import gstep, gstep.gpu_sampling, gstep.pruners.gstep"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
