@@ -152,7 +152,8 @@ def gram_form(tasks: Sequence[Task]) -> list[Tensor]:
     """The picks of videos of one device, alpha and beta, [B] int64 each: a launch a video, then one for all steps."""
     n_videos, device = len(tasks), tasks[0].tokens.device
     width = gram_width(max(len(task.tokens) for task in tasks))
-    gram_VSS = torch.empty(n_videos, width, width, dtype=torch.float32, device=device)
+    # Zeros, since the kernel reads whole rows: arithmetic on what memory happens to hold may raise.
+    gram_VSS = torch.zeros(n_videos, width, width, dtype=torch.float32, device=device)
     row_S = torch.arange(width, device=device)
     for task, gram_SS in zip(tasks, gram_VSS, strict=True):
         fill_gram(task, row_S[: len(task.tokens)], gram_SS)

@@ -72,7 +72,7 @@ class LazyForm:
         # Tokens that are equally far behind stand together: each tile of them catches up from its own last mark.
         self._refresh(row_K[self.mark_M[row_K].argsort()], most_picks)
         width = gram_width(len(row_K))
-        gram_SS = torch.empty(width, width, dtype=torch.float32, device=row_K.device)
+        gram_SS = torch.zeros(width, width, dtype=torch.float32, device=row_K.device)
         fill_gram(task, row_K, gram_SS)
         distance_1S = stack_padded([self.distance_M[row_K]], width, -torch.inf)
         run_greedy(

@@ -113,7 +113,7 @@ def gram_kernel(
 
 @triton.jit
 def _distance(dot: tl.tensor, inverse: tl.tensor, zero_distance: tl.tensor) -> tl.tensor:
-    """Cosine distance, float64; what lies below ``zero_distance``, and the NaN that padding may hold, is 0."""
+    """Cosine distance, float64; what lies below ``zero_distance`` is 0."""
     distance = 1.0 - dot.to(tl.float64) * inverse
     return tl.where(distance >= zero_distance, distance, 0.0)
 
