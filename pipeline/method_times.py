@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from torch import Tensor
 from gstep import PRUNERS, VisualTokens, make_pruner
 from gstep.pruners.base import Pruner
 from gstep.pruners.checks import EVIDENCE_SHAPES
+from pipeline.benchmark_tokens import structured_tokens
 
 # Widths of evidence whose size the tokens do not decide: those of SigLIP so400m.
 WIDTHS = {"Dv": 1152, "Dk": 72, "De": 1152, "Q": 1}
@@ -60,19 +60,6 @@ def measure(
             yield MethodTime(name, count * tokens_per_frame, kept[name], median, median / base)
 
 
-def structured_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
-    """[T,N,D] bfloat16 with what videos have: a few scenes, places that stay alike, and noise; seeded."""
-    rng = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=rng)
-
-    scenes = normal(1 + n_frames // 16, per_frame, hidden)
-    drift = normal(n_frames, 1, hidden).cumsum(0) * 0.05
-    tokens = scenes[torch.arange(n_frames) // 16] + drift + 0.3 * normal(n_frames, per_frame, hidden)
-    return tokens.bfloat16()
-
-
 def _run(pruner: Pruner, tokens: Tensor, retention_ratio: float) -> Callable[[], int]:
     visual = VisualTokens(tokens, _evidence(pruner, tokens))
 
@@ -94,24 +81,6 @@ def _evidence(pruner: Pruner, tokens: Tensor) -> dict[str, Tensor]:
         name: torch.rand([lengths[axis] for axis in EVIDENCE_SHAPES[name]], generator=rng).to(tokens.device)
         for name in sorted(pruner.needs)
     }
-
-
-def machine(device: str) -> dict[str, Any]:
-    """What the figures were measured on."""
-    on_cuda = device.startswith("cuda")
-    return {
-        "processor": torch.cuda.get_device_name(device) if on_cuda else _cpu_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123 - no such file elsewhere than on Linux
-            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def as_table(times: Sequence[MethodTime], title: str) -> Table:

@@ -1,0 +1,64 @@
+"""How much memory a piece of work takes at its peak, measured in a child process of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+
+import torch
+
+
+def peak_memory(work: Callable[[], object]) -> float | None:
+    """MB (10^6 bytes) by which ``work`` raises the resident memory at its peak; None where this cannot be measured.
+
+    It runs once more, in a forked child with one thread, whose highest mark starts at what it shares with this process.
+    Run ``work`` here before, so that what libraries take on their first use does not count. On Linux only: elsewhere
+    there is no fork, or it is not safe.
+    """
+    if sys.platform != "linux":
+        return None
+    _return_freed_memory()
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_measure, args=(work, theirs), daemon=True)
+    with warnings.catch_warnings():
+        # As torch's data loaders do: a child that stays with one thread never waits for the threads it did not inherit.
+        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+        child.start()
+    theirs.close()
+    try:
+        grown: float = ours.recv()
+        return grown
+    except EOFError:  # the child died, of too little memory most likely
+        return None
+    finally:
+        child.kill()
+        child.join()
+        ours.close()
+
+
+def _measure(work: Callable[[], object], pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends without words; the parent has the word
+    torch.set_num_threads(1)
+    before = _highest()
+    work()
+    pipe.send((_highest() - before) / 1e6)
+
+
+def _highest() -> int:
+    """The highest mark of this process's resident memory, in bytes."""
+    import resource  # noqa: PLC0415 - not there on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _return_freed_memory() -> None:
+    """What this process has freed but holds on to would be used by the child without a trace."""
+    with suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
