@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,12 +62,6 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inputs", nargs="+", choices=inputs, default=inputs, help="kinds of tokens [all]")
     parser.add_argument("--forms", nargs="+", metavar="FORM", help="plain, lazy, lazy+bound, cuda, prune:METHOD [all]")
     parser.add_argument("--threads", type=_count, default=1, metavar="N", help="of the processor [1]")
-    parser.add_argument(
-        "--clock",
-        choices=("wall", "cpu"),
-        default="wall",
-        help="cpu: processor time of one thread, for a machine that does other things; GPUs stay with wall [wall]",
-    )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw seconds over tokens (needs matplotlib)")
 
 
@@ -96,23 +89,120 @@ def _methods(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 
 
 def _selection(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    settings = _settings(arguments, parser)
+    if arguments.plot is not None and find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib, or this package with its extra `benchmark`")
     import torch  # noqa: PLC0415
 
-    from pipeline.errors import VideoFault  # noqa: PLC0415
-    from pipeline.machine import machine, stream_bandwidth  # noqa: PLC0415
-    from pipeline.selection_times import CLOCKS  # noqa: PLC0415
+    from pipeline.errors import ManifestError, VideoFault  # noqa: PLC0415
+    from pipeline.machine import machine, machine_line, stream_bandwidth  # noqa: PLC0415
+    from pipeline.selection_times import Settings  # noqa: PLC0415
 
+    settings = Settings(
+        inputs=arguments.inputs,
+        frames=arguments.frames,
+        tokens_per_frame=arguments.tokens_per_frame,
+        hidden=arguments.hidden,
+        ratios=arguments.retention_ratios,
+        forms=_forms(arguments.forms, parser),
+        repeats=arguments.repeats,
+    )
     torch.set_num_threads(arguments.threads)
-    about: dict[str, Any] = {"machine": machine("cpu"), "load_average": [_load()]}
+    stream = stream_bandwidth() / 1e9
+    where = f"{machine_line('cpu')}, stream {stream:.1f} GB/s"
     try:
-        about["stream_gb_per_s"] = stream_bandwidth(CLOCKS[settings.clock]) / 1e9
         times, agreements, interrupted = _measure(settings)
-    except VideoFault as error:
+    except (ManifestError, VideoFault) as error:
         Console(stderr=True).print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
-    about["load_average"].append(_load())
-    about |= {"interrupted": interrupted, "settings": vars(settings)}
+    about = {
+        "machine": machine("cpu"),
+        "stream_gb_per_s": stream,
+        "settings": vars(settings),
+        "interrupted": interrupted,
+    }
     if times:
-        _show(arguments, about, times, agreements)
+        _show(times, agreements, f"Selection of D = {settings.hidden}, on {where}", about, arguments)
     return 130 if interrupted else 0
+
+
+def _forms(named: Sequence[str] | None, parser: argparse.ArgumentParser) -> list[str]:
+    from pipeline.selection_forms import all_forms  # noqa: PLC0415
+
+    known = list(all_forms())
+    for name in named or ():
+        if name not in known:
+            parser.error(f"--forms {name}: not among {', '.join(known)}")
+    return list(named or known)
+
+
+def _measure(settings: Settings) -> tuple[list[FormTime], list[Agreement], bool]:
+    """The times, whether the forms agree, and whether Ctrl-C ended it before the end."""
+    from pipeline.selection_report import time_line  # noqa: PLC0415
+    from pipeline.selection_times import measure  # noqa: PLC0415
+
+    console = Console(stderr=True)
+
+    def say(text: str) -> None:
+        console.print(text, style="dim", highlight=False)
+
+    times: list[FormTime] = []
+    agreements: list[Agreement] = []
+    try:
+        for part in measure(settings, say):
+            for item in part.times:
+                say(time_line(item))
+            times += part.times
+            agreements += part.agreements
+    except KeyboardInterrupt:
+        say("interrupted; what follows is what was measured until then")
+        return times, agreements, True
+    return times, agreements, False
+
+
+def _show(
+    times: list[FormTime],
+    agreements: list[Agreement],
+    title: str,
+    about: dict[str, Any],
+    arguments: argparse.Namespace,
+) -> None:
+    from pipeline.selection_report import agreement_table, as_record, growth_table, growths, time_table  # noqa: PLC0415
+
+    console = Console()
+    # Not cut to the window where nobody looks at one.
+    console = console if console.is_terminal else Console(width=200)
+    tables = [time_table(times, title)]
+    if found := growths(times):
+        tables.append(growth_table(found))
+    if agreements:
+        tables.append(agreement_table(agreements))
+    for table in tables:
+        console.print(table, "")
+    _write_json(arguments.json, as_record(times, agreements, **about))
+    if arguments.plot is not None:
+        from pipeline.selection_plot import write_plot  # noqa: PLC0415
+
+        write_plot(times, title, arguments.plot)
+
+
+def _write_json(file: Path | None, record: dict[str, Any]) -> None:
+    if file is not None:
+        file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {value}")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

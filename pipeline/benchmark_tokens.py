@@ -48,7 +48,7 @@ def structured_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
 
     The content of each place lies in 64 directions (in D where D is smaller) whose spread falls as k^-0.5, and follows
     an AR(1) process in time (correlation 0.98); one frame in 24 on average starts anew. White noise of 0.3 times the
-    content's spread comes on top, so that 0.09 / 1.09 = 8 % of a token's squared length lie outside of these directions.
+    content's spread comes on top, so that 0.09 / 1.09 = 8 % of a token's squared length lie outside of them.
     """
     rng = torch.Generator().manual_seed(0)
     k = min(DIRECTIONS, hidden)

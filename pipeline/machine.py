@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,15 +32,15 @@ def machine_line(device: str) -> str:
     return ", ".join(parts)
 
 
-def stream_bandwidth(clock: Callable[[], float] = time.perf_counter, elements: int = _STREAM_ELEMENTS) -> float:
+def stream_bandwidth(elements: int = _STREAM_ELEMENTS) -> float:
     """Bytes a second at which this process's threads read float32 numbers: the best of a few sums and dot products."""
     numbers = torch.ones(elements)
     best = float("inf")
     for _ in range(_STREAM_REPEATS):
         for read in (numbers.sum, partial(torch.dot, numbers, numbers)):
-            started = clock()
+            started = time.perf_counter()
             read()
-            best = min(best, clock() - started)
+            best = min(best, time.perf_counter() - started)
     return elements * numbers.element_size() / best
 
 

@@ -67,7 +67,7 @@ class Plain:
     """The baseline: Eqs. (9)-(12) by one matrix-vector product a step, with nothing between that costs.
 
     Attributes:
-        unit: [D,M] normalised tokens, float32, contiguous by columns of the product: that way torch's reads them fastest.
+        unit: [D,M] normalised tokens, float32, in the layout that torch.mv reads fastest.
         tokens: [M,D] as they came, whose picked row is nearer by than its column of ``unit``.
         inverse: [M] 1 / norm, 0 of a zero token.
     """

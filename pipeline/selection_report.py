@@ -73,7 +73,7 @@ def growth_table(found: Sequence[Growth]) -> Table:
 
 def agreement_table(agreements: Sequence[Agreement]) -> Table:
     """Whether the forms select the same tokens."""
-    table = _table(("input", "tokens", "ratio", "against", "first", "the same"), "What lazy+bound selects, beside others")
+    table = _table(("input", "tokens", "ratio", "against", "first", "the same"), "Of lazy+bound, beside others")
     for item in agreements:
         row = (item.input, str(item.n_tokens), f"{item.ratio:g}", item.against, str(item.compared))
         table.add_row(*row, f"{100 * item.share:.3f} %")

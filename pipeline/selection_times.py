@@ -22,7 +22,6 @@ from pipeline.benchmark_tokens import INPUTS, structured_tokens
 from pipeline.peak_memory import peak_memory
 from pipeline.selection_forms import ALPHA, BETA, Form, Outcome, Run, Task, all_forms, plain_steps
 
-CLOCKS: Mapping[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.thread_time}
 _ENOUGH = 60.0  # seconds after which a form is not repeated
 _ORACLE_TOKENS = 2048  # up to here a selection in float64 is no work
 
@@ -39,7 +38,6 @@ class Settings:
         ratios: shares of tokens kept.
         forms: names in ``all_forms()``.
         repeats: runs of each form, of which the median counts.
-        clock: "wall", or "cpu": the processor time of this one thread, for a machine that does other things.
     """
 
     inputs: Sequence[str]
@@ -49,7 +47,6 @@ class Settings:
     ratios: Sequence[float]
     forms: Sequence[str]
     repeats: int
-    clock: str = "wall"
 
 
 @dataclass(frozen=True)
@@ -160,10 +157,9 @@ def _measured(name: str, task: Task, runs: Mapping[str, Run], settings: Settings
         for form, run in runs.items():
             if sum(seconds[form]) < _ENOUGH:
                 say(f"{where}, {form}: run {number + 1} of {settings.repeats}")
-                clock = CLOCKS["wall" if form == "cuda" else settings.clock]
-                begun = clock()
+                begun = time.perf_counter()
                 outcomes[form] = run(task)
-                seconds[form].append(clock() - begun)
+                seconds[form].append(time.perf_counter() - begun)
     times = [_form_time(name, task, form, seconds[form], outcomes[form].counts) for form in runs]
     return Measured(_beside_plain(times), _agreements(name, task, outcomes))
 
@@ -206,9 +202,7 @@ def _agreements(name: str, task: Task, outcomes: Mapping[str, Outcome]) -> list[
     ours = outcomes["lazy+bound"].kept
     others = {form: outcomes[form].kept for form in ("plain", "lazy", "cuda") if form in outcomes}
     if len(task.density) <= _ORACLE_TOKENS:
-        others["float64"] = density_guided_fps(
-            task.rows.double(), task.density, task.budget, alpha=ALPHA, beta=BETA
-        )
+        others["float64"] = density_guided_fps(task.rows.double(), task.density, task.budget, alpha=ALPHA, beta=BETA)
     return [_agreement(name, task, against, ours, kept) for against, kept in others.items()]
 
 
