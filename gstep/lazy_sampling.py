@@ -122,13 +122,15 @@ class _Candidates:
         self.seen = search.seen[places]
         self.term = search.term[places]
         self._coordinates = search.known.coordinates
+        if self._coordinates is not None and search.by_bound:
+            self._coordinates.learn(places, self.rows, self.row)
 
     def __len__(self) -> int:
         return len(self.places)
 
     def coordinates(self, which: Places) -> Tensor:
         assert self._coordinates is not None
-        return self._coordinates.index_select(0, torch.from_numpy(self.places[which]))
+        return self._coordinates.of(self.places[which])
 
     def rows_of(self, which: Places) -> Tensor:
         return self.rows.index_select(0, torch.from_numpy(self.row[which]))

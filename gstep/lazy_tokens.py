@@ -65,16 +65,41 @@ class Survey(NamedTuple):
 
     Attributes:
         inverse: [M] 1 / norm, 0 of a zero token.
-        coordinates: [M,k+1], see Subspace; None where a bound has no use.
+        coordinates: where tokens lie in the subspace of the bound; None where a bound has no use.
         has_copies: whether some tokens are the same, bit for bit; true by mistake in rare cases, never false.
         residual: of the subspace that was looked at, whether it has a use or not.
     """
 
     rows: Rows
     inverse: Floats
-    coordinates: Tensor | None
+    coordinates: Coordinates | None
     has_copies: bool
     residual: float | None
+
+
+class Coordinates:
+    """Those of Subspace, of a token when it is first asked for: few of all tokens ever come near to being selected."""
+
+    def __init__(self, subspace: Subspace, inverse: Floats) -> None:
+        self.width = subspace.dims + 1
+        self._subspace, self._inverse = subspace, inverse
+        self._values = torch.empty(len(inverse), self.width)
+        self._known = np.zeros(len(inverse), np.bool_)
+
+    def learn(self, places: Places, tokens: Tensor, row: Places) -> None:
+        """Those of the tokens at ``places``, which are rows ``row`` of ``tokens``."""
+        new = np.nonzero(~self._known[places])[0]
+        if len(new) == 0:
+            return
+        rows = tokens if len(new) == len(tokens) else tokens.index_select(0, torch.from_numpy(row[new]))
+        fresh = places[new]
+        inverse = torch.from_numpy(self._inverse[fresh]).float()
+        self._values[torch.from_numpy(fresh)] = self._subspace.coordinates(rows, inverse)
+        self._known[fresh] = True
+
+    def of(self, places: Places) -> Tensor:
+        """[places,k+1] of tokens that were learnt."""
+        return self._values.index_select(0, torch.from_numpy(places))
 
 
 def survey(rows: Rows, dims: int | None = None) -> Survey:
@@ -87,17 +112,16 @@ def survey(rows: Rows, dims: int | None = None) -> Survey:
     residual = None if subspace is None else subspace.residual
     if subspace is not None and subspace.residual > _NO_SUBSPACE:
         subspace = None
-    squared_M, coordinates = torch.empty(n_tokens, dtype=rows.dtype), []
+    squared_M = torch.empty(n_tokens, dtype=rows.dtype)
     for part, tokens in rows.chunks():
         squared_M[part] = tokens.square().sum(dim=1)
-        if subspace is not None:
-            coordinates.append(subspace.coordinates(tokens, _inverse(squared_M[part]).float()))
+    inverse = _inverse(squared_M).numpy()
     ends = rows.tokens[:, [0, -1]].double()  # copies agree in these and in their length, others hardly ever
     traits = torch.cat([squared_M[:, None].double(), ends], dim=1).numpy()
     return Survey(
         rows=rows,
-        inverse=_inverse(squared_M).numpy(),
-        coordinates=torch.cat(coordinates) if coordinates else None,
+        inverse=inverse,
+        coordinates=None if subspace is None else Coordinates(subspace, inverse),
         has_copies=len(np.unique(traits, axis=0)) < n_tokens,
         residual=residual,
     )
@@ -125,7 +149,7 @@ class Picks:
         self.order = np.empty(budget, np.int64)
         self.rows = torch.empty(budget, known.rows.tokens.shape[1], dtype=known.rows.dtype)
         self.inverse = np.empty(budget)
-        self.coordinates = None if coordinates is None else coordinates.new_empty(budget, coordinates.shape[1])
+        self.coordinates = None if coordinates is None else torch.empty(budget, coordinates.width)
         self._known = known
 
     def add(self, places: Places) -> None:
@@ -134,5 +158,6 @@ class Picks:
         self.rows[new] = self._known.rows.take(places)
         self.inverse[new] = self._known.inverse[places]
         if self.coordinates is not None and self._known.coordinates is not None:
-            self.coordinates[new] = self._known.coordinates[torch.from_numpy(places)]
+            self._known.coordinates.learn(places, self.rows[new], np.arange(len(places)))
+            self.coordinates[new] = self._known.coordinates.of(places)
         self.count = new.stop
