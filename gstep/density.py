@@ -204,13 +204,13 @@ def spatio_temporal_density(
     FUSIONS and are not checked again here.
     """
     scale, dtype = working_scale(tokens_TND), work_dtype(tokens_TND)
-    means, spatial = [], []
+    # In memory of their own: results that were kept among the temporaries of a slice would pin those in the heap.
+    mean_TD = tokens_TND.new_empty(tokens_TND[:, 0].shape, dtype=torch.float64)
+    spatial_TN = tokens_TND.new_empty(tokens_TND.shape[:2], dtype=torch.float64)
     for frames in row_slices(tokens_TND):  # converted in a cache's reach; a whole copy would double the memory
         part_TND = tokens_TND[frames].to(dtype)
         part_TND = part_TND if scale == 1.0 else part_TND * scale
-        means.append(frame_mean(part_TND))
-        spatial.append(spatial_density(part_TND, means[-1]))
-    temporal_T = temporal_density(
-        torch.cat(means), smoothing=smoothing, sigma=sigma, radius=radius, boundary=boundary, eps=eps
-    )
-    return fuse(temporal_T, torch.cat(spatial), fusion), temporal_T
+        mean_TD[frames] = frame_mean(part_TND)
+        spatial_TN[frames] = spatial_density(part_TND, mean_TD[frames])
+    temporal_T = temporal_density(mean_TD, smoothing=smoothing, sigma=sigma, radius=radius, boundary=boundary, eps=eps)
+    return fuse(temporal_T, spatial_TN, fusion), temporal_T

@@ -60,6 +60,32 @@ class Rows:
         return tokens if self.scale == 1.0 else tokens * self.scale
 
 
+class Gather:
+    """Takes some of the tokens in the work dtype into memory of its own, which the next call writes over.
+
+    Fresh memory for every call would cost more than the copies do, and pile up in the heap.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._copied = rows.tokens.new_empty(0)
+        self._worked = self._copied.to(rows.dtype)
+
+    def __call__(self, places: Places) -> Tensor:
+        """[places,D], good until the next call."""
+        shape = (len(places), self._rows.tokens.shape[1])
+        if len(self._copied) < len(places):
+            self._copied = self._rows.tokens.new_empty(shape)
+            self._worked = self._copied if self._rows.ready else self._copied.to(self._rows.dtype)
+        copied, worked = self._copied[: len(places)], self._worked[: len(places)]
+        torch.index_select(self._rows.tokens, 0, torch.from_numpy(places), out=copied)
+        if not self._rows.ready:
+            worked.copy_(copied)
+            if self._rows.scale != 1.0:
+                worked *= self._rows.scale
+        return worked
+
+
 class Survey(NamedTuple):
     """What one pass over all tokens tells.
 
@@ -80,25 +106,19 @@ class Survey(NamedTuple):
 class Coordinates:
     """Those of Subspace, of a token when it is first asked for: few of all tokens ever come near to being selected."""
 
-    def __init__(self, subspace: Subspace, inverse: Floats) -> None:
+    def __init__(self, subspace: Subspace, rows: Rows, inverse: Floats) -> None:
         self.width = subspace.dims + 1
-        self._subspace, self._inverse = subspace, inverse
+        self._subspace, self._inverse, self._gather = subspace, inverse, Gather(rows)
         self._values = torch.empty(len(inverse), self.width)
         self._known = np.zeros(len(inverse), np.bool_)
 
-    def learn(self, places: Places, tokens: Tensor, row: Places) -> None:
-        """Those of the tokens at ``places``, which are rows ``row`` of ``tokens``."""
-        new = np.nonzero(~self._known[places])[0]
-        if len(new) == 0:
-            return
-        rows = tokens if len(new) == len(tokens) else tokens.index_select(0, torch.from_numpy(row[new]))
-        fresh = places[new]
-        inverse = torch.from_numpy(self._inverse[fresh]).float()
-        self._values[torch.from_numpy(fresh)] = self._subspace.coordinates(rows, inverse)
-        self._known[fresh] = True
-
     def of(self, places: Places) -> Tensor:
-        """[places,k+1] of tokens that were learnt."""
+        """[places,k+1]."""
+        new = places[~self._known[places]]
+        if len(new):
+            inverse = torch.from_numpy(self._inverse[new]).float()
+            self._values[torch.from_numpy(new)] = self._subspace.coordinates(self._gather(new), inverse)
+            self._known[new] = True
         return self._values.index_select(0, torch.from_numpy(places))
 
 
@@ -121,7 +141,7 @@ def survey(rows: Rows, dims: int | None = None) -> Survey:
     return Survey(
         rows=rows,
         inverse=inverse,
-        coordinates=None if subspace is None else Coordinates(subspace, inverse),
+        coordinates=None if subspace is None else Coordinates(subspace, rows, inverse),
         has_copies=len(np.unique(traits, axis=0)) < n_tokens,
         residual=residual,
     )
@@ -150,14 +170,13 @@ class Picks:
         self.rows = torch.empty(budget, known.rows.tokens.shape[1], dtype=known.rows.dtype)
         self.inverse = np.empty(budget)
         self.coordinates = None if coordinates is None else torch.empty(budget, coordinates.width)
-        self._known = known
+        self._known, self._gather = known, Gather(known.rows)
 
     def add(self, places: Places) -> None:
         new = slice(self.count, self.count + len(places))
         self.order[new] = places
-        self.rows[new] = self._known.rows.take(places)
+        self.rows[new] = self._gather(places)
         self.inverse[new] = self._known.inverse[places]
         if self.coordinates is not None and self._known.coordinates is not None:
-            self._known.coordinates.learn(places, self.rows[new], np.arange(len(places)))
             self.coordinates[new] = self._known.coordinates.of(places)
         self.count = new.stop
