@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gstep.density import ZERO_DISTANCE, working_copy
-from gstep.lazy_tokens import Floats, Gather, Picks, Rows, Survey, survey
+from gstep.lazy_tokens import Floats, Picks, Rows, Survey, survey
 from gstep.products import Places, pair_products
 from gstep.projection import MARGIN
 from gstep.sampling import densest_first, starting_token
@@ -115,7 +115,7 @@ class _Candidates:
         self.places = places
         # The candidates' rows, or all tokens where that needs no copy, and where each candidate is in them.
         ready = search.known.rows.ready
-        self.rows = search.known.rows.tokens if ready else search.gather(places)
+        self.rows = search.known.rows.tokens if ready else search.known.rows.take(places)
         self.row = places if ready else np.arange(len(places))
         self.inverse = search.known.inverse[places]
         self.nearest = search.nearest[places]
@@ -128,7 +128,7 @@ class _Candidates:
 
     def coordinates(self, which: Places) -> Tensor:
         assert self._coordinates is not None
-        return self._coordinates.of(self.places[which])
+        return self._coordinates.index_select(0, torch.from_numpy(self.places[which]))
 
     def rows_of(self, which: Places) -> Tensor:
         return self.rows.index_select(0, torch.from_numpy(self.row[which]))
@@ -153,7 +153,7 @@ class _Search:
     ) -> None:
         n_tokens = len(density_M)
         self.alpha, self.beta, self.counts, self.known = alpha, beta, counts, known
-        self.picks, self.gather = Picks(budget, known), Gather(known.rows)
+        self.picks = Picks(budget, known)
         self.block = block or (256 if n_tokens < 16384 else 512 if n_tokens < 49152 else 1024)
         self.term = (1 - alpha) * np.log(density_M.double().numpy() + beta)
         self.nearest = np.full(n_tokens, np.inf)

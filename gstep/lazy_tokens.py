@@ -60,66 +60,21 @@ class Rows:
         return tokens if self.scale == 1.0 else tokens * self.scale
 
 
-class Gather:
-    """Takes some of the tokens in the work dtype into memory of its own, which the next call writes over.
-
-    Fresh memory for every call would cost more than the copies do, and pile up in the heap.
-    """
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-        self._copied = rows.tokens.new_empty(0)
-        self._worked = self._copied.to(rows.dtype)
-
-    def __call__(self, places: Places) -> Tensor:
-        """[places,D], good until the next call."""
-        shape = (len(places), self._rows.tokens.shape[1])
-        if len(self._copied) < len(places):
-            self._copied = self._rows.tokens.new_empty(shape)
-            self._worked = self._copied if self._rows.ready else self._copied.to(self._rows.dtype)
-        copied, worked = self._copied[: len(places)], self._worked[: len(places)]
-        torch.index_select(self._rows.tokens, 0, torch.from_numpy(places), out=copied)
-        if not self._rows.ready:
-            worked.copy_(copied)
-            if self._rows.scale != 1.0:
-                worked *= self._rows.scale
-        return worked
-
-
 class Survey(NamedTuple):
     """What one pass over all tokens tells.
 
     Attributes:
         inverse: [M] 1 / norm, 0 of a zero token.
-        coordinates: where tokens lie in the subspace of the bound; None where a bound has no use.
+        coordinates: [M,k+1], see Subspace; None where a bound has no use.
         has_copies: whether some tokens are the same, bit for bit; true by mistake in rare cases, never false.
         residual: of the subspace that was looked at, whether it has a use or not.
     """
 
     rows: Rows
     inverse: Floats
-    coordinates: Coordinates | None
+    coordinates: Tensor | None
     has_copies: bool
     residual: float | None
-
-
-class Coordinates:
-    """Those of Subspace, of a token when it is first asked for: few of all tokens ever come near to being selected."""
-
-    def __init__(self, subspace: Subspace, rows: Rows, inverse: Floats) -> None:
-        self.width = subspace.dims + 1
-        self._subspace, self._inverse, self._gather = subspace, inverse, Gather(rows)
-        self._values = torch.empty(len(inverse), self.width)
-        self._known = np.zeros(len(inverse), np.bool_)
-
-    def of(self, places: Places) -> Tensor:
-        """[places,k+1]."""
-        new = places[~self._known[places]]
-        if len(new):
-            inverse = torch.from_numpy(self._inverse[new]).float()
-            self._values[torch.from_numpy(new)] = self._subspace.coordinates(self._gather(new), inverse)
-            self._known[new] = True
-        return self._values.index_select(0, torch.from_numpy(places))
 
 
 def survey(rows: Rows, dims: int | None = None) -> Survey:
@@ -133,15 +88,17 @@ def survey(rows: Rows, dims: int | None = None) -> Survey:
     if subspace is not None and subspace.residual > _NO_SUBSPACE:
         subspace = None
     squared_M = torch.empty(n_tokens, dtype=rows.dtype)
+    coordinates = None if subspace is None else torch.empty(n_tokens, subspace.dims + 1)
     for part, tokens in rows.chunks():
         squared_M[part] = tokens.square().sum(dim=1)
-    inverse = _inverse(squared_M).numpy()
+        if subspace is not None and coordinates is not None:
+            coordinates[part] = subspace.coordinates(tokens, _inverse(squared_M[part]).float())
     ends = rows.tokens[:, [0, -1]].double()  # copies agree in these and in their length, others hardly ever
     traits = torch.cat([squared_M[:, None].double(), ends], dim=1).numpy()
     return Survey(
         rows=rows,
-        inverse=inverse,
-        coordinates=None if subspace is None else Coordinates(subspace, rows, inverse),
+        inverse=_inverse(squared_M).numpy(),
+        coordinates=coordinates,
         has_copies=len(np.unique(traits, axis=0)) < n_tokens,
         residual=residual,
     )
@@ -169,14 +126,14 @@ class Picks:
         self.order = np.empty(budget, np.int64)
         self.rows = torch.empty(budget, known.rows.tokens.shape[1], dtype=known.rows.dtype)
         self.inverse = np.empty(budget)
-        self.coordinates = None if coordinates is None else torch.empty(budget, coordinates.width)
-        self._known, self._gather = known, Gather(known.rows)
+        self.coordinates = None if coordinates is None else coordinates.new_empty(budget, coordinates.shape[1])
+        self._known = known
 
     def add(self, places: Places) -> None:
         new = slice(self.count, self.count + len(places))
         self.order[new] = places
-        self.rows[new] = self._gather(places)
+        self.rows[new] = self._known.rows.take(places)
         self.inverse[new] = self._known.inverse[places]
         if self.coordinates is not None and self._known.coordinates is not None:
-            self.coordinates[new] = self._known.coordinates.of(places)
+            self.coordinates[new] = self._known.coordinates[torch.from_numpy(places)]
         self.count = new.stop
