@@ -2,7 +2,7 @@
 
 Up to MAX_GRAM_TOKENS a video is served by ``gstep.gpu_forms``, beyond by ``gstep.gpu_lazy``, and where neither can by
 the plain form of ``gstep.sampling``. Checked in Triton's interpreter on a CPU; not yet run, and no speed measured, on a
-GPU.
+GPU: there ``gstep.gpu_check`` compares them with the plain form before a process's first selection.
 
 Shapes: M tokens, D hidden size, B budget.
 """
@@ -65,9 +65,12 @@ def select_batch_on_gpu(
 
 
 def _select(videos: Sequence[Video], alpha: float, beta: float, start: str) -> list[Tensor]:
-    from gstep import gpu_forms, gpu_lazy  # noqa: PLC0415 - Triton need not be there
+    from gstep import gpu_check, gpu_forms, gpu_lazy  # noqa: PLC0415 - Triton need not be there
 
     tasks = [gpu_forms.prepare(*video, alpha=alpha, beta=beta, start=start) for video in videos]
+    for task in tasks:
+        if task is not None and task.tokens.is_cuda:
+            gpu_check.check_kernels(task.tokens.device, task.tokens.dtype, task.tokens.shape[1])
     orders: dict[int, Tensor] = {}
     widths = {at: gpu_forms.gram_width(len(task.tokens)) for at, task in enumerate(tasks) if task is not None}
     for batch in gram_batches(widths, _memory_for_grams(videos[0][0].device)):

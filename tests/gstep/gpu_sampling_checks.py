@@ -15,8 +15,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gstep import gpu_sampling
-from gstep.gpu_forms import Tuning, default_tuning, gram_form, prepare
+from gstep import gpu_check, gpu_sampling
+from gstep.gpu_check import check_forms
+from gstep.gpu_forms import Task, Tuning, default_tuning, gram_form, prepare
 from gstep.gpu_lazy import LazyForm
 from gstep.gpu_sampling import select_batch_on_gpu, select_on_gpu
 from gstep.sampling import STARTS, density_guided_fps
@@ -172,6 +173,26 @@ def test_keys_beyond_float64_are_not_for_the_kernels() -> None:
     tokens, rho = grid(9, 4, 2, 0).half().to(DEVICE), torch.zeros(9, dtype=torch.float64, device=DEVICE)
     assert prepare(tokens, rho, 9, alpha=0.05, beta=1e-30, start="density") is None
     assert prepare(tokens, rho + 1e30, 9, alpha=0.05, beta=1e-6, start="density") is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_check_before_the_first_selection_passes(dtype: torch.dtype) -> None:
+    check_forms(torch.device(DEVICE), dtype, 24, 90, 30, tuning(dtype))
+
+
+@pytest.mark.parametrize("form", ["gram_form", "LazyForm"])
+def test_the_check_sees_a_form_that_is_wrong(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong:
+        def __init__(self, task: Task) -> None:
+            self.order = LazyForm(replace(task, inverse=task.inverse.roll(1))).select()
+
+        def select(self) -> torch.Tensor:
+            return self.order
+
+    wrong = Wrong if form == "LazyForm" else lambda tasks: [Wrong(task).order for task in tasks]
+    monkeypatch.setattr(gpu_check, form, wrong)
+    with pytest.raises(RuntimeError, match="selects other"):
+        check_forms(torch.device(DEVICE), torch.float16, 24, 90, 30, tuning(torch.float16))
 
 
 @cuda_only
