@@ -34,6 +34,7 @@ _USELESS = 0.4
 _TRIAL = 8  # rounds
 _LIKELIEST = 3  # neighbours of a candidate looked at one by one
 _PICKS = 2048  # selected tokens that candidates are compared with at once
+_ROWS = 256  # candidates whose bounds with these stay in a core's cache
 _OUT_OF_REACH = 3.0  # above any cosine
 
 
@@ -278,7 +279,10 @@ class _Search:
         if len(self._bounds) < size:
             self._bounds = np.empty(size, np.float32)  # fresh memory for every product would cost more than the product
         bounds = self._bounds[:size].reshape(shape)
-        torch.mm(group.coordinates(which), self.picks.coordinates[picks].T, out=torch.from_numpy(bounds))
+        coordinates, columns = group.coordinates(which), self.picks.coordinates[picks].T
+        for start in range(0, len(which), _ROWS):
+            rows = slice(start, start + _ROWS)
+            torch.mm(coordinates[rows], columns, out=torch.from_numpy(bounds[rows]))
         self.counts.bounds += size
         seen = group.seen[which]
         if seen.max() > picks.start:

@@ -20,7 +20,7 @@ from gstep.projection import Subspace
 
 Floats = NDArray[np.float64]
 
-_SAMPLE = 384  # tokens that decide and measure the subspace
+_SAMPLE = (384, 2048)  # least and most tokens that decide and measure the subspace; of many, one in 24
 _NO_SUBSPACE = 0.95  # a residual that says as much of any two tokens as of two random ones
 _CHUNK = 2**19  # elements of tokens that stay in a core's cache
 
@@ -81,8 +81,8 @@ def survey(rows: Rows, dims: int | None = None) -> Survey:
     """``dims`` of the subspace; 0 does without, None chooses."""
     n_tokens, hidden = rows.tokens.shape
     if dims is None:
-        dims = 32 if n_tokens < 4096 else 64 if n_tokens < 49152 else 96
-        dims = dims if hidden >= 8 * dims and n_tokens > _SAMPLE else 0
+        dims = 32 if n_tokens < 4096 else 48 if n_tokens < 16384 else 64
+        dims = dims if hidden >= 8 * dims and n_tokens > _SAMPLE[0] else 0
     subspace = _subspace(rows, dims) if dims else None
     residual = None if subspace is None else subspace.residual
     if subspace is not None and subspace.residual > _NO_SUBSPACE:
@@ -106,7 +106,8 @@ def survey(rows: Rows, dims: int | None = None) -> Survey:
 
 def _subspace(rows: Rows, dims: int) -> Subspace:
     seeded = torch.Generator().manual_seed(0)
-    sample = torch.randperm(len(rows.tokens), generator=seeded)[:_SAMPLE]
+    size = min(max(len(rows.tokens) // 24, _SAMPLE[0]), _SAMPLE[1])
+    sample = torch.randperm(len(rows.tokens), generator=seeded)[:size]
     tokens_SD = rows.take(sample.numpy()).float()
     return Subspace.of(tokens_SD * _inverse(tokens_SD.square().sum(dim=1)).float()[:, None], dims)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 #: Ten times what float32 moves a cosine by, in the bound or in the distance that it stands for.
 MARGIN = 1e-5
 
+_STEPS = 2
 _CANCELLED = 4e-6  # what 1 - |a|^2 may be wrong by
 
 
@@ -30,10 +31,17 @@ class Subspace:
 
     @classmethod
     def of(cls, directions_SD: Tensor, dims: int) -> Subspace:
-        """From tokens of length 1 (or 0), float32: every other one decides, the rest are measured. S >= 2."""
-        made_SD, held_SD = directions_SD[::2], directions_SD[1::2]
-        _, vectors_SS = torch.linalg.eigh(made_SD @ made_SD.T)  # eigenvalues ascend
-        basis_DK, _ = torch.linalg.qr(made_SD.T @ vectors_SS[:, -dims:])
+        """From tokens of length 1 (or 0), float32: three of four decide, the rest are measured. S >= 4.
+
+        By subspace iteration from random directions, seeded: two steps come within a few percent of the residual of the
+        true components, at a fraction of their cost.
+        """
+        held = torch.arange(len(directions_SD)) % 4 == 3
+        made_SD, held_SD = directions_SD[~held], directions_SD[held]
+        seeded = torch.Generator().manual_seed(0)
+        basis_DK = torch.randn(made_SD.shape[1], dims, generator=seeded)
+        for _ in range(_STEPS):
+            basis_DK, _ = torch.linalg.qr(made_SD.T @ (made_SD @ basis_DK))
         outside = held_SD.square().sum(dim=1) - (held_SD @ basis_DK).square().sum(dim=1)
         return cls(basis_DK, float(outside.mean()))
 
