@@ -37,7 +37,7 @@ def test_every_form_is_measured_on_every_input_size_and_ratio(measured):
     plain = [item for item in record["times"] if item["form"] == "plain"]
     assert all(item["to_plain"] == 1.0 and item["gb_per_s"] > 0 and not item["extrapolated"] for item in plain)
     lazy = [item for item in record["times"] if item["form"] == "lazy"]
-    assert all(0 < item["products"] <= 1 and item["bounds"] == 0 for item in lazy)
+    assert all(item["products"] > 0 and item["bounds"] == 0 for item in lazy)
     assert record["machine"]["processor"] and record["stream_gb_per_s"] > 0 and not record["interrupted"]
     assert {item["form"] for item in record["growth"]} == set(all_forms())
 
