@@ -35,6 +35,7 @@ def write_plot(times: Sequence[FormTime], title: str, file: Path) -> None:
     panels = figure.subplots(1, len(inputs), sharex=True, sharey=True, squeeze=False)[0]
     for panel, name in zip(panels, inputs, strict=True):
         _draw(panel, [item for item in times if item.input == name])
+        _mark(panel, sorted({item.n_tokens for item in times}))
         panel.set_title(f"{name}\n{_wrapped(INPUTS[name].note)}", fontsize=10)
     panels[0].set_ylabel("seconds")
     figure.suptitle(title, fontsize=12)
@@ -53,12 +54,14 @@ def _draw(panel: Axes, times: Sequence[FormTime]) -> None:
         guessed = [item for item in points if item.extrapolated]
         across, up = [item.n_tokens for item in guessed], [item.seconds for item in guessed]
         panel.plot(across, up, marker, color=colour, markersize=5, markerfacecolor="white", linestyle="none", zorder=3)
+    panel.set_xlabel("tokens of a video" + (" (hollow: extrapolated)" if any(i.extrapolated for i in times) else ""))
+
+
+def _mark(panel: Axes, sizes: Sequence[int]) -> None:
     panel.set_xscale("log")
     panel.set_yscale("log")
-    sizes = sorted({item.n_tokens for item in times})
     panel.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=30)
     panel.xaxis.set_minor_locator(NullLocator())
-    panel.set_xlabel("tokens of a video" + (" (hollow: extrapolated)" if any(i.extrapolated for i in times) else ""))
     panel.grid(visible=True, which="major", linewidth=0.4, alpha=0.6)
 
 
