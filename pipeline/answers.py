@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.errors import NotAnswers
-from pipeline.header import read_header_file
+from pipeline.header import header_bytes, read_header_file
 from pipeline.live import check_content, live_rows, shard_name
 from pipeline.schema import READ_THREADS, column, open_parquet, write_parquet
 from pipeline.store import Store, store_at
@@ -81,7 +81,7 @@ def read_answers_header(store: Store) -> Row:
 
 
 def write_answers_header(store: Store, identity: Mapping[str, Any]) -> None:
-    store.put(HEADER, json.dumps({"schema_version": ANSWERS_VERSION, "identity": identity}, indent=2).encode())
+    store.put(HEADER, header_bytes({"schema_version": ANSWERS_VERSION, "identity": identity}))
 
 
 class AnswersTable:

@@ -4,33 +4,23 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 from torch import Tensor
 
 from gstep.types import budget_for
 from pipeline.cached_video import CachedVideo, bfloat16, by_index, to_video
-from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
+from pipeline.errors import EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
 from pipeline.header import read_header_file
 from pipeline.live import VideoRows, read_live
-from pipeline.schema import (
-    FOOTER_TAIL,
-    READ_THREADS,
-    SCHEMA_VERSION,
-    digest,
-    footer_length,
-    open_parquet,
-    parse_footer,
-    token_schema,
-)
-from pipeline.store import RangedObject, Store, store_at
+from pipeline.schema import SCHEMA_VERSION, token_schema
+from pipeline.shards import TokenShard
+from pipeline.store import Store, store_at
 
 HEADER = "cache.json"
 TokenOrder = Literal["index", "selection"]
@@ -85,13 +75,13 @@ class TokenCache:
     @property
     def video_ids(self) -> list[str]:
         """The videos that have tokens, sorted."""
-        ok = self._live.filter(pa.compute.equal(self._live["status"], "ok"))
+        ok = self._live.filter(pc.equal(self._live["status"], "ok"))
         return list(ok["video_id"].to_pylist())
 
     @property
     def failed(self) -> dict[str, str]:
         """The videos that were tried and failed, with the class of the error."""
-        bad = self._live.filter(pa.compute.not_equal(self._live["status"], "ok"))
+        bad = self._live.filter(pc.not_equal(self._live["status"], "ok"))
         return dict(zip(bad["video_id"].to_pylist(), bad["error_class"].to_pylist(), strict=True))
 
     def __len__(self) -> int:
@@ -154,59 +144,13 @@ class TokenCache:
 
     def _read(self, row: dict[str, Any], keep: int, evidence: Sequence[str]) -> pa.Table:
         """The video's first ``keep`` token rows, from no more row groups than hold them."""
-        counts = np.cumsum(row["row_counts"])
-        groups = int(np.searchsorted(counts, keep)) + 1
-        first = row["first_row_group"]
-        source, shard = self._shard(row["token_shard"], row["footer_hash"])
         plain = token_schema(row["hidden_size"], self.deepstack_levels).names
         columns = [*(name for name in plain if name != "video_id"), *evidence]
-        if lacking := sorted(set(columns) - set(shard.schema_arrow.names)):
-            raise CorruptShard(f"{self.store}/{row['token_shard']}: it lacks the columns {', '.join(lacking)}")
-        wanted = range(first, first + groups)
-        stretches = _stretches(shard, wanted, {*plain, *evidence})
-        held = source.holding(stretches) if isinstance(source, RangedObject) else nullcontext()
-        try:
-            with held:
-                table = shard.read_row_groups(list(wanted), columns=columns, use_threads=READ_THREADS)
-        except (OSError, pa.ArrowException) as error:
-            if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
-                raise  # the store failed, not the shard
-            raise CorruptShard(f"{self.store}/{row['token_shard']}: {error}") from error
-        if len(table) != counts[groups - 1]:
-            raise CorruptShard(
-                f"{self.store}/{row['token_shard']}: {len(table)} rows where {counts[groups - 1]} belong"
-            )
-        return table.slice(0, keep)
+        shard: TokenShard = self._shard(row["token_shard"], row["footer_hash"])
+        return shard.read(row, keep, columns, near=plain)
 
-    def _open_shard(self, name: str, footer_hash: str) -> tuple[pa.NativeFile | RangedObject, pq.ParquetFile]:
-        """Open a token shard whose footer is the one that the videos row names."""
-        try:
-            source = self.store.open(name)
-            size = source.size()
-            source.seek(max(0, size - FOOTER_TAIL))
-            length = footer_length(source.read(FOOTER_TAIL))
-            source.seek(max(0, size - length))
-            footer = source.read(length)
-        except FileNotFoundError:
-            raise CorruptShard(f"{self.store}/{name}: the shard is missing") from None
-        except ValueError as error:
-            raise CorruptShard(f"{self.store}/{name}: {error}") from error
-        if digest(footer) != footer_hash:
-            raise CorruptShard(f"{self.store}/{name}: its footer is not the one that was committed")
-        return source, open_parquet(source, parse_footer(footer), sparse=bool(self.evidence))
-
-
-def _stretches(shard: pq.ParquetFile, groups: Sequence[int], names: Collection[str]) -> list[tuple[int, int]]:
-    """[start, end) in bytes of neighbouring row groups as far as ``names`` go; one, unless others lie between."""
-    stretches: list[tuple[int, int]] = []
-    for number in groups:
-        group = shard.metadata.row_group(number)
-        columns = [c for c in map(group.column, range(group.num_columns)) if c.path_in_schema in names]
-        start, end = columns[0].data_page_offset, max(c.data_page_offset + c.total_compressed_size for c in columns)
-        if stretches and stretches[-1][1] == start:
-            start = stretches.pop()[0]
-        stretches.append((start, end))
-    return stretches
+    def _open_shard(self, name: str, footer_hash: str) -> TokenShard:
+        return TokenShard(self.store, name, footer_hash, sparse=bool(self.evidence))
 
 
 def rows_wanted(row: dict[str, Any], retention_ratio: float | None) -> int:

@@ -94,11 +94,15 @@ def _evidence(name: str, values_KE: Tensor) -> Tensor:
 
 
 def _vectors(column: pa.ChunkedArray) -> Tensor:
-    """[K,width] bfloat16 over Arrow's own memory. The reader gives a column as one chunk."""
+    """[K,width] bfloat16 over Arrow's own memory."""
+    return bfloat16(vector_bytes(column)).view(len(column), column.type.byte_width // 2)
+
+
+def vector_bytes(column: pa.ChunkedArray) -> pa.Buffer:
+    """The values of a column of vectors, one behind the other; a view where it is one chunk, as the reader gives it."""
     array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     width = array.type.byte_width
-    data = array.buffers()[1].slice(array.offset * width, len(array) * width)
-    return bfloat16(data).view(len(array), width // 2)
+    return array.buffers()[1].slice(array.offset * width, len(array) * width)
 
 
 def bfloat16(data: Any) -> Tensor:

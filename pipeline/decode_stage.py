@@ -61,12 +61,16 @@ class Decoder:
         self._beat = Beat("decode", pulse)
         self._sandbox = DecodeSandbox(timeout_s=setup.timeout_s, memory_mb=setup.memory_mb)
 
+    def close(self) -> None:
+        """End the child; the actors of a run end with their processes."""
+        self._sandbox.close()
+
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         rows = batch.to_pylist()
         with closing(one_ahead(self._open, rows)) as sources:
             for row in rows:
                 with self._beat.holding(row["video_id"]), next(sources) as source:
-                    decoded = self._decode_row(row, source)
+                    decoded = self.decode_row(row, source)
                 yield decoded
 
     def _open(self, row: dict[str, Any]) -> Source:
@@ -74,7 +78,8 @@ class Decoder:
             return Source(row["uri"], fault=VideoFault("policy", row["policy"]))
         return open_source(row["path"], self._setup.objects, self._setup.fetch_mb * 2**20)
 
-    def _decode_row(self, row: dict[str, Any], source: Source) -> pa.Table:
+    def decode_row(self, row: dict[str, Any], source: Source) -> pa.Table:
+        """One video, whose row is one of TODO_SCHEMA, as DECODED; what is wrong with it becomes its error row."""
         started = time.perf_counter()
         carried = ("video_id", "uri", "start_s", "end_s", "manifest", "attempts")
         record: Record = {"status": "ok", **{name: row[name] for name in carried}}

@@ -51,7 +51,11 @@ class RunFailed(RuntimeError):  # noqa: N818
 
 
 class CorruptShard(RuntimeError):  # noqa: N818
-    """A Parquet shard does not hold what its videos row says."""
+    """A Parquet shard does not hold what its videos row says; ``kind`` is what jobs.verify calls that."""
+
+    def __init__(self, message: str, kind: str = "damaged") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class UnknownVideo(KeyError):  # noqa: N818

@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pipeline.decode import DecodedVideo, DecodeRequest, fault_of
 from pipeline.errors import VideoFault, printable
@@ -95,6 +95,36 @@ def open_source(uri: str, objects: Objects, limit: int) -> Source:
         source.close()
         source.fault = _fault(uri, error, limit)
     return source
+
+
+def same_source(row: dict[str, Any], objects: Objects) -> Source:
+    """The source of a row of the videos table, where it is there and has the size it had then; an object is one GET.
+
+    Raises VideoFault("io") where it is not.
+    """
+    if not is_object(row["uri"]):
+        _check_present(row)
+    if row["source_size"] is None or row["source_hash"] is None:
+        raise VideoFault("io", "the cache does not say which file was read")
+    source = open_source(row["uri"], objects, row["source_size"])
+    if source.fault is not None and source.fault.fault_class == "io":
+        raise VideoFault("io", f"the source object is not at hand: {source.fault.message}")
+    if is_object(row["uri"]) and source.size != row["source_size"]:  # of a larger one nothing was fetched
+        source.close()
+        raise VideoFault("io", f"the source object has changed since: it does not have {row['source_size']:,} bytes")
+    return source
+
+
+def _check_present(row: dict[str, Any]) -> None:
+    path = Path(row["uri"])
+    if not path.is_absolute():
+        raise VideoFault("io", "the source is no file of this machine")
+    try:
+        size = path.stat().st_size
+    except (OSError, ValueError) as error:
+        raise VideoFault("io", "the source file is not at hand (moved, deleted or on another machine)") from error
+    if row["source_size"] is not None and size != row["source_size"]:
+        raise VideoFault("io", f"the source file has changed since: it has {size:,} bytes, not {row['source_size']:,}")
 
 
 def _fetch(source: Source, objects: Objects, limit: int) -> None:

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from pipeline.errors import UsageError
+from pipeline.schema import digest
 from pipeline.store import Store
+
+CHECKSUM = "checksum"
+
+
+def fingerprint(content: Mapping[str, Any]) -> str:
+    """``blake2b:<hex>`` of what JSON-able ``content`` says, however it is laid out as text."""
+    return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+
+
+def header_bytes(header: Mapping[str, Any]) -> bytes:
+    """The header as a file: with the checksum of everything else in it, so that no flipped bit goes unseen."""
+    content = _without_checksum(header)
+    return json.dumps({**content, CHECKSUM: fingerprint(content)}, indent=2).encode()
 
 
 def read_header_file(
     store: Store, name: str, version: int, error: type[UsageError], absent: str, of: str = ""
 ) -> dict[str, Any]:
-    """The object in ``name``: schema_version, identity and more. Raises ``error`` where it is none of that version.
+    """The object in ``name``: schema_version, identity and more. Raises ``error`` where it is none of that version,
+    or damaged. A header without a checksum, as they were once written, is taken as it is.
 
     Args:
         absent: what is said of a place without the file, with the remedy.
@@ -22,11 +38,18 @@ def read_header_file(
         header = json.loads(store.read(name))
     except FileNotFoundError:
         raise error(f"{store}: {absent}") from None
-    except json.JSONDecodeError as damage:
+    except (ValueError, RecursionError) as damage:  # also bytes that are no text
         raise error(f"{store}/{name}: not JSON: {damage}") from damage
+    sealed = isinstance(header, dict) and CHECKSUM in header
+    if sealed and fingerprint(_without_checksum(header)) != header[CHECKSUM]:
+        raise error(f"{store}/{name}: its content does not have the checksum in it; restore the file")
     found = header.get("schema_version") if isinstance(header, dict) else None
     if found != version:
         raise error(f"{store}: {of}schema version {found!r}; this program reads version {version}")
     if not isinstance(header.get("identity"), dict):
         raise error(f"{store}/{name}: it holds no identity; restore the file")
     return dict(header)
+
+
+def _without_checksum(header: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in header.items() if key != CHECKSUM}

@@ -79,6 +79,13 @@ def prepare(config: PruneConfig, console: Console) -> Job:
         manifest = read_manifest(config.videos, config.video_root, objects)
         if not store.exists(HEADER) and store.taken():
             raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
+    job = resolve(config, manifest, store, objects)
+    with store_refusing():
+        return match_cache(job, console)
+
+
+def resolve(config: PruneConfig, manifest: pa.Table, store: Store, objects: Objects) -> Job:
+    """What the options mean: the model, its frames, the method. Raises UsageError; looks at no cache and no video."""
     with refusing():
         make_pruner(config.pruner, **config.pruner_params())  # what is wrong with it is no matter of the model
         source = _with_limits(ModelSource.resolve(config.model, config.revision), config)
@@ -89,7 +96,7 @@ def prepare(config: PruneConfig, console: Console) -> Job:
         evidence = evidence_sources(config.evidence, source.model_type, pruner)
         source = _with_evidence(source, pruner, evidence, config)
     _check_reader(config.decoder)
-    job = Job(
+    return Job(
         config=config,
         objects=objects,
         run_id=new_run_id(),
@@ -102,8 +109,6 @@ def prepare(config: PruneConfig, console: Console) -> Job:
         manifest=manifest,
         store=store,
     )
-    with store_refusing():
-        return match_cache(job, console)
 
 
 def _with_limits(source: ModelSource, config: PruneConfig) -> ModelSource:

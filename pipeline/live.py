@@ -1,7 +1,7 @@
 """The videos table as index and commit log: which row of a video counts.
 
 A video's live row is the one with (ok before failed, most attempts, smallest shard name). Every reader of the cache
-(TokenCache, resume, inspect) asks this module.
+(TokenCache, resume, inspect, verify) asks this module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipeline.errors import CorruptShard
 from pipeline.schema import READ_THREADS, digest, open_parquet
 from pipeline.store import Store
 
-VIDEOS = "videos"
+TOKENS, VIDEOS = "tokens", "videos"  # folders of a cache
 # What stays in memory for each video; the rest of a row is read from its shard when asked for.
 INDEX_COLUMNS = ("video_id", "status", "attempts", "error_class", "uri", "source_size", "start_s", "end_s")
 
@@ -32,15 +32,17 @@ def shard_name(folder: str, run_id: str, number: int, data: bytes | pa.Buffer, s
 def check_content(store: Store, name: str, data: bytes) -> None:
     """Raises CorruptShard where a committed shard does not have the hash in its name."""
     if digest(data).partition(":")[2] != PurePosixPath(name).stem.rpartition("-")[2]:
-        raise CorruptShard(f"{store}/{name}: its content does not have the hash in its name; restore the file")
+        message = f"{store}/{name}: its content does not have the hash in its name; restore the file"
+        raise CorruptShard(message, "commit")
 
 
 def read_videos_shard(store: Store, name: str, columns: Sequence[str] | None = None) -> pa.Table:
     """One videos shard, its content checked. Raises CorruptShard."""
-    return _checked(store, name, store.read(name), columns)
+    return parse_videos_shard(store, name, store.read(name), columns)
 
 
-def _checked(store: Store, name: str, data: bytes, columns: Sequence[str] | None) -> pa.Table:
+def parse_videos_shard(store: Store, name: str, data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
+    """The shard from its bytes. Raises CorruptShard."""
     check_content(store, name, data)
     return open_parquet(pa.BufferReader(data)).read(
         columns=None if columns is None else list(columns), use_threads=READ_THREADS
@@ -60,7 +62,7 @@ class VideosTable:
         names = self._store.names(VIDEOS, ".parquet")
         new = [name for name in names if name not in self._tables]
         for name, data in zip(new, self._store.read_all(new), strict=True):
-            table = _checked(self._store, name, data, self._columns)
+            table = parse_videos_shard(self._store, name, data, self._columns)
             table = table.append_column("shard", pa.repeat(name, len(table)).cast(pa.string()))
             self._tables[name] = table.append_column("row", pa.array(np.arange(len(table)), pa.int32()))
         if not names:

@@ -12,7 +12,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from typing import Any, NamedTuple
 
 from pipeline.errors import UsageError
@@ -56,6 +57,20 @@ class ObjectInfo(NamedTuple):
 
     uri: str
     size: int
+
+
+class Upload(NamedTuple):
+    """A multipart upload that was neither completed nor aborted; the store keeps its parts, and bills them.
+
+    Attributes:
+        uri: the object it would become.
+        upload_id: tells it from others of the same object.
+        started: when, by the store's clock.
+    """
+
+    uri: str
+    upload_id: str
+    started: datetime
 
 
 class Slice(NamedTuple):
@@ -207,6 +222,21 @@ class Objects:
         bucket, key = _split(uri)
         with self._errors(uri):
             self._client().delete_object(Bucket=bucket, Key=key)
+
+    def uploads(self, prefix: str) -> Iterator[Upload]:
+        """The pending multipart uploads of objects whose URIs begin with ``prefix``."""
+        bucket, key = _split(prefix)
+        with self._errors(prefix):
+            for page in self._client().get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=key):
+                for item in page.get("Uploads", ()):
+                    if item["Key"].startswith(key):  # not every store looks at the prefix
+                        yield Upload(f"{SCHEME}{bucket}/{item['Key']}", item["UploadId"], item["Initiated"])
+
+    def abort(self, upload: Upload) -> None:
+        """Give up a multipart upload, so that the store drops its parts; nothing happens where there is none."""
+        bucket, key = _split(upload.uri)
+        with suppress(FileNotFoundError), self._errors(upload.uri):
+            self._client().abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload.upload_id)
 
     def redact(self, text: str) -> str:
         """The text without what these settings hold, and without addresses."""

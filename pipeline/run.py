@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import math
 import time
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from pipeline.decode_stage import DecodeSetup
 from pipeline.encode import EncodeSetup
 from pipeline.errors import RunFailed
 from pipeline.graph import Resources, build_graph, plan_resources
+from pipeline.header import fingerprint, header_bytes
 from pipeline.job import Job, match_cache, prepare
 from pipeline.live import VIDEOS, VideosTable
 from pipeline.lock import Lock, cache_lock
@@ -82,7 +82,7 @@ def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[Run
     if not job.store.names(VIDEOS, ".parquet"):
         _write_header(job, dtype, lock)
     decode = DecodeSetup.of(job.config, job.sampling, preprocessor_for(job.source), job.objects)
-    encode = _encode_setup(job, device, dtype)
+    encode = encode_setup(job, device, dtype)
     plan = _plan(job.config, cluster, device, len(todo)).fitting(
         cluster.get("object_store_memory", math.inf), encode.bytes_per_video(*decode.largest_frames())
     )
@@ -93,12 +93,15 @@ def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[Run
     run_file = RunFile(job.store, _run_record(job, device, dtype, plan, len(todo)))
     watch = partial(Watch, pulse, job.config.stall_timeout, plan, len(todo))
     bar = reporter(console, len(todo), job.config.log_interval)
+    made_with = fingerprint(read_header(job.store)["identity"])
     with run_file:
-        n_failed = stream(dataset, partial(commit, job.store, job.run_id), len(todo), "video", lock, watch, bar)
+        to_commit = partial(commit, job.store, job.run_id, made_with=made_with)
+        n_failed = stream(dataset, to_commit, len(todo), "video", lock, watch, bar)
     return run_file, n_failed
 
 
-def _encode_setup(job: Job, device: str, dtype: str) -> EncodeSetup:
+def encode_setup(job: Job, device: str, dtype: str) -> EncodeSetup:
+    """What the encoders of this job need to know."""
     return EncodeSetup(
         source=job.source,
         pruner=job.pruner.name,
@@ -148,7 +151,7 @@ def _write_header(job: Job, dtype: str, lock: Lock) -> None:
         "deepstack_levels": static.deepstack_levels,
     }
     lock.check()  # starting Ray may have taken longer than a lease lasts
-    job.store.put(HEADER, json.dumps(header, indent=2).encode())
+    job.store.put(HEADER, header_bytes(header))
 
 
 def _run_record(job: Job, device: str, dtype: str, resources: Resources, n_videos: int) -> dict[str, Any]:

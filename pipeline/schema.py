@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from gstep.types import budget_for
 
 SCHEMA_VERSION = 1
+MADE_WITH = "made_with"  # in the metadata of a videos shard: the fingerprint of the identity that its rows share
 # A reader that wants 10 % of the tokens reads no more than the row groups that end at 10 %.
 TIERS = (0.10, 0.15, 0.20, 0.25, 0.50)
 

@@ -16,13 +16,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.live import VIDEOS, shard_name
+from pipeline.live import TOKENS, VIDEOS, shard_name
 from pipeline.pulse import Beat
 from pipeline.rows import WRITTEN, Record, payload, records
-from pipeline.schema import VIDEO_SCHEMA, digest, footer_of, tier_row_counts, token_schema, write_parquet
+from pipeline.schema import MADE_WITH, VIDEO_SCHEMA, digest, footer_of, tier_row_counts, token_schema, write_parquet
 from pipeline.store import LocalStore, Store
-
-TOKENS = "tokens"
 
 
 class Writer:
@@ -59,8 +57,10 @@ def write_token_shard(batch: pa.Table, *, store: Store, run_id: str, beat: Beat 
     return pa.table([pa.array([json.dumps(r) for r in rows], pa.string())], schema=WRITTEN)
 
 
-def commit(store: Store, run_id: str, number: int, rows: Sequence[Record]) -> pa.Table:
+def commit(store: Store, run_id: str, number: int, rows: Sequence[Record], *, made_with: str | None = None) -> pa.Table:
     """Make the records visible: one videos shard, in one atomic step. Returns them as VIDEO_SCHEMA.
+
+    ``made_with`` is the fingerprint of the cache's identity; it goes into the file's metadata, under MADE_WITH.
 
     Raises OSError where their tokens are not here: a node without the shared folder wrote them to a disk of its own.
     """
@@ -70,7 +70,7 @@ def commit(store: Store, run_id: str, number: int, rows: Sequence[Record]) -> pa
                 errno.ENOENT, f"written by a node, but not to this --out {store}, which must be shared by all", name
             )
     table = pa.Table.from_pylist([{"run_id": run_id, **row} for row in rows], schema=VIDEO_SCHEMA)
-    data = write_parquet(table)
+    data = write_parquet(table if made_with is None else table.replace_schema_metadata({MADE_WITH: made_with}))
     store.put(shard_name(VIDEOS, run_id, number, data), data)
     return table
 

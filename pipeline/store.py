@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
@@ -20,6 +20,13 @@ from pipeline.objects import Objects, check_uri, is_object
 LOCK = ".lock"  # what a run that writes to the cache keeps beside it; see pipeline.lock
 _TAIL = 2**16  # bytes fetched on opening: the footer of most shards
 _READERS = 16
+
+
+class FileInfo(NamedTuple):
+    """One file of a store: its name and its size in bytes."""
+
+    name: str
+    size: int
 
 
 class Store(Protocol):
@@ -46,7 +53,13 @@ class Store(Protocol):
     def names(self, folder: str, suffix: str) -> list[str]:
         """The finished files of a folder, sorted."""
 
+    def listed(self, folder: str) -> list[FileInfo]:
+        """All files of a folder ("" is the root) with their sizes, unfinished ones too, sorted."""
+
     def exists(self, name: str) -> bool: ...
+
+    def delete(self, name: str) -> None:
+        """Remove a file; nothing happens where there is none. Raises OSError."""
 
 
 def store_at(place: str | Path, objects: Objects | None = None) -> Store:
@@ -106,8 +119,18 @@ class LocalStore:
         found = (self.root / folder).glob(f"*{suffix}")
         return sorted(f"{folder}/{path.name}" for path in found if not path.name.startswith(".") and path.is_file())
 
+    def listed(self, folder: str) -> list[FileInfo]:
+        root = self.root / folder
+        found = root.iterdir() if root.is_dir() else ()
+        return sorted(
+            FileInfo(path.relative_to(self.root).as_posix(), path.stat().st_size) for path in found if path.is_file()
+        )
+
     def exists(self, name: str) -> bool:
         return (self.root / name).is_file()
+
+    def delete(self, name: str) -> None:
+        (self.root / name).unlink(missing_ok=True)
 
     def __str__(self) -> str:
         return self._shown
@@ -145,6 +168,10 @@ class ObjectStore:
     def names(self, folder: str, suffix: str) -> list[str]:
         listed = self.objects.list(f"{self.root}/{folder}/")
         return [found.uri.removeprefix(f"{self.root}/") for found in listed if found.uri.endswith(suffix)]
+
+    def listed(self, folder: str) -> list[FileInfo]:
+        found = self.objects.list(f"{self.root}/{folder}/" if folder else f"{self.root}/")
+        return [FileInfo(item.uri.removeprefix(f"{self.root}/"), item.size) for item in found]
 
     def exists(self, name: str) -> bool:
         return self.objects.exists(f"{self.root}/{name}")

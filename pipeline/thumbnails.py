@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import av
@@ -13,9 +12,9 @@ from torch import Tensor, nn
 from gstep.backbones.preprocess import as_frames
 from pipeline.decode import DecodedVideo, DecodeRequest
 from pipeline.errors import VideoFault
-from pipeline.fetch import Source, open_source
+from pipeline.fetch import same_source
 from pipeline.frames import Sampling
-from pipeline.objects import Objects, is_object
+from pipeline.objects import Objects
 from pipeline.readers import Frames
 from pipeline.sandbox import DecodeSandbox
 
@@ -72,40 +71,13 @@ def _decode_again(row: dict[str, Any], sampling: dict[str, Any], objects: Object
         start_s=row["start_s"],
         end_s=row["end_s"],
     )  # with the default reader: a row must not choose what code runs here
-    with _same_source(row, objects) as source, DecodeSandbox() as sandbox:
+    with same_source(row, objects) as source, DecodeSandbox() as sandbox:
         video = source.decode(sandbox, request)
     if video.source_hash != row["source_hash"]:
         raise VideoFault("io", "the source file has changed since: its hash is another one")
     if video.frame_indices.tolist() != row["frame_indices"]:
         raise VideoFault("io", "decoded now, the source file gives other frames than those that were sampled")
     return video
-
-
-def _same_source(row: dict[str, Any], objects: Objects) -> Source:
-    """The source of the row, which has the size it had then; an object is one GET."""
-    if not is_object(row["uri"]):
-        _check_present(row)
-    if row["source_size"] is None or row["source_hash"] is None:
-        raise VideoFault("io", "the cache does not say which file was read")
-    source = open_source(row["uri"], objects, row["source_size"])
-    if source.fault is not None and source.fault.fault_class == "io":
-        raise VideoFault("io", f"the source object is not at hand: {source.fault.message}")
-    if is_object(row["uri"]) and source.size != row["source_size"]:  # of a larger one nothing was fetched
-        source.close()
-        raise VideoFault("io", f"the source object has changed since: it does not have {row['source_size']:,} bytes")
-    return source
-
-
-def _check_present(row: dict[str, Any]) -> None:
-    path = Path(row["uri"])
-    if not path.is_absolute():
-        raise VideoFault("io", "the source is no file of this machine")
-    try:
-        size = path.stat().st_size
-    except (OSError, ValueError) as error:
-        raise VideoFault("io", "the source file is not at hand (moved, deleted or on another machine)") from error
-    if row["source_size"] is not None and size != row["source_size"]:
-        raise VideoFault("io", f"the source file has changed since: it has {size:,} bytes, not {row['source_size']:,}")
 
 
 def _sampling(settings: dict[str, Any]) -> Sampling:

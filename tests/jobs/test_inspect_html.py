@@ -22,6 +22,7 @@ from pipeline.decode import DecodedVideo, DecodeRequest, decode_video
 from pipeline.decode_stage import decoded_columns
 from pipeline.errors import VideoFault
 from pipeline.frames import Sampling
+from pipeline.header import header_bytes
 from pipeline.page import grid_of, tiers_of, video_page
 from pipeline.thumbnails import Thumbnails
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
@@ -48,7 +49,7 @@ def build(
     store = write_header(out, ratio)
     header = json.loads(store.read("cache.json"))
     header["identity"]["sampling"] = more.pop("sampling", {"num_frames": FRAMES})
-    store.put("cache.json", json.dumps(header).encode())
+    store.put("cache.json", header_bytes(header))
     columns = {**decoded_columns(video, 1), "uri": str(path), **more}
     tokens = random_tokens(0, (FRAMES, columns.get("tokens_per_frame", SIDE * SIDE), 16))
     fault = VideoFault("corrupt", "the file is cut off")
@@ -179,7 +180,7 @@ def test_temporal_patches_are_drawn_by_their_grid_over_their_first_frames(decode
     store = write_header(tmp_path / "c")
     header = json.loads(store.read("cache.json"))
     header["identity"]["sampling"] = {"num_frames": 7}
-    store.put("cache.json", json.dumps(header).encode())
+    store.put("cache.json", header_bytes(header))
     columns = {**decoded_columns(video, 1), "uri": str(decoded[0]), "model_extra": json.dumps({"grid": [5, 9]})}
     write_shard(store, "run", encoded(VIDEO, random_tokens(0, (4, 45, 16)), 0.25, "gstep", **columns))
     html = video_page(TokenCache(tmp_path / "c"), VIDEO).html

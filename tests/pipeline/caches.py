@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from pipeline.cache import HEADER
+from pipeline.cache import HEADER, read_header
 from pipeline.errors import VideoFault
+from pipeline.header import fingerprint, header_bytes
 from pipeline.rows import ENCODED, failed, one_row, pruned_arrays, pruned_columns, records
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.sink import commit, write_token_shard
@@ -55,31 +55,32 @@ def encoded_failure(video_id: str, fault: VideoFault, **more: Any) -> pa.Table:
     return one_row(ENCODED, failed(source_record(video_id, (1, 1, 1), **more), fault))
 
 
-def write_header(out: Path | Store, ratio: float = 0.25, **more: Any) -> Store:
+def write_header(out: Path | Store, ratio: float = 0.25, method: str = "gstep", **more: Any) -> Store:
     store = LocalStore(out) if isinstance(out, Path) else out
     identity = {
         "model": {"type": "llava_onevision", "weights": "none"},
         "sampling": {},
-        "pruner": {"method": "gstep", "params": {}},
+        "pruner": {"method": method, "params": {}},
         "retention_ratio": ratio,
         "dtype": {"stored": "bfloat16"},
     }
     header = {"schema_version": SCHEMA_VERSION, "identity": identity, "newline": None, **more}
-    store.put(HEADER, json.dumps(header).encode())
+    store.put(HEADER, header_bytes(header))
     return store
 
 
 def write_shard(store: Store, run_id: str, *rows: pa.Table) -> str:
-    """Write and commit one shard; returns the name of its videos shard."""
+    """Write and commit one shard, as the next of its run; returns the name of its videos shard."""
     written = write_token_shard(pa.concat_tables(rows), store=store, run_id=run_id)
     before = set(store.names("videos", ".parquet"))
-    commit(store, run_id, len(before), records(written))
+    number = sum(name.startswith(f"videos/{run_id}-") for name in before)
+    commit(store, run_id, number, records(written), made_with=fingerprint(read_header(store)["identity"]))
     (name,) = set(store.names("videos", ".parquet")) - before
     return name
 
 
 def make_cache(out: Path | Store, videos: dict[str, torch.Tensor], ratio: float = 0.25, method: str = "gstep") -> Store:
     """One shard that holds the pruned tokens of ``videos``."""
-    store = write_header(out, ratio)
+    store = write_header(out, ratio, method)
     write_shard(store, "run", *(encoded(name, tokens, ratio, method) for name, tokens in videos.items()))
     return store

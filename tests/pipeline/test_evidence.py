@@ -20,6 +20,7 @@ from pipeline.config import PruneConfig
 from pipeline.encode import Encoder, EncodeSetup
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.evidence import evidence_sources
+from pipeline.header import header_bytes
 from pipeline.job import prepare
 from pipeline.objects import Objects
 from pipeline.report import cache_report
@@ -144,7 +145,7 @@ def test_an_inspection_says_what_there_is(tmp_path, capsys):
     header = json.loads(store.read(HEADER))
     header["identity"] |= {"dtype": {"stored": "bfloat16"}, "sampling": {}}
     header["identity"]["model"]["type"], header["identity"]["pruner"]["params"] = "llava_onevision", {}
-    store.put(HEADER, json.dumps(header).encode())
+    store.put(HEADER, header_bytes(header))
     Console(width=200).print(cache_report(TokenCache(tmp_path)))
     said = " ".join(capsys.readouterr().out.split())
     assert "evidence of each token token_attention from the encoder's last layer; image_embedding from SigLIP's" in said

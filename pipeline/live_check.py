@@ -1,0 +1,202 @@
+"""``jobs.verify --live``: encode some videos again from their sources, with the cache's settings, and compare.
+
+The stages are those of a run, in this process. The reader is the default one and the model's code is this package's:
+what a cache says chooses no code.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from contextlib import closing
+from dataclasses import fields, replace
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from rich.console import Console
+
+from gstep.backbones import preprocessor_for
+from pipeline.cache import TokenCache
+from pipeline.cached_video import CachedVideo, bfloat16
+from pipeline.cluster import provenance
+from pipeline.config import PruneConfig
+from pipeline.decode_stage import Decoder, DecodeSetup
+from pipeline.encode import Encoder
+from pipeline.errors import UsageError, VideoFault
+from pipeline.fetch import same_source
+from pipeline.job import match_cache, resolve
+from pipeline.manifest import MANIFEST_SCHEMA
+from pipeline.objects import Objects
+from pipeline.request import refusing
+from pipeline.resume import TODO_SCHEMA
+from pipeline.rows import payload, records
+from pipeline.run import encode_setup
+from pipeline.runs import RUNS
+from pipeline.store import ObjectStore
+from pipeline.verify_report import LiveResult, Problem, Report
+
+Row = dict[str, Any]
+# Where the same program on the same kind of machine made both, every bit counts. Other versions and processors round
+# differently, and a near tie then selects another token. For the sample clips, float32 against bfloat16 came out
+# 0.017 apart at most with 94 % of the positions in common, one clip against another 0.65 at least with 60 %.
+MOST_ROUNDING = 0.1  # norm of the differences against that of the tokens
+LEAST_SHARED = 0.5  # of the selected positions
+_RUNTIME = ("device", "device_name", "dtype", "attn_implementation", "cuda")
+
+
+class LiveCheck:
+    """What encodes videos as the cache's runs did, and compares.
+
+    Raises UsageError where the cache does not say how, or what it says cannot be had here.
+    """
+
+    def __init__(self, cache: TokenCache, model: str | None) -> None:
+        store = cache.store
+        self._cache = cache
+        self._objects = store.objects if isinstance(store, ObjectStore) else Objects.from_environment()
+        config = _config(cache, _newest_run(cache), model)
+        job = resolve(config, MANIFEST_SCHEMA.empty_table(), store, self._objects)
+        job = match_cache(job, Console(quiet=True))
+        self._decode = DecodeSetup.of(config, job.sampling, preprocessor_for(job.source), self._objects)
+        with refusing():
+            self._encoder = Encoder(encode_setup(job, "auto", job.dtype))
+
+    def run(self, live: pa.Table, count: int, seed: int, report: Report) -> None:
+        """Encode ``count`` random ok videos of ``live`` again and note in ``report`` what came out."""
+        ids = live.filter(pc.equal(live["status"], "ok"))["video_id"].to_pylist()
+        if len(ids) < count:
+            report.notes.append(f"--live: of {count} videos {len(ids)} are sound and can be encoded again")
+        with closing(Decoder(self._decode)) as decoder:
+            for video_id in random.Random(seed).sample(ids, min(count, len(ids))):
+                row = self._cache.metadata(video_id)
+                result = self._compare(row, decoder)
+                report.live.append(result)
+                if why := _suspicion(result):
+                    report.problems.append(Problem("live", why, row["token_shard"], video_id))
+
+    def _compare(self, row: Row, decoder: Decoder) -> LiveResult:
+        video_id, run = row["video_id"], _run(self._cache, row["run_id"])
+        try:
+            record, encoded = self._encoded(row, decoder)
+        except VideoFault as fault:
+            if fault.fault_class == "io":
+                return LiveResult(video_id, "source-gone", fault.message)
+            return LiveResult(video_id, "failed", fault.message, versions=_versions(row, run, {}))
+        stored = self._cache.get(video_id, order="selection", evidence=tuple(self._cache.evidence))
+        result = compare(stored, encoded)
+        if record["frame_indices"] != row["frame_indices"]:
+            result = replace(result, note="other frames were sampled")
+        return replace(result, versions=_versions(row, run, record))
+
+    def _encoded(self, row: Row, decoder: Decoder) -> tuple[Row, pa.Table]:
+        """The new record of a video and its row in ENCODED. Raises VideoFault, "io" where the source is gone."""
+        with same_source(row, self._objects) as source:
+            decoded = decoder.decode_row(_todo(row), source)
+        record = _sound(decoded)
+        if record["source_hash"] != row["source_hash"]:
+            raise VideoFault("io", "the source has changed since: its hash is another one")
+        (encoded,) = self._encoder(decoded)
+        return _sound(encoded), encoded
+
+
+def _sound(table: pa.Table) -> Row:
+    """The record in a table of one row. Raises VideoFault where the video failed."""
+    (record,) = records(table)
+    if record["status"] != "ok":
+        raise VideoFault("internal", f"{record['error_class']}: {record['error_message']}")
+    return record
+
+
+def compare(stored: CachedVideo, encoded: pa.Table) -> LiveResult:
+    """A stored video, in order of selection, and its row in ENCODED: all vectors of the tokens that both have."""
+    index = payload(encoded, "index", 0, np.int32)
+    assert index is not None
+    old = [part.view(len(part), -1) for part in (stored.tokens, *stored.deepstack, *stored.evidence.values())]
+    new = _vectors(encoded, len(index), [part.shape[1] for part in old])
+    if new is None:
+        return LiveResult(stored.video_id, "different", "tokens of another size", same_indices=0.0)
+    common, ours, theirs = np.intersect1d(stored.index.numpy(), index, return_indices=True)
+    pairs = [(a[ours].float(), b[theirs].float()) for a, b in zip(old, new, strict=True)]
+    same = np.array_equal(stored.index.numpy(), index) and all(
+        torch.equal(a.contiguous().view(torch.int16), b.view(torch.int16)) for a, b in zip(old, new, strict=True)
+    )
+    return LiveResult(
+        video_id=stored.video_id,
+        state="same" if same else "different",
+        same_indices=len(common) / max(len(index), len(stored.index)),
+        max_difference=max(float((a - b).abs().max()) for a, b in pairs) if len(common) else None,
+        relative_difference=max(float((a - b).norm() / a.norm().clamp(min=1e-30)) for a, b in pairs),
+    )
+
+
+def _vectors(encoded: pa.Table, n: int, widths: list[int]) -> list[torch.Tensor] | None:
+    """[n,width] bfloat16 each of tokens, deepstack levels and evidence; None where they are of other widths."""
+    parts = (payload(encoded, name, 0, np.int16) for name in ("tokens", "deepstack", "evidence"))
+    data = np.concatenate([part for part in parts if part is not None])
+    if len(data) != n * sum(widths):
+        return None
+    return [part.view(n, -1) for part in torch.split(bfloat16(data), [n * width for width in widths])]
+
+
+def _suspicion(result: LiveResult) -> str:
+    """Why a difference is no matter of rounding; "" where it may be one, or there is none."""
+    if result.state != "different":
+        return ""
+    share, relative = result.same_indices or 0.0, result.relative_difference
+    numbers = f"{share:.1%} of the positions, tokens apart by {result.max_difference} at most"
+    if share < LEAST_SHARED or relative is None or relative > MOST_ROUNDING:
+        return f"encoded again, it is beyond rounding: {numbers}"
+    return "" if result.versions else f"encoded again by the same versions, it is not the same: {numbers}"
+
+
+def _versions(row: Row, run: Row, record: Row) -> dict[str, tuple[str, str]]:
+    """What is another version than when the video was encoded, name -> (then, now)."""
+    then = dict(run.get("versions", {}))
+    now = dict(provenance("", tuple(then))["versions"])
+    before, after = row["runtime"] or {}, json.loads(record.get("runtime") or "{}")
+    for name in _RUNTIME if after else ():
+        then[name], now[name] = before.get(name), after.get(name)
+    for name in ("backend", "backend_version") if record else ():
+        then[name], now[name] = row[name], record[name]
+    return {name: (str(then[name]), str(now[name])) for name in then if then[name] != now[name]}
+
+
+def _config(cache: TokenCache, run: Row, model: str | None) -> PruneConfig:
+    """The options of the run as far as they decide the tokens; where it ran is this machine's own choice."""
+    known = {item.name for item in fields(PruneConfig) if not item.metadata.get("secret")}
+    options = {name: value for name, value in run.get("config", {}).items() if name in known}
+    mine: dict[str, Any] = {"out": str(cache.store), "decoder": "auto", "device": "auto", "dtype": "auto"}
+    try:
+        return PruneConfig(**{**options, **mine, "attn": "auto", **({"model": model} if model else {})})
+    except TypeError as error:
+        raise UsageError(f"{cache.store}/{RUNS}/{run.get('run_id')}.json: {error}") from error
+
+
+def _newest_run(cache: TokenCache) -> Row:
+    """The record of the newest run that is there; all runs of a cache made the same kind of tokens."""
+    for name in reversed(cache.store.names(RUNS, ".json")):
+        run = _run(cache, PurePosixPath(name).stem)
+        if isinstance(run.get("config"), dict):
+            return run
+    raise UsageError(f"{cache.store}/{RUNS}: no record of a run says which model the tokens are from")
+
+
+def _run(cache: TokenCache, run_id: str) -> Row:
+    """The record of a run; nothing where it is gone or unreadable, being provenance only."""
+    try:
+        record = json.loads(cache.store.read(f"{RUNS}/{run_id}.json"))
+    except (OSError, ValueError):
+        return {}
+    usable = isinstance(record, dict) and isinstance(record.get("versions", {}), dict)
+    return record if usable else {}
+
+
+def _todo(row: Row) -> Row:
+    """A row of the videos table as a row of TODO_SCHEMA."""
+    missing = dict.fromkeys(TODO_SCHEMA.names)
+    carried = {name: row[name] for name in ("video_id", "uri", "start_s", "end_s", "attempts")}
+    return {**missing, **carried, "path": row["uri"], "size": row["source_size"]}

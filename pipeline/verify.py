@@ -1,0 +1,260 @@
+"""``jobs.verify``: whether every file of a cache holds what it was committed with, and what lies about beside them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from rich.console import Console
+
+from pipeline.cache import HEADER, TokenCache, read_header
+from pipeline.errors import NotACache
+from pipeline.header import CHECKSUM
+from pipeline.live import VIDEOS, VideoRows, live_rows
+from pipeline.lock import Lock, cache_lock, holder
+from pipeline.orphans import clean, list_files, list_uploads, lost_commits, sort_files
+from pipeline.progress import Words, reporter
+from pipeline.request import new_run_id
+from pipeline.store import FileInfo, Store
+from pipeline.verify_report import Problem, Report
+from pipeline.verify_rows import KEPT, CheckedCommit, check_commit
+from pipeline.verify_tokens import CheckedShard, check_token_shard
+
+if TYPE_CHECKING:
+    from pipeline.live_check import LiveCheck
+
+T = TypeVar("T")
+R = TypeVar("R", bound="CheckedCommit | CheckedShard")
+Place = tuple[str, int]  # a videos shard and a row in it
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        jobs: files read at a time.
+        clean: whether to remove what nothing names.
+        live: how many videos are encoded again.
+        seed: which ones.
+        model: the model's folder or id, where it is not where the run found it.
+        log_interval: seconds between lines of progress.
+    """
+
+    jobs: int = 2
+    clean: bool = False
+    live: int = 0
+    seed: int = 0
+    model: str | None = None
+    log_interval: float = 30.0
+
+
+def verify(store: Store, request: Request, console: Console) -> Report:
+    """Read all of the cache at ``store`` and check it; nothing is written there without ``request.clean``.
+
+    Raises NotACache where there is none, CacheLocked where it is to be cleaned and a run holds it, UsageError where
+    videos cannot be encoded again, RunFailed where the lock is lost, and OSError where the store fails as a whole.
+    """
+    if not store.exists(HEADER):
+        read_header(store)  # raises
+    if not request.clean:
+        return _verify(store, request, console, None)
+    # From the beginning: what is an orphan is found out under the lock, too.
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    with cache_lock(store, new_run_id(), say) as lock:
+        return _verify(store, request, console, lock)
+
+
+def _verify(store: Store, request: Request, console: Console, lock: Lock | None) -> Report:
+    report = Report(str(store))
+    started = time.monotonic()
+    try:
+        header = read_header(store)
+    except NotACache as error:
+        report.problems.append(Problem("header", str(error), HEADER))
+        return report
+    report.problems += [Problem("header", f"{store}/{HEADER}: {fault}", HEADER) for fault in _header_faults(header)]
+    if report.problems:
+        return report
+    if CHECKSUM not in header:
+        report.notes.append(f"{HEADER} has no checksum: it was written before they did")
+    other = None if lock else holder(store)
+    if other is not None:
+        report.notes.append(f"run {other.get('run_id')} writes here at this moment; its next shards look like orphans")
+    files = list_files(store)
+    list_uploads(store, report)
+    rows, bad = _check_commits(store, header, request, console, report)
+    live = _check_live(rows, report)
+    again = _live_check(store, request, live) if request.live else None
+    _check_tokens(store, header, request, console, report, _places(rows, live), bad)
+    _sort(store, files, rows, live, report)
+    report.seconds = time.monotonic() - started
+    if again is not None:
+        again.run(_sound(live, report), request.live, request.seed, report)
+    if lock is not None:
+        clean(store, report, lock)
+    return report
+
+
+def _live_check(store: Store, request: Request, live: pa.Table) -> LiveCheck:
+    """Refuses before the long part begins."""
+    from pipeline.live_check import LiveCheck  # noqa: PLC0415 - models and decoders load only for this
+
+    return LiveCheck(TokenCache(str(store), store=store, live=live), request.model)
+
+
+def _header_faults(header: dict[str, Any]) -> Iterator[str]:
+    identity, hidden = header["identity"], header.get("hidden_size")
+    ratio = identity.get("retention_ratio")
+    if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+        yield f"its retention ratio is {ratio!r}"
+    if header.get("newline") is not None:
+        try:
+            n_bytes = len(base64.b64decode(header["newline"], validate=True))
+        except (binascii.Error, TypeError, ValueError):
+            yield "its newline row is not base64"
+        else:
+            if hidden is not None and n_bytes != 2 * hidden:
+                yield f"its newline row has {n_bytes} bytes, not {hidden} bfloat16 numbers"
+
+
+def _check_commits(
+    store: Store, header: dict[str, Any], request: Request, console: Console, report: Report
+) -> tuple[pa.Table, set[Place]]:
+    """Every videos shard; returns KEPT of all rows with shard and row, and which rows cannot be judged by."""
+    names = store.names(VIDEOS, ".parquet")
+    tables, bad, unmarked = [], set(), 0
+    for name, checked in _checked(
+        lambda name: check_commit(store, name, header), names, "videos shard", request, console
+    ):
+        report.problems += checked.problems
+        report.bytes_read += checked.n_bytes
+        if checked.rows is not None:
+            tables.append(checked.rows)
+            unmarked += checked.made_with is None
+        bad |= {(name, place) for place in checked.bad}
+    report.counts |= {"videos_shards": len(names)}
+    if unmarked:
+        report.notes.append(f"{unmarked} videos shards carry no fingerprint: they were written before they did")
+    empty = pa.table({**{name: [] for name in KEPT}, "shard": [], "row": []})
+    return pa.concat_tables(tables) if tables else empty, bad
+
+
+def _check_live(rows: pa.Table, report: Report) -> pa.Table:
+    """The live rows; notes where two rows could both be it."""
+    if not len(rows):
+        report.counts |= {"videos": 0, "failed_videos": 0}
+        return rows
+    live = live_rows(rows)
+    ties = rows.group_by(["video_id", "status", "attempts"]).aggregate([("shard", "count"), ("shard", "min")])
+    many = ties.filter(pc.greater(ties["shard_count"], 1)).to_pylist()
+    if many:
+        best = {row["video_id"]: row for row in live.select(["video_id", "status", "attempts"]).to_pylist()}
+        for tie in many:
+            if all(best[tie["video_id"]][key] == tie[key] for key in ("status", "attempts")):
+                what = f"{tie['shard_count']} rows of attempt {tie['attempts']}, the first in {tie['shard_min']}"
+                report.problems.append(Problem("duplicate", what, tie["shard_min"], tie["video_id"]))
+    n_ok = pc.sum(pc.equal(live["status"], "ok")).as_py()
+    report.counts |= {"videos": n_ok, "failed_videos": len(live) - n_ok}
+    return live
+
+
+def _check_tokens(
+    store: Store,
+    header: dict[str, Any],
+    request: Request,
+    console: Console,
+    report: Report,
+    places: Mapping[str, Sequence[Place]],
+    bad: set[Place],
+) -> None:
+    """Every token shard of ``places``, which has the videos rows that name it."""
+    # Neighbours in the order of commits share a videos shard, which is in memory then.
+    names = sorted(places, key=lambda name: places[name][0])
+    full = VideoRows(store, keep=8 * request.jobs)
+
+    def check(name: str) -> CheckedShard:
+        good = [place for place in places[name] if place not in bad]
+        rows = [(commit, full(commit, row)) for commit, row in good]
+        whole = len(good) == len(places[name])
+        return check_token_shard(store, name, rows, header, whole=whole) if rows else CheckedShard([])
+
+    widths: dict[str, int] = {}
+    n_tokens = 0
+    for name, checked in _checked(check, names, "token shard", request, console):
+        report.problems += checked.problems
+        report.bytes_read += checked.n_bytes
+        n_tokens += checked.n_tokens
+        for key, width in checked.widths.items():
+            if widths.setdefault(key, width) != width:
+                what = f"{store}/{name}: {width} numbers of {key} a token, {widths[key]} in other shards"
+                report.problems.append(Problem("schema", what, name))
+    report.counts |= {"token_shards": len(names), "tokens": n_tokens}
+
+
+def _token_shards(rows: pa.Table) -> set[str]:
+    return set(rows.filter(pc.equal(rows["status"], "ok"))["token_shard"].to_pylist())
+
+
+def _places(rows: pa.Table, live: pa.Table) -> dict[str, list[Place]]:
+    """Each token shard that a live row names -> all rows that name it, superseded ones too."""
+    found: dict[str, list[Place]] = {name: [] for name in sorted(_token_shards(live) - {None})}
+    ok = rows.filter(pc.equal(rows["status"], "ok")).select(["token_shard", "shard", "row"])
+    for row in ok.to_pylist():
+        if row["token_shard"] in found:
+            found[row["token_shard"]].append((row["shard"], row["row"]))
+    return found
+
+
+def _sort(store: Store, files: dict[str, list[FileInfo]], rows: pa.Table, live: pa.Table, report: Report) -> None:
+    """Note what lies about, and what must have been there."""
+    sort_files(files, _token_shards(rows), _token_shards(live), report)
+    commits = [file.name for file in files[VIDEOS] if file.name.endswith(".parquet")]
+    for run, number, orphans in lost_commits(commits, report.orphans):
+        what = f"{store}/{VIDEOS}/{run}-{number:06d}-*.parquet is gone; its videos may be in {', '.join(orphans[:3])}"
+        report.problems.append(Problem("lost", what, f"{VIDEOS}/{run}-{number:06d}"))
+
+
+def _sound(live: pa.Table, report: Report) -> pa.Table:
+    """The live rows of videos that have no problem."""
+    ids = [problem.video_id for problem in report.problems if problem.video_id is not None]
+    shards = [problem.shard for problem in report.problems if problem.video_id is None]
+    known = pc.is_in(live["video_id"], value_set=pa.array(ids, pa.string()))
+    damaged = pc.is_in(live["token_shard"], value_set=pa.array(shards, pa.string()))
+    return live.filter(pc.invert(pc.or_(known, damaged)))
+
+
+def _checked(
+    work: Callable[[str], R], names: Sequence[str], item: str, request: Request, console: Console
+) -> Iterator[tuple[str, R]]:
+    """``work`` of every file with its name, in order, by ``request.jobs`` threads, with progress."""
+    if not names:
+        return
+    with reporter(console, len(names), request.log_interval, Words("verifying", item, {})) as progress:
+        for name, result in zip(names, _in_order(work, names, request.jobs), strict=True):
+            progress.advance(int(not result.problems), int(bool(result.problems)))
+            yield name, result
+
+
+def _in_order(work: Callable[[T], R], items: Iterable[T], jobs: int) -> Iterator[R]:
+    """Results in the order of ``items``; no more of them wait than threads work."""
+    pool = ThreadPoolExecutor(jobs, "verify")
+    waiting: deque[Future[R]] = deque()
+    try:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > 2 * jobs:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

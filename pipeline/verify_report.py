@@ -1,0 +1,204 @@
+"""What ``jobs.verify`` found: problems by class, what lies about, and the same as a table and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.objects import Upload
+from pipeline.store import FileInfo
+
+_REDO = (
+    "restore it from a copy, or remove the videos shard that names it and run jobs.prune again: that redoes its videos"
+)
+REMEDIES: Mapping[str, str] = {
+    "header": "restore cache.json from a copy: it says what all tokens were made with",
+    "commit": "restore it from a copy, or remove it and run jobs.prune again: that redoes its videos",
+    "lost": "restore the videos shard from a copy, or run jobs.prune again, then remove the token shards by hand",
+    "schema": "another program or another version of this one wrote it: read it with that one",
+    "fingerprint": "the shard belongs to a cache of other settings: move it there, and its token shards",
+    "row": "the row contradicts itself: report it; remove its videos shard and run jobs.prune again",
+    "duplicate": "only the row in the videos shard that sorts first is read: report it",
+    "missing": _REDO,
+    "footer": _REDO,
+    "damaged": _REDO,
+    "rows": _REDO,
+    "checksum": _REDO,
+    "tokens": "the tokens contradict their row: report it; remove its videos shard and run jobs.prune again",
+    "unreadable": "look at the disk or the store, and at who may read there; then verify again",
+    "live": "remove the videos shard and run jobs.prune again, unless that processor rounds in another way",
+}
+_SHOWN = 10  # files listed by name in the terminal; the JSON has them all
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that is wrong with the cache.
+
+    Attributes:
+        kind: a key of REMEDIES.
+        what: in words.
+        shard: the file it is about.
+        video_id: the video, where it is about one.
+        videos_shard: the commit that names the shard, where that is another file.
+    """
+
+    kind: str
+    what: str
+    shard: str | None = None
+    video_id: str | None = None
+    videos_shard: str | None = None
+
+    def as_record(self) -> dict[str, Any]:
+        record = asdict(self)
+        return {"class": record.pop("kind"), **record, "remedy": REMEDIES[self.kind]}
+
+
+@dataclass(frozen=True)
+class LiveResult:
+    """A video that was encoded again from its source.
+
+    Attributes:
+        video_id: which one.
+        state: "same" (every bit), "different", "source-gone" (or changed), or "failed" (to be encoded again).
+        note: why, in words.
+        same_indices: the share of the selected positions that both have.
+        max_difference: the largest absolute difference of a number of a token that both have.
+        relative_difference: the norm of all those differences against the norm of the stored tokens.
+        versions: what has another version or device now, name -> (then, now).
+    """
+
+    video_id: str
+    state: Literal["same", "different", "source-gone", "failed"]
+    note: str = ""
+    same_indices: float | None = None
+    max_difference: float | None = None
+    relative_difference: float | None = None
+    versions: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+@dataclass
+class Report:
+    """Everything that a run of verify found; it fills up as the run goes on.
+
+    Attributes:
+        cache: as it was named.
+        counts: what was looked at.
+        problems: what is wrong.
+        notes: what a user should know and is not wrong.
+        orphans: token shards that no videos shard names.
+        leftovers: files of writes that did not end.
+        superseded: token shards that only rows name which a later attempt replaced.
+        uploads: pending multipart uploads.
+        removed: names of what ``--clean`` removed.
+        live: videos that were encoded again.
+        bytes_read: of the cache.
+        seconds: what reading took.
+    """
+
+    cache: str
+    counts: dict[str, int] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    orphans: list[FileInfo] = field(default_factory=list)
+    leftovers: list[FileInfo] = field(default_factory=list)
+    superseded: list[FileInfo] = field(default_factory=list)
+    uploads: list[Upload] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    live: list[LiveResult] = field(default_factory=list)
+    bytes_read: int = 0
+    seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """0 where nothing is wrong; what lies about is not."""
+        return 1 if self.problems else 0
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.bytes_read / 1e9 / self.seconds if self.seconds else 0.0
+
+    def as_record(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "cache": self.cache,
+            "exit_code": self.exit_code,
+            "counts": self.counts,
+            "problems": [problem.as_record() for problem in self.problems],
+            "notes": self.notes,
+            **{name: [f._asdict() for f in getattr(self, name)] for name in ("orphans", "leftovers", "superseded")},
+            "uploads": [{**u._asdict(), "started": u.started.isoformat()} for u in self.uploads],
+            "removed": self.removed,
+            "live": [asdict(result) for result in self.live],
+            "bytes_read": self.bytes_read,
+            "seconds": round(self.seconds, 3),
+            "gb_per_s": round(self.gb_per_s, 3),
+        }
+
+
+def render(report: Report) -> RenderableType:
+    """The report for the terminal."""
+    head = Table.grid(padding=(0, 2))
+    head.add_row("cache", Text(report.cache))
+    for name, count in report.counts.items():
+        head.add_row(name.replace("_", " "), f"{count:,}")
+    head.add_row("read", f"{report.bytes_read:,} bytes in {report.seconds:.1f} s, {report.gb_per_s:.2f} GB/s")
+    for note in report.notes:
+        head.add_row("note", Text(note))
+    for title, files in _lying_about(report):
+        head.add_row(title, Text(_listed(files)))
+    parts: list[RenderableType] = [head]
+    if report.live:
+        parts += ["", _live_table(report.live)]
+    n = len(report.problems)
+    parts += ["", _problem_table(report.problems)] if n else []
+    parts += ["", Text(f"{n:,} problems" if n else "nothing is wrong", style="red" if n else "green")]
+    return Group(*parts)
+
+
+def _lying_about(report: Report) -> list[tuple[str, list[str]]]:
+    found = [
+        ("orphans", [f"{name} ({size:,} bytes)" for name, size in report.orphans]),
+        ("leftovers", [f"{name} ({size:,} bytes)" for name, size in report.leftovers]),
+        ("superseded", [f"{name} ({size:,} bytes)" for name, size in report.superseded]),
+        ("uploads", [f"{upload.uri} since {upload.started:%Y-%m-%d %H:%M}" for upload in report.uploads]),
+        ("removed", report.removed),
+    ]
+    return [(title, names) for title, names in found if names]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f"\n... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return "\n".join([str(len(names)), *names[:_SHOWN]]) + more
+
+
+def _problem_table(problems: Sequence[Problem]) -> Table:
+    """The problems by class, with one example and the remedy of each."""
+    table = Table(title="problems", title_justify="left", show_edge=False)
+    for name in ("class", "count", "example", "remedy"):
+        table.add_column(name, overflow="fold", justify="right" if name == "count" else "left")
+    for kind in REMEDIES:
+        mine = [problem for problem in problems if problem.kind == kind]
+        if mine:
+            video = f"{mine[0].video_id}: " if mine[0].video_id is not None else ""
+            # Names come from files: never let them be read as markup.
+            table.add_row(kind, str(len(mine)), Text(f"{video}{mine[0].what}"), Text(REMEDIES[kind]))
+    return table
+
+
+def _live_table(results: Sequence[LiveResult]) -> Table:
+    table = Table(title="encoded again", title_justify="left", show_edge=False)
+    for name in ("video", "result", "same indices", "max difference", "other versions"):
+        table.add_column(name, overflow="fold")
+    for item in results:
+        share = "" if item.same_indices is None else f"{item.same_indices:.1%}"
+        most = "" if item.max_difference is None else f"{item.max_difference:.3g}"
+        others = "; ".join(f"{name} {then} then, {now} now" for name, (then, now) in item.versions.items())
+        result = item.state + (f": {item.note}" if item.note else "")
+        table.add_row(Text(item.video_id), Text(result), share, most, Text(others))
+    return table

@@ -1,0 +1,168 @@
+"""Checks of videos shards: the file, and whether its rows agree with themselves and with the header."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import numpy as np
+import pyarrow as pa
+
+from gstep import PRUNERS
+from gstep.pruners.base import Pruner
+from gstep.types import budget_for
+from pipeline.errors import CorruptShard, FaultClass
+from pipeline.header import fingerprint
+from pipeline.live import INDEX_COLUMNS, parse_videos_shard
+from pipeline.schema import MADE_WITH, VIDEO_SCHEMA, tier_row_counts
+from pipeline.store import Store
+from pipeline.verify_report import Problem
+
+Row = dict[str, Any]
+KEPT = (*INDEX_COLUMNS, "run_id", "token_shard")  # of every row, in memory
+_NEEDED = (
+    *("token_shard", "first_row_group", "row_counts", "footer_hash", "checksum", "retention_ratio", "nested"),
+    *("n_tokens", "n_total", "n_frames", "tokens_per_frame", "hidden_size"),
+    *("frame_indices", "timestamps", "kept_per_frame"),
+)
+
+
+@dataclass(frozen=True)
+class CheckedCommit:
+    """What was found in a videos shard.
+
+    Attributes:
+        rows: KEPT of every row with ``shard`` and ``row``; None where the file cannot be read.
+        problems: what is wrong.
+        n_bytes: of the file.
+        made_with: the fingerprint that it carries; None for one written before they did.
+        bad: rows that contradict themselves, so that their tokens cannot be judged by them.
+    """
+
+    rows: pa.Table | None
+    problems: list[Problem]
+    n_bytes: int = 0
+    made_with: str | None = None
+    bad: frozenset[int] = field(default_factory=frozenset)
+
+
+def pruner_class(header: dict[str, Any]) -> type[Pruner] | None:
+    """The class of the method that the cache was made with; None where this program has no such method."""
+    method = header["identity"].get("pruner", {}).get("method")
+    return PRUNERS.get(method)
+
+
+def check_commit(store: Store, name: str, header: dict[str, Any]) -> CheckedCommit:
+    """Read one videos shard and check all of it."""
+    try:
+        data = store.read(name)
+    except OSError as error:
+        return CheckedCommit(None, [Problem("unreadable", f"{store}/{name}: {error}", name)])
+    try:
+        table = parse_videos_shard(store, name, data)
+    except CorruptShard as error:
+        return CheckedCommit(None, [Problem(error.kind, str(error), name)], len(data))
+    except (OSError, pa.ArrowException) as error:
+        return CheckedCommit(None, [Problem("commit", f"{store}/{name}: {error}", name)], len(data))
+    if wrong := sorted(_wrong_columns(table.schema)):
+        what = f"{store}/{name}: it lacks columns, or has them of another type: {', '.join(wrong)}"
+        return CheckedCommit(None, [Problem("schema", what, name)], len(data))
+    metadata = table.schema.metadata or {}
+    made_with = metadata[MADE_WITH.encode()].decode() if MADE_WITH.encode() in metadata else None
+    problems = []
+    if made_with not in (None, fingerprint(header["identity"])):
+        problems.append(Problem("fingerprint", f"{store}/{name}: its rows were made with other settings", name))
+    bad = set()
+    for place, row in enumerate(table.to_pylist()):
+        faults = list(row_faults(row, header))
+        problems += [Problem("row", f"{fault} ({name})", name, row["video_id"]) for fault in faults]
+        if faults:
+            bad.add(place)
+    places = pa.array(range(len(table)), pa.int32())
+    rows = table.select(KEPT).append_column("shard", pa.repeat(name, len(table)).cast(pa.string()))
+    rows = rows.append_column("row", places).replace_schema_metadata(None)
+    return CheckedCommit(rows, problems, len(data), made_with, frozenset(bad))
+
+
+def _wrong_columns(schema: pa.Schema) -> Iterator[str]:
+    for expected in VIDEO_SCHEMA:
+        if expected.name not in schema.names or not schema.field(expected.name).type.equals(expected.type):
+            yield expected.name
+
+
+def row_faults(row: Row, header: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a row of the videos table, each in words."""
+    if row["status"] == "failed":
+        if row["error_class"] not in get_args(FaultClass):
+            yield f"a failed video of no known error class: {row['error_class']!r}"
+        if row["token_shard"] is not None:
+            yield "a failed video with a token shard"
+    elif row["status"] != "ok":
+        yield f"its status is {row['status']!r}, neither ok nor failed"
+    elif lacking := [name for name in _NEEDED if row[name] is None]:
+        yield f"an ok video without {', '.join(lacking)}"
+    else:
+        yield from _count_faults(row, header)
+        yield from _frame_faults(row)
+    for name in ("manifest", "model_extra", "runtime"):
+        if row[name] is not None and not _is_json(row[name]):
+            yield f"{name} is not JSON"
+
+
+def _count_faults(row: Row, header: dict[str, Any]) -> Iterator[str]:
+    n_tokens, n_total, ratio = row["n_tokens"], row["n_total"], row["retention_ratio"]
+    if n_total < 1 or n_total != row["n_frames"] * row["tokens_per_frame"]:
+        yield f"n_total is {n_total}, not {row['n_frames']} x {row['tokens_per_frame']}"
+        return
+    if not 1 <= n_tokens <= n_total:
+        yield f"n_tokens is {n_tokens} of {n_total}"
+    stored = header["identity"].get("retention_ratio")
+    if not 0 < ratio <= 1 or abs(ratio - stored) > 1e-9:
+        yield f"it is stored at retention ratio {ratio}, the cache at {stored}"
+        return
+    method = pruner_class(header)
+    if method is not None and method.exact and n_tokens != budget_for(ratio, n_total):
+        yield f"{n_tokens} tokens, where {method.name} keeps {budget_for(ratio, n_total)} of {n_total}"
+    if method is not None and row["nested"] != method.nested:
+        yield f"nested is {row['nested']}, which {method.name} is not"
+    if row["row_counts"] != tier_row_counts(n_total, n_tokens, ratio, nested=row["nested"]):
+        yield f"its row groups of {row['row_counts']} rows do not end at the tiers of {n_tokens} tokens"
+    if row["first_row_group"] < 0:
+        yield f"its first row group is {row['first_row_group']}"
+    if row["hidden_size"] != header.get("hidden_size", row["hidden_size"]):
+        yield f"tokens of {row['hidden_size']} numbers, in a cache of {header['hidden_size']}"
+    if len(row["kept_per_frame"]) != row["n_frames"] or sum(row["kept_per_frame"]) != n_tokens:
+        yield f"kept_per_frame does not sum to {n_tokens} tokens in {row['n_frames']} frames"
+    if row["temporal_density"] is not None and len(row["temporal_density"]) != row["n_frames"]:
+        yield f"{len(row['temporal_density'])} temporal densities of {row['n_frames']} frames"
+
+
+def _frame_faults(row: Row) -> Iterator[str]:
+    frames, seconds = np.asarray(row["frame_indices"]), np.asarray(row["timestamps"], dtype=np.float64)
+    n_frames = row["n_frames"]
+    if len(frames) != len(seconds) or not len(frames) or n_frames < 1:
+        yield f"{len(frames)} frame_indices and {len(seconds)} timestamps"
+        return
+    per_t = math.ceil(len(frames) / n_frames)  # two on Qwen, where the last may be alone
+    if math.ceil(len(frames) / per_t) != n_frames:
+        yield f"{len(frames)} sampled frames cannot make {n_frames} of the model's"
+    end = row["source_frames"] if row["source_frames"] is not None else math.inf
+    if frames[0] < 0 or frames[-1] >= end or (np.diff(frames) < 0).any():
+        yield f"frame_indices do not ascend within the source's {end} frames"
+    steps = np.diff(seconds)
+    if not np.isfinite(seconds).all() or (steps < 0).any() or (steps[np.diff(frames) == 0] != 0).any():
+        yield "timestamps do not ascend with the frames"
+    repeated = len(frames) - len(np.unique(frames))
+    if row["n_repeated"] not in (None, repeated):
+        yield f"n_repeated is {row['n_repeated']}, {repeated} frames repeat"
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,126 @@
+"""The command: exit codes, its report, and videos encoded again from their sources."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from jobs import prune, verify
+from pipeline import TokenCache
+from pipeline.store import LOCK, LocalStore, ObjectStore
+from tests.jobs.jobs import forbid_ray, run_here, start, stop
+from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
+from tests.pipeline.damage import other_tokens, rewrite_tokens, shards
+from tests.pipeline.rays import ray_here
+from tests.pipeline.s3 import S3Server
+from tests.pipeline.videos import sample
+
+CLIPS = ("carphone_pristine.mp4", "bikes.mp4")
+
+
+@pytest.fixture
+def cache(tmp_path) -> Path:
+    store = write_header(tmp_path / "c", hidden_size=8)
+    write_shard(store, "run", *(encoded(v, random_tokens(i, (4, 9, 8)), 0.25, "gstep") for i, v in enumerate("ab")))
+    return tmp_path / "c"
+
+
+def test_exit_codes_and_the_report_as_json(cache, tmp_path):
+    done = run_here(verify, [str(cache), "--json", str(tmp_path / "r.json")])
+    assert done.returncode == 0, done.stdout
+    assert "nothing is wrong" in done.stdout and "1/1 token shards" in done.stdout
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert record["counts"]["videos"] == 2 and record["bytes_read"] > 0 and record["problems"] == []
+    (shard,) = shards(LocalStore(cache))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    done = run_here(verify, [str(cache), "--json", str(tmp_path / "r.json")])
+    assert done.returncode == 1 and "1 problems" in done.stdout
+    (problem,) = json.loads((tmp_path / "r.json").read_text())["problems"]
+    assert (problem["class"], problem["shard"]) == ("footer", f"tokens/{shard.name}")
+    assert problem["videos_shard"].startswith("videos/run-000000-") and problem["remedy"]
+
+
+def test_what_cannot_be_done_is_refused(cache, tmp_path, capsys):
+    assert verify.main([str(tmp_path / "nowhere")]) == 2
+    assert "no cache.json" in capsys.readouterr().err
+    assert verify.main([str(cache), "--live", "1"]) == 2  # its runs left no record
+    assert "which model" in capsys.readouterr().err
+    for flags in (["--jobs", "0"], ["--json", str(tmp_path / "no" / "r.json")], ["--model", "tiny"]):
+        with pytest.raises(SystemExit) as ended:
+            verify.main([str(cache), *flags])
+        assert ended.value.code == 2
+
+
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory) -> Path:
+    """A cache that the real job made of two real clips."""
+    folder = tmp_path_factory.mktemp("videos")
+    for name in CLIPS:
+        shutil.copy(sample(name), folder)
+    out = folder / "cache"
+    with ray_here({"num_cpus": 2}):
+        done = run_here(prune, [str(folder / "*.mp4"), "--out", str(out), "--num-frames", "4"])
+    assert done.returncode == 0, done.stdout
+    return out
+
+
+@pytest.mark.slow
+def test_live_finds_what_was_changed_with_every_checksum(pruned, tmp_path, monkeypatch):
+    forbid_ray(monkeypatch)
+    out, report = tmp_path / "c", tmp_path / "r.json"
+    shutil.copytree(pruned, out)
+    done = run_here(verify, [str(out), "--live", "9", "--json", str(report)])
+    assert done.returncode == 0, done.stdout
+    live = json.loads(report.read_text())["live"]
+    assert sorted(item["video_id"] for item in live) == sorted(CLIPS)
+    for item in live:
+        assert (item["state"], item["same_indices"], item["max_difference"]) == ("same", 1.0, 0.0)
+        assert item["versions"] == {}
+    rewrite_tokens(LocalStore(out), CLIPS[0], other_tokens)
+    assert run_here(verify, [str(out)]).returncode == 0  # the bytes are what their checksums say
+    done = run_here(verify, [str(out), "--live", "9", "--json", str(report)])
+    assert done.returncode == 1 and "beyond rounding" in done.stdout
+    record = json.loads(report.read_text())
+    assert [problem["video_id"] for problem in record["problems"]] == [CLIPS[0]]
+    (changed,) = (item for item in record["live"] if item["state"] == "different")
+    assert changed["same_indices"] == 1.0 and changed["relative_difference"] == pytest.approx(2.0)
+
+
+@pytest.mark.slow
+def test_live_says_what_differs_and_what_is_gone(pruned, tmp_path):
+    out, report = tmp_path / "c", tmp_path / "r.json"
+    shutil.copytree(pruned, out)
+    gone = Path(TokenCache(out).metadata(CLIPS[1])["uri"])
+    (record,) = (out / "runs").iterdir()
+    run = json.loads(record.read_text())
+    run["versions"]["torch"] = "1.0"
+    record.write_text(json.dumps(run))
+    gone.rename(gone.with_suffix(".away"))
+    try:
+        done = run_here(verify, [str(out), "--live", "2", "--json", str(report)])
+    finally:
+        gone.with_suffix(".away").rename(gone)
+    assert done.returncode == 0, done.stdout
+    live = {item["video_id"]: item for item in json.loads(report.read_text())["live"]}
+    assert live[CLIPS[1]]["state"] == "source-gone"
+    assert live[CLIPS[0]]["state"] == "same" and list(live[CLIPS[0]]["versions"]) == ["torch"]
+    run["config"]["model"] = "tiny-qwen3-vl"
+    record.write_text(json.dumps(run))
+    done = run_here(verify, [str(out), "--live", "1"])
+    assert done.returncode == 2 and "model.type: the cache has 'llava_onevision'" in done.stdout
+    assert run_here(verify, [str(out), "--live", "1", "--model", "tiny"]).returncode == 0
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_it_at_once():
+    """While it waits whether a run on another machine, which has the cache, still lives."""
+    with S3Server("verify") as server:
+        store = write_header(ObjectStore(server.uri("c"), server.objects()))
+        lease = {"host": "elsewhere", "pid": 1, "run_id": "other", "beat": 1}
+        store.put(f"{LOCK}-000001", json.dumps(lease).encode())
+        process = start("jobs.verify", server.uri("c"), "--clean", **server.environment())
+        assert process.stdout is not None and "waiting" in process.stdout.readline()
+        said = stop(process, signal.SIGTERM)
+    assert process.returncode == 130 and "interrupted" in said and "Traceback" not in said

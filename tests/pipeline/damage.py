@@ -1,0 +1,79 @@
+"""Ways to damage a cache in a folder, some of them consistent: with the right checksums and hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.cached_video import vector_bytes
+from pipeline.live import shard_name
+from pipeline.schema import digest, footer_of, write_parquet
+from pipeline.store import LocalStore
+
+Row = dict[str, Any]
+
+
+def shards(store: LocalStore, folder: str = "tokens") -> list[Path]:
+    return [store.root / name for name in store.names(folder, ".parquet")]
+
+
+def flip(file: Path, at: int) -> None:
+    """One bit of the byte ``at``."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def rewrite_row(store: LocalStore, video_id: str, change: Callable[[Row], object]) -> None:
+    """Change a videos row; its shard gets the name that fits."""
+    for file in shards(store, "videos"):
+        table = pq.read_table(file)
+        rows = table.to_pylist()
+        for row in rows:
+            if row["video_id"] == video_id:
+                change(row)
+                data = write_parquet(pa.Table.from_pylist(rows, schema=table.schema))
+                run, _, number = file.stem.rpartition("-")[0].rpartition("-")
+                file.unlink()
+                store.put(shard_name("videos", run, int(number), data), data)
+                return
+
+
+def rewrite_tokens(store: LocalStore, video_id: str, change: Callable[[pa.Table], pa.Table]) -> None:
+    """Change the token rows of a video that has a shard of its own, and all that is recorded of its bytes."""
+    (file,) = (file for file in shards(store) if pq.read_table(file)["video_id"][0].as_py() == video_id)
+    metadata = pq.read_metadata(file)
+    groups = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    table = change(pq.read_table(file))
+    data = write_parquet(table, groups)
+    store.put(f"tokens/{file.name}", data)
+    vectors = [f.name for f in table.schema if pa.types.is_fixed_size_binary(f.type)]
+    sums = {
+        "footer_hash": digest(footer_of(memoryview(data))),
+        "checksum": digest(*(vector_bytes(table[name]) for name in vectors)),
+    }
+    rewrite_row(store, video_id, lambda row: row.update(sums))
+
+
+def with_column(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[pa.Table], pa.Table]:
+    """A change of one column of numbers."""
+
+    def changed(table: pa.Table) -> pa.Table:
+        field = table.schema.field(name)
+        values = pa.array(change(table[name].to_numpy().copy()), field.type)
+        return table.set_column(table.schema.get_field_index(name), field, values)
+
+    return changed
+
+
+def other_tokens(table: pa.Table) -> pa.Table:
+    """Every token vector with another sign of each number."""
+    field = table.schema.field("token")
+    bits = np.frombuffer(vector_bytes(table["token"]), np.uint16) ^ np.uint16(0x8000)
+    values = pa.FixedSizeBinaryArray.from_buffers(field.type, len(table), [None, pa.py_buffer(bits)])
+    return table.set_column(table.schema.get_field_index("token"), field, values)

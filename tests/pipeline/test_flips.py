@@ -1,0 +1,132 @@
+"""Every single bit of a small cache, flipped: a read raises, or gives exactly what was written."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+
+from pipeline import CorruptShard, NotACache, TokenCache
+from pipeline.cache import HEADER, read_header
+from pipeline.cached_video import CachedVideo
+from pipeline.header import CHECKSUM
+from pipeline.live import VideoRows, read_live
+from pipeline.schema import footer_of
+from pipeline.store import LocalStore
+from pipeline.verify_rows import check_commit
+from pipeline.verify_tokens import check_token_shard
+from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
+from tests.pipeline.evidence import encoded_with, random_evidence
+
+SHAPE = (2, 5, 2)  # 10 tokens of 2 numbers, of which 2 are kept, in two row groups
+
+
+class Flipped(LocalStore):
+    """A cache of which one file comes with one bit that is not what was written."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        super().__init__(root)
+        self.name, self.data = name, bytearray(LocalStore(root).read(name))
+
+    def flips(self, first: int = 0, stop: int | None = None) -> Iterator[int]:
+        """Each bit of bytes [first, stop) in turn, flipped for one step."""
+        for bit in range(8 * first, 8 * (len(self.data) if stop is None else stop)):
+            self.data[bit // 8] ^= 1 << bit % 8
+            yield bit
+            self.data[bit // 8] ^= 1 << bit % 8
+
+    def read(self, name: str) -> bytes:
+        return bytes(self.data) if name == self.name else super().read(name)
+
+    def open(self, name: str) -> pa.NativeFile:
+        return pa.BufferReader(bytes(self.data)) if name == self.name else super().open(name)
+
+
+def everything(video: CachedVideo) -> bytes:
+    """All bytes that a read gives, and their shapes."""
+    columns = (video.tokens, video.index, video.rank, video.frame, video.merged, video.density)
+    tensors = [t for t in (*columns, *video.deepstack, *video.evidence.values()) if t is not None]
+    shapes = repr([(t.shape, t.dtype) for t in tensors]).encode()
+    return shapes + b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
+
+
+def small_cache(out: Path, *, evidence: bool) -> LocalStore:
+    store = write_header(out, deepstack_levels=0)
+    tokens = random_tokens(0, SHAPE)
+    row = encoded("v", tokens, 0.25, "gstep")
+    if evidence:
+        given = {"token_attention": random_evidence(SHAPE)["token_attention"]}
+        identity = read_header(store)["identity"] | {"evidence": {"token_attention": "last_layer"}}
+        write_header(store, identity=identity)
+        row = encoded_with("v", tokens, 0.25, "gstep", given)
+    write_shard(store, "run", row)
+    assert isinstance(store, LocalStore)
+    return store
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("evidence", [False, True], ids=["plain", "evidence"])
+def test_every_bit_of_a_token_shard(tmp_path, evidence):
+    """The pages through both ways of reading them; the footer, which both share, where there is no evidence."""
+    store = small_cache(tmp_path, evidence=evidence)
+    (name,), (commit,) = store.names("tokens", ".parquet"), store.names("videos", ".parquet")
+    row, header = VideoRows(store)(commit, 0), read_header(store)
+    flipped = Flipped(tmp_path, name)
+    cache = TokenCache(tmp_path, store=flipped, live=read_live(store))
+    asked = tuple(cache.evidence)
+
+    def read() -> bytes | None:
+        cache._shard.cache_clear()
+        try:
+            return everything(cache.get("v", order="selection", evidence=asked))
+        except CorruptShard:
+            return None
+
+    written = read()
+    assert written is not None and not check_token_shard(flipped, name, [(commit, row)], header).problems
+    pages = len(flipped.data) - len(footer_of(memoryview(bytes(flipped.data))))
+    n_raised = 0
+    for bit in flipped.flips(stop=pages):
+        got = read()
+        assert got in (None, written), bit
+        found = check_token_shard(flipped, name, [(commit, row)], header).problems
+        assert got is not None or found, bit  # whatever a read refuses, verify finds
+        n_raised += got is None
+    assert n_raised > 4 * pages  # of eight a byte
+    if not evidence:
+        assert all(read() is None for _ in flipped.flips(first=pages))
+    assert read() == written
+
+
+@pytest.mark.slow
+def test_every_bit_of_a_videos_shard(tmp_path):
+    store = small_cache(tmp_path, evidence=False)
+    (commit,) = store.names("videos", ".parquet")
+    flipped, header = Flipped(tmp_path, commit), read_header(store)
+    for bit in flipped.flips():
+        with pytest.raises(CorruptShard, match="hash in its name"):
+            read_live(flipped)  # what TokenCache asks when it opens
+        if bit % 64 == 0:
+            assert [problem.kind for problem in check_commit(flipped, commit, header).problems] == ["commit"]
+            with pytest.raises(CorruptShard):
+                TokenCache(tmp_path, store=flipped)
+    assert len(read_live(flipped)) == 1
+
+
+def test_every_bit_of_the_header(tmp_path):
+    """A flip in the name of the checksum makes a header of another version of this program; all else is as it was."""
+    store = write_header(tmp_path, hidden_size=2, newline=base64.b64encode(bytes(range(4))).decode())
+    written = {name: value for name, value in read_header(store).items() if name != CHECKSUM}
+    flipped, read = Flipped(tmp_path, HEADER), 0
+    for bit in flipped.flips():
+        try:
+            header = read_header(flipped)
+        except NotACache:
+            continue
+        read += 1
+        assert {name: header[name] for name in written} == written, bit
+    assert 0 < read < len(flipped.data)
