@@ -6,7 +6,10 @@ the summary add up. Anything else of a row is read again from its shard.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -39,6 +42,7 @@ _READ = (
     *(f"{stage}_s" for stage in STAGES),
 )
 _SHARDS_AT_ONCE = 256
+_THREADS = 8
 Columns = dict[str, NDArray[Any]]
 
 
@@ -114,19 +118,20 @@ class Ledger:
 
     def _tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
         """The rows of these shards, those of many at a time: what numpy does once for few rows costs as for many."""
-        tables: list[pa.Table] = []
-        for name, data in zip(names, self._store.read_all(names), strict=True):
-            table = parse_videos_shard(self._store, name, data, _READ)
-            self._names.append(name)
-            self._starts.append(self._n_rows)
-            self._failed.append(pc.sum(pc.not_equal(table["status"], "ok")).as_py() or 0)
-            self._n_rows += len(table)
-            tables.append(table)
-            if len(tables) == _SHARDS_AT_ONCE:
+        contents = zip(names, self._store.read_all(names), strict=True)
+        # Checking and parsing a small shard is work for one core, and leaves Python's lock free for most of it.
+        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+            while some := list(islice(contents, _SHARDS_AT_ONCE)):
+                tables = list(pool.map(self._parsed, some))
+                for (name, _), table in zip(some, tables, strict=True):
+                    self._names.append(name)
+                    self._starts.append(self._n_rows)
+                    self._failed.append(pc.sum(pc.not_equal(table["status"], "ok")).as_py() or 0)
+                    self._n_rows += len(table)
                 yield pa.concat_tables(tables)
-                tables = []
-        if tables:
-            yield pa.concat_tables(tables)
+
+    def _parsed(self, shard: tuple[str, bytes]) -> pa.Table:
+        return parse_videos_shard(self._store, *shard, _READ)
 
     def _numbers(self, table: pa.Table) -> Columns:
         """``_COLUMNS`` of the rows that were read last."""
@@ -158,9 +163,11 @@ class Ledger:
 
     def _settle(self) -> None:
         """Sort the rows by their keys and keep the live ones alone: a row that lost to another one never comes back."""
-        high, low = self.columns["high"], self.columns["low"]
-        order = np.lexsort((low, high))
-        alike = (high[order[1:]] == high[order[:-1]]) & (low[order[1:]] == low[order[:-1]])
+        order = np.lexsort((self.columns["low"], self.columns["high"]))
+        alike = np.ones(max(len(order) - 1, 0), bool)
+        for name in ("high", "low"):
+            column = self.columns[name][order]
+            alike &= column[1:] == column[:-1]
         if alike.any():
             shared = np.append(alike, False) | np.append(False, alike)
             first = ~np.append(False, alike)

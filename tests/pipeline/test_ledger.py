@@ -60,13 +60,14 @@ def test_what_was_committed_since_is_read_and_nothing_twice(store):
     ledger = Ledger(store).refresh()
     reads = []
     store.read_all, read_all = lambda names: [reads.extend(names), read_all(names)][1], store.read_all
-    newer = write_shard(store, "r1", good("b", attempts=2), bad("c", "timeout"))
+    newer = write_shard(store, "r1", good("b", attempts=2), bad("c", "timeout"), good("a"))
     assert len(ledger.refresh().refresh()) == 3 and reads == [newer]
     rows = ledger.find(pa.array(["a", "b", "c", "d"]))
     assert rows[3] == -1
     assert [ledger.classes[fault] for fault in ledger.faults(rows[:3])] == ["ok", "ok", "timeout"]
     assert ledger.read(rows[2].item())["error_message"] == "c timeout"
-    assert (ledger.of_run("r1"), ledger.of_run("r2"), ledger.of_run("r")) == ((2, 1), (2, 1), (0, 0))
+    assert (ledger.of_run("r1"), ledger.of_run("r2"), ledger.of_run("r")) == ((3, 1), (2, 1), (0, 0))
+    assert ledger.read(rows[0].item())["run_id"] == "r1"  # of two alike the one in the shard of the smaller name
 
 
 def test_attempts_on_another_file_are_told_apart(store):
