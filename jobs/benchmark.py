@@ -1,7 +1,8 @@
 """Measure this package on this machine.
 
 ``methods``: the time of every pruning method beside GSTEP's. ``selection``: what the exact selection of GSTEP costs in
-each of its forms, how that grows with the tokens, and whether all forms select the same.
+each of its forms, how that grows with the tokens, and whether all forms select the same. ``resume``: what a driver
+takes to find out what is left to do of millions of videos, and which limit comes first.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -23,16 +25,17 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser("python -m jobs.benchmark", description=__doc__)
-    commands = parser.add_subparsers(dest="what", required=True, metavar="methods|selection")
+    commands = parser.add_subparsers(dest="what", required=True, metavar="methods|selection|resume")
     _add_methods(commands.add_parser("methods", help="every pruning method beside GSTEP"))
     _add_selection(commands.add_parser("selection", help="every form of GSTEP's selection"))
+    _add_resume(commands.add_parser("resume", help="finding out what is left of millions of videos"))
     arguments = parser.parse_args(argv)
-    for flag in ("json", "plot"):
+    for flag in ("json", "plot", "folder"):
         file = getattr(arguments, flag, None)
-        if file is not None and not file.parent.is_dir():
-            parser.error(f"--{flag} {file}: there is no folder {file.parent}")
+        if file is not None and not (folder := file if flag == "folder" else file.parent).is_dir():
+            parser.error(f"--{flag} {file}: there is no folder {folder}")
     try:
-        return _methods(arguments, parser) if arguments.what == "methods" else _selection(arguments, parser)
+        return {"methods": _methods, "selection": _selection, "resume": _resume}[arguments.what](arguments, parser)
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted", highlight=False)
         return 130
@@ -63,6 +66,33 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--forms", nargs="+", metavar="FORM", help="plain, lazy, lazy+bound, cuda, prune:METHOD [all]")
     parser.add_argument("--threads", type=_count, default=1, metavar="N", help="of the processor [1]")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw seconds over tokens (needs matplotlib)")
+
+
+def _add_resume(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--videos", type=_count, default=1_000_000, metavar="N", help="rows of the manifest [1000000]")
+    parser.add_argument("--videos-per-shard", type=_count, default=22, metavar="N", help="of the cache [22]")
+    parser.add_argument("--manifest", choices=("parquet", "jsonl", "csv"), default="parquet", help="its kind [parquet]")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="make the files below it, for a while [a temporary]")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+
+
+def _resume(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from pipeline.machine import machine, machine_line  # noqa: PLC0415
+    from pipeline.resume_times import as_record, as_table, measure  # noqa: PLC0415
+
+    console = Console(stderr=True)
+    with TemporaryDirectory(dir=arguments.folder) as folder:
+        found = measure(
+            arguments.videos,
+            arguments.videos_per_shard,
+            arguments.manifest,
+            Path(folder),
+            lambda text: console.print(text, style="dim", highlight=False),
+        )
+    title = f"What is left of a {found.kind} manifest whose videos are nine tenths in a cache, {machine_line('cpu')}"
+    _wide_console().print(as_table(found, title))
+    _write_json(arguments.json, as_record(found, machine=machine("cpu")))
+    return 0
 
 
 def _methods(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -168,9 +198,7 @@ def _show(
 ) -> None:
     from pipeline.selection_report import agreement_table, as_record, growth_table, growths, time_table  # noqa: PLC0415
 
-    console = Console()
-    # Not cut to the window where nobody looks at one.
-    console = console if console.is_terminal else Console(width=200)
+    console = _wide_console()
     tables = [time_table(times, title)]
     if found := growths(times):
         tables.append(growth_table(found))
@@ -183,6 +211,12 @@ def _show(
         from pipeline.selection_plot import write_plot  # noqa: PLC0415
 
         write_plot(times, title, arguments.plot)
+
+
+def _wide_console() -> Console:
+    """Its lines are not cut to the window where nobody looks at one."""
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
 
 
 def _write_json(file: Path | None, record: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ examples:
   python -m jobs.prune                                          the sample clips, a tiny random model, ./cache
   python -m jobs.prune videos/ --out cache --model llava-hf/llava-onevision-qwen2-7b-ov-hf
   python -m jobs.prune manifest.jsonl --video-root /data --fps 1 --max-frames 64
+  python -m jobs.prune manifest.jsonl --dry-run                 what a run would do; --limit 100 to do a part of it
 
 The same command again goes on where the last one stopped, and does nothing where nothing is left to do.
 """
@@ -40,11 +41,15 @@ def _other_sampling(flags: argparse.Namespace) -> set[str]:
 
 def _prune(config: PruneConfig, console: Console) -> int:
     # Ray, torch and the decoders load only now: --help and a mistyped flag answer at once.
+    from pipeline.forecast import forecast, render_forecast  # noqa: PLC0415
     from pipeline.run import prune_videos  # noqa: PLC0415
     from pipeline.summary import render  # noqa: PLC0415
 
-    summary = prune_videos(config, console)
     out = Console()
+    if config.dry_run:
+        out.print(render_forecast(forecast(config, console)))
+        return 0
+    summary = prune_videos(config, console)
     out.print(render(summary))
     out.print(f"\nlook inside: python -m jobs.inspect {shlex.quote(config.out)}", markup=False, highlight=False)
     return summary.exit_code(config.failure_limit(summary.n_videos))

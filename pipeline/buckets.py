@@ -15,7 +15,7 @@ from pipeline.objects import SCHEME, ObjectInfo, Objects, check_uri
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 MISSHAPED = "an object is s3://BUCKET/KEY: no user, host or query, no empty, . or .. segment, no control character"
-_OUTSIDE = "the object lies outside the folder that was named (add --video-root for a prefix that may be read)"
+OUTSIDE = "the object lies outside the folder that was named (add --video-root for a prefix that may be read)"
 _DOTS = "a key with . or .. segments or control characters is not read; rename the object"
 
 
@@ -104,7 +104,7 @@ def named_policy(uri: str, prefixes: Iterable[str]) -> str | None:
     bucket, _, key = uri.removeprefix(SCHEME).partition("/")
     if "?" in uri or "" in key.split("/") or listed_policy(uri) or not _BUCKET.fullmatch(bucket):
         return MISSHAPED
-    return None if any(uri.startswith(prefix) for prefix in prefixes) else _OUTSIDE
+    return None if any(uri.startswith(prefix) for prefix in prefixes) else OUTSIDE
 
 
 def root_prefix(root: str) -> str:

@@ -112,7 +112,21 @@ class PruneConfig:
     )
     decode_workers: int | None = option(None, "decode processes at most (default: by the CPUs)", metavar="N")
     encode_workers: int | None = option(None, "encoders at most (default: one a GPU)", metavar="N")
-    videos_per_shard: int = option(16, "videos in one Parquet shard at most; small runs use smaller ones", metavar="N")
+    target_shard_mb: int = option(
+        256,
+        "MB (10^6 bytes) of tokens in one Parquet shard, about: as many videos as take that at their planned size, in "
+        "full HD where their shape decides; small runs use smaller ones",
+        metavar="MB",
+    )
+    videos_per_shard: int | None = option(
+        None, "videos in one Parquet shard at most, whatever they take (default: by --target-shard-mb)", metavar="N"
+    )
+    limit: int | None = option(
+        None, "process at most so many of the videos that are left to do, in their order; the rest waits", metavar="N"
+    )
+    dry_run: bool = option(
+        False, "check everything, say what a run would do, and do nothing: no Ray, nothing written to the cache"
+    )
     on_changed: str = option(
         "refuse",
         "what to do with a cached video whose uri, size or clip differs now",
@@ -130,10 +144,10 @@ class PruneConfig:
         check(self.seed >= 0, "seed", "at least 0", self.seed)
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         counts = ("num_frames", "max_frames", "min_pixels", "max_pixels", "max_video_tokens")
-        for name in (*counts, "decode_workers", "encode_workers"):
+        for name in (*counts, "decode_workers", "encode_workers", "videos_per_shard", "limit"):
             value = getattr(self, name)
             check(value is None or value >= 1, name, "at least 1", value)
-        for name in ("videos_per_shard", "max_attempts", "decode_memory", "fetch_memory"):
+        for name in ("target_shard_mb", "max_attempts", "decode_memory", "fetch_memory"):
             check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name in ("decode_timeout", "stall_timeout", "log_interval"):
             check(positive(getattr(self, name)), name, "a positive number of seconds", getattr(self, name))

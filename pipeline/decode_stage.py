@@ -19,6 +19,7 @@ from pipeline.fetch import Source, one_ahead, open_source
 from pipeline.frames import Sampling
 from pipeline.objects import Objects, is_object
 from pipeline.pulse import Beat
+from pipeline.readers import reader_version
 from pipeline.rows import DECODED, Record, failed, one_row
 from pipeline.sandbox import DecodeSandbox
 
@@ -86,7 +87,10 @@ class Decoder:
         try:
             video = source.decode(self._sandbox, self._request(row))
         except VideoFault as fault:
-            record |= {"source_size": None if row["policy"] else _size(row, source)}
+            record |= {
+                "source_size": None if row["policy"] else _size(row, source),
+                "backend_version": reader_version(fault.backend),
+            }
             return one_row(DECODED, {**failed(record, fault), "decode_s": time.perf_counter() - started})
         record |= decoded_columns(video, row["attempts"])
         record["decode_s"] = video.seconds  # without the start of the child, which serves many videos

@@ -75,6 +75,7 @@ class Encoder:
 
     def _encode_row(self, record: Record, frames: np.ndarray | None) -> pa.Table:
         """One video; the error boundary of this stage."""
+        started = time.perf_counter()
         try:
             assert frames is not None
             shape = (len(record["frame_indices"]), record["height"], record["width"], 3)
@@ -84,14 +85,14 @@ class Encoder:
             evidence = {name: visual.evidence[name] for name in self._setup.evidence}
             arrays = pruned_arrays(pruned, visual.deepstack, list(evidence.values()))
             return one_row(ENCODED, {**record, **seconds, **columns, **evidence_widths(evidence)}, arrays)
-        except VideoFault as fault:
-            return one_row(ENCODED, failed(record, fault))
+        except VideoFault as error:
+            fault = error.with_traceback(None)  # which holds the frames of the video
         except torch.OutOfMemoryError as error:
-            return one_row(ENCODED, failed(record, VideoFault("out-of-memory", str(error), stage="encode")))
+            fault = VideoFault("out-of-memory", str(error), stage="encode")
         except Exception as error:  # noqa: BLE001 - whatever one video provokes must not cost its neighbours
             exit_if_poisoned(record["video_id"], error)
-            message = f"{type(error).__name__}: {error}"
-            return one_row(ENCODED, failed(record, VideoFault("internal", message, stage="encode")))
+            fault = VideoFault("internal", f"{type(error).__name__}: {error}", stage="encode")
+        return one_row(ENCODED, {**failed(record, fault), "encode_s": time.perf_counter() - started})
 
     def _encode_and_prune(
         self, frames: np.ndarray, record: Record

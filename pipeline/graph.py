@@ -96,6 +96,17 @@ MAX_BLOCKS = 20_000
 # Decoded frames (14 MB for 32 frames) go on video by video, however many videos one task decodes. The records of a
 # shard must fit: the driver commits what comes in one block.
 BLOCK_BYTES = 8 * 2**20
+RECORD_BYTES, FRAME_RECORD_BYTES = 4096, 64  # about what the JSON of a video's row takes, and each frame in it
+
+
+def videos_for(shard_bytes: int, token_bytes: int, n_frames: int) -> int:
+    """How many videos of ``token_bytes`` and ``n_frames`` make a shard of ``shard_bytes``.
+
+    Shards are bundled from what comes in, never filled over several tasks, so that a task that is tried again writes
+    the same file. No more videos than whose records the driver commits in one block.
+    """
+    records = BLOCK_BYTES // (RECORD_BYTES + FRAME_RECORD_BYTES * n_frames)
+    return max(1, min(shard_bytes // max(token_bytes, 1), records))
 
 
 def plan_resources(
@@ -118,7 +129,8 @@ def plan_resources(
     # GPU encoders reserve no CPU: where there are fewer CPUs than GPUs, every GPU is used all the same.
     encoders = max(1, min(encoders, int(gpus) if gpus >= 1 else room - 1, n_videos))
     decoders = max(1, min(decode_workers or room, room - encoders, n_videos))
-    shard = max(1, min(videos_per_shard, n_videos // 16))
+    # Small runs use small shards: progress shows, a killed run loses little, and every writer has its share.
+    shard = max(1, min(videos_per_shard, n_videos // max(16, 4 * encoders)))
     return Resources(
         decode=Stage(cpu, 0, decoders, "a decode child runs one thread"),
         encode=Stage(cpu, 0, encoders, "its threads share one CPU with nobody")
@@ -128,7 +140,6 @@ def plan_resources(
         write=Stage(0, 0, encoders, "hashing and one file write; must find room while the others hold the CPUs"),
         # A block is the unit of work and of retry: few videos, but no more blocks than the driver tracks lightly.
         videos_per_block=max(1, min(4, n_videos // (4 * decoders)), n_videos // MAX_BLOCKS),
-        # Small runs use small shards: progress shows and a killed run loses little.
         videos_per_shard=shard,
     )
 

@@ -22,6 +22,8 @@ from gstep.evidence import HEAD_SOURCES
 from gstep.pruners.base import Pruner
 from pipeline.cache import HEADER, read_header
 from pipeline.config import PruneConfig, differences
+from pipeline.decode_stage import DecodeSetup
+from pipeline.encode import EncodeSetup
 from pipeline.errors import IdentityMismatch, NotACache, UsageError
 from pipeline.evidence import evidence_sources
 from pipeline.frames import Sampling
@@ -50,6 +52,24 @@ class Job:
     manifest: pa.Table
     store: Store
     objects: Objects  # how S3 is reached
+
+    def decode_setup(self) -> DecodeSetup:
+        """What decoders need to know."""
+        return DecodeSetup.of(self.config, self.sampling, preprocessor_for(self.source), self.objects)
+
+    def encode_setup(self, device: str, dtype: str) -> EncodeSetup:
+        """What encoders need to know, on the device and in the dtype that were settled on."""
+        return EncodeSetup(
+            source=self.source,
+            pruner=self.pruner.name,
+            pruner_params=self.pruner.params(),
+            retention_ratio=self.retention_ratio,
+            seed=self.config.seed,
+            evidence=self.evidence,
+            device=device,
+            dtype=dtype,
+            attn=self.config.attn,
+        )
 
     def identity(self, dtype: str) -> dict[str, Any]:
         """What every row of the cache shares; another identity is refused."""

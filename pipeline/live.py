@@ -16,10 +16,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import CorruptShard
-from pipeline.schema import READ_THREADS, digest, open_parquet
+from pipeline.schema import READ_THREADS, VIDEO_SCHEMA, digest, open_parquet
 from pipeline.store import Store
 
 TOKENS, VIDEOS = "tokens", "videos"  # folders of a cache
+_PLACE = (pa.field("shard", pa.string()), pa.field("row", pa.int32()))
+_SHARDS_AT_ONCE = 256
 # What stays in memory for each video; the rest of a row is read from its shard when asked for.
 INDEX_COLUMNS = ("video_id", "status", "attempts", "error_class", "uri", "source_size", "start_s", "end_s")
 
@@ -49,34 +51,22 @@ def parse_videos_shard(store: Store, name: str, data: bytes, columns: Sequence[s
     )
 
 
-class VideosTable:
-    """Some columns of the videos table, kept in memory. Shards never change, so each is read once."""
-
-    def __init__(self, store: Store, columns: Sequence[str] = INDEX_COLUMNS) -> None:
-        self._store = store
-        self._columns = columns
-        self._tables: dict[str, pa.Table] = {}
-
-    def rows(self) -> pa.Table:
-        """Every row that is committed by now: the columns plus ``shard`` (its videos shard) and ``row`` in it."""
-        names = self._store.names(VIDEOS, ".parquet")
-        new = [name for name in names if name not in self._tables]
-        for name, data in zip(new, self._store.read_all(new), strict=True):
-            table = parse_videos_shard(self._store, name, data, self._columns)
-            table = table.append_column("shard", pa.repeat(name, len(table)).cast(pa.string()))
-            self._tables[name] = table.append_column("row", pa.array(np.arange(len(table)), pa.int32()))
-        if not names:
-            return pa.table({**{c: [] for c in self._columns}, "shard": [], "row": []})
-        return pa.concat_tables([self._tables[name] for name in names])
-
-    def live(self) -> pa.Table:
-        """The live row of every video, by video_id."""
-        return live_rows(self.rows())
-
-
 def read_live(store: Store, columns: Sequence[str] = INDEX_COLUMNS) -> pa.Table:
-    """The live row of every video: ``columns`` plus ``shard`` and ``row``, by video_id."""
-    return VideosTable(store, columns).live()
+    """The live row of every video: ``columns`` plus ``shard`` (its videos shard) and ``row`` in it, by video_id.
+
+    For readers, which look videos up by their ids; a run keeps a ``pipeline.ledger.Ledger``.
+    """
+    tables: list[pa.Table] = []
+    names = store.names(VIDEOS, ".parquet")
+    if not names:
+        return pa.schema([*(VIDEO_SCHEMA.field(name) for name in columns), *_PLACE]).empty_table()
+    for number, (name, data) in enumerate(zip(names, store.read_all(names), strict=True), 1):
+        table = parse_videos_shard(store, name, data, columns)
+        table = table.append_column(_PLACE[0], pa.repeat(name, len(table)).cast(pa.string()))
+        tables.append(table.append_column(_PLACE[1], pa.array(np.arange(len(table)), pa.int32())))
+        if number % _SHARDS_AT_ONCE == 0:  # a table of few rows takes more than they do
+            tables = [*tables[:-_SHARDS_AT_ONCE], pa.concat_tables(tables[-_SHARDS_AT_ONCE:]).combine_chunks()]
+    return live_rows(pa.concat_tables(tables))
 
 
 def live_rows(rows: pa.Table, key: str = "video_id") -> pa.Table:

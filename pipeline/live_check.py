@@ -19,22 +19,20 @@ import pyarrow.compute as pc
 import torch
 from rich.console import Console
 
-from gstep.backbones import preprocessor_for
 from pipeline.cache import TokenCache
 from pipeline.cached_video import CachedVideo, bfloat16
 from pipeline.cluster import provenance
 from pipeline.config import PruneConfig
-from pipeline.decode_stage import Decoder, DecodeSetup
+from pipeline.decode_stage import Decoder
 from pipeline.encode import Encoder
 from pipeline.errors import UsageError, VideoFault
 from pipeline.fetch import same_source
 from pipeline.job import match_cache, resolve
-from pipeline.manifest import MANIFEST_SCHEMA
+from pipeline.named_videos import MANIFEST_SCHEMA
 from pipeline.objects import Objects
 from pipeline.request import refusing
 from pipeline.resume import TODO_SCHEMA
 from pipeline.rows import payload, records
-from pipeline.run import encode_setup
 from pipeline.runs import RUNS
 from pipeline.store import ObjectStore
 from pipeline.verify_report import LiveResult, Problem, Report
@@ -61,9 +59,9 @@ class LiveCheck:
         config = _config(cache, _newest_run(cache), model)
         job = resolve(config, MANIFEST_SCHEMA.empty_table(), store, self._objects)
         job = match_cache(job, Console(quiet=True))
-        self._decode = DecodeSetup.of(config, job.sampling, preprocessor_for(job.source), self._objects)
+        self._decode = job.decode_setup()
         with refusing():
-            self._encoder = Encoder(encode_setup(job, "auto", job.dtype))
+            self._encoder = Encoder(job.encode_setup("auto", job.dtype))
 
     def run(self, live: pa.Table, count: int, seed: int, report: Report) -> None:
         """Encode ``count`` random ok videos of ``live`` again and note in ``report`` what came out."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import av
@@ -17,6 +18,7 @@ Frames = NDArray[np.uint8]
 READERS: LazyTable = LazyTable(
     "reader", {"decord": "pipeline.readers:DecordReader", "pyav": "pipeline.readers:PyavReader"}
 )
+_LIBRARIES = {"decord": "decord", "pyav": "av"}  # by the names of their packages
 _CHUNK_FRAMES = 8
 _CHUNK_BYTES = 64 * 2**20
 _SEEK_GAIN = 12  # frames: reading on is cheaper than a seek that skips fewer
@@ -53,6 +55,16 @@ def load_reader(name: str) -> type[Reader]:
     """
     reader: type[Reader] = load_object(name) if ":" in name else READERS[name]
     return reader
+
+
+def reader_version(name: str | None) -> str | None:
+    """The version of the reader called ``name``, whose library is not imported for it where it is a built-in one."""
+    if name is None:
+        return None
+    try:
+        return version(_LIBRARIES[name]) if name in _LIBRARIES else str(load_reader(name).version)
+    except (PackageNotFoundError, KeyError, ImportError, AttributeError):
+        return None
 
 
 def chunk_length(height: int, width: int) -> int:

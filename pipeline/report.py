@@ -14,9 +14,9 @@ from rich.text import Text
 
 from gstep.evidence import in_words
 from pipeline.cache import TokenCache
-from pipeline.live import VideosTable
+from pipeline.ledger import Ledger
 from pipeline.runs import latest_run
-from pipeline.summary import COLUMNS, render, summarise
+from pipeline.summary import render, summarise
 
 BAR = 24  # characters of a full bar
 
@@ -32,11 +32,11 @@ def cache_report(cache: TokenCache) -> RenderableType:
     if cache.evidence:
         head.add_row("evidence", Text(f"of each token {in_words(cache.evidence)}"))
     head.add_row("sampling", Text(flat(identity["sampling"])))
-    videos = VideosTable(cache.store, COLUMNS)
-    run = latest_run(cache.store, videos.rows())
+    ledger = Ledger(cache.store).refresh()
+    run = latest_run(cache.store, ledger)
     if run is not None:
         head.add_row("last run", Text(run.describe()))
-    return Group(head, "", render(summarise(videos, deepstack_levels=cache.deepstack_levels)), "", _videos(cache))
+    return Group(head, "", render(summarise(ledger, deepstack_levels=cache.deepstack_levels)), "", _videos(cache))
 
 
 def _videos(cache: TokenCache, limit: int = 20) -> RenderableType:

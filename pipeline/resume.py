@@ -2,126 +2,184 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from pipeline.config import PruneConfig
-from pipeline.errors import SourceChanged, UsageError
-from pipeline.manifest import MANIFEST_SCHEMA
-from pipeline.objects import Objects, is_object
+from pipeline.errors import SourceChanged
+from pipeline.keys import ROWS_AT_ONCE, clip_keys
+from pipeline.ledger import Ledger
+from pipeline.named_videos import MANIFEST_SCHEMA
+from pipeline.objects import Objects
+from pipeline.sizes import Sizes
 
 Row = dict[str, Any]
-_ASKED = 32  # requests at a time
+Mask = NDArray[np.bool_]
+_SHOWN = 5  # changed videos that a refusal names
 
 # A todo row is a manifest row and the number of this attempt.
 TODO_SCHEMA = MANIFEST_SCHEMA.append(pa.field("attempts", pa.int32(), nullable=False))
 
 
-def remaining(manifest: pa.Table, live: pa.Table, config: PruneConfig, objects: Objects | None = None) -> pa.Table:
-    """The manifest rows that this run must process, as TODO_SCHEMA.
+class Tally(NamedTuple):
+    """The videos of a manifest by what is to be done with them.
 
-    A failed row counts as done unless ``--retry-failed``. Raises SourceChanged where a cached video's uri, size or
-    clip differs and ``--on-changed`` is ``refuse``.
+    Attributes:
+        new: to do, without a row.
+        retried: to do again, failed before.
+        redone: to do again, since they changed.
+        done: left alone, in the cache.
+        failed: left alone, failed before.
+    """
+
+    new: int = 0
+    retried: int = 0
+    redone: int = 0
+    done: int = 0
+    failed: int = 0
+
+    @property
+    def n_todo(self) -> int:
+        return self.new + self.retried + self.redone
+
+
+class Left(NamedTuple):
+    """``todo`` are the manifest rows that a run must process, as TODO_SCHEMA; ``tally`` counts all."""
+
+    todo: pa.Table
+    tally: Tally
+
+
+def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: Objects | None = None) -> Left:
+    """What this run must process; a failed row counts as done unless ``--retry-failed``.
 
     Sizes are what a listing on S3 said; else one look at the file, or one HEAD for each ok row of an object that a
-    manifest names. With ``--on-changed skip`` none is asked for. Raises UsageError where the store does not answer.
+    manifest names (with ``--retry-failed`` for failed ones too that have had their attempts: a mended one gets them
+    anew). With ``--on-changed skip`` none is asked for.
+
+    Raises SourceChanged where a cached video's uri, size or clip differs and ``--on-changed`` is ``refuse``, UsageError
+    where the store does not answer.
     """
-    done = {row["video_id"]: row for row in live.to_pylist()}
-    rows = manifest.to_pylist()
-    sizes = {} if config.on_changed == "skip" else _sizes(rows, done, objects)
-    changed: list[str] = []
-    places, attempts = [], []
-    for place, row in enumerate(rows):
-        old = done.get(row["video_id"])
-        if old is None:
-            redo = True
-        else:
-            failed = old["status"] != "ok"
-            difference = _difference(row, old, sizes.get(row["video_id"], row["size"]))
-            # A failed row holds no tokens to protect, and a mended file deserves its attempts anew.
-            redo = failed and config.retry_failed and (difference is not None or old["attempts"] < config.max_attempts)
-            if difference and not failed and config.on_changed != "skip":
-                changed.append(f"{row['video_id']}: {difference}")
-                redo = True
-        if redo:
-            places.append(place)
-            attempts.append(1 if old is None else old["attempts"] + 1)
-    if changed and config.on_changed == "refuse":
+    sizes, tally, todo = Sizes(objects), np.zeros(len(Tally._fields), np.int64), []
+    n_changed, examples = 0, list[str]()
+    for part in manifest.to_batches(max_chunksize=ROWS_AT_ONCE):  # nothing is kept of a part but what is to do
+        state = _compare(part, ledger, config, sizes)
+        n_changed += int(state.changed.sum())
+        for place in np.flatnonzero(state.changed)[: _SHOWN - len(examples)].tolist():
+            old = ledger.read(int(state.rows[place]))
+            examples.append(_difference(part.slice(place, 1).to_pylist()[0], old, int(state.sizes[place])))
+        redone = state.changed & (config.on_changed == "redo")
+        tally += _tally(state, redone)
+        todo.append(_chosen(part, state, ~state.known | state.retried | redone))
+    sizes.finish()
+    if n_changed and config.on_changed == "refuse":
         raise SourceChanged(
-            f"{len(changed)} videos of the cache {config.out} have changed:\n  "
-            + "\n  ".join(changed[:5])
+            f"{n_changed} videos of the cache {config.out} have changed:\n  "
+            + "\n  ".join(examples)
             + "\nKeep the cached ones with --on-changed skip, or process them again with --on-changed redo."
         )
-    return manifest.take(pa.array(places, pa.int64())).append_column(
-        TODO_SCHEMA.field("attempts"), pa.array(attempts, pa.int32())
+    return Left(pa.Table.from_batches([part for part in todo if len(part)], TODO_SCHEMA), Tally(*tally.tolist()))
+
+
+class _State(NamedTuple):
+    """Rows of a manifest beside those of the cache, each [n].
+
+    Attributes:
+        rows: of the ledger; -1 where the video has none.
+        known: whether it has one.
+        failed: whether that is an error.
+        attempts: that it took.
+        sizes: bytes now, as far as they are known and matter; -1 elsewhere.
+        changed: a good row of another file, size or clip.
+        retried: a failed row that is to be tried again.
+    """
+
+    rows: NDArray[np.int64]
+    known: Mask
+    failed: Mask
+    attempts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    changed: Mask
+    retried: Mask
+
+
+def _compare(part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: Sizes) -> _State:
+    rows = ledger.find(part["video_id"])
+    known = rows >= 0
+
+    def held(name: str, otherwise: int) -> NDArray[np.int64]:
+        values = np.full(len(rows), otherwise, np.int64)
+        values[known] = ledger.columns[name][rows[known]]
+        return values
+
+    failed, another = np.zeros_like(known), np.zeros_like(known)
+    failed[known] = ledger.failed(rows[known])
+    if known.any():
+        another[known] = clip_keys(part.filter(pa.array(known))) != ledger.columns["clip"][rows[known]]
+    attempts, was = held("attempts", 0), held("size", -1)
+    spent = failed & (attempts - held("earlier", 0) >= config.max_attempts)
+    sizes = pc.fill_null(part["size"], -1).to_numpy(zero_copy_only=False).copy()
+    readable = known & part["policy"].is_null().to_numpy(zero_copy_only=False)
+    asked = readable & ~another & (sizes < 0) & np.where(failed, spent & config.retry_failed, was >= 0)
+    if config.on_changed != "skip" and asked.any():
+        sizes[asked] = asker.of(part["path"].filter(pa.array(asked)).to_pylist())
+    # Of unknown size now: gone since, and its tokens are in the cache, which is what the cache is for.
+    resized = readable & (sizes >= 0) & (sizes != was)
+    changed = known & ~failed & (another | (resized & (was >= 0)))
+    if config.on_changed == "skip":
+        changed[:] = False
+    # A failed row holds no tokens to protect, and a mended file deserves its attempts anew; so does one that was gone.
+    retried = failed & config.retry_failed & (~spent | another | resized)
+    return _State(rows, known, failed, attempts, sizes, changed, retried)
+
+
+def _tally(state: _State, redone: Mask) -> NDArray[np.int64]:
+    """The numbers of a Tally."""
+    kinds = (
+        ~state.known,
+        state.retried,
+        redone,
+        state.known & ~state.failed & ~redone,
+        state.failed & ~state.retried,
     )
+    return np.array([kind.sum() for kind in kinds], np.int64)
 
 
-def _difference(row: Row, old: Row, size: int | None) -> str | None:
+def _chosen(part: pa.RecordBatch, state: _State, mask: Mask) -> pa.RecordBatch:
+    """The rows of a part that are to be done; all of them without a copy."""
+    attempts = pa.array(state.attempts[mask] + 1, pa.int32())
+    kept = part if mask.all() else part.filter(pa.array(mask))
+    return pa.RecordBatch.from_arrays([*kept.columns, attempts], schema=TODO_SCHEMA)
+
+
+def _difference(row: Row, old: Row, size: int) -> str:
     """What differs between a manifest row, whose video has ``size`` bytes now, and the cached row of the same id."""
     for name in ("uri", "start_s", "end_s"):
         if row[name] != old[name]:
-            return f"{name} was {old[name]!r}, is {row[name]!r}"
-    # None: gone since, and its tokens are in the cache, which is what the cache is for.
-    if row["policy"] or old["source_size"] is None or size is None or size == old["source_size"]:
-        return None
-    return f"the file had {old['source_size']} bytes, has {size}"
+            return f"{row['video_id']}: {name} was {old[name]!r}, is {row[name]!r}"
+    return f"{row['video_id']}: the file had {old['source_size']} bytes, has {size}"
 
 
-def _sizes(rows: Sequence[Row], done: Mapping[str, Row], objects: Objects | None) -> dict[str, int | None]:
-    """By video_id, the size now of what no listing gave one of; None where it is gone."""
-    unknown = [row for row in rows if row["size"] is None and _comparable(row, done.get(row["video_id"]))]
-    sizes = {row["video_id"]: _size_on_disk(row["path"]) for row in unknown if not is_object(row["path"])}
-    asked = [row for row in unknown if is_object(row["path"]) and done[row["video_id"]]["status"] == "ok"]
-    if asked:
-        found = _sizes_on_s3([row["path"] for row in asked], objects or Objects.from_environment())
-        sizes |= {row["video_id"]: size for row, size in zip(asked, found, strict=True)}
-    return sizes
+def share_of(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
+    """(the first ``limit`` videos to do, how many of the others have no row and wait for another run)."""
+    if limit is None:
+        return todo, 0
+    waiting = pc.sum(pc.equal(todo["attempts"].slice(limit), 1)).as_py() or 0
+    return todo.slice(0, limit), waiting
 
 
-def _comparable(row: Row, old: Row | None) -> bool:
-    return (
-        old is not None and old["source_size"] is not None and not row["policy"] and _difference(row, old, None) is None
-    )
-
-
-def _size_on_disk(path: str) -> int | None:
-    try:
-        return Path(path).stat().st_size
-    except OSError:
-        return None
-
-
-def _sizes_on_s3(uris: Sequence[str], objects: Objects) -> Iterator[int | None]:
-    """One HEAD each; None where the object is gone or this one cannot be asked about.
-
-    Raises UsageError once the store has refused as many in a row as are asked at a time, or all of them: it says
-    nothing then, and "unchanged" would be a guess.
-    """
-
-    def size(uri: str) -> int | OSError | None:
-        try:
-            return objects.size(uri)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            return error
-
-    refused = 0
-    pool = ThreadPoolExecutor(_ASKED)
-    try:
-        for start in range(0, len(uris), 8 * _ASKED):  # not all at once: a million of them would wait in memory
-            for answer in pool.map(size, uris[start : start + 8 * _ASKED]):
-                refused = refused + 1 if isinstance(answer, OSError) else 0
-                if isinstance(answer, OSError) and refused == min(_ASKED, len(uris)):
-                    raise UsageError(
-                        f"{answer.filename}: whether cached videos have changed cannot be asked: {answer.strerror}; "
-                        "--on-changed skip keeps them unasked"
-                    )
-                yield None if isinstance(answer, OSError) else answer
-    finally:
-        pool.shutdown(cancel_futures=True)
+def said_of_the_rest(tally: Tally, config: PruneConfig) -> list[str]:
+    """Lines for the user about the videos that are left alone, and about those that a limit leaves for later."""
+    there, lines = tally.done + tally.failed, []
+    if there:
+        errors = f", {tally.failed} of them as errors" if tally.failed else ""
+        lines.append(f"{there} of {there + tally.n_todo} videos are in the cache already{errors}")
+    if tally.failed and config.retry_failed:
+        lines.append(f"note: they have had their {config.max_attempts} attempts; raise --max-attempts for more")
+    if config.limit is not None and config.limit < tally.n_todo:
+        lines.append(f"{config.limit} of {tally.n_todo} videos that are left to do (--limit {config.limit})")
+    return lines

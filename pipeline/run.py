@@ -15,28 +15,27 @@ import ray
 import torch
 from rich.console import Console
 
-from gstep.backbones import load_static, preprocessor_for
+from gstep.backbones import load_static
 from pipeline.cache import HEADER, read_header
 from pipeline.cluster import cause, connect, provenance, settle
 from pipeline.config import PruneConfig
-from pipeline.decode_stage import DecodeSetup
-from pipeline.encode import EncodeSetup
 from pipeline.errors import RunFailed
-from pipeline.graph import Resources, build_graph, plan_resources
+from pipeline.graph import Resources, build_graph, plan_resources, videos_for
 from pipeline.header import fingerprint, header_bytes
 from pipeline.job import Job, match_cache, prepare
-from pipeline.live import VIDEOS, VideosTable
+from pipeline.ledger import Ledger
+from pipeline.live import VIDEOS
 from pipeline.lock import Lock, cache_lock
 from pipeline.progress import reporter
 from pipeline.pulse import start_pulse
 from pipeline.request import refusing
-from pipeline.resume import remaining
+from pipeline.resume import remaining, said_of_the_rest, share_of
 from pipeline.runs import RunFile
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.sink import commit
 from pipeline.stall import Watch
 from pipeline.stream import stream
-from pipeline.summary import COLUMNS, Summary, summarise
+from pipeline.summary import Summary, summarise
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord")
 
@@ -60,16 +59,23 @@ def _prune_videos(config: PruneConfig, console: Console) -> Summary:
     with cache_lock(job.store, job.run_id, partial(console.print, highlight=False, markup=False)) as lock:
         job = match_cache(job, console)  # again: another run may have written the header before the lock was ours
         started = time.monotonic()
-        videos = VideosTable(job.store, COLUMNS)
-        live = videos.live()
-        todo = remaining(job.manifest, live, config, job.objects)
-        skipped = len(job.manifest) - len(todo)
-        if skipped:
-            console.print(f"{skipped} of {len(job.manifest)} videos are in the cache already", highlight=False)
+        ledger = Ledger(job.store).refresh()
+        todo, counts = remaining(job.manifest, ledger, config, job.objects)
+        for line in said_of_the_rest(counts, config):
+            console.print(line, highlight=False)
+        todo, n_waiting = share_of(todo, config.limit)
         run_file, n_failed = _stream(job, todo, lock, console) if len(todo) else (None, 0)
         seconds = time.monotonic() - started
         levels = read_header(job.store).get("deepstack_levels", 0)
-        summary = summarise(videos, job.manifest, levels, n_new=len(todo), n_new_failed=n_failed, wall_s=seconds)
+        summary = summarise(
+            ledger.refresh(),
+            job.manifest,
+            levels,
+            n_waiting=n_waiting,
+            n_new=len(todo),
+            n_new_failed=n_failed,
+            wall_s=seconds,
+        )
         if run_file is not None:
             run_file.save(summary=summary.as_record())
         return summary
@@ -81,12 +87,11 @@ def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[Run
     device, dtype = settle(cluster, job.config.device, job.dtype, job.config.attn)
     if not job.store.names(VIDEOS, ".parquet"):
         _write_header(job, dtype, lock)
-    decode = DecodeSetup.of(job.config, job.sampling, preprocessor_for(job.source), job.objects)
-    encode = encode_setup(job, device, dtype)
-    plan = _plan(job.config, cluster, device, len(todo)).fitting(
-        cluster.get("object_store_memory", math.inf), encode.bytes_per_video(*decode.largest_frames())
-    )
-    for note in _shortfalls(job.config, plan, len(todo)):
+    decode, encode = job.decode_setup(), job.encode_setup(device, dtype)
+    shape = decode.largest_frames()
+    wanted = _plan(job.config, cluster, device, len(todo), encode.bytes_per_video(*shape), shape[0])
+    plan = wanted.fitting(cluster.get("object_store_memory", math.inf), encode.bytes_per_video(*shape))
+    for note in _shortfalls(job.config, wanted, plan, len(todo)):
         console.print(f"note: {note}", highlight=False, markup=False)
     pulse = start_pulse()
     dataset = build_graph(todo, decode, encode, plan, store=job.store, run_id=job.run_id, pulse=pulse)
@@ -100,33 +105,22 @@ def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[Run
     return run_file, n_failed
 
 
-def encode_setup(job: Job, device: str, dtype: str) -> EncodeSetup:
-    """What the encoders of this job need to know."""
-    return EncodeSetup(
-        source=job.source,
-        pruner=job.pruner.name,
-        pruner_params=job.pruner.params(),
-        retention_ratio=job.retention_ratio,
-        seed=job.config.seed,
-        evidence=job.evidence,
-        device=device,
-        dtype=dtype,
-        attn=job.config.attn,
-    )
-
-
-def _plan(config: PruneConfig, cluster: dict[str, float], device: str, n_videos: int) -> Resources:
+def _plan(
+    config: PruneConfig, cluster: dict[str, float], device: str, n_videos: int, token_bytes: int, n_frames: int
+) -> Resources:
+    """The shares of the cluster, for videos whose kept tokens take ``token_bytes``."""
+    by_size = videos_for(config.target_shard_mb * 10**6, token_bytes, n_frames)
     return plan_resources(
         cluster["CPU"],
         cluster.get("GPU", 0.0) if device == "cuda" else 0.0,
         n_videos,
-        videos_per_shard=config.videos_per_shard,
+        videos_per_shard=config.videos_per_shard or by_size,
         decode_workers=config.decode_workers,
         encode_workers=config.encode_workers,
     )
 
 
-def _shortfalls(config: PruneConfig, plan: Resources, n_videos: int) -> Iterator[str]:
+def _shortfalls(config: PruneConfig, wanted: Resources, plan: Resources, n_videos: int) -> Iterator[str]:
     """What was asked for and is not to be had."""
     for name, asked, given in (
         ("decode-workers", config.decode_workers, plan.decode.workers),
@@ -134,7 +128,7 @@ def _shortfalls(config: PruneConfig, plan: Resources, n_videos: int) -> Iterator
     ):
         if asked is not None and given < min(asked, n_videos):
             yield f"the cluster has room for {given} of --{name} {asked}"
-    if plan.videos_per_shard < min(config.videos_per_shard, n_videos // 16):
+    if plan.videos_per_shard < wanted.videos_per_shard:
         yield f"shards get {plan.videos_per_shard} videos: more would not fit Ray's object stores"
 
 

@@ -9,10 +9,8 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from pipeline.errors import CorruptShard, printable
+from pipeline.ledger import Ledger
 from pipeline.lock import holder
 from pipeline.store import Store
 
@@ -82,19 +80,19 @@ class RunProgress:
         return f"{where} {self.status} after {self.seconds:.0f} s: {done}{why}"
 
 
-def latest_run(store: Store, rows: pa.Table) -> RunProgress | None:
-    """How far the newest run has come; ``rows`` are all rows of the videos table with run_id and status."""
+def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
+    """How far the newest run has come, counted from the ledger of this cache."""
     names = store.names(RUNS, ".json")
     if not names:
         return None
     try:
-        return _progress(store, rows, json.loads(store.read(names[-1])))  # a run_id begins with its time
+        return _progress(store, ledger, json.loads(store.read(names[-1])))  # a run_id begins with its time
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptShard(f"{store}/{names[-1]}: it is no record of a run; remove it") from error
 
 
-def _progress(store: Store, rows: pa.Table, record: dict[str, Any]) -> RunProgress:
-    mine = rows.filter(pc.equal(rows["run_id"], record["run_id"]))
+def _progress(store: Store, ledger: Ledger, record: dict[str, Any]) -> RunProgress:
+    n_done, n_failed = ledger.of_run(record["run_id"])
     status = record["status"]
     now_at_work = holder(store) or {}
     if now_at_work.get("run_id", record["run_id"]) != record["run_id"]:
@@ -109,8 +107,8 @@ def _progress(store: Store, rows: pa.Table, record: dict[str, Any]) -> RunProgre
         host=record["host"],
         pid=record["pid"],
         n_videos=record["videos"],
-        n_done=len(mine),
-        n_failed=pc.sum(pc.not_equal(mine["status"], "ok")).as_py() or 0,
+        n_done=n_done,
+        n_failed=n_failed,
         seconds=(until - datetime.fromisoformat(record["started"])).total_seconds(),
         error=record.get("error"),
     )

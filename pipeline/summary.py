@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
+from numpy.typing import NDArray
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.live import INDEX_COLUMNS, VideosTable
+from pipeline.keys import parts_of
+from pipeline.ledger import STAGES, Ledger
 
-STAGES = ("decode", "encode", "prune", "write")
 REMEDIES: Mapping[str, str] = {
     "unsupported": "correct the clip, or convert the file: ffmpeg -i IN -c:v libx264 OUT.mp4",
     "corrupt": "fetch or re-encode the file",
@@ -26,11 +27,6 @@ REMEDIES: Mapping[str, str] = {
     "io": "check that the file exists and can be read on every node, then --retry-failed",
     "internal": "a bug: report it with this message",
 }
-COLUMNS = (
-    *INDEX_COLUMNS,
-    *("run_id", "error_message", "n_tokens", "n_total", "hidden_size", "decode_warnings"),
-    *(f"{stage}_s" for stage in STAGES),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +38,7 @@ class Outcome:
         failures: error class -> items.
         examples: error class -> (id, message) of one of them.
         n_missing: items without a row.
+        n_waiting: items that ``--limit`` left for another run; they count nowhere else.
         n_new: items that this run processed.
         n_new_failed: those of them that failed; a failed redo leaves an earlier result in place.
         wall_s: seconds this run took; None for a summary of a cache.
@@ -51,6 +48,7 @@ class Outcome:
     failures: dict[str, int]
     examples: dict[str, tuple[str, str]]
     n_missing: int
+    n_waiting: int = 0
     n_new: int = 0
     n_new_failed: int = 0
     wall_s: float | None = None
@@ -118,45 +116,85 @@ class Summary(Outcome):
 
 
 def summarise(
-    videos: VideosTable,
+    ledger: Ledger,
     manifest: pa.Table | None = None,
     deepstack_levels: int = 0,
     *,
+    n_waiting: int = 0,
     n_new: int = 0,
     n_new_failed: int = 0,
     wall_s: float | None = None,
 ) -> Summary:
-    """Count the live rows of the cache (``videos`` has COLUMNS), or of those videos of it that the manifest names."""
-    live = videos.live()
-    if manifest is not None:
-        live = live.filter(pc.is_in(live["video_id"], value_set=manifest["video_id"].combine_chunks()))
-    rows = live.drop_columns(["row"]).to_pylist()
-    good = [row for row in rows if row["status"] == "ok"]
-    bad = [row for row in rows if row["status"] != "ok"]
-    failures, examples = count_failures(bad, "video_id")
-    n_videos = len(rows) if manifest is None else len(manifest)
+    """Count the videos of a cache, or those of the manifest, of which ``n_waiting`` have no row on purpose."""
+    counts = _Counts(ledger)
+    if manifest is None:
+        counts.add(np.arange(len(ledger)))
+    else:
+        for ids in parts_of(manifest["video_id"]):
+            rows = ledger.find(ids)
+            counts.add(rows[rows >= 0])
+    n_videos = counts.n_rows if manifest is None else len(manifest) - n_waiting
+    failures, examples = counts.failures()
     return Summary(
         n_videos=n_videos,
-        n_ok=len(good),
+        n_ok=counts.n_ok,
         failures=failures,
         examples=examples,
-        n_missing=n_videos - len(rows),
-        tokens_in=sum(row["n_total"] for row in good),
-        tokens_kept=sum(row["n_tokens"] for row in good),
-        token_bytes=sum(row["n_tokens"] * row["hidden_size"] * 2 * (1 + deepstack_levels) for row in good),
-        seconds={stage: sum(row[f"{stage}_s"] or 0.0 for row in rows) for stage in STAGES},
-        n_warned=sum(bool(row["decode_warnings"]) for row in good),
+        n_missing=n_videos - counts.n_rows,
+        n_waiting=n_waiting,
+        tokens_in=counts.tokens_in,
+        tokens_kept=counts.tokens_kept,
+        token_bytes=counts.tokens_kept * ledger.hidden_size * 2 * (1 + deepstack_levels),
+        seconds=dict(zip(STAGES, counts.seconds.tolist(), strict=True)),
+        n_warned=counts.n_warned,
         n_new=n_new,
         n_new_failed=n_new_failed,
         wall_s=wall_s,
     )
 
 
+class _Counts:
+    """Sums over rows of a ledger."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._by_class = np.zeros(len(ledger.classes), np.int64)
+        self._first: dict[int, int] = {}  # class -> the row that came first
+        self.n_rows = self.tokens_in = self.tokens_kept = self.n_warned = 0
+        self.seconds = np.zeros(len(STAGES))
+
+    def add(self, rows: NDArray[np.int64]) -> None:
+        faults, columns = self._ledger.faults(rows), self._ledger.columns
+        good = rows[faults == 0]
+        self._by_class += np.bincount(faults, minlength=len(self._by_class))
+        for fault in set(np.unique(faults).tolist()) - {0, *self._first}:
+            self._first[fault] = int(rows[faults == fault][0])
+        self.n_rows += len(rows)
+        self.tokens_in += int(columns["n_total"][good].sum(dtype=np.int64))
+        self.tokens_kept += int(columns["n_tokens"][good].sum(dtype=np.int64))
+        self.n_warned += int(self._ledger.warned(good).sum())
+        self.seconds += columns["seconds"][rows].sum(axis=0, dtype=np.float64)
+
+    @property
+    def n_ok(self) -> int:
+        return int(self._by_class[0])
+
+    def failures(self) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
+        """``failures`` and ``examples`` of an Outcome, the most frequent class first."""
+        order = [int(fault) for fault in np.argsort(-self._by_class, kind="stable") if fault in self._first]
+        names = self._ledger.classes
+        rows = {fault: self._ledger.read(self._first[fault]) for fault in order}
+        counts = {names[fault]: int(self._by_class[fault]) for fault in order}
+        return counts, {names[fault]: (row["video_id"], row["error_message"]) for fault, row in rows.items()}
+
+
 def render(summary: Summary) -> RenderableType:
     """The summary as a table for the terminal, with the failures by class, one example and the remedy of each."""
     table = Table.grid(padding=(0, 2))
     share = summary.tokens_kept / summary.tokens_in if summary.tokens_in else 0.0
-    table.add_row("videos", f"{summary.n_ok} ok, {summary.n_failed} failed, {summary.n_missing} without a row")
+    waiting = f", {summary.n_waiting} wait for another run (--limit)" if summary.n_waiting else ""
+    counts = f"{summary.n_ok} ok, {summary.n_failed} failed, {summary.n_missing} without a row"
+    table.add_row("videos", counts + waiting)
     table.add_row("tokens", f"{summary.tokens_kept:,} kept of {summary.tokens_in:,} ({share:.1%})")
     table.add_row("bytes", f"{summary.token_bytes:,} of tokens")
     table.add_row("seconds", ", ".join(f"{stage} {value:.2f}" for stage, value in summary.seconds.items()))

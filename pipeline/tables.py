@@ -5,15 +5,20 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+import math
+from collections.abc import Collection, Iterator
+from itertools import islice
+from typing import Any, BinaryIO, Protocol
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.buckets import suffix_of
 
 TABLE_SUFFIXES = frozenset({".parquet", ".jsonl", ".csv"})
+_PART_ROWS = 2**16
+_NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
 # What reading one may raise; all of it is the file's fault.
 UNREADABLE = (OSError, UnicodeDecodeError, pa.ArrowException)
 
@@ -38,6 +43,108 @@ def read_rows(name: str, file: BinaryIO, needs: str) -> Iterator[tuple[str, dict
         for number, line in enumerate(io.TextIOWrapper(file, "utf-8-sig"), 1):
             if line.strip():
                 yield f"line {number}", _json_object(line, f"{name}, line {number}", needs)
+
+
+class Rows(Protocol):
+    """Some rows of such a file. Iterated, each is a dict with the words that say where it stands."""
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]: ...
+
+    def texts(self, name: str) -> pa.Array | None:
+        """A column as text; None unless every row has one, or a whole number."""
+
+    def numbers(self, name: str) -> pa.Array | None:
+        """A column as float64, null where a row has none; None where one of them is no finite number."""
+
+    def carried(self, own: Collection[str]) -> pa.Array:
+        """What each row has besides the columns ``own``, as JSON; null where that is nothing."""
+
+
+def read_parts(name: str, file: BinaryIO, needs: str) -> Iterator[Rows]:
+    """The rows of ``read_rows`` in parts that memory holds easily; those of a .parquet never become Python objects
+    unless they are asked for one by one."""
+    if suffix_of(name) == ".parquet":
+        with pq.ParquetFile(file) as shard:
+            start = 0
+            for batch in shard.iter_batches(batch_size=_PART_ROWS, use_threads=False):
+                if len(batch):
+                    yield _ArrowRows(batch, start)
+                start += len(batch)
+        return
+    rows = read_rows(name, file, needs)
+    while part := list(islice(rows, _PART_ROWS // 8)):
+        yield _DictRows(part)
+
+
+class _ArrowRows:
+    def __init__(self, batch: pa.RecordBatch, start: int) -> None:
+        self._batch, self._start = batch, start
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        return ((f"row {i}", row) for i, row in enumerate(self._batch.to_pylist(), self._start))
+
+    def _column(self, name: str) -> pa.Array | None:
+        place = self._batch.schema.get_field_index(name)
+        return None if place < 0 else self._batch.column(place)
+
+    def texts(self, name: str) -> pa.Array | None:
+        column = self._column(name)
+        if column is None or column.null_count:
+            return None
+        kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_integer(kind)):
+            return None
+        column = column.cast(kind).cast(pa.string())
+        column.validate(full=True)  # Parquet readers take any bytes for text
+        return column
+
+    def numbers(self, name: str) -> pa.Array | None:
+        if name not in self._batch.schema.names:
+            return pa.nulls(len(self._batch), pa.float64())
+        column = self._column(name)
+        if column is None or not any(check(column.type) for check in _NUMBERS):
+            return None
+        column = column.cast(pa.float64(), safe=False)
+        return column if pc.all(pc.is_finite(column)).as_py() else None
+
+    def carried(self, own: Collection[str]) -> pa.Array:
+        others = [i for i, name in enumerate(self._batch.schema.names) if name not in own]
+        if not others:
+            return pa.nulls(len(self._batch), pa.string())
+        return _as_json(self._batch.select(others).to_pylist())
+
+
+class _DictRows:
+    def __init__(self, rows: list[tuple[str, dict[str, Any]]]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        return iter(self._rows)
+
+    def texts(self, name: str) -> pa.Array | None:
+        values = [row.get(name) for _, row in self._rows]
+        if not all(type(value) is str or type(value) is int for value in values):
+            return None
+        try:
+            return pa.array([str(value) for value in values], pa.string())
+        except ValueError:  # half of a surrogate pair, which is no text, or a number of too many digits
+            return None
+
+    def numbers(self, name: str) -> pa.Array | None:
+        try:
+            values = [None if row.get(name) is None else float(row[name]) for _, row in self._rows]
+        except (TypeError, ValueError, OverflowError):
+            return None
+        finite = all(value is None or math.isfinite(value) for value in values)
+        return pa.array(values, pa.float64()) if finite else None
+
+    def carried(self, own: Collection[str]) -> pa.Array:
+        return _as_json([{name: row[name] for name in row if name not in own} for _, row in self._rows])
+
+
+def _as_json(rows: list[dict[str, Any]]) -> pa.Array:
+    given = ({name: value for name, value in row.items() if value is not None} for row in rows)
+    return pa.array([carried_json(row) if row else None for row in given], pa.string())
 
 
 def _csv_rows(name: str, file: BinaryIO) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -69,5 +176,8 @@ def is_text(name: str) -> bool:
 
 def carried_json(columns: dict[str, Any]) -> str:
     """Columns that are only carried along, as strict JSON: NaN and infinity, which it cannot say, become null."""
-    strict = json.loads(json.dumps(columns, default=str), parse_constant=lambda name: None)
-    return json.dumps(strict, ensure_ascii=True)
+    try:
+        return json.dumps(columns, default=str, ensure_ascii=True, allow_nan=False)
+    except ValueError:
+        strict = json.loads(json.dumps(columns, default=str), parse_constant=lambda name: None)
+        return json.dumps(strict, ensure_ascii=True)

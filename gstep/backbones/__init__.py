@@ -65,6 +65,7 @@ __all__ = [
     "read_tensors",
     "text_tower",
     "token_bytes",
+    "token_counts",
     "with_pooling_head",
 ]
 
@@ -133,6 +134,13 @@ def load_static(source: ModelSource) -> StaticParts:
     """
     static: StaticParts = BACKBONES[source.model_type].load_static(source)
     return static
+
+
+def token_counts(source: ModelSource, n_frames: int, height: int, width: int) -> tuple[int, int]:
+    """(T, N): frames (temporal patches on Qwen) and tokens of each, of frames of [height, width] pixels as the
+    preprocessor resizes them. Known from the model's config alone, for planning."""
+    counts: tuple[int, int] = BACKBONES[source.model_type].token_counts(source, n_frames, height, width)
+    return counts
 
 
 def token_bytes(source: ModelSource, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:

@@ -142,6 +142,11 @@ class Backbone(ABC):
 
     @classmethod
     @abstractmethod
+    def token_counts(cls, source: ModelSource, n_frames: int, height: int, width: int) -> tuple[int, int]:
+        """(T, N) of frames of [height, width] pixels; from the config alone."""
+
+    @classmethod
+    @abstractmethod
     def token_bytes(
         cls, source: ModelSource, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()
     ) -> int:

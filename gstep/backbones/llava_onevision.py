@@ -102,16 +102,22 @@ class LlavaOnevision(Backbone):
         return StaticParts(hidden_size=len(row), newline=row)
 
     @classmethod
+    def token_counts(cls, source: ModelSource, n_frames: int, height: int, width: int) -> tuple[int, int]:
+        """See :meth:`Backbone.token_counts`. The vision tower takes frames of one size only."""
+        return n_frames, _tokens_per_frame(height, source.config.get("vision_config", {}).get("patch_size", 14))
+
+    @classmethod
     def token_bytes(
         cls, source: ModelSource, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()
     ) -> int:
-        """See :meth:`Backbone.token_bytes`. The vision tower takes frames of one size only."""
+        """See :meth:`Backbone.token_bytes`."""
         vision = source.config.get("vision_config", {})
         channels = vision.get("hidden_size", 1152)
         widths = {"image_embedding": channels, "token_key": channels // vision.get("num_attention_heads", 16)}
         numbers = source.config.get("text_config", {}).get("hidden_size", 4096)
         numbers += sum(widths.get(name, 1) for name in evidence)
-        return n_frames * _tokens_per_frame(height, vision.get("patch_size", 14)) * int(numbers) * 2
+        T, N = cls.token_counts(source, n_frames, height, width)
+        return T * N * int(numbers) * 2
 
     @property
     def hidden_size(self) -> int:

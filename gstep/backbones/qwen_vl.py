@@ -102,14 +102,19 @@ class QwenVL(Backbone):
         return StaticParts(int(vision["out_hidden_size"]), None, len(vision.get("deepstack_visual_indexes", ())))
 
     @classmethod
+    def token_counts(cls, source: ModelSource, n_frames: int, height: int, width: int) -> tuple[int, int]:
+        """See :meth:`Backbone.token_counts`."""
+        vision = cls._vision(source.config)
+        side = vision["patch_size"] * vision["spatial_merge_size"]
+        return -(-n_frames // vision["temporal_patch_size"]), (height // side) * (width // side)
+
+    @classmethod
     def token_bytes(
         cls, source: ModelSource, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()
     ) -> int:
         """See :meth:`Backbone.token_bytes`. The evidence of these families is one number a token."""
-        vision, static = cls._vision(source.config), cls.load_static(source)
-        side = vision["patch_size"] * vision["spatial_merge_size"]
-        n_tokens = -(-n_frames // vision["temporal_patch_size"]) * (height // side) * (width // side)
-        return int(n_tokens * 2 * (static.hidden_size * (1 + static.deepstack_levels) + len(evidence)))
+        static, (T, N) = cls.load_static(source), cls.token_counts(source, n_frames, height, width)
+        return int(T * N * 2 * (static.hidden_size * (1 + static.deepstack_levels) + len(evidence)))
 
     @property
     def hidden_size(self) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from pipeline.probe import VideoIndex
 from pipeline.pulse import Beat
 from pipeline.readers import PyavReader
 
@@ -24,6 +25,14 @@ class HostileReader(PyavReader):
         if name.startswith("hang"):
             time.sleep(3600)
         return super().read(indices)
+
+
+class MarkingReader(PyavReader):
+    """Leaves a mark beside every file that is opened."""
+
+    def __init__(self, index: VideoIndex) -> None:
+        Path(f"{index.path}.opened").touch()
+        super().__init__(index)
 
 
 class HangingAnswerer:

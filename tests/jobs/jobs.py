@@ -115,3 +115,12 @@ def forbid_ray(patch: pytest.MonkeyPatch) -> None:
 
     for name in ("init", "is_initialized"):
         patch.setattr(ray, name, forbidden)
+
+
+def forbid_models(patch: pytest.MonkeyPatch) -> None:
+    """From here on, an attempt of this process to read a tensor of a checkpoint fails."""
+
+    def forbidden(*args: object, **keywords: object) -> None:
+        raise AssertionError("a model was loaded")
+
+    patch.setattr("gstep.backbones.checkpoint.safe_open", forbidden)

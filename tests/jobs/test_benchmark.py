@@ -1,11 +1,13 @@
 """The benchmark runs every method on the same tokens and says where; nothing here asserts a time."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from gstep import PRUNERS
 from jobs import benchmark
+from pipeline.resume_times import ResumeTimes
 
 
 def test_every_method_is_measured_beside_gstep(tmp_path, capsys):
@@ -37,3 +39,23 @@ def test_senseless_sizes_are_refused(capsys, wrong, named):
         benchmark.main(["methods", *wrong])
     assert caught.value.code == 2
     assert named in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])
+def test_resume_is_measured_on_real_files_and_names_its_first_limit(tmp_path, capsys, kind):
+    file = tmp_path / "resume.json"
+    argv = ["resume", "--videos", "300", "--videos-per-shard", "22", "--manifest", kind, "--folder", str(tmp_path)]
+    assert benchmark.main([*argv, "--json", str(file)]) == 0
+    record = json.loads(file.read_text())
+    assert (record["videos"], record["shards"], record["ledger_bytes"]) == (300, 13, 64)
+    assert all(seconds > 0 for seconds in record["seconds"].values()) and record["manifest_bytes"] > 64
+    assert record["first_limit"]["videos"] > 300
+    assert "first limit" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_the_first_limit_is_the_one_that_is_met_first():
+    seconds = {"listing": 1.0, "manifest": 1.0, "cache": 36.0, "remaining": 1.0}
+    found = ResumeTimes(1000, "csv", 100, 1, seconds, seconds, 100.0, 64.0, 200.0, memory=200 * 10**6)
+    assert found.first_limit() == (100_000, "an hour for: read the videos shards")
+    assert replace(found, memory=200 * 10**4).first_limit() == (10_000, "this machine's memory")

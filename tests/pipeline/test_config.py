@@ -62,6 +62,8 @@ def test_the_limit_of_frames_is_the_model_familys():
         (["--max-failed", "1.5"], "share"),
         (["--pruner-param", "alpha"], "NAME=VALUE"),
         (["--videos-per-shard", "0"], "at least 1"),
+        (["--target-shard-mb", "0"], "target-shard-mb must be at least 1"),
+        (["--limit", "0"], "limit must be at least 1"),
         (["--stall-timeout", "inf"], "stall-timeout must be a positive"),
         (["--stall-timeout", "120"], "longer than --decode-timeout 120"),
         (["--decode-timeout", "3600"], "--stall-timeout 1800 must be longer"),

@@ -10,7 +10,17 @@ from gstep.backbones import ModelSource, preprocessor_for
 from pipeline.decode_stage import DecodeSetup
 from pipeline.encode import EncodeSetup
 from pipeline.frames import Sampling
-from pipeline.graph import RESTARTS, Resources, build_graph, plan_resources, run_graph
+from pipeline.graph import (
+    BLOCK_BYTES,
+    FRAME_RECORD_BYTES,
+    RECORD_BYTES,
+    RESTARTS,
+    Resources,
+    build_graph,
+    plan_resources,
+    run_graph,
+    videos_for,
+)
 from pipeline.resume import TODO_SCHEMA
 from pipeline.store import LocalStore
 from tests.jobs.jobs import environment as private_ray
@@ -67,6 +77,15 @@ def test_shards_shrink_to_what_the_object_stores_hold():
     small = plan.fitting(10**9, 26 * 10**6).videos_per_shard
     assert 1 <= small < 16 and small * plan.shards_at_once * 26 * 10**6 <= 10**9 / 2
     assert plan.fitting(1, 10**9).videos_per_shard == 1
+
+
+def test_shards_are_sized_by_what_videos_take():
+    assert videos_for(256 * 10**6, 11_239_424, 32) == 22  # LLaVA-OneVision-7B: 32 x 49 tokens of 3584 values
+    assert videos_for(256 * 10**6, 10**9, 768) == 1
+    assert videos_for(10**12, 1, 32) * (RECORD_BYTES + 32 * FRAME_RECORD_BYTES) <= BLOCK_BYTES  # the driver's block
+    for n_videos in (1, 100, 10**4):
+        shard = plan_resources(64, 8, n_videos, videos_per_shard=1365).videos_per_shard
+        assert shard == max(1, min(1365, n_videos // 32))  # every one of 8 writers gets four
 
 
 def test_every_gpu_is_used_where_there_are_fewer_cpus():

@@ -6,10 +6,11 @@ import pytest
 
 from pipeline.config import PruneConfig
 from pipeline.errors import CacheLocked, SourceChanged, UsageError, VideoFault
-from pipeline.live import read_live
+from pipeline.ledger import Ledger
 from pipeline.lock import FileLock
 from pipeline.manifest import read_manifest
-from pipeline.resume import _sizes_on_s3, remaining
+from pipeline.resume import Tally, remaining, share_of
+from pipeline.sizes import Sizes
 from pipeline.store import LOCK, LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
@@ -32,11 +33,11 @@ def live(folder):
     good = encoded("a.mp4", TOKENS, 0.25, "gstep", **{**source, "uri": str(folder / "a.mp4")})
     bad = encoded_failure("b.mp4", VideoFault("crash", "x"), **{**source, "uri": str(folder / "b.mp4")})
     write_shard(store, "run", good, bad)
-    return read_live(store)
+    return Ledger(store).refresh()
 
 
 def left(folder, live, **options) -> dict[str, int]:
-    todo = remaining(read_manifest(str(folder)), live, PruneConfig(**options))
+    todo, _ = remaining(read_manifest(str(folder)), live, PruneConfig(**options))
     return dict(zip(todo["video_id"].to_pylist(), todo["attempts"].to_pylist(), strict=True))
 
 
@@ -66,7 +67,7 @@ def test_a_changed_clip_is_noticed(folder, live):
 def test_a_cached_video_outlives_its_file(folder, live):
     (folder / "m.csv").write_text("video_id,uri\na.mp4,a.mp4\n")
     (folder / "a.mp4").unlink()
-    assert len(remaining(read_manifest(str(folder / "m.csv")), live, PruneConfig())) == 0
+    assert len(remaining(read_manifest(str(folder / "m.csv")), live, PruneConfig()).todo) == 0
 
 
 def test_one_writer_a_cache(tmp_path):
@@ -86,8 +87,8 @@ def test_skipping_what_changed_looks_at_no_file(folder, live):
     (folder / "m.csv").write_text("video_id,uri\na.mp4,a.mp4\nb.mp4,b.mp4\n")
     manifest = read_manifest(str(folder / "m.csv"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.resume.Path", None)
-        assert len(remaining(manifest, live, PruneConfig(on_changed="skip"))) == 0
+        patch.setattr("pipeline.sizes._on_disk", None)
+        assert len(remaining(manifest, live, PruneConfig(on_changed="skip")).todo) == 0
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def s3_live(server, tmp_path):
     bad = encoded_failure("d.mp4", VideoFault("io", "x"), **source(server, "d"))
     store = write_header(tmp_path / "cache")
     write_shard(store, "run", *rows, bad)
-    return read_live(store)
+    return Ledger(store).refresh()
 
 
 def source(server, name):
@@ -120,7 +121,7 @@ def s3_manifest(server):
 def s3_left(server, live, videos, **options):
     manifest = read_manifest(videos, (), server.objects())
     server.requests.clear()
-    return remaining(manifest, live, PruneConfig(**options), server.objects())["video_id"].to_pylist()
+    return remaining(manifest, live, PruneConfig(**options), server.objects()).todo["video_id"].to_pylist()
 
 
 def test_a_listing_tells_sizes_for_nothing(server, s3_live):
@@ -161,5 +162,76 @@ def test_an_outage_amid_many_questions_ends_them(server):
     for number in range(40, 300):
         server.fail("HEAD", f"{number}.mp4", 403)
     with pytest.raises(UsageError, match=r"/71\.mp4: .*403"):
-        list(_sizes_on_s3(uris, server.objects()))
+        Sizes(server.objects()).of(uris)
     assert len(server.requests) < 300
+
+
+def test_everything_is_counted(folder, live):
+    (folder / "a.mp4").write_bytes(b"1234567")
+    manifest = read_manifest(str(folder))
+    assert remaining(manifest, live, PruneConfig(on_changed="skip")).tally == Tally(new=1, done=1, failed=1)
+    again = PruneConfig(on_changed="redo", retry_failed=True)
+    assert remaining(manifest, live, again).tally == Tally(new=1, redone=1, retried=1)
+    assert remaining(manifest, live, again).tally.n_todo == 3
+
+
+def fail(folder, name, attempts, **more):
+    """One more failed row of ``name``, with the size that its file has."""
+    path = folder / name
+    size = path.stat().st_size if path.is_file() else None
+    row = encoded_failure(name, VideoFault("io", "x"), attempts=attempts, **source_here(path), source_size=size)
+    write_shard(LocalStore(folder / "cache"), f"run{attempts}", row)
+
+
+def source_here(path):
+    return {"uri": str(path), "start_s": None, "end_s": None}
+
+
+def retried(folder, **options):
+    return left(folder, Ledger(LocalStore(folder / "cache")).refresh(), retry_failed=True, **options).get("b.mp4")
+
+
+def test_a_mended_file_gets_its_attempts_anew(folder, live):
+    fail(folder, "b.mp4", 2)
+    assert retried(folder) is None
+    (folder / "b.mp4").write_bytes(b"mended")
+    assert retried(folder) == 3
+    fail(folder, "b.mp4", 3)
+    assert retried(folder) == 4 and retried(folder, max_attempts=1) is None
+    fail(folder, "b.mp4", 4)
+    assert retried(folder) is None and retried(folder, max_attempts=3) == 5
+
+
+def test_a_file_that_was_missing_is_mended_by_being_there(folder):
+    store = write_header(folder / "cache")
+    (folder / "m.csv").write_text("video_id,uri\nb.mp4,b.mp4\n")
+    (folder / "b.mp4").unlink()
+    for attempts in (1, 2):
+        fail(folder, "b.mp4", attempts)
+    manifest, config = read_manifest(str(folder / "m.csv")), PruneConfig(retry_failed=True)
+    assert len(remaining(manifest, Ledger(store).refresh(), config).todo) == 0
+    (folder / "b.mp4").write_bytes(b"there")
+    assert remaining(manifest, Ledger(store).refresh(), config).todo["attempts"].to_pylist() == [3]
+
+
+def test_only_failed_objects_without_attempts_left_cost_a_request_more(server, s3_live):
+    assert s3_left(server, s3_live, s3_manifest(server), retry_failed=True) == ["d.mp4", "e.mp4"]
+    assert server.counts() == {"HEAD": 3}
+    options = {"retry_failed": True, "max_attempts": 1}
+    assert s3_left(server, s3_live, s3_manifest(server), **options) == ["e.mp4"]
+    assert server.counts() == {"HEAD": 4}
+    server.upload("v/d.mp4", b"mended")
+    assert s3_left(server, s3_live, s3_manifest(server), **options) == ["d.mp4", "e.mp4"]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 100])
+def test_parts_of_a_manifest_add_up(folder, live, monkeypatch, at_once):
+    monkeypatch.setattr("pipeline.resume.ROWS_AT_ONCE", at_once)
+    assert left(folder, live, retry_failed=True) == {"b.mp4": 2, "c.mp4": 1}
+
+
+def test_a_share_is_the_first_of_what_is_left(folder, live):
+    todo, _ = remaining(read_manifest(str(folder)), live, PruneConfig(retry_failed=True))
+    share, waiting = share_of(todo, 1)
+    assert (share["video_id"].to_pylist(), waiting) == (["b.mp4"], 1)
+    assert share_of(todo, 2)[1] == share_of(todo, None)[1] == share_of(todo, 9)[1] == 0

@@ -5,10 +5,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from pipeline.errors import CorruptShard, VideoFault
-from pipeline.live import VideosTable
+from pipeline.ledger import Ledger
 from pipeline.lock import FileLock
 from pipeline.runs import RunFile, latest_run
-from pipeline.summary import COLUMNS
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 
 
@@ -28,7 +27,7 @@ def record(**more) -> dict[str, object]:
 
 
 def progress(store):
-    run = latest_run(store, VideosTable(store, COLUMNS).rows())
+    run = latest_run(store, Ledger(store).refresh())
     assert run is not None and run.run_id == "r2"
     return run
 
@@ -51,7 +50,7 @@ def test_a_run_that_holds_the_cache_no_more_is_gone(store):
 def test_a_run_that_has_written_no_record_yet_is_starting(store):
     RunFile(store, record()).save(status="running")
     with FileLock(store, "r3"):
-        run = latest_run(store, VideosTable(store, COLUMNS).rows())
+        run = latest_run(store, Ledger(store).refresh())
     assert run is not None and run.describe().startswith("r3 on ") and run.describe().endswith("is starting")
 
 
@@ -59,7 +58,7 @@ def test_a_run_that_has_written_no_record_yet_is_starting(store):
 def test_what_is_no_record_is_named(store, text):
     store.put("runs/z.json", text)
     with pytest.raises(CorruptShard, match=r"runs/z\.json: it is no record"):
-        latest_run(store, VideosTable(store, COLUMNS).rows())
+        latest_run(store, Ledger(store).refresh())
 
 
 def test_a_failed_run_says_why(store):
@@ -70,4 +69,4 @@ def test_a_failed_run_says_why(store):
 
 def test_a_cache_without_runs(tmp_path):
     store = write_header(tmp_path)
-    assert latest_run(store, VideosTable(store, COLUMNS).rows()) is None
+    assert latest_run(store, Ledger(store).refresh()) is None

@@ -1,0 +1,142 @@
+"""What a prune run would do, without doing it: the dry run's checks and its report."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gstep.backbones import preprocessor_for, token_counts
+from gstep.types import budget_for
+from pipeline.config import PruneConfig
+from pipeline.errors import CacheLocked, UsageError
+from pipeline.job import Job, prepare
+from pipeline.ledger import Ledger
+from pipeline.lock import holder
+from pipeline.request import store_refusing
+from pipeline.resume import Tally, remaining, share_of
+from pipeline.store import LocalStore, Store
+
+_SHOWN = 5  # ids of videos to do
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a run with the same flags would do now.
+
+    Attributes:
+        out: the cache, as named.
+        tally: the manifest's videos by what is to be done with them.
+        n_todo: those that the run would process; the rest of those to do waits for ``--limit``.
+        n_policy: those of them that may not be read, and would become error rows.
+        first_ids: of the videos to process.
+        identity: what every row of the cache would share; the dtype may be left to the cluster ("auto").
+        grid: (T, N) of a video; where its shape decides, of one in full HD with as many frames as are sampled at most.
+        kept: tokens of it that are stored; about that where the method decides.
+        video_bytes: what they take on disk.
+        one_size: whether every video has this grid.
+    """
+
+    out: str
+    tally: Tally
+    n_todo: int
+    n_policy: int
+    first_ids: list[str]
+    identity: dict[str, Any]
+    grid: tuple[int, int]
+    kept: int
+    video_bytes: int
+    one_size: bool
+
+
+def forecast(config: PruneConfig, console: Console) -> Forecast:
+    """Check the request as a run does and look at what is left; starts and writes nothing.
+
+    Raises UsageError for whatever a run would refuse.
+    """
+    job = prepare(config, console)
+    with store_refusing():
+        if other := holder(job.store):
+            raise CacheLocked(f"{job.store}: another run writes here: {other}")
+        _check_writable(job.store)
+        todo, counts = remaining(job.manifest, Ledger(job.store).refresh(), config, job.objects)
+    todo, _ = share_of(todo, config.limit)
+    return _forecast(job, counts, todo)
+
+
+def _forecast(job: Job, counts: Tally, todo: pa.Table) -> Forecast:
+    shape = job.decode_setup().largest_frames()
+    small = preprocessor_for(job.source).target_size(shape[0], 240, 240)
+    T, N = token_counts(job.source, *shape)
+    return Forecast(
+        out=str(job.store),
+        tally=counts,
+        n_todo=len(todo),
+        n_policy=pc.sum(todo["policy"].is_valid()).as_py() or 0,
+        first_ids=todo["video_id"].slice(0, _SHOWN).to_pylist(),
+        identity=job.identity(job.dtype),
+        grid=(T, N),
+        kept=budget_for(job.retention_ratio, T * N),
+        video_bytes=job.encode_setup(job.config.device, job.dtype).bytes_per_video(*shape),
+        one_size=job.sampling.fps is None and small == shape[1:],
+    )
+
+
+def _check_writable(store: Store) -> None:
+    """Raises UsageError where a folder cannot be made or written to; a store elsewhere tells only when it is."""
+    if not isinstance(store, LocalStore):
+        return
+    there = next(path for path in (store.root, *store.root.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UsageError(f"{store}: nothing can be written here: {there} {_why(there)}")
+
+
+def _why(place: Path) -> str:
+    return "is not writable" if place.is_dir() else "is no folder"
+
+
+def render_forecast(plan: Forecast) -> RenderableType:
+    """The forecast as a table for the terminal, with the identity below it."""
+    table = Table.grid(padding=(0, 2))
+    for name, value in _lines(plan):
+        table.add_row(name, Text(value))  # ids and addresses come from files: never markup
+    identity = Table.grid(padding=(0, 2))
+    for name, value in _leaves(plan.identity):
+        identity.add_row(f"  {name}", Text(value))
+    return Group("dry run: nothing was started or written", table, "identity of every row", identity)
+
+
+def _lines(plan: Forecast) -> list[tuple[str, str]]:
+    counts, (T, N) = plan.tally, plan.grid
+    waiting = counts.n_todo - plan.n_todo
+    rest = f", {waiting} more wait (--limit)" if waiting else ""
+    again = f"{counts.new} new, {counts.retried} failed before, {counts.redone} changed"
+    largest = "" if plan.one_size else ", in full HD and of full length"
+    total = plan.video_bytes * (plan.n_todo - plan.n_policy)
+    lines = [
+        ("cache", plan.out),
+        ("videos", f"{plan.n_todo} to do{rest}, {counts.done} done, {counts.failed} failed before and left alone"),
+        ("left to do", f"{again}; {plan.n_policy} of the {plan.n_todo} may not be read: error rows of class policy"),
+        ("a video", f"{T} x {N} = {T * N} tokens, about {plan.kept} kept{largest}"),
+        ("bytes", f"about {plan.video_bytes:,} a video, {total:,} in all{largest}"),
+    ]
+    more = ", ..." if plan.n_todo > len(plan.first_ids) else ""
+    return [*lines, ("first", ", ".join(plan.first_ids) + more)] if plan.first_ids else lines
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """(dotted name, value) of every leaf of nested mappings."""
+    leaves: list[tuple[str, str]] = []
+    for name, value in values.items():
+        leaves += (
+            _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", str(value))]
+        )
+    return leaves

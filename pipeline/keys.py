@@ -1,0 +1,70 @@
+"""Ids and clips as short hashes, so that the driver's memory holds millions of them, and how they are found again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from hashlib import blake2b
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+Keys = NDArray[np.uint64]
+ROWS_AT_ONCE = 2**16  # rows that are Python objects at any one time
+
+
+def keys_of(texts: pa.Array | pa.ChunkedArray) -> Keys:
+    """[n,2]: 128 bits of each text. Among 10^8 of them two are alike with a chance of 10^-23."""
+    digests = [blake2b(text, digest_size=16).digest() for text in texts.cast(pa.binary()).to_pylist()]
+    return np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
+
+
+def clip_keys(rows: pa.Table | pa.RecordBatch) -> Keys:
+    """[n]: 64 bits of what a row was made of: ``uri``, ``start_s`` and ``end_s``."""
+    times = np.stack([_seconds(rows[name]) for name in ("start_s", "end_s")], axis=1).tobytes()
+    uris = rows["uri"].cast(pa.binary()).to_pylist()
+    digests = [blake2b(uri + times[16 * i : 16 * i + 16], digest_size=8).digest() for i, uri in enumerate(uris)]
+    return np.frombuffer(b"".join(digests), np.uint64)
+
+
+def _seconds(column: pa.Array | pa.ChunkedArray) -> NDArray[np.float64]:
+    """Null as the one NaN, and one zero of the two."""
+    filled = pc.fill_null(column.cast(pa.float64()), float("nan")).to_numpy(zero_copy_only=False)
+    return np.asarray(filled, np.float64) + 0.0
+
+
+def find(keys: Keys, high: Keys, low: Keys) -> NDArray[np.int64]:
+    """[m]: where each of ``keys`` [m,2] is among those whose halves are ``high`` and ``low``, sorted; -1: nowhere."""
+    found = np.full(len(keys), -1, np.int64)
+    place = np.searchsorted(high, keys[:, 0])
+    left = np.arange(len(keys))
+    while len(left):  # once, unless two keys share a half
+        left = left[place[left] < len(high)]
+        left = left[high[place[left]] == keys[left, 0]]
+        hit = low[place[left]] == keys[left, 1]
+        found[left[hit]] = place[left[hit]]
+        left = left[~hit]
+        place[left] += 1
+    return found
+
+
+def repeated(texts: pa.ChunkedArray) -> list[str]:
+    """Every text that stands in an earlier row already, in the order of the rows."""
+    halves = [keys_of(part)[:, 0].copy() for part in parts_of(texts)]
+    half = np.concatenate(halves) if halves else np.empty(0, np.uint64)
+    order = np.argsort(half, kind="stable")
+    alike = half[order[1:]] == half[order[:-1]]
+    suspects = np.unique(np.concatenate([order[1:][alike], order[:-1][alike]]))
+    seen: set[str] = set()
+    again = []
+    for text in (texts[place].as_py() for place in suspects.tolist()):
+        again += [text] if text in seen else []
+        seen.add(text)
+    return again
+
+
+def parts_of(column: pa.ChunkedArray) -> Iterator[pa.Array]:
+    """The column in pieces of at most ROWS_AT_ONCE rows, without a copy."""
+    for chunk in column.chunks:
+        yield from (chunk.slice(start, ROWS_AT_ONCE) for start in range(0, len(chunk), ROWS_AT_ONCE))

@@ -1,0 +1,197 @@
+"""What a cache holds, as the driver of a run keeps it: 64 bytes for each video, whatever its row says.
+
+An id is a hash of 16 bytes, the clip that it was made of one of 8; of the rest there are the numbers that resume and
+the summary add up. Anything else of a row is read again from its shard.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from pipeline.keys import clip_keys, find, keys_of
+from pipeline.live import VIDEOS, VideoRows, parse_videos_shard
+from pipeline.store import Store
+
+STAGES: Final = ("decode", "encode", "prune", "write")
+_COLUMNS: Final[dict[str, tuple[Any, tuple[int, ...]]]] = {
+    "high": (np.uint64, ()),  # the two halves of the id's key
+    "low": (np.uint64, ()),
+    "clip": (np.uint64, ()),  # the key of uri, start_s, end_s
+    "size": (np.int64, ()),  # bytes of the source; -1 where they are not known
+    "n_tokens": (np.int32, ()),
+    "n_total": (np.int32, ()),
+    "place": (np.uint32, ()),  # number of the row, over all shards in the order in which they were read
+    "attempts": (np.uint16, ()),
+    "earlier": (np.uint8, ()),  # attempts on another file or clip under this id
+    "code": (np.uint8, ()),  # 0 is ok, else the number of the fault's class; _WARNED: decoded with warnings
+    "seconds": (np.float32, (4,)),  # of STAGES
+}
+_WARNED, _FAULT = 0x80, 0x7F
+_READ = (
+    *("video_id", "uri", "start_s", "end_s", "source_size", "status", "error_class", "attempts"),
+    *("n_tokens", "n_total", "hidden_size", "decode_warnings"),
+    *(f"{stage}_s" for stage in STAGES),
+)
+_SHARDS_AT_ONCE = 256
+_THREADS = 8
+Columns = dict[str, NDArray[Any]]
+
+
+class Ledger:
+    """The live row of every video (see ``pipeline.live``), in the order of their keys.
+
+    Attributes:
+        columns: name -> an array of all rows; see ``_COLUMNS``.
+        classes: the classes of faults by their numbers; 0 is "ok".
+        hidden_size: D of the tokens; 0 while no video is ok.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._names: list[str] = []
+        self._starts: list[int] = []  # number of each shard's first row
+        self._failed: list[int] = []  # failed rows of each shard
+        self._n_rows = 0
+        self._rows = VideoRows(store)
+        self.columns: Columns = {name: np.empty((0, *shape), kind) for name, (kind, shape) in _COLUMNS.items()}
+        self.classes = ["ok"]
+        self.hidden_size = 0
+
+    def __len__(self) -> int:
+        return len(self.columns["high"])
+
+    @property
+    def n_shards(self) -> int:
+        return len(self._names)
+
+    def refresh(self) -> Ledger:
+        """Take in what was committed since; shards never change, so each is read once. Raises CorruptShard, OSError."""
+        known = set(self._names)
+        new = [name for name in self._store.names(VIDEOS, ".parquet") if name not in known]
+        parts: dict[str, list[NDArray[Any]]] = {name: [column] for name, column in self.columns.items()}
+        for table in self._tables(new):
+            for name, column in self._numbers(table).items():
+                parts[name].append(column)
+        if new:
+            for name, pieces in parts.items():  # one after the other: only one of them is there twice
+                self.columns[name] = np.concatenate(pieces)
+                pieces.clear()
+            self._settle()
+        return self
+
+    def find(self, ids: pa.Array | pa.ChunkedArray) -> NDArray[np.int64]:
+        """[n]: the row of each video in ``columns``; -1 where it has none."""
+        return find(keys_of(ids), self.columns["high"], self.columns["low"])
+
+    def failed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[n]: whether these rows are failures."""
+        return np.not_equal(self.faults(rows), 0)
+
+    def faults(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
+        """[n]: the class of each of these rows, a number in ``classes``."""
+        return np.bitwise_and(self.columns["code"][rows], np.uint8(_FAULT))
+
+    def warned(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[n]: whether these rows were decoded with warnings."""
+        return np.greater_equal(self.columns["code"][rows], _WARNED)
+
+    def read(self, row: int) -> dict[str, Any]:
+        """All that the videos table says of a row; its shard is read again."""
+        place = int(self.columns["place"][row])
+        shard = int(np.searchsorted(self._starts, place, side="right")) - 1
+        return self._rows(self._names[shard], place - self._starts[shard])
+
+    def of_run(self, run_id: str) -> tuple[int, int]:
+        """(rows, failed ones) that this run has committed, live or not."""
+        ends = [*self._starts[1:], self._n_rows]
+        mine = [i for i, name in enumerate(self._names) if name.startswith(f"{VIDEOS}/{run_id}-")]
+        return sum(ends[i] - self._starts[i] for i in mine), sum(self._failed[i] for i in mine)
+
+    def _tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
+        """The rows of these shards, those of many at a time: what numpy does once for few rows costs as for many."""
+        contents = zip(names, self._store.read_all(names), strict=True)
+        # Checking and parsing a small shard is work for one core, and leaves Python's lock free for most of it.
+        with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
+            while some := list(islice(contents, _SHARDS_AT_ONCE)):
+                tables = list(pool.map(self._parsed, some))
+                for (name, _), table in zip(some, tables, strict=True):
+                    self._names.append(name)
+                    self._starts.append(self._n_rows)
+                    self._failed.append(pc.sum(pc.not_equal(table["status"], "ok")).as_py() or 0)
+                    self._n_rows += len(table)
+                yield pa.concat_tables(tables)
+
+    def _parsed(self, shard: tuple[str, bytes]) -> pa.Table:
+        return parse_videos_shard(self._store, *shard, _READ)
+
+    def _numbers(self, table: pa.Table) -> Columns:
+        """``_COLUMNS`` of the rows that were read last."""
+        keys = keys_of(table["video_id"])
+        attempts = _filled(table["attempts"], 0)
+        self.hidden_size = self.hidden_size or pc.max(table["hidden_size"]).as_py() or 0
+        seconds = np.stack([_filled(table[f"{stage}_s"], 0.0) for stage in STAGES], axis=1)
+        return {
+            "high": keys[:, 0],
+            "low": keys[:, 1],
+            "clip": clip_keys(table),
+            "size": _filled(table["source_size"], -1),
+            "n_tokens": _filled(table["n_tokens"], 0),
+            "n_total": _filled(table["n_total"], 0),
+            "place": np.arange(self._n_rows - len(table), self._n_rows, dtype=np.uint32),
+            "attempts": np.clip(attempts, 0, 2**16 - 1).astype(np.uint16),
+            "earlier": np.zeros(len(table), np.uint8),
+            "code": self._codes(table),
+            "seconds": seconds.astype(np.float32),
+        }
+
+    def _codes(self, table: pa.Table) -> NDArray[np.uint8]:
+        failed = pc.not_equal(table["status"], "ok")
+        classes = pc.if_else(failed, pc.fill_null(table["error_class"], "internal"), "ok")
+        self.classes += [name for name in pc.unique(classes).to_pylist() if name not in self.classes]
+        codes = pc.index_in(classes, value_set=pa.array(self.classes)).to_numpy()
+        warned = _filled(table["decode_warnings"], 0) > 0
+        return np.asarray(codes | np.where(warned, _WARNED, 0), np.uint8)
+
+    def _settle(self) -> None:
+        """Sort the rows by their keys and keep the live ones alone: a row that lost to another one never comes back."""
+        order = np.lexsort((self.columns["low"], self.columns["high"]))
+        alike = np.ones(max(len(order) - 1, 0), bool)
+        for name in ("high", "low"):
+            column = self.columns[name][order]
+            alike &= column[1:] == column[:-1]
+        if alike.any():
+            shared = np.append(alike, False) | np.append(False, alike)
+            first = ~np.append(False, alike)
+            order[shared] = self._best_first(order[shared])
+            order = order[first]
+        for name, column in self.columns.items():
+            self.columns[name] = column[order]
+
+    def _best_first(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rows of videos with several, each video's live one first; it learns how often another file was tried."""
+        own = {name: self.columns[name][rows] for name in ("high", "low", "clip", "size", "attempts", "earlier")}
+        shard = np.searchsorted(self._starts, self.columns["place"][rows], side="right") - 1
+        rank = np.empty(len(self._names), np.int64)
+        rank[sorted(range(len(rank)), key=self._names.__getitem__)] = np.arange(len(rank))
+        order = np.lexsort((rank[shard], -own["attempts"].astype(np.int64), self.failed(rows), own["low"], own["high"]))
+        own = {name: column[order] for name, column in own.items()}
+        new = (own["high"][1:] != own["high"][:-1]) | (own["low"][1:] != own["low"][:-1])
+        starts = np.flatnonzero(np.append(True, new))
+        live = np.repeat(starts, np.diff(np.append(starts, len(rows))))
+        same = (own["clip"] == own["clip"][live]) & (own["size"] == own["size"][live])
+        before = np.where(same, own["earlier"], np.minimum(own["attempts"], 255))
+        self.columns["earlier"][rows[order][starts]] = np.maximum.reduceat(before, starts)
+        return np.asarray(rows[order])
+
+
+def _filled(column: pa.ChunkedArray, value: float) -> NDArray[Any]:
+    return np.asarray(pc.fill_null(column, value).to_numpy())

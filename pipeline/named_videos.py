@@ -1,0 +1,207 @@
+"""The rows of a manifest, a few ten thousand at a time: checked, located, judged, and then Arrow columns.
+
+Most manifests are plain: text ids, paths without dots, numbers of seconds. Their columns are checked as a whole. A part
+with anything else in it goes row by row, so that an error names its row.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.buckets import MISSHAPED, OUTSIDE, named_policy
+from pipeline.errors import ManifestError, printable
+from pipeline.objects import is_object
+from pipeline.tables import Rows, carried_json, is_text
+
+# ``path`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what a
+# listing on S3 said; null elsewhere, where it would cost a request or a look at the file.
+MANIFEST_SCHEMA = pa.schema(
+    [
+        pa.field("video_id", pa.string(), nullable=False),
+        pa.field("uri", pa.string(), nullable=False),
+        pa.field("path", pa.string(), nullable=False),
+        pa.field("start_s", pa.float64()),
+        pa.field("end_s", pa.float64()),
+        pa.field("manifest", pa.string()),
+        pa.field("policy", pa.string()),
+        pa.field("size", pa.int64()),
+    ]
+)
+_OWN = ("video_id", "uri", "start_s", "end_s")
+_CONTROL = r"[\x00-\x1f\x7f-\x9f]"
+_DOTS = r"//|(^|/)\.\.?(/|$)|/$"  # what abspath would change
+_KEY = r"^s3://[A-Za-z0-9][A-Za-z0-9._-]*(/[^/?]+)+$"
+_SEGMENT_DOTS = r"/\.\.?(/|$)"
+
+
+class Roots(NamedTuple):
+    """What may be read: files below these folders, objects below these prefixes."""
+
+    folders: list[Path]
+    prefixes: list[str]
+
+
+class Judge:
+    """Whether a path stays within the folders that were named, once links are followed."""
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        self._roots = [os.path.realpath(folder) for folder in folders]
+        self._inside: dict[str, bool] = {}  # folder -> whether it is below a root; of a million files few differ
+
+    def __call__(self, path: str) -> str | None:
+        """Why the absolute ``path`` lies outside; None where it does not."""
+        folder = path.rpartition("/")[0] or "/"
+        inside = self._inside.get(folder)
+        if inside is None:
+            if len(self._inside) >= 2**16:
+                self._inside.clear()
+            inside = self._inside[folder] = self._below(os.path.realpath(folder))
+        if (inside and not os.path.islink(path)) or self._below(os.path.realpath(path)):  # noqa: PTH114 - a Path each
+            return None
+        return "the path resolves outside the folder that was named (add --video-root for a folder that may be read)"
+
+    def _below(self, real: str) -> bool:
+        return any(Path(real).is_relative_to(root) for root in self._roots)
+
+
+class Located(NamedTuple):
+    """Where videos are, and why some of them must not be read: columns of MANIFEST_SCHEMA."""
+
+    uris: pa.Array
+    policy: pa.Array
+
+
+class NamedVideos:
+    """Turns parts of a manifest into MANIFEST_SCHEMA.
+
+    Args:
+        name: of the manifest, for errors.
+        base: its own folder, or its prefix on S3: what it may name, and what relative uris are to.
+        roots: what it may name besides.
+    """
+
+    def __init__(self, name: str, base: Path | str, roots: Roots) -> None:
+        self._name, self._base = name, base
+        local = isinstance(base, Path)
+        self._prefixes = roots.prefixes if local else [str(base), *roots.prefixes]
+        self._judge = Judge([base, *roots.folders] if isinstance(base, Path) else roots.folders)
+
+    def table(self, rows: Rows) -> pa.RecordBatch:
+        """The rows, checked. Raises ManifestError that names the first bad one."""
+        plain = self._plain(rows)
+        return self._one_by_one(rows) if plain is None else plain
+
+    def _plain(self, rows: Rows) -> pa.RecordBatch | None:
+        """All rows at once; None where one of them needs a closer look."""
+        ids, uris = rows.texts("video_id"), rows.texts("uri")
+        times = [rows.numbers(name) for name in ("start_s", "end_s")]
+        if ids is None or uris is None or any(time is None for time in times) or _odd(ids) or _odd(uris):
+            return None
+        located = self._all_objects(uris) or self._all_files(uris)
+        if located is None:
+            return None
+        size = pa.nulls(len(ids), pa.int64())
+        columns = [ids, located.uris, located.uris, *times, rows.carried(_OWN), located.policy, size]
+        return pa.RecordBatch.from_arrays(columns, schema=MANIFEST_SCHEMA)
+
+    def _all_objects(self, uris: pa.Array) -> Located | None:
+        relative = pc.invert(pc.or_(pc.match_substring(uris, "://"), pc.starts_with(uris, "/")))
+        named = uris
+        if isinstance(self._base, str):
+            named = pc.if_else(relative, pc.binary_join_element_wise(self._base, uris, ""), uris)
+        shaped = pc.and_not(pc.match_substring_regex(named, _KEY), pc.match_substring_regex(named, _SEGMENT_DOTS))
+        if not pc.all(shaped).as_py():
+            return None
+        inside = pa.repeat(False, len(named))
+        for prefix in self._prefixes:
+            inside = pc.or_(inside, pc.starts_with(named, prefix))
+        return Located(named, pc.if_else(inside, pa.scalar(None, pa.string()), OUTSIDE))
+
+    def _all_files(self, uris: pa.Array) -> Located | None:
+        absolute = pc.starts_with(uris, "/")
+        if pc.any(pc.match_substring_regex(uris, _DOTS)).as_py() or pc.any(pc.match_substring(uris, "://")).as_py():
+            return None
+        if not isinstance(self._base, Path) and not pc.all(absolute).as_py():
+            return None
+        folder = os.path.abspath(self._base).rstrip("/") if isinstance(self._base, Path) else ""  # noqa: PTH100
+        paths = pc.if_else(absolute, uris, pc.binary_join_element_wise(folder, uris, "/"))
+        return Located(paths, pa.array(map(self._judge, paths.to_pylist()), pa.string()))
+
+    def _one_by_one(self, rows: Rows) -> pa.RecordBatch:
+        checked = [self._row(row, f"{self._name}, {where}") for where, row in rows]
+        return pa.RecordBatch.from_pylist(checked, schema=MANIFEST_SCHEMA)
+
+    def _row(self, row: dict[str, Any], where: str) -> dict[str, Any]:
+        for name in ("video_id", "uri"):
+            if row.get(name) is None or not str(row[name]).strip():
+                raise ManifestError(f"{where}: no {name}; every row needs a video_id and a uri")
+        for name in ("video_id", "uri"):
+            if not is_text(str(row[name])) or "\0" in str(row[name]):
+                raise ManifestError(f"{where}: the {name} is not valid text: {row[name]!r}")
+        location, policy = self._locate(str(row["uri"]))
+        carried = {k: v for k, v in row.items() if k not in _OWN and v is not None}
+        return {
+            "video_id": str(row["video_id"]),
+            "uri": location,
+            "path": location,
+            "start_s": _seconds(row, "start_s", where),
+            "end_s": _seconds(row, "end_s", where),
+            "manifest": carried_json(carried) if carried else None,
+            "policy": policy,
+        }
+
+    def _locate(self, uri: str) -> tuple[str, str | None]:
+        """(absolute path or the uri without its secrets, why it must not be read or None)."""
+        base = self._base
+        if is_object(uri) or (isinstance(base, str) and "://" not in uri and not uri.startswith("/")):
+            named = uri if is_object(uri) else f"{base}{uri}"
+            policy = named_policy(named, self._prefixes)
+            return (printable(without_secrets(named)) if policy == MISSHAPED else named), policy
+        if "://" in uri and not uri.startswith("file://"):
+            shown = without_secrets(uri)
+            return shown, f"{shown.split('://')[0]}:// is not read from a manifest; only files and s3:// objects are"
+        if uri.startswith("file://"):
+            parts = urlsplit(uri)
+            if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+                return without_secrets(uri), "a file:// URI may hold a path only: no host, user, query or fragment"
+            uri = unquote(parts.path)
+        folder = base if isinstance(base, Path) else Path("/")  # a manifest on S3 names files by absolute paths only
+        absolute = os.path.abspath(folder / uri)  # noqa: PTH100 - links are judged below
+        return absolute, self._judge(absolute)
+
+
+def without_secrets(uri: str) -> str:
+    """The URI without user info, query and fragment, any of which may carry a credential."""
+    scheme, _, rest = uri.partition("://")
+    rest = rest.split("?")[0].split("#")[0]
+    host, slash, tail = rest.partition("/")
+    if ":" in host and "@" in tail:  # KEY:SECRET@host, where the secret holds a slash
+        host, slash, tail = tail.rpartition("@")[2].partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{tail}"
+
+
+def _odd(texts: pa.Array) -> bool:
+    """Whether some are blank or hold what is seldom in a name and may be wrong."""
+    blank = pc.equal(pc.utf8_trim_whitespace(texts), "")
+    return bool(pc.any(pc.or_(pc.match_substring_regex(texts, _CONTROL), blank)).as_py())
+
+
+def _seconds(row: dict[str, Any], name: str, where: str) -> float | None:
+    value = row.get(name)
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise ManifestError(f"{where}: {name} is {value!r}, not a number of seconds")
+    return seconds

@@ -1,0 +1,256 @@
+"""What a run is bounded by: shares of it, runs that are only foretold, attempts, and failures with their remedies."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from jobs import prune
+from pipeline import TokenCache
+from pipeline.live import read_videos_shard
+from pipeline.lock import FileLock
+from pipeline.store import LocalStore
+from tests.jobs.jobs import forbid_models, forbid_ray, run_here
+from tests.pipeline.rays import ray_here
+from tests.pipeline.videos import write_clip
+
+pytestmark = pytest.mark.slow
+
+SMALL = ["--num-frames", "2"]
+
+
+@pytest.fixture(scope="module")
+def one_ray():
+    with ray_here({"num_cpus": 2}):
+        yield
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory) -> Path:
+    return write_clip(tmp_path_factory.mktemp("clip") / "v.mp4", size=(64, 64), count=4)
+
+
+def copies(folder: Path, clip: Path, names: str) -> Path:
+    """``names`` as .mp4 below videos/."""
+    (folder / "videos").mkdir()
+    for name in names:
+        shutil.copy(clip, folder / "videos" / f"{name}.mp4")
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, clip):
+    return copies(tmp_path, clip, "ab")
+
+
+def pruned(folder: Path, *options: str, videos: str = "videos") -> tuple[int, str]:
+    """Run jobs.prune on the folder; its exit code and what it said, in one line without a table's rules."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "300")
+        done = run_here(prune, [str(folder / videos), "--out", str(folder / "cache"), *SMALL, *options])
+    return done.returncode, " ".join(done.stdout.replace("│", " ").split())
+
+
+@pytest.fixture
+def idle(monkeypatch):
+    """Nothing can start Ray or load a weight of a model."""
+    forbid_ray(monkeypatch)
+    forbid_models(monkeypatch)
+
+
+def tree(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def marks(folder: Path) -> set[str]:
+    """The videos that were opened since the last look."""
+    found = {path.name.removesuffix(".opened"): path for path in folder.rglob("*.opened")}
+    for path in found.values():
+        path.unlink()
+    return set(found)
+
+
+@pytest.fixture(scope="module")
+def half(one_ray, clip, tmp_path_factory):
+    """Of a.mp4, which is no video, to f.mp4 the first three, done in two shares: (folder, what both runs said)."""
+    folder = copies(tmp_path_factory.mktemp("half"), clip, "abcdef")
+    (folder / "videos/a.mp4").write_text("no video" * 100)
+    return folder, [pruned(folder, "--limit", "1"), pruned(folder, "--limit", "2")]
+
+
+def test_a_limit_does_a_share_of_which_the_exit_code_speaks(half):
+    folder, ((bad, first), (good, second)) = half
+    assert bad == 1 and "1 of 6 videos that are left to do (--limit 1)" in first
+    assert "0 ok, 1 failed, 0 without a row, 5 wait for another run" in first
+    assert good == 0 and "2 ok, 1 failed, 0 without a row, 3 wait for another run" in second
+    assert TokenCache(folder / "cache").video_ids == ["b.mp4", "c.mp4"]
+    records = [json.loads(file.read_text()) for file in sorted((folder / "cache/runs").iterdir())]
+    assert sorted((record["videos"], record["summary"]["n_waiting"]) for record in records) == [(1, 5), (2, 3)]
+
+
+def test_a_dry_run_on_nothing_leaves_nothing(folder, idle):
+    (folder / "videos/b.mp4").write_text("no video" * 100)
+    before = tree(folder)
+    code, text = pruned(folder, "--dry-run", "--limit", "1")
+    assert code == 0 and tree(folder) == before
+    assert "1 to do, 1 more wait (--limit), 0 done, 0 failed before" in text
+    assert "2 x 196 = 392 tokens, about 98 kept" in text and f"about {98 * 64 * 2:,} a video" in text
+    assert "first a.mp4, ..." not in text and "first a.mp4 identity" in text
+    assert "pruner.method gstep" in text and "dtype.compute auto" in text and "model.type llava_onevision" in text
+    other = pruned(folder, "--dry-run", "--model", "tiny-qwen3-vl")[1]
+    assert "a video 1 x " in other and "in full HD and of full length" in other
+
+
+def test_a_dry_run_says_what_a_run_would_do(half, idle):
+    folder, _ = half
+    rows = [{"video_id": f"{name}.mp4", "uri": f"videos/{name}.mp4"} for name in "abd"]
+    rows += [{"video_id": "evil", "uri": "/etc/hostname"}, {"video_id": "far", "uri": "https://user:pw@host/v.mp4"}]
+    (folder / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    before = tree(folder)
+    code, text = pruned(folder, "--dry-run", "--retry-failed", videos="m.jsonl")
+    assert code == 0 and tree(folder) == before
+    assert "4 to do, 1 done, 0 failed before and left alone" in text
+    assert "3 new, 1 failed before, 0 changed; 2 of the 4 may not be read" in text
+    assert "dtype.compute float32" in text and "pw" not in text
+    assert "3 to do, 1 done, 1 failed before and left alone" in pruned(folder, "--dry-run", videos="m.jsonl")[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--pruner", "topk"], "pruner.method: the cache has 'gstep', this run 'topk'"),
+        (["--model", "nowhere/at/all"], "nowhere/at/all"),
+        (["--video-root", "nowhere"], "--video-root nowhere: no such folder"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_refuses(half, idle, options, told):
+    folder, _ = half
+    before = tree(folder)
+    code, text = pruned(folder, "--dry-run", *options)
+    assert code == 2 and told in text and tree(folder) == before
+
+
+def test_a_dry_run_refuses_a_place_and_a_changed_file_likewise(half, idle, clip):
+    folder, _ = half
+    with FileLock(LocalStore(folder / "cache"), "first"):
+        code, text = pruned(folder, "--dry-run")
+    assert code == 2 and "another run writes here" in text and "first" in text
+    assert run_here(prune, ["--out", str(clip / "cache"), "--dry-run"]).returncode == 2
+    (folder / "videos/b.mp4").write_bytes(b"other")
+    code, text = pruned(folder, "--dry-run")
+    assert code == 2 and "b.mp4: the file had" in text
+    assert "0 failed before, 1 changed" in pruned(folder, "--dry-run", "--on-changed", "redo")[1]
+    shutil.copy(clip, folder / "videos/b.mp4")
+
+
+def test_the_next_run_goes_on_from_a_share(half):
+    folder, _ = half
+    code, text = pruned(folder, "--limit", "9")
+    assert code == 0 and "5 ok, 1 failed, 0 without a row tokens" in text
+    assert [row["video_id"] for row in rows_of(folder)] == [f"{name}.mp4" for name in "abcdef"]
+
+
+def rows_of(folder: Path) -> list[dict]:
+    """All rows of the videos table, by video and attempt."""
+    store = LocalStore(folder / "cache")
+    shards = [read_videos_shard(store, name).to_pylist() for name in store.names("videos", ".parquet")]
+    return sorted((row for shard in shards for row in shard), key=lambda row: (row["video_id"], row["attempts"]))
+
+
+def test_failed_videos_alone_are_tried_again_until_they_are_mended_or_spent(one_ray, folder, clip):
+    """Faults 18 and 19: no model is loaded and no video opened where nothing is to be done."""
+    videos, reader = folder / "videos", ["--decoder", "tests.jobs.hostile:MarkingReader"]
+    (videos / "b.mp4").write_text("no video" * 100)
+    rows = [{"video_id": name, "uri": f"videos/{name}.mp4"} for name in ("a", "b", "gone")]
+    (folder / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def opened(*options: str) -> set[str]:
+        assert pruned(folder, *reader, *options, videos="m.jsonl")[0] == 0
+        return marks(folder)
+
+    def tried() -> dict[str, list[int]]:
+        return {v: [row["attempts"] for row in rows_of(folder) if row["video_id"] == v] for v in ("a", "b", "gone")}
+
+    def nothing_is_done(*options: str) -> str:
+        before = tree(folder / "cache/videos")
+        with pytest.MonkeyPatch.context() as patch:
+            forbid_ray(patch)
+            forbid_models(patch)
+            code, text = pruned(folder, *reader, *options, videos="m.jsonl")
+        assert code == 0 and marks(folder) == set() and tree(folder / "cache/videos") == before
+        return text
+
+    assert opened() == {"a.mp4"}
+    assert TokenCache(folder / "cache").failed == {"b": "unsupported", "gone": "io"}
+    assert "3 of 3 videos are in the cache already, 2 of them as errors" in nothing_is_done()
+
+    assert opened("--retry-failed") == set() and tried() == {"a": [1], "b": [1, 2], "gone": [1, 2]}
+    assert "had their 2 attempts; raise --max-attempts" in nothing_is_done("--retry-failed")
+
+    shutil.copy(clip, videos / "gone.mp4")  # the remedy
+    (videos / "b.mp4").write_text("another text")  # no remedy, but another file: its attempts are counted anew
+    assert opened("--retry-failed") == {"gone.mp4"} and tried() == {"a": [1], "b": [1, 2, 3], "gone": [1, 2, 3]}
+    cache = TokenCache(folder / "cache")
+    assert cache.video_ids == ["a", "gone"] and len(cache.get("gone").index) == 98
+    assert opened("--retry-failed") == set() and tried()["b"] == [1, 2, 3, 4]
+    nothing_is_done("--retry-failed")
+
+
+SECRETS = {
+    "AWS_ACCESS_KEY_ID": "AKIAPLANTED0000KEY01",
+    "AWS_SECRET_ACCESS_KEY": "planted-secret-0001",
+    "AWS_SESSION_TOKEN": "planted-token-0002",
+    "AWS_ENDPOINT_URL": "http://127.0.0.1:9/planted-path-0003",
+}
+
+
+def test_failures_are_grouped_with_remedies_and_secrets_show_nowhere(one_ray, folder, clip, monkeypatch):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    (folder / "videos/b.mp4").write_bytes(clip.read_bytes()[:900])
+    shutil.copy(clip, folder / "videos/crash.mp4")
+    uris = {
+        "a": "videos/a.mp4",
+        "crash": "videos/crash.mp4",
+        "cut": "videos/b.mp4",
+        "gone 1": "videos/gone.mp4",
+        "gone 2": "videos/nor-this.mp4",
+        "user": "https://planted-user-04:planted-pass-05@host/v.mp4?X-Amz-Signature=planted-sign-06",
+        "query": "s3://bucket/v.mp4?X-Amz-Signature=planted-sign-06",
+        "info": "s3://planted-user-04:planted-pass-05@bucket/v.mp4",
+        "far": "s3://bucket/v.mp4",
+    }
+    (folder / "m.jsonl").write_text("\n".join(json.dumps({"video_id": v, "uri": uri}) for v, uri in uris.items()))
+    endpoint = "http://planted-user-04:planted-pass-05@127.0.0.1:9/?key=planted-sign-06"
+    options = ["--video-root", "s3://bucket", "--s3-endpoint", endpoint]
+    code, text = pruned(folder, *options, "--decoder", "tests.jobs.hostile:HostileReader", videos="m.jsonl")
+    assert code == 0, text
+    cache = TokenCache(folder / "cache")
+    assert cache.failed == {
+        **dict.fromkeys(("gone 1", "gone 2", "far"), "io"),
+        **dict.fromkeys(("user", "query", "info"), "policy"),
+        "cut": "corrupt",
+        "crash": "crash",
+    }
+    table = text.partition("failed videos")[2]
+    for shown in ("io 3 gone 1:", "policy 3 user:", "crash 1 crash:", "corrupt 1 cut: the file is cut off"):
+        assert shown in table, table
+    assert "--video-root" in table and "re-encode" in table and table.index("io 3") < table.index("corrupt 1")
+    assert cache.metadata("user")["uri"] == "https://host/v.mp4"
+
+    (folder / "m.jsonl").unlink()  # what the user wrote; all else is the job's
+    secrets = [*SECRETS.values(), *(f"planted-{word}" for word in ("user", "pass", "sign", "path"))]
+    written = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    rows = str(rows_of(folder))
+    for secret in secrets:
+        assert secret not in text and secret not in rows
+        assert [path for path, data in written.items() if secret.encode() in data] == []
+
+    row = cache.metadata("crash")
+    wanted = {"status": "failed", "error_class": "crash", "error_stage": "decode", "attempts": 1, "retryable": True}
+    assert {name: row[name] for name in wanted} == wanted
+    assert row["error_signal"] == signal.SIGSEGV and row["source_size"] == clip.stat().st_size
+    assert row["backend"] == "tests.jobs.hostile:HostileReader" and row["backend_version"]
+    assert row["run_id"] and row["uri"].endswith("crash.mp4") and row["error_message"] and row["decode_s"] > 0

@@ -1,0 +1,44 @@
+"""Hashes in place of texts: found again, also where they share a half."""
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.keys import clip_keys, find, keys_of, parts_of, repeated
+
+
+def clip(uri: str, start: float | None = None, end: float | None = None) -> int:
+    kind = {"start_s": pa.array([start], pa.float64()), "end_s": pa.array([end], pa.float64())}
+    return clip_keys(pa.table({"uri": [uri], **kind})).item()
+
+
+def test_texts_that_differ_have_keys_that_differ():
+    texts = [*map(str, range(1000)), "a", "a\0", "\0a", "ä", "a" * 5000]
+    keys = keys_of(pa.array(texts))
+    assert len({tuple(key) for key in keys.tolist()}) == len(texts)
+    assert (keys_of(pa.chunked_array([texts[:10], texts[10:]])) == keys).all()
+    assert (keys_of(pa.array(texts).slice(5)) == keys[5:]).all()
+
+
+def test_a_clip_is_its_uri_and_its_times():
+    clips = [("a",), ("b",), ("a", 0.0), ("a", 1.0), ("a", None, 1.0), ("a", 1.0, 1.0), ("a", None, 0.0)]
+    assert len({clip(*one) for one in clips}) == len(clips)
+    assert clip("a", -0.0) == clip("a", 0.0) and clip("a", 1.0) == clip("a", 1)
+
+
+def test_keys_are_found_where_they_share_a_half():
+    high, low = np.array([1, 5, 5, 5, 9], np.uint64), np.array([7, 1, 2, 4, 7], np.uint64)
+    wanted = np.array([[5, 2], [5, 3], [5, 4], [9, 7], [9, 8], [0, 7], [1, 7], [10, 7]], np.uint64)
+    assert find(wanted, high, low).tolist() == [2, -1, 3, 4, -1, -1, 0, -1]
+    assert find(wanted, high[:0], low[:0]).tolist() == [-1] * 8
+
+
+def test_repeated_texts_come_in_their_order():
+    column = pa.chunked_array([["b", "a", "c"], ["a", "d", "b"], ["a"]])
+    assert repeated(column) == ["a", "b", "a"]
+    assert repeated(pa.chunked_array([["a"]])) == repeated(pa.chunked_array([], pa.string())) == []
+
+
+def test_parts_are_small_and_complete(monkeypatch):
+    monkeypatch.setattr("pipeline.keys.ROWS_AT_ONCE", 2)
+    parts = list(parts_of(pa.chunked_array([["a", "b", "c"], ["d"]])))
+    assert [part.to_pylist() for part in parts] == [["a", "b"], ["c"], ["d"]]
