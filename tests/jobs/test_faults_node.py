@@ -17,11 +17,18 @@ from tests.pipeline.rays import ray_here
 
 pytestmark = pytest.mark.slow
 
-WORKERS = ["--decode-workers", "2", "--encode-workers", "2"]  # after the death all of them fit on the other node
+WORKERS = [
+    "--decode-workers",
+    "2",
+    "--encode-workers",
+    "2",
+    "--videos-per-shard",
+    "2",
+]  # after the death all of them fit on the other node
 
 
 def test_a_raylet_that_is_killed_costs_no_row(tmp_path):
-    ids = tiny_videos(tmp_path / "videos")
+    ids = tiny_videos(tmp_path / "videos", 64)
     cache, killed = tmp_path / "c", []
     argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2", *WORKERS, "--decoder", COUNTED]
     with ray_here({"num_cpus": 4}, {"num_cpus": 4}) as nodes:

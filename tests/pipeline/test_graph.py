@@ -10,7 +10,7 @@ from gstep.backbones import ModelSource, preprocessor_for
 from pipeline.decode_stage import DecodeSetup
 from pipeline.encode import EncodeSetup
 from pipeline.frames import Sampling
-from pipeline.graph import RESTARTS, Resources, build_graph, plan_resources, run_graph
+from pipeline.graph import RESTARTS, TASK_RETRIES, Resources, build_graph, plan_resources, run_graph
 from pipeline.resume import TODO_SCHEMA
 from pipeline.store import LocalStore
 from tests.jobs.jobs import environment as private_ray
@@ -74,7 +74,7 @@ def test_every_gpu_is_used_where_there_are_fewer_cpus():
 
 
 def test_restarts_are_finite():
-    assert 0 < RESTARTS < 10
+    assert 0 < RESTARTS < TASK_RETRIES < 100
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_every_retry_is_finite(local_ray, tmp_path, gpus):
             {name: options[name] for name in ("max_retries", "max_restarts", "max_task_retries") if name in options}
         )
         (operator,) = operator.input_dependencies
-    actors = {"max_restarts": RESTARTS, "max_task_retries": RESTARTS}
+    actors = {"max_restarts": RESTARTS, "max_task_retries": TASK_RETRIES}
     assert limits == [actors] * 3
 
 
