@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import http.client
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -15,9 +15,14 @@ from tests.pipeline.s3 import KEY, REGION, SECRET, S3Server
 _OWN_HEADERS = {"connection", "date", "expect", "server", "transfer-encoding"}  # of one connection, not of the request
 
 
+ALWAYS = 1000  # times: of every object
+
+
 @dataclass
 class Fault:
-    """What happens to requests of ``method`` whose path has ``part``, the next ``times`` times.
+    """What happens to requests of ``method`` for one object whose path has ``part``, the next ``times`` times.
+
+    An object that meets a fault meets no other one. ``paths`` are those of the requests that failed.
 
     ``kind`` is a status to answer with, "lost" (the store does it, and the reply gets lost), "cut" (the connection ends
     in the middle of the body) or "stall" (nothing more is read, until the proxy ends).
@@ -27,7 +32,11 @@ class Fault:
     part: str
     kind: int | str
     times: int
-    met: int = 0
+    paths: list[str] = field(default_factory=list)
+
+    def takes(self, method: str, path: str) -> bool:
+        mine = path in self.paths if self.paths and self.times < ALWAYS else True
+        return mine and len(self.paths) < self.times and self.method == method and self.part in path
 
 
 class FlakyProxy:
@@ -65,10 +74,12 @@ class FlakyProxy:
 
     def fault_for(self, method: str, path: str) -> int | str | None:
         """Of the request that just came: what is to happen to it, if anything."""
+        path = unquote(path)
         with self._lock:
-            for fault in self._faults:
-                if fault.met < fault.times and fault.method == method and fault.part in unquote(path):
-                    fault.met += 1
+            met = [fault for fault in self._faults if (fault.method, path) in {(method, p) for p in fault.paths}]
+            for fault in met or self._faults:
+                if fault.takes(method, path):
+                    fault.paths.append(path)
                     return fault.kind
         return None
 
