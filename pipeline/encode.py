@@ -58,6 +58,7 @@ class Encoder:
     def __init__(self, setup: EncodeSetup, pulse: Any = None) -> None:
         self._setup = setup
         self._beat = Beat("encode", pulse)
+        self._stage = "encode"  # what a video is in at this moment: "encode" or "prune"
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
         with self._beat.busy("the model, being loaded"):
@@ -76,6 +77,7 @@ class Encoder:
     def _encode_row(self, record: Record, frames: np.ndarray | None) -> pa.Table:
         """One video; the error boundary of this stage."""
         started = time.perf_counter()
+        self._stage = "encode"
         try:
             assert frames is not None
             shape = (len(record["frame_indices"]), record["height"], record["width"], 3)
@@ -88,10 +90,10 @@ class Encoder:
         except VideoFault as error:
             fault = error.with_traceback(None)  # which holds the frames of the video
         except torch.OutOfMemoryError as error:
-            fault = VideoFault("out-of-memory", str(error), stage="encode")
+            fault = VideoFault("out-of-memory", str(error), stage=self._stage)
         except Exception as error:  # noqa: BLE001 - whatever one video provokes must not cost its neighbours
             exit_if_poisoned(record["video_id"], error)
-            fault = VideoFault("internal", f"{type(error).__name__}: {error}", stage="encode")
+            fault = VideoFault("internal", f"{type(error).__name__}: {error}", stage=self._stage)
         return one_row(ENCODED, {**failed(record, fault), "encode_s": time.perf_counter() - started})
 
     def _encode_and_prune(
@@ -111,6 +113,7 @@ class Encoder:
         for name in self._setup.evidence:
             if not visual.evidence[name].isfinite().all():
                 raise VideoFault("internal", f"the evidence {name} has values that are not finite", stage="encode")
+        self._stage = "prune"
         try:
             visual = replace(visual, tokens=tokens_TND, deepstack=tuple(deepstack))
             pruned = self._pruner.prune(visual, self._setup.retention_ratio, seed=self._setup.seed)

@@ -89,9 +89,12 @@ class Resources:
         return self.videos_per_shard if stage == "write" and waits else 1
 
 
-# A task or actor that dies with its worker is tried again this often: Ray's default is for ever, and a video that
-# kills its worker would then stall the run.
+# A worker that dies is started again this often: Ray's default is for ever, and a video that kills its worker would
+# then stall the run.
 RESTARTS = 3
+# A task is tried again while its worker has restarts left, and while Ray believes in a worker whose node is gone: for
+# half a minute, in tries further and further apart (7 were counted).
+TASK_RETRIES = 30
 MAX_BLOCKS = 20_000
 # Decoded frames (14 MB for 32 frames) go on video by video, however many videos one task decodes. The records of a
 # shard must fit: the driver commits what comes in one block.
@@ -205,5 +208,5 @@ def actors(stage: Stage, batch_size: int) -> Mapping[str, Any]:
         "num_cpus": stage.num_cpus,
         "num_gpus": stage.num_gpus,
         "max_restarts": RESTARTS,
-        "max_task_retries": RESTARTS,
+        "max_task_retries": TASK_RETRIES,
     }

@@ -34,7 +34,8 @@ class CacheLease:
     def __init__(
         self, store: ObjectStore, run_id: str, notify: Callable[[str], None], heartbeat_s: float = HEARTBEAT_S
     ) -> None:
-        self._store = ObjectStore(store.root, store.objects.impatient())
+        self._store = store  # to take the lock: a store that is busy for a moment refuses nobody
+        self._beating = ObjectStore(store.root, store.objects.impatient())
         self._me = {**identify(run_id), "namespace": _namespace(), "started": _started(os.getpid())}
         self._notify = notify
         self._heartbeat_s = heartbeat_s
@@ -62,7 +63,7 @@ class CacheLease:
         self._heart.join(self._heartbeat_s)
         if not self._lost:
             with suppress(OSError):  # it goes stale instead; what ended the run is what counts
-                self._write(released=True)
+                self._write(self._beating, released=True)
 
     def check(self) -> None:
         """See ``pipeline.lock.Lock``."""
@@ -93,14 +94,14 @@ class CacheLease:
 
     def _create(self) -> None:
         try:
-            self._write(exclusive=True)
+            self._write(self._store, exclusive=True)
         except FileExistsError:
             # A reply that got lost is retried, and then finds the object of the first try.
             content = _read(self._store, self._number)
             if content.get("run_id") != self._me["run_id"]:
                 raise CacheLocked(f"{self._store}: another run writes here: {_who(content)}") from None
         try:
-            self._write(exclusive=True)
+            self._write(self._store, exclusive=True)
             self._notify(f"warning: {self._store} ignores conditional writes: two runs at once cannot be told apart")
         except FileExistsError:
             pass
@@ -114,19 +115,19 @@ class CacheLease:
         while not self._ended.wait(self._heartbeat_s):
             sent_at = _clock()
             try:
-                if _highest_number(self._store) != self._number:
-                    highest = _highest(self._store)
+                if _highest_number(self._beating) != self._number:
+                    highest = _highest(self._beating)
                     self._lost = f"{_who(highest[1])} took it over" if highest else "its object was deleted"
                     return
-                self._write()
+                self._write(self._beating)
                 self._alive_at = sent_at
             except OSError:
                 continue  # ``check`` counts the silence
 
-    def _write(self, *, exclusive: bool = False, released: bool = False) -> None:
+    def _write(self, store: ObjectStore, *, exclusive: bool = False, released: bool = False) -> None:
         self._beats += 1
         content = {**self._me, "beat": self._beats, "time": _now(), **({"released": True} if released else {})}
-        self._store.put(_name(self._number), json.dumps(content).encode(), exclusive=exclusive)
+        store.put(_name(self._number), json.dumps(content).encode(), exclusive=exclusive)
 
 
 def lease_holder(store: ObjectStore) -> dict[str, Any] | None:

@@ -88,9 +88,13 @@ class FileLock:
             other = os.read(descriptor, 4096).decode("utf-8", "replace")
             os.close(descriptor)
             raise CacheLocked(f"{self._store}: another run writes here: {other or 'unknown'}") from None
+        try:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, json.dumps(identify(self._run_id)).encode())
+        except OSError as error:  # a full disk
+            os.close(descriptor)
+            raise UsageError(f"{self._store}: nothing can be written here: {error.strerror}") from error
         self._descriptor = descriptor
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, json.dumps(identify(self._run_id)).encode())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:

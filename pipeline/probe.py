@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import av
 import numpy as np
+from av.codec.context import Flags
 from av.error import InvalidDataError
 from av.stream import Disposition
 from numpy.typing import NDArray
@@ -106,7 +107,14 @@ def pick_stream(container: Any) -> Any:
     stream = max(streams, key=lambda s: s.width * s.height + 5_000_000 * bool(s.disposition & Disposition.default))
     if stream.width * stream.height > MAX_PIXELS:
         raise VideoFault("unsupported", f"frames of {stream.width}x{stream.height} are larger than {MAX_PIXELS} pixels")
+    return prepared(stream)
+
+
+def prepared(stream: Any) -> Any:
+    """The stream, set up for decoding."""
     stream.codec_context.thread_count = 1  # the pipeline runs one decoder a core
+    # FFmpeg would leave columns on the left that the file hides, where hiding them costs it the alignment of rows.
+    stream.codec_context.flags |= Flags.unaligned
     return stream
 
 
@@ -147,6 +155,9 @@ def probe(path: str, demuxer: str) -> VideoIndex:
             for p in packets
             if p.keyframe and p.pts is not None
         )
+        unfit = _why_not_decord(container, stream, first, packets, changes) if usable else "no timestamps"
+        if not unfit and _hides_columns(path, demuxer, stream, first):
+            unfit = "it hides columns on the left"
         index = VideoIndex(
             path=path,
             demuxer=demuxer,
@@ -161,7 +172,7 @@ def probe(path: str, demuxer: str) -> VideoIndex:
             seek_times=np.array([k[1] for k in keys], dtype=np.int64),
             fps=float(stream.average_rate or stream.guessed_rate or 25),
             duration_s=0.0,
-            not_for_decord=_why_not_decord(container, stream, first, packets, changes) if usable else "no timestamps",
+            not_for_decord=unfit,
         )
         if pts is None:
             return scan(index)
@@ -175,14 +186,13 @@ def scan(index: VideoIndex) -> VideoIndex:
     Raises VideoFault("corrupt") where nothing can be decoded, or less than half of what the packets promised.
     """
     with open_container(index.path, index.demuxer) as container:
-        stream = container.streams[index.stream]
-        stream.codec_context.thread_count = 1
+        stream = prepared(container.streams[index.stream])
         frames = [(frame.pts, frame.duration or 0) for frame in decoded_frames(container, stream)]
         if not frames or len(frames) < len(index.timestamps) // 2:
             raise VideoFault("corrupt", f"only {len(frames)} of {len(index.timestamps)} frames can be decoded")
         times = [pts for pts, _ in frames]
         index = replace(index, pts=None, not_for_decord=index.not_for_decord or "its packets do not tell its frames")
-        if None in times or any(b <= a for a, b in pairwise(times)):
+        if None in times or any(b < a for a, b in pairwise(times)):
             timestamps = np.arange(len(frames)) / index.fps
             return replace(index, timestamps=timestamps, duration_s=len(frames) / index.fps)
         return _timed(index, stream, container.start_time, np.array(times, dtype=np.int64), frames[-1][1])
@@ -260,6 +270,14 @@ def _why_not_decord(container: Any, stream: Any, first: Any, packets: Sequence[_
         (changes, "its parameters change on the way"),
     )
     return next((reason for applies, reason in reasons if applies), "")
+
+
+def _hides_columns(path: str, demuxer: str, stream: Any, first: Any) -> bool:
+    """Whether columns on the left are hidden, which FFmpeg shows where the stream is not ``prepared``, as in decord."""
+    if stream.codec_context.coded_width == first.width:
+        return False
+    with open_container(path, demuxer) as plain:
+        return bool(next(plain.decode(plain.streams[stream.index])).width != first.width)
 
 
 def _has_leading_frames(packets: Sequence[_Packet]) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gstep.lazy import LazyTable, load_object
-from pipeline.probe import IndexMismatch, Orientation, VideoIndex, decoded_frames, open_container
+from pipeline.probe import IndexMismatch, Orientation, VideoIndex, decoded_frames, open_container, prepared
 
 Frames = NDArray[np.uint8]
 
@@ -110,8 +110,7 @@ class PyavReader:
     def __init__(self, index: VideoIndex) -> None:
         self._index = index
         self._container: Any = open_container(index.path, index.demuxer)
-        self._stream = self._container.streams[index.stream]
-        self._stream.codec_context.thread_count = 1
+        self._stream = prepared(self._container.streams[index.stream])
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
         """See ``Reader.read``. Frames of another size than the first one are scaled to it."""

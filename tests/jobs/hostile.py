@@ -1,4 +1,4 @@
-"""Workers that crash or hang, for tests of what that may cost. Ray imports this module: it stays light."""
+"""Workers that count, crash or hang, for tests of what that may cost. Ray imports this module: it stays light."""
 
 import os
 import signal
@@ -15,16 +15,32 @@ from pipeline.pulse import Beat
 from pipeline.readers import PyavReader
 
 
-class HostileReader(PyavReader):
-    """Crashes or hangs on the files whose name says so."""
+class CountedReader(PyavReader):
+    """Notes every call in a file beside the video: its name and the process that holds the decode child."""
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
+        path = Path(self._index.path)
+        with (path.parent / "calls").open("a") as log:
+            log.write(f"{path.name} {os.getppid()}\n")
+        time.sleep(0.03)  # so that there is a middle to be killed in
+        yield from super().read(indices)
+
+
+class HostileReader(CountedReader):
+    """Dies, hangs or eats memory on the files whose name says so."""
+
+    def read(self, indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
+        yield from super().read(indices)
         name = Path(self._index.path).name
         if name.startswith("crash"):
             os.kill(os.getpid(), signal.SIGSEGV)
+        if name.startswith("abort"):
+            os.abort()
         if name.startswith("hang"):
             time.sleep(3600)
-        return super().read(indices)
+        hoard = []
+        while name.startswith("bomb"):
+            hoard.append(np.ones(2**26, np.uint8))
 
 
 class MarkingReader(PyavReader):

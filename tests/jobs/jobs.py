@@ -93,15 +93,16 @@ def wait_for_shards(cache: Path, count: int, process: subprocess.Popen[str], tim
         time.sleep(0.02)
 
 
+def committed(store: Store) -> list[str]:
+    """The video_id of every row of every videos shard."""
+    shards = (read_videos_shard(store, name, ["video_id"]) for name in store.names("videos", ".parquet"))
+    return [video_id for shard in shards for video_id in shard["video_id"].to_pylist()]
+
+
 def assert_complete(cache: Path | Store, ids: list[str]) -> None:
     """Every id has exactly one row over all videos shards, is ok, and its tokens can be read."""
     opened = TokenCache(cache) if isinstance(cache, Path) else TokenCache(str(cache), store=cache)
-    rows = Counter(
-        video_id
-        for name in opened.store.names("videos", ".parquet")
-        for video_id in read_videos_shard(opened.store, name)["video_id"].to_pylist()
-    )
-    assert rows == Counter(ids)
+    assert Counter(committed(opened.store)) == Counter(ids)
     for video_id in ids:
         video = opened.get(video_id)
         assert len(video.tokens) == video.metadata["n_tokens"]

@@ -130,6 +130,7 @@ def test_a_second_run_does_nothing_and_starts_nothing(first, folder, monkeypatch
         (["--pruner", "topk"], "pruner.method: the cache has 'gstep', this run 'topk'"),
         (["--retention-ratio", "0.5"], "retention_ratio: the cache has 0.25, this run 0.5"),
         (["--dtype", "bfloat16"], "dtype.compute: the cache has 'float32', this run 'bfloat16'"),
+        (["--model", "tiny-qwen3-vl"], "model.type: the cache has 'llava_onevision', this run 'qwen3_vl'"),
         (["--fps", "1"], "sampling.fps: the cache has None, this run 1.0"),
     ],
 )
@@ -214,15 +215,23 @@ def test_interrupted_and_killed_and_run_again_gives_every_id_once(one_ray, many,
     assert TokenCache(cache).metadata("v07")["manifest"] == {"label": 7}
 
 
-def test_a_crash_and_a_hang_cost_their_own_video_only(one_ray, tmp_path):
-    for name in ("crash.mp4", "fine.mp4", "hang.mp4", "well.mp4"):
+def test_whatever_a_decoder_does_costs_its_own_video_only(one_ray, tmp_path):
+    """The decoder dies in two ways, hangs and eats memory; the actor that holds its process stays the same."""
+    names = [f"{name}.mp4" for name in ("abort", "bomb", "crash", "fine", "hang", "well")]
+    for name in names:
         shutil.copy(clips()[1], tmp_path / name)
-    argv = [str(tmp_path), "--out", str(tmp_path / "c"), "--num-frames", "4", "--decode-timeout", "5"]
-    assert prune.main([*argv, "--decoder", "tests.jobs.hostile:HostileReader", "--max-failed", "2"]) == 0
+    limits = ["--decode-timeout", "5", "--decode-memory", "1024", "--decode-workers", "1", "--max-failed", "4"]
+    argv = [str(tmp_path), "--out", str(tmp_path / "c"), "--num-frames", "4", *limits]
+    assert prune.main([*argv, "--decoder", "tests.jobs.hostile:HostileReader"]) == 0
     cache = TokenCache(tmp_path / "c")
     assert cache.video_ids == ["fine.mp4", "well.mp4"]
-    assert cache.failed == {"crash.mp4": "crash", "hang.mp4": "timeout"}
+    failed = {"abort.mp4": "crash", "bomb.mp4": "out-of-memory", "crash.mp4": "crash", "hang.mp4": "timeout"}
+    assert cache.failed == failed
     assert cache.metadata("crash.mp4")["error_signal"] == signal.SIGSEGV
+    assert cache.metadata("abort.mp4")["error_signal"] == signal.SIGABRT
+    calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
+    assert sorted(name for name, _ in calls) == names  # once each
+    assert len({parent for _, parent in calls}) == 1
 
 
 def test_no_good_video_is_exit_code_1(one_ray, tmp_path, capsys):

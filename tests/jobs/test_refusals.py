@@ -131,6 +131,14 @@ def test_model_without_safetensors(refuse, videos, tmp_path):
     assert "safetensors" in text
 
 
+def test_model_with_code_of_its_own(refuse, videos, tmp_path):
+    (tmp_path / "model.py").write_text("raise SystemExit('the code was run')")
+    config = {"model_type": "mine", "auto_map": {"AutoModel": "model.Mine"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = refuse(prune, [str(videos), "--out", str(tmp_path / "c"), "--model", str(tmp_path)])
+    assert "'mine'" in text and "Code that comes with a checkpoint (auto_map) is never run" in text
+
+
 def test_output_folder_that_holds_something_else(refuse, videos, tmp_path):
     assert "is no cache" in refuse(prune, [str(videos), "--out", str(videos)])
     file = tmp_path / "file"

@@ -15,6 +15,7 @@ from pipeline.graph import (
     FRAME_RECORD_BYTES,
     RECORD_BYTES,
     RESTARTS,
+    TASK_RETRIES,
     Resources,
     build_graph,
     plan_resources,
@@ -93,7 +94,7 @@ def test_every_gpu_is_used_where_there_are_fewer_cpus():
 
 
 def test_restarts_are_finite():
-    assert 0 < RESTARTS < 10
+    assert 0 < RESTARTS < TASK_RETRIES < 100
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +147,7 @@ def test_every_retry_is_finite(local_ray, tmp_path, gpus):
             {name: options[name] for name in ("max_retries", "max_restarts", "max_task_retries") if name in options}
         )
         (operator,) = operator.input_dependencies
-    actors = {"max_restarts": RESTARTS, "max_task_retries": RESTARTS}
+    actors = {"max_restarts": RESTARTS, "max_task_retries": TASK_RETRIES}
     assert limits == [actors] * 3
 
 

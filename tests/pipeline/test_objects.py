@@ -3,6 +3,7 @@
 import errno
 import os
 import pickle
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.objects import Objects, check_uri
+from tests.pipeline.flaky import ALWAYS, FlakyProxy
 from tests.pipeline.s3 import S3Server
 
 ODD_KEYS = ["x/b c.mp4", "x/a#b%20c.mp4", "x/é/ü?.mp4", "x//d.mp4"]
@@ -187,6 +189,39 @@ def test_a_forked_child_has_connections_of_its_own(server, objects):
         os._exit(0 if objects._client() is not mine and objects.read(server.uri("fork")) == b"x" else 1)
     assert os.waitpid(pid, 0)[1] == 0
     assert objects._client() is mine
+
+
+def test_a_reply_that_is_lost_and_an_upload_that_breaks_off_end_in_the_whole_object(server):
+    data = bytes(range(256)) * 1000
+    with FlakyProxy(server) as proxy:
+        for kind, times in (("lost", 1), ("cut", 1), (503, 3)):
+            fault = proxy.fail("PUT", f"/flaky/{kind}", kind, times)
+            proxy.objects().put(server.uri(f"flaky/{kind}"), data)
+            assert (len(fault.paths), server.objects().read(server.uri(f"flaky/{kind}"))) == (times, data)
+
+
+def test_an_upload_that_never_ends_well_leaves_nothing_and_names_the_object(server):
+    with FlakyProxy(server) as proxy:
+        proxy.fail("PUT", "/torn/", "cut", ALWAYS)
+        with pytest.raises(OSError, match=rf"cannot be used.*{server.uri('torn/a')}"):
+            proxy.objects(patience=0.2).put(server.uri("torn/a"), bytes(10**6))
+    assert not server.objects().exists(server.uri("torn/a"))
+
+
+def test_a_writer_killed_in_mid_upload_leaves_nothing(server):
+    with FlakyProxy(server) as proxy:
+        proxy.fail("PUT", "/killed/", "stall")
+        pid = os.fork()
+        if pid == 0:
+            proxy.objects().put(server.uri("killed/a"), bytes(2**24))
+            os._exit(0)
+        try:
+            assert proxy.stalled.wait(60)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+        assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+    assert list(server.objects().list(server.uri("killed/"))) == []
+    assert "Uploads" not in server.client.list_multipart_uploads(Bucket=server.bucket)
 
 
 def test_a_refusal_is_final_and_says_why():

@@ -2,6 +2,9 @@
 
 import errno
 import os
+import resource
+import signal
+import time
 
 import pytest
 
@@ -31,3 +34,32 @@ def test_names_leave_out_what_is_not_finished(tmp_path):
     assert store.names("d", ".parquet") == ["d/a.parquet", "d/b.parquet"]
     assert (store.exists("d/a.parquet"), store.exists("d")) == (True, False)
     assert store.names("none", ".parquet") == []
+
+
+def test_a_writer_killed_in_mid_file_leaves_nothing_at_the_name(tmp_path):
+    store, data = LocalStore(tmp_path), bytes(2**28)
+    for _ in range(3):
+        pid = os.fork()
+        if pid == 0:
+            store.put("d/a.parquet", data)
+            os._exit(0)
+        try:
+            while not [path for path in tmp_path.glob("d/.tmp-*") if 0 < path.stat().st_size < len(data)]:
+                time.sleep(0.001)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+        assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+        assert not store.exists("d/a.parquet") and store.names("d", ".parquet") == []
+
+
+def test_a_write_that_the_system_refuses_in_mid_file_leaves_nothing_and_names_the_file(tmp_path):
+    store = LocalStore(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large.*d/a\.parquet") as failed:
+            store.put("d/a.parquet", bytes(2**20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert failed.value.errno == errno.EFBIG
+    assert list((tmp_path / "d").iterdir()) == []

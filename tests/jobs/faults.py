@@ -1,0 +1,156 @@
+"""Many tiny real videos, drivers that can be killed, and what may be visible in a cache after that."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import av
+import pyarrow.parquet as pq
+import torch
+
+from pipeline import TokenCache
+from tests.jobs.jobs import committed
+from tests.pipeline.videos import add_stream, encode
+
+N_VIDEOS = 160
+COUNTED = "tests.jobs.hostile:CountedReader"
+_PRELOAD = ["jobs.prune", "pipeline.run", "pipeline.summary", "transformers", "tests.jobs.faults"]
+
+
+def tiny_videos(folder: Path, count: int = N_VIDEOS) -> list[str]:
+    """``count`` videos of 64x64 pixels and 2 to 8 frames, all of them different; returns their ids."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [f"v{number:03}.mp4" for number in range(count)]
+    for number, name in enumerate(names):
+        with av.open(str(folder / name), "w") as out:
+            stream = add_stream(out, "libx264", (64, 64), 25, 8, "yuv420p", {"preset": "ultrafast", "crf": "10"})
+            stream.codec_context.thread_count = 1
+            for frame in range(2 + number % 7):
+                encode(out, stream, (number + 37 * frame) % 256, (64, 64), None)
+            out.mux(stream.encode(None))
+    return names
+
+
+class Driver:
+    """``python -m jobs.prune`` as a process of its own, without the seconds that its imports take.
+
+    It is forked from a server that has them loaded. ``before`` runs in it first: a function of a module.
+    """
+
+    def __init__(self, argv: list[str], log: Path, before: Callable[[], None] | None = None, **environ: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        self._process = context.Process(target=_drive, args=(argv, str(log), before, environ))
+        self._process.start()
+        self._log = log
+
+    @property
+    def pid(self) -> int:
+        pid = self._process.pid
+        assert pid is not None
+        return pid
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def running(self) -> bool:
+        return self._process.is_alive()
+
+    def kill(self) -> None:
+        """SIGKILL; returns when it is gone."""
+        self._process.kill()
+        assert self.wait() == -signal.SIGKILL
+
+    def wait(self, timeout: float = 120) -> int:
+        """Its exit code, negative for a signal."""
+        self._process.join(timeout)
+        code = self._process.exitcode
+        assert code is not None, self.output
+        return code
+
+
+def _drive(argv: list[str], log: str, before: Callable[[], None] | None, environ: dict[str, str]) -> None:
+    from jobs import prune  # noqa: PLC0415 - not when Ray's workers or decode processes import this module
+
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    os.environ.update(environ)
+    if before is not None:
+        before()
+    code = prune.main(argv)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def die_before_the_third_commit() -> None:
+    """From here on, this driver is killed after a token shard was written and before its videos shard is."""
+    from pipeline import run  # noqa: PLC0415
+
+    commit = run.commit
+
+    def commit_or_die(store: Any, run_id: str, number: int, rows: Any) -> Any:
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return commit(store, run_id, number, rows)
+
+    run.commit = commit_or_die  # type: ignore[attr-defined]
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout: float = 120) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
+        time.sleep(0.005)
+
+
+def files(cache: Path, folder: str) -> list[Path]:
+    """The finished files of a folder of the cache."""
+    return sorted(path for path in (cache / folder).glob("*.parquet") if not path.name.startswith("."))
+
+
+def calls(videos: Path) -> Counter[str]:
+    """How often CountedReader was asked for each video."""
+    log = videos / "calls"
+    return Counter(line.split()[0] for line in log.read_text().splitlines()) if log.exists() else Counter()
+
+
+class Visible:
+    """What a cache shows, held against an undisturbed one: whole files, each video once, the same bits."""
+
+    def __init__(self, reference: Path) -> None:
+        cache = TokenCache(reference)
+        self._expected = {video_id: cache.get(video_id) for video_id in cache.video_ids}
+        self._whole: set[Path] = set()
+
+    def check(self, cache: Path) -> list[str]:
+        """The ids that are visible by now in a folder. Whatever is torn, doubled or different fails the test."""
+        for path in {*files(cache, "tokens"), *files(cache, "videos")} - self._whole:
+            pq.read_table(path, page_checksum_verification=True)
+            self._whole.add(path)
+        return self.check_rows(TokenCache(cache)) if (cache / "cache.json").exists() else []
+
+    def check_rows(self, opened: TokenCache) -> list[str]:
+        """The same of an opened cache, without a look at files that its rows do not name."""
+        rows = committed(opened.store)
+        assert len(rows) == len(set(rows)), "a video has two rows"
+        assert sorted(rows) == opened.video_ids, "a video failed"
+        for video_id in rows:
+            seen, expected = opened.get(video_id), self._expected[video_id]
+            assert torch.equal(seen.tokens.view(torch.int16), expected.tokens.view(torch.int16))
+            assert torch.equal(seen.index, expected.index) and torch.equal(seen.rank, expected.rank)
+        return rows
+
+    def assert_complete(self, cache: Path) -> None:
+        """The cache shows every video of the undisturbed one."""
+        assert sorted(self.check(cache)) == sorted(self._expected)

@@ -1,0 +1,135 @@
+"""What a manifest, a file or a method of one's own may do wrong costs its own video, and nothing is read or asked."""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import ray
+
+from jobs import prune
+from pipeline import TokenCache
+from tests.jobs.faults import tiny_videos
+from tests.jobs.jobs import ROOT, environment, run_here
+from tests.pipeline.rays import ray_here
+from tests.pipeline.videos import write_clip
+
+pytestmark = pytest.mark.slow
+
+METHOD = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gstep.pruners.base import Pruner, Selection
+from gstep.types import VisualTokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buggy(Pruner):
+    name: ClassVar[str] = "buggy"
+    nested: ClassVar[bool] = True
+
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        if len(visual.tokens) == 5:
+            raise RuntimeError("no idea what to do with five frames")
+        return Selection(visual.tokens.flatten(0, 1).norm(dim=1).argsort(descending=True, stable=True)[:budget])
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_here({"num_cpus": 2}):
+        yield ray.get_runtime_context().gcs_address
+
+
+@pytest.fixture
+def listener() -> Iterator[tuple[str, list[str]]]:
+    """The address of an HTTP server of one's own, and the requests that it gets."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_HEAD = do_PUT = do_GET  # noqa: N815 - names of the base class
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    server.server_close()
+
+
+def test_what_a_manifest_may_not_name_is_neither_read_nor_asked_for(cluster, listener, tmp_path, monkeypatch):
+    host, asked = listener
+    for name, value in {"ENDPOINT_URL": f"http://{host}", "ACCESS_KEY_ID": "k", "SECRET_ACCESS_KEY": "s"}.items():
+        monkeypatch.setenv(f"AWS_{name}", value)
+    outside = write_clip(tmp_path / "outside.mp4", count=2)
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "link.mp4").symlink_to(outside)
+    (folder / "deep").symlink_to(tmp_path)
+    write_clip(folder / "good.mp4", count=2)
+    playlist = f"#EXTM3U\n#EXTINF:1,\nfile://{outside}\n#EXTINF:1,\nhttp://{host}/a.ts\n"
+    (folder / "playlist.mp4").write_text(playlist)
+    (folder / "script.mp4").write_text(f"ffconcat version 1.0\nfile 'http://{host}/b.mp4'\n")
+    uris = {
+        "absolute": str(outside),
+        "up": "../outside.mp4",
+        "link": "link.mp4",
+        "linked folder": "deep/outside.mp4",
+        "file": f"file://{outside}",
+        "http": f"http://{host}/c.mp4",
+        "https": f"https://user:hush-hush@{host}/d.mp4",
+        "s3": "s3://bucket/e.mp4",
+        "query": "s3://bucket/f.mp4?X-Amz-Signature=hush-hush",
+        "user": "s3://key:hush-hush@bucket/g.mp4",
+        "playlist": "playlist.mp4",
+        "script": "script.mp4",
+    }
+    rows = {**uris, "good": "good.mp4"}
+    (folder / "m.jsonl").write_text("\n".join(json.dumps({"video_id": v, "uri": uri}) for v, uri in rows.items()))
+    argv = [str(folder / "m.jsonl"), "--out", str(tmp_path / "c"), "--num-frames", "2", "--max-failed", "12"]
+    done = run_here(prune, argv)
+    assert done.returncode == 0, done.stdout
+    cache = TokenCache(tmp_path / "c")
+    assert cache.video_ids == ["good"]
+    assert cache.failed == dict.fromkeys(sorted(uris), "policy")
+    assert asked == []
+    read = {v for v in uris if cache.metadata(v)["source_size"] is not None}
+    assert read <= {"playlist", "script"}  # which lie in the folder: their first bytes were looked at
+    assert not [file for file in (tmp_path / "c").rglob("*") if file.is_file() and b"hush-hush" in file.read_bytes()]
+    assert "hush-hush" not in done.stdout
+
+
+def test_a_bug_in_a_method_of_ones_own_is_one_error_row(cluster, tmp_path):
+    """A method is added to a copy of the checkout as the README says."""
+    for room in ("gstep", "pipeline", "jobs", "tests"):
+        shutil.copytree(ROOT / room, tmp_path / "copy" / room, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "copy/gstep/pruners/buggy.py").write_text(METHOD)
+    table = tmp_path / "copy/gstep/pruners/__init__.py"
+    table.write_text(table.read_text().replace('"none":', '"buggy": "gstep.pruners.buggy:Buggy",\n        "none":'))
+    ids = tiny_videos(tmp_path / "videos", 14)  # 2 to 8 frames, two videos of each length
+    (tmp_path / "videos" / ids[10]).unlink()
+    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--pruner", "buggy", "--fps", "25"]
+    done = subprocess.run(
+        [sys.executable, "-m", "jobs.prune", *argv],
+        env=environment(PYTHONPATH=str(tmp_path / "copy"), RAY_ADDRESS=cluster),
+        cwd=tmp_path / "copy",
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr  # a bug of the program's, whatever --max-failed says
+    cache = TokenCache(tmp_path / "c")
+    assert cache.failed == {ids[3]: "internal"}
+    assert cache.video_ids == sorted({*ids} - {ids[3], ids[10]})
+    row = cache.metadata(ids[3])
+    assert (row["error_stage"], row["attempts"]) == ("prune", 1)
+    assert "RuntimeError: no idea what to do with five frames" in row["error_message"]

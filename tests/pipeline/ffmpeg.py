@@ -1,0 +1,56 @@
+"""The ffmpeg command line: containers that PyAV would not write, and what their frames and times are for players."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import imageio_ffmpeg
+import numpy as np
+from numpy.typing import NDArray
+
+from tests.pipeline.videos import Frames, numbered_frame
+
+LIT, DARK = np.array([240, 200, 90]), np.array([20, 30, 100])
+_SHOWN = re.compile(r"showinfo.* pts_time:(\S+) .* s:(\d+)x(\d+) ")
+
+
+class Shown(NamedTuple):
+    """What a player shows of a file: [F,H,W,3] uint8 RGB frames, and their [F] seconds from the file's start."""
+
+    frames: Frames
+    timestamps: NDArray[np.float64]
+
+
+def ffmpeg(*argv: object, given: bytes | None = None) -> str:
+    """``ffmpeg <argv>`` with ``given`` on its standard input; returns what it logged."""
+    command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostats", "-y", *map(str, argv)]
+    done = subprocess.run(command, input=given or b"", capture_output=True, timeout=120, check=False)
+    log = done.stderr.decode(errors="replace")
+    assert done.returncode == 0, log
+    return log
+
+
+def make_clip(path: Path, *options: object, count: int = 32, size: tuple[int, int] = (64, 96), first: int = 0) -> Path:
+    """``count`` numbered frames in colour, 25 a second, encoded as ``options`` say; all encoders run one thread."""
+    height, width = size
+    gray = np.stack([numbered_frame(first + number, height, width) for number in range(count)])
+    frames = np.where(gray > 128, LIT, DARK).astype(np.uint8)
+    raw = ("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", 25, "-i", "-")
+    ffmpeg(*raw, "-threads", 1, *options, path, given=frames.tobytes())
+    return path
+
+
+def shown(path: Path) -> Shown:
+    """Every frame that ffmpeg shows of a file: its choice of the stream, turned upright, at the size of the first."""
+    raw = path.with_name(f"{path.name}.rgb")
+    log = ffmpeg(
+        *("-threads", 1, "-i", path, "-an", "-fps_mode", "passthrough", "-vf", "showinfo"),
+        *("-f", "rawvideo", "-pix_fmt", "rgb24", raw),
+    )
+    times, widths, heights = zip(*_SHOWN.findall(log), strict=True)
+    frames = np.fromfile(raw, np.uint8).reshape(-1, int(heights[0]), int(widths[0]), 3)
+    assert len(frames) == len(times)
+    return Shown(frames, np.array(times, dtype=np.float64))

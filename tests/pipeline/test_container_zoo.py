@@ -1,0 +1,170 @@
+"""Containers and codecs that decoders are known to read wrongly: the frames and times are those of the ffmpeg command.
+
+Every clip is made by ffmpeg, decoded as the pipeline does it, in the child process, and compared frame by frame with
+what ffmpeg itself shows of the file.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from pipeline.decode import DecodedVideo, DecodeRequest
+from pipeline.frames import Sampling
+from pipeline.sandbox import DecodeSandbox
+from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
+from tests.pipeline.videos import KeepSize
+
+X264 = ("-c:v", "libx264", "-preset", "veryfast", "-crf", 10, "-g", 16, "-pix_fmt", "yuv420p")
+X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-crf", 10, "-x265-params", "pools=none:frame-threads=1:keyint=16")
+VP9 = ("-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", 8, "-crf", 10, "-b:v", 0, "-pix_fmt", "yuv420p")
+AV1 = ("-c:v", "libaom-av1", "-cpu-used", 8, "-usage", "realtime", "-row-mt", 0, "-crf", 10, "-pix_fmt", "yuv420p")
+MPEG2 = ("-c:v", "mpeg2video", "-q:v", 2, "-bf", 2)
+HD_COLOURS = ("-vf", "scale=out_color_matrix=bt709", "-colorspace", "bt709")
+UNEVEN = ("-vf", "settb=1/1000,setpts=N*N*7", "-fps_mode", "passthrough", "-enc_time_base", "1:1000")
+TWICE = ("-vf", "settb=1/1000,setpts=floor(N/2)*80", "-fps_mode", "passthrough", "-enc_time_base", "1:1000")
+NEAR = 2  # mean difference of pixels: two neighbouring frames differ by 15 at least
+
+
+class Clip(NamedTuple):
+    """How a clip is made, and which reader must serve it."""
+
+    backend: str
+    options: tuple[object, ...] = X264
+    count: int = 32
+    size: tuple[int, int] = (64, 96)
+    exact_start: bool = True  # AVI stores no presentation times: libraries differ by a frame or two in where it starts
+
+
+CLIPS = {
+    "plain.mp4": Clip("decord"),
+    "b-frames.mkv": Clip("decord", (*X264, "-bf", 3)),
+    "fragmented.mp4": Clip("pyav", (*X264, "-movflags", "frag_keyframe+empty_moov")),
+    "open-gop.mp4": Clip("pyav", (*X264, "-bf", 3, "-x264-params", "open-gop=1:scenecut=0")),
+    "hevc.mp4": Clip("pyav", (*X265, "-pix_fmt", "yuv420p")),
+    "vp9.webm": Clip("pyav", VP9),
+    "av1.mp4": Clip("pyav", AV1, count=8),
+    "av1.webm": Clip("pyav", AV1, count=8),
+    "prores.mov": Clip("pyav", ("-c:v", "prores"), count=8),
+    "mjpeg.avi": Clip("pyav", ("-c:v", "mjpeg", "-q:v", 2)),
+    "mpeg4.avi": Clip("pyav", ("-c:v", "mpeg4", "-q:v", 2, "-bf", 2)),
+    "h264.avi": Clip("pyav", (*X264, "-bf", 0), exact_start=False),
+    "b-frames.avi": Clip("pyav", (*X264, "-bf", 2), exact_start=False),
+    "h264.flv": Clip("pyav"),
+    "wmv2.wmv": Clip("pyav", ("-c:v", "wmv2", "-q:v", 2)),
+    "animated.gif": Clip("pyav", ("-vf", "split[a][b];[a]palettegen[p];[b][p]paletteuse")),
+    # transport and program streams
+    "mpeg2.ts": Clip("pyav", MPEG2),
+    "mpeg2.mpg": Clip("pyav", MPEG2),
+    "h264.ts": Clip("pyav", (*X264, "-bf", 2)),
+    "h264.m2ts": Clip("pyav", X264),
+    # times
+    "late.mp4": Clip("pyav", (*X264, "-output_ts_offset", 1.5)),
+    "late.mkv": Clip("pyav", (*X264, "-output_ts_offset", 1.5)),
+    "late.ts": Clip("pyav", (*X264, "-output_ts_offset", 1.5)),
+    "negative.mp4": Clip("pyav", (*X264, "-output_ts_offset", -0.32, "-avoid_negative_ts", "disabled")),
+    "negative-cts.mp4": Clip("decord", (*X264, "-bf", 2, "-movflags", "negative_cts_offsets")),
+    "uneven.mp4": Clip("decord", (*UNEVEN, *X264)),
+    "uneven.mkv": Clip("decord", (*UNEVEN, *X264)),
+    "uneven.webm": Clip("pyav", (*UNEVEN, *VP9)),
+    "two-at-a-time.mkv": Clip("pyav", (*TWICE, "-c:v", "ffv1")),
+    # sizes and pixels
+    "odd.mp4": Clip("pyav", (*X264, "-pix_fmt", "yuv444p"), size=(33, 17)),
+    "odd.webm": Clip("pyav", VP9, size=(33, 17)),
+    "one-pixel.mkv": Clip("pyav", ("-c:v", "ffv1"), size=(1, 1)),
+    "one-pixel.webm": Clip("pyav", VP9, size=(1, 1)),
+    "cropped-left.mp4": Clip("pyav", (*X264, "-bsf:v", "h264_metadata=crop_left=8:crop_top=8")),
+    "hd-colours.mp4": Clip("decord", (*X264, *HD_COLOURS)),
+    "hd-colours.webm": Clip("pyav", (*VP9, *HD_COLOURS)),
+    "full-range.mp4": Clip("pyav", (*X264, "-pix_fmt", "yuvj420p")),
+    "interlaced.ts": Clip("pyav", (*MPEG2, "-flags", "+ilme+ildct")),
+    "alpha.webm": Clip("pyav", (*VP9, "-pix_fmt", "yuva420p")),
+    "cropped.mp4": Clip("decord", (*X264, "-bsf:v", "h264_metadata=crop_right=8:crop_top=8")),
+    "ten-bit.mp4": Clip("pyav", (*X264, "-pix_fmt", "yuv420p10le")),
+    "ten-bit-hevc.mkv": Clip("pyav", (*X265, "-pix_fmt", "yuv420p10le")),
+    "ten-bit.webm": Clip("pyav", (*VP9, "-pix_fmt", "yuv420p10le")),
+}
+
+
+@pytest.fixture(scope="module")
+def decode():
+    """Frames and provenance of ``num_frames`` of a file, in the child process that a run uses."""
+    with DecodeSandbox(timeout_s=60) as sandbox:
+
+        def decode(path: Path, num_frames: int) -> DecodedVideo:
+            return sandbox.decode(DecodeRequest(path, Sampling(num_frames), KeepSize()))
+
+        yield decode
+
+
+def assert_as_shown(
+    decode: Callable[[Path, int], DecodedVideo], path: Path, backend: str, *, exact_start: bool = True
+) -> None:
+    """All frames, and five far apart, are what ffmpeg shows; ``backend`` served."""
+    truth = shown(path)
+    assert len(truth.frames) > 1
+    for count in (len(truth.frames), 5):
+        video = decode(path, count)
+        assert video.source_frames == len(truth.frames)
+        assert (video.source_height, video.source_width) == truth.frames.shape[1:3]
+        late = video.timestamps - truth.timestamps[video.frame_indices]
+        assert np.abs(late if exact_start else late - late[0]).max() < 1e-3
+        expected = truth.frames[video.frame_indices].astype(int)
+        assert np.abs(video.frames - expected).mean(axis=(1, 2, 3)).max() < NEAR
+        assert (video.backend, video.decode_warnings) == (backend, 0)
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_clip_as_ffmpeg_makes_it(decode, tmp_path, name):
+    clip = CLIPS[name]
+    path = make_clip(tmp_path / name, *clip.options, count=clip.count, size=clip.size)
+    assert_as_shown(decode, path, clip.backend, exact_start=clip.exact_start)
+
+
+@pytest.mark.parametrize("start", [0.2, 0.41, 0.8])
+def test_an_edit_list_of_a_cut_without_encoding(decode, tmp_path, start):
+    """What lies between the keyframe and the cut is stored and must not be shown."""
+    whole = make_clip(tmp_path / "whole.mp4", *X264, "-bf", 2)
+    ffmpeg("-ss", start, "-i", whole, "-c", "copy", tmp_path / "cut.mp4")
+    assert_as_shown(decode, tmp_path / "cut.mp4", "pyav")
+    assert len(shown(tmp_path / "cut.mp4").frames) == 32 - round(start * 25 + 0.49)
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
+@pytest.mark.parametrize("turn", [("-display_rotation", angle) for angle in (90, 180, 270)] + [("-display_hflip",)])
+def test_a_display_matrix(decode, tmp_path, name, turn):
+    whole = make_clip(tmp_path / "whole.mp4", *X264)
+    ffmpeg(*turn, "-i", whole, "-c", "copy", tmp_path / name)
+    assert_as_shown(decode, tmp_path / name, "pyav")
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.ts"])
+@pytest.mark.parametrize("larger", [True, False])
+def test_a_size_that_changes_on_the_way(decode, tmp_path, name, larger):
+    sizes = [(64, 96), (128, 192)] if larger else [(128, 192), (64, 96)]
+    parts = [
+        make_clip(tmp_path / f"{i}.h264", *X264, "-bf", 0, count=16, size=size, first=16 * i)
+        for i, size in enumerate(sizes)
+    ]
+    (tmp_path / "both.h264").write_bytes(b"".join(part.read_bytes() for part in parts))
+    ffmpeg("-r", 25, "-i", tmp_path / "both.h264", "-c", "copy", tmp_path / name)
+    assert_as_shown(decode, tmp_path / name, "pyav")
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.ts"])
+@pytest.mark.parametrize("default", [0, 1])
+def test_two_video_streams(decode, tmp_path, name, default):
+    """A small one and a larger, negative one: the default stream is shown, where the container knows of one."""
+    both = ("-filter_complex", "[0]split[a][b];[b]scale=192:128,negate[c]", "-map", "[a]", "-map", "[c]")
+    marks = (f"-disposition:v:{default}", "default", f"-disposition:v:{1 - default}", 0)
+    assert_as_shown(decode, make_clip(tmp_path / name, *both, *X264, *marks), "pyav")
+
+
+def test_a_picture_that_starts_later_than_the_sound(decode, tmp_path):
+    picture = make_clip(tmp_path / "picture.mp4", *X264)
+    sound = ("-f", "lavfi", "-i", "sine=duration=2")
+    ffmpeg("-itsoffset", 0.5, "-i", picture, *sound, "-c:v", "copy", "-c:a", "aac", tmp_path / "a.mp4")
+    assert_as_shown(decode, tmp_path / "a.mp4", "pyav")
+    assert shown(tmp_path / "a.mp4").timestamps[0] > 0.4
