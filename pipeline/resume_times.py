@@ -64,7 +64,7 @@ class ResumeTimes:
 
     def first_limit(self) -> tuple[float, str]:
         """(videos at which it is met, which it is): an hour for a part, or this machine's memory."""
-        limits = [(_HOUR / (self.seconds[name] / self.videos), f"an hour for: {WORDS[name]}") for name in PARTS]
+        limits = [(_HOUR * self.videos / self.seconds[name], f"an hour for: {WORDS[name]}") for name in PARTS]
         peak = self.peak_bytes or self.manifest_bytes + self.ledger_bytes
         return min([*limits, (self.memory / peak, "this machine's memory")])
 

@@ -7,6 +7,7 @@ import ray.data
 from ray.data._internal.logical.optimizers import get_execution_plan
 
 from gstep.backbones import ModelSource, preprocessor_for
+from pipeline.config import PruneConfig
 from pipeline.decode_stage import DecodeSetup
 from pipeline.encode import EncodeSetup
 from pipeline.frames import Sampling
@@ -23,6 +24,7 @@ from pipeline.graph import (
     videos_for,
 )
 from pipeline.resume import TODO_SCHEMA
+from pipeline.run import _plan
 from pipeline.store import LocalStore
 from tests.jobs.jobs import environment as private_ray
 
@@ -87,6 +89,15 @@ def test_shards_are_sized_by_what_videos_take():
     for n_videos in (1, 100, 10**4):
         shard = plan_resources(64, 8, n_videos, videos_per_shard=1365).videos_per_shard
         assert shard == max(1, min(1365, n_videos // 32))  # every one of 8 writers gets four
+
+
+def test_a_number_of_videos_a_shard_wins_over_its_size():
+    def planned(**options):
+        cluster = {"CPU": 64.0, "GPU": 8.0}
+        return _plan(PruneConfig(**options), cluster, "cuda", 10**5, 11_239_424, 32).videos_per_shard
+
+    assert (planned(), planned(target_shard_mb=1000), planned(target_shard_mb=1)) == (22, 88, 1)
+    assert planned(videos_per_shard=3) == planned(videos_per_shard=3, target_shard_mb=1000) == 3
 
 
 def test_every_gpu_is_used_where_there_are_fewer_cpus():
