@@ -1,6 +1,7 @@
 """Resume: the manifest minus the live rows, and nothing that changed goes unnoticed."""
 
 import json
+import resource
 
 import pytest
 
@@ -74,6 +75,18 @@ def test_one_writer_a_cache(tmp_path):
     with FileLock(LocalStore(tmp_path), "first"), pytest.raises(CacheLocked, match='"run_id": "first"'):
         FileLock(LocalStore(tmp_path), "second").__enter__()
     with FileLock(LocalStore(tmp_path), "third"):
+        pass
+
+
+def test_a_lock_on_a_full_disk_names_the_place_and_is_not_kept(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        with pytest.raises(UsageError, match=f"{tmp_path}: nothing can be written here: File too large"):
+            FileLock(LocalStore(tmp_path), "first").__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with FileLock(LocalStore(tmp_path), "second"):
         pass
 
 
