@@ -28,7 +28,7 @@ from tests.jobs.jobs import run_here
 from tests.jobs.processes import family
 from tests.pipeline.rays import ray_here
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 OPTIONS = ["--num-frames", "2", "--log-interval", "5"]
 ONE_WORKER = ["--encode-workers", "1", "--decode-workers", "1", "--videos-per-shard", "2"]
