@@ -220,7 +220,7 @@ def test_whatever_a_decoder_does_costs_its_own_video_only(one_ray, tmp_path):
     names = [f"{name}.mp4" for name in ("abort", "bomb", "crash", "fine", "hang", "well")]
     for name in names:
         shutil.copy(clips()[1], tmp_path / name)
-    limits = ["--decode-timeout", "5", "--decode-memory", "1024", "--decode-workers", "1", "--max-failed", "4"]
+    limits = ["--decode-timeout", "12", "--decode-memory", "1024", "--decode-workers", "1", "--max-failed", "4"]
     argv = [str(tmp_path), "--out", str(tmp_path / "c"), "--num-frames", "4", *limits]
     assert prune.main([*argv, "--decoder", "tests.jobs.hostile:HostileReader"]) == 0
     cache = TokenCache(tmp_path / "c")
