@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from pipeline.command import count
+
 if TYPE_CHECKING:
     from pipeline.selection_times import Agreement, FormTime, Settings
 
@@ -43,10 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _add_common(parser: argparse.ArgumentParser, frames: list[int]) -> None:
     shown = " ".join(map(str, frames))
-    parser.add_argument("--frames", type=_count, nargs="+", default=frames, metavar="T", help=f"[{shown}]")
-    parser.add_argument("--tokens-per-frame", type=_count, default=196, metavar="N", help="[196]")
-    parser.add_argument("--hidden", type=_count, default=3584, metavar="D", help="[3584]")
-    parser.add_argument("--repeats", type=_count, default=3, metavar="N", help="times each; medians are shown [3]")
+    parser.add_argument("--frames", type=count, nargs="+", default=frames, metavar="T", help=f"[{shown}]")
+    parser.add_argument("--tokens-per-frame", type=count, default=196, metavar="N", help="[196]")
+    parser.add_argument("--hidden", type=count, default=3584, metavar="D", help="[3584]")
+    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
 
 
@@ -64,13 +66,13 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--inputs", nargs="+", choices=inputs, default=inputs, help="kinds of tokens [all]")
     parser.add_argument("--forms", nargs="+", metavar="FORM", help="plain, lazy, lazy+bound, cuda, prune:METHOD [all]")
-    parser.add_argument("--threads", type=_count, default=1, metavar="N", help="of the processor [1]")
+    parser.add_argument("--threads", type=count, default=1, metavar="N", help="of the processor [1]")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw seconds over tokens (needs matplotlib)")
 
 
 def _add_resume(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--videos", type=_count, default=1_000_000, metavar="N", help="rows of the manifest [1000000]")
-    parser.add_argument("--videos-per-shard", type=_count, default=22, metavar="N", help="of the cache [22]")
+    parser.add_argument("--videos", type=count, default=1_000_000, metavar="N", help="rows of the manifest [1000000]")
+    parser.add_argument("--videos-per-shard", type=count, default=22, metavar="N", help="of the cache [22]")
     parser.add_argument("--manifest", choices=("parquet", "jsonl", "csv"), default="parquet", help="its kind [parquet]")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="make the files below it, for a while [a temporary]")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
@@ -222,13 +224,6 @@ def _wide_console() -> Console:
 def _write_json(file: Path | None, record: dict[str, Any]) -> None:
     if file is not None:
         file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def _share(text: str) -> float:

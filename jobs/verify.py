@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
-from pipeline.errors import RunFailed, UsageError
+from pipeline.command import count, exit_code_of
+from pipeline.errors import RunFailed
 
 EPILOG = """\
 Checked: the header; each videos shard against the hash in its name, and its rows; of each token shard that they name
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("cache", metavar="CACHE", help="the folder or s3://bucket/prefix that jobs.prune wrote")
     parser.add_argument(
-        "--jobs", type=_positive, default=min(8, os.cpu_count() or 1), metavar="N", help="files read at a time"
+        "--jobs", type=count, default=min(8, os.cpu_count() or 1), metavar="N", help="files read at a time"
     )
     parser.add_argument(
         "--clean",
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "been pending for an hour; under the cache's lock, so that no run writes meanwhile",
     )
     parser.add_argument(
-        "--live", type=_positive, default=0, metavar="K", help="encode K random videos again from their sources"
+        "--live", type=count, default=0, metavar="K", help="encode K random videos again from their sources"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="with --live: which videos [0]")
     parser.add_argument(
@@ -70,10 +69,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     from pipeline.verify_report import render  # noqa: PLC0415
 
     errors = Console(stderr=True)
-    signal.signal(signal.SIGTERM, _interrupt)
     names = ("jobs", "clean", "live", "seed", "model", "log_interval")
     request = Request(**{name: getattr(arguments, name) for name in names})
-    try:
+
+    def run() -> int:
         objects = Objects.from_environment(arguments.s3_endpoint, arguments.s3_region)
         report = verify(store_at(arguments.cache, objects), request, errors)
         console = Console()
@@ -81,27 +80,9 @@ def _verify(arguments: argparse.Namespace) -> int:
         (console if console.is_terminal else Console(width=200)).print(render(report))
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(report.as_record(), indent=2) + "\n", encoding="utf-8")
-    except UsageError as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return 2
-    except (RunFailed, OSError) as error:
-        errors.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return 1
-    except KeyboardInterrupt:
-        errors.print("interrupted: the cache was not read to its end", highlight=False)
-        return 130
-    return report.exit_code
+        return report.exit_code
 
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    return exit_code_of(run, errors, (RunFailed, OSError), "interrupted: the cache was not read to its end")
 
 
 if __name__ == "__main__":

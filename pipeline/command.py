@@ -40,25 +40,46 @@ def run_command(
     add_flags(parser, config)
     namespace = parser.parse_args(argv)
     console = Console(stderr=True)
-    signal.signal(signal.SIGTERM, _interrupt)
     # A thread of Ray Data's that outlives Ray at exit would start another Ray.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
-    try:
-        if namespace.config is not None:
-            options = read_config_file(namespace.config, config)
-            excluded = set(overruled(namespace))
+
+    def run() -> int:
+        flags = namespace
+        if flags.config is not None:
+            options = read_config_file(flags.config, config)
+            excluded = set(overruled(flags))
             parser.set_defaults(**{name: value for name, value in options.items() if name not in excluded})
-            namespace = parser.parse_args(argv)
-        return work(from_flags(config, namespace), console)
+            flags = parser.parse_args(argv)
+        return work(from_flags(config, flags), console)
+
+    interrupted = "interrupted: what was committed stays; the same command goes on from here"
+    return exit_code_of(run, console, (RunFailed, CorruptShard), interrupted)
+
+
+def exit_code_of(
+    work: Callable[[], int], console: Console, failures: tuple[type[Exception], ...], interrupted: str
+) -> int:
+    """What ``work`` returns, or the exit code of the error or signal that ended it, said in a line."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return work()
     except UsageError as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
-    except (RunFailed, CorruptShard) as error:
+    except failures as error:
         console.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
     except KeyboardInterrupt:
-        console.print("interrupted: what was committed stays; the same command goes on from here", highlight=False)
+        console.print(interrupted, highlight=False)
         return 130
+
+
+def count(text: str) -> int:
+    """The type of a flag: a number, at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
