@@ -3,10 +3,11 @@
 import json
 import os
 import random
-import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import duckdb
@@ -16,6 +17,7 @@ import ray
 from jobs import prune
 from tests.jobs.faults import (
     COUNTED,
+    OPTIONS,
     Driver,
     Visible,
     calls,
@@ -24,13 +26,12 @@ from tests.jobs.faults import (
     tiny_videos,
     wait_until,
 )
-from tests.jobs.jobs import run_here
+from tests.jobs.jobs import ROOT, run_here
 from tests.jobs.processes import family
 from tests.pipeline.rays import ray_here
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.slow
 
-OPTIONS = ["--num-frames", "2", "--log-interval", "5"]
 ONE_WORKER = ["--encode-workers", "1", "--decode-workers", "1", "--videos-per-shard", "2"]
 KILLS = 20
 STARTING = [("", 0, 3.0)] * 4  # while the driver takes the lock, writes the header and starts its workers
@@ -51,12 +52,8 @@ def videos(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def visible(cluster, videos, tmp_path_factory) -> Visible:
-    """What an undisturbed run makes of the videos."""
-    reference = tmp_path_factory.mktemp("undisturbed") / "c"
-    done = run_here(prune, [str(videos), "--out", str(reference), *OPTIONS])
-    assert done.returncode == 0, done.stdout
-    return Visible(reference)
+def visible(videos) -> Visible:
+    return Visible(videos)
 
 
 def test_killed_workers_cost_no_row_and_no_more_calls_than_they_had_in_hand(cluster, videos, visible, tmp_path):
@@ -84,63 +81,79 @@ def test_killed_workers_cost_no_row_and_no_more_calls_than_they_had_in_hand(clus
     assert again <= record["resources"]["plan"]["videos_per_block"]
 
 
-def test_a_driver_killed_twenty_times_on_one_cache(cluster, videos, visible, tmp_path):
-    """Between any two kills, and while the killed driver's workers still write, only right rows are visible."""
-    rng, cache = random.Random(20), tmp_path / "c"
-    argv = [str(videos), "--out", str(cache), *OPTIONS, *ONE_WORKER, "--decoder", COUNTED]
-    shown = []
-    for number in range(KILLS):
-        driver = Driver(argv, tmp_path / "log", RAY_ADDRESS=cluster)
-        folder, more, delay = rng.choice([*STARTING, ("tokens", 1, 0.1), ("tokens", 3, 0.1), ("videos", 1, 0.2)])
-        wanted = len(files(cache, folder)) + more
-        wait_until(lambda: len(files(cache, folder)) >= wanted or not driver.running(), f"{more} more {folder}")  # noqa: B023
-        time.sleep(rng.uniform(0, delay))
-        assert driver.running(), f"kill {number} came too late: {driver.output}"
-        driver.kill()
-        shown.append(len(visible.check(cache)))
-    assert shown == sorted(shown) and 0 < shown[-1] < len(list(videos.glob("*.mp4")))
-    assert len(set(shown)) >= KILLS / 4, shown
-    done = run_here(prune, argv)
-    assert done.returncode == 0, done.stdout
-    visible.assert_complete(cache)
+@dataclass
+class Chain:
+    """One cache, and the drivers that were killed on it so far."""
+
+    cache: Path
+    argv: list[str]
+    address: str
+    log: Path
+    shown: list[int] = field(default_factory=list)  # after each kill
+
+    def driver(self, before: Callable[[], None] | None = None) -> Driver:
+        options = [*ONE_WORKER, "--decoder", COUNTED]
+        return Driver([*self.argv, *options], self.log, before, RAY_ADDRESS=self.address)
+
+    def killed(self, visible: Visible) -> list[str]:
+        """What is visible after a kill, while workers of the killed driver may still write."""
+        seen = visible.check(self.cache)
+        self.shown.append(len(seen))
+        return seen
 
 
-def test_a_driver_killed_between_tokens_and_commit_leaves_an_orphan_that_nobody_sees(
-    cluster, videos, visible, tmp_path
-):
-    cache = tmp_path / "c"
-    argv = [str(videos), "--out", str(cache), *OPTIONS, *ONE_WORKER]
-    driver = Driver(argv, tmp_path / "log", before=die_before_the_third_commit, RAY_ADDRESS=cluster)
+@pytest.fixture(scope="module")
+def chain(cluster, videos, tmp_path_factory) -> Chain:
+    folder = tmp_path_factory.mktemp("chain")
+    return Chain(folder / "c", [str(videos), "--out", str(folder / "c"), *OPTIONS], cluster, folder / "log")
+
+
+def test_a_driver_killed_between_tokens_and_commit_leaves_an_orphan_that_nobody_sees(chain, visible):
+    driver = chain.driver(before=die_before_the_third_commit)
     assert driver.wait() == -signal.SIGKILL, driver.output
-    assert len(files(cache, "videos")) == 2 < len(files(cache, "tokens"))
-    seen = visible.check(cache)
-    assert 0 < len(seen) == len(_by_sql(cache)) < len(list(videos.glob("*.mp4")))
-    done = run_here(prune, argv)
+    assert len(files(chain.cache, "tokens")) > len(token_shards(chain.cache)) > 0
+    assert sorted(chain.killed(visible)) == by_sql(chain.cache)
+
+
+def test_a_second_driver_is_refused_and_the_lock_of_a_killed_one_holds_nobody_up(chain, visible):
+    lock = chain.cache / ".lock"
+    for _ in range(2):  # the second takes the lock that the first left behind
+        driver = chain.driver()
+        wait_until(lambda: lock.is_file() and f'"pid": {driver.pid},' in lock.read_text(), driver.output)  # noqa: B023
+        refused = run_here(prune, chain.argv)
+        assert refused.returncode == 2, refused.stdout
+        assert "another run writes here" in refused.stdout and f'"pid": {driver.pid},' in refused.stdout
+        driver.kill()
+        chain.killed(visible)
+
+
+def test_a_driver_killed_twenty_times_on_one_cache_and_run_again_completes_it(chain, videos, visible):
+    rng = random.Random(20)
+    while len(chain.shown) < KILLS:
+        driver = chain.driver()
+        folder, more, delay = rng.choice([*STARTING, ("tokens", 1, 0.1), ("tokens", 3, 0.1), ("videos", 1, 0.2)])
+        wanted = len(files(chain.cache, folder)) + more
+        wait_until(lambda: len(files(chain.cache, folder)) >= wanted or not driver.running(), folder)  # noqa: B023
+        time.sleep(rng.uniform(0, delay))
+        assert driver.running(), f"kill {len(chain.shown)} came too late: {driver.output}"
+        driver.kill()
+        chain.killed(visible)
+    assert chain.shown == sorted(chain.shown) and len(set(chain.shown)) >= KILLS / 4, chain.shown
+    assert 0 < chain.shown[-1] < len(list(videos.glob("*.mp4")))
+    done = run_here(prune, chain.argv)
     assert done.returncode == 0, done.stdout
-    visible.assert_complete(cache)
-    assert len(_by_sql(cache)) == len(list(videos.glob("*.mp4")))
-    assert len(files(cache, "tokens")) > len(files(cache, "videos"))  # it is still there
+    visible.assert_complete(chain.cache)
+    assert by_sql(chain.cache) == sorted(path.name for path in videos.glob("*.mp4"))
+    assert len(files(chain.cache, "tokens")) > len(token_shards(chain.cache))  # orphans are there to the end
 
 
-def _by_sql(cache: Path) -> list[str]:
+def token_shards(cache: Path) -> set[str]:
+    """The token shards that a videos shard names."""
+    named = duckdb.sql(f"select distinct token_shard from read_parquet('{cache}/videos/*.parquet')")
+    return {row[0] for row in named.fetchall()}
+
+
+def by_sql(cache: Path) -> list[str]:
     """The videos that the README's query finds."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    query = readme.partition("```sql\n")[2].partition("```")[0].replace("cache/", f"{cache}/")
-    return sorted({row[0] for row in duckdb.sql(query).fetchall()})
-
-
-def test_a_second_driver_is_refused_and_the_lock_of_a_killed_one_holds_nobody_up(cluster, videos, visible, tmp_path):
-    few = tmp_path / "few"
-    few.mkdir()
-    for path in sorted(videos.glob("*.mp4"))[:8]:
-        shutil.copy(path, few)
-    argv = [str(few), "--out", str(tmp_path / "c"), *OPTIONS]
-    first = Driver(argv, tmp_path / "log", RAY_ADDRESS=cluster)
-    wait_until(lambda: (tmp_path / "c" / ".lock").is_file() and (tmp_path / "c" / ".lock").read_text(), "the lock")
-    refused = run_here(prune, argv)
-    assert refused.returncode == 2, refused.stdout
-    assert f'"pid": {first.pid}' in refused.stdout and "another run writes here" in refused.stdout
-    first.kill()
-    done = run_here(prune, argv)
-    assert done.returncode == 0, done.stdout
-    assert sorted(visible.check(tmp_path / "c")) == sorted(path.name for path in few.iterdir())
+    query = (ROOT / "README.md").read_text().partition("```sql\n")[2].partition("```")[0]
+    return sorted({row[0] for row in duckdb.sql(query.replace("cache/", f"{cache}/")).fetchall()})

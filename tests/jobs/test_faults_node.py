@@ -15,7 +15,7 @@ from tests.jobs.jobs import assert_complete, run_here
 from tests.jobs.processes import family
 from tests.pipeline.rays import ray_here
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.slow
 
 WORKERS = [
     "--decode-workers",

@@ -15,16 +15,15 @@ import pytest
 from jobs import prune
 from pipeline import TokenCache
 from pipeline.store import ObjectStore
-from tests.jobs.faults import Visible, files, tiny_videos, wait_until
+from tests.jobs.faults import OPTIONS, Visible, files, tiny_videos, wait_until
 from tests.jobs.jobs import run_here
 from tests.jobs.processes import family
 from tests.pipeline.flaky import ALWAYS, FlakyProxy
 from tests.pipeline.rays import ray_here
 from tests.pipeline.s3 import S3Server
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
-OPTIONS = ["--num-frames", "2", "--log-interval", "5"]
 PATIENCE_S = 30
 
 
@@ -42,12 +41,8 @@ def videos(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def visible(cluster, videos, tmp_path_factory) -> Visible:
-    """What an undisturbed run makes of the videos."""
-    reference = tmp_path_factory.mktemp("undisturbed") / "c"
-    done = run_here(prune, [str(videos), "--out", str(reference), *OPTIONS])
-    assert done.returncode == 0, done.stdout
-    return Visible(reference)
+def visible(videos) -> Visible:
+    return Visible(videos)
 
 
 @pytest.fixture(scope="module")

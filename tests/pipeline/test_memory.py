@@ -19,7 +19,7 @@ from tests.jobs.processes import family, resident_mb
 from tests.pipeline.rays import graph_of, ray_here
 from tests.pipeline.videos import write_clip
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.slow
 
 FRAMES, FRAME_BYTES = 16, 16 * 384 * 384 * 3  # 7 MB a video, all of them more than may wait
 SMALL, LARGE = 15, 150
