@@ -14,7 +14,7 @@ import duckdb
 import pytest
 import ray
 
-from jobs import prune
+from jobs import inspect, prune
 from tests.jobs.faults import (
     COUNTED,
     OPTIONS,
@@ -138,6 +138,7 @@ def test_a_driver_killed_twenty_times_on_one_cache_and_run_again_completes_it(ch
         assert driver.running(), f"kill {len(chain.shown)} came too late: {driver.output}"
         driver.kill()
         chain.killed(visible)
+    assert run_here(inspect, [str(chain.cache)]).stdout.count("ended without a word") > 1
     assert chain.shown == sorted(chain.shown) and len(set(chain.shown)) >= KILLS / 4, chain.shown
     assert 0 < chain.shown[-1] < len(list(videos.glob("*.mp4")))
     done = run_here(prune, chain.argv)

@@ -20,7 +20,7 @@ from tests.jobs.jobs import run_here
 from tests.jobs.processes import family
 from tests.pipeline.flaky import ALWAYS, FlakyProxy
 from tests.pipeline.rays import ray_here
-from tests.pipeline.s3 import S3Server
+from tests.pipeline.s3 import KEY, S3Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
@@ -136,6 +136,8 @@ def test_a_store_that_refuses_is_asked_once(visible, videos, proxy):
     started = time.monotonic()
     store, done = run_on(proxy, videos, "refused")
     assert (done.returncode, time.monotonic() - started < PATIENCE_S) == (1, True), done.stdout
-    assert store.root in done.stdout.splitlines()[-1] and "/tokens/" in done.stdout.splitlines()[-1]
+    last = done.stdout.splitlines()[-1]
+    assert store.root in last and "/tokens/" in last and "Told403" in last
+    assert KEY not in done.stdout and proxy.url not in done.stdout
     assert 0 < len(refused.paths) == len(set(refused.paths))
     assert store.names("videos", ".parquet") == []

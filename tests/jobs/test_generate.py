@@ -164,7 +164,7 @@ def wait_for_answers(out: Path, shards: int, process) -> None:
 
 
 def test_a_killed_worker_and_a_killed_driver_lose_and_double_nothing(cache, tmp_path):
-    rows = [{"question_id": i, "video_id": VIDEOS[i % 2], "prompt": f"Question {i}?"} for i in range(600)]
+    rows = [{"question_id": i, "video_id": VIDEOS[i % 2], "prompt": f"Question {i}?"} for i in range(300)]
     questions = write_questions(tmp_path / "q.jsonl", rows)
     batches = ("--questions-per-shard", "4", "--batch-size", "2")
     argv = [str(cache), "--questions", str(questions), "--out", str(tmp_path / "o"), *batches, "--max-new-tokens", "24"]
@@ -178,7 +178,7 @@ def test_a_killed_worker_and_a_killed_driver_lose_and_double_nothing(cache, tmp_
     larger = ("--questions-per-shard", "64", "--batch-size", "8")  # what is no setting of the answers may change
     assert generate.main([*argv, *larger]) == 0
     table = AnswersTable(LocalStore(tmp_path / "o")).rows()
-    assert Counter(table["question_id"].to_pylist()) == Counter(str(i) for i in range(600))
+    assert Counter(table["question_id"].to_pylist()) == Counter(str(i) for i in range(300))
     again = rows_of(tmp_path / "o")
     assert all(again[name] == row for name, row in half.items())
     assert len({row["run_id"] for row in again.values()}) == 2

@@ -2,19 +2,19 @@
 
 import json
 import shutil
-import signal
 import subprocess
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import ray
 
 from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.lease import CacheLease
 from pipeline.store import ObjectStore
-from tests.jobs.jobs import assert_complete, clips, forbid_ray, run_here, start, stop
+from tests.jobs.faults import Driver, wait_until
+from tests.jobs.jobs import assert_complete, clips, forbid_ray, run_here
 from tests.pipeline.rays import ray_here
 from tests.pipeline.s3 import KEY, SECRET, S3Server
 
@@ -64,16 +64,15 @@ def shards(store: ObjectStore) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def killed(server, manifest, pruned_here):
+def killed(server, manifest, pruned_here, tmp_path_factory):
     """A run that was killed half-way and run again: (its store, the second run, videos before it, its requests)."""
     store = ObjectStore(server.uri("killed/cache"), server.objects())
-    process = start("jobs.prune", *argv(manifest, store.root), **server.environment())
-    deadline = time.monotonic() + 120
-    while len(shards(store)) < 3:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "no shard was committed in time"
-        time.sleep(0.05)
-    stop(process, signal.SIGKILL)
+    address = ray.get_runtime_context().gcs_address
+    driver = Driver(
+        argv(manifest, store.root), tmp_path_factory.mktemp("log") / "log", RAY_ADDRESS=address, **server.environment()
+    )
+    wait_until(lambda: len(shards(store)) >= 3 or not driver.running(), "three shards")
+    driver.kill()
     half = len(TokenCache(store.root, store=store))
     assert 0 < half < len(IDS)
     server.requests.clear()
@@ -145,14 +144,3 @@ def test_places_where_no_cache_can_be(server, manifest, monkeypatch, capsys, pla
     server.upload("taken/notes.txt")
     assert prune.main(argv(manifest, server.uri("taken") if place == "taken" else place)) == 2
     assert told in capsys.readouterr().err
-
-
-def test_a_store_that_refuses_a_shard_ends_the_run(server, manifest, pruned_here):
-    """Writing is allowed except below tokens/: the run says so in one line and leaves a cache that can be continued."""
-    store = ObjectStore(server.uri("refusing"), server.objects())
-    server.fail_below("PUT", "refusing/tokens/", 403)
-    done = pruned_here(argv(manifest, store.root))
-    assert done.returncode == 1, done.stdout
-    assert "AccessDenied" in done.stdout.splitlines()[-1] and "refusing/tokens/" in done.stdout.splitlines()[-1]
-    assert KEY not in done.stdout and server.url not in done.stdout
-    assert shards(store) == []

@@ -22,7 +22,7 @@ from tests.pipeline.videos import write_clip
 pytestmark = pytest.mark.slow
 
 FRAMES, FRAME_BYTES = 16, 16 * 384 * 384 * 3  # 7 MB a video, all of them more than may wait
-SMALL, LARGE = 15, 150
+SMALL, LARGE = 15, 75
 
 
 class SlowEncoder(Encoder):
@@ -85,7 +85,7 @@ def small_store():
 
 
 @pytest.mark.parametrize(("name", "slow"), [("Encoder", SlowEncoder), ("Writer", SlowWriter)])
-def test_ten_times_the_videos_take_the_same_memory(small_store, tmp_path, monkeypatch, name, slow):
+def test_five_times_the_videos_take_the_same_memory(small_store, tmp_path, monkeypatch, name, slow):
     monkeypatch.setattr(graph, "Encoder", SlowEncoder)
     monkeypatch.setattr(graph, name, slow)
     clip = str(write_clip(tmp_path / "v.mp4", size=(384, 384), count=FRAMES))
