@@ -73,7 +73,9 @@ class LiveCheck:
                 row = self._cache.metadata(video_id)
                 result = self._compare(row, decoder)
                 report.live.append(result)
-                if why := _suspicion(result):
+                if result.state == "failed":
+                    report.problems.append(Problem("live-failed", result.note, row["token_shard"], video_id))
+                elif why := _suspicion(result):
                     report.problems.append(Problem("live", why, row["token_shard"], video_id))
 
     def _compare(self, row: Row, decoder: Decoder) -> LiveResult:

@@ -31,6 +31,7 @@ REMEDIES: Mapping[str, str] = {
     "checksum": _REDO,
     "tokens": "the tokens contradict their row: report it; remove its videos shard and run jobs.prune again",
     "unreadable": "look at the disk or the store, and at who may read there; then verify again",
+    "live-failed": "the source is the same and cannot be encoded here: the message says why, the tokens may be sound",
     "live": "remove the videos shard and run jobs.prune again, unless that processor rounds in another way",
 }
 _SHOWN = 10  # files listed by name in the terminal; the JSON has them all

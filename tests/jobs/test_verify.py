@@ -106,6 +106,13 @@ def test_live_says_what_differs_and_what_is_gone(pruned, tmp_path):
     live = {item["video_id"]: item for item in json.loads(report.read_text())["live"]}
     assert live[CLIPS[1]]["state"] == "source-gone"
     assert live[CLIPS[0]]["state"] == "same" and list(live[CLIPS[0]]["versions"]) == ["torch"]
+    run["config"]["decode_timeout"] = 0.001
+    record.write_text(json.dumps(run))
+    done = run_here(verify, [str(out), "--live", "2", "--json", str(report)])
+    failed = json.loads(report.read_text())
+    assert done.returncode == 1 and {item["state"] for item in failed["live"]} == {"failed"}
+    assert {problem["class"] for problem in failed["problems"]} == {"live-failed"} and "timeout" in done.stdout
+    run["config"]["decode_timeout"] = 120.0
     run["config"]["model"] = "tiny-qwen3-vl"
     record.write_text(json.dumps(run))
     done = run_here(verify, [str(out), "--live", "1"])
