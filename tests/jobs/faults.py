@@ -14,6 +14,7 @@ from typing import Any
 
 import av
 import pyarrow.parquet as pq
+import ray
 import torch
 
 import gstep
@@ -75,7 +76,12 @@ class Driver:
     def kill(self) -> None:
         """SIGKILL; returns when it is gone."""
         self._process.kill()
-        assert self.wait() == -signal.SIGKILL
+        assert self.wait() == -signal.SIGKILL, self.output
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait for something that comes about while it runs; one that ended before fails the test."""
+        wait_until(lambda: condition() or not self.running(), what)
+        assert self.running(), f"it ended before: {what}: {self.output}"
 
     def wait(self, timeout: float = 120) -> int:
         """Its exit code, negative for a signal."""
@@ -93,6 +99,10 @@ def _drive(argv: list[str], log: str, before: Callable[[], None] | None, environ
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     os.environ.update(environ)
+    # A fork inherits the state of Ray's random ids. With the id of the object by which a killed driver was warming up
+    # the object store, the next one would abort: each takes a place of its own in the sequence.
+    for _ in range(os.getpid() % 2**15):
+        ray.ObjectRef.from_random()
     if before is not None:
         before()
     code = prune.main(argv)

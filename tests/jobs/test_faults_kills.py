@@ -119,7 +119,7 @@ def test_a_second_driver_is_refused_and_the_lock_of_a_killed_one_holds_nobody_up
     lock = chain.cache / ".lock"
     for _ in range(2):  # the second takes the lock that the first left behind
         driver = chain.driver()
-        wait_until(lambda: lock.is_file() and f'"pid": {driver.pid},' in lock.read_text(), driver.output)  # noqa: B023
+        driver.until(lambda: lock.is_file() and f'"pid": {driver.pid},' in lock.read_text(), "the lock")  # noqa: B023
         refused = run_here(prune, chain.argv)
         assert refused.returncode == 2, refused.stdout
         assert "another run writes here" in refused.stdout and f'"pid": {driver.pid},' in refused.stdout
@@ -127,24 +127,36 @@ def test_a_second_driver_is_refused_and_the_lock_of_a_killed_one_holds_nobody_up
         chain.killed(visible)
 
 
-def test_a_driver_killed_twenty_times_on_one_cache_and_run_again_completes_it(chain, videos, visible):
+def test_a_driver_that_is_terminated_says_what_goes_on(chain, visible):
+    wanted = len(files(chain.cache, "videos")) + 1
+    driver = chain.driver()
+    driver.until(lambda: len(files(chain.cache, "videos")) >= wanted, "a commit")
+    os.kill(driver.pid, signal.SIGTERM)
+    assert driver.wait() == 130, driver.output
+    assert "the same command goes on from here" in driver.output and "Traceback" not in driver.output
+    newest = max((chain.cache / "runs").iterdir())
+    assert json.loads(newest.read_text())["status"] == "cancelled"
+    assert 0 < len(visible.check(chain.cache)) < len(visible.ids)
+
+
+def test_a_driver_killed_twenty_times_on_one_cache_and_run_again_completes_it(chain, visible):
     rng = random.Random(20)
     while len(chain.shown) < KILLS:
         driver = chain.driver()
         folder, more, delay = rng.choice([*STARTING, ("tokens", 1, 0.1), ("tokens", 3, 0.1), ("videos", 1, 0.2)])
         wanted = len(files(chain.cache, folder)) + more
-        wait_until(lambda: len(files(chain.cache, folder)) >= wanted or not driver.running(), folder)  # noqa: B023
+        driver.until(lambda: len(files(chain.cache, folder)) >= wanted, f"{more} more {folder}")  # noqa: B023
         time.sleep(rng.uniform(0, delay))
         assert driver.running(), f"kill {len(chain.shown)} came too late: {driver.output}"
         driver.kill()
         chain.killed(visible)
     assert "ended without a word" in run_here(inspect, [str(chain.cache)]).stdout
     assert chain.shown == sorted(chain.shown) and len(set(chain.shown)) >= KILLS / 4, chain.shown
-    assert 0 < chain.shown[-1] < len(list(videos.glob("*.mp4")))
+    assert 0 < chain.shown[-1] < len(visible.ids)
     done = run_here(prune, chain.argv)
     assert done.returncode == 0, done.stdout
     visible.assert_complete(chain.cache)
-    assert by_sql(chain.cache) == sorted(path.name for path in videos.glob("*.mp4"))
+    assert by_sql(chain.cache) == visible.ids
     assert len(files(chain.cache, "tokens")) > len(token_shards(chain.cache))  # orphans are there to the end
 
 

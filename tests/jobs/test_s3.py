@@ -13,7 +13,7 @@ from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.lease import CacheLease
 from pipeline.store import ObjectStore
-from tests.jobs.faults import Driver, wait_until
+from tests.jobs.faults import Driver
 from tests.jobs.jobs import assert_complete, clips, forbid_ray, run_here
 from tests.pipeline.rays import ray_here
 from tests.pipeline.s3 import KEY, SECRET, S3Server
@@ -71,7 +71,7 @@ def killed(server, manifest, pruned_here, tmp_path_factory):
     driver = Driver(
         argv(manifest, store.root), tmp_path_factory.mktemp("log") / "log", RAY_ADDRESS=address, **server.environment()
     )
-    wait_until(lambda: len(shards(store)) >= 3 or not driver.running(), "three shards")
+    driver.until(lambda: len(shards(store)) >= 3, "three shards")
     driver.kill()
     half = len(TokenCache(store.root, store=store))
     assert 0 < half < len(IDS)
