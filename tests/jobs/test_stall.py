@@ -12,7 +12,7 @@ from tests.jobs.processes import assert_all_gone, family, titled
 
 pytestmark = pytest.mark.slow
 
-ENCODER = "ray::MapWorker(MapBatches(Encoder))"
+ENCODER, DECODER = "ray::MapWorker(MapBatches(Encoder))", "ray::MapWorker(MapBatches(Decoder))"
 
 
 @pytest.fixture
@@ -23,16 +23,17 @@ def job(tmp_path) -> list[str]:
     return ["jobs.prune", str(tmp_path), "--out", str(tmp_path / "c"), "--num-frames", "4", "--videos-per-shard", "2"]
 
 
-def test_a_frozen_worker_ends_the_run_and_its_stage_is_named(job, tmp_path):
+@pytest.mark.parametrize(("title", "stage"), [(DECODER, "decode"), (ENCODER, "encode")])
+def test_a_frozen_worker_ends_the_run_and_its_stage_is_named(job, tmp_path, title, stage):
     process = start(*job, "--stall-timeout", "20", "--decode-timeout", "10")
     wait_for_shards(tmp_path / "c", 1, process)
-    worker = titled(process, ENCODER)
+    worker = titled(process, title)
     os.kill(worker, signal.SIGSTOP)
     everything = family(process.pid)
     output, _ = process.communicate(timeout=300)
     last = output.splitlines()[-1]
     assert process.returncode == 1, output
-    assert last.startswith("failed: ") and "no video moved for 20 s: " in last and ": encode " in last, output
+    assert last.startswith("failed: ") and "no video moved for 20 s: " in last and f": {stage} " in last, output
     assert "Traceback" not in output
     assert_all_gone(list(everything))
     (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").iterdir()]
