@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gstep import VisualTokens, budget_for, make_pruner
 from gstep.density import ZERO_DISTANCE, row_slices
-from gstep.fast_sampling import fast_density_guided_fps
-from gstep.lazy_sampling import Counts, lazy_density_guided_fps
+from gstep.selection.dispatch import fast_density_guided_fps
+from gstep.selection.lazy import Counts, lazy_density_guided_fps
 
 ALPHA, BETA = 0.5, 1e-6  # those of gstep.prune
 PREFIX = 200  # steps of the plain form that are timed where all of them would take too long

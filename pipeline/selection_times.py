@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from gstep.density import spatio_temporal_density
-from gstep.lazy_sampling import Counts
-from gstep.sampling import density_guided_fps
+from gstep.selection.lazy import Counts
+from gstep.selection.reference import density_guided_fps
 from pipeline.benchmark_tokens import INPUTS, structured_tokens
 from pipeline.peak_memory import peak_memory
 from pipeline.selection_forms import ALPHA, BETA, Form, Outcome, Run, Task, all_forms, plain_steps

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gstep.fast_sampling import fast_density_guided_fps
 from gstep.pruners.base import Selection
 from gstep.pruners.checks import check_choice, check_number
 from gstep.pruners.density_based import DensityPruner
-from gstep.sampling import STARTS
+from gstep.selection.dispatch import fast_density_guided_fps
+from gstep.selection.reference import STARTS
 from gstep.types import VisualTokens
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gstep.fast_sampling import fast_density_guided_fps
 from gstep.pruners.base import Selection
 from gstep.pruners.checks import check_number
 from gstep.pruners.density_based import DensityPruner
+from gstep.selection.dispatch import fast_density_guided_fps
 from gstep.types import VisualTokens
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from gstep.pruners.base import Selection
 from gstep.pruners.density_based import DensityPruner
-from gstep.sampling import densest_first
+from gstep.selection.reference import densest_first
 from gstep.types import VisualTokens
 
 

@@ -1,4 +1,4 @@
-"""The GPU kernels against ``gstep.sampling``: run by test_gpu_sampling.py in a process of its own.
+"""The GPU kernels against ``gstep.selection.reference``: run by test_gpu_sampling.py in a process of its own.
 
 With TRITON_INTERPRET=1, which must be set before anything imports Triton, on CPU tensors; else on CUDA ones.
 """
@@ -15,12 +15,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gstep import gpu_check, gpu_sampling
-from gstep.gpu_check import check_forms
-from gstep.gpu_forms import Task, Tuning, default_tuning, gram_form, prepare
-from gstep.gpu_lazy import LazyForm
-from gstep.gpu_sampling import select_batch_on_gpu, select_on_gpu
-from gstep.sampling import STARTS, density_guided_fps
+from gstep.selection.gpu import check, launch
+from gstep.selection.gpu.check import check_forms
+from gstep.selection.gpu.gram import Task, Tuning, default_tuning, gram_form, prepare
+from gstep.selection.gpu.launch import select_batch_on_gpu, select_on_gpu
+from gstep.selection.gpu.lazy import LazyForm
+from gstep.selection.reference import STARTS, density_guided_fps
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -147,7 +147,7 @@ def test_any_budget(form: str, n_tokens: int, budget: int) -> None:
 
 
 def test_batches_of_both_forms_and_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_sampling, "MAX_GRAM_TOKENS", 64)
+    monkeypatch.setattr(launch, "MAX_GRAM_TOKENS", 64)
     budgets = {20: 20, 65: 9, 33: 1, 50: 17, 64: 12}
     videos = [
         (grid(size, 6, 2, size).to(dtype), levels(size, size), budget)
@@ -156,7 +156,7 @@ def test_batches_of_both_forms_and_the_plain_one(monkeypatch: pytest.MonkeyPatch
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         orders = select_batch_on_gpu([(tokens.to(DEVICE), rho.to(DEVICE), budget) for tokens, rho, budget in videos])
-    assert not gpu_sampling._broken
+    assert not launch._broken
     assert [order.tolist() for order in orders] == [density_guided_fps(*video).tolist() for video in videos]
     assert select_batch_on_gpu([]) == []
 
@@ -166,7 +166,7 @@ def test_extreme_magnitudes_change_nothing(scale: float) -> None:
     tokens, rho = grid(40, 6, 2, 0).bfloat16(), levels(40, 0)
     expected = density_guided_fps(tokens, rho, 40).tolist()
     assert select_on_gpu((tokens * scale).to(DEVICE), rho.to(DEVICE), 40).tolist() == expected
-    assert not gpu_sampling._broken
+    assert not launch._broken
 
 
 def test_keys_beyond_float64_are_not_for_the_kernels() -> None:
@@ -190,7 +190,7 @@ def test_the_check_sees_a_form_that_is_wrong(form: str, monkeypatch: pytest.Monk
             return self.order
 
     wrong = Wrong if form == "LazyForm" else lambda tasks: [Wrong(task).order for task in tasks]
-    monkeypatch.setattr(gpu_check, form, wrong)
+    monkeypatch.setattr(check, form, wrong)
     with pytest.raises(RuntimeError, match="selects other"):
         check_forms(torch.device(DEVICE), torch.float16, 24, 90, 30, tuning(torch.float16))
 
@@ -205,7 +205,7 @@ def test_sets_at_real_sizes(n_frames: int, budget: int, kind: str) -> None:
     tokens = (structured(n_frames, per_frame, dim) if kind == "structured" else random).bfloat16().to(DEVICE)
     rho = torch.rand(n_tokens, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(DEVICE)
     expected = set(density_guided_fps(tokens.double(), rho, budget).tolist())
-    assert not gpu_sampling._broken
+    assert not launch._broken
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         ours = select_on_gpu(tokens, rho, budget).tolist()

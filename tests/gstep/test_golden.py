@@ -12,7 +12,7 @@ import torch
 
 import gstep
 from gstep.density import BOUNDARIES, centred_change, frame_mean, spatial_density, temporal_density
-from gstep.sampling import density_guided_fps
+from gstep.selection.reference import density_guided_fps
 
 GOLDEN = Path(__file__).parent / "golden"
 DATA = dict(np.load(GOLDEN / "gstep.npz"))

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from gstep import gpu_sampling
-from gstep.gpu_sampling import gram_batches, select_batch_on_gpu, select_on_gpu
-from gstep.sampling import density_guided_fps
+from gstep.selection.gpu import launch
+from gstep.selection.gpu.launch import gram_batches, select_batch_on_gpu, select_on_gpu
+from gstep.selection.reference import density_guided_fps
 
 ROOT = Path(__file__).parent.parent.parent
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
@@ -36,7 +36,7 @@ def test_kernels_equal_the_plain_form(where: str, interpret: str) -> None:
     assert (where == "cuda") != ("skipped" in done.stdout), done.stdout
 
 
-def videos(count: int) -> list[gpu_sampling.Video]:
+def videos(count: int) -> list[launch.Video]:
     rng = np.random.default_rng(0)
     return [
         (torch.from_numpy(rng.normal(size=(20 + i, 8))).half(), torch.from_numpy(rng.uniform(size=20 + i)), 5 + i)
@@ -46,17 +46,17 @@ def videos(count: int) -> list[gpu_sampling.Video]:
 
 @pytest.fixture
 def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_sampling, "_reported", [])
-    monkeypatch.setattr(gpu_sampling, "_broken", [])
+    monkeypatch.setattr(launch, "_reported", [])
+    monkeypatch.setattr(launch, "_broken", [])
 
 
 @pytest.mark.usefixtures("fresh_process")
 def test_without_triton_the_plain_form_serves_and_one_warning_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("triton", "gstep.gpu_forms", "gstep.gpu_lazy", "gstep.triton_kernels"):
+    for name in ("triton", "gstep.selection.gpu.gram", "gstep.selection.gpu.lazy", "gstep.selection.gpu.kernels"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delattr("gstep.gpu_forms", raising=False)
-    monkeypatch.delattr("gstep.gpu_lazy", raising=False)
+    monkeypatch.delattr("gstep.selection.gpu.gram", raising=False)
+    monkeypatch.delattr("gstep.selection.gpu.lazy", raising=False)
     with pytest.warns(RuntimeWarning, match="plain form serves instead.*triton"):
         orders = select_batch_on_gpu(videos(3))
     with warnings.catch_warnings():
@@ -75,7 +75,7 @@ def test_a_want_of_memory_is_not_held_against_the_next_video(monkeypatch: pytest
         tried.append(arguments)
         raise torch.OutOfMemoryError("a matrix too many")
 
-    monkeypatch.setattr(gpu_sampling, "_select", run_out)
+    monkeypatch.setattr(launch, "_select", run_out)
     video = videos(1)[0]
     with pytest.warns(RuntimeWarning, match="a matrix too many") as caught:
         orders = [select_on_gpu(*video) for _ in range(3)]
@@ -102,6 +102,6 @@ def test_batches_share_memory_among_videos_of_like_size() -> None:
 
 
 def test_importing_needs_no_triton() -> None:
-    code = "import sys; sys.modules['triton'] = None; import gstep, gstep.gpu_sampling, gstep.pruners.gstep"
+    code = "import sys; sys.modules['triton'] = None; import gstep, gstep.selection.gpu.launch, gstep.pruners.gstep"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -16,10 +16,10 @@ from torch import Tensor
 import gstep
 from gstep import products
 from gstep.density import spatio_temporal_density
-from gstep.fast_sampling import fast_density_guided_fps
-from gstep.lazy_sampling import Counts, lazy_density_guided_fps
-from gstep.projection import MARGIN, Subspace
-from gstep.sampling import STARTS, density_guided_fps
+from gstep.selection.dispatch import fast_density_guided_fps
+from gstep.selection.lazy import Counts, lazy_density_guided_fps
+from gstep.selection.reference import STARTS, density_guided_fps
+from gstep.selection.subspace import MARGIN, Subspace
 from tests.gstep.oracle import exact_tokens, oracle
 from tests.gstep.synthetic import FLOATS, edge_videos
 
@@ -205,7 +205,7 @@ def test_prune_takes_it_for_large_videos(monkeypatch: pytest.MonkeyPatch) -> Non
             taken.append(1)
             return lazy_density_guided_fps(*args, **named)  # type: ignore[arg-type]
 
-        monkeypatch.setattr("gstep.fast_sampling.lazy_density_guided_fps", lazy)
+        monkeypatch.setattr("gstep.selection.dispatch.lazy_density_guided_fps", lazy)
         pruned = gstep.prune(tokens, 0.25)
         assert bool(taken) == lazily
         expected = density_guided_fps(tokens.flatten(0, 1), density(tokens), len(pruned.index))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gstep.sampling import STARTS, densest_first, density_guided_fps, most_isolated
+from gstep.selection.reference import STARTS, densest_first, density_guided_fps, most_isolated
 from tests.gstep.oracle import all_distances, exact_tokens, oracle, oracle_start
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from gstep.sampling import density_guided_fps
+from gstep.selection.reference import density_guided_fps
 from jobs import benchmark
 from pipeline.benchmark_tokens import INPUTS
 from pipeline.selection_forms import Plain, all_forms, plain_steps

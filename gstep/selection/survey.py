@@ -1,4 +1,4 @@
-"""What gstep.lazy_sampling knows of a video's tokens: their rows, lengths and coordinates, and those of its picks.
+"""What gstep.selection.lazy knows of a video's tokens: their rows, lengths and coordinates, and those of its picks.
 
 Shapes: M tokens, D hidden size, B budget, k dimensions of the bound.
 """
@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gstep.density import work_dtype, working_scale
-from gstep.products import Places
-from gstep.projection import Subspace
+from gstep.selection.products import Places
+from gstep.selection.subspace import Subspace
 
 Floats = NDArray[np.float64]
 

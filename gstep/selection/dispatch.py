@@ -1,6 +1,6 @@
 """Density-guided farthest point sampling in the form that is fastest for the tokens and where they are.
 
-All forms select the same tokens: gstep.sampling says which, gstep.lazy_sampling does it on a CPU, gstep.gpu_sampling on
+All forms select the same tokens: gstep.selection.reference says which, gstep.selection.lazy does it on a CPU, gstep.selection.gpu.launch on
 a GPU.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gstep.gpu_sampling import select_on_gpu
-from gstep.lazy_sampling import lazy_density_guided_fps
-from gstep.sampling import density_guided_fps
+from gstep.selection.gpu.launch import select_on_gpu
+from gstep.selection.lazy import lazy_density_guided_fps
+from gstep.selection.reference import density_guided_fps
 
 # Multiplications below which the plain form ends before the lazy one has looked at its tokens.
 _SMALL = 2**26
@@ -25,7 +25,7 @@ def fast_density_guided_fps(
     beta: float = 1e-6,
     start: str = "density",
 ) -> Tensor:
-    """As gstep.sampling.density_guided_fps: tokens as they came, on any device -> [B] int64 in order of selection."""
+    """As gstep.selection.reference.density_guided_fps: tokens as they came, on any device -> [B] int64 in order of selection."""
     if tokens_MD.is_cuda:
         form = select_on_gpu
     elif tokens_MD.is_cpu and tokens_MD.numel() * budget > _SMALL:

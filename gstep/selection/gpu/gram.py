@@ -16,15 +16,15 @@ import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gstep import triton_kernels as kernels
 from gstep.density import ZERO_DISTANCE, working_copy, working_scale
-from gstep.sampling import starting_token
+from gstep.selection.gpu import kernels
+from gstep.selection.reference import starting_token
 
 _ROW_MULTIPLE = 16  # of the length of a Gram matrix's rows, which are then read 16 bytes at a time
 NO_DISTANCE = 4.0  # above every cosine distance
 _KEYS = (1e-290, 1e290)  # where a key neither under- nor overflows
 _GROUP = 8  # rows of tiles that are walked together
-UNFUSED = {"enable_fp_fusion": False}  # gstep.sampling rounds after each operation
+UNFUSED = {"enable_fp_fusion": False}  # gstep.selection.reference rounds after each operation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def prepare(
 
 
 def _inverse_norms(tokens_MD: Tensor) -> Tensor:
-    """``gstep.sampling.inverse_norms`` with one order of summation for all rows."""
+    """``gstep.selection.reference.inverse_norms`` with one order of summation for all rows."""
     n_tokens, hidden = tokens_MD.shape
     square_M = torch.empty(n_tokens, dtype=torch.float64, device=tokens_MD.device)
     grid = (triton.cdiv(n_tokens, 16),)

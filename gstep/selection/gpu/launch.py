@@ -1,8 +1,8 @@
-"""Density-guided farthest point sampling on a GPU, with the semantics of ``gstep.sampling.density_guided_fps``.
+"""Density-guided farthest point sampling on a GPU, with the semantics of ``gstep.selection.reference.density_guided_fps``.
 
-Up to MAX_GRAM_TOKENS a video is served by ``gstep.gpu_forms``, beyond by ``gstep.gpu_lazy``, and where neither can by
-the plain form of ``gstep.sampling``. Checked in Triton's interpreter on a CPU; not yet run, and no speed measured, on a
-GPU: there ``gstep.gpu_check`` compares them with the plain form before a process's first selection.
+Up to MAX_GRAM_TOKENS a video is served by ``gstep.selection.gpu.gram``, beyond by ``gstep.selection.gpu.lazy``, and where neither can by
+the plain form of ``gstep.selection.reference``. Checked in Triton's interpreter on a CPU; not yet run, and no speed measured, on a
+GPU: there ``gstep.selection.gpu.check`` compares them with the plain form before a process's first selection.
 
 Shapes: M tokens, D hidden size, B budget.
 """
@@ -16,7 +16,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from gstep.sampling import density_guided_fps
+from gstep.selection.reference import density_guided_fps
 
 Video = tuple[Tensor, Tensor, int]
 
@@ -65,19 +65,19 @@ def select_batch_on_gpu(
 
 
 def _select(videos: Sequence[Video], alpha: float, beta: float, start: str) -> list[Tensor]:
-    from gstep import gpu_check, gpu_forms, gpu_lazy  # noqa: PLC0415 - Triton need not be there
+    from gstep.selection.gpu import check, gram, lazy  # noqa: PLC0415 - Triton need not be there
 
-    tasks = [gpu_forms.prepare(*video, alpha=alpha, beta=beta, start=start) for video in videos]
+    tasks = [gram.prepare(*video, alpha=alpha, beta=beta, start=start) for video in videos]
     for task in tasks:
         if task is not None and task.tokens.is_cuda:
-            gpu_check.check_kernels(task.tokens.device, task.tokens.dtype, task.tokens.shape[1])
+            check.check_kernels(task.tokens.device, task.tokens.dtype, task.tokens.shape[1])
     orders: dict[int, Tensor] = {}
-    widths = {at: gpu_forms.gram_width(len(task.tokens)) for at, task in enumerate(tasks) if task is not None}
+    widths = {at: gram.gram_width(len(task.tokens)) for at, task in enumerate(tasks) if task is not None}
     for batch in gram_batches(widths, _memory_for_grams(videos[0][0].device)):
-        orders.update(zip(batch, gpu_forms.gram_form([task for at in batch if (task := tasks[at])]), strict=True))
+        orders.update(zip(batch, gram.gram_form([task for at in batch if (task := tasks[at])]), strict=True))
     for at, task in enumerate(tasks):
         if at not in orders:
-            orders[at] = _plain(videos[at], alpha, beta, start) if task is None else gpu_lazy.LazyForm(task).select()
+            orders[at] = _plain(videos[at], alpha, beta, start) if task is None else lazy.LazyForm(task).select()
     return [orders[at] for at in range(len(videos))]
 
 

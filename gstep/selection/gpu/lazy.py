@@ -12,8 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from gstep import triton_kernels as kernels
-from gstep.gpu_forms import (
+from gstep.selection.gpu import kernels
+from gstep.selection.gpu.gram import (
     NO_DISTANCE,
     UNFUSED,
     Task,

@@ -1,8 +1,8 @@
-"""The selection of gstep.sampling on a CPU, exact and fast: lazy, in blocks, by a bound.
+"""The selection of gstep.selection.reference on a CPU, exact and fast: lazy, in blocks, by a bound.
 
 Two facts make it exact. A token's distance to the nearest selected one only shrinks, so a score worked out earlier is
 an upper bound of today's: a token need not be looked at while another one's true score is known to be higher (lazy
-greedy). And a few products bound the cosine of two tokens from above (gstep.projection), so that most selected tokens
+greedy). And a few products bound the cosine of two tokens from above (gstep.selection.subspace), so that most selected tokens
 are seen not to be nearer than the nearest one known.
 
 A round takes the K tokens of the highest known scores, refreshes them against what was selected since each was last
@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gstep.density import ZERO_DISTANCE, working_copy
-from gstep.lazy_tokens import Floats, Picks, Rows, Survey, survey
-from gstep.products import Places, pair_products
-from gstep.projection import MARGIN
-from gstep.sampling import densest_first, starting_token
+from gstep.selection.products import Places, pair_products
+from gstep.selection.reference import densest_first, starting_token
+from gstep.selection.subspace import MARGIN
+from gstep.selection.survey import Floats, Picks, Rows, Survey, survey
 
 #: Beyond this share of pairs it is cheaper to multiply all of them in one matrix product.
 _DENSE = 0.15
@@ -69,7 +69,7 @@ def lazy_density_guided_fps(
     dims: int | None = None,
     counts: Counts | None = None,
 ) -> Tensor:
-    """As gstep.sampling.density_guided_fps, for tokens on the CPU: the same tokens in the same order, up to near ties.
+    """As gstep.selection.reference.density_guided_fps, for tokens on the CPU: the same tokens in the same order, up to near ties.
 
     Distances are rounded otherwise, by about 1e-7; where products of tokens are exact in float32 the order is the same
     to the last. Memory beyond the tokens: the selected ones in their work dtype, and k+1 numbers a token.

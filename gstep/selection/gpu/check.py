@@ -1,4 +1,4 @@
-"""Whether the GPU kernels select on this GPU what ``gstep.sampling`` does: asked once, before they are believed.
+"""Whether the GPU kernels select on this GPU what ``gstep.selection.reference`` does: asked once, before they are believed.
 
 Importing this needs Triton. Shapes: M tokens, D hidden size, B budget.
 """
@@ -9,9 +9,9 @@ from functools import cache
 
 import torch
 
-from gstep.gpu_forms import Tuning, gram_form, prepare
-from gstep.gpu_lazy import LazyForm
-from gstep.sampling import density_guided_fps
+from gstep.selection.gpu.gram import Tuning, gram_form, prepare
+from gstep.selection.gpu.lazy import LazyForm
+from gstep.selection.reference import density_guided_fps
 
 _TOKENS, _BUDGET = 1300, 96  # more tokens than a round of the lazy form has candidates
 _LEVELS = 4  # few different densities, so that scores tie
