@@ -12,29 +12,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gstep.families import FAMILIES
 from gstep.lazy import LazyTable
 
 if TYPE_CHECKING:
     from gstep.backbones.base import Backbone, SampledVideo, StaticParts
-    from gstep.backbones.checkpoint import ModelSource, read_tensors
     from gstep.backbones.preprocess import Preprocessor
     from gstep.backbones.runtime import Runtime, choose_runtime
     from gstep.backbones.siglip_text import TextTower, TextTowerSource
+    from gstep.checkpoints.source import ModelSource
+    from gstep.checkpoints.tensors import read_tensors
 
-BACKBONES = LazyTable(
-    "model type",
-    {
-        "llava_onevision": "gstep.backbones.llava_onevision:LlavaOnevision",
-        "qwen2_5_vl": "gstep.backbones.qwen2_5_vl:Qwen2_5VL",
-        "qwen3_vl": "gstep.backbones.qwen3_vl:Qwen3VL",
-    },
-)
+BACKBONES = LazyTable("model type", {name: family.backbone for name, family in FAMILIES.items()})
 
 _PUBLIC = LazyTable(
     "name",
     {
         "Backbone": "gstep.backbones.base:Backbone",
-        "ModelSource": "gstep.backbones.checkpoint:ModelSource",
+        "ModelSource": "gstep.checkpoints.source:ModelSource",
         "Preprocessor": "gstep.backbones.preprocess:Preprocessor",
         "Runtime": "gstep.backbones.runtime:Runtime",
         "SampledVideo": "gstep.backbones.base:SampledVideo",
@@ -42,7 +37,7 @@ _PUBLIC = LazyTable(
         "TextTower": "gstep.backbones.siglip_text:TextTower",
         "TextTowerSource": "gstep.backbones.siglip_text:TextTowerSource",
         "choose_runtime": "gstep.backbones.runtime:choose_runtime",
-        "read_tensors": "gstep.backbones.checkpoint:read_tensors",
+        "read_tensors": "gstep.checkpoints.tensors:read_tensors",
     },
 )
 

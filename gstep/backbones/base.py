@@ -14,8 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gstep.backbones.checkpoint import ModelSource, TensorSource, read_tensors
 from gstep.backbones.preprocess import Preprocessor, as_frames
+from gstep.checkpoints.source import ModelSource
+from gstep.checkpoints.tensors import TensorSource, read_tensors
 from gstep.errors import ModelError
 from gstep.evidence import HEAD_SOURCES, in_words
 from gstep.types import VisualTokens

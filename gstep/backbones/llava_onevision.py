@@ -19,10 +19,12 @@ from torch import Tensor
 
 from gstep.backbones.attention import seeing
 from gstep.backbones.base import Backbone, SampledVideo, StaticParts, load_weights, rebuild_position_ids
-from gstep.backbones.checkpoint import ModelSource, read_tensors
 from gstep.backbones.preprocess import FixedSizePreprocessor
 from gstep.backbones.siglip import LastLayer, Probe, SinglePatches
-from gstep.backbones.siglip_head import PoolingHead, PoolingHeadSource
+from gstep.backbones.siglip_head import PoolingHead
+from gstep.checkpoints.pooling_head import PoolingHeadSource
+from gstep.checkpoints.source import ModelSource
+from gstep.checkpoints.tensors import read_tensors
 from gstep.errors import ModelError
 from gstep.evidence import HEAD_SOURCES, LAST_LAYER, POOLING_HEAD, SINGLE_PATCHES
 from gstep.types import VisualTokens

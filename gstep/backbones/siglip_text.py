@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from gstep.backbones.base import load_weights, rebuild_position_ids
-from gstep.backbones.checkpoint import files_with
-from gstep.backbones.identity import NO_MATTER, tensor_samples
-from gstep.backbones.siglip_head import PoolingHeadSource
+from gstep.checkpoints.identity import NO_MATTER, tensor_samples
+from gstep.checkpoints.pooling_head import PoolingHeadSource
+from gstep.checkpoints.tensors import files_with
 from gstep.errors import ModelError
 
 PREFIX = "text_model."

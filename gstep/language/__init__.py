@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from gstep.families import FAMILIES
 from gstep.lazy import LazyTable
 
 if TYPE_CHECKING:
@@ -17,14 +18,7 @@ if TYPE_CHECKING:
     from gstep.language.prompt import PromptBuilder
     from gstep.language.types import Answer, Decoding, Prompt, PromptPolicy, Score, Visual
 
-BUILDERS = LazyTable(
-    "model type",
-    {
-        "llava_onevision": "gstep.language.llava_onevision:LlavaOnevisionPrompts",
-        "qwen2_5_vl": "gstep.language.qwen_vl:Qwen2_5Prompts",
-        "qwen3_vl": "gstep.language.qwen_vl:Qwen3Prompts",
-    },
-)
+BUILDERS = LazyTable("model type", {name: family.prompts for name, family in FAMILIES.items()})
 
 _PUBLIC = LazyTable(
     "name",

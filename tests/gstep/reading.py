@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gstep.backbones import checkpoint
+from gstep.checkpoints import tensors
 
 
 class CountingSafeOpen:
@@ -33,7 +33,7 @@ class CountingSafeOpen:
 
 def count_reading(patch: pytest.MonkeyPatch) -> dict[str, int]:
     """From here on, name -> bytes of what is read out of safetensors files."""
-    patch.setattr(CountingSafeOpen, "_safe_open", staticmethod(checkpoint.safe_open), raising=False)
+    patch.setattr(CountingSafeOpen, "_safe_open", staticmethod(tensors.safe_open), raising=False)
     patch.setattr(CountingSafeOpen, "read", {})
-    patch.setattr(checkpoint, "safe_open", CountingSafeOpen)
+    patch.setattr(tensors, "safe_open", CountingSafeOpen)
     return CountingSafeOpen.read

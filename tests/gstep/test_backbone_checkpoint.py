@@ -15,7 +15,8 @@ from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 
-from gstep.backbones import ModelSource, checkpoint, hub, load_static, read_tensors, tiny
+from gstep.backbones import ModelSource, load_static, read_tensors
+from gstep.checkpoints import hub, tensors, tiny
 from gstep.errors import ModelError
 
 REPO = "some-owner/tiny-llava"
@@ -80,7 +81,7 @@ def newline_of(model: str | Path) -> torch.Tensor:
 
 
 def test_a_folder_resolves_without_reading_weights(folder, monkeypatch):
-    monkeypatch.setattr(checkpoint, "safe_open", None)
+    monkeypatch.setattr(tensors, "safe_open", None)
     source = ModelSource.resolve(folder)
     assert (source.model_type, source.files.kind, source.files.revision) == ("llava_onevision", "folder", None)
     assert source.config["vision_config"]["image_size"] == 384

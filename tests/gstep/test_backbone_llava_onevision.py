@@ -10,16 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlavaOnevisionForConditionalGeneration
 
-from gstep.backbones import (
-    BACKBONES,
-    ModelSource,
-    Runtime,
-    SampledVideo,
-    load_backbone,
-    load_static,
-    preprocessor_for,
-    tiny,
-)
+from gstep.backbones import BACKBONES, ModelSource, Runtime, SampledVideo, load_backbone, load_static, preprocessor_for
+from gstep.checkpoints import tiny
 from gstep.errors import ModelError
 from tests.gstep.reading import count_reading
 

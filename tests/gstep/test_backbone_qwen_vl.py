@@ -20,10 +20,10 @@ from gstep.backbones import (
     load_backbone,
     load_static,
     preprocessor_for,
-    tiny,
     token_bytes,
 )
-from gstep.backbones.files import CheckpointFiles
+from gstep.checkpoints import tiny
+from gstep.checkpoints.files import CheckpointFiles
 from gstep.errors import ModelError
 from tests.gstep.qwen_configs import PREPROCESSOR, SIZES
 from tests.gstep.reading import count_reading

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText, DynamicCache
 
-from gstep.backbones import ModelSource, choose_runtime, tiny
+from gstep.backbones import ModelSource, choose_runtime
+from gstep.checkpoints import tiny
 from gstep.language import Decoding, load_language_model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs
 from gstep.pruners.fastv import FastV

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from gstep.backbones import ModelSource, choose_runtime, tiny
-from gstep.backbones.files import CheckpointFiles
+from gstep.backbones import ModelSource, choose_runtime
+from gstep.checkpoints import tiny
+from gstep.checkpoints.files import CheckpointFiles
 from gstep.errors import ModelError
 from gstep.language import Decoding, load_language_model, model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gstep.backbones import ModelSource, tiny
+from gstep.backbones import ModelSource
+from gstep.checkpoints import tiny
 from gstep.errors import ModelError
 from gstep.language import Decoding, PromptPolicy, Visual, prompt_builder
 from tests.gstep.llms import FAMILIES, stock

@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import interpolate, scaled_dot_product_attention
 from transformers import LlavaOnevisionForConditionalGeneration, SiglipVisionConfig, SiglipVisionModel
 
-from gstep.backbones import ModelSource, Runtime, check_evidence, load_backbone, preprocessor_for, tiny
+from gstep.backbones import ModelSource, Runtime, check_evidence, load_backbone, preprocessor_for
 from gstep.backbones import with_pooling_head as with_head
-from gstep.backbones.siglip_head import DEFAULTS
+from gstep.checkpoints import tiny
+from gstep.checkpoints.pooling_head import DEFAULTS
 from gstep.errors import ModelError
 from gstep.evidence import LAST_LAYER, POOLING_HEAD
 from tests.gstep.reading import count_reading

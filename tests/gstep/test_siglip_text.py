@@ -19,8 +19,9 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from gstep.backbones import ModelSource, Runtime, TextTower, load_backbone, preprocessor_for, text_tower, tiny
+from gstep.backbones import ModelSource, Runtime, TextTower, load_backbone, preprocessor_for, text_tower
 from gstep.backbones import with_pooling_head as with_head
+from gstep.checkpoints import tiny
 from gstep.errors import ModelError
 from gstep.evidence import POOLING_HEAD, SINGLE_PATCHES
 from tests.gstep.reading import count_reading

@@ -18,7 +18,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from gstep.backbones import ModelSource, Preprocessor, Runtime, load_backbone, preprocessor_for, tiny
+from gstep.backbones import ModelSource, Preprocessor, Runtime, load_backbone, preprocessor_for
+from gstep.checkpoints import tiny
 from gstep.errors import ModelError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -71,7 +72,7 @@ def test_two_builds_have_the_same_bytes(tmp_path, name):
 
 
 def test_processes_that_race_agree_on_one_whole_folder(user_cache, tmp_path):
-    code = "from gstep.backbones import tiny; print(tiny.build('tiny'))"
+    code = "from gstep.checkpoints import tiny; print(tiny.build('tiny'))"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
     racers = [
         subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)

@@ -124,4 +124,4 @@ def forbid_models(patch: pytest.MonkeyPatch) -> None:
     def forbidden(*args: object, **keywords: object) -> None:
         raise AssertionError("a model was loaded")
 
-    patch.setattr("gstep.backbones.checkpoint.safe_open", forbidden)
+    patch.setattr("gstep.checkpoints.tensors.safe_open", forbidden)

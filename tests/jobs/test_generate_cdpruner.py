@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast, SiglipModel
 
 import gstep
-from gstep.backbones import ModelSource, text_tower, tiny
+from gstep.backbones import ModelSource, text_tower
+from gstep.checkpoints import tiny
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
 from jobs import generate, prune

@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 
-from gstep.backbones import ModelSource, tiny
+from gstep.backbones import ModelSource
+from gstep.checkpoints import tiny
 from jobs import generate
 from pipeline import answer_stage
 from pipeline.answers import read_answers

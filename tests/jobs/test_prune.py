@@ -12,7 +12,8 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import gstep
-from gstep.backbones import ModelSource, choose_runtime, load_backbone, preprocessor_for, tiny
+from gstep.backbones import ModelSource, choose_runtime, load_backbone, preprocessor_for
+from gstep.checkpoints import tiny
 from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.decode import DecodeRequest, decode_video

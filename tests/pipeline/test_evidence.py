@@ -12,7 +12,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import gstep
-from gstep.backbones import ModelSource, choose_runtime, load_backbone, tiny, with_pooling_head
+from gstep.backbones import ModelSource, choose_runtime, load_backbone, with_pooling_head
+from gstep.checkpoints import tiny
 from gstep.evidence import LAST_LAYER, MERGED_QUERIES, SINGLE_PATCHES
 from pipeline import CorruptShard, EvidenceNotCached, TokenCache
 from pipeline.cache import HEADER

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gstep.backbones import ModelSource, tiny
+from gstep.backbones import ModelSource
+from gstep.checkpoints import tiny
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
 from pipeline import TokenCache, answer_stage, poison

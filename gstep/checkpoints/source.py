@@ -1,26 +1,18 @@
-"""What a model argument means, and single tensors of its safetensors files.
-
-Nothing here unpickles, or runs code that comes with a checkpoint.
-"""
+"""What a model argument means: which checkpoint, of which family, with which weights. No weight is read here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
-
-from gstep.backbones import BACKBONES, tiny
-from gstep.backbones.files import CheckpointFiles
-from gstep.backbones.identity import folder_identity
+from gstep.checkpoints import tiny
+from gstep.checkpoints.files import CheckpointFiles
+from gstep.checkpoints.identity import folder_identity
+from gstep.checkpoints.pooling_head import PoolingHeadSource
+from gstep.checkpoints.tensors import find_weight_files
 from gstep.errors import ModelError
-
-if TYPE_CHECKING:
-    from gstep.backbones.siglip_head import PoolingHeadSource
+from gstep.families import FAMILIES
 
 _LLAVA = (
     "Checkpoints must be in the layout of transformers, for LLaVA-OneVision those named llava-hf/llava-onevision-*-hf."
@@ -31,23 +23,6 @@ _QWEN = (
     "implemented."
 )
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-
-class TensorSource(Protocol):
-    """Safetensors files that were found: see :class:`ModelSource` for what its parts mean."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def files(self) -> CheckpointFiles: ...
-
-    @property
-    def weight_files(self) -> tuple[str, ...]: ...
-
-    def file(self, filename: str) -> Path: ...
-
 
 @dataclass(frozen=True)
 class ModelSource:
@@ -55,7 +30,7 @@ class ModelSource:
 
     Attributes:
         name: the argument as given.
-        model_type: a key of BACKBONES.
+        model_type: a name in ``gstep.families``.
         identity: says which weights these are: "hub:<id>@<sha>", "folder:<hash>" or "tiny:<version>-<hash>".
         files: where its files are; ``files.revision`` is the commit sha of a Hugging Face id.
         weight_files: the names of the safetensors files.
@@ -122,70 +97,13 @@ class ModelSource:
         return str(self.file("config.json").parent), None
 
 
-def read_tensors(
-    source: TensorSource,
-    wanted: Callable[[str], str | None],
-    *,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype | None = None,
-) -> dict[str, Tensor]:
-    """Read only the tensors that ``wanted`` gives a name to; only shards that hold one are opened (or downloaded).
-
-    Args:
-        wanted: the name on disk -> the name in the result, or None for a tensor to leave alone.
-        dtype: cast to it; None keeps what is stored.
-
-    Raises ModelError where a file is missing or is no safetensors file.
-    """
-    tensors = {}
-    for filename in files_with(source, wanted):
-        path = source.file(filename)
-        try:
-            with safe_open(path, framework="pt") as opened:
-                for key in opened.keys():  # noqa: SIM118 - not a mapping
-                    if (name := wanted(key)) is not None:
-                        # A copy: memory-mapped tensors are unaligned, and that may decide the last bit of a GEMM.
-                        tensors[name] = opened.get_tensor(key).to(device=device, dtype=dtype, copy=True)
-        except SafetensorError as error:
-            raise ModelError(f"{path} is no complete safetensors file ({error}): download it again") from error
-    return tensors
-
-
-def files_with(source: TensorSource, wanted: Callable[[str], str | None]) -> list[str]:
-    """The safetensors files that may hold a tensor which ``wanted`` gives a name to."""
-    index = None if source.weight_files == (SINGLE,) else source.files.read_json(INDEX)
-    if index is None:
-        return list(source.weight_files)
-    return sorted({filename for key, filename in index["weight_map"].items() if wanted(key) is not None})
-
-
 def _known_type(name: str, config: dict[str, Any]) -> str:
     model_type = str(config.get("model_type"))
-    if model_type in BACKBONES:
+    if model_type in FAMILIES:
         return model_type
     remote = " Code that comes with a checkpoint (auto_map) is never run." if "auto_map" in config else ""
     use = _QWEN if model_type.startswith("qwen") else _LLAVA
-    raise ModelError(f"{name!r} has the model type {model_type!r}; known: {', '.join(BACKBONES)}. {use}{remote}")
-
-
-def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
-    """In the order of precedence of from_pretrained: one file, then an index, then whatever shards lie in a folder.
-
-    Raises ModelError where there are no safetensors files.
-    """
-    if files.has(SINGLE):
-        return (SINGLE,)
-    index = files.read_json(INDEX)
-    names = files.names(".safetensors") if index is None else sorted(set(index.get("weight_map", {}).values()))
-    if not names:
-        pickles = ", ".join(files.names(".bin", ".pt", ".pth")) or "pytorch_model.bin, *.pt, *.pth"
-        raise ModelError(
-            f"{name!r} has no safetensors weights. Pickled weights ({pickles}) are refused, because loading them can "
-            "run code: convert them where you trust them, with from_pretrained and then save_pretrained of transformers"
-        )
-    if any(Path(filename).name != filename for filename in names):
-        raise ModelError(f"{name!r}: {INDEX} names files outside its folder: download the checkpoint again")
-    return tuple(names)
+    raise ModelError(f"{name!r} has the model type {model_type!r}; known: {', '.join(FAMILIES)}. {use}{remote}")
 
 
 def _identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dict[str, Any]) -> str:

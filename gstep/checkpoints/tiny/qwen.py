@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from gstep.backbones.tiny_parts import Array, Draw
-from gstep.backbones.tiny_tokenizer import VOCAB_SIZE, TinyTokenizer
+from gstep.checkpoints.tiny.parts import Array, Draw
+from gstep.checkpoints.tiny.tokenizer import VOCAB_SIZE, TinyTokenizer
 
 SPECIAL = (
     "<|endoftext|>",

@@ -16,19 +16,19 @@ from pathlib import Path
 
 from safetensors.numpy import save_file
 
-from gstep.backbones import tiny_llava_onevision, tiny_qwen2_5_vl, tiny_qwen3_vl, tiny_siglip, tiny_tokenizer
-from gstep.backbones.tiny_parts import TinyModel, Weights
+from gstep.checkpoints.tiny import llava_onevision, qwen2_5_vl, qwen3_vl, siglip, tokenizer
+from gstep.checkpoints.tiny.parts import TinyModel, Weights
 from gstep.errors import ModelError
 
 VERSION = "1"  # raise it with any change to what is written: cached tokens of another version are refused
 
 TINY: Mapping[str, TinyModel] = {
-    "tiny": tiny_llava_onevision.MODEL,
-    "tiny-qwen2-5-vl": tiny_qwen2_5_vl.MODEL,
-    "tiny-qwen3-vl": tiny_qwen3_vl.MODEL,
+    "tiny": llava_onevision.MODEL,
+    "tiny-qwen2-5-vl": qwen2_5_vl.MODEL,
+    "tiny-qwen3-vl": qwen3_vl.MODEL,
 }
 #: Not models of videos by themselves: a checkpoint to take single tensors from.
-PARTS: Mapping[str, TinyModel] = {"tiny-siglip": tiny_siglip.MODEL}
+PARTS: Mapping[str, TinyModel] = {"tiny-siglip": siglip.MODEL}
 _ALL = {**TINY, **PARTS}
 
 
@@ -64,7 +64,7 @@ def write(name: str, folder: Path) -> None:
     save_file(_weights(name), folder / "model.safetensors", metadata={"format": "pt"})
     for filename, content in {"config.json": model.config, **model.processor_files}.items():
         (folder / filename).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    tiny_tokenizer.write(folder, model.tokenizer)
+    tokenizer.write(folder, model.tokenizer)
 
 
 @cache

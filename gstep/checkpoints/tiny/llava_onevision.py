@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from gstep.backbones.tiny_parts import Draw, TinyModel, Weights, decoder, siglip
-from gstep.backbones.tiny_tokenizer import VOCAB_SIZE, TinyTokenizer
+from gstep.checkpoints.tiny.parts import Draw, TinyModel, Weights, decoder, siglip
+from gstep.checkpoints.tiny.tokenizer import VOCAB_SIZE, TinyTokenizer
 
 TOKENIZER = TinyTokenizer(
     special=("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>"),

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gstep.backbones import tiny_llava_onevision
-from gstep.backbones.tiny_parts import Draw, TinyModel, Weights, siglip_layers
-from gstep.backbones.tiny_tokenizer import VOCAB_SIZE, TinyTokenizer
+from gstep.checkpoints.tiny import llava_onevision
+from gstep.checkpoints.tiny.parts import Draw, TinyModel, Weights, siglip_layers
+from gstep.checkpoints.tiny.tokenizer import VOCAB_SIZE, TinyTokenizer
 
 TOKENIZER = TinyTokenizer(special=("</s>", "<unk>"), chat_template=None, end="</s>", max_length=16)
 
@@ -41,7 +41,7 @@ def _text_tower(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
     draw.linear(f"{prefix}.head", width, width)
 
 
-_VISION = tiny_llava_onevision.MODEL.config["vision_config"]
+_VISION = llava_onevision.MODEL.config["vision_config"]
 
 MODEL = TinyModel(
     config={

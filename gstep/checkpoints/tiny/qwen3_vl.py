@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gstep.backbones.tiny_parts import Draw, TinyModel, Weights, decoder
-from gstep.backbones.tiny_qwen import GENERATION, TEXT, TOKEN_IDS, attention, merger, patch_embedding, tokenizer
+from gstep.checkpoints.tiny.parts import Draw, TinyModel, Weights, decoder
+from gstep.checkpoints.tiny.qwen import GENERATION, TEXT, TOKEN_IDS, attention, merger, patch_embedding, tokenizer
 
 
 def _weights(config: Mapping[str, Any]) -> Weights:

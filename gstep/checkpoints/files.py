@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gstep.backbones import hub, tiny
+from gstep.checkpoints import hub, tiny
 from gstep.errors import ModelError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gstep.backbones.tiny_tokenizer import TinyTokenizer
+from gstep.checkpoints.tiny.tokenizer import TinyTokenizer
 
 SEED = 20240806
 

@@ -1,0 +1,91 @@
+"""Single tensors of a checkpoint's safetensors files, and which files those are.
+
+Nothing here unpickles, or runs code that comes with a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gstep.checkpoints.files import CheckpointFiles
+from gstep.errors import ModelError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class TensorSource(Protocol):
+    """Safetensors files that were found: see :class:`ModelSource` for what its parts mean."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def files(self) -> CheckpointFiles: ...
+
+    @property
+    def weight_files(self) -> tuple[str, ...]: ...
+
+    def file(self, filename: str) -> Path: ...
+
+
+def read_tensors(
+    source: TensorSource,
+    wanted: Callable[[str], str | None],
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Read only the tensors that ``wanted`` gives a name to; only shards that hold one are opened (or downloaded).
+
+    Args:
+        wanted: the name on disk -> the name in the result, or None for a tensor to leave alone.
+        dtype: cast to it; None keeps what is stored.
+
+    Raises ModelError where a file is missing or is no safetensors file.
+    """
+    tensors = {}
+    for filename in files_with(source, wanted):
+        path = source.file(filename)
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for key in opened.keys():  # noqa: SIM118 - not a mapping
+                    if (name := wanted(key)) is not None:
+                        # A copy: memory-mapped tensors are unaligned, and that may decide the last bit of a GEMM.
+                        tensors[name] = opened.get_tensor(key).to(device=device, dtype=dtype, copy=True)
+        except SafetensorError as error:
+            raise ModelError(f"{path} is no complete safetensors file ({error}): download it again") from error
+    return tensors
+
+
+def files_with(source: TensorSource, wanted: Callable[[str], str | None]) -> list[str]:
+    """The safetensors files that may hold a tensor which ``wanted`` gives a name to."""
+    index = None if source.weight_files == (SINGLE,) else source.files.read_json(INDEX)
+    if index is None:
+        return list(source.weight_files)
+    return sorted({filename for key, filename in index["weight_map"].items() if wanted(key) is not None})
+
+
+def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
+    """In the order of precedence of from_pretrained: one file, then an index, then whatever shards lie in a folder.
+
+    Raises ModelError where there are no safetensors files.
+    """
+    if files.has(SINGLE):
+        return (SINGLE,)
+    index = files.read_json(INDEX)
+    names = files.names(".safetensors") if index is None else sorted(set(index.get("weight_map", {}).values()))
+    if not names:
+        pickles = ", ".join(files.names(".bin", ".pt", ".pth")) or "pytorch_model.bin, *.pt, *.pth"
+        raise ModelError(
+            f"{name!r} has no safetensors weights. Pickled weights ({pickles}) are refused, because loading them can "
+            "run code: convert them where you trust them, with from_pretrained and then save_pretrained of transformers"
+        )
+    if any(Path(filename).name != filename for filename in names):
+        raise ModelError(f"{name!r}: {INDEX} names files outside its folder: download the checkpoint again")
+    return tuple(names)

@@ -1,0 +1,26 @@
+"""The model families, a line each: the class that makes visual tokens, and the one that puts them into prompts.
+
+Strings, so that a checkpoint's type is known before any model code is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Family(NamedTuple):
+    """Where the two classes of a family are: ``package.module:Class``."""
+
+    backbone: str
+    prompts: str
+
+
+#: ``model_type`` in config.json -> the family.
+FAMILIES: Mapping[str, Family] = {
+    "llava_onevision": Family(
+        "gstep.backbones.llava_onevision:LlavaOnevision", "gstep.language.llava_onevision:LlavaOnevisionPrompts"
+    ),
+    "qwen2_5_vl": Family("gstep.backbones.qwen2_5_vl:Qwen2_5VL", "gstep.language.qwen_vl:Qwen2_5Prompts"),
+    "qwen3_vl": Family("gstep.backbones.qwen3_vl:Qwen3VL", "gstep.language.qwen_vl:Qwen3Prompts"),
+}
