@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gstep.backbones.preprocess import as_frames
+from gstep.backbones.preprocess.base import as_frames
 from pipeline.decode import DecodeRequest
 from pipeline.frames import Sampling
 from pipeline.manifest import read_manifest

@@ -10,7 +10,7 @@ from torch import Tensor
 from gstep import BACKBONES, PRUNERS, VisualTokens, make_pruner
 from gstep.backbones import ModelSource, TextTower, TextTowerSource, text_tower
 from gstep.language import LanguageModel, PromptBuilder, Visual
-from gstep.language.inside import check_layer
+from gstep.language.layer_pruning import check_layer
 from gstep.pruners.base import Pruner
 from gstep.pruners.cdpruner import CDPruner
 from gstep.pruners.fastv import FastV

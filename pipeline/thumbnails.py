@@ -9,7 +9,7 @@ from typing import Any
 import av
 from torch import Tensor, nn
 
-from gstep.backbones.preprocess import as_frames
+from gstep.backbones.preprocess.base import as_frames
 from pipeline.decode import DecodedVideo, DecodeRequest
 from pipeline.errors import VideoFault
 from pipeline.fetch import same_source

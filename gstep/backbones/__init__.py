@@ -17,9 +17,9 @@ from gstep.lazy import LazyTable
 
 if TYPE_CHECKING:
     from gstep.backbones.base import Backbone, SampledVideo, StaticParts
-    from gstep.backbones.preprocess import Preprocessor
+    from gstep.backbones.preprocess.base import Preprocessor
     from gstep.backbones.runtime import Runtime, choose_runtime
-    from gstep.backbones.siglip_text import TextTower, TextTowerSource
+    from gstep.backbones.siglip.text import TextTower, TextTowerSource
     from gstep.checkpoints.source import ModelSource
     from gstep.checkpoints.tensors import read_tensors
 
@@ -30,12 +30,12 @@ _PUBLIC = LazyTable(
     {
         "Backbone": "gstep.backbones.base:Backbone",
         "ModelSource": "gstep.checkpoints.source:ModelSource",
-        "Preprocessor": "gstep.backbones.preprocess:Preprocessor",
+        "Preprocessor": "gstep.backbones.preprocess.base:Preprocessor",
         "Runtime": "gstep.backbones.runtime:Runtime",
         "SampledVideo": "gstep.backbones.base:SampledVideo",
         "StaticParts": "gstep.backbones.base:StaticParts",
-        "TextTower": "gstep.backbones.siglip_text:TextTower",
-        "TextTowerSource": "gstep.backbones.siglip_text:TextTowerSource",
+        "TextTower": "gstep.backbones.siglip.text:TextTower",
+        "TextTowerSource": "gstep.backbones.siglip.text:TextTowerSource",
         "choose_runtime": "gstep.backbones.runtime:choose_runtime",
         "read_tensors": "gstep.checkpoints.tensors:read_tensors",
     },
@@ -110,7 +110,7 @@ def text_tower(source: ModelSource, siglip: str | Path) -> TextTowerSource:
 
     Raises ModelError for a family without such a tower, and for a checkpoint without one that fits.
     """
-    from gstep.backbones.siglip_text import TextTowerSource  # noqa: PLC0415 - imported when first used, as all here
+    from gstep.backbones.siglip.text import TextTowerSource  # noqa: PLC0415 - imported when first used, as all here
 
     head = with_pooling_head(source, siglip).pooling_head
     assert head is not None

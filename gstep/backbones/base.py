@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gstep.backbones.preprocess import Preprocessor, as_frames
+from gstep.backbones.preprocess.base import Preprocessor, as_frames
 from gstep.checkpoints.source import ModelSource
 from gstep.checkpoints.tensors import TensorSource, read_tensors
 from gstep.errors import ModelError
@@ -22,7 +22,7 @@ from gstep.evidence import HEAD_SOURCES, in_words
 from gstep.types import VisualTokens
 
 if TYPE_CHECKING:
-    from gstep.backbones.siglip_head import PoolingHead
+    from gstep.backbones.siglip.head import PoolingHead
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from gstep.backbones.attention import seeing
 from gstep.backbones.base import Backbone, SampledVideo, StaticParts, load_weights, rebuild_position_ids
-from gstep.backbones.preprocess import FixedSizePreprocessor
-from gstep.backbones.siglip import LastLayer, Probe, SinglePatches
-from gstep.backbones.siglip_head import PoolingHead
+from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
+from gstep.backbones.siglip.evidence import LastLayer, Probe, SinglePatches
+from gstep.backbones.siglip.head import PoolingHead
 from gstep.checkpoints.pooling_head import PoolingHeadSource
 from gstep.checkpoints.source import ModelSource
 from gstep.checkpoints.tensors import read_tensors

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gstep.backbones.base import SampledVideo
-from gstep.backbones.preprocess_qwen import DynamicSizePreprocessor, PerFramePreprocessor, with_pixel_bounds
+from gstep.backbones.preprocess.qwen import DynamicSizePreprocessor, PerFramePreprocessor, with_pixel_bounds
 from gstep.backbones.qwen_vl import QwenVL
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gstep.backbones.attention import heads, merged_attention, rotated, seeing
 from gstep.backbones.base import Backbone, SampledVideo, StaticParts, check_loaded, load_weights
-from gstep.backbones.preprocess_qwen import DynamicSizePreprocessor
+from gstep.backbones.preprocess.qwen import DynamicSizePreprocessor
 from gstep.checkpoints.source import ModelSource
 from gstep.errors import ModelError
 from gstep.evidence import MERGED_QUERIES

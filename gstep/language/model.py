@@ -15,7 +15,7 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from gstep.backbones import ModelSource, Runtime
 from gstep.language.batch import Batch, encoder_outputs
 from gstep.language.decoding import FirstToken, RowLimits, SeededSampling
-from gstep.language.inside import PruneInside, visual_places
+from gstep.language.layer_pruning import PruneInside, visual_places
 from gstep.language.prompt import tokenizer_of
 from gstep.language.types import Answer, Decoding, Prompt, Score
 from gstep.language.weights import load_llm

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gstep.backbones.llava_onevision import DEFAULTS
-from gstep.backbones.preprocess import FixedSizePreprocessor
+from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
 from gstep.errors import ModelError
 
 GOLDEN = Path(__file__).parent / "golden"

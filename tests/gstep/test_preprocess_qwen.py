@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gstep.backbones.preprocess_qwen import PerFramePreprocessor, PerVideoPreprocessor
+from gstep.backbones.preprocess.qwen import PerFramePreprocessor, PerVideoPreprocessor
 from gstep.backbones.qwen2_5_vl import Qwen2_5VL
 from gstep.backbones.qwen3_vl import Qwen3VL
 from gstep.errors import ModelError, UnsupportedVideo

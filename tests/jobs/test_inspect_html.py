@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from gstep.backbones.preprocess import FixedSizePreprocessor
+from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
 from gstep.types import budget_for
 from jobs import inspect
 from pipeline import TokenCache

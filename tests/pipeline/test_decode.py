@@ -9,8 +9,8 @@ import av
 import numpy as np
 import pytest
 
-from gstep.backbones.preprocess import FixedSizePreprocessor
-from gstep.backbones.preprocess_qwen import PerFramePreprocessor, PerVideoPreprocessor
+from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
+from gstep.backbones.preprocess.qwen import PerFramePreprocessor, PerVideoPreprocessor
 from gstep.backbones.qwen2_5_vl import Qwen2_5VL
 from gstep.backbones.qwen3_vl import Qwen3VL
 from pipeline.decode import DecodeRequest, decode_video

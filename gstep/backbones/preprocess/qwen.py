@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gstep.backbones.preprocess import Preprocessor, check_settings, rgb_triple
+from gstep.backbones.preprocess.base import Preprocessor, check_settings, rgb_triple
 from gstep.errors import ModelError, UnsupportedVideo
 
 MAX_ASPECT_RATIO = 200

@@ -87,37 +87,6 @@ class Preprocessor(ABC):
         }
 
 
-@dataclass(frozen=True)
-class FixedSizePreprocessor(Preprocessor):
-    """Every frame is resized to one size, whatever its shape (LLaVA-OneVision: 384 x 384)."""
-
-    height: int
-    width: int
-
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> FixedSizePreprocessor:
-        """From the merged settings of a checkpoint's preprocessor file over the class defaults.
-
-        Raises ModelError, naming the setting, where one asks for something that is not implemented here.
-        """
-        check_settings(settings)
-        size = settings["size"]
-        if not (isinstance(size, Mapping) and set(size) == {"height", "width"}):
-            raise ModelError(
-                f"the preprocessor setting size={size!r} is not implemented: it must give height and width"
-            )
-        mean, std = rgb_triple(settings, "image_mean"), rgb_triple(settings, "image_std")
-        return cls(image_mean=mean, image_std=std, height=int(size["height"]), width=int(size["width"]))
-
-    def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels, the same for every video."""
-        return self.height, self.width
-
-    def settings(self) -> dict[str, Any]:
-        """Everything that decides the pixel values, JSON-able, for the fingerprint of a cache."""
-        return {**super().settings(), "size": [self.height, self.width]}
-
-
 def as_frames(frames: Tensor | NDArray[np.uint8]) -> Tensor:
     """``frames`` as a uint8 tensor [T,H,W,3]. Raises ValueError where they are anything else."""
     if isinstance(frames, np.ndarray):

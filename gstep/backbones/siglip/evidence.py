@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gstep.backbones.attention import attention_received, heads
-from gstep.backbones.siglip_head import PoolingHead
+from gstep.backbones.siglip.head import PoolingHead
 
 
 class LastLayer:
