@@ -22,7 +22,7 @@ from pipeline.poison import exit_if_poisoned
 from pipeline.pulse import Beat
 from pipeline.questions import decoding_of
 from pipeline.rows import WRITTEN
-from pipeline.store import Store
+from pipeline.storage.stores import Store
 
 STAGE = "answer"
 GROW_AFTER = 16  # batches after one that did not fit

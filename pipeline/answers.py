@@ -18,7 +18,7 @@ from pipeline.errors import NotAnswers
 from pipeline.header import header_bytes, read_header_file
 from pipeline.live import check_content, live_rows, shard_name
 from pipeline.schema import READ_THREADS, column, open_parquet, write_parquet
-from pipeline.store import Store, store_at
+from pipeline.storage.stores import Store, store_at
 
 ANSWERS_VERSION = 1
 HEADER = "answers.json"

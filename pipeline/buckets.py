@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from pipeline.errors import ManifestError
-from pipeline.objects import SCHEME, ObjectInfo, Objects, check_uri
+from pipeline.storage.s3 import SCHEME, ObjectInfo, Objects, check_uri
 
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")

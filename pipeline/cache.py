@@ -20,7 +20,7 @@ from pipeline.header import read_header_file
 from pipeline.live import VideoRows, read_live
 from pipeline.schema import SCHEMA_VERSION, token_schema
 from pipeline.shards import TokenShard
-from pipeline.store import Store, store_at
+from pipeline.storage.stores import Store, store_at
 
 HEADER = "cache.json"
 TokenOrder = Literal["index", "selection"]

@@ -17,11 +17,11 @@ from pipeline.decode import DecodedVideo, DecodeRequest
 from pipeline.errors import VideoFault
 from pipeline.fetch import Source, one_ahead, open_source
 from pipeline.frames import Sampling
-from pipeline.objects import Objects, is_object
 from pipeline.pulse import Beat
 from pipeline.readers import reader_version
 from pipeline.rows import DECODED, Record, failed, one_row
 from pipeline.sandbox import DecodeSandbox
+from pipeline.storage.s3 import Objects, is_object
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 from pipeline.decode import DecodedVideo, DecodeRequest, fault_of
 from pipeline.errors import VideoFault, printable
-from pipeline.objects import Objects, is_object
 from pipeline.sandbox import DecodeSandbox
+from pipeline.storage.s3 import Objects, is_object
 
 try:
     import fcntl

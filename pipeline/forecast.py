@@ -20,10 +20,10 @@ from pipeline.config import PruneConfig
 from pipeline.errors import CacheLocked, UsageError
 from pipeline.job import Job, prepare
 from pipeline.ledger import Ledger
-from pipeline.lock import holder
 from pipeline.request import store_refusing
 from pipeline.resume import Tally, remaining, share_of
-from pipeline.store import LocalStore, Store
+from pipeline.storage.lock import holder
+from pipeline.storage.stores import LocalStore, Store
 
 _SHOWN = 5  # ids of videos to do
 

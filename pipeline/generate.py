@@ -23,12 +23,12 @@ from pipeline.errors import RunFailed
 from pipeline.generate_config import GenerateConfig
 from pipeline.generate_job import GenerateJob, match_answers, prepare
 from pipeline.graph import MAX_BLOCKS, Stage, actors
-from pipeline.lock import Lock, cache_lock
 from pipeline.progress import Words, reporter
 from pipeline.pulse import start_pulse
 from pipeline.rows import Record
 from pipeline.runs import RunFile
 from pipeline.stall import Watch
+from pipeline.storage.lock import Lock, cache_lock
 from pipeline.stream import stream
 from pipeline.todo import in_blocks, said_of_the_rest, unanswered, without_model
 

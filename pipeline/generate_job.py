@@ -21,10 +21,10 @@ from pipeline.errors import IdentityMismatch, NotAnswers, UsageError
 from pipeline.generate_config import GenerateConfig
 from pipeline.late_pruning import LatePruning, late_pruning
 from pipeline.live import INDEX_COLUMNS, read_live
-from pipeline.objects import Objects
 from pipeline.questions import Way, read_questions
 from pipeline.request import check_out, new_run_id, refusing, store_refusing
-from pipeline.store import Store, store_at
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import Store, store_at
 
 # What is asked of the index of the cache, beside what TokenCache needs of it.
 LIVE_COLUMNS = (

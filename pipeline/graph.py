@@ -24,7 +24,7 @@ from pipeline.decode_stage import Decoder, DecodeSetup
 from pipeline.encode import Encoder, EncodeSetup
 from pipeline.rows import Record, records
 from pipeline.sink import Writer
-from pipeline.store import Store
+from pipeline.storage.stores import Store
 
 
 @dataclass(frozen=True)

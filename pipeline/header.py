@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.errors import UsageError
 from pipeline.schema import digest
-from pipeline.store import Store
+from pipeline.storage.stores import Store
 
 CHECKSUM = "checksum"
 

@@ -29,10 +29,10 @@ from pipeline.evidence import evidence_sources
 from pipeline.frames import Sampling
 from pipeline.live import VIDEOS
 from pipeline.manifest import read_manifest
-from pipeline.objects import Objects
 from pipeline.readers import READERS, load_reader
 from pipeline.request import check_out, new_run_id, refusing, store_refusing
-from pipeline.store import Store, store_at
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import Store, store_at
 
 DEFAULT_FRAMES = 32
 

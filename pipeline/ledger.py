@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pipeline.keys import clip_keys, find, keys_of
 from pipeline.live import VIDEOS, VideoRows, parse_videos_shard
-from pipeline.store import Store
+from pipeline.storage.stores import Store
 
 STAGES: Final = ("decode", "encode", "prune", "write")
 _COLUMNS: Final[dict[str, tuple[Any, tuple[int, ...]]]] = {

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 
 from pipeline.errors import CorruptShard
 from pipeline.schema import READ_THREADS, VIDEO_SCHEMA, digest, open_parquet
-from pipeline.store import Store
+from pipeline.storage.stores import Store
 
 TOKENS, VIDEOS = "tokens", "videos"  # folders of a cache
 _PLACE = (pa.field("shard", pa.string()), pa.field("row", pa.int32()))

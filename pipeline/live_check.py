@@ -29,12 +29,12 @@ from pipeline.errors import UsageError, VideoFault
 from pipeline.fetch import same_source
 from pipeline.job import match_cache, resolve
 from pipeline.named_videos import MANIFEST_SCHEMA
-from pipeline.objects import Objects
 from pipeline.request import refusing
 from pipeline.resume import TODO_SCHEMA
 from pipeline.rows import payload, records
 from pipeline.runs import RUNS
-from pipeline.store import ObjectStore
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import ObjectStore
 from pipeline.verify_report import LiveResult, Problem, Report
 
 Row = dict[str, Any]

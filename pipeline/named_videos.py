@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from pipeline.buckets import MISSHAPED, OUTSIDE, named_policy
 from pipeline.errors import ManifestError, printable
-from pipeline.objects import is_object
+from pipeline.storage.s3 import is_object
 from pipeline.tables import Rows, carried_json, is_text
 
 # ``path`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what a

@@ -8,9 +8,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import PurePosixPath
 
 from pipeline.live import TOKENS, VIDEOS
-from pipeline.lock import Lock
 from pipeline.runs import RUNS
-from pipeline.store import FileInfo, ObjectStore, Store
+from pipeline.storage.lock import Lock
+from pipeline.storage.stores import FileInfo, ObjectStore, Store
 from pipeline.verify_report import Report
 
 _TEMPORARY = ".tmp-"  # how LocalStore.put calls a file until it is whole

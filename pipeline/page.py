@@ -20,9 +20,9 @@ from pipeline.cache import TokenCache
 from pipeline.cached_video import CachedVideo
 from pipeline.charts import density_chart, kept_chart
 from pipeline.errors import UsageError
-from pipeline.objects import Objects
 from pipeline.report import flat, frames_of, source_facts, source_frames
 from pipeline.schema import TIERS
+from pipeline.storage.s3 import Objects
 from pipeline.thumbnails import Pictures, source_pictures
 
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.errors import UsageError
-from pipeline.store import LocalStore, Store
+from pipeline.storage.stores import LocalStore, Store
 
 
 @contextmanager

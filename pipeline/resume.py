@@ -14,8 +14,8 @@ from pipeline.errors import SourceChanged
 from pipeline.keys import ROWS_AT_ONCE, clip_keys
 from pipeline.ledger import Ledger
 from pipeline.named_videos import MANIFEST_SCHEMA
-from pipeline.objects import Objects
 from pipeline.sizes import Sizes
+from pipeline.storage.s3 import Objects
 
 Row = dict[str, Any]
 Mask = NDArray[np.bool_]

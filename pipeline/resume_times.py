@@ -23,7 +23,7 @@ from pipeline.manifest import read_manifest
 from pipeline.peak_memory import peak_memory
 from pipeline.resume import remaining
 from pipeline.schema import VIDEO_SCHEMA, write_parquet
-from pipeline.store import LocalStore
+from pipeline.storage.stores import LocalStore
 
 PARTS = ("listing", "manifest", "cache", "remaining")
 AT = 100_000_000  # videos to which figures are extended

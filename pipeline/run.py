@@ -25,7 +25,6 @@ from pipeline.header import fingerprint, header_bytes
 from pipeline.job import Job, match_cache, prepare
 from pipeline.ledger import Ledger
 from pipeline.live import VIDEOS
-from pipeline.lock import Lock, cache_lock
 from pipeline.progress import reporter
 from pipeline.pulse import start_pulse
 from pipeline.request import refusing
@@ -34,6 +33,7 @@ from pipeline.runs import RunFile
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.sink import commit
 from pipeline.stall import Watch
+from pipeline.storage.lock import Lock, cache_lock
 from pipeline.stream import stream
 from pipeline.summary import Summary, summarise
 

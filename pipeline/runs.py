@@ -11,8 +11,8 @@ from typing import Any
 
 from pipeline.errors import CorruptShard, printable
 from pipeline.ledger import Ledger
-from pipeline.lock import holder
-from pipeline.store import Store
+from pipeline.storage.lock import holder
+from pipeline.storage.stores import Store
 
 RUNS = "runs"
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from pipeline.errors import CorruptShard
 from pipeline.schema import FOOTER_TAIL, READ_THREADS, digest, footer_length, open_parquet, parse_footer
-from pipeline.store import RangedObject, Store
+from pipeline.storage.stores import RangedObject, Store
 
 
 class TokenShard:

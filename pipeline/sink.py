@@ -20,7 +20,7 @@ from pipeline.live import TOKENS, VIDEOS, shard_name
 from pipeline.pulse import Beat
 from pipeline.rows import WRITTEN, Record, payload, records
 from pipeline.schema import MADE_WITH, VIDEO_SCHEMA, digest, footer_of, tier_row_counts, token_schema, write_parquet
-from pipeline.store import LocalStore, Store
+from pipeline.storage.stores import LocalStore, Store
 
 
 class Writer:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from pipeline.errors import UsageError
-from pipeline.objects import Objects, is_object
+from pipeline.storage.s3 import Objects, is_object
 
 _ASKED = 32  # requests at a time
 

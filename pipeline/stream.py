@@ -11,10 +11,10 @@ import ray.data
 from pipeline.cluster import cause
 from pipeline.errors import RunFailed
 from pipeline.graph import run_graph
-from pipeline.lock import Lock
 from pipeline.progress import Reporter
 from pipeline.rows import Record
 from pipeline.stall import Watch, patiently
+from pipeline.storage.lock import Lock
 
 Commit = Callable[[int, list[Record]], object]
 

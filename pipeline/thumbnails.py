@@ -14,9 +14,9 @@ from pipeline.decode import DecodedVideo, DecodeRequest
 from pipeline.errors import VideoFault
 from pipeline.fetch import same_source
 from pipeline.frames import Sampling
-from pipeline.objects import Objects
 from pipeline.readers import Frames
 from pipeline.sandbox import DecodeSandbox
+from pipeline.storage.s3 import Objects
 
 _QUANTISER = 5  # of the JPEGs, 2 (best) to 31: no artefacts at this size, and half the bytes of 2
 # Up to this many frames get this width, so that the pictures of a long video stay a few megabytes.

@@ -20,11 +20,11 @@ from pipeline.cache import HEADER, TokenCache, read_header
 from pipeline.errors import NotACache
 from pipeline.header import CHECKSUM
 from pipeline.live import VIDEOS, VideoRows, live_rows
-from pipeline.lock import Lock, cache_lock, holder
 from pipeline.orphans import clean, list_files, list_uploads, lost_commits, sort_files
 from pipeline.progress import Words, reporter
 from pipeline.request import new_run_id
-from pipeline.store import FileInfo, Store
+from pipeline.storage.lock import Lock, cache_lock, holder
+from pipeline.storage.stores import FileInfo, Store
 from pipeline.verify_report import Problem, Report
 from pipeline.verify_rows import KEPT, CheckedCommit, check_commit
 from pipeline.verify_tokens import CheckedShard, check_token_shard

@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.objects import Upload
-from pipeline.store import FileInfo
+from pipeline.storage.s3 import Upload
+from pipeline.storage.stores import FileInfo
 
 _REDO = (
     "restore it from a copy, or remove the videos shard that names it and run jobs.prune again: that redoes its videos"

@@ -18,7 +18,7 @@ from pipeline.errors import CorruptShard, FaultClass
 from pipeline.header import fingerprint
 from pipeline.live import INDEX_COLUMNS, parse_videos_shard
 from pipeline.schema import MADE_WITH, VIDEO_SCHEMA, tier_row_counts
-from pipeline.store import Store
+from pipeline.storage.stores import Store
 from pipeline.verify_report import Problem
 
 Row = dict[str, Any]

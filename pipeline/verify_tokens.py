@@ -14,7 +14,7 @@ from pipeline.cached_video import vector_bytes
 from pipeline.errors import CorruptShard
 from pipeline.schema import digest, token_schema
 from pipeline.shards import TokenShard
-from pipeline.store import Store
+from pipeline.storage.stores import Store
 from pipeline.verify_report import Problem
 from pipeline.verify_rows import pruner_class
 

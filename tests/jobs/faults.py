@@ -23,7 +23,7 @@ from gstep.backbones import ModelSource, choose_runtime, load_backbone, preproce
 from pipeline import TokenCache
 from pipeline.decode import DecodeRequest, decode_video
 from pipeline.frames import Sampling
-from pipeline.store import Store
+from pipeline.storage.stores import Store
 from tests.jobs.jobs import committed
 from tests.pipeline.videos import add_stream, encode
 

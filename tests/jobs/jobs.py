@@ -19,7 +19,7 @@ import ray
 
 from pipeline import TokenCache
 from pipeline.live import read_videos_shard
-from pipeline.store import Store
+from pipeline.storage.stores import Store
 from tests.pipeline.videos import SAMPLES, sample
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import pytest
 from jobs import prune
 from pipeline import TokenCache
 from pipeline.live import read_videos_shard
-from pipeline.lock import FileLock
-from pipeline.store import LocalStore
+from pipeline.storage.lock import FileLock
+from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import forbid_models, forbid_ray, run_here
 from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import write_clip

@@ -15,7 +15,7 @@ import pytest
 
 from jobs import prune
 from pipeline import TokenCache
-from pipeline.store import ObjectStore
+from pipeline.storage.stores import ObjectStore
 from tests.jobs.faults import OPTIONS, Visible, files, tiny_videos, wait_until
 from tests.jobs.jobs import run_here
 from tests.jobs.processes import family

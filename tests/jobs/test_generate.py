@@ -17,7 +17,7 @@ from pipeline.answers import AnswersTable, read_answers
 from pipeline.generate import build_graph, plan_answers
 from pipeline.generate_config import GenerateConfig
 from pipeline.graph import RESTARTS, TASK_RETRIES
-from pipeline.store import LocalStore, store_at
+from pipeline.storage.stores import LocalStore, store_at
 from tests.jobs.hostile import HangingAnswerer
 from tests.jobs.jobs import clips, forbid_ray, start, stop
 from tests.jobs.processes import titled

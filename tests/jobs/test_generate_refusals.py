@@ -13,7 +13,7 @@ from pipeline.answers import read_answers
 from pipeline.errors import RunFailed
 from pipeline.generate_config import GenerateConfig
 from pipeline.generate_job import _model
-from pipeline.lock import cache_lock
+from pipeline.storage.lock import cache_lock
 from tests.jobs.jobs import forbid_ray
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.caches import encoded, random_tokens, write_shard
@@ -246,7 +246,7 @@ def test_a_lock_that_was_lost_writes_nothing(ask, tmp_path, monkeypatch):
     def lost(_):
         raise RunFailed("the lock was lost")
 
-    monkeypatch.setattr("pipeline.lock.FileLock.check", lost)
+    monkeypatch.setattr("pipeline.storage.lock.FileLock.check", lost)
     assert ask(rows=[{**QUESTION, "video_id": "gone"}])[0] == 1
     assert [path.name for path in (tmp_path / "o").iterdir()] == [".lock"]
 

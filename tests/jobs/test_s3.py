@@ -11,8 +11,8 @@ import ray
 
 from jobs import inspect, prune
 from pipeline import TokenCache
-from pipeline.lease import CacheLease
-from pipeline.store import ObjectStore
+from pipeline.storage.lease import CacheLease
+from pipeline.storage.stores import ObjectStore
 from tests.jobs.faults import Driver
 from tests.jobs.jobs import assert_complete, clips, forbid_ray, run_here
 from tests.pipeline.rays import ray_here

@@ -9,7 +9,7 @@ import pytest
 
 from jobs import prune, verify
 from pipeline import TokenCache
-from pipeline.store import LOCK, LocalStore, ObjectStore
+from pipeline.storage.stores import LOCK, LocalStore, ObjectStore
 from tests.jobs.jobs import forbid_ray, run_here, start, stop
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.damage import other_tokens, rewrite_tokens, shards

@@ -19,7 +19,7 @@ from pipeline.cache import HEADER
 from pipeline.errors import VideoFault
 from pipeline.live import read_live
 from pipeline.schema import SCHEMA_VERSION
-from pipeline.store import LocalStore, Store
+from pipeline.storage.stores import LocalStore, Store
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_shard
 
 SHAPE = (4, 49, 64)  # [T,N,D]: what the tiny model takes

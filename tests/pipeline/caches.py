@@ -15,7 +15,7 @@ from pipeline.header import fingerprint, header_bytes
 from pipeline.rows import ENCODED, failed, one_row, pruned_arrays, pruned_columns, records
 from pipeline.schema import SCHEMA_VERSION
 from pipeline.sink import commit, write_token_shard
-from pipeline.store import LocalStore, Store
+from pipeline.storage.stores import LocalStore, Store
 from tests.gstep import synthetic
 
 

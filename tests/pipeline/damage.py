@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from pipeline.cached_video import vector_bytes
 from pipeline.live import shard_name
 from pipeline.schema import digest, footer_of, write_parquet
-from pipeline.store import LocalStore
+from pipeline.storage.stores import LocalStore
 
 Row = dict[str, Any]
 

@@ -11,7 +11,7 @@ import torch
 from gstep.backbones import ModelSource
 from pipeline.rows import ENCODED, evidence_widths, one_row, pruned_arrays, pruned_columns
 from pipeline.schema import SCHEMA_VERSION
-from pipeline.store import Store
+from pipeline.storage.stores import Store
 from tests.gstep import synthetic
 from tests.pipeline.asking import tiny_cache
 from tests.pipeline.caches import random_tokens, source_record, write_header, write_shard

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from pipeline.objects import Objects
+from pipeline.storage.s3 import Objects
 from tests.pipeline.s3 import KEY, REGION, SECRET, S3Server
 
 _OWN_HEADERS = {"connection", "date", "expect", "server", "transfer-encoding"}  # of one connection, not of the request

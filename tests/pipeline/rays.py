@@ -19,7 +19,7 @@ from pipeline.encode import EncodeSetup
 from pipeline.frames import Sampling
 from pipeline.graph import Resources, build_graph, configure_ray_data
 from pipeline.resume import TODO_SCHEMA
-from pipeline.store import LocalStore
+from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import environment
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import boto3
 from moto.server import ThreadedMotoServer
 
-from pipeline.objects import Objects
+from pipeline.storage.s3 import Objects
 
 _COUNT = itertools.count()  # all servers of a process share their buckets, so each gets one of its own
 KEY, SECRET, TOKEN, REGION = "AKIADISTINCTKEY00001", "distinct-secret-XyZ12345", "distinct-session-T0k3n", "us-east-1"

@@ -12,7 +12,7 @@ from pipeline.answers import ANSWER_SCHEMA, AnswersTable, commit_answers, read_a
 from pipeline.errors import CorruptShard, NotAnswers, QuestionsChanged
 from pipeline.generate_config import GenerateConfig
 from pipeline.generate_job import prepare
-from pipeline.store import LocalStore
+from pipeline.storage.stores import LocalStore
 from pipeline.todo import in_blocks, said_of_the_rest, unanswered, without_model
 from tests.pipeline.asking import tiny_cache, write_questions
 

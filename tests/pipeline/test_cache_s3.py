@@ -6,8 +6,8 @@ import torch
 from jobs import inspect
 from pipeline.cache import TokenCache
 from pipeline.errors import CorruptShard, NotACache
-from pipeline.objects import Objects
-from pipeline.store import ObjectStore, store_at
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import ObjectStore, store_at
 from tests.pipeline.caches import encoded, make_cache, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
 

@@ -23,10 +23,10 @@ from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.evidence import evidence_sources
 from pipeline.header import header_bytes
 from pipeline.job import prepare
-from pipeline.objects import Objects
 from pipeline.report import cache_report
 from pipeline.rows import DECODED, one_row, records
-from pipeline.store import LocalStore, ObjectStore
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import LocalStore, ObjectStore
 from tests.pipeline.caches import encoded, make_cache, random_tokens, source_record, write_shard
 from tests.pipeline.evidence import WIDTH, evidence_cache, random_evidence
 from tests.pipeline.s3 import S3Server

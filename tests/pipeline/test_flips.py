@@ -16,7 +16,7 @@ from pipeline.cached_video import CachedVideo
 from pipeline.header import CHECKSUM
 from pipeline.live import VideoRows, read_live
 from pipeline.schema import footer_of
-from pipeline.store import LocalStore
+from pipeline.storage.stores import LocalStore
 from pipeline.verify_rows import check_commit
 from pipeline.verify_tokens import check_token_shard
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard

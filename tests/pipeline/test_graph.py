@@ -25,7 +25,7 @@ from pipeline.graph import (
 )
 from pipeline.resume import TODO_SCHEMA
 from pipeline.run import _plan
-from pipeline.store import LocalStore
+from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import environment as private_ray
 
 

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pipeline.errors import CacheLocked, RunFailed
-from pipeline.lease import CacheLease
-from pipeline.lock import holder
-from pipeline.store import LOCK, ObjectStore
+from pipeline.storage.lease import CacheLease
+from pipeline.storage.lock import holder
+from pipeline.storage.stores import LOCK, ObjectStore
 from tests.pipeline.s3 import S3Server
 
 BEAT = 0.5  # a lease outlives six: on a busy machine a thread may have no turn for a second
@@ -59,8 +59,8 @@ def test_the_second_is_refused_with_the_first_named(store, said):
 
 def test_a_killed_run_on_this_machine_blocks_nobody(store, said, server):
     code = (
-        "import sys, os, signal; from pipeline.lease import CacheLease; from pipeline.store import ObjectStore;"
-        "from pipeline.objects import Objects;"
+        "import sys, os, signal; from pipeline.storage.lease import CacheLease; from pipeline.storage.stores import ObjectStore;"
+        "from pipeline.storage.s3 import Objects;"
         f"CacheLease(ObjectStore({store.root!r}, Objects.from_environment()), 'killed', print).__enter__();"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.errors import ManifestError, UsageError
 from pipeline.manifest import read_manifest
-from pipeline.objects import Objects
+from pipeline.storage.s3 import Objects
 from tests.pipeline.s3 import SECRET, S3Server
 
 ODD = ["a b.mp4", "a#b.mp4", "a%20b.mp4", "a+b.mp4", "a?b.mp4", "d//e.mp4", "ü/日.mp4"]

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.objects import Objects, check_uri
+from pipeline.storage.s3 import Objects, check_uri
 from tests.pipeline.flaky import ALWAYS, FlakyProxy
 from tests.pipeline.s3 import S3Server
 
@@ -173,8 +173,8 @@ def test_an_empty_object_has_an_empty_tail():
 
 
 def test_a_trickle_is_given_up(monkeypatch):
-    monkeypatch.setattr("pipeline.objects._GRACE_S", 0)
-    monkeypatch.setattr("pipeline.objects._SLOWEST", 1e12)
+    monkeypatch.setattr("pipeline.storage.s3._GRACE_S", 0)
+    monkeypatch.setattr("pipeline.storage.s3._SLOWEST", 1e12)
     with scripted((200, [("Content-Length", "60000"), ("ETag", '"mark"')], bytes(60000))) as (objects, _):
         with pytest.raises(OSError, match="of 60000 bytes came in time") as error:
             objects.read("s3://bucket/a")

@@ -8,11 +8,11 @@ import pytest
 from pipeline.config import PruneConfig
 from pipeline.errors import CacheLocked, SourceChanged, UsageError, VideoFault
 from pipeline.ledger import Ledger
-from pipeline.lock import FileLock
 from pipeline.manifest import read_manifest
 from pipeline.resume import Tally, remaining, share_of
 from pipeline.sizes import Sizes
-from pipeline.store import LOCK, LocalStore
+from pipeline.storage.lock import FileLock
+from pipeline.storage.stores import LOCK, LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
 

@@ -6,8 +6,8 @@ import pytest
 
 from pipeline.errors import CorruptShard, VideoFault
 from pipeline.ledger import Ledger
-from pipeline.lock import FileLock
 from pipeline.runs import RunFile, latest_run
+from pipeline.storage.lock import FileLock
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 
 

@@ -5,7 +5,7 @@ import pytest
 from pipeline import TokenCache
 from pipeline.rows import records
 from pipeline.sink import commit, write_token_shard
-from pipeline.store import LocalStore
+from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header
 
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pipeline.store import LocalStore
+from pipeline.storage.stores import LocalStore
 
 
 def test_a_failed_write_leaves_nothing_and_names_the_file(tmp_path, monkeypatch):

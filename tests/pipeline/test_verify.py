@@ -12,9 +12,9 @@ from rich.console import Console
 from gstep import PRUNERS
 from pipeline import TokenCache
 from pipeline.errors import CacheLocked, NotACache, VideoFault
-from pipeline.lock import cache_lock
 from pipeline.orphans import UPLOAD_AGE, clean, list_uploads
-from pipeline.store import LocalStore, ObjectStore
+from pipeline.storage.lock import cache_lock
+from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify import Request, verify
 from pipeline.verify_report import Report, render
 from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow as pa
 
 from pipeline.errors import UsageError
-from pipeline.objects import Objects, check_uri, is_object
+from pipeline.storage.s3 import Objects, check_uri, is_object
 
-LOCK = ".lock"  # what a run that writes to the cache keeps beside it; see pipeline.lock
+LOCK = ".lock"  # what a run that writes to the cache keeps beside it; see pipeline.storage.lock
 _TAIL = 2**16  # bytes fetched on opening: the footer of most shards
 _READERS = 16
 

@@ -1,7 +1,7 @@
 """One driver a cache: a lock that a killed driver does not leave behind.
 
 In a folder it is flock, which the kernel frees when the process ends, however it ends. An object store has nothing like
-it: there it is a lease, an object that is created exclusively and rewritten by a heartbeat (``pipeline.lease``).
+it: there it is a lease, an object that is created exclusively and rewritten by a heartbeat (``pipeline.storage.lease``).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from pipeline.errors import CacheLocked, UsageError
-from pipeline.lease import CacheLease, identify, lease_holder
-from pipeline.store import LOCK, LocalStore, ObjectStore, Store
+from pipeline.storage.lease import CacheLease, identify, lease_holder
+from pipeline.storage.stores import LOCK, LocalStore, ObjectStore, Store
 
 
 class Lock(Protocol):

@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from pipeline.errors import CacheLocked, RunFailed
-from pipeline.store import LOCK, ObjectStore
+from pipeline.storage.stores import LOCK, ObjectStore
 
 HEARTBEAT_S = 10.0
 MISSED = 6  # beats until a lease counts as lost; one more until others take it
@@ -66,7 +66,7 @@ class CacheLease:
                 self._write(self._beating, released=True)
 
     def check(self) -> None:
-        """See ``pipeline.lock.Lock``."""
+        """See ``pipeline.storage.lock.Lock``."""
         silent = _clock() - self._alive_at
         if self._lost or silent > MISSED * self._heartbeat_s:
             why = self._lost or f"the store could not be reached for {silent:.0f} s"
