@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from gstep.backbones.preprocess.base import as_frames
-from pipeline.decode import DecodeRequest
-from pipeline.frames import Sampling
 from pipeline.manifest import read_manifest
-from pipeline.readers import Frames
-from pipeline.sandbox import DecodeSandbox
+from pipeline.video.decode import DecodeRequest
+from pipeline.video.readers import Frames
+from pipeline.video.sampling import Sampling
+from pipeline.video.sandbox import DecodeSandbox
 
 DIRECTIONS = 64
 _DECAY = 0.5  # the k-th direction has a share of k^-0.5 of the first one's spread

@@ -13,15 +13,15 @@ import pyarrow as pa
 
 from gstep.backbones import Preprocessor
 from pipeline.config import PruneConfig
-from pipeline.decode import DecodedVideo, DecodeRequest
 from pipeline.errors import VideoFault
-from pipeline.fetch import Source, one_ahead, open_source
-from pipeline.frames import Sampling
 from pipeline.pulse import Beat
-from pipeline.readers import reader_version
 from pipeline.rows import DECODED, Record, failed, one_row
-from pipeline.sandbox import DecodeSandbox
 from pipeline.storage.s3 import Objects, is_object
+from pipeline.video.decode import DecodedVideo, DecodeRequest
+from pipeline.video.readers import reader_version
+from pipeline.video.sampling import Sampling
+from pipeline.video.sandbox import DecodeSandbox
+from pipeline.video.source import Source, one_ahead, open_source
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from pipeline.config import PruneConfig
 from pipeline.decode_stage import Decoder
 from pipeline.encode import Encoder
 from pipeline.errors import UsageError, VideoFault
-from pipeline.fetch import same_source
 from pipeline.job import match_cache, resolve
 from pipeline.named_videos import MANIFEST_SCHEMA
 from pipeline.request import refusing
@@ -36,6 +35,7 @@ from pipeline.runs import RUNS
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import ObjectStore
 from pipeline.verify_report import LiveResult, Problem, Report
+from pipeline.video.source import same_source
 
 Row = dict[str, Any]
 # Where the same program on the same kind of machine made both, every bit counts. Other versions and processors round

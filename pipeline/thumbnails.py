@@ -10,13 +10,13 @@ import av
 from torch import Tensor, nn
 
 from gstep.backbones.preprocess.base import as_frames
-from pipeline.decode import DecodedVideo, DecodeRequest
 from pipeline.errors import VideoFault
-from pipeline.fetch import same_source
-from pipeline.frames import Sampling
-from pipeline.readers import Frames
-from pipeline.sandbox import DecodeSandbox
 from pipeline.storage.s3 import Objects
+from pipeline.video.decode import DecodedVideo, DecodeRequest
+from pipeline.video.readers import Frames
+from pipeline.video.sampling import Sampling
+from pipeline.video.sandbox import DecodeSandbox
+from pipeline.video.source import same_source
 
 _QUANTISER = 5  # of the JPEGs, 2 (best) to 31: no artefacts at this size, and half the bytes of 2
 # Up to this many frames get this width, so that the pictures of a long video stay a few megabytes.

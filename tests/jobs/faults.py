@@ -21,9 +21,9 @@ import gstep
 from gstep import PrunedTokens
 from gstep.backbones import ModelSource, choose_runtime, load_backbone, preprocessor_for
 from pipeline import TokenCache
-from pipeline.decode import DecodeRequest, decode_video
-from pipeline.frames import Sampling
 from pipeline.storage.stores import Store
+from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import committed
 from tests.pipeline.videos import add_stream, encode
 

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.probe import VideoIndex
 from pipeline.pulse import Beat
-from pipeline.readers import PyavReader
+from pipeline.video.probe import VideoIndex
+from pipeline.video.readers import PyavReader
 
 
 class CountedReader(PyavReader):

@@ -18,13 +18,13 @@ from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
 from gstep.types import budget_for
 from jobs import inspect
 from pipeline import TokenCache
-from pipeline.decode import DecodedVideo, DecodeRequest, decode_video
 from pipeline.decode_stage import decoded_columns
 from pipeline.errors import VideoFault
-from pipeline.frames import Sampling
 from pipeline.header import header_bytes
 from pipeline.page import grid_of, tiers_of, video_page
 from pipeline.thumbnails import Thumbnails
+from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
+from pipeline.video.sampling import Sampling
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.videos import sample
 

@@ -16,8 +16,8 @@ from gstep.backbones import ModelSource, choose_runtime, load_backbone, preproce
 from gstep.checkpoints import tiny
 from jobs import inspect, prune
 from pipeline import TokenCache
-from pipeline.decode import DecodeRequest, decode_video
-from pipeline.frames import Sampling
+from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import assert_complete, clips, forbid_ray, run, start, stop, wait_for_shards
 from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import write_clip

@@ -11,8 +11,8 @@ from gstep.evidence import LAST_LAYER, MERGED_QUERIES, POOLING_HEAD
 from jobs import generate, prune
 from pipeline import TokenCache
 from pipeline.answers import read_answers
-from pipeline.decode import DecodeRequest, decode_video
-from pipeline.frames import Sampling
+from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.sampling import Sampling
 from tests.pipeline.asking import write_questions
 from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import sample

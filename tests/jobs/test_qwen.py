@@ -11,9 +11,9 @@ from gstep.language import Decoding, prompt_builder
 from jobs import generate, inspect, prune
 from pipeline import TokenCache
 from pipeline.answers import read_answers
-from pipeline.decode import DecodeRequest, decode_video
-from pipeline.frames import Sampling
 from pipeline.held_videos import to_visual
+from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.sampling import Sampling
 from tests.gstep.llms import llm
 from tests.jobs.jobs import forbid_ray, run_here
 from tests.pipeline.asking import write_questions

@@ -14,7 +14,7 @@ import pytest
 
 from jobs import inspect, prune
 from pipeline import TokenCache
-from pipeline.decode import fingerprint
+from pipeline.video.decode import fingerprint
 from tests.jobs.jobs import clips, environment, forbid_ray, run
 from tests.pipeline.s3 import KEY, SECRET, TOKEN, S3Server
 

@@ -16,10 +16,10 @@ from ray.cluster_utils import Cluster
 from gstep.backbones import ModelSource, preprocessor_for
 from pipeline.decode_stage import DecodeSetup
 from pipeline.encode import EncodeSetup
-from pipeline.frames import Sampling
 from pipeline.graph import Resources, build_graph, configure_ray_data
 from pipeline.resume import TODO_SCHEMA
 from pipeline.storage.stores import LocalStore
+from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import environment
 
 

@@ -9,8 +9,8 @@ from gstep.backbones import BACKBONES
 from pipeline.config import PruneConfig, differences
 from pipeline.errors import UsageError
 from pipeline.flags import add_flags, from_flags, read_config_file
-from pipeline.frames import Sampling
 from pipeline.job import sampling_of
+from pipeline.video.sampling import Sampling
 
 
 def parse(*argv: str) -> PruneConfig:

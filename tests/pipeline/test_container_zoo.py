@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from pipeline.decode import DecodedVideo, DecodeRequest
-from pipeline.frames import Sampling
-from pipeline.sandbox import DecodeSandbox
+from pipeline.video.decode import DecodedVideo, DecodeRequest
+from pipeline.video.sampling import Sampling
+from pipeline.video.sandbox import DecodeSandbox
 from tests.pipeline.ffmpeg import ffmpeg, make_clip, shown
 from tests.pipeline.videos import KeepSize
 

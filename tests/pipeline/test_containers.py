@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from pipeline.containers import missing_bytes, sniff
 from pipeline.errors import VideoFault
+from pipeline.video.containers import missing_bytes, sniff
 from tests.pipeline.videos import SAMPLES, sample, write_clip
 
 CLIPS = {

@@ -13,9 +13,9 @@ from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
 from gstep.backbones.preprocess.qwen import PerFramePreprocessor, PerVideoPreprocessor
 from gstep.backbones.qwen2_5_vl import Qwen2_5VL
 from gstep.backbones.qwen3_vl import Qwen3VL
-from pipeline.decode import DecodeRequest, decode_video
 from pipeline.errors import VideoFault
-from pipeline.frames import Sampling
+from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.sampling import Sampling
 from tests.pipeline.videos import KeepSize, audio_with_cover, numbers, sample, two_sizes_clip, write_clip
 
 

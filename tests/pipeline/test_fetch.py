@@ -12,15 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.decode import DecodeRequest, decode_video
 from pipeline.decode_stage import Decoder, DecodeSetup
 from pipeline.errors import VideoFault
-from pipeline.fetch import Source, one_ahead, open_source
-from pipeline.frames import Sampling
 from pipeline.resume import TODO_SCHEMA
-from pipeline.sandbox import DecodeSandbox
 from pipeline.storage import s3 as objects_module
 from pipeline.storage.s3 import Objects
+from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.sampling import Sampling
+from pipeline.video.sandbox import DecodeSandbox
+from pipeline.video.source import Source, one_ahead, open_source
 from tests.pipeline.s3 import KEY, SECRET, S3Server
 from tests.pipeline.videos import KeepSize, decord_killer, memory_files, sample, write_clip
 

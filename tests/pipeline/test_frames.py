@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pipeline.errors import VideoFault
-from pipeline.frames import Sampling, choose_frames, clip_range, count_repeated
+from pipeline.video.sampling import Sampling, choose_frames, clip_range, count_repeated
 
 TS = np.arange(250) / 25  # 10 s at 25 frames a second
 

@@ -10,7 +10,6 @@ from gstep.backbones import ModelSource, preprocessor_for
 from pipeline.config import PruneConfig
 from pipeline.decode_stage import DecodeSetup
 from pipeline.encode import EncodeSetup
-from pipeline.frames import Sampling
 from pipeline.graph import (
     BLOCK_BYTES,
     FRAME_RECORD_BYTES,
@@ -26,6 +25,7 @@ from pipeline.graph import (
 from pipeline.resume import TODO_SCHEMA
 from pipeline.run import _plan
 from pipeline.storage.stores import LocalStore
+from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import environment as private_ray
 
 

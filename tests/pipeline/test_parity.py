@@ -7,12 +7,12 @@ import gstep
 from gstep.backbones import ModelSource, choose_runtime, load_backbone, load_static, preprocessor_for
 from gstep.language import Decoding, prompt_builder
 from pipeline import TokenCache
-from pipeline.decode import DecodeRequest, decode_video
 from pipeline.decode_stage import decoded_columns
 from pipeline.encode import Encoder, EncodeSetup
-from pipeline.frames import Sampling
 from pipeline.held_videos import to_visual
 from pipeline.rows import DECODED, one_row
+from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.sampling import Sampling
 from tests.gstep.llms import FAMILIES, Encoded, llm, stock, stock_inputs
 from tests.pipeline.caches import write_header, write_shard
 from tests.pipeline.videos import sample

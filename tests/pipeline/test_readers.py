@@ -5,10 +5,10 @@ import os
 import numpy as np
 import pytest
 
-from pipeline.containers import sniff
 from pipeline.errors import VideoFault
-from pipeline.probe import IndexMismatch, Orientation, probe, scan
-from pipeline.readers import READERS, DecordReader, PyavReader, backends_for, chunk_length, load_reader, turned
+from pipeline.video.containers import sniff
+from pipeline.video.probe import IndexMismatch, Orientation, probe, scan
+from pipeline.video.readers import READERS, DecordReader, PyavReader, backends_for, chunk_length, load_reader, turned
 from tests.pipeline.videos import (
     SAMPLE_LENGTHS,
     SAMPLES,
@@ -89,7 +89,7 @@ def test_seeking_lands_on_the_frame(codec, gop, tmp_path, monkeypatch):
         for wanted in sets:
             assert read_numbers(backend, index, wanted) == wanted.tolist(), backend
     # and each of those frames is, to the pixel, what comes of reading from the start
-    monkeypatch.setattr("pipeline.readers._SEEKABLE", ())
+    monkeypatch.setattr("pipeline.video.readers._SEEKABLE", ())
     straight = np.concatenate(list(PyavReader(index).read(np.arange(120))))
     monkeypatch.undo()
     for wanted in sets:
@@ -176,7 +176,7 @@ def test_cover_art_is_no_video(tmp_path):
 
 def test_huge_frames_are_refused_before_they_are_decoded(tmp_path, monkeypatch):
     path = write_clip(tmp_path / "a.mp4", count=2)
-    monkeypatch.setattr("pipeline.probe.MAX_PIXELS", 64 * 96 - 1)
+    monkeypatch.setattr("pipeline.video.probe.MAX_PIXELS", 64 * 96 - 1)
     with pytest.raises(VideoFault, match="larger than") as caught:
         index_of(path)
     assert caught.value.fault_class == "unsupported"

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.decode import DecodeRequest, decode_video
 from pipeline.errors import VideoFault
-from pipeline.frames import Sampling
-from pipeline.sandbox import DecodeSandbox, strip_credentials
+from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.sampling import Sampling
+from pipeline.video.sandbox import DecodeSandbox, strip_credentials
 from tests.pipeline.videos import KeepSize, decord_killer, numbers, sample, write_clip
 
 ROOT = Path(__file__).parents[2]
@@ -142,9 +142,9 @@ def test_closing_leaves_no_process_and_can_be_undone(clip):
 
 PARENT = """
 import sys
-from pipeline.decode import DecodeRequest
-from pipeline.frames import Sampling
-from pipeline.sandbox import DecodeSandbox
+from pipeline.video.decode import DecodeRequest
+from pipeline.video.sampling import Sampling
+from pipeline.video.sandbox import DecodeSandbox
 from tests.pipeline.videos import KeepSize
 
 if __name__ == "__main__":

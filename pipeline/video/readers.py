@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gstep.lazy import LazyTable, load_object
-from pipeline.probe import IndexMismatch, Orientation, VideoIndex, decoded_frames, open_container, prepared
+from pipeline.video.probe import IndexMismatch, Orientation, VideoIndex, decoded_frames, open_container, prepared
 
 Frames = NDArray[np.uint8]
 
 READERS: LazyTable = LazyTable(
-    "reader", {"decord": "pipeline.readers:DecordReader", "pyav": "pipeline.readers:PyavReader"}
+    "reader", {"decord": "pipeline.video.readers:DecordReader", "pyav": "pipeline.video.readers:PyavReader"}
 )
 _LIBRARIES = {"decord": "decord", "pyav": "av"}  # by the names of their packages
 _CHUNK_FRAMES = 8

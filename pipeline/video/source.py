@@ -19,10 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from pipeline.decode import DecodedVideo, DecodeRequest, fault_of
 from pipeline.errors import VideoFault, printable
-from pipeline.sandbox import DecodeSandbox
 from pipeline.storage.s3 import Objects, is_object
+from pipeline.video.decode import DecodedVideo, DecodeRequest, fault_of
+from pipeline.video.sandbox import DecodeSandbox
 
 try:
     import fcntl

@@ -1,6 +1,6 @@
 """One video file -> the sampled frames, resized, or a VideoFault that says what is wrong with the file.
 
-``decode_video`` is what runs inside the child process of ``pipeline.sandbox``: decoders can abort, hang and eat memory.
+``decode_video`` is what runs inside the child process of ``pipeline.video.sandbox``: decoders can abort, hang and eat memory.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from av.error import DecoderNotFoundError, FFmpegError, PatchWelcomeError
 from numpy.typing import NDArray
 
 from gstep.errors import UnsupportedVideo
-from pipeline.containers import missing_bytes, open_regular, sniff
 from pipeline.errors import FaultClass, VideoFault
-from pipeline.frames import Sampling, choose_frames, clip_range, count_repeated
-from pipeline.probe import IndexMismatch, VideoIndex, probe, scan
-from pipeline.readers import READERS, Frames, backends_for, load_reader
+from pipeline.video.containers import missing_bytes, open_regular, sniff
+from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
+from pipeline.video.readers import READERS, Frames, backends_for, load_reader
+from pipeline.video.sampling import Sampling, choose_frames, clip_range, count_repeated
 
 _FFMPEG_LINE = re.compile(rb"^\[[^\]]+ @ 0x[0-9a-f]+\]", re.MULTILINE)
 _CREDENTIALS = re.compile(r"(\w+://)[^/@\s]+@")
@@ -59,7 +59,7 @@ class DecodeRequest:
         start_s: start of the clip in seconds; None for the start of the video.
         end_s: end of the clip in seconds, not included; None for the end of the video.
         reader: "auto" (decord where it is known to be right, else PyAV), "decord" (PyAV where it fails), "pyav", or
-            the import path "package.module:Class" of a ``pipeline.readers.Reader``, which has no fallback.
+            the import path "package.module:Class" of a ``pipeline.video.readers.Reader``, which has no fallback.
 
     Raises ValueError for an unknown reader.
     """

@@ -27,8 +27,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from pipeline.decode import DecodedVideo, DecodeRequest, decode_video, fault_of
 from pipeline.errors import FaultClass, VideoFault
+from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video, fault_of
 
 try:
     import fcntl
@@ -38,7 +38,7 @@ except ImportError:  # Windows
 
 _LOG = logging.getLogger(__name__)
 _START_S = 120.0  # for a child to come up; the first one waits for the imports of the fork server
-_PRELOAD = ["numpy", "torch", "av", "decord", "pipeline.decode"]  # what is missing is skipped
+_PRELOAD = ["numpy", "torch", "av", "decord", "pipeline.video.decode"]  # what is missing is skipped
 _SECRET_NAMES = ("AWS_", "AZURE_", "GOOGLE_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _SECRET_PARTS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "API_KEY", "ACCESS_KEY", "PRIVATE_KEY")
 
