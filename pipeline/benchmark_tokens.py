@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gstep.backbones.preprocess.base import as_frames
-from pipeline.manifest import read_manifest
+from pipeline.inputs.manifest import read_manifest
 from pipeline.video.decode import DecodeRequest
 from pipeline.video.readers import Frames
 from pipeline.video.sampling import Sampling

@@ -26,8 +26,8 @@ from pipeline.decode_stage import DecodeSetup
 from pipeline.encode import EncodeSetup
 from pipeline.errors import IdentityMismatch, NotACache, UsageError
 from pipeline.evidence import evidence_sources
+from pipeline.inputs.manifest import read_manifest
 from pipeline.live import VIDEOS
-from pipeline.manifest import read_manifest
 from pipeline.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at

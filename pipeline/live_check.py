@@ -26,8 +26,8 @@ from pipeline.config import PruneConfig
 from pipeline.decode_stage import Decoder
 from pipeline.encode import Encoder
 from pipeline.errors import UsageError, VideoFault
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.job import match_cache, resolve
-from pipeline.named_videos import MANIFEST_SCHEMA
 from pipeline.request import refusing
 from pipeline.resume import TODO_SCHEMA
 from pipeline.rows import payload, records

@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from gstep.language import Decoding
-from pipeline.buckets import suffix_of
 from pipeline.choices import MAX_LETTERS
 from pipeline.errors import QuestionsError
+from pipeline.inputs.listings import suffix_of
+from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, carried_json, is_text, read_rows
 from pipeline.storage.s3 import Objects, check_uri, is_object
-from pipeline.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, carried_json, is_text, read_rows
 
 # ``decoding`` is what ``Way.describe`` gives, as JSON: everything that decides how this one question is answered.
 QUESTION_SCHEMA = pa.schema(

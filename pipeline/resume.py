@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from pipeline.config import PruneConfig
 from pipeline.errors import SourceChanged
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE, clip_keys
 from pipeline.ledger import Ledger
-from pipeline.named_videos import MANIFEST_SCHEMA
 from pipeline.sizes import Sizes
 from pipeline.storage.s3 import Objects
 

@@ -17,9 +17,9 @@ from pyarrow import csv
 from rich.table import Table
 
 from pipeline.config import PruneConfig
+from pipeline.inputs.manifest import read_manifest
 from pipeline.ledger import Ledger
 from pipeline.live import VIDEOS, shard_name
-from pipeline.manifest import read_manifest
 from pipeline.peak_memory import peak_memory
 from pipeline.resume import remaining
 from pipeline.schema import VIDEO_SCHEMA, write_parquet

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from pyarrow import csv
 
 from pipeline.errors import ManifestError
-from pipeline.manifest import read_manifest
-from pipeline.named_videos import NamedVideos, Roots, without_secrets
-from pipeline.tables import read_parts
+from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.named_videos import NamedVideos, Roots, without_secrets
+from pipeline.inputs.tables import read_parts
 
 
 def touch(path: Path) -> Path:
@@ -182,11 +182,11 @@ def test_plain_manifests_are_checked_as_a_whole(tmp_path):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_parts_know_where_their_rows_stand(tmp_path, monkeypatch, size):
-    monkeypatch.setattr("pipeline.tables._PART_ROWS", 8 * size)
+    monkeypatch.setattr("pipeline.inputs.tables._PART_ROWS", 8 * size)
     rows = [{"video_id": f"v{i}", "uri": "a.mp4"} for i in range(5)] + [{"video_id": "v5", "uri": " "}]
     with pytest.raises(ManifestError, match="line 6: no uri"):
         read_manifest(str(write_jsonl(tmp_path / "m.jsonl", rows)))
-    monkeypatch.setattr("pipeline.tables._PART_ROWS", size)
+    monkeypatch.setattr("pipeline.inputs.tables._PART_ROWS", size)
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "m.parquet")
     with pytest.raises(ManifestError, match="row 5: no uri"):
         read_manifest(str(tmp_path / "m.parquet"))

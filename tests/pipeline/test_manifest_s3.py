@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import ManifestError, UsageError
-from pipeline.manifest import read_manifest
+from pipeline.inputs.manifest import read_manifest
 from pipeline.storage.s3 import Objects
 from tests.pipeline.s3 import SECRET, S3Server
 

@@ -7,8 +7,8 @@ import pytest
 
 from pipeline.config import PruneConfig
 from pipeline.errors import CacheLocked, SourceChanged, UsageError, VideoFault
+from pipeline.inputs.manifest import read_manifest
 from pipeline.ledger import Ledger
-from pipeline.manifest import read_manifest
 from pipeline.resume import Tally, remaining, share_of
 from pipeline.sizes import Sizes
 from pipeline.storage.lock import FileLock

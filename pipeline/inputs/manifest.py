@@ -16,12 +16,12 @@ from typing import Any, BinaryIO
 
 import pyarrow as pa
 
-from pipeline.buckets import list_videos, listed_policy, root_prefix, suffix_of
 from pipeline.errors import ManifestError
+from pipeline.inputs.listings import list_videos, listed_policy, root_prefix, suffix_of
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, without_secrets
+from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, is_text, read_parts
 from pipeline.keys import ROWS_AT_ONCE, repeated
-from pipeline.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, without_secrets
 from pipeline.storage.s3 import Objects, check_uri, is_object
-from pipeline.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, is_text, read_parts
 
 # Which files of a folder or glob count as videos. A file that is named outright may have any name.
 VIDEO_SUFFIXES = frozenset(

@@ -16,10 +16,10 @@ from urllib.parse import unquote, urlsplit
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.buckets import MISSHAPED, OUTSIDE, named_policy
 from pipeline.errors import ManifestError, printable
+from pipeline.inputs.listings import MISSHAPED, OUTSIDE, named_policy
+from pipeline.inputs.tables import Rows, carried_json, is_text
 from pipeline.storage.s3 import is_object
-from pipeline.tables import Rows, carried_json, is_text
 
 # ``path`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what a
 # listing on S3 said; null elsewhere, where it would cost a request or a look at the file.
