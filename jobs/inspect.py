@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    from pipeline.cache import TokenCache  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
+    from pipeline.cache.reader import TokenCache  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.report import cache_report, video_report  # noqa: PLC0415
     from pipeline.storage.s3 import Objects  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pipeline.cache import TokenCache
-    from pipeline.cached_video import CachedVideo
+    from pipeline.cache.cached_video import CachedVideo
+    from pipeline.cache.reader import TokenCache
     from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "UnknownVideo",
 ]
 
-_HOMES = {"TokenCache": "pipeline.cache", "CachedVideo": "pipeline.cached_video"}
+_HOMES = {"TokenCache": "pipeline.cache.reader", "CachedVideo": "pipeline.cache.cached_video"}
 
 
 def __getattr__(name: str) -> Any:  # torch and pyarrow load when the reader is asked for, not with the package

@@ -13,7 +13,7 @@ import torch
 
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import LanguageModel, Prompt, Visual, load_language_model, prompt_builder
-from pipeline.cache import TokenCache, TokenOrder
+from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.choices import lettered_prompt, letters, parse_letter
 from pipeline.errors import CorruptShard, FailedVideo, UnknownVideo, printable
 from pipeline.held_videos import HeldVideos

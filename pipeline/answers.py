@@ -1,7 +1,7 @@
 """Answers on disk: every column and its meaning, shards that appear whole, and the reader of those that count.
 
 ``answers.json`` says what all rows share, ``answers/<shard>.parquet`` or ``.jsonl`` hold a row a question (failed ones
-too), ``runs/<run_id>.json`` is provenance. A question's live row is chosen as a video's is (``pipeline.live``).
+too), ``runs/<run_id>.json`` is provenance. A question's live row is chosen as a video's is (``pipeline.cache.live_rows``).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from pipeline.cache.header import header_bytes, read_header_file
+from pipeline.cache.live_rows import check_content, live_rows, shard_name
+from pipeline.cache.schema import READ_THREADS, column, open_parquet, write_parquet
 from pipeline.errors import NotAnswers
-from pipeline.header import header_bytes, read_header_file
-from pipeline.live import check_content, live_rows, shard_name
-from pipeline.schema import READ_THREADS, column, open_parquet, write_parquet
 from pipeline.storage.stores import Store, store_at
 
 ANSWERS_VERSION = 1

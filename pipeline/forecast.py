@@ -16,10 +16,10 @@ from rich.text import Text
 
 from gstep.backbones import preprocessor_for, token_counts
 from gstep.types import budget_for
+from pipeline.cache.ledger import Ledger
 from pipeline.config import PruneConfig
 from pipeline.errors import CacheLocked, UsageError
 from pipeline.job import Job, prepare
-from pipeline.ledger import Ledger
 from pipeline.request import store_refusing
 from pipeline.resume import Tally, remaining, share_of
 from pipeline.storage.lock import holder

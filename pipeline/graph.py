@@ -22,8 +22,8 @@ from ray.data import ExecutionResources
 
 from pipeline.decode_stage import Decoder, DecodeSetup
 from pipeline.encode import Encoder, EncodeSetup
+from pipeline.prune.write_stage import Writer
 from pipeline.rows import Record, records
-from pipeline.sink import Writer
 from pipeline.storage.stores import Store
 
 

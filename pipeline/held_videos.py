@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from gstep.language import Visual
-from pipeline.cache import TokenCache, TokenOrder
-from pipeline.cached_video import CachedVideo
+from pipeline.cache.cached_video import CachedVideo
+from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.pulse import Beat
 
 _HELD_BYTES = 2**30  # of cached tokens that an actor keeps for the questions to come

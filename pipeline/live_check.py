@@ -19,8 +19,8 @@ import pyarrow.compute as pc
 import torch
 from rich.console import Console
 
-from pipeline.cache import TokenCache
-from pipeline.cached_video import CachedVideo, bfloat16
+from pipeline.cache.cached_video import CachedVideo, bfloat16
+from pipeline.cache.reader import TokenCache
 from pipeline.cluster import provenance
 from pipeline.config import PruneConfig
 from pipeline.decode_stage import Decoder

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import PurePosixPath
 
-from pipeline.live import TOKENS, VIDEOS
+from pipeline.cache.live_rows import TOKENS, VIDEOS
 from pipeline.runs import RUNS
 from pipeline.storage.lock import Lock
 from pipeline.storage.stores import FileInfo, ObjectStore, Store

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gstep.evidence import in_words
-from pipeline.cache import TokenCache
-from pipeline.ledger import Ledger
+from pipeline.cache.ledger import Ledger
+from pipeline.cache.reader import TokenCache
 from pipeline.runs import latest_run
 from pipeline.summary import render, summarise
 

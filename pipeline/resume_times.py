@@ -16,13 +16,13 @@ import pyarrow.parquet as pq
 from pyarrow import csv
 from rich.table import Table
 
+from pipeline.cache.ledger import Ledger
+from pipeline.cache.live_rows import VIDEOS, shard_name
+from pipeline.cache.schema import VIDEO_SCHEMA, write_parquet
 from pipeline.config import PruneConfig
 from pipeline.inputs.manifest import read_manifest
-from pipeline.ledger import Ledger
-from pipeline.live import VIDEOS, shard_name
 from pipeline.peak_memory import peak_memory
 from pipeline.resume import remaining
-from pipeline.schema import VIDEO_SCHEMA, write_parquet
 from pipeline.storage.stores import LocalStore
 
 PARTS = ("listing", "manifest", "cache", "remaining")

@@ -16,22 +16,22 @@ import torch
 from rich.console import Console
 
 from gstep.backbones import load_static
-from pipeline.cache import HEADER, read_header
+from pipeline.cache.header import fingerprint, header_bytes
+from pipeline.cache.ledger import Ledger
+from pipeline.cache.live_rows import VIDEOS
+from pipeline.cache.reader import HEADER, read_header
+from pipeline.cache.schema import SCHEMA_VERSION
+from pipeline.cache.writer import commit
 from pipeline.cluster import cause, connect, provenance, settle
 from pipeline.config import PruneConfig
 from pipeline.errors import RunFailed
 from pipeline.graph import Resources, build_graph, plan_resources, videos_for
-from pipeline.header import fingerprint, header_bytes
 from pipeline.job import Job, match_cache, prepare
-from pipeline.ledger import Ledger
-from pipeline.live import VIDEOS
 from pipeline.progress import reporter
 from pipeline.pulse import start_pulse
 from pipeline.request import refusing
 from pipeline.resume import remaining, said_of_the_rest, share_of
 from pipeline.runs import RunFile
-from pipeline.schema import SCHEMA_VERSION
-from pipeline.sink import commit
 from pipeline.stall import Watch
 from pipeline.storage.lock import Lock, cache_lock
 from pipeline.stream import stream

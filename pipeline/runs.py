@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
 
+from pipeline.cache.ledger import Ledger
 from pipeline.errors import CorruptShard, printable
-from pipeline.ledger import Ledger
 from pipeline.storage.lock import holder
 from pipeline.storage.stores import Store
 

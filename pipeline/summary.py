@@ -14,8 +14,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.cache.ledger import STAGES, Ledger
 from pipeline.keys import parts_of
-from pipeline.ledger import STAGES, Ledger
 
 REMEDIES: Mapping[str, str] = {
     "unsupported": "correct the clip, or convert the file: ffmpeg -i IN -c:v libx264 OUT.mp4",

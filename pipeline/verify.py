@@ -16,10 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
 
-from pipeline.cache import HEADER, TokenCache, read_header
+from pipeline.cache.header import CHECKSUM
+from pipeline.cache.live_rows import VIDEOS, VideoRows, live_rows
+from pipeline.cache.reader import HEADER, TokenCache, read_header
 from pipeline.errors import NotACache
-from pipeline.header import CHECKSUM
-from pipeline.live import VIDEOS, VideoRows, live_rows
 from pipeline.orphans import clean, list_files, list_uploads, lost_commits, sort_files
 from pipeline.progress import Words, reporter
 from pipeline.request import new_run_id

@@ -14,10 +14,10 @@ import pyarrow as pa
 from gstep import PRUNERS
 from gstep.pruners.base import Pruner
 from gstep.types import budget_for
+from pipeline.cache.header import fingerprint
+from pipeline.cache.live_rows import INDEX_COLUMNS, parse_videos_shard
+from pipeline.cache.schema import MADE_WITH, VIDEO_SCHEMA, tier_row_counts
 from pipeline.errors import CorruptShard, FaultClass
-from pipeline.header import fingerprint
-from pipeline.live import INDEX_COLUMNS, parse_videos_shard
-from pipeline.schema import MADE_WITH, VIDEO_SCHEMA, tier_row_counts
 from pipeline.storage.stores import Store
 from pipeline.verify_report import Problem
 

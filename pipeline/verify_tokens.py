@@ -10,10 +10,10 @@ import numpy as np
 import pyarrow as pa
 
 from gstep.pruners.checks import EVIDENCE_SHAPES
-from pipeline.cached_video import vector_bytes
+from pipeline.cache.cached_video import vector_bytes
+from pipeline.cache.schema import digest, token_schema
+from pipeline.cache.token_shard import TokenShard
 from pipeline.errors import CorruptShard
-from pipeline.schema import digest, token_schema
-from pipeline.shards import TokenShard
 from pipeline.storage.stores import Store
 from pipeline.verify_report import Problem
 from pipeline.verify_rows import pruner_class

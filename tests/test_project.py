@@ -39,7 +39,7 @@ def test_top_level_is_the_four_rooms():
         ("gstep.backbones", {"transformers", "ray", "pyarrow"}),
         ("pipeline.config", {"torch", "ray", "pyarrow", "transformers"}),
         ("jobs.prune", {"torch", "ray", "pyarrow", "transformers"}),
-        ("pipeline.cache", {"transformers", "ray", "av", "decord"}),
+        ("pipeline.cache.reader", {"transformers", "ray", "av", "decord"}),
     ],
 )
 def test_importing_stays_light(module, absent):

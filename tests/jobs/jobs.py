@@ -18,7 +18,7 @@ import pytest
 import ray
 
 from pipeline import TokenCache
-from pipeline.live import read_videos_shard
+from pipeline.cache.live_rows import read_videos_shard
 from pipeline.storage.stores import Store
 from tests.pipeline.videos import SAMPLES, sample
 

@@ -9,7 +9,7 @@ import pytest
 
 from jobs import prune
 from pipeline import TokenCache
-from pipeline.live import read_videos_shard
+from pipeline.cache.live_rows import read_videos_shard
 from pipeline.storage.lock import FileLock
 from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import forbid_models, forbid_ray, run_here

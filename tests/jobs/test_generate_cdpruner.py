@@ -19,7 +19,7 @@ from jobs import generate, prune
 from pipeline import TokenCache, poison
 from pipeline.answer_stage import Answerer
 from pipeline.answers import read_answers
-from pipeline.cached_video import CachedVideo
+from pipeline.cache.cached_video import CachedVideo
 from pipeline.generate_config import GenerateConfig
 from pipeline.generate_job import prepare
 from pipeline.held_videos import to_visual

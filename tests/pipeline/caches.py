@@ -9,12 +9,12 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from pipeline.cache import HEADER, read_header
+from pipeline.cache.header import fingerprint, header_bytes
+from pipeline.cache.reader import HEADER, read_header
+from pipeline.cache.schema import SCHEMA_VERSION
+from pipeline.cache.writer import commit, write_token_shard
 from pipeline.errors import VideoFault
-from pipeline.header import fingerprint, header_bytes
 from pipeline.rows import ENCODED, failed, one_row, pruned_arrays, pruned_columns, records
-from pipeline.schema import SCHEMA_VERSION
-from pipeline.sink import commit, write_token_shard
 from pipeline.storage.stores import LocalStore, Store
 from tests.gstep import synthetic
 

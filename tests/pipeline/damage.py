@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.cached_video import vector_bytes
-from pipeline.live import shard_name
-from pipeline.schema import digest, footer_of, write_parquet
+from pipeline.cache.cached_video import vector_bytes
+from pipeline.cache.live_rows import shard_name
+from pipeline.cache.schema import digest, footer_of, write_parquet
 from pipeline.storage.stores import LocalStore
 
 Row = dict[str, Any]

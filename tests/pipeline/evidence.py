@@ -9,8 +9,8 @@ import pyarrow as pa
 import torch
 
 from gstep.backbones import ModelSource
+from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.rows import ENCODED, evidence_widths, one_row, pruned_arrays, pruned_columns
-from pipeline.schema import SCHEMA_VERSION
 from pipeline.storage.stores import Store
 from tests.gstep import synthetic
 from tests.pipeline.asking import tiny_cache

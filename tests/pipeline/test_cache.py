@@ -14,8 +14,8 @@ import torch
 
 import gstep
 from pipeline import CorruptShard, FailedVideo, NotACache, RatioNotCached, TokenCache, UnknownVideo
+from pipeline.cache.schema import tier_row_counts
 from pipeline.errors import VideoFault
-from pipeline.schema import tier_row_counts
 from pipeline.storage.stores import LocalStore
 from tests.gstep import synthetic
 from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from jobs import inspect
-from pipeline.cache import TokenCache
+from pipeline.cache.reader import TokenCache
 from pipeline.errors import CorruptShard, NotACache
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import ObjectStore, store_at

@@ -16,12 +16,12 @@ from gstep.backbones import ModelSource, choose_runtime, load_backbone, with_poo
 from gstep.checkpoints import tiny
 from gstep.evidence import LAST_LAYER, MERGED_QUERIES, SINGLE_PATCHES
 from pipeline import CorruptShard, EvidenceNotCached, TokenCache
-from pipeline.cache import HEADER
+from pipeline.cache.header import header_bytes
+from pipeline.cache.reader import HEADER
 from pipeline.config import PruneConfig
 from pipeline.encode import Encoder, EncodeSetup
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.evidence import evidence_sources
-from pipeline.header import header_bytes
 from pipeline.job import prepare
 from pipeline.report import cache_report
 from pipeline.rows import DECODED, one_row, records

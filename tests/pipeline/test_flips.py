@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from pipeline import CorruptShard, NotACache, TokenCache
-from pipeline.cache import HEADER, read_header
-from pipeline.cached_video import CachedVideo
-from pipeline.header import CHECKSUM
-from pipeline.live import VideoRows, read_live
-from pipeline.schema import footer_of
+from pipeline.cache.cached_video import CachedVideo
+from pipeline.cache.header import CHECKSUM
+from pipeline.cache.live_rows import VideoRows, read_live
+from pipeline.cache.reader import HEADER, read_header
+from pipeline.cache.schema import footer_of
 from pipeline.storage.stores import LocalStore
 from pipeline.verify_rows import check_commit
 from pipeline.verify_tokens import check_token_shard

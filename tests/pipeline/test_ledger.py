@@ -1,4 +1,4 @@
-"""The driver's ledger: the live row of every video, by the same rule as ``pipeline.live``, from hashes and numbers."""
+"""The driver's ledger: the live row of every video, by the same rule as ``pipeline.cache.live_rows``, from hashes and numbers."""
 
 import random
 
@@ -6,9 +6,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from pipeline.cache.ledger import Ledger
+from pipeline.cache.live_rows import read_live
 from pipeline.errors import VideoFault
-from pipeline.ledger import Ledger
-from pipeline.live import read_live
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 
 TOKENS = random_tokens(0)

@@ -14,7 +14,7 @@ from ray._private.internal_api import node_stats
 from pipeline import graph
 from pipeline.encode import Encoder
 from pipeline.graph import plan_resources, run_graph
-from pipeline.sink import Writer
+from pipeline.prune.write_stage import Writer
 from tests.jobs.processes import family, resident_mb
 from tests.pipeline.rays import graph_of, ray_here
 from tests.pipeline.videos import write_clip

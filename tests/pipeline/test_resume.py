@@ -5,10 +5,10 @@ import resource
 
 import pytest
 
+from pipeline.cache.ledger import Ledger
 from pipeline.config import PruneConfig
 from pipeline.errors import CacheLocked, SourceChanged, UsageError, VideoFault
 from pipeline.inputs.manifest import read_manifest
-from pipeline.ledger import Ledger
 from pipeline.resume import Tally, remaining, share_of
 from pipeline.sizes import Sizes
 from pipeline.storage.lock import FileLock

@@ -4,8 +4,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from pipeline.cache.ledger import Ledger
 from pipeline.errors import CorruptShard, VideoFault
-from pipeline.ledger import Ledger
 from pipeline.runs import RunFile, latest_run
 from pipeline.storage.lock import FileLock
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard

@@ -3,8 +3,8 @@
 import pytest
 
 from pipeline import TokenCache
+from pipeline.cache.writer import commit, write_token_shard
 from pipeline.rows import records
-from pipeline.sink import commit, write_token_shard
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header
 

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipeline.cache.live_rows import VIDEOS, VideoRows, parse_videos_shard
 from pipeline.keys import clip_keys, find, keys_of
-from pipeline.live import VIDEOS, VideoRows, parse_videos_shard
 from pipeline.storage.stores import Store
 
 STAGES: Final = ("decode", "encode", "prune", "write")
@@ -47,7 +47,7 @@ Columns = dict[str, NDArray[Any]]
 
 
 class Ledger:
-    """The live row of every video (see ``pipeline.live``), in the order of their keys.
+    """The live row of every video (see ``pipeline.cache.live_rows``), in the order of their keys.
 
     Attributes:
         columns: name -> an array of all rows; see ``_COLUMNS``.

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.cache.schema import digest
 from pipeline.errors import UsageError
-from pipeline.schema import digest
 from pipeline.storage.stores import Store
 
 CHECKSUM = "checksum"

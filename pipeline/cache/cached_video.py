@@ -27,7 +27,7 @@ class CachedVideo:
         frame: [K] int64, t.
         merged: [K] bool, or None where the method never merges.
         density: [K] float32 (Eq. 8), or None for a method without one.
-        metadata: the video's row of the videos table (see pipeline.schema), JSON columns decoded.
+        metadata: the video's row of the videos table (see pipeline.cache.schema), JSON columns decoded.
         deepstack: [K,D] bfloat16 each, the same rows at each deepstack level; none where the model has no levels.
         evidence: what was asked for besides, by name, bfloat16: [K,width], or [K] where it is one number a token.
     """

@@ -16,27 +16,21 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipeline.live import TOKENS, VIDEOS, shard_name
-from pipeline.pulse import Beat
+from pipeline.cache.live_rows import TOKENS, VIDEOS, shard_name
+from pipeline.cache.schema import (
+    MADE_WITH,
+    VIDEO_SCHEMA,
+    digest,
+    footer_of,
+    tier_row_counts,
+    token_schema,
+    write_parquet,
+)
 from pipeline.rows import WRITTEN, Record, payload, records
-from pipeline.schema import MADE_WITH, VIDEO_SCHEMA, digest, footer_of, tier_row_counts, token_schema, write_parquet
 from pipeline.storage.stores import LocalStore, Store
 
 
-class Writer:
-    """The write actor. An actor although nothing is kept between shards: Ray ends the process of an idle task after a
-    second, and starting another one, with all its imports, costs more than writing."""
-
-    def __init__(self, store: Store, run_id: str, pulse: Any = None) -> None:
-        self._store = store
-        self._run_id = run_id
-        self._beat = Beat("write", pulse)
-
-    def __call__(self, batch: pa.Table) -> pa.Table:
-        return write_token_shard(batch, store=self._store, run_id=self._run_id, beat=self._beat)
-
-
-def write_token_shard(batch: pa.Table, *, store: Store, run_id: str, beat: Beat | None = None) -> pa.Table:
+def write_token_shard(batch: pa.Table, *, store: Store, run_id: str) -> pa.Table:
     """Write the tokens of the batch's good videos as one shard of ``store``; return every video's record.
 
     Where the shard cannot be written, the only row is {"write_error": why}: that ends the run, it is no video's fault,
@@ -45,12 +39,11 @@ def write_token_shard(batch: pa.Table, *, store: Store, run_id: str, beat: Beat 
     started = time.perf_counter()
     rows = records(batch)
     good = [i for i, record in enumerate(rows) if record["status"] == "ok"]
-    with (beat or Beat("write")).holding(*(row["video_id"] for row in rows)):
-        try:
-            if good:
-                _write(batch, [rows[i] for i in good], good, store, run_id)
-        except OSError as error:
-            rows, good = [{"write_error": f"{type(error).__name__}: {error}"}], []
+    try:
+        if good:
+            _write(batch, [rows[i] for i in good], good, store, run_id)
+    except OSError as error:
+        rows, good = [{"write_error": f"{type(error).__name__}: {error}"}], []
     seconds = (time.perf_counter() - started) / max(len(good), 1)
     for i in good:
         rows[i]["write_s"] = seconds

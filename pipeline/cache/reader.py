@@ -14,12 +14,12 @@ import pyarrow.compute as pc
 from torch import Tensor
 
 from gstep.types import budget_for
-from pipeline.cached_video import CachedVideo, bfloat16, by_index, to_video
+from pipeline.cache.cached_video import CachedVideo, bfloat16, by_index, to_video
+from pipeline.cache.header import read_header_file
+from pipeline.cache.live_rows import VideoRows, read_live
+from pipeline.cache.schema import SCHEMA_VERSION, token_schema
+from pipeline.cache.token_shard import TokenShard
 from pipeline.errors import EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
-from pipeline.header import read_header_file
-from pipeline.live import VideoRows, read_live
-from pipeline.schema import SCHEMA_VERSION, token_schema
-from pipeline.shards import TokenShard
 from pipeline.storage.stores import Store, store_at
 
 HEADER = "cache.json"

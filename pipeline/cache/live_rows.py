@@ -15,8 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.cache.schema import READ_THREADS, VIDEO_SCHEMA, digest, open_parquet
 from pipeline.errors import CorruptShard
-from pipeline.schema import READ_THREADS, VIDEO_SCHEMA, digest, open_parquet
 from pipeline.storage.stores import Store
 
 TOKENS, VIDEOS = "tokens", "videos"  # folders of a cache
@@ -54,7 +54,7 @@ def parse_videos_shard(store: Store, name: str, data: bytes, columns: Sequence[s
 def read_live(store: Store, columns: Sequence[str] = INDEX_COLUMNS) -> pa.Table:
     """The live row of every video: ``columns`` plus ``shard`` (its videos shard) and ``row`` in it, by video_id.
 
-    For readers, which look videos up by their ids; a run keeps a ``pipeline.ledger.Ledger``.
+    For readers, which look videos up by their ids; a run keeps a ``pipeline.cache.ledger.Ledger``.
     """
     tables: list[pa.Table] = []
     names = store.names(VIDEOS, ".parquet")

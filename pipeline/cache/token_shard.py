@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.cache.schema import FOOTER_TAIL, READ_THREADS, digest, footer_length, open_parquet, parse_footer
 from pipeline.errors import CorruptShard
-from pipeline.schema import FOOTER_TAIL, READ_THREADS, digest, footer_length, open_parquet, parse_footer
 from pipeline.storage.stores import RangedObject, Store
 
 

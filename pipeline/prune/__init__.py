@@ -1,0 +1,1 @@
+"""What ``python -m jobs.prune`` does: videos in, a cache of pruned tokens out."""
