@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from pipeline.summary import Outcome, count_failures
+from pipeline.execution.outcome import Outcome, count_failures
 
 REMEDIES: Mapping[str, str] = {
     "unknown-video": "prune it into the cache, then --retry-failed",

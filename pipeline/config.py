@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,18 +175,3 @@ class PruneConfig:
     def as_record(self) -> dict[str, Any]:
         """Every option as JSON-able values, for the run's record; of a secret one only that it is set."""
         return as_record(self)
-
-
-def differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "", has: str = "the cache has"
-) -> list[str]:
-    """One line for each leaf in which two nested mappings differ, ``has`` saying who has the old value:
-    ``pruner.params.alpha: the cache has 0.5, this run 0.3``."""
-    lines: list[str] = []
-    for key in sorted({*old, *new}):
-        a, b = old.get(key), new.get(key)
-        if isinstance(a, Mapping) and isinstance(b, Mapping):
-            lines += differences(a, b, f"{prefix}{key}.", has)
-        elif a != b:
-            lines.append(f"{prefix}{key}: {has} {a!r}, this run {b!r}")
-    return lines

@@ -15,8 +15,8 @@ import torch
 from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import ModelSource, SampledVideo, choose_runtime, load_backbone, token_bytes
 from pipeline.errors import VideoFault
-from pipeline.poison import exit_if_poisoned
-from pipeline.pulse import Beat
+from pipeline.execution.gpu_fault import exit_if_poisoned
+from pipeline.execution.heartbeat import Beat
 from pipeline.rows import (
     ENCODED,
     Record,

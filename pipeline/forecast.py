@@ -19,8 +19,8 @@ from gstep.types import budget_for
 from pipeline.cache.ledger import Ledger
 from pipeline.config import PruneConfig
 from pipeline.errors import CacheLocked, UsageError
+from pipeline.execution.request import store_refusing
 from pipeline.job import Job, prepare
-from pipeline.request import store_refusing
 from pipeline.resume import Tally, remaining, share_of
 from pipeline.storage.lock import holder
 from pipeline.storage.stores import LocalStore, Store

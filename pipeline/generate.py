@@ -18,18 +18,18 @@ from rich.console import Console
 from pipeline.answer_stage import STAGE, Answerer, AnswerSetup, question_blocks
 from pipeline.answer_summary import AnswerSummary, summarise_answers
 from pipeline.answers import AnswersTable, commit_answers, write_answers_header
-from pipeline.cluster import cause, connect, provenance, settle
 from pipeline.errors import RunFailed
+from pipeline.execution.cluster import cause, connect, provenance, settle
+from pipeline.execution.heartbeat import start_pulse
+from pipeline.execution.progress import Words, reporter
+from pipeline.execution.run_record import RunFile
+from pipeline.execution.stages import MAX_BLOCKS, Stage, actors
+from pipeline.execution.stream import stream
+from pipeline.execution.watchdog import Watch
 from pipeline.generate_config import GenerateConfig
 from pipeline.generate_job import GenerateJob, match_answers, prepare
-from pipeline.graph import MAX_BLOCKS, Stage, actors
-from pipeline.progress import Words, reporter
-from pipeline.pulse import start_pulse
 from pipeline.rows import Record
-from pipeline.runs import RunFile
-from pipeline.stall import Watch
 from pipeline.storage.lock import Lock, cache_lock
-from pipeline.stream import stream
 from pipeline.todo import in_blocks, said_of_the_rest, unanswered, without_model
 
 ANSWERING = Words("answering", "question", {STAGE: "asked"})

@@ -8,33 +8,20 @@ LLaVA-OneVision-7B) never cross the object store; decode is a stage of its own, 
 
 from __future__ import annotations
 
-import logging
 import math
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pyarrow as pa
-import ray
 import ray.data
 from ray.data import ExecutionResources
 
 from pipeline.decode_stage import Decoder, DecodeSetup
 from pipeline.encode import Encoder, EncodeSetup
+from pipeline.execution.stages import BLOCK_BYTES, MAX_BLOCKS, Stage, actors
 from pipeline.prune.write_stage import Writer
-from pipeline.rows import Record, records
 from pipeline.storage.stores import Store
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What one task or actor of a stage reserves, and how many of them may run."""
-
-    num_cpus: float
-    num_gpus: float
-    workers: int
-    why: str
 
 
 @dataclass(frozen=True)
@@ -89,16 +76,7 @@ class Resources:
         return self.videos_per_shard if stage == "write" and waits else 1
 
 
-# A worker that dies is started again this often: Ray's default is for ever, and a video that kills its worker would
-# then stall the run.
-RESTARTS = 3
-# A task is tried again while its worker has restarts left, and while Ray believes in a worker whose node is gone: for
-# half a minute, in tries further and further apart (7 were counted).
-TASK_RETRIES = 30
-MAX_BLOCKS = 20_000
-# Decoded frames (14 MB for 32 frames) go on video by video, however many videos one task decodes. The records of a
-# shard must fit: the driver commits what comes in one block.
-BLOCK_BYTES = 8 * 2**20
+# The records of a shard must fit a block: the driver commits what comes in one.
 RECORD_BYTES, FRAME_RECORD_BYTES = 4096, 64  # about what the JSON of a video's row takes, and each frame in it
 
 
@@ -176,37 +154,3 @@ def build_graph(
     limit = resources.store_bytes(3 * math.prod(shape), encode.bytes_per_video(*shape))
     written.context.execution_options.resource_limits = ExecutionResources(object_store_memory=limit)
     return written
-
-
-def run_graph(dataset: ray.data.Dataset) -> Iterator[list[Record]]:
-    """Run the graph; yield the records of each shard as soon as its tokens are on disk."""
-    # Not iter_batches: its threads wait in a way that nothing can interrupt, and it fetches ahead.
-    for bundle in dataset.iter_internal_ref_bundles():
-        for block in ray.get(bundle.block_refs):
-            yield records(block)
-
-
-def configure_ray_data() -> None:
-    """Our progress instead of Ray's, and no error that Ray may swallow."""
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # an error ends the run, which says why
-    # Ray 2.60 announces that max_restarts will move to a named parameter, which it does not have yet.
-    warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated", category=DeprecationWarning)
-    context = ray.data.DataContext.get_current()
-    context.enable_progress_bars = False
-    context.print_on_execution_start = False
-    context.max_errored_blocks = 0
-    context.target_max_block_size = BLOCK_BYTES
-
-
-def actors(stage: Stage, batch_size: int) -> Mapping[str, Any]:
-    """Options of ``map_batches`` for a stage whose calls get ``batch_size`` rows."""
-    return {
-        "batch_size": batch_size,
-        "batch_format": "pyarrow",
-        "zero_copy_batch": True,
-        "compute": ray.data.ActorPoolStrategy(size=stage.workers),
-        "num_cpus": stage.num_cpus,
-        "num_gpus": stage.num_gpus,
-        "max_restarts": RESTARTS,
-        "max_task_retries": TASK_RETRIES,
-    }

@@ -11,7 +11,7 @@ import torch
 from gstep.language import Visual
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache, TokenOrder
-from pipeline.pulse import Beat
+from pipeline.execution.heartbeat import Beat
 
 _HELD_BYTES = 2**30  # of cached tokens that an actor keeps for the questions to come
 

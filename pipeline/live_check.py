@@ -21,17 +21,17 @@ from rich.console import Console
 
 from pipeline.cache.cached_video import CachedVideo, bfloat16
 from pipeline.cache.reader import TokenCache
-from pipeline.cluster import provenance
 from pipeline.config import PruneConfig
 from pipeline.decode_stage import Decoder
 from pipeline.encode import Encoder
 from pipeline.errors import UsageError, VideoFault
+from pipeline.execution.cluster import provenance
+from pipeline.execution.request import refusing
+from pipeline.execution.run_record import RUNS
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.job import match_cache, resolve
-from pipeline.request import refusing
 from pipeline.resume import TODO_SCHEMA
 from pipeline.rows import payload, records
-from pipeline.runs import RUNS
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import ObjectStore
 from pipeline.verify_report import LiveResult, Problem, Report

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import PurePosixPath
 
 from pipeline.cache.live_rows import TOKENS, VIDEOS
-from pipeline.runs import RUNS
+from pipeline.execution.run_record import RUNS
 from pipeline.storage.lock import Lock
 from pipeline.storage.stores import FileInfo, ObjectStore, Store
 from pipeline.verify_report import Report

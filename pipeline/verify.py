@@ -20,9 +20,9 @@ from pipeline.cache.header import CHECKSUM
 from pipeline.cache.live_rows import VIDEOS, VideoRows, live_rows
 from pipeline.cache.reader import HEADER, TokenCache, read_header
 from pipeline.errors import NotACache
+from pipeline.execution.progress import Words, reporter
+from pipeline.execution.request import new_run_id
 from pipeline.orphans import clean, list_files, list_uploads, lost_commits, sort_files
-from pipeline.progress import Words, reporter
-from pipeline.request import new_run_id
 from pipeline.storage.lock import Lock, cache_lock, holder
 from pipeline.storage.stores import FileInfo, Store
 from pipeline.verify_report import Problem, Report

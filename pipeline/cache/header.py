@@ -51,5 +51,20 @@ def read_header_file(
     return dict(header)
 
 
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "", has: str = "the cache has"
+) -> list[str]:
+    """One line for each leaf in which two nested mappings differ, ``has`` saying who has the old value:
+    ``pruner.params.alpha: the cache has 0.5, this run 0.3``."""
+    lines: list[str] = []
+    for key in sorted({*old, *new}):
+        a, b = old.get(key), new.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            lines += differences(a, b, f"{prefix}{key}.", has)
+        elif a != b:
+            lines.append(f"{prefix}{key}: {has} {a!r}, this run {b!r}")
+    return lines
+
+
 def _without_checksum(header: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in header.items() if key != CHECKSUM}

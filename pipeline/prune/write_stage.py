@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.cache.writer import write_token_shard
-from pipeline.pulse import Beat
+from pipeline.execution.heartbeat import Beat
 from pipeline.rows import records
 from pipeline.storage.stores import Store
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.pulse import Beat
+from pipeline.execution.heartbeat import Beat
 from pipeline.video.probe import VideoIndex
 from pipeline.video.readers import PyavReader
 

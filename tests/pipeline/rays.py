@@ -16,7 +16,8 @@ from ray.cluster_utils import Cluster
 from gstep.backbones import ModelSource, preprocessor_for
 from pipeline.decode_stage import DecodeSetup
 from pipeline.encode import EncodeSetup
-from pipeline.graph import Resources, build_graph, configure_ray_data
+from pipeline.execution.stages import configure_ray_data
+from pipeline.graph import Resources, build_graph
 from pipeline.resume import TODO_SCHEMA
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling

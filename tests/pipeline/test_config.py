@@ -6,7 +6,8 @@ from dataclasses import fields
 import pytest
 
 from gstep.backbones import BACKBONES
-from pipeline.config import PruneConfig, differences
+from pipeline.cache.header import differences
+from pipeline.config import PruneConfig
 from pipeline.errors import UsageError
 from pipeline.flags import add_flags, from_flags, read_config_file
 from pipeline.job import sampling_of

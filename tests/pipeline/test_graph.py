@@ -10,18 +10,8 @@ from gstep.backbones import ModelSource, preprocessor_for
 from pipeline.config import PruneConfig
 from pipeline.decode_stage import DecodeSetup
 from pipeline.encode import EncodeSetup
-from pipeline.graph import (
-    BLOCK_BYTES,
-    FRAME_RECORD_BYTES,
-    RECORD_BYTES,
-    RESTARTS,
-    TASK_RETRIES,
-    Resources,
-    build_graph,
-    plan_resources,
-    run_graph,
-    videos_for,
-)
+from pipeline.execution.stages import BLOCK_BYTES, RESTARTS, TASK_RETRIES, run_graph
+from pipeline.graph import FRAME_RECORD_BYTES, RECORD_BYTES, Resources, build_graph, plan_resources, videos_for
 from pipeline.resume import TODO_SCHEMA
 from pipeline.run import _plan
 from pipeline.storage.stores import LocalStore

@@ -13,7 +13,8 @@ from ray._private.internal_api import node_stats
 
 from pipeline import graph
 from pipeline.encode import Encoder
-from pipeline.graph import plan_resources, run_graph
+from pipeline.execution.stages import run_graph
+from pipeline.graph import plan_resources
 from pipeline.prune.write_stage import Writer
 from tests.jobs.processes import family, resident_mb
 from tests.pipeline.rays import graph_of, ray_here

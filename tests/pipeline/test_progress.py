@@ -6,7 +6,7 @@ import time
 
 from rich.console import Console
 
-from pipeline.progress import LineReporter, reporter
+from pipeline.execution.progress import LineReporter, reporter
 
 
 def test_a_log_gets_lines_even_while_nothing_is_committed():

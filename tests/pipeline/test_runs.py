@@ -6,7 +6,8 @@ import pytest
 
 from pipeline.cache.ledger import Ledger
 from pipeline.errors import CorruptShard, VideoFault
-from pipeline.runs import RunFile, latest_run
+from pipeline.execution.run_record import RunFile
+from pipeline.inspect.run_progress import latest_run
 from pipeline.storage.lock import FileLock
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 

@@ -11,9 +11,10 @@ import ray
 
 from pipeline import graph
 from pipeline.errors import RunFailed
-from pipeline.graph import plan_resources, run_graph
-from pipeline.pulse import Beat, Pulse, Reading, start_pulse
-from pipeline.stall import Watch, patiently
+from pipeline.execution.heartbeat import Beat, Pulse, Reading, start_pulse
+from pipeline.execution.stages import run_graph
+from pipeline.execution.watchdog import Watch, patiently
+from pipeline.graph import plan_resources
 from tests.pipeline.rays import graph_of, ray_here
 
 

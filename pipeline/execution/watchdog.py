@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 import ray
 
 from pipeline.errors import RunFailed, printable
-from pipeline.pulse import Reading
+from pipeline.execution.heartbeat import Reading
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ import ray
 
 from gstep.backbones import choose_runtime
 from pipeline.errors import RunFailed, UsageError, printable
-from pipeline.graph import RESTARTS, configure_ray_data
-from pipeline.request import refusing
+from pipeline.execution.request import refusing
+from pipeline.execution.stages import RESTARTS, configure_ray_data
 
 
 def connect() -> dict[str, float]:

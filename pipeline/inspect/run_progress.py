@@ -1,41 +1,17 @@
-"""The record of a run, ``runs/<run_id>.json``: provenance, and how far it has come. Recorded, never compared."""
+"""How far the newest run of a cache has come, counted from its videos table."""
 
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from types import TracebackType
+from datetime import datetime
 from typing import Any
 
 from pipeline.cache.ledger import Ledger
-from pipeline.errors import CorruptShard, printable
+from pipeline.errors import CorruptShard
+from pipeline.execution.run_record import RUNS, now
 from pipeline.storage.lock import holder
 from pipeline.storage.stores import Store
-
-RUNS = "runs"
-
-
-class RunFile:
-    """Written when a run starts and again when it ends, however it ends."""
-
-    def __init__(self, store: Store, record: dict[str, Any]) -> None:
-        self._store = store
-        self._record = record | {"started": now()}
-
-    def __enter__(self) -> None:
-        self.save(status="running")
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
-        status = "finished" if kind is None else "cancelled" if issubclass(kind, KeyboardInterrupt) else "failed"
-        # A store that is away must not hide what ended the run.
-        with suppress(OSError) if kind is not None else nullcontext():
-            self.save(status=status, ended=now(), error=None if value is None else printable(str(value)))
-
-    def save(self, **news: object) -> None:
-        self._record |= news
-        self._store.put(f"{RUNS}/{self._record['run_id']}.json", json.dumps(self._record, indent=2).encode())
 
 
 @dataclass(frozen=True)
@@ -112,8 +88,3 @@ def _progress(store: Store, ledger: Ledger, record: dict[str, Any]) -> RunProgre
         seconds=(until - datetime.fromisoformat(record["started"])).total_seconds(),
         error=record.get("error"),
     )
-
-
-def now() -> str:
-    """The time as records hold it."""
-    return datetime.now(UTC).isoformat(timespec="seconds")

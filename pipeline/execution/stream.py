@@ -8,12 +8,12 @@ from contextlib import closing
 import ray
 import ray.data
 
-from pipeline.cluster import cause
 from pipeline.errors import RunFailed
-from pipeline.graph import run_graph
-from pipeline.progress import Reporter
+from pipeline.execution.cluster import cause
+from pipeline.execution.progress import Reporter
+from pipeline.execution.stages import run_graph
+from pipeline.execution.watchdog import Watch, patiently
 from pipeline.rows import Record
-from pipeline.stall import Watch, patiently
 from pipeline.storage.lock import Lock
 
 Commit = Callable[[int, list[Record]], object]

@@ -1,0 +1,76 @@
+"""How what was asked for ended: counts, failures by class, and the exit code that they mean."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How what was asked for ended.
+
+    Attributes:
+        n_ok: items (videos, questions) with a result.
+        failures: error class -> items.
+        examples: error class -> (id, message) of one of them.
+        n_missing: items without a row.
+        n_waiting: items that ``--limit`` left for another run; they count nowhere else.
+        n_new: items that this run processed.
+        n_new_failed: those of them that failed; a failed redo leaves an earlier result in place.
+        wall_s: seconds this run took; None for a summary of a cache.
+    """
+
+    n_ok: int
+    failures: dict[str, int]
+    examples: dict[str, tuple[str, str]]
+    n_missing: int
+    n_waiting: int = 0
+    n_new: int = 0
+    n_new_failed: int = 0
+    wall_s: float | None = None
+
+    @property
+    def n_failed(self) -> int:
+        return sum(self.failures.values())
+
+    def exit_code(self, failure_limit: int) -> int:
+        """0 where every item has a row, at least one is ok, none failed inside, and failures keep the limit."""
+        bad = (
+            self.n_missing
+            or not self.n_ok
+            or "internal" in self.failures
+            or max(self.n_failed, self.n_new_failed) > failure_limit
+        )
+        return 1 if bad else 0
+
+    def as_record(self) -> dict[str, Any]:
+        return {**vars(self), "n_failed": self.n_failed}
+
+    def pace(self, item: str) -> str:
+        """What this run did and how fast, in words."""
+        failed = f" ({self.n_new_failed} failed)" if self.n_new_failed else ""
+        rate = self.n_new / self.wall_s if self.wall_s else 0.0
+        return f"{self.n_new} {item}s{failed} in {self.wall_s or 0.0:.1f} s, {rate:.2f} {item}s/s"
+
+    def failures_table(self, item: str, remedies: Mapping[str, str]) -> Table:
+        """The failures by class, with one example and the remedy of each."""
+        table = Table(title=f"failed {item}s", title_justify="left", show_edge=False)
+        for name in ("class", f"{item}s", "example", "remedy"):
+            table.add_column(name, overflow="fold", justify="right" if name == f"{item}s" else "left")
+        for name, count in self.failures.items():
+            example, message = self.examples[name]
+            # Ids and messages come from files: never let them be read as markup.
+            table.add_row(name, str(count), Text(f"{example}: {message}"), Text(remedies.get(name, "")))
+        return table
+
+
+def count_failures(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
+    """``failures`` and ``examples`` of an Outcome, from failed rows with ``key``, error_class and error_message."""
+    failures = dict(Counter(row["error_class"] for row in rows).most_common())
+    return failures, {row["error_class"]: (row[key], row["error_message"]) for row in reversed(rows)}

@@ -1,0 +1,40 @@
+"""The record of a run, ``runs/<run_id>.json``: provenance, and how far it has come. Recorded, never compared."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext, suppress
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any
+
+from pipeline.errors import printable
+from pipeline.storage.stores import Store
+
+RUNS = "runs"
+
+
+class RunFile:
+    """Written when a run starts and again when it ends, however it ends."""
+
+    def __init__(self, store: Store, record: dict[str, Any]) -> None:
+        self._store = store
+        self._record = record | {"started": now()}
+
+    def __enter__(self) -> None:
+        self.save(status="running")
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        status = "finished" if kind is None else "cancelled" if issubclass(kind, KeyboardInterrupt) else "failed"
+        # A store that is away must not hide what ended the run.
+        with suppress(OSError) if kind is not None else nullcontext():
+            self.save(status=status, ended=now(), error=None if value is None else printable(str(value)))
+
+    def save(self, **news: object) -> None:
+        self._record |= news
+        self._store.put(f"{RUNS}/{self._record['run_id']}.json", json.dumps(self._record, indent=2).encode())
+
+
+def now() -> str:
+    """The time as records hold it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
