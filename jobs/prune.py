@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from pipeline.command import EXIT_CODES, run_command
-from pipeline.config import PruneConfig
+from pipeline.prune.config import PruneConfig
 
 EPILOG = """\
 examples:
@@ -41,9 +41,9 @@ def _other_sampling(flags: argparse.Namespace) -> set[str]:
 
 def _prune(config: PruneConfig, console: Console) -> int:
     # Ray, torch and the decoders load only now: --help and a mistyped flag answer at once.
-    from pipeline.forecast import forecast, render_forecast  # noqa: PLC0415
-    from pipeline.run import prune_videos  # noqa: PLC0415
-    from pipeline.summary import render  # noqa: PLC0415
+    from pipeline.prune.forecast import forecast, render_forecast  # noqa: PLC0415
+    from pipeline.prune.run import prune_videos  # noqa: PLC0415
+    from pipeline.prune.summary import render  # noqa: PLC0415
 
     out = Console()
     if config.dry_run:

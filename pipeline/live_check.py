@@ -21,16 +21,16 @@ from rich.console import Console
 
 from pipeline.cache.cached_video import CachedVideo, bfloat16
 from pipeline.cache.reader import TokenCache
-from pipeline.config import PruneConfig
-from pipeline.decode_stage import Decoder
-from pipeline.encode import Encoder
 from pipeline.errors import UsageError, VideoFault
 from pipeline.execution.cluster import provenance
 from pipeline.execution.request import refusing
 from pipeline.execution.run_record import RUNS
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
-from pipeline.job import match_cache, resolve
-from pipeline.resume import TODO_SCHEMA
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.decode_stage import Decoder
+from pipeline.prune.encode_stage import Encoder
+from pipeline.prune.request import match_cache, resolve
+from pipeline.prune.resume import TODO_SCHEMA
 from pipeline.rows import payload, records
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import ObjectStore

@@ -16,7 +16,7 @@ from gstep.evidence import in_words
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.reader import TokenCache
 from pipeline.inspect.run_progress import latest_run
-from pipeline.summary import render, summarise
+from pipeline.prune.summary import render, summarise
 
 BAR = 24  # characters of a full bar
 

@@ -19,10 +19,10 @@ from rich.table import Table
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS, shard_name
 from pipeline.cache.schema import VIDEO_SCHEMA, write_parquet
-from pipeline.config import PruneConfig
 from pipeline.inputs.manifest import read_manifest
 from pipeline.peak_memory import peak_memory
-from pipeline.resume import remaining
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.resume import remaining
 from pipeline.storage.stores import LocalStore
 
 PARTS = ("listing", "manifest", "cache", "remaining")

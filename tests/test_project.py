@@ -37,7 +37,7 @@ def test_top_level_is_the_four_rooms():
     [
         ("gstep", {"transformers", "ray", "pyarrow", "av", "decord", "triton"}),
         ("gstep.backbones", {"transformers", "ray", "pyarrow"}),
-        ("pipeline.config", {"torch", "ray", "pyarrow", "transformers"}),
+        ("pipeline.prune.config", {"torch", "ray", "pyarrow", "transformers"}),
         ("jobs.prune", {"torch", "ray", "pyarrow", "transformers"}),
         ("pipeline.cache.reader", {"transformers", "ray", "av", "decord"}),
     ],

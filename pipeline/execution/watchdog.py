@@ -22,7 +22,7 @@ _LONGEST_LOOK_S = 10.0
 
 
 class Plan(Protocol):
-    """What a watch must know of a run; ``pipeline.graph.Resources`` says it of a prune run."""
+    """What a watch must know of a run; ``pipeline.prune.graph.Resources`` says it of a prune run."""
 
     @property
     def item(self) -> str:

@@ -30,7 +30,7 @@ from tests.pipeline.videos import add_stream, encode
 N_VIDEOS, N_FRAMES = 160, 2
 OPTIONS = ["--num-frames", str(N_FRAMES), "--log-interval", "5"]
 COUNTED = "tests.jobs.hostile:CountedReader"
-_PRELOAD = ["jobs.prune", "pipeline.run", "pipeline.summary", "transformers", "tests.jobs.faults"]
+_PRELOAD = ["jobs.prune", "pipeline.prune.run", "pipeline.prune.summary", "transformers", "tests.jobs.faults"]
 
 
 def tiny_videos(folder: Path, count: int = N_VIDEOS) -> list[str]:
@@ -112,7 +112,7 @@ def _drive(argv: list[str], log: str, before: Callable[[], None] | None, environ
 
 def die_before_the_third_commit() -> None:
     """From here on, this driver is killed after a token shard was written and before its videos shard is."""
-    from pipeline import run  # noqa: PLC0415
+    from pipeline.prune import run  # noqa: PLC0415
 
     commit = run.commit
 

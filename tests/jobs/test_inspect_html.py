@@ -19,9 +19,9 @@ from gstep.types import budget_for
 from jobs import inspect
 from pipeline import TokenCache
 from pipeline.cache.header import header_bytes
-from pipeline.decode_stage import decoded_columns
 from pipeline.errors import VideoFault
 from pipeline.page import grid_of, tiers_of, video_page
+from pipeline.prune.decode_stage import decoded_columns
 from pipeline.thumbnails import Thumbnails
 from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling

@@ -14,11 +14,11 @@ import ray.data
 from ray.cluster_utils import Cluster
 
 from gstep.backbones import ModelSource, preprocessor_for
-from pipeline.decode_stage import DecodeSetup
-from pipeline.encode import EncodeSetup
 from pipeline.execution.stages import configure_ray_data
-from pipeline.graph import Resources, build_graph
-from pipeline.resume import TODO_SCHEMA
+from pipeline.prune.decode_stage import DecodeSetup
+from pipeline.prune.encode_stage import EncodeSetup
+from pipeline.prune.graph import Resources, build_graph
+from pipeline.prune.resume import TODO_SCHEMA
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import environment

@@ -6,7 +6,7 @@ from ray._private import state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.execution.stages import run_graph
-from pipeline.graph import plan_resources
+from pipeline.prune.graph import plan_resources
 from tests.pipeline.rays import graph_of, ray_here
 
 pytestmark = pytest.mark.slow

@@ -7,10 +7,10 @@ import pytest
 
 from gstep.backbones import BACKBONES
 from pipeline.cache.header import differences
-from pipeline.config import PruneConfig
 from pipeline.errors import UsageError
 from pipeline.flags import add_flags, from_flags, read_config_file
-from pipeline.job import sampling_of
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.request import sampling_of
 from pipeline.video.sampling import Sampling
 
 

@@ -9,8 +9,8 @@ import torch
 
 import gstep
 from gstep.backbones import ModelSource, choose_runtime, load_backbone
-from pipeline.encode import Encoder, EncodeSetup
 from pipeline.errors import VideoFault
+from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.rows import DECODED, failed, one_row, payload, records
 from tests.pipeline.caches import source_record
 

@@ -18,11 +18,11 @@ from gstep.evidence import LAST_LAYER, MERGED_QUERIES, SINGLE_PATCHES
 from pipeline import CorruptShard, EvidenceNotCached, TokenCache
 from pipeline.cache.header import header_bytes
 from pipeline.cache.reader import HEADER
-from pipeline.config import PruneConfig
-from pipeline.encode import Encoder, EncodeSetup
 from pipeline.errors import IdentityMismatch, UsageError
-from pipeline.evidence import evidence_sources
-from pipeline.job import prepare
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.encode_stage import Encoder, EncodeSetup
+from pipeline.prune.evidence import evidence_sources
+from pipeline.prune.request import prepare
 from pipeline.report import cache_report
 from pipeline.rows import DECODED, one_row, records
 from pipeline.storage.s3 import Objects

@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipeline.decode_stage import Decoder, DecodeSetup
 from pipeline.errors import VideoFault
-from pipeline.resume import TODO_SCHEMA
+from pipeline.prune.decode_stage import Decoder, DecodeSetup
+from pipeline.prune.resume import TODO_SCHEMA
 from pipeline.storage import s3 as objects_module
 from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodeRequest, decode_video

@@ -7,13 +7,13 @@ import ray.data
 from ray.data._internal.logical.optimizers import get_execution_plan
 
 from gstep.backbones import ModelSource, preprocessor_for
-from pipeline.config import PruneConfig
-from pipeline.decode_stage import DecodeSetup
-from pipeline.encode import EncodeSetup
 from pipeline.execution.stages import BLOCK_BYTES, RESTARTS, TASK_RETRIES, run_graph
-from pipeline.graph import FRAME_RECORD_BYTES, RECORD_BYTES, Resources, build_graph, plan_resources, videos_for
-from pipeline.resume import TODO_SCHEMA
-from pipeline.run import _plan
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.decode_stage import DecodeSetup
+from pipeline.prune.encode_stage import EncodeSetup
+from pipeline.prune.graph import FRAME_RECORD_BYTES, RECORD_BYTES, Resources, build_graph, plan_resources, videos_for
+from pipeline.prune.resume import TODO_SCHEMA
+from pipeline.prune.run import _plan
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import environment as private_ray

@@ -11,10 +11,10 @@ import pytest
 import ray
 from ray._private.internal_api import node_stats
 
-from pipeline import graph
-from pipeline.encode import Encoder
 from pipeline.execution.stages import run_graph
-from pipeline.graph import plan_resources
+from pipeline.prune import graph
+from pipeline.prune.encode_stage import Encoder
+from pipeline.prune.graph import plan_resources
 from pipeline.prune.write_stage import Writer
 from tests.jobs.processes import family, resident_mb
 from tests.pipeline.rays import graph_of, ray_here

@@ -6,11 +6,11 @@ import resource
 import pytest
 
 from pipeline.cache.ledger import Ledger
-from pipeline.config import PruneConfig
 from pipeline.errors import CacheLocked, SourceChanged, UsageError, VideoFault
 from pipeline.inputs.manifest import read_manifest
-from pipeline.resume import Tally, remaining, share_of
-from pipeline.sizes import Sizes
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.resume import Tally, remaining, share_of
+from pipeline.prune.sizes import Sizes
 from pipeline.storage.lock import FileLock
 from pipeline.storage.stores import LOCK, LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
@@ -100,7 +100,7 @@ def test_skipping_what_changed_looks_at_no_file(folder, live):
     (folder / "m.csv").write_text("video_id,uri\na.mp4,a.mp4\nb.mp4,b.mp4\n")
     manifest = read_manifest(str(folder / "m.csv"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.sizes._on_disk", None)
+        patch.setattr("pipeline.prune.sizes._on_disk", None)
         assert len(remaining(manifest, live, PruneConfig(on_changed="skip")).todo) == 0
 
 
@@ -239,7 +239,7 @@ def test_only_failed_objects_without_attempts_left_cost_a_request_more(server, s
 
 @pytest.mark.parametrize("at_once", [1, 2, 100])
 def test_parts_of_a_manifest_add_up(folder, live, monkeypatch, at_once):
-    monkeypatch.setattr("pipeline.resume.ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr("pipeline.prune.resume.ROWS_AT_ONCE", at_once)
     assert left(folder, live, retry_failed=True) == {"b.mp4": 2, "c.mp4": 1}
 
 

@@ -9,12 +9,12 @@ import pyarrow as pa
 import pytest
 import ray
 
-from pipeline import graph
 from pipeline.errors import RunFailed
 from pipeline.execution.heartbeat import Beat, Pulse, Reading, start_pulse
 from pipeline.execution.stages import run_graph
 from pipeline.execution.watchdog import Watch, patiently
-from pipeline.graph import plan_resources
+from pipeline.prune import graph
+from pipeline.prune.graph import plan_resources
 from tests.pipeline.rays import graph_of, ray_here
 
 

@@ -17,11 +17,11 @@ from rich.text import Text
 from gstep.backbones import preprocessor_for, token_counts
 from gstep.types import budget_for
 from pipeline.cache.ledger import Ledger
-from pipeline.config import PruneConfig
 from pipeline.errors import CacheLocked, UsageError
 from pipeline.execution.request import store_refusing
-from pipeline.job import Job, prepare
-from pipeline.resume import Tally, remaining, share_of
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.request import Job, prepare
+from pipeline.prune.resume import Tally, remaining, share_of
 from pipeline.storage.lock import holder
 from pipeline.storage.stores import LocalStore, Store
 

@@ -23,13 +23,13 @@ from gstep.pruners.base import Pruner
 from pipeline.cache.header import differences
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.reader import HEADER, read_header
-from pipeline.config import PruneConfig
-from pipeline.decode_stage import DecodeSetup
-from pipeline.encode import EncodeSetup
 from pipeline.errors import IdentityMismatch, NotACache, UsageError
-from pipeline.evidence import evidence_sources
 from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.inputs.manifest import read_manifest
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.decode_stage import DecodeSetup
+from pipeline.prune.encode_stage import EncodeSetup
+from pipeline.prune.evidence import evidence_sources
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 from pipeline.video.readers import READERS, load_reader

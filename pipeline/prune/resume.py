@@ -10,11 +10,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.cache.ledger import Ledger
-from pipeline.config import PruneConfig
 from pipeline.errors import SourceChanged
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE, clip_keys
-from pipeline.sizes import Sizes
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.sizes import Sizes
 from pipeline.storage.s3 import Objects
 
 Row = dict[str, Any]

@@ -17,9 +17,9 @@ import pyarrow as pa
 import ray.data
 from ray.data import ExecutionResources
 
-from pipeline.decode_stage import Decoder, DecodeSetup
-from pipeline.encode import Encoder, EncodeSetup
 from pipeline.execution.stages import BLOCK_BYTES, MAX_BLOCKS, Stage, actors
+from pipeline.prune.decode_stage import Decoder, DecodeSetup
+from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.prune.write_stage import Writer
 from pipeline.storage.stores import Store
 

@@ -12,9 +12,9 @@ from typing import Any
 import pyarrow as pa
 
 from gstep.backbones import Preprocessor
-from pipeline.config import PruneConfig
 from pipeline.errors import VideoFault
 from pipeline.execution.heartbeat import Beat
+from pipeline.prune.config import PruneConfig
 from pipeline.rows import DECODED, Record, failed, one_row
 from pipeline.storage.s3 import Objects, is_object
 from pipeline.video.decode import DecodedVideo, DecodeRequest

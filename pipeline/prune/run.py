@@ -22,7 +22,6 @@ from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.cache.writer import commit
-from pipeline.config import PruneConfig
 from pipeline.errors import RunFailed
 from pipeline.execution.cluster import cause, connect, provenance, settle
 from pipeline.execution.heartbeat import start_pulse
@@ -31,11 +30,12 @@ from pipeline.execution.request import refusing
 from pipeline.execution.run_record import RunFile
 from pipeline.execution.stream import stream
 from pipeline.execution.watchdog import Watch
-from pipeline.graph import Resources, build_graph, plan_resources, videos_for
-from pipeline.job import Job, match_cache, prepare
-from pipeline.resume import remaining, said_of_the_rest, share_of
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.graph import Resources, build_graph, plan_resources, videos_for
+from pipeline.prune.request import Job, match_cache, prepare
+from pipeline.prune.resume import remaining, said_of_the_rest, share_of
+from pipeline.prune.summary import Summary, summarise
 from pipeline.storage.lock import Lock, cache_lock
-from pipeline.summary import Summary, summarise
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord")
 
