@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from pipeline.command import EXIT_CODES, run_command
-from pipeline.generate_config import GenerateConfig
+from pipeline.generate.config import GenerateConfig
 
 EPILOG = """\
 examples:
@@ -36,14 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _generate(config: GenerateConfig, console: Console) -> int:
     # Ray, torch and transformers load only now: --help and a mistyped flag answer at once.
-    from pipeline.answer_summary import render_answers  # noqa: PLC0415
-    from pipeline.generate import answer_questions  # noqa: PLC0415
+    from pipeline.generate.run import answer_questions  # noqa: PLC0415
+    from pipeline.generate.summary import render_answers  # noqa: PLC0415
 
     summary = answer_questions(config, console)
     out = Console()
     out.print(render_answers(summary))
     rows = f'read_answers({json.dumps(config.out)}).select(["question_id", "answer"]).slice(0, 5).to_pylist()'
-    code = f'from pipeline.answers import read_answers; print(*{rows}, sep="\\n")'
+    code = f'from pipeline.generate.answers import read_answers; print(*{rows}, sep="\\n")'
     out.print(f"\nread the first: python -c {shlex.quote(code)}", markup=False, highlight=False, soft_wrap=True)
     return summary.exit_code(config.failure_limit(summary.n_questions))
 

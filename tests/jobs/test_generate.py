@@ -13,10 +13,10 @@ from ray.data._internal.logical.optimizers import get_execution_plan
 
 from gstep.backbones import ModelSource
 from jobs import generate, prune
-from pipeline.answers import AnswersTable, read_answers
 from pipeline.execution.stages import RESTARTS, TASK_RETRIES
-from pipeline.generate import build_graph, plan_answers
-from pipeline.generate_config import GenerateConfig
+from pipeline.generate.answers import AnswersTable, read_answers
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.run import build_graph, plan_answers
 from pipeline.storage.stores import LocalStore, store_at
 from tests.jobs.hostile import HangingAnswerer
 from tests.jobs.jobs import clips, forbid_ray, start, stop
@@ -185,7 +185,7 @@ def test_a_killed_worker_and_a_killed_driver_lose_and_double_nothing(cache, tmp_
 
 
 def test_a_worker_that_hangs_ends_the_run_and_is_named(first, cache, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("pipeline.generate.Answerer", HangingAnswerer)
+    monkeypatch.setattr("pipeline.generate.run.Answerer", HangingAnswerer)
     assert ask(cache, first[0], tmp_path / "o", "--stall-timeout", "30") == 1
     text = " ".join(capsys.readouterr().err.split())
     assert "failed: no question moved for 30 s: answer holds 1 (q00 on " in text and "the storage of the cache" in text

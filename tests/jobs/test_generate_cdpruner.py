@@ -17,14 +17,14 @@ from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
 from jobs import generate, prune
 from pipeline import TokenCache, poison
-from pipeline.answer_stage import Answerer
-from pipeline.answers import read_answers
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.generate_config import GenerateConfig
-from pipeline.generate_job import prepare
-from pipeline.held_videos import to_visual
-from pipeline.late_pruning import LatePruning
-from pipeline.questions import Way, read_questions
+from pipeline.generate.answer_stage import Answerer
+from pipeline.generate.answers import read_answers
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.held_videos import to_visual
+from pipeline.generate.late_pruning import LatePruning
+from pipeline.generate.questions import Way, read_questions
+from pipeline.generate.request import prepare
 from tests.gstep.llms import llm
 from tests.jobs.jobs import forbid_ray
 from tests.pipeline.asking import setup_of, tiny_cache, write_questions

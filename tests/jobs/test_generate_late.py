@@ -15,11 +15,11 @@ from gstep.pruners.cdpruner import CDPruner
 from gstep.pruners.fastv import FastV
 from jobs import generate, prune
 from pipeline import TokenCache
-from pipeline.answers import read_answers
-from pipeline.generate_config import GenerateConfig
-from pipeline.generate_job import prepare
-from pipeline.held_videos import HeldVideos, to_visual
-from pipeline.late_pruning import LatePruning
+from pipeline.generate.answers import read_answers
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.held_videos import HeldVideos, to_visual
+from pipeline.generate.late_pruning import LatePruning
+from pipeline.generate.request import prepare
 from pipeline.rows import ENCODED, one_row, pruned_arrays, pruned_columns
 from tests.gstep.llms import llm
 from tests.jobs.jobs import clips

@@ -9,10 +9,10 @@ from gstep.backbones import ModelSource
 from gstep.checkpoints import tiny
 from jobs import generate
 from pipeline import answer_stage
-from pipeline.answers import read_answers
 from pipeline.errors import RunFailed
-from pipeline.generate_config import GenerateConfig
-from pipeline.generate_job import _model
+from pipeline.generate.answers import read_answers
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.request import _model
 from pipeline.storage.lock import cache_lock
 from tests.jobs.jobs import forbid_ray
 from tests.pipeline.asking import tiny_cache, write_questions
@@ -187,7 +187,7 @@ def test_without_a_video_every_question_has_its_row_and_nothing_starts(ask, tmp_
 
 def test_a_device_that_the_cluster_lacks_is_refused_before_any_row(ask, tmp_path, monkeypatch):
     tiny_cache(tmp_path / "c")
-    monkeypatch.setattr("pipeline.generate.connect", lambda: {"CPU": 2.0})
+    monkeypatch.setattr("pipeline.generate.run.connect", lambda: {"CPU": 2.0})
     code, text = ask("--device", "cuda", rows=[QUESTION, {**QUESTION, "question_id": 2, "video_id": "gone"}])
     assert code == 2 and "--device cuda: the Ray cluster has no GPU" in text
     assert [path.name for path in (tmp_path / "o").iterdir()] == [".lock"]
@@ -235,7 +235,7 @@ def test_what_another_run_wrote_before_the_lock_was_ours_counts(ask, tmp_path, m
         shutil.copytree(tmp_path / "other", tmp_path / "o", dirs_exist_ok=True)
         return cache_lock(*arguments)
 
-    monkeypatch.setattr("pipeline.generate.cache_lock", late)
+    monkeypatch.setattr("pipeline.generate.run.cache_lock", late)
     code, text = ask(rows=rows)
     assert code == 2 and "max_new_tokens: the answers have 9, this run 64" in text
 

@@ -10,7 +10,7 @@ from gstep.backbones import ModelSource, choose_runtime, load_backbone, preproce
 from gstep.evidence import LAST_LAYER, MERGED_QUERIES, POOLING_HEAD
 from jobs import generate, prune
 from pipeline import TokenCache
-from pipeline.answers import read_answers
+from pipeline.generate.answers import read_answers
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.pipeline.asking import write_questions

@@ -10,8 +10,8 @@ from gstep.backbones import ModelSource, choose_runtime, load_backbone, preproce
 from gstep.language import Decoding, prompt_builder
 from jobs import generate, inspect, prune
 from pipeline import TokenCache
-from pipeline.answers import read_answers
-from pipeline.held_videos import to_visual
+from pipeline.generate.answers import read_answers
+from pipeline.generate.held_videos import to_visual
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.gstep.llms import llm

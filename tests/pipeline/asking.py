@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import torch
 
 from gstep.backbones import ModelSource, load_static
-from pipeline.answer_stage import AnswerSetup
 from pipeline.cache.live_rows import read_live
 from pipeline.cache.reader import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import VideoFault
+from pipeline.generate.answer_stage import AnswerSetup
 from pipeline.storage.stores import LocalStore, Store
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_shard
 

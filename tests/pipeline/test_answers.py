@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.answer_stage import failed_answer
-from pipeline.answer_summary import summarise_answers
-from pipeline.answers import ANSWER_SCHEMA, AnswersTable, commit_answers, read_answers, write_answers_header
 from pipeline.errors import CorruptShard, NotAnswers, QuestionsChanged
-from pipeline.generate_config import GenerateConfig
-from pipeline.generate_job import prepare
+from pipeline.generate.answer_stage import failed_answer
+from pipeline.generate.answers import ANSWER_SCHEMA, AnswersTable, commit_answers, read_answers, write_answers_header
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.request import prepare
+from pipeline.generate.resume import in_blocks, said_of_the_rest, unanswered, without_model
+from pipeline.generate.summary import summarise_answers
 from pipeline.storage.stores import LocalStore
-from pipeline.todo import in_blocks, said_of_the_rest, unanswered, without_model
 from tests.pipeline.asking import tiny_cache, write_questions
 
 

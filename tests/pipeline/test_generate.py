@@ -13,12 +13,12 @@ from gstep.checkpoints import tiny
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
 from pipeline import TokenCache, answer_stage, poison
-from pipeline.answer_stage import GROW_AFTER, Answerer, BatchSize
-from pipeline.generate import plan_answers
-from pipeline.generate_config import GenerateConfig
-from pipeline.held_videos import HeldVideos, n_bytes, to_visual
-from pipeline.late_pruning import LatePruning
-from pipeline.questions import Way, read_questions
+from pipeline.generate.answer_stage import GROW_AFTER, Answerer, BatchSize
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.held_videos import HeldVideos, n_bytes, to_visual
+from pipeline.generate.late_pruning import LatePruning
+from pipeline.generate.questions import Way, read_questions
+from pipeline.generate.run import plan_answers
 from tests.gstep.llms import llm
 from tests.pipeline.asking import SHAPE, setup_of, tiny_cache, write_questions
 from tests.pipeline.caches import encoded, random_tokens, write_shard

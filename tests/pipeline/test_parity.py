@@ -7,7 +7,7 @@ import gstep
 from gstep.backbones import ModelSource, choose_runtime, load_backbone, load_static, preprocessor_for
 from gstep.language import Decoding, prompt_builder
 from pipeline import TokenCache
-from pipeline.held_videos import to_visual
+from pipeline.generate.held_videos import to_visual
 from pipeline.prune.decode_stage import decoded_columns
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.rows import DECODED, one_row

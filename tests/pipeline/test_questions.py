@@ -5,9 +5,9 @@ import json
 import pytest
 
 from gstep.language import Decoding
-from pipeline.choices import lettered_prompt, parse_letter
 from pipeline.errors import QuestionsError
-from pipeline.questions import Way, decoding_of, read_questions
+from pipeline.generate.choices import lettered_prompt, parse_letter
+from pipeline.generate.questions import Way, decoding_of, read_questions
 from tests.pipeline.asking import write_questions
 
 WAY = Way(Decoding(max_new_tokens=16))

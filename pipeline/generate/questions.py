@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from gstep.language import Decoding
-from pipeline.choices import MAX_LETTERS
 from pipeline.errors import QuestionsError
+from pipeline.generate.choices import MAX_LETTERS
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, carried_json, is_text, read_rows
 from pipeline.storage.s3 import Objects, check_uri, is_object

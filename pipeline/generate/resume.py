@@ -8,9 +8,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.answer_stage import failed_answer, too_long
 from pipeline.errors import QuestionsChanged
-from pipeline.generate_job import GenerateJob, answerable
+from pipeline.generate.answer_stage import failed_answer, too_long
+from pipeline.generate.request import GenerateJob, answerable
 
 Row = dict[str, Any]
 _COMPARED = ("video_ids", "prompt", "choices", "decoding")

@@ -16,7 +16,7 @@ from gstep.pruners.cdpruner import CDPruner
 from gstep.pruners.fastv import FastV
 from gstep.types import budget_for
 from pipeline.errors import IdentityMismatch, UsageError
-from pipeline.generate_config import GenerateConfig
+from pipeline.generate.config import GenerateConfig
 from pipeline.options import pruner_params
 
 

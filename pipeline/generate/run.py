@@ -15,9 +15,6 @@ import ray
 import ray.data
 from rich.console import Console
 
-from pipeline.answer_stage import STAGE, Answerer, AnswerSetup, question_blocks
-from pipeline.answer_summary import AnswerSummary, summarise_answers
-from pipeline.answers import AnswersTable, commit_answers, write_answers_header
 from pipeline.errors import RunFailed
 from pipeline.execution.cluster import cause, connect, provenance, settle
 from pipeline.execution.heartbeat import start_pulse
@@ -26,11 +23,14 @@ from pipeline.execution.run_record import RunFile
 from pipeline.execution.stages import MAX_BLOCKS, Stage, actors
 from pipeline.execution.stream import stream
 from pipeline.execution.watchdog import Watch
-from pipeline.generate_config import GenerateConfig
-from pipeline.generate_job import GenerateJob, match_answers, prepare
+from pipeline.generate.answer_stage import STAGE, Answerer, AnswerSetup, question_blocks
+from pipeline.generate.answers import AnswersTable, commit_answers, write_answers_header
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.request import GenerateJob, match_answers, prepare
+from pipeline.generate.resume import in_blocks, said_of_the_rest, unanswered, without_model
+from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.rows import Record
 from pipeline.storage.lock import Lock, cache_lock
-from pipeline.todo import in_blocks, said_of_the_rest, unanswered, without_model
 
 ANSWERING = Words("answering", "question", {STAGE: "asked"})
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow")

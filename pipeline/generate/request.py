@@ -14,15 +14,15 @@ from rich.console import Console
 from gstep import PRUNERS
 from gstep.backbones import ModelSource
 from gstep.language import Decoding, PromptBuilder, prompt_builder
-from pipeline.answers import HEADER, AnswersTable, read_answers_header
 from pipeline.cache.header import differences
 from pipeline.cache.live_rows import INDEX_COLUMNS, read_live
 from pipeline.cache.reader import TokenOrder, read_header, rows_wanted
 from pipeline.errors import IdentityMismatch, NotAnswers, UsageError
 from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
-from pipeline.generate_config import GenerateConfig
-from pipeline.late_pruning import LatePruning, late_pruning
-from pipeline.questions import Way, read_questions
+from pipeline.generate.answers import HEADER, AnswersTable, read_answers_header
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.late_pruning import LatePruning, late_pruning
+from pipeline.generate.questions import Way, read_questions
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 

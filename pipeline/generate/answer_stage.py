@@ -14,13 +14,13 @@ import torch
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import LanguageModel, Prompt, Visual, load_language_model, prompt_builder
 from pipeline.cache.reader import TokenCache, TokenOrder
-from pipeline.choices import lettered_prompt, letters, parse_letter
 from pipeline.errors import CorruptShard, FailedVideo, UnknownVideo, printable
 from pipeline.execution.gpu_fault import exit_if_poisoned
 from pipeline.execution.heartbeat import Beat
-from pipeline.held_videos import HeldVideos
-from pipeline.late_pruning import LatePruning
-from pipeline.questions import decoding_of
+from pipeline.generate.choices import lettered_prompt, letters, parse_letter
+from pipeline.generate.held_videos import HeldVideos
+from pipeline.generate.late_pruning import LatePruning
+from pipeline.generate.questions import decoding_of
 from pipeline.rows import WRITTEN
 from pipeline.storage.stores import Store
 
