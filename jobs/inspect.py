@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
-    from pipeline.report import cache_report, video_report  # noqa: PLC0415
+    from pipeline.inspect.report import cache_report, video_report  # noqa: PLC0415
     from pipeline.storage.s3 import Objects  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
@@ -46,7 +46,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         if arguments.video_id is None:
             Console().print(cache_report(cache))
         elif arguments.html is not None:
-            from pipeline.page import write_page  # noqa: PLC0415 - only the page needs the decoders
+            from pipeline.inspect.page import write_page  # noqa: PLC0415 - only the page needs the decoders
 
             line = write_page(cache, arguments.video_id, arguments.html, arguments.retention_ratio, objects)
             Console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -65,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     from pipeline.storage.s3 import Objects  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.storage.stores import store_at  # noqa: PLC0415
-    from pipeline.verify import Request, verify  # noqa: PLC0415
-    from pipeline.verify_report import render  # noqa: PLC0415
+    from pipeline.verify.report import render  # noqa: PLC0415
+    from pipeline.verify.verify import Request, verify  # noqa: PLC0415
 
     errors = Console(stderr=True)
     names = ("jobs", "clean", "live", "seed", "model", "log_interval")

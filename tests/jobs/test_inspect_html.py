@@ -20,9 +20,9 @@ from jobs import inspect
 from pipeline import TokenCache
 from pipeline.cache.header import header_bytes
 from pipeline.errors import VideoFault
-from pipeline.page import grid_of, tiers_of, video_page
+from pipeline.inspect.page import grid_of, tiers_of, video_page
+from pipeline.inspect.thumbnails import Thumbnails
 from pipeline.prune.decode_stage import decoded_columns
-from pipeline.thumbnails import Thumbnails
 from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard

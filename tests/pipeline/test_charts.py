@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from pipeline.charts import density_chart, kept_chart, nice_ticks, time_ticks, upward
+from pipeline.inspect.charts import density_chart, kept_chart, nice_ticks, time_ticks, upward
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,11 @@ from pipeline import CorruptShard, EvidenceNotCached, TokenCache
 from pipeline.cache.header import header_bytes
 from pipeline.cache.reader import HEADER
 from pipeline.errors import IdentityMismatch, UsageError
+from pipeline.inspect.report import cache_report
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.prune.evidence import evidence_sources
 from pipeline.prune.request import prepare
-from pipeline.report import cache_report
 from pipeline.rows import DECODED, one_row, records
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore

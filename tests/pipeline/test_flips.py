@@ -17,8 +17,8 @@ from pipeline.cache.live_rows import VideoRows, read_live
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import footer_of
 from pipeline.storage.stores import LocalStore
-from pipeline.verify_rows import check_commit
-from pipeline.verify_tokens import check_token_shard
+from pipeline.verify.rows import check_commit
+from pipeline.verify.tokens import check_token_shard
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.evidence import encoded_with, random_evidence
 

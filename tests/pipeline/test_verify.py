@@ -12,11 +12,11 @@ from rich.console import Console
 from gstep import PRUNERS
 from pipeline import TokenCache
 from pipeline.errors import CacheLocked, NotACache, VideoFault
-from pipeline.orphans import UPLOAD_AGE, clean, list_uploads
 from pipeline.storage.lock import cache_lock
 from pipeline.storage.stores import LocalStore, ObjectStore
-from pipeline.verify import Request, verify
-from pipeline.verify_report import Report, render
+from pipeline.verify.orphans import UPLOAD_AGE, clean, list_uploads
+from pipeline.verify.report import Report, render
+from pipeline.verify.verify import Request, verify
 from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
 from tests.pipeline.damage import flip, other_tokens, rewrite_row, rewrite_tokens, shards, with_column
 from tests.pipeline.evidence import evidence_cache

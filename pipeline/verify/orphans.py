@@ -11,7 +11,7 @@ from pipeline.cache.live_rows import TOKENS, VIDEOS
 from pipeline.execution.run_record import RUNS
 from pipeline.storage.lock import Lock
 from pipeline.storage.stores import FileInfo, ObjectStore, Store
-from pipeline.verify_report import Report
+from pipeline.verify.report import Report
 
 _TEMPORARY = ".tmp-"  # how LocalStore.put calls a file until it is whole
 UPLOAD_AGE = timedelta(hours=1)  # a younger one may still be under way

@@ -19,7 +19,7 @@ from pipeline.cache.live_rows import INDEX_COLUMNS, parse_videos_shard
 from pipeline.cache.schema import MADE_WITH, VIDEO_SCHEMA, tier_row_counts
 from pipeline.errors import CorruptShard, FaultClass
 from pipeline.storage.stores import Store
-from pipeline.verify_report import Problem
+from pipeline.verify.report import Problem
 
 Row = dict[str, Any]
 KEPT = (*INDEX_COLUMNS, "run_id", "token_shard")  # of every row, in memory

@@ -15,8 +15,8 @@ from pipeline.cache.schema import digest, token_schema
 from pipeline.cache.token_shard import TokenShard
 from pipeline.errors import CorruptShard
 from pipeline.storage.stores import Store
-from pipeline.verify_report import Problem
-from pipeline.verify_rows import pruner_class
+from pipeline.verify.report import Problem
+from pipeline.verify.rows import pruner_class
 
 Row = dict[str, Any]
 _MAGIC = 4  # bytes of "PAR1" before the first row group

@@ -19,11 +19,11 @@ from gstep.types import budget_for
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TIERS
-from pipeline.charts import density_chart, kept_chart
 from pipeline.errors import UsageError
-from pipeline.report import flat, frames_of, source_facts, source_frames
+from pipeline.inspect.charts import density_chart, kept_chart
+from pipeline.inspect.report import flat, frames_of, source_facts, source_frames
+from pipeline.inspect.thumbnails import Pictures, source_pictures
 from pipeline.storage.s3 import Objects
-from pipeline.thumbnails import Pictures, source_pictures
 
 
 @dataclass(frozen=True)

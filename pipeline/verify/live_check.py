@@ -34,7 +34,7 @@ from pipeline.prune.resume import TODO_SCHEMA
 from pipeline.rows import payload, records
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import ObjectStore
-from pipeline.verify_report import LiveResult, Problem, Report
+from pipeline.verify.report import LiveResult, Problem, Report
 from pipeline.video.source import same_source
 
 Row = dict[str, Any]

@@ -22,15 +22,15 @@ from pipeline.cache.reader import HEADER, TokenCache, read_header
 from pipeline.errors import NotACache
 from pipeline.execution.progress import Words, reporter
 from pipeline.execution.request import new_run_id
-from pipeline.orphans import clean, list_files, list_uploads, lost_commits, sort_files
 from pipeline.storage.lock import Lock, cache_lock, holder
 from pipeline.storage.stores import FileInfo, Store
-from pipeline.verify_report import Problem, Report
-from pipeline.verify_rows import KEPT, CheckedCommit, check_commit
-from pipeline.verify_tokens import CheckedShard, check_token_shard
+from pipeline.verify.orphans import clean, list_files, list_uploads, lost_commits, sort_files
+from pipeline.verify.report import Problem, Report
+from pipeline.verify.rows import KEPT, CheckedCommit, check_commit
+from pipeline.verify.tokens import CheckedShard, check_token_shard
 
 if TYPE_CHECKING:
-    from pipeline.live_check import LiveCheck
+    from pipeline.verify.live_check import LiveCheck
 
 T = TypeVar("T")
 R = TypeVar("R", bound="CheckedCommit | CheckedShard")
@@ -107,7 +107,7 @@ def _verify(store: Store, request: Request, console: Console, lock: Lock | None)
 
 def _live_check(store: Store, request: Request, live: pa.Table) -> LiveCheck:
     """Refuses before the long part begins."""
-    from pipeline.live_check import LiveCheck  # noqa: PLC0415 - models and decoders load only for this
+    from pipeline.verify.live_check import LiveCheck  # noqa: PLC0415 - models and decoders load only for this
 
     return LiveCheck(TokenCache(str(store), store=store, live=live), request.model)
 
