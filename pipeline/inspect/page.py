@@ -92,7 +92,7 @@ def tiers_of(row: dict[str, Any], more: float | None = None) -> list[tuple[float
 
 def _render(video: CachedVideo, identity: dict[str, Any], pictures: Pictures, start: float | None) -> str:
     row = video.metadata
-    template = (files("pipeline") / "page.html").read_text(encoding="utf-8")
+    template = (files("pipeline.inspect") / "page.html").read_text(encoding="utf-8")
     tiers = tiers_of(row, start)
     note = f"pale: all that are stored, {_percent(row['retention_ratio'])}" if len(tiers) > 1 else ""
     seconds = [row["timestamps"][frames[0]] for frames in frames_of(row)]
