@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from pipeline.command import EXIT_CODES, run_command
+from jobs.command import EXIT_CODES, run_command
 from pipeline.generate.config import GenerateConfig
 
 EPILOG = """\

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.command import count, exit_code_of
+from jobs.command import count, exit_code_of
 from pipeline.errors import RunFailed
 
 EPILOG = """\

@@ -1,7 +1,7 @@
 """Density-guided farthest point sampling in the form that is fastest for the tokens and where they are.
 
-All forms select the same tokens: gstep.selection.reference says which, gstep.selection.lazy does it on a CPU, gstep.selection.gpu.launch on
-a GPU.
+All forms select the same tokens: gstep.selection.reference says which, gstep.selection.lazy does it on a CPU,
+gstep.selection.gpu.launch on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def fast_density_guided_fps(
     beta: float = 1e-6,
     start: str = "density",
 ) -> Tensor:
-    """As gstep.selection.reference.density_guided_fps: tokens as they came, on any device -> [B] int64 in order of selection."""
+    """As gstep.selection.reference.density_guided_fps: tokens as they came, on any device -> [B] int64 in order of
+    selection."""
     if tokens_MD.is_cuda:
         form = select_on_gpu
     elif tokens_MD.is_cpu and tokens_MD.numel() * budget > _SMALL:

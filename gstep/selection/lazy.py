@@ -2,8 +2,8 @@
 
 Two facts make it exact. A token's distance to the nearest selected one only shrinks, so a score worked out earlier is
 an upper bound of today's: a token need not be looked at while another one's true score is known to be higher (lazy
-greedy). And a few products bound the cosine of two tokens from above (gstep.selection.subspace), so that most selected tokens
-are seen not to be nearer than the nearest one known.
+greedy). And a few products bound the cosine of two tokens from above (gstep.selection.subspace), so that most selected
+tokens are seen not to be nearer than the nearest one known.
 
 A round takes the K tokens of the highest known scores, refreshes them against what was selected since each was last
 refreshed, and selects among them for as long as the best of them beats every token outside.
@@ -69,7 +69,8 @@ def lazy_density_guided_fps(
     dims: int | None = None,
     counts: Counts | None = None,
 ) -> Tensor:
-    """As gstep.selection.reference.density_guided_fps, for tokens on the CPU: the same tokens in the same order, up to near ties.
+    """As gstep.selection.reference.density_guided_fps, for tokens on the CPU: the same tokens in the same order, up to
+    near ties.
 
     Distances are rounded otherwise, by about 1e-7; where products of tokens are exact in float32 the order is the same
     to the last. Memory beyond the tokens: the selected ones in their work dtype, and k+1 numbers a token.

@@ -1,7 +1,8 @@
 """Answers on disk: every column and its meaning, shards that appear whole, and the reader of those that count.
 
 ``answers.json`` says what all rows share, ``answers/<shard>.parquet`` or ``.jsonl`` hold a row a question (failed ones
-too), ``runs/<run_id>.json`` is provenance. A question's live row is chosen as a video's is (``pipeline.cache.live_rows``).
+too), ``runs/<run_id>.json`` is provenance. A question's live row is chosen as a video's is
+(``pipeline.cache.live_rows``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One driver a cache: a lock that a killed driver does not leave behind.
 
 In a folder it is flock, which the kernel frees when the process ends, however it ends. An object store has nothing like
-it: there it is a lease, an object that is created exclusively and rewritten by a heartbeat (``pipeline.storage.lease``).
+it: there it is a lease, an object that is created exclusively and rewritten by a heartbeat
+(``pipeline.storage.lease``).
 """
 
 from __future__ import annotations

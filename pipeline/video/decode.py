@@ -1,6 +1,7 @@
 """One video file -> the sampled frames, resized, or a VideoFault that says what is wrong with the file.
 
-``decode_video`` is what runs inside the child process of ``pipeline.video.sandbox``: decoders can abort, hang and eat memory.
+``decode_video`` is what runs inside the child process of ``pipeline.video.sandbox``: decoders can abort, hang and eat
+memory.
 """
 
 from __future__ import annotations

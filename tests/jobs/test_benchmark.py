@@ -7,7 +7,7 @@ import pytest
 
 from gstep import PRUNERS
 from jobs import benchmark
-from pipeline.resume_times import ResumeTimes
+from jobs.benchmark.resume_times import ResumeTimes
 
 
 def test_every_method_is_measured_beside_gstep(tmp_path, capsys):

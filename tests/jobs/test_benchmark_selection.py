@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from gstep.selection.reference import density_guided_fps
-from jobs import benchmark
-from pipeline.benchmark_tokens import INPUTS
-from pipeline.selection_forms import Plain, all_forms, plain_steps
-from pipeline.selection_report import seconds_text, slope
+from jobs.benchmark import __main__ as benchmark
+from jobs.benchmark.selection_forms import Plain, all_forms, plain_steps
+from jobs.benchmark.selection_report import seconds_text, slope
+from jobs.benchmark.tokens import INPUTS
 
 SMALL = ["--frames", "6", "12", "--tokens-per-frame", "36", "--hidden", "64", "--repeats", "1"]
 PNG = b"\x89PNG\r\n\x1a\n"

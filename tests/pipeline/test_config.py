@@ -6,9 +6,9 @@ from dataclasses import fields
 import pytest
 
 from gstep.backbones import BACKBONES
+from jobs.flags import add_flags, from_flags, read_config_file
 from pipeline.cache.header import differences
 from pipeline.errors import UsageError
-from pipeline.flags import add_flags, from_flags, read_config_file
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.request import sampling_of
 from pipeline.video.sampling import Sampling

@@ -59,7 +59,8 @@ def test_the_second_is_refused_with_the_first_named(store, said):
 
 def test_a_killed_run_on_this_machine_blocks_nobody(store, said, server):
     code = (
-        "import sys, os, signal; from pipeline.storage.lease import CacheLease; from pipeline.storage.stores import ObjectStore;"
+        "import sys, os, signal; from pipeline.storage.lease import CacheLease;"
+        "from pipeline.storage.stores import ObjectStore;"
         "from pipeline.storage.s3 import Objects;"
         f"CacheLease(ObjectStore({store.root!r}, Objects.from_environment()), 'killed', print).__enter__();"
         "os.kill(os.getpid(), signal.SIGKILL)"

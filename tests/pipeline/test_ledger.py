@@ -1,4 +1,5 @@
-"""The driver's ledger: the live row of every video, by the same rule as ``pipeline.cache.live_rows``, from hashes and numbers."""
+"""The driver's ledger: the live row of every video, by the same rule as ``pipeline.cache.live_rows``, from hashes and
+numbers."""
 
 import random
 

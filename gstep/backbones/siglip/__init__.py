@@ -1,1 +1,1 @@
-"""What SigLIP gives besides tokens: evidence of its layers, the pooling head and the text tower that were published with it."""
+"""What SigLIP gives besides tokens: evidence of its layers, its pooling head and its text tower."""

@@ -1,4 +1,5 @@
-"""Whether the GPU kernels select on this GPU what ``gstep.selection.reference`` does: asked once, before they are believed.
+"""Whether the GPU kernels select on this GPU what ``gstep.selection.reference`` does: asked once, before they are
+believed.
 
 Importing this needs Triton. Shapes: M tokens, D hidden size, B budget.
 """

@@ -1,14 +1,16 @@
-"""Triton kernels of density-guided farthest point sampling, Eqs. (9)-(12); ``gstep.selection.gpu.launch`` launches them.
+"""Triton kernels of density-guided farthest point sampling, Eqs. (9)-(12); ``gstep.selection.gpu.launch`` launches
+them.
 
-Checked in Triton's interpreter on a CPU against ``gstep.selection.reference``, and compiled for sm_80 and sm_90. Neither run nor
-measured on a GPU yet: what is said of speed is arithmetic.
+Checked in Triton's interpreter on a CPU against ``gstep.selection.reference``, and compiled for sm_80 and sm_90.
+Neither run nor measured on a GPU yet: what is said of speed is arithmetic.
 
 Shapes: M tokens, D = HIDDEN size, R rows that a launch looks at (all tokens or some), S their number rounded up, V
 videos.
 
 Every distance is 1 - dot * (a's inverse norm * b's): the products of raw tokens accumulated in float32, scaled in
-float64 without fused multiply-adds (launch with ``enable_fp_fusion=False``), which is what ``gstep.selection.reference`` computes.
-Where float32 holds the dot products exactly, distances are therefore bit-equal to its own.
+float64 without fused multiply-adds (launch with ``enable_fp_fusion=False``), which is what
+``gstep.selection.reference`` computes. Where float32 holds the dot products exactly, distances are therefore bit-equal
+to its own.
 
 Copies of a token are at bit-equal distances, so that their ties go to the lowest index: all products come from
 ``_dots``, where each is accumulated over D in the same order, wherever in a tile or a grid it lies and whichever of its

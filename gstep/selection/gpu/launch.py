@@ -1,8 +1,10 @@
-"""Density-guided farthest point sampling on a GPU, with the semantics of ``gstep.selection.reference.density_guided_fps``.
+"""Density-guided farthest point sampling on a GPU, with the semantics of
+``gstep.selection.reference.density_guided_fps``.
 
-Up to MAX_GRAM_TOKENS a video is served by ``gstep.selection.gpu.gram``, beyond by ``gstep.selection.gpu.lazy``, and where neither can by
-the plain form of ``gstep.selection.reference``. Checked in Triton's interpreter on a CPU; not yet run, and no speed measured, on a
-GPU: there ``gstep.selection.gpu.check`` compares them with the plain form before a process's first selection.
+Up to MAX_GRAM_TOKENS a video is served by ``gstep.selection.gpu.gram``, beyond by ``gstep.selection.gpu.lazy``, and
+where neither can by the plain form of ``gstep.selection.reference``. Checked in Triton's interpreter on a CPU; not yet
+run, and no speed measured, on a GPU: there ``gstep.selection.gpu.check`` compares them with the plain form before a
+process's first selection.
 
 Shapes: M tokens, D hidden size, B budget.
 """

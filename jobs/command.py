@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from rich.console import Console
 
+from jobs.flags import add_flags, from_flags, read_config_file
 from pipeline.errors import CorruptShard, RunFailed, UsageError
-from pipeline.flags import add_flags, from_flags, read_config_file
 
 T = TypeVar("T")
 EXIT_CODES = """\

@@ -1,4 +1,4 @@
-"""The figures of pipeline.selection_times as tables and for machines, and how fast they grow with the tokens."""
+"""The figures of jobs.benchmark.selection_times as tables and for machines, and how fast they grow with the tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
-from pipeline.benchmark_tokens import INPUTS
-from pipeline.selection_times import Agreement, FormTime
+from jobs.benchmark.selection_times import Agreement, FormTime
+from jobs.benchmark.tokens import INPUTS
 
 _COLUMNS = ("input", "tokens", "ratio", "form", "seconds", "to plain", "products", "bounds", "memory MB", "GB/s")
 _WORDS = ("input", "form", "against")  # columns of words

@@ -1,4 +1,4 @@
-"""The figures of pipeline.selection_times as a picture. Needs matplotlib (the extra ``benchmark``)."""
+"""The figures of jobs.benchmark.selection_times as a picture. Needs matplotlib (the extra ``benchmark``)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from pipeline.benchmark_tokens import INPUTS
-from pipeline.selection_times import FormTime
+from jobs.benchmark.selection_times import FormTime
+from jobs.benchmark.tokens import INPUTS
 
 # Colours that the colour-blind tell apart (Okabe and Ito); whole methods are dashed.
 _STYLES = {

@@ -18,9 +18,9 @@ from torch import Tensor
 from gstep.density import spatio_temporal_density
 from gstep.selection.lazy import Counts
 from gstep.selection.reference import density_guided_fps
-from pipeline.benchmark_tokens import INPUTS, structured_tokens
-from pipeline.peak_memory import peak_memory
-from pipeline.selection_forms import ALPHA, BETA, Form, Outcome, Run, Task, all_forms, plain_steps
+from jobs.benchmark.peak_memory import peak_memory
+from jobs.benchmark.selection_forms import ALPHA, BETA, Form, Outcome, Run, Task, all_forms, plain_steps
+from jobs.benchmark.tokens import INPUTS, structured_tokens
 
 _ENOUGH = 60.0  # seconds after which a form is not repeated
 _ORACLE_TOKENS = 2048  # up to here a selection in float64 is no work

@@ -15,7 +15,7 @@ from torch import Tensor
 from gstep import PRUNERS, VisualTokens, make_pruner
 from gstep.pruners.base import Pruner
 from gstep.pruners.checks import EVIDENCE_SHAPES
-from pipeline.benchmark_tokens import structured_tokens
+from jobs.benchmark.tokens import structured_tokens
 
 # Widths of evidence whose size the tokens do not decide: those of SigLIP so400m.
 WIDTHS = {"Dv": 1152, "Dk": 72, "De": 1152, "Q": 1}

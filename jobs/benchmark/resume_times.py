@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 from pyarrow import csv
 from rich.table import Table
 
+from jobs.benchmark.peak_memory import peak_memory
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS, shard_name
 from pipeline.cache.schema import VIDEO_SCHEMA, write_parquet
 from pipeline.inputs.manifest import read_manifest
-from pipeline.peak_memory import peak_memory
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import remaining
 from pipeline.storage.stores import LocalStore

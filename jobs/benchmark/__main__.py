@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from pipeline.command import count
+from jobs.command import count
 
 if TYPE_CHECKING:
-    from pipeline.selection_times import Agreement, FormTime, Settings
+    from jobs.benchmark.selection_times import Agreement, FormTime, Settings
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,8 +79,8 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
 
 
 def _resume(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from pipeline.machine import machine, machine_line  # noqa: PLC0415
-    from pipeline.resume_times import as_record, as_table, measure  # noqa: PLC0415
+    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415
+    from jobs.benchmark.resume_times import as_record, as_table, measure  # noqa: PLC0415
 
     console = Console(stderr=True)
     with TemporaryDirectory(dir=arguments.folder) as folder:
@@ -99,8 +99,8 @@ def _resume(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
 
 def _methods(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from gstep.backbones import choose_runtime  # noqa: PLC0415 - torch loads only after the flags are checked
-    from pipeline.machine import machine, machine_line  # noqa: PLC0415
-    from pipeline.method_times import as_record, as_table, measure  # noqa: PLC0415
+    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415
+    from jobs.benchmark.method_times import as_record, as_table, measure  # noqa: PLC0415
 
     try:
         choose_runtime(arguments.device)
@@ -125,9 +125,9 @@ def _selection(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
         parser.error("--plot needs matplotlib: pip install matplotlib, or this package with its extra `benchmark`")
     import torch  # noqa: PLC0415
 
+    from jobs.benchmark.machine import machine, machine_line, stream_bandwidth  # noqa: PLC0415
+    from jobs.benchmark.selection_times import Settings  # noqa: PLC0415
     from pipeline.errors import ManifestError, VideoFault  # noqa: PLC0415
-    from pipeline.machine import machine, machine_line, stream_bandwidth  # noqa: PLC0415
-    from pipeline.selection_times import Settings  # noqa: PLC0415
 
     settings = Settings(
         inputs=arguments.inputs,
@@ -158,7 +158,7 @@ def _selection(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
 
 
 def _forms(named: Sequence[str] | None, parser: argparse.ArgumentParser) -> list[str]:
-    from pipeline.selection_forms import all_forms  # noqa: PLC0415
+    from jobs.benchmark.selection_forms import all_forms  # noqa: PLC0415
 
     known = list(all_forms())
     for name in named or ():
@@ -169,8 +169,8 @@ def _forms(named: Sequence[str] | None, parser: argparse.ArgumentParser) -> list
 
 def _measure(settings: Settings) -> tuple[list[FormTime], list[Agreement], bool]:
     """The times, whether the forms agree, and whether Ctrl-C ended it before the end."""
-    from pipeline.selection_report import time_line  # noqa: PLC0415
-    from pipeline.selection_times import measure  # noqa: PLC0415
+    from jobs.benchmark.selection_report import time_line  # noqa: PLC0415
+    from jobs.benchmark.selection_times import measure  # noqa: PLC0415
 
     console = Console(stderr=True)
 
@@ -198,7 +198,7 @@ def _show(
     about: dict[str, Any],
     arguments: argparse.Namespace,
 ) -> None:
-    from pipeline.selection_report import agreement_table, as_record, growth_table, growths, time_table  # noqa: PLC0415
+    from jobs.benchmark.selection_report import agreement_table, as_record, growth_table, growths, time_table  # noqa: PLC0415
 
     console = _wide_console()
     tables = [time_table(times, title)]
@@ -210,7 +210,7 @@ def _show(
         console.print(table, "")
     _write_json(arguments.json, as_record(times, agreements, **about))
     if arguments.plot is not None:
-        from pipeline.selection_plot import write_plot  # noqa: PLC0415
+        from jobs.benchmark.selection_plot import write_plot  # noqa: PLC0415
 
         write_plot(times, title, arguments.plot)
 
