@@ -20,9 +20,8 @@ import ray
 from pipeline import TokenCache
 from pipeline.cache.live_rows import read_videos_shard
 from pipeline.storage.stores import Store
+from tests.paths import ROOT
 from tests.pipeline.videos import SAMPLES, sample
-
-ROOT = Path(__file__).parents[2]
 
 
 def clips() -> list[Path]:

@@ -26,8 +26,9 @@ from tests.jobs.faults import (
     tiny_videos,
     wait_until,
 )
-from tests.jobs.jobs import ROOT, run_here
+from tests.jobs.jobs import run_here
 from tests.jobs.processes import family
+from tests.paths import ROOT
 from tests.pipeline.rays import ray_here
 
 pytestmark = pytest.mark.slow

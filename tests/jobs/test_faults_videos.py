@@ -14,7 +14,8 @@ import ray
 from jobs import prune
 from pipeline import TokenCache
 from tests.jobs.faults import tiny_videos
-from tests.jobs.jobs import ROOT, environment, run_here
+from tests.jobs.jobs import environment, run_here
+from tests.paths import ROOT
 from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import write_clip
 

@@ -16,8 +16,9 @@ from gstep.checkpoints import tiny
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
 from jobs import generate, prune
-from pipeline import TokenCache, poison
+from pipeline import TokenCache
 from pipeline.cache.cached_video import CachedVideo
+from pipeline.execution import gpu_fault
 from pipeline.generate.answer_stage import Answerer
 from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
@@ -131,7 +132,7 @@ def test_a_gpu_that_is_poisoned_while_choosing_ends_the_actor(ask, monkeypatch):
         raise SystemExit(code)
 
     monkeypatch.setattr(CDPruner, "select", poisoned)
-    monkeypatch.setattr(poison.os, "_exit", exit_at_once)
+    monkeypatch.setattr(gpu_fault.os, "_exit", exit_at_once)
     with pytest.raises(SystemExit, match="70"):
         ask("What?")
 

@@ -8,8 +8,8 @@ import pytest
 from gstep.backbones import ModelSource
 from gstep.checkpoints import tiny
 from jobs import generate
-from pipeline import answer_stage
 from pipeline.errors import RunFailed
+from pipeline.generate import answer_stage
 from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.request import _model

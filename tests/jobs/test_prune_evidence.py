@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 FRAMES = 6
 CLIPS = ["bikes.mp4", "carphone_pristine.mp4"]
-RUNS = [  # tests/pipeline/test_parity.py has the other pairs, without Ray
+RUNS = [  # tests/pipeline/generate/test_parity.py has the other pairs, without Ray
     ("tiny", "visionzip", [], {"token_attention": LAST_LAYER, "token_key": LAST_LAYER}),
     ("tiny", "fastvid", ["--siglip", "tiny"], {"frame_feature": POOLING_HEAD, "token_attention": POOLING_HEAD}),
     ("tiny-qwen3-vl", "fastvid", [], {"token_attention": MERGED_QUERIES}),

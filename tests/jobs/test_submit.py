@@ -14,7 +14,8 @@ import pytest
 
 from pipeline import TokenCache
 from tests.jobs.cluster import Cluster, Ended
-from tests.jobs.jobs import ROOT, assert_complete, clips
+from tests.jobs.jobs import assert_complete, clips
+from tests.paths import ROOT
 from tests.pipeline.videos import SAMPLES
 
 pytestmark = pytest.mark.slow

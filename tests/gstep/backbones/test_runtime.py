@@ -5,7 +5,6 @@ import os
 import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import torch
 import gstep.backbones
 from gstep.backbones import Runtime, choose_runtime, runtime
 from gstep.errors import ModelError
+from tests.paths import ROOT
 
 
 @pytest.fixture
@@ -99,6 +99,6 @@ assert load_static(source).newline.shape == (64,)
 assert choose_runtime("cpu").attn_implementation == "sdpa"
 assert "transformers" not in sys.modules
 """
-    repository = str(Path(__file__).parents[2])
+    repository = str(ROOT)
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": repository}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)

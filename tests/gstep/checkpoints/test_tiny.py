@@ -21,8 +21,7 @@ from transformers import (
 from gstep.backbones import ModelSource, Preprocessor, Runtime, load_backbone, preprocessor_for
 from gstep.checkpoints import tiny
 from gstep.errors import ModelError
-
-REPOSITORY = Path(__file__).parents[2]
+from tests.paths import ROOT
 
 # Pinned: a machine or a numpy that makes other bytes must fail here, and a change must come with a new VERSION.
 IDENTITIES = {
@@ -73,7 +72,7 @@ def test_two_builds_have_the_same_bytes(tmp_path, name):
 
 def test_processes_that_race_agree_on_one_whole_folder(user_cache, tmp_path):
     code = "from gstep.checkpoints import tiny; print(tiny.build('tiny'))"
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     racers = [
         subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,8 @@ import pytest
 import torch
 
 import gstep
+from tests.paths import GOLDEN
 
-GOLDEN = Path(__file__).parent / "golden"
 DATA = dict(np.load(GOLDEN / "methods.npz"))
 TOKENS = {key.removeprefix("H/"): value for key, value in np.load(GOLDEN / "gstep.npz").items() if key.startswith("H/")}
 

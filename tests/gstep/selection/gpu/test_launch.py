@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +16,8 @@ import torch
 from gstep.selection.gpu import launch
 from gstep.selection.gpu.launch import gram_batches, select_batch_on_gpu, select_on_gpu
 from gstep.selection.reference import density_guided_fps
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -28,7 +27,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
     ("where", "interpret"), [("interpreter", "1"), pytest.param("cuda", "0", marks=needs_cuda)], ids=["cpu", "cuda"]
 )
 def test_kernels_equal_the_plain_form(where: str, interpret: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gstep/gpu_sampling_checks.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gstep/selection/gpu/checks.py"]
     environment = {**os.environ, "TRITON_INTERPRET": interpret}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

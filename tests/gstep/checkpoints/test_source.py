@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from gstep.backbones import ModelSource, load_static, read_tensors
 from gstep.checkpoints import hub, tensors, tiny
 from gstep.errors import ModelError
+from tests.paths import ROOT
 
 REPO = "some-owner/tiny-llava"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -243,7 +244,7 @@ def test_hf_home_and_hf_hub_offline_are_honoured(tmp_path, folder):
     )
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGINGFACE_"))}
     environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    environment["PYTHONPATH"] = str(ROOT)
     run = subprocess.run([sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.PIPE, text=True)
     assert run.stdout.split() == [f"hub:{REPO}@{COMMIT}", "64"]
 

@@ -27,10 +27,10 @@ from pipeline.prune.request import prepare
 from pipeline.rows import DECODED, one_row, records
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
+from tests.pipeline.cache.test_reader import CountingStore
 from tests.pipeline.caches import encoded, make_cache, random_tokens, source_record, write_shard
 from tests.pipeline.evidence import WIDTH, evidence_cache, random_evidence
 from tests.pipeline.s3 import S3Server
-from tests.pipeline.test_cache import CountingStore
 from tests.pipeline.videos import sample
 
 SHAPE = (8, 49, 256)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import gstep
-from gstep import products
 from gstep.density import spatio_temporal_density
+from gstep.selection import products
 from gstep.selection.dispatch import fast_density_guided_fps
 from gstep.selection.lazy import Counts, lazy_density_guided_fps
 from gstep.selection.reference import STARTS, density_guided_fps

@@ -15,9 +15,8 @@ from pipeline.errors import VideoFault
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox, strip_credentials
+from tests.paths import ROOT
 from tests.pipeline.videos import KeepSize, decord_killer, numbers, sample, write_clip
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

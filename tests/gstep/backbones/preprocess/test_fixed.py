@@ -3,7 +3,6 @@
 import hashlib
 import json
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +11,8 @@ import torch
 from gstep.backbones.llava_onevision import DEFAULTS
 from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
 from gstep.errors import ModelError
+from tests.paths import GOLDEN
 
-GOLDEN = Path(__file__).parent / "golden"
 META = json.loads((GOLDEN / "preprocess.json").read_text())
 CLIP = FixedSizePreprocessor.from_settings(META["processors"]["llava_onevision"])
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +15,8 @@ from gstep.backbones.qwen2_5_vl import Qwen2_5VL
 from gstep.backbones.qwen3_vl import Qwen3VL
 from gstep.errors import ModelError, UnsupportedVideo
 from tests.gstep.stock import stock_size
+from tests.paths import GOLDEN
 
-GOLDEN = Path(__file__).parent / "golden"
 META = json.loads((GOLDEN / "preprocess.json").read_text())
 CLASSES = {"qwen2_5_vl": PerFramePreprocessor, "qwen3_vl": PerVideoPreprocessor}
 STOCK = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +12,8 @@ import torch
 import gstep
 from gstep.density import BOUNDARIES, centred_change, frame_mean, spatial_density, temporal_density
 from gstep.selection.reference import density_guided_fps
+from tests.paths import GOLDEN
 
-GOLDEN = Path(__file__).parent / "golden"
 DATA = dict(np.load(GOLDEN / "gstep.npz"))
 INPUTS = {key.removeprefix("H/"): value for key, value in DATA.items() if key.startswith("H/")}
 CURVES = [key for key in DATA if key.startswith("curve/")]

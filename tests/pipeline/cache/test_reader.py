@@ -3,7 +3,6 @@
 import io
 import subprocess
 import sys
-from pathlib import Path
 
 import duckdb
 import polars as pl
@@ -18,9 +17,9 @@ from pipeline.cache.schema import tier_row_counts
 from pipeline.errors import VideoFault
 from pipeline.storage.stores import LocalStore
 from tests.gstep import synthetic
+from tests.paths import ROOT
 from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
 
-ROOT = Path(__file__).parents[2]
 RATIOS = (0.10, 0.15, 0.17, 0.20, 0.25)
 
 

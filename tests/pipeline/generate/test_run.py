@@ -12,7 +12,9 @@ from gstep.backbones import ModelSource
 from gstep.checkpoints import tiny
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
-from pipeline import TokenCache, answer_stage, poison
+from pipeline import TokenCache
+from pipeline.execution import gpu_fault
+from pipeline.generate import answer_stage
 from pipeline.generate.answer_stage import GROW_AFTER, Answerer, BatchSize
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.held_videos import HeldVideos, n_bytes, to_visual
@@ -212,7 +214,7 @@ def test_a_poisoned_gpu_ends_the_actor_so_that_ray_starts_another(failing, tmp_p
     def exit_at_once(code):
         raise SystemExit(code)
 
-    monkeypatch.setattr(poison.os, "_exit", exit_at_once)
+    monkeypatch.setattr(gpu_fault.os, "_exit", exit_at_once)
     actor, model = failing(poisoned)
     with pytest.raises(SystemExit, match="70"):
         list(actor.answer(open_questions(tmp_path, 4)))
