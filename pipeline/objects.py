@@ -186,7 +186,10 @@ class Objects:
         bucket, key = _split(uri)
         with self._errors(uri):
             answer = self._client().get_object(Bucket=bucket, Key=key)
-            size, mark, done = int(answer["ContentLength"]), answer["ETag"], 0
+            size, mark, done = answer.get("ContentLength"), answer.get("ETag"), 0
+            if size is None:  # a gateway that answers in chunks
+                answer["Body"].close()
+                raise OSError(errno.EIO, "the store does not say how large the object is")
             if limit is not None and size > limit:
                 answer["Body"].close()
                 raise OSError(errno.EFBIG, f"the object has {size} bytes, more than the {limit} that are allowed")
@@ -198,9 +201,9 @@ class Objects:
                         done += len(piece)
                         if time.monotonic() > until:
                             raise OSError(errno.ETIMEDOUT, f"only {done} of {size} bytes came in time")
-                    return size
+                    return int(size)
                 except _broken_downloads():
-                    if resumes == _RESUMES:
+                    if resumes == _RESUMES or mark is None:
                         raise
                 answer = self._client().get_object(Bucket=bucket, Key=key, Range=f"bytes={done}-", IfMatch=mark)
                 if done and not answer.get("ContentRange", "").startswith(f"bytes {done}-"):
