@@ -143,6 +143,15 @@ def test_a_broken_download_goes_on_where_it_broke():
         assert (asked[1]["range"], asked[1]["if-match"]) == ("bytes=1000-", '"mark"')
 
 
+def test_a_store_that_names_no_size_or_no_content_is_no_crash():
+    with scripted((200, [("ETag", '"mark"')], b"ok")) as (objects, _), pytest.raises(OSError, match="how large"):
+        objects.read("s3://bucket/a")
+    with scripted((200, [("Content-Length", "4")], b"ok")) as (objects, asked):
+        with pytest.raises(OSError, match="cannot be used"):
+            objects.read("s3://bucket/a")
+        assert len(asked) == 1  # what it goes on with might be of another content
+
+
 def test_a_broken_slice_is_asked_for_again():
     headers = [("Content-Length", "4"), ("Content-Range", "bytes 2-5/9"), ("ETag", '"mark"')]
     with scripted((206, headers, b"23"), (206, headers, b"2345")) as (objects, asked):
