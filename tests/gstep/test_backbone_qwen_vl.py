@@ -130,7 +130,7 @@ def test_windows_put_tokens_in_another_order_than_space():
     backbone = load_backbone(source, FLOAT32)
     in_windows = backbone.model.merger(hidden)
     assert not torch.equal(in_windows, tokens_MD)
-    assert torch.equal(in_windows.sort(0).values, tokens_MD.sort(0).values)
+    torch.testing.assert_close(in_windows.sort(0).values, tokens_MD.sort(0).values, atol=1e-5, rtol=0)
     assert torch.equal(backbone.encode(frames).tokens.flatten(0, 1), tokens_MD)
 
 
