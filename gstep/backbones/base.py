@@ -116,6 +116,8 @@ class Backbone(ABC):
     ) -> Self:
         """Build the vision part; no weight of the language model is read, and no memory is ever taken for one.
 
+        ``frame_batch`` is how many frames go through at once on a GPU; on a CPU they go one by one (``chunk_length``).
+
         Raises ModelError where weights are missing or have another shape than the config says.
         """
 
@@ -183,15 +185,26 @@ class Backbone(ABC):
         """
 
     def chunk_length(self, height: int, width: int) -> int:
-        """How many frames of [height, width] pixels go through at once."""
-        return self.frame_batch
+        """How many frames of [height, width] pixels go through at once: on a GPU ``frame_batch``, on a CPU one.
+
+        By the shape of a matrix product a CPU's library chooses its kernel, and so the order in which a row's sum is
+        rounded (oneDNN with AMX, in bfloat16, for one). One frame at a time every product has the same shape, whatever
+        the video's length or ``frame_batch``; a frame's hundreds of rows keep the cores busy.
+        """
+        return 1 if self.on_cpu else self.frame_batch
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether it runs on the CPU."""
+        return torch.device(self.device).type == "cpu"
 
     @torch.no_grad()
     def encode(self, frames: Tensor | NDArray[np.uint8], evidence: Mapping[str, str] = _NOTHING) -> VisualTokens:
         """One video, [t,h,w,3] uint8 as ``preprocessor.resize`` makes it -> tokens [T,N,D] in the compute dtype.
 
         T is t, or the number of temporal patches. Frames go through in fixed chunks of this one video, so its tokens
-        never depend on which videos were encoded before or beside it, nor on the evidence that is asked for.
+        never depend on which videos were encoded before or beside it, nor on the evidence that is asked for; on a CPU
+        nor on ``frame_batch``. On one machine, that is: other kinds of CPU or GPU round otherwise.
 
         Args:
             evidence: name -> source, as in ``Pruner.sources``: what the result holds besides the tokens, in float32.

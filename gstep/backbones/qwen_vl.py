@@ -125,8 +125,10 @@ class QwenVL(Backbone):
         """There is none."""
 
     def chunk_length(self, height: int, width: int) -> int:
-        """Frames that go through the tower at once: whole temporal patches, at least one."""
+        """Frames that go through the tower at once: whole temporal patches, at least one, and on a CPU one alone."""
         frames, H, W = self.preprocessor.frames_per_patch, *self.preprocessor.grid_thw(1, height, width)[1:]
+        if self.on_cpu:  # see Backbone.chunk_length
+            return frames
         return frames * max(1, min(self.frame_batch // frames, PATCHES_AT_ONCE // (H * W)))
 
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:

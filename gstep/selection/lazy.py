@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gstep.density import ZERO_DISTANCE, working_copy
 from gstep.selection.products import Places, pair_products
-from gstep.selection.reference import densest_first, starting_token
+from gstep.selection.reference import densest_first, density_weight, starting_token
 from gstep.selection.subspace import MARGIN
 from gstep.selection.survey import Floats, Picks, Rows, Survey, survey
 
@@ -73,7 +73,8 @@ def lazy_density_guided_fps(
     near ties.
 
     Distances are rounded otherwise, by about 1e-7; where products of tokens are exact in float32 the order is the same
-    to the last. Memory beyond the tokens: the selected ones in their work dtype, and k+1 numbers a token.
+    to the last, on every CPU: gstep.selection.reference says why. Memory beyond the tokens: the selected ones in their
+    work dtype, and k+1 numbers a token.
 
     Args:
         candidates: K; None chooses by M.
@@ -140,8 +141,8 @@ class _Search:
     """The lazy selection.
 
     Of every token: the distance to the nearest of the first ``seen`` picks (and of some later ones), and the score that
-    follows from it, -inf once the token is selected.
-    """
+    follows from it, -inf once the token is selected. A score is the key of gstep.selection.reference where there is
+    one."""
 
     def __init__(
         self,
@@ -157,7 +158,11 @@ class _Search:
         self.alpha, self.beta, self.counts, self.known = alpha, beta, counts, known
         self.picks = Picks(budget, known)
         self.block = block or (256 if n_tokens < 16384 else 512 if n_tokens < 49152 else 1024)
-        self.term = (1 - alpha) * np.log(density_M.double().numpy() + beta)
+        weight_M = density_weight(density_M, alpha, beta)
+        self.by_key = weight_M is not None
+        self.term: Floats = (
+            (1 - alpha) * np.log(density_M.double().numpy() + beta) if weight_M is None else weight_M.numpy()
+        )
         self.nearest = np.full(n_tokens, np.inf)
         self.seen = np.zeros(n_tokens, np.int64)
         self.score = np.empty(n_tokens)
@@ -190,8 +195,9 @@ class _Search:
             self._select(group, left, scores[left], rival)
 
     def _scores(self, nearest: Floats, term: Floats) -> Floats:
-        """Eq. (11); -inf where the density term is, which marks a selected token."""
-        scores: Floats = self.alpha * np.log(nearest + self.beta) + term
+        """Eq. (11), or its key; -inf where the density term is, which marks a selected token."""
+        distance = nearest + self.beta
+        scores: Floats = distance * term if self.by_key else self.alpha * np.log(distance) + term
         return scores
 
     def _highest(self) -> tuple[Places, _Rival]:

@@ -1,10 +1,23 @@
 """Density-guided farthest point sampling, Eqs. (9)-(12), in its readable form: one matrix-vector product a pick.
 
 Shapes: M = T*N tokens of the video, D hidden size, B budget. No step waits for a GPU: picks stay tensors of shape [1].
+
+On which processor the picks depend, in this form and the fast ones alike:
+- Given distances, ``density_weight`` and ties by index, the picks follow from sums, products and comparisons of float64
+  that IEEE 754 rounds in one way everywhere. No step takes a logarithm: libraries round those by the CPU's kind. Norms
+  take a square root that is correctly rounded.
+- ``density_weight`` is (rho + beta) itself at alpha = 0.5 and 1 at alpha = 1. In between it is a power, whose last bit
+  is the library's: another processor may swap tokens of different rho whose keys are within about 1e-15, relatively.
+- Dot products are exact, hence distances the same, where float32 holds all their partial sums, as of small integers;
+  otherwise their last bits follow the order of summation (about 1e-7 of a distance), and near-ties follow those.
+  rho comes out of such sums too, in float64 (gstep.density).
 """
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -17,11 +30,21 @@ STARTS = ("density", "first", "isolated")
 # copies of one token at bit-equal distances, so that their ties go to the lowest index.
 _ROW_MULTIPLE = 16
 _ISOLATION_BLOCK = 256
+_KEYS = (1e-290, 1e290)  # where a key neither under- nor overflows
+NO_DISTANCE = 4.0  # above every cosine distance
 
 
 def densest_first(density_M: Tensor, budget: int) -> Tensor:
     """[B] int64: the ``budget`` densest tokens in descending order, ties by ascending index."""
     return torch.sort(density_M, descending=True, stable=True).indices[:budget]
+
+
+def rounded_sqrt(values: Tensor) -> Tensor:
+    """Square roots, correctly rounded on every processor.
+
+    On a CPU Tensor.sqrt is a vector routine of MKL, which by the CPU's kind is a bit off for one number in 80 to 150.
+    """
+    return torch.from_numpy(np.sqrt(values.numpy())) if values.is_cpu else values.sqrt()
 
 
 def inverse_norms(tokens_MD: Tensor) -> Tensor:
@@ -67,6 +90,20 @@ def starting_token(start: str, tokens_MD: Tensor, density_M: Tensor) -> Tensor:
     return density_M.argmax(dim=0, keepdim=True)
 
 
+def density_weight(density_M: Tensor, alpha: float, beta: float) -> Tensor | None:
+    """w = (rho + beta) ** ((1 - alpha) / alpha), [M] float64; None where keys could leave the range of float64.
+
+    exp(U / alpha) of Eq. (11) is the key (l + beta) * w, so that the highest key has the highest U.
+    """
+    exponent = (1 - alpha) / alpha if alpha > 0 else math.inf
+    if math.isinf(exponent):
+        return None
+    weight_M = (density_M.double() + beta) ** exponent
+    smallest, largest = torch.stack(torch.aminmax(weight_M)).tolist()
+    in_range = smallest * beta > _KEYS[0] and largest * (NO_DISTANCE + beta) < _KEYS[1]
+    return weight_M if in_range else None
+
+
 def density_guided_fps(
     tokens_MD: Tensor,
     density_M: Tensor,
@@ -81,6 +118,7 @@ def density_guided_fps(
     ``tokens_MD`` is finite and of any float dtype, ``density_M`` is rho >= 0, 1 <= budget <= M. alpha weighs distance
     against density, beta > 0 keeps the logarithms finite. The first B of a longer selection are the selection of B.
     With alpha = 0 (and the density start) this is the top-B by rho, found without logarithms, which could merge values.
+    They serve only where keys cannot (see ``density_weight``): alpha below about 0.02, or an extreme beta.
     """
     if alpha == 0 and start == "density":
         return densest_first(density_M, budget)
@@ -91,13 +129,17 @@ def density_guided_fps(
     inverse_P = inverse_norms(rows_PD)
     # What is picked, or padding, scores -inf.
     density_term_P = torch.full_like(inverse_P, -torch.inf)
-    density_term_P[:n_tokens] = (1 - alpha) * torch.log(density_M.double() + beta)
+    weight_M = density_weight(density_M, alpha, beta)
+    density_term_P[:n_tokens] = (1 - alpha) * torch.log(density_M.double() + beta) if weight_M is None else weight_M
     distance_P = torch.full_like(inverse_P, torch.inf)
     order_B = torch.empty(budget, dtype=torch.int64, device=tokens_MD.device)
     for step in range(budget):
         if step > 0:
             distance_P = torch.minimum(distance_P, distance_to(picked_1, rows_PD, inverse_P))  # Eq. (10)
-            score_P = alpha * torch.log(distance_P + beta) + density_term_P  # Eq. (11)
+            if weight_M is None:
+                score_P = alpha * torch.log(distance_P + beta) + density_term_P  # Eq. (11)
+            else:
+                score_P = (distance_P + beta) * density_term_P  # exp(Eq. (11) / alpha)
             picked_1 = score_P.argmax(dim=0, keepdim=True)  # Eq. (12)
         order_B[step : step + 1] = picked_1
         density_term_P.index_fill_(0, picked_1, -torch.inf)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gstep.density import work_dtype, working_scale
 from gstep.selection.products import Places
+from gstep.selection.reference import rounded_sqrt
 from gstep.selection.subspace import Subspace
 
 Floats = NDArray[np.float64]
@@ -114,7 +115,7 @@ def _subspace(rows: Rows, dims: int) -> Subspace:
 
 def _inverse(squared: Tensor) -> Tensor:
     """1 / sqrt in float64, of small integers as exact as it gets; 0 for 0."""
-    norm = squared.double().sqrt()
+    norm = rounded_sqrt(squared.double())
     return norm.reciprocal().masked_fill(norm == 0, 0.0)
 
 

@@ -25,7 +25,11 @@ def oracle_start(start: str, distance: Array, rho: Array) -> int:
 def oracle(
     tokens: Array, rho: Array, budget: int, alpha: float = 0.5, beta: float = 1e-6, start: str = "density"
 ) -> tuple[list[int], int]:
-    """The picks, and how many come before the first whose score leads by less than 1e-5."""
+    """The picks, and how many come before the first whose score leads by less than 1e-5.
+
+    Its logarithm, which CPUs round differently, decides nothing on ``exact_tokens``: there scores are equal where their
+    arguments are, up to their order, and differ by far more than rounding elsewhere.
+    """
     distance = all_distances(tokens)
     picked, clear = [oracle_start(start, distance, rho)], budget
     while len(picked) < budget:

@@ -18,11 +18,9 @@ from torch.nn.functional import pad
 
 from gstep.density import ZERO_DISTANCE, working_copy, working_scale
 from gstep.selection.gpu import kernels
-from gstep.selection.reference import starting_token
+from gstep.selection.reference import NO_DISTANCE, density_weight, rounded_sqrt, starting_token
 
 _ROW_MULTIPLE = 16  # of the length of a Gram matrix's rows, which are then read 16 bytes at a time
-NO_DISTANCE = 4.0  # above every cosine distance
-_KEYS = (1e-290, 1e290)  # where a key neither under- nor overflows
 _GROUP = 8  # rows of tiles that are walked together
 UNFUSED = {"enable_fp_fusion": False}  # gstep.selection.reference rounds after each operation
 
@@ -63,10 +61,9 @@ class Task:
     Attributes:
         tokens: [M,D], contiguous, 16 bits or float32, in a range where squares neither overflow nor vanish.
         inverse: [M], 1 / L2 norm, 0 of a zero token.
-        weight: [M], (rho + beta) ** ((1 - alpha) / alpha).
-        term: [M], (1 - alpha) * log(rho + beta).
+        weight: [M], ``density_weight`` of gstep.selection.reference.
         start: [1] int64, the first pick.
-        constants: [3], alpha, beta, ZERO_DISTANCE.
+        constants: [2], beta, ZERO_DISTANCE.
         budget: B.
         tuning: the sizes of the launches.
     """
@@ -74,7 +71,6 @@ class Task:
     tokens: Tensor
     inverse: Tensor
     weight: Tensor
-    term: Tensor
     start: Tensor
     constants: Tensor
     budget: int
@@ -97,18 +93,15 @@ def prepare(
     # Triton's interpreter, which is what runs on a CPU, multiplies bfloat16 by its bits as if they were integers.
     raw = tokens_MD.is_cuda or tokens_MD.dtype != torch.bfloat16
     tokens_MD = (tokens_MD if raw and working_scale(tokens_MD) == 1.0 else working_copy(tokens_MD)).contiguous()
-    shifted_M = density_M.double() + beta
-    weight_M = shifted_M ** ((1 - alpha) / alpha)
-    smallest, largest = torch.stack(torch.aminmax(weight_M)).tolist()
-    if not (smallest * beta > _KEYS[0] and largest * (NO_DISTANCE + beta) < _KEYS[1]):
+    weight_M = density_weight(density_M, alpha, beta)
+    if weight_M is None:
         return None
     return Task(
         tokens=tokens_MD,
         inverse=_inverse_norms(tokens_MD),
         weight=weight_M,
-        term=(1 - alpha) * torch.log(shifted_M),
         start=starting_token(start, working_copy(tokens_MD) if start == "isolated" else tokens_MD, density_M),
-        constants=torch.tensor([alpha, beta, ZERO_DISTANCE], dtype=torch.float64, device=tokens_MD.device),
+        constants=torch.tensor([beta, ZERO_DISTANCE], dtype=torch.float64, device=tokens_MD.device),
         budget=budget,
         tuning=tuning or default_tuning(tokens_MD.dtype, len(tokens_MD)),
     )
@@ -120,7 +113,7 @@ def _inverse_norms(tokens_MD: Tensor) -> Tensor:
     square_M = torch.empty(n_tokens, dtype=torch.float64, device=tokens_MD.device)
     grid = (triton.cdiv(n_tokens, 16),)
     kernels.squares_kernel[grid](tokens_MD, square_M, n_tokens, HIDDEN=hidden, BLOCK=16, BLOCK_D=128, num_warps=4)
-    return square_M.sqrt().reciprocal().masked_fill(square_M == 0, 0.0)
+    return rounded_sqrt(square_M).reciprocal().masked_fill(square_M == 0, 0.0)
 
 
 def gram_width(n_tokens: int) -> int:
@@ -166,7 +159,6 @@ def gram_form(tasks: Sequence[Task]) -> list[Tensor]:
         stack_padded(distances, width, -torch.inf),
         stack_padded([task.weight for task in tasks], width, 1.0),
         stack_padded([task.inverse for task in tasks], width, 0.0),
-        stack_padded([task.term for task in tasks], width, 0.0),
         no_bar(device),
         order_VB,
         torch.zeros(n_videos, dtype=torch.int32, device=device),
@@ -182,9 +174,9 @@ def stack_padded(values: Sequence[Tensor], width: int, filling: float) -> Tensor
 
 
 def no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
-    """What every token passes: the key and the score, [2] float64, and the place, [1] int32."""
-    bar_2 = torch.full((2,), -torch.inf, dtype=torch.float64, device=device)
-    return bar_2, torch.zeros(1, dtype=torch.int32, device=device)
+    """What every token passes: the key, [1] float64, and the place, [1] int32."""
+    key_1 = torch.full((1,), -torch.inf, dtype=torch.float64, device=device)
+    return key_1, torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def run_greedy(
@@ -193,12 +185,11 @@ def run_greedy(
     distance_VS: Tensor,
     weight_VS: Tensor,
     inverse_VS: Tensor,
-    term_VS: Tensor,
     bar: tuple[Tensor, Tensor],
     order_VB: Tensor,
     count_V: Tensor,
     budget_V: Tensor,
-    constants_3: Tensor,
+    constants_2: Tensor,
 ) -> None:
     """Launch ``greedy_kernel``, whose docstring says what each argument is; distances, order and count change."""
     n_videos, width = distance_VS.shape
@@ -209,12 +200,11 @@ def run_greedy(
         distance_VS,
         weight_VS,
         inverse_VS,
-        term_VS,
         *bar,
         order_VB,
         count_V,
         budget_V,
-        constants_3,
+        constants_2,
         width,
         order_VB.shape[1],
         BLOCK=block,

@@ -10,7 +10,8 @@ videos.
 Every distance is 1 - dot * (a's inverse norm * b's): the products of raw tokens accumulated in float32, scaled in
 float64 without fused multiply-adds (launch with ``enable_fp_fusion=False``), which is what
 ``gstep.selection.reference`` computes. Where float32 holds the dot products exactly, distances are therefore bit-equal
-to its own.
+to its own; and so is what they are ranked by, the key (distance + beta) * weight, for which no kernel takes a logarithm
+or a power.
 
 Copies of a token are at bit-equal distances, so that their ties go to the lowest index: all products come from
 ``_dots``, where each is accumulated over D in the same order, wherever in a tile or a grid it lies and whichever of its
@@ -21,9 +22,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-# A key is score's exponential without its rounding: only keys this close, relatively, may be ordered otherwise by it.
-_NEAR = tl.constexpr(1e-10)
 
 
 @triton.jit
@@ -152,32 +150,8 @@ def refresh_kernel(
     picked = tl.load(order_ptr + tl.minimum(place, count - 1))
     dots = _dots(tokens_ptr, token, picked, HIDDEN, BLOCK, BLOCK_D)
     inverse = tl.load(inverse_ptr + token)[:, None] * tl.load(inverse_ptr + picked)[None, :]
-    nearest = tl.min(_distance(dots, inverse, tl.load(constants_ptr + 2)), 1)
+    nearest = tl.min(_distance(dots, inverse, tl.load(constants_ptr + 1)), 1)
     tl.atomic_min(distance_ptr + token, nearest.to(tl.int64, bitcast=True), mask=row < n_rows, sem="relaxed")
-
-
-@triton.jit
-def _score(distance: tl.tensor, term: tl.tensor, alpha: tl.tensor, beta: tl.tensor) -> tl.tensor:
-    """Eq. (11), float64; -inf for what is picked."""
-    return tl.where(distance >= 0.0, alpha * tl.log(tl.maximum(distance, 0.0) + beta) + term, -float("inf"))
-
-
-@triton.jit
-def score_kernel(
-    distance_ptr: tl.tensor,
-    term_ptr: tl.tensor,
-    score_ptr: tl.tensor,
-    constants_ptr: tl.tensor,
-    n_tokens: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Eq. (11) of every token, by the same logarithm as in ``greedy_kernel``. Grid: (ceil(M / BLOCK),)."""
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = token < n_tokens
-    distance = tl.load(distance_ptr + token, mask=inside, other=0.0)
-    term = tl.load(term_ptr + token, mask=inside, other=0.0)
-    score = _score(distance, term, tl.load(constants_ptr), tl.load(constants_ptr + 1))
-    tl.store(score_ptr + token, score, mask=inside)
 
 
 @triton.jit
@@ -187,7 +161,6 @@ def greedy_kernel(
     distance_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     inverse_ptr: tl.tensor,
-    term_ptr: tl.tensor,
     bar_ptr: tl.tensor,
     bar_place_ptr: tl.tensor,
     order_ptr: tl.tensor,
@@ -202,18 +175,17 @@ def greedy_kernel(
 
     One program a video, which keeps its distances in registers; ``width`` is S, BLOCK the power of 2 from there on.
     ``gram_ptr`` [V, S, S] float32; ``distance_ptr`` [V, S] float64, -inf for what is picked or padding, is left as it
-    is after the last pick; weight, inverse norm and term [V, S] float64. ``row_ptr`` [S]: each row's token, ascending.
-    The bar is the best token that is no row here: its key and score in ``bar_ptr`` [2], and how many rows come before
-    it by index; -inf, -inf and 0 where there is none. ``order_ptr`` [V, order_width] int64 and ``count_ptr`` [V] go on
-    from what they hold.
+    is after the last pick; weight and inverse norm [V, S] float64. ``row_ptr`` [S]: each row's token, ascending.
+    The bar is the best token that is no row here: its key in ``bar_ptr`` [1], and how many rows come before it by
+    index; -inf and 0 where there is none. ``order_ptr`` [V, order_width] int64 and ``count_ptr`` [V] go on from what
+    they hold.
     """
     video = tl.program_id(0).to(tl.int64)
-    alpha, beta, zero_distance = tl.load(constants_ptr), tl.load(constants_ptr + 1), tl.load(constants_ptr + 2)
-    bar_key, bar_score, bar_place = tl.load(bar_ptr), tl.load(bar_ptr + 1), tl.load(bar_place_ptr)
+    beta, zero_distance = tl.load(constants_ptr), tl.load(constants_ptr + 1)
+    bar_key, bar_place = tl.load(bar_ptr), tl.load(bar_place_ptr)
     gram_ptr += video * width * width
     order_ptr += video * order_width
     inverse_ptr += video * width
-    term_ptr += video * width
     count = tl.load(count_ptr + video)
     budget = tl.load(budget_ptr + video)
     place = tl.arange(0, BLOCK)
@@ -224,20 +196,10 @@ def greedy_kernel(
     inverse = tl.load(inverse_ptr + place, mask=inside, other=0.0)
     going = count < budget
     while going:
-        # The key orders as the score does and needs no logarithm. It decides alone, unless other tokens or the bar come
-        # so near that the score's own rounding may make them equal.
         key = (distance + beta) * weight
         top = tl.max(key, 0)
-        near = key >= top * (1.0 - _NEAR)
-        # One sum tells the place of a single token, and, by reaching 2 * BLOCK, that there are more.
-        total = tl.sum(tl.where(near, BLOCK + place, 0), 0)
-        best = total - BLOCK
-        going = top > bar_key * (1.0 + _NEAR)
-        if (total >= 2 * BLOCK) | (going == 0):
-            term = tl.load(term_ptr + place, mask=inside, other=0.0)
-            score = tl.where(near, _score(distance, term, alpha, beta), -float("inf"))
-            top, best = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
-            going = (top > bar_score) | ((top == bar_score) & (best < bar_place))
+        best = tl.min(tl.where(key == top, place, BLOCK), 0)
+        going = (top > bar_key) | ((top == bar_key) & (best < bar_place))
         if going:
             row = gram_ptr + best.to(tl.int64) * width + place
             dot = tl.load(row, mask=inside, other=0.0, eviction_policy="evict_first")

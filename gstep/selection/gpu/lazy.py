@@ -1,7 +1,7 @@
 """Density-guided farthest point sampling on a GPU in O(M * D) memory, for videos of many tokens.
 
-Distances only shrink, so that a score computed against earlier picks is an upper bound. A round takes the K best such
-scores, brings them up to date, and runs the exact greedy among them for as long as it beats the best other one.
+Distances only shrink, so that a key computed against earlier picks is an upper bound. A round takes the K best such
+keys, brings them up to date, and runs the exact greedy among them for as long as it beats the best other one.
 
 Importing this needs Triton. Shapes: M tokens, D hidden size, B budget, K candidates of a round, S = K rounded up.
 """
@@ -14,8 +14,6 @@ from torch import Tensor
 
 from gstep.selection.gpu import kernels
 from gstep.selection.gpu.gram import (
-    NO_DISTANCE,
-    UNFUSED,
     Task,
     fill_gram,
     gram_width,
@@ -24,6 +22,7 @@ from gstep.selection.gpu.gram import (
     stack_padded,
     tile_options,
 )
+from gstep.selection.reference import NO_DISTANCE
 
 
 class LazyForm:
@@ -81,7 +80,6 @@ class LazyForm:
             distance_1S,
             stack_padded([task.weight[row_K]], width, 1.0),
             stack_padded([task.inverse[row_K]], width, 0.0),
-            stack_padded([task.term[row_K]], width, 0.0),
             bar,
             self.order_B[None],
             self.count_1,
@@ -93,32 +91,23 @@ class LazyForm:
         self.mark_M[row_K] = self.count_1
 
     def _candidates(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The K best tokens by stale score, ties by lowest index, in ascending order; the best other one as the bar.
+        """The K best tokens by stale key, ties by lowest index, in ascending order; the best other one as the bar.
 
         The best of all is among them, so that it is picked or refreshed.
         """
         n_tokens, n_rows = len(self.distance_M), self.task.tuning.candidates
         if n_tokens <= n_rows:
             return self._every_M, no_bar(self.distance_M.device)
-        score_M = self._scores()
-        level = torch.topk(score_M, n_rows, sorted=False).values.amin()
-        above_M, level_M = score_M > level, score_M == level
+        key_M = (self.distance_M + self.task.constants[0]) * self.task.weight
+        level = torch.topk(key_M, n_rows, sorted=False).values.amin()
+        above_M, level_M = key_M > level, key_M == level
         chosen_M = above_M | (level_M & (level_M.cumsum(0) <= n_rows - above_M.sum()))
         # What is not chosen goes to one place beyond the end.
         place_M = torch.where(chosen_M, chosen_M.cumsum(0) - 1, n_rows)
         row_K = self._every_M.new_empty(n_rows + 1).scatter_(0, place_M, self._every_M)[:n_rows]
-        score, best = score_M.masked_fill(chosen_M, -torch.inf).max(dim=0)
-        key = (self.distance_M[best] + self.task.constants[1]) * self.task.weight[best]
-        before = (row_K < best).sum() * (score > -torch.inf)
-        return row_K, (torch.stack([key, score]), before.to(torch.int32)[None])
-
-    def _scores(self) -> Tensor:
-        score_M = torch.empty_like(self.distance_M)
-        grid = (triton.cdiv(len(score_M), 1024),)
-        kernels.score_kernel[grid](
-            self.distance_M, self.task.term, score_M, self.task.constants, len(score_M), BLOCK=1024, **UNFUSED
-        )
-        return score_M
+        key, best = key_M.masked_fill(chosen_M, -torch.inf).max(dim=0)
+        before = (row_K < best).sum() * (key > -torch.inf)
+        return row_K, (key[None], before.to(torch.int32)[None])
 
     def _refresh(self, row_R: Tensor, most_picks: int) -> None:
         """Let the distances of ``row_R`` know all picks; their marks are the caller's to move."""

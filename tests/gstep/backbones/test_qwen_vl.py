@@ -1,4 +1,4 @@
-"""The vision part alone gives exactly what the stock model gives, deepstack levels included, in chunks or at once."""
+"""The vision part alone gives exactly what the stock model gives, deepstack levels included, whatever its batch."""
 
 import json
 import shutil
@@ -69,7 +69,10 @@ def stock_features(source, frames, dtype):
     """([T*N,D] tokens and levels, [.,D] last_hidden_state) of the whole model by from_pretrained, in one go."""
     folder, _ = source.pretrained()
     stock = STOCK[source.name].from_pretrained(folder, dtype=dtype)
-    preprocessor = preprocessor_for(source)
+    return features_of(stock, preprocessor_for(source), frames, dtype)
+
+
+def features_of(stock, preprocessor, frames, dtype):
     patches = preprocessor.patches(frames, "cpu", dtype)
     grid = torch.tensor([preprocessor.grid_thw(*frames.shape[:3])])
     with torch.no_grad():
@@ -78,10 +81,20 @@ def stock_features(source, frames, dtype):
     return [output.pooler_output[0], *(level[0] for level in levels)], output.last_hidden_state
 
 
+def stock_features_by_patch(source, frames, dtype):
+    """[T*N,D] tokens and levels of the whole model that is given one temporal patch after the other."""
+    folder, _ = source.pretrained()
+    stock = STOCK[source.name].from_pretrained(folder, dtype=dtype)
+    preprocessor = preprocessor_for(source)
+    parts = [features_of(stock, preprocessor, pair, dtype)[0] for pair in frames.split(2)]
+    return [torch.cat(levels) for levels in zip(*parts, strict=True)]
+
+
 @pytest.mark.parametrize("runtime", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 def test_tokens_and_levels_equal_the_stock_model_exactly_in_chunks_of_any_size(source, runtime):
+    """Of the stock model given one temporal patch at a time: all matrix products then have the shapes of ours."""
     frames = frames_for(source)
-    expected, _ = stock_features(source, frames, runtime.dtype)
+    expected = stock_features_by_patch(source, frames, runtime.dtype)
     for frame_batch in (32, 5, 1):
         backbone = load_backbone(source, runtime, frame_batch=frame_batch)
         visual = backbone.encode(frames)
@@ -96,20 +109,35 @@ def test_tokens_and_levels_equal_the_stock_model_exactly_in_chunks_of_any_size(s
     assert not any(torch.equal(a, b) for a, b in pairs)
 
 
+def test_tokens_of_the_stock_model_in_one_go_differ_by_rounding_alone(source):
+    """Some CPUs sum products of other shapes in another order. Neither result is then the better one."""
+    frames = frames_for(source)
+    at_once, in_bfloat16 = (stock_features(source, frames, dtype)[0] for dtype in (torch.float32, torch.bfloat16))
+    exact, coarse = (load_backbone(source, runtime).encode(frames) for runtime in (FLOAT32, BFLOAT16))
+    for stock, ours in zip(at_once, (exact.tokens, *exact.deepstack), strict=True):
+        assert (ours.flatten(0, 1) - stock).abs().max() < 1e-5 * stock.abs().max()
+    for stock, theirs, ours in zip(at_once, in_bfloat16, (coarse.tokens, *coarse.deepstack), strict=True):
+        noise = (theirs - stock).abs()
+        assert (ours.flatten(0, 1) - stock).abs().max() < 2 * noise.max()
+        assert (ours.flatten(0, 1) - theirs).abs().mean() < 2 * noise.mean()
+
+
 def test_windows_put_tokens_in_another_order_than_space():
     """On these frames the trap exists: merging last_hidden_state gives the same tokens at other places."""
     source = ModelSource.resolve("tiny-qwen2-5-vl")
-    frames = frames_for(source)
+    frames = frames_for(source, 2)
     (tokens_MD,), hidden = stock_features(source, frames, torch.float32)
     backbone = load_backbone(source, FLOAT32)
     in_windows = backbone.model.merger(hidden)
     assert not torch.equal(in_windows, tokens_MD)
-    assert torch.equal(in_windows.sort(0).values, tokens_MD.sort(0).values)
+    torch.testing.assert_close(in_windows.sort(0).values, tokens_MD.sort(0).values, atol=1e-5, rtol=0)
     assert torch.equal(backbone.encode(frames).tokens.flatten(0, 1), tokens_MD)
 
 
 def test_memory_is_bounded_by_patches_whatever_the_size_of_frames(source):
     backbone = load_backbone(source, FLOAT32)
+    assert backbone.chunk_length(280, 448) == 2  # on a CPU, always
+    backbone.device = "cuda"
     assert [backbone.chunk_length(h, w) for h, w in ((280, 448), (1120, 1792), (4480, 8960))] == [
         32,
         {"tiny-qwen2-5-vl": 24, "tiny-qwen3-vl": 32}[source.name],

@@ -327,7 +327,8 @@ def test_two_videos_in_one_prompt_equal_the_stock_model(name, source, video):
     with torch.no_grad():
         expected = stock(name)(**inputs).logits[0]
     (logits,) = llm(name).logits([prompt])
-    assert (logits - expected).abs().max() == 0
+    # The stock tower takes both videos in one product, whose rows a CPU may round otherwise than those of one video's.
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
 def test_nothing_of_the_vision_part_is_read_or_held(name, source, monkeypatch):

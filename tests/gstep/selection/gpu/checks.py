@@ -86,8 +86,8 @@ def test_order_is_the_oracles_where_products_are_exact(form: str, alpha: float, 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("seed", [114, 981])
-def test_scores_that_round_to_one_number_are_a_tie(seed: int, form: str) -> None:
-    # Of these the logarithm makes two different keys equal at the 30th and the 18th pick.
+def test_keys_that_differ_in_their_last_bit_are_no_tie(seed: int, form: str) -> None:
+    # Of these a logarithm would make two different keys equal at the 30th and the 18th pick, on some CPUs.
     tokens, rho = grid(40, 8, 3, seed).half(), levels(40, seed)
     assert select(form, tokens, rho, 40) == density_guided_fps(tokens, rho, 40).tolist()
 
