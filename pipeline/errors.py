@@ -1,13 +1,80 @@
-"""Every typed error of the pipeline, one sentence each."""
+"""Every typed error of the pipeline, one sentence each, and every class of faults with its remedy."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 FaultClass = Literal["unsupported", "corrupt", "timeout", "crash", "out-of-memory", "policy", "io", "internal"]
-# What another attempt may cure: the machine's state, not the file's content.
-RETRYABLE: frozenset[str] = frozenset({"timeout", "crash", "out-of-memory", "io", "internal"})
+QuestionFaultClass = Literal[
+    "unknown-video", "failed-video", "corrupt", "io", "prompt-too-long", "bad-prompt", "out-of-memory", "internal"
+]
+
+
+class Fault(NamedTuple):
+    """A class of faults.
+
+    Attributes:
+        meaning: what went wrong.
+        remedy: what the user can do.
+        retryable: whether another attempt may succeed: the machine's state is at fault, not the file's content.
+    """
+
+    meaning: str
+    remedy: str
+    retryable: bool
+
+
+#: The classes of a video's faults; README's table is made of them.
+FAULTS: Mapping[FaultClass, Fault] = {
+    "unsupported": Fault(
+        "no video container, codec, stream or clip that can be read here",
+        "correct the clip, or convert the file: ffmpeg -i IN -c:v libx264 OUT.mp4",
+        False,
+    ),
+    "corrupt": Fault("the data is damaged", "fetch or re-encode the file", False),
+    "timeout": Fault("decoding took longer than --decode-timeout", "raise --decode-timeout, then --retry-failed", True),
+    "crash": Fault("the decode process died", "re-encode the file, or try --decoder pyav with --retry-failed", True),
+    "out-of-memory": Fault(
+        "beyond --decode-memory, --fetch-memory or the memory of the GPU",
+        "raise --decode-memory or lower --num-frames, then --retry-failed",
+        True,
+    ),
+    "policy": Fault(
+        "the manifest may not name this path", "add --video-root for a folder or prefix that may be read", False
+    ),
+    "io": Fault(
+        "the file is missing, unreadable or could not be fetched",
+        "check that it exists and can be read on every node, then --retry-failed",
+        True,
+    ),
+    "internal": Fault("a bug", "report it with its message", True),
+}
+#: The classes of a question's faults. A cache may have grown since, so a missing video is worth another attempt.
+QUESTION_FAULTS: Mapping[QuestionFaultClass, Fault] = {
+    "unknown-video": Fault("the cache does not hold the video", "prune it into the cache, then --retry-failed", True),
+    "failed-video": Fault(
+        "the video failed when it was pruned",
+        "python -m jobs.inspect says why it failed; mend it and prune again, then --retry-failed",
+        True,
+    ),
+    "corrupt": Fault("a shard of the cache is damaged", "restore the shard, then --retry-failed", True),
+    "io": Fault("the cache could not be read", "check that every node sees the cache, then --retry-failed", True),
+    "prompt-too-long": Fault(
+        "the prompt and its answer do not fit the model",
+        "lower --retention-ratio or --max-new-tokens, or use --positions contiguous (each with another --out), or ask "
+        "about fewer videos",
+        False,
+    ),
+    "bad-prompt": Fault("no prompt can be made of the question", "correct the question, then --retry-failed", False),
+    "out-of-memory": Fault(
+        "the model ran out of memory",
+        "lower --retention-ratio, or take GPUs with more memory, then --retry-failed",
+        True,
+    ),
+    "internal": Fault("a bug", "report it with its message", True),
+}
 
 
 class UsageError(ValueError):
@@ -113,7 +180,7 @@ class VideoFault(Exception):  # noqa: N818
 
     @property
     def retryable(self) -> bool:
-        return self.fault_class in RETRYABLE
+        return FAULTS[self.fault_class].retryable
 
     def __str__(self) -> str:
         return f"{self.fault_class}: {self.message}"
@@ -121,6 +188,27 @@ class VideoFault(Exception):  # noqa: N818
     def __reduce__(self) -> tuple[object, ...]:  # keyword-only fields must survive the way between processes
         fields = {name: getattr(self, name) for name in ("stage", "backend", "exit_signal", "attempts")}
         return partial(VideoFault, **fields), (self.fault_class, self.message)
+
+
+class QuestionFault(Exception):  # noqa: N818
+    """What went wrong with one question; becomes its error row and never touches another question.
+
+    Attributes:
+        fault_class: one of QuestionFaultClass.
+        message: at most 1 KB, printable.
+    """
+
+    def __init__(self, fault_class: QuestionFaultClass, message: str) -> None:
+        super().__init__(fault_class, message)
+        self.fault_class: QuestionFaultClass = fault_class
+        self.message = printable(message)
+
+    @property
+    def retryable(self) -> bool:
+        return QUESTION_FAULTS[self.fault_class].retryable
+
+    def __str__(self) -> str:
+        return f"{self.fault_class}: {self.message}"
 
 
 def printable(message: str, limit: int = 1024) -> str:

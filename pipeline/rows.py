@@ -1,125 +1,159 @@
-"""The rows that travel between the stages, one video a row.
+"""The typed datum: one record a video, one a question, from the first stage to the Parquet file.
 
-``record`` is the JSON of the video's row in the making (keys are columns of ``schema.VIDEO_SCHEMA``), so that a stage
-adds what it learnt without a schema of its own; tensors travel beside it as raw bytes.
+A record gains keys on its way. An absent key is a null in Parquet; the columns and their meaning are in
+``pipeline.cache.schema.VIDEO_SCHEMA`` and ``pipeline.generate.answers.ANSWER_SCHEMA``, which a test holds against these
+types.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict, TypeVar, cast
 
-import numpy as np
-import pyarrow as pa
-import torch
-from torch import Tensor
+from pipeline.errors import FaultClass, QuestionFault, QuestionFaultClass, VideoFault
 
-from gstep.types import PrunedTokens
-from pipeline.errors import VideoFault
-
-Record = dict[str, Any]
-
-DECODED = pa.schema([pa.field("record", pa.string()), pa.field("frames", pa.large_binary())])
-ENCODED = pa.schema(
-    [
-        pa.field("record", pa.string()),
-        pa.field("tokens", pa.large_binary()),  # [B,D] bfloat16 in order of selection
-        pa.field("index", pa.large_binary()),  # [B] int32
-        pa.field("rank", pa.large_binary()),  # [B] int32 or null
-        pa.field("merged", pa.large_binary()),  # [B] uint8 or null
-        pa.field("density", pa.large_binary()),  # [B] float32 or null
-        pa.field("deepstack", pa.large_binary()),  # [levels,B,D] bfloat16, the rows of ``tokens``; null without levels
-        pa.field("evidence", pa.large_binary()),  # [B,width] bfloat16 each, one behind the other; null without any
-    ]
-)
-WRITTEN = pa.schema([pa.field("record", pa.string())])
+Status = Literal["ok", "failed"]
+R = TypeVar("R", bound=Mapping[str, Any])
 
 
-def one_row(schema: pa.Schema, record: Record, payload: Mapping[str, np.ndarray | None] | None = None) -> pa.Table:
-    """A table of one row; arrays are wrapped, not copied."""
-    columns = [pa.array([json.dumps(record)], pa.string())]
-    columns += [_wrap(None if payload is None else payload.get(name)) for name in schema.names[1:]]
-    return pa.table(columns, schema=schema)
+class TodoRow(TypedDict):
+    """A video that is to be processed: a row of a manifest as Arrow gives it, and which attempt this is.
+
+    ``path`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what
+    a listing on S3 said."""
+
+    video_id: str
+    uri: str
+    path: str
+    start_s: float | None
+    end_s: float | None
+    manifest: str | None
+    policy: str | None
+    size: int | None
+    attempts: int
 
 
-def payload(table: pa.Table, name: str, row: int, dtype: Any) -> np.ndarray | None:
-    """The array that ``one_row`` wrapped, as a flat read-only view; None where there was none."""
-    cell = table[name][row]
-    return None if not cell.is_valid else np.frombuffer(cell.as_buffer(), dtype=dtype)
+class VideoRecord(TypedDict, total=False):
+    """A row of the videos table, complete or on its way there."""
+
+    video_id: str
+    run_id: str
+    uri: str
+    start_s: float
+    end_s: float
+    source_size: int
+    source_hash: str
+    status: Status
+    error_class: FaultClass
+    error_stage: str
+    error_message: str
+    error_signal: int
+    retryable: bool
+    attempts: int
+    backend: str
+    backend_version: str
+    backend_note: str
+    codec: str
+    decode_warnings: int
+    token_shard: str
+    first_row_group: int
+    row_counts: list[int]
+    footer_hash: str
+    checksum: str
+    retention_ratio: float
+    nested: bool
+    n_tokens: int
+    n_total: int
+    n_frames: int
+    tokens_per_frame: int
+    hidden_size: int
+    frame_indices: list[int]
+    timestamps: list[float]
+    fps: float
+    duration_s: float
+    source_frames: int
+    clip_frames: int
+    n_repeated: int
+    source_width: int
+    source_height: int
+    width: int
+    height: int
+    kept_per_frame: list[int]
+    temporal_density: list[float]
+    decode_s: float
+    encode_s: float
+    prune_s: float
+    write_s: float
+    manifest: str
+    runtime: str
+    model_extra: str
 
 
-def records(table: pa.Table) -> list[Record]:
-    return [json.loads(text) for text in table["record"].to_pylist()]
+class QuestionRecord(TypedDict, total=False):
+    """A question that is to be asked: a row of the questions file, and which attempt this is."""
+
+    question_id: str
+    video_ids: list[str]
+    prompt: str
+    choices: list[str]
+    decoding: str
+    question_extra: str
+    attempts: int
 
 
-def failed(record: Record, fault: VideoFault) -> Record:
+class AnswerRecord(QuestionRecord, total=False):
+    """A row of the answers, complete or on its way there."""
+
+    run_id: str
+    status: Status
+    error_class: QuestionFaultClass
+    error_message: str
+    retryable: bool
+    answer: str
+    choice: int
+    choice_scores: list[float]
+    choice_tokens: list[int]
+    choice_normalised: int
+    finish: str
+    n_prompt_tokens: int
+    n_visual_tokens: int
+    n_new_tokens: int
+    retention_ratio: float
+    load_s: float
+    prefill_s: float
+    decode_s: float
+    batch_size: int
+
+
+def without_nulls(row: Mapping[str, Any], kind: type[R]) -> R:
+    """A row that Arrow read as the record it was made of: a null is an absent key."""
+    return cast(R, {name: value for name, value in row.items() if value is not None})
+
+
+def failed_video(record: VideoRecord, fault: VideoFault) -> VideoRecord:
     """The record of a video that ends here."""
-    return {
+    failed: VideoRecord = {
         **record,
         "status": "failed",
         "error_class": fault.fault_class,
         "error_stage": fault.stage,
         "error_message": fault.message,
-        "error_signal": fault.exit_signal,
         "retryable": fault.retryable,
-        "backend": fault.backend or record.get("backend"),
         "attempts": record["attempts"] + fault.attempts - 1,
     }
+    if fault.exit_signal is not None:
+        failed["error_signal"] = fault.exit_signal
+    if fault.backend is not None:
+        failed["backend"] = fault.backend
+    return failed
 
 
-def pruned_columns(pruned: PrunedTokens, record: Record) -> Record:
-    """The columns of the videos table that pruning decides."""
-    frame = (pruned.index // record["tokens_per_frame"]).cpu()
-    density = pruned.temporal_density
+def failed_answer(question: QuestionRecord | AnswerRecord, fault: QuestionFault) -> AnswerRecord:
+    """The record of a question that ends here."""
     return {
-        "retention_ratio": pruned.retention_ratio,
-        "nested": pruned.nested,
-        "n_tokens": len(pruned.index),
-        "n_total": pruned.n_total,
-        "hidden_size": pruned.tokens.shape[1],
-        "kept_per_frame": torch.bincount(frame, minlength=record["n_frames"]).tolist(),
-        "temporal_density": None if density is None else density.tolist(),
+        **cast(AnswerRecord, question),
+        "status": "failed",
+        "error_class": fault.fault_class,
+        "error_message": fault.message,
+        "retryable": fault.retryable,
     }
-
-
-def evidence_widths(evidence: Mapping[str, Tensor]) -> Record:
-    """Numbers a token of each evidence [T,N,...], in the order of their bytes: no column of the videos table, but what
-    the sink needs to tell them apart. Nothing where there is none."""
-    widths = {name: value[0, 0].numel() for name, value in evidence.items()}
-    return {"evidence": widths} if widths else {}
-
-
-def pruned_arrays(
-    pruned: PrunedTokens, deepstack: Sequence[Tensor] = (), evidence: Sequence[Tensor] = ()
-) -> dict[str, np.ndarray | None]:
-    """The kept tokens as arrays, first selected first; of each deepstack level [T,N,D] and of each evidence [T,N,...]
-    the same places."""
-    order = pruned.selection_order()
-    places = pruned.index[order]
-
-    def ordered(values: Tensor | None, dtype: torch.dtype) -> np.ndarray | None:
-        return None if values is None else np.asarray(values[order].to(dtype).cpu().numpy())
-
-    def bits(values: Tensor) -> np.ndarray:  # numpy has no bfloat16; the bits are what counts
-        return np.asarray(values.contiguous().view(torch.int16).cpu().numpy())
-
-    return {
-        "tokens": bits(pruned.tokens[order]),
-        "index": ordered(pruned.index, torch.int32),
-        "rank": ordered(pruned.rank, torch.int32),
-        "merged": ordered(pruned.merged, torch.bool),
-        "density": ordered(pruned.density, torch.float32),
-        "deepstack": bits(torch.stack([level.flatten(0, 1)[places] for level in deepstack])) if deepstack else None,
-        "evidence": bits(torch.cat([value.flatten(0, 1)[places].bfloat16().flatten() for value in evidence]))
-        if evidence
-        else None,
-    }
-
-
-def _wrap(array: np.ndarray | None) -> pa.Array:
-    if array is None:
-        return pa.nulls(1, pa.large_binary())
-    data = pa.py_buffer(np.ascontiguousarray(array))
-    offsets = pa.py_buffer(np.array([0, data.size], dtype=np.int64))
-    return pa.Array.from_buffers(pa.large_binary(), 1, [None, offsets, data])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import multiprocessing
+import resource
 import signal
 import sys
 import warnings
@@ -53,7 +54,6 @@ def _measure(work: Callable[[], object], pipe: Connection) -> None:
 
 def _highest() -> int:
     """The highest mark of this process's resident memory, in bytes."""
-    import resource  # noqa: PLC0415 - not there on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gstep.backbones.preprocess.base import as_frames
+from gstep.backbones.preprocess.base import resize_frames
 from pipeline.inputs.manifest import read_manifest
 from pipeline.video.decode import DecodeRequest
-from pipeline.video.readers import Frames
+from pipeline.video.decoders import Frames
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 
@@ -131,9 +131,7 @@ class _Grid:
 
     def resize(self, frames: Frames, size: tuple[int, int]) -> Tensor:
         """[k,H,W,3] uint8 -> [k,h,w,3] uint8."""
-        frames_kCHW = as_frames(frames).permute(0, 3, 1, 2)
-        resized = nn.functional.interpolate(frames_kCHW, size=size, mode="bicubic", antialias=True)
-        return resized.permute(0, 2, 3, 1)
+        return resize_frames(frames, size)
 
 
 def _clip_frames(n_frames: int, grid: _Grid) -> Iterator[Tensor]:

@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipeline.cache.live_rows import VIDEOS, VideoRows, parse_videos_shard
+from pipeline.cache.live_rows import VIDEOS, VideoRows, best_first, parse_videos_shard
 from pipeline.keys import clip_keys, find, keys_of
 from pipeline.storage.stores import Store
 
-STAGES: Final = ("decode", "encode", "prune", "write")
+TIMED: Final = ("decode", "encode", "prune", "write")  # the steps whose seconds a row of the videos table has
 _COLUMNS: Final[dict[str, tuple[Any, tuple[int, ...]]]] = {
     "high": (np.uint64, ()),  # the two halves of the id's key
     "low": (np.uint64, ()),
@@ -33,13 +33,13 @@ _COLUMNS: Final[dict[str, tuple[Any, tuple[int, ...]]]] = {
     "attempts": (np.uint16, ()),
     "earlier": (np.uint8, ()),  # attempts on another file or clip under this id
     "code": (np.uint8, ()),  # 0 is ok, else the number of the fault's class; _WARNED: decoded with warnings
-    "seconds": (np.float32, (4,)),  # of STAGES
+    "seconds": (np.float32, (4,)),  # of TIMED
 }
 _WARNED, _FAULT = 0x80, 0x7F
 _READ = (
     *("video_id", "uri", "start_s", "end_s", "source_size", "status", "error_class", "attempts"),
     *("n_tokens", "n_total", "hidden_size", "decode_warnings"),
-    *(f"{stage}_s" for stage in STAGES),
+    *(f"{stage}_s" for stage in TIMED),
 )
 _SHARDS_AT_ONCE = 256
 _THREADS = 8
@@ -138,7 +138,7 @@ class Ledger:
         keys = keys_of(table["video_id"])
         attempts = _filled(table["attempts"], 0)
         self.hidden_size = self.hidden_size or pc.max(table["hidden_size"]).as_py() or 0
-        seconds = np.stack([_filled(table[f"{stage}_s"], 0.0) for stage in STAGES], axis=1)
+        seconds = np.stack([_filled(table[f"{stage}_s"], 0.0) for stage in TIMED], axis=1)
         return {
             "high": keys[:, 0],
             "low": keys[:, 1],
@@ -182,7 +182,7 @@ class Ledger:
         shard = np.searchsorted(self._starts, self.columns["place"][rows], side="right") - 1
         rank = np.empty(len(self._names), np.int64)
         rank[sorted(range(len(rank)), key=self._names.__getitem__)] = np.arange(len(rank))
-        order = np.lexsort((rank[shard], -own["attempts"].astype(np.int64), self.failed(rows), own["low"], own["high"]))
+        order = best_first([own["high"], own["low"]], self.failed(rows), own["attempts"], rank[shard])
         own = {name: column[order] for name, column in own.items()}
         new = (own["high"][1:] != own["high"][:-1]) | (own["low"][1:] != own["low"][:-1])
         starts = np.flatnonzero(np.append(True, new))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from pipeline.cache.schema import READ_THREADS, VIDEO_SCHEMA, digest, open_parquet
 from pipeline.errors import CorruptShard
@@ -69,17 +70,29 @@ def read_live(store: Store, columns: Sequence[str] = INDEX_COLUMNS) -> pa.Table:
     return live_rows(pa.concat_tables(tables))
 
 
+def best_first(
+    ids: Sequence[NDArray[Any]], failed: NDArray[np.bool_], attempts: NDArray[Any], shards: NDArray[Any]
+) -> NDArray[np.int64]:
+    """[n]: the order of rows in which those of an id stand together, its live one first. **The rule is here.**
+
+    Args:
+        ids: one array [n] or several that make up an id, the most significant first.
+        failed: [n]: the row is an error.
+        attempts: [n].
+        shards: [n] numbers of the shards, in the order of their names.
+    """
+    return np.lexsort((shards, -attempts.astype(np.int64), failed, *reversed(ids)))
+
+
 def live_rows(rows: pa.Table, key: str = "video_id") -> pa.Table:
     """Of rows with ``key``, status, attempts and shard: each video's (question's) live one, sorted by ``key``."""
-    failed = pc.not_equal(rows["status"], "ok").cast(pa.int8())
-    keys = [(key, "ascending"), ("_failed", "ascending"), ("attempts", "descending"), ("shard", "ascending")]
-    order = pc.sort_indices(rows.append_column("_failed", failed), sort_keys=keys)
-    ordered = rows.take(order)
-    ids = ordered[key].combine_chunks()
-    if len(ids) < 2:
-        return ordered
-    first = np.concatenate([[True], pc.not_equal(ids[1:], ids[:-1]).to_numpy(zero_copy_only=False)])
-    return ordered.filter(pa.array(first))
+    if len(rows) == 0:
+        return rows
+    ids, shards = (pc.rank(rows[name], tiebreaker="dense").to_numpy() for name in (key, "shard"))
+    failed = pc.not_equal(rows["status"], "ok").to_numpy()
+    order = best_first([ids], failed, rows["attempts"].to_numpy(), shards)
+    first = np.append(True, ids[order][1:] != ids[order][:-1])
+    return rows.take(pa.array(order[first]))
 
 
 class VideoRows:

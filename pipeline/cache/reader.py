@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -153,7 +153,7 @@ class TokenCache:
         return TokenShard(self.store, name, footer_hash, sparse=bool(self.evidence))
 
 
-def rows_wanted(row: dict[str, Any], retention_ratio: float | None) -> int:
+def rows_wanted(row: Mapping[str, Any], retention_ratio: float | None) -> int:
     """How many of a video's stored tokens make up ``retention_ratio``; ``row`` is its row of the videos table.
 
     Raises RatioNotCached, and ValueError for no ratio at all.

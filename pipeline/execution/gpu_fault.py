@@ -6,8 +6,8 @@ import os
 import sys
 
 
-def exit_if_poisoned(item: str, error: Exception) -> None:
-    """End the process where ``error`` has poisoned the CUDA context, since everything after it would fail with it too.
+def exit_after_gpu_fault(item: str, error: Exception) -> None:
+    """End the process where ``error`` broke the CUDA context: everything after it would fail too.
 
     Ray starts another actor, a few times. ``item`` (a video, a question) is what was being worked on.
     """

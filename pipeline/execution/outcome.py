@@ -10,6 +10,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.errors import Fault
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -58,7 +60,7 @@ class Outcome:
         rate = self.n_new / self.wall_s if self.wall_s else 0.0
         return f"{self.n_new} {item}s{failed} in {self.wall_s or 0.0:.1f} s, {rate:.2f} {item}s/s"
 
-    def failures_table(self, item: str, remedies: Mapping[str, str]) -> Table:
+    def failures_table(self, item: str, faults: Mapping[Any, Fault]) -> Table:
         """The failures by class, with one example and the remedy of each."""
         table = Table(title=f"failed {item}s", title_justify="left", show_edge=False)
         for name in ("class", f"{item}s", "example", "remedy"):
@@ -66,7 +68,9 @@ class Outcome:
         for name, count in self.failures.items():
             example, message = self.examples[name]
             # Ids and messages come from files: never let them be read as markup.
-            table.add_row(name, str(count), Text(f"{example}: {message}"), Text(remedies.get(name, "")))
+            table.add_row(
+                name, str(count), Text(f"{example}: {message}"), Text(faults[name].remedy if name in faults else "")
+            )
         return table
 
 

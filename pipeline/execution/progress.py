@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol
 
@@ -22,6 +21,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from pipeline.execution.stages import Wording
+
 
 class Reporter(Protocol):
     """What a run tells about its progress."""
@@ -37,29 +38,7 @@ class Reporter(Protocol):
     def stages(self, left: Mapping[str, int]) -> None: ...
 
 
-@dataclass(frozen=True)
-class Words:
-    """What a run calls what it does.
-
-    Attributes:
-        doing: of the run, "pruning".
-        item: what it does it to, "video".
-        done: for each stage before the last, what it did: {"decode": "decoded"}.
-    """
-
-    doing: str
-    item: str
-    done: Mapping[str, str]
-
-    def ahead(self, left: Mapping[str, int], done: int) -> str:
-        """How far the stages before the last are: told every few seconds, so what is done may have overtaken it."""
-        return "".join(f", {max(left[stage], done)} {word}" for stage, word in self.done.items()) if left else ""
-
-
-PRUNING = Words("pruning", "video", {"decode": "decoded", "encode": "encoded"})
-
-
-def reporter(console: Console, total: int, log_interval: float, words: Words = PRUNING) -> Reporter:
+def reporter(console: Console, total: int, log_interval: float, words: Wording) -> Reporter:
     """A bar where the console is a terminal, else a line every ``log_interval`` seconds and one at the end."""
     if console.is_terminal:
         return BarReporter(console, total, words)
@@ -78,7 +57,7 @@ class _Rate(ProgressColumn):
 class BarReporter:
     """Bar, count, rate, failures and time left."""
 
-    def __init__(self, console: Console, total: int, words: Words = PRUNING) -> None:
+    def __init__(self, console: Console, total: int, words: Wording) -> None:
         self._words = words
         columns = (SpinnerColumn(), TextColumn(words.doing), BarColumn(), MofNCompleteColumn(), _Rate(words.item))
         more = TextColumn("{task.fields[failed]} failed{task.fields[stages]}")
@@ -104,7 +83,7 @@ class BarReporter:
 class LineReporter:
     """A line every ``interval`` seconds, also while nothing moves, and one at the end."""
 
-    def __init__(self, console: Console, total: int, interval: float, words: Words = PRUNING) -> None:
+    def __init__(self, console: Console, total: int, interval: float, words: Wording) -> None:
         self._words = words
         self._console = console
         self._total = total

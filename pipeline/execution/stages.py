@@ -6,12 +6,11 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple, Protocol
 
+import pyarrow as pa
 import ray
 import ray.data
-
-from pipeline.rows import Record, records
 
 # A worker that dies is started again this often: Ray's default is for ever, and a video that kills its worker would
 # then stall the run.
@@ -22,6 +21,52 @@ TASK_RETRIES = 30
 MAX_BLOCKS = 20_000
 # Large items (decoded frames of a video: 14 MB for 32 of them) go on one by one, however many one task makes.
 BLOCK_BYTES = 8 * 2**20
+
+
+class StageWords(NamedTuple):
+    """What users are told of a stage: what it did to an item ("decoded"), and what may help where it does not move."""
+
+    done: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Wording:
+    """What a kind of run calls what it does.
+
+    Attributes:
+        doing: of the run, "pruning".
+        item: what goes through the stages, "video".
+        stages: by name, in their order; the last one's items are what a run counts as done.
+        to_lower: the flags to lower where the cluster has no room.
+    """
+
+    doing: str
+    item: str
+    stages: Mapping[str, StageWords]
+    to_lower: str
+
+    def ahead(self, left: Mapping[str, int], done: int) -> str:
+        """How far the stages before the last are: told every few seconds, so what is done may have overtaken it."""
+        early = list(self.stages.items())[: max(1, len(self.stages) - 1)]
+        return "".join(f", {max(left[stage], done)} {words.done}" for stage, words in early) if left else ""
+
+
+class Plan(Protocol):
+    """The shares of the cluster that a run takes, and what is said of it."""
+
+    wording: ClassVar[Wording]
+
+    @property
+    def cpus(self) -> float:
+        """CPUs that all workers reserve at once."""
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that all workers reserve at once."""
+
+    def collected(self, stage: str, waits: bool) -> int:
+        """How many items ``stage`` waits for before it takes any; ``waits``: whether more are to come."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +93,11 @@ def actors(stage: Stage, batch_size: int) -> Mapping[str, Any]:
     }
 
 
-def run_graph(dataset: ray.data.Dataset) -> Iterator[list[Record]]:
-    """Run the graph; yield the records of each shard as soon as its tokens are on disk."""
+def run_graph(dataset: ray.data.Dataset) -> Iterator[pa.Table]:
+    """Run the graph; yield what its last stage gives for each shard, as soon as that is on disk."""
     # Not iter_batches: its threads wait in a way that nothing can interrupt, and it fetches ahead.
     for bundle in dataset.iter_internal_ref_bundles():
-        for block in ray.get(bundle.block_refs):
-            yield records(block)
+        yield from ray.get(bundle.block_refs)
 
 
 def configure_ray_data() -> None:

@@ -1,70 +1,75 @@
-"""From a running graph to the disk: every shard is committed as it comes, under the lock, while a watch looks on."""
+"""From a running graph to the disk: every shard is committed as it comes, under the lock, while a watchdog looks on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
 import ray
 import ray.data
+from rich.console import Console
 
 from pipeline.errors import RunFailed
 from pipeline.execution.cluster import cause
-from pipeline.execution.progress import Reporter
-from pipeline.execution.stages import run_graph
-from pipeline.execution.watchdog import Watch, patiently
-from pipeline.rows import Record
+from pipeline.execution.heartbeat import start_heartbeats
+from pipeline.execution.progress import Reporter, reporter
+from pipeline.execution.stages import Plan, run_graph
+from pipeline.execution.watchdog import Watchdog, patiently
 from pipeline.storage.lock import Lock
 
-Commit = Callable[[int, list[Record]], object]
 
+@dataclass(frozen=True)
+class Graph:
+    """A graph that is ready to run.
 
-def stream(
-    dataset: ray.data.Dataset,
-    commit: Commit,
-    total: int,
-    item: str,
-    lock: Lock,
-    make_watch: Callable[[Callable[[Mapping[str, int]], None]], Watch],
-    bar: Reporter,
-) -> int:
-    """Run the graph and ``commit`` (number, rows) of every shard; returns how many items failed.
-
-    Args:
-        total: rows that must come; each has a status.
-        item: what they are called, "video".
-        make_watch: makes the watch, given whom to tell how far the stages are.
-
-    Raises RunFailed where the graph, the store or the lock fails, nothing moves, or rows are missing.
+    Attributes:
+        build: makes the lazy dataset, given the actor that its workers tell what they do.
+        commit: makes the rows of a shard visible, given its number and what the last stage gave, a ``status`` among it.
+        plan: the shares of the cluster.
+        total: items that must come out.
     """
-    with bar as progress:
-        watch = make_watch(progress.stages)
-        with closing(patiently(run_graph(dataset), watch.look, watch.every_s)) as shards:
-            return _commit_all(shards, commit, total, item, lock, watch, progress)
+
+    build: Callable[[Any], ray.data.Dataset]
+    commit: Callable[[int, pa.Table], object]
+    plan: Plan
+    total: int
 
 
-def _commit_all(
-    shards: Iterable[list[Record]],
-    commit: Commit,
-    total: int,
-    item: str,
-    lock: Lock,
-    watch: Watch,
-    progress: Reporter,
-) -> int:
+def stream(graph: Graph, lock: Lock, console: Console, *, stall_timeout: float, log_interval: float) -> int:
+    """Run the graph and commit every shard; returns how many items failed.
+
+    Raises RunFailed where the graph, the store or the lock fails, nothing moves for ``stall_timeout`` seconds, or rows
+    are missing.
+    """
+    wording = graph.plan.wording
+    heartbeats = start_heartbeats(tuple(wording.stages))
+    dataset = graph.build(heartbeats)
+    with reporter(console, graph.total, log_interval, wording) as progress:
+        watchdog = Watchdog(heartbeats, stall_timeout, graph.plan, graph.total, progress.stages)
+        with closing(patiently(run_graph(dataset), watchdog.look, watchdog.every_s)) as shards:
+            return _commit_all(shards, graph, lock, watchdog, progress)
+
+
+def _commit_all(shards: Iterable[pa.Table], graph: Graph, lock: Lock, watchdog: Watchdog, progress: Reporter) -> int:
     done = good = 0
+    items = f"{graph.total} {graph.plan.wording.item}s"
     try:
         for number, rows in enumerate(shards):
-            if "write_error" in rows[0]:
-                raise RunFailed(f"the run stopped after {done} of {total} {item}s: {rows[0]['write_error']}")
             lock.check()
-            commit(number, rows)
-            watch.moved()
-            new_good = sum(row["status"] == "ok" for row in rows)
+            graph.commit(number, rows)
+            watchdog.moved()
+            new_good = pc.sum(pc.equal(rows["status"], "ok")).as_py()
             done, good = done + len(rows), good + new_good
             progress.advance(new_good, len(rows) - new_good)
-    except (ray.exceptions.RayError, OSError) as error:
-        raise RunFailed(f"the run stopped after {done} of {total} {item}s: {cause(error)}") from error
-    if done != total:
-        raise RunFailed(f"{total - done} of {total} {item}s have no row; run the same command again")
+    except ray.exceptions.RayError as error:
+        why = watchdog.failure() or cause(error)
+        raise RunFailed(f"the run stopped after {done} of {items}: {why}") from error
+    except OSError as error:
+        raise RunFailed(f"the run stopped after {done} of {items}: {cause(error)}") from error
+    if done != graph.total:
+        raise RunFailed(f"{graph.total - done} of {items} have no row; run the same command again")
     return done - good

@@ -9,52 +9,26 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import ray
 
 from pipeline.errors import RunFailed, printable
 from pipeline.execution.heartbeat import Reading
+from pipeline.execution.stages import Plan
 
 T = TypeVar("T")
 
 _LONGEST_LOOK_S = 10.0
 
 
-class Plan(Protocol):
-    """What a watch must know of a run; ``pipeline.prune.graph.Resources`` says it of a prune run."""
-
-    @property
-    def item(self) -> str:
-        """What goes through the stages: "video"."""
-
-    @property
-    def remedies(self) -> Mapping[str, str]:
-        """For each stage, in order, what may help where it does not move."""
-
-    @property
-    def to_lower(self) -> str:
-        """The flags to lower where the cluster has no room."""
-
-    @property
-    def cpus(self) -> float:
-        """CPUs that all workers reserve at once."""
-
-    @property
-    def gpus(self) -> float:
-        """GPUs that all workers reserve at once."""
-
-    def collected(self, stage: str, waits: bool) -> int:
-        """How many items ``stage`` waits for before it takes any; ``waits``: whether more are to come."""
-
-
-class Watch:
-    """Looks at the pulse now and then; raises RunFailed where nothing has moved for ``timeout_s``."""
+class Watchdog:
+    """Looks at the heartbeats now and then; raises RunFailed where nothing has moved for ``timeout_s``."""
 
     def __init__(
-        self, pulse: Any, timeout_s: float, plan: Plan, total: int, tell: Callable[[Mapping[str, int]], None]
+        self, heartbeats: Any, timeout_s: float, plan: Plan, total: int, tell: Callable[[Mapping[str, int]], None]
     ) -> None:
-        self._pulse = pulse
+        self._heartbeats = heartbeats
         self._timeout_s = timeout_s
         self._plan = plan
         self._total = total
@@ -69,7 +43,7 @@ class Watch:
         self._moved_at = time.monotonic()
 
     def look(self) -> None:
-        """Ask the pulse. One that does not answer is no news: commits alone count then."""
+        """Ask the heartbeats. Where they do not answer, commits alone count."""
         reading = self._read()
         if reading.moves != self._reading.moves:
             self.moved()
@@ -77,13 +51,19 @@ class Watch:
         self._tell(reading.left)
         if time.monotonic() - self._moved_at > self._timeout_s:
             raise RunFailed(
-                f"no {self._plan.item} moved for {self._timeout_s:g} s: {self._verdict()}; or raise --stall-timeout"
+                f"no {self._plan.wording.item} moved for {self._timeout_s:g} s: {self._verdict()}; or raise "
+                "--stall-timeout"
             )
+
+    def failure(self) -> str | None:
+        """Why a worker gave the run up, as far as it could say so."""
+        self._asked = None  # an answer that is under way may be older than the failure
+        return self._read().failure
 
     def _read(self) -> Reading:
         """The latest answer; one question is under way at a time."""
         try:
-            self._asked = self._asked or self._pulse.read.remote()
+            self._asked = self._asked or self._heartbeats.read.remote()
             reading: Reading = ray.get(self._asked, timeout=self.every_s)
         except ray.exceptions.GetTimeoutError:
             return self._reading
@@ -94,11 +74,11 @@ class Watch:
 
     def _verdict(self) -> str:
         """The last stage that holds something, else the last one that something waits for; and what may help."""
-        item = self._plan.item
-        for stage, remedy in reversed(list(self._plan.remedies.items())):
+        item = self._plan.wording.item
+        for stage, words in reversed(list(self._plan.wording.stages.items())):
             held = self._reading.inside.get(stage)
             if held:
-                return f"{stage} holds {len(held)} ({printable(held[0])}) and does not move; {remedy}"
+                return f"{stage} holds {len(held)} ({printable(held[0])}) and does not move; {words.remedy}"
         left = {"": self._total, **self._reading.left}  # "": before the first stage
         for before, stage in reversed(list(pairwise(left))):
             waiting = left[before] - left[stage]
@@ -115,7 +95,7 @@ def _offer(plan: Plan) -> str:
         return f"the cluster does not answer: {printable(str(error))}"
     return (
         f"the cluster offers {offer.get('CPU', 0.0):g} CPUs and {offer.get('GPU', 0.0):g} GPUs, the plan needs "
-        f"{plan.cpus:g} and {plan.gpus:g}: look at its nodes, or lower {plan.to_lower}"
+        f"{plan.cpus:g} and {plan.gpus:g}: look at its nodes, or lower {plan.wording.to_lower}"
     )
 
 
@@ -174,9 +154,11 @@ def patiently(items: Iterator[T], look: Callable[[], None], every_s: float) -> G
 
 
 def _interrupt(thread: threading.Thread, wait_s: float = 10.0) -> None:
-    """Raise in another thread, and wait for its end: Ray has no other way to stop an iteration that waits.
+    """Raise in another thread, and wait for its end.
 
-    It waits in Python code, by short sleeps, and shuts the execution down when an exception of any kind passes.
+    Nothing plainer stops an iteration that waits: the executor's own shutdown is no public part of Ray Data, a thread
+    cannot be cancelled, and ending Ray ends a head that is not ours. Ray waits in Python code, by short sleeps, and
+    shuts the execution down when an exception of any kind passes, as it does for Ctrl-C.
     """
     if thread.is_alive() and thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Abandoned))

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pyarrow as pa
 import torch
@@ -14,37 +14,28 @@ import torch
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import LanguageModel, Prompt, Visual, load_language_model, prompt_builder
 from pipeline.cache.reader import TokenCache, TokenOrder
-from pipeline.errors import CorruptShard, FailedVideo, UnknownVideo, printable
-from pipeline.execution.gpu_fault import exit_if_poisoned
-from pipeline.execution.heartbeat import Beat
+from pipeline.errors import CorruptShard, FailedVideo, QuestionFault, UnknownVideo
+from pipeline.execution.gpu_fault import exit_after_gpu_fault
+from pipeline.execution.heartbeat import Heartbeat
+from pipeline.generate.answers import ANSWER_SCHEMA
 from pipeline.generate.choices import lettered_prompt, letters, parse_letter
 from pipeline.generate.held_videos import HeldVideos
 from pipeline.generate.late_pruning import LatePruning
-from pipeline.generate.questions import decoding_of
-from pipeline.rows import WRITTEN
+from pipeline.generate.questions import QUESTION_SCHEMA, Instructions
+from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, without_nulls
 from pipeline.storage.stores import Store
 
 STAGE = "answer"
 GROW_AFTER = 16  # batches after one that did not fit
-# What another attempt may cure: the machine's state, or a cache that has grown since.
-RETRYABLE = frozenset({"unknown-video", "failed-video", "corrupt", "io", "out-of-memory", "internal"})
-Row = dict[str, Any]
+# A block of questions is one row, which Ray can neither split nor join with another.
+ASKED = pa.schema([pa.field("questions", pa.list_(pa.struct([*QUESTION_SCHEMA, pa.field("attempts", pa.int32())])))])
+# ``runtime``: JSON of what computed an answer.
+ANSWERED = pa.schema([*(field.with_nullable(True) for field in ANSWER_SCHEMA), pa.field("runtime", pa.string())])
 
 
-def question_blocks(blocks: Iterable[Sequence[Row]]) -> list[pa.Table]:
-    """What the actor takes: each block of questions as one row, which Ray can neither split nor join with another."""
-    return [pa.table({"questions": [json.dumps(block)]}) for block in blocks]
-
-
-def failed_answer(question: Row, error_class: str, message: str) -> Row:
-    """The row of a question that ends here."""
-    return {
-        **question,
-        "status": "failed",
-        "error_class": error_class,
-        "error_message": printable(message),
-        "retryable": error_class in RETRYABLE,
-    }
+def question_blocks(blocks: Iterable[Sequence[QuestionRecord]]) -> list[pa.Table]:
+    """What the actor takes: ASKED, a row a block."""
+    return [pa.Table.from_pylist([{"questions": list(block)}], schema=ASKED) for block in blocks]
 
 
 @dataclass(frozen=True)
@@ -74,21 +65,16 @@ class AnswerSetup:
 
 @dataclass(frozen=True)
 class Asked:
-    """A question that is ready for the model."""
+    """A question that is ready for the model, its row as far as that is known."""
 
-    row: Row
+    row: AnswerRecord
     prompt: Prompt
-    decoding: Row
-
-    @property
-    def scored(self) -> bool:
-        """Whether choices are scored, rather than an answer generated."""
-        return bool(self.decoding["method"] != "generate")
+    how: Instructions
 
     def continuations(self) -> list[str]:
         """What is scored."""
-        choices: list[str] = self.row["choices"]
-        return letters(len(choices)) if self.decoding["method"] == "letter" else choices
+        choices = self.row["choices"]
+        return letters(len(choices)) if self.how.method == "letter" else choices
 
 
 class BatchSize:
@@ -112,34 +98,37 @@ class BatchSize:
 class Answerer:
     """Holds one language model; never a vision tower."""
 
-    def __init__(self, setup: AnswerSetup, pulse: Any = None) -> None:
-        self._beat = Beat(STAGE, pulse)
+    def __init__(self, setup: AnswerSetup, heartbeats: Any = None) -> None:
+        self._heartbeat = Heartbeat(STAGE, heartbeats)
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._builder = prompt_builder(setup.source, setup.positions, setup.rule)
         cache = TokenCache(str(setup.store), store=setup.store, live=setup.live)
         self._late = setup.late
         evidence = () if setup.late is None else setup.late.evidence
-        self._videos = HeldVideos(cache, setup.retention_ratio, setup.order, beat=self._beat, evidence=evidence)
+        self._videos = HeldVideos(
+            cache, setup.retention_ratio, setup.order, heartbeat=self._heartbeat, evidence=evidence
+        )
         self._inside = None if setup.late is None else setup.late.inside
         self._size = BatchSize(setup.batch_size)
-        with self._beat.busy("the model, being loaded"):
+        with self._heartbeat.busy("the model, being loaded"):
             self._model: LanguageModel = load_language_model(setup.source, self._runtime)
             self._embedder = None if setup.late is None else setup.late.embedder(self._model, self._runtime.device)
-        self._provenance = {**self._runtime.describe(), "model_bytes": self._model.n_bytes}
+        self._provenance = json.dumps({**self._runtime.describe(), "model_bytes": self._model.n_bytes})
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        questions = [question for text in batch["questions"].to_pylist() for question in json.loads(text)]
-        rows = [row | {"runtime": self._provenance} for row in self.answer(questions)]
-        return pa.table([pa.array([json.dumps(row) for row in rows], pa.string())], schema=WRITTEN)
+        rows = [row for block in batch["questions"].to_pylist() for row in block]
+        answers = self.answer([without_nulls(row, QuestionRecord) for row in rows])
+        return pa.Table.from_pylist([{**answer, "runtime": self._provenance} for answer in answers], schema=ANSWERED)
 
-    def answer(self, questions: Sequence[Row]) -> Iterator[Row]:
+    def answer(self, questions: Sequence[QuestionRecord]) -> Iterator[AnswerRecord]:
         """A row for each question. Those that are scored and those that are generated make batches of their own."""
+        understood = [(question, Instructions.parse(question["decoding"])) for question in questions]
         for scored in (False, True):
             waiting: list[Asked] = []
-            for question in questions:
-                if (_method(question) != "generate") is not scored:
+            for question, how in understood:
+                if how.scored is not scored:
                     continue
-                asked = self._ask(question)
+                asked = self._ask(question, how)
                 if isinstance(asked, Asked):
                     waiting.append(asked)
                 else:
@@ -150,157 +139,154 @@ class Answerer:
             if waiting:
                 yield from self._answer_held(waiting)
 
-    def _ask(self, question: Row) -> Asked | Row:
+    def _ask(self, question: QuestionRecord, how: Instructions) -> Asked | AnswerRecord:
         """The question with its prompt, or its error row."""
         try:
-            return self._prepare(question)
+            return self._prepare(question, how)
+        except QuestionFault as error:
+            fault = error
         except FailedVideo as error:
-            return failed_answer(question, "failed-video", str(error))
+            fault = QuestionFault("failed-video", str(error))
         except UnknownVideo as error:
-            return failed_answer(question, "unknown-video", str(error))
+            fault = QuestionFault("unknown-video", str(error))
         except CorruptShard as error:
-            return failed_answer(question, "corrupt", str(error))
+            fault = QuestionFault("corrupt", str(error))
         except OSError as error:
-            return failed_answer(question, "io", f"{error.filename or ''} {error.strerror or error}")
+            fault = QuestionFault("io", f"{error.filename or ''} {error.strerror or error}")
         except (torch.OutOfMemoryError, MemoryError) as error:  # a method that looks at the question works here
-            return failed_answer(question, "out-of-memory", str(error))
+            fault = QuestionFault("out-of-memory", str(error))
         except ValueError as error:  # what a prompt builder says of a text or of a video's tokens
-            return failed_answer(question, "bad-prompt", str(error))
+            fault = QuestionFault("bad-prompt", str(error))
         except Exception as error:  # noqa: BLE001 - whatever one question provokes must not cost its neighbours
-            exit_if_poisoned(question["question_id"], error)  # a method that looks at the question runs on the GPU
-            return failed_answer(question, "internal", f"{type(error).__name__}: {error}")
+            exit_after_gpu_fault(question["question_id"], error)  # a method that looks at the question runs on the GPU
+            fault = QuestionFault("internal", f"{type(error).__name__}: {error}")
+        return failed_answer(question, fault)
 
-    def _prepare(self, question: Row) -> Asked | Row:
+    def _prepare(self, question: QuestionRecord, how: Instructions) -> Asked | AnswerRecord:
         read = [self._videos.get(video_id) for video_id in question["video_ids"]]
         visuals = self._chosen([visual for visual, _, _ in read], question)
-        decoding = json.loads(question["decoding"])
-        prompt = self._builder.build(_text(question, decoding), visuals, decoding["system"])
-        row = {
-            **question,
+        prompt = self._builder.build(_text(question, how), visuals, how.system)
+        row: AnswerRecord = {
+            **cast(AnswerRecord, question),
             "n_prompt_tokens": len(prompt),
             "n_visual_tokens": self._builder.n_visual(visuals),
             "retention_ratio": self._late.retention_ratio if self._late else min(ratio for _, ratio, _ in read),
             "load_s": sum(seconds for _, _, seconds in read),
         }
-        asked = Asked(row, prompt, decoding)
-        context, more = self._builder.context_length, 1 if asked.scored else decoding["max_new_tokens"]
+        context, more = self._builder.context_length, 1 if how.scored else how.decoding.max_new_tokens
         if len(prompt) + more > context:
-            return failed_answer(row, "prompt-too-long", too_long(len(prompt), context))
+            return failed_answer(row, too_long(len(prompt), context))
         if prompt.extent + more > context:
-            return failed_answer(row, "prompt-too-long", too_far(prompt.extent, context))
-        return asked
+            return failed_answer(row, too_far(prompt.extent, context))
+        return Asked(row, prompt, how)
 
-    def _chosen(self, visuals: list[Visual], question: Row) -> list[Visual]:
+    def _chosen(self, visuals: list[Visual], question: QuestionRecord) -> list[Visual]:
         """What a method that looks at the question keeps of videos; all of them where the model prunes by itself."""
         if self._late is None or self._embedder is None:
             return visuals
         words = self._embedder.embedding(question["prompt"])
         return [self._late.choose(visual, words) for visual in visuals]
 
-    def _answer_held(self, batch: list[Asked]) -> list[Row]:
-        with self._beat.holding(*(asked.row["question_id"] for asked in batch)):
+    def _answer_held(self, batch: list[Asked]) -> list[AnswerRecord]:
+        with self._heartbeat.holding(*(asked.row["question_id"] for asked in batch)):
             self._short, self._fitted = False, 0
             rows = self._answer_batch(batch)
             self._size.ended(self._fitted, self._short)
             return rows
 
-    def _answer_batch(self, batch: list[Asked]) -> list[Row]:
+    def _answer_batch(self, batch: list[Asked]) -> list[AnswerRecord]:
         """The error boundary of this stage: a batch that fails is tried again in parts, down to one question."""
         try:
             started = time.perf_counter()
-            rows = self._score(batch, started) if batch[0].scored else self._generate(batch)
+            rows = self._score(batch, started) if batch[0].how.scored else self._generate(batch)
             self._fitted = max(self._fitted, len(batch))
             return rows
         except (torch.OutOfMemoryError, MemoryError) as error:
-            error_class, message = "out-of-memory", str(error)
+            fault = QuestionFault("out-of-memory", str(error))
             self._short = True
         except Exception as error:  # noqa: BLE001 - as above
-            exit_if_poisoned(batch[0].row["question_id"], error)
-            error_class, message = "internal", f"{type(error).__name__}: {error}"
+            exit_after_gpu_fault(batch[0].row["question_id"], error)
+            fault = QuestionFault("internal", f"{type(error).__name__}: {error}")
         # Outside of the handlers, whose exception would keep the failed batch's tensors alive.
-        if error_class == "out-of-memory" and torch.cuda.is_available():
+        if fault.fault_class == "out-of-memory" and torch.cuda.is_available():
             torch.cuda.empty_cache()
         if len(batch) == 1:
-            return [failed_answer(batch[0].row, error_class, message)]
-        if error_class == "internal":
+            return [failed_answer(batch[0].row, fault)]
+        if fault.fault_class == "internal":
             return [row for asked in batch for row in self._answer_batch([asked])]
         half = len(batch) // 2
         return [row for part in (batch[:half], batch[half:]) for row in self._answer_batch(part)]
 
-    def _generate(self, batch: list[Asked]) -> list[Row]:
-        decodings = [decoding_of(asked.decoding) for asked in batch]
+    def _generate(self, batch: list[Asked]) -> list[AnswerRecord]:
+        decodings = [asked.how.decoding for asked in batch]
         answers = self._model.generate([asked.prompt for asked in batch], decodings, inside=self._inside)
-        return [
-            _answered(
-                asked,
-                len(batch),
-                answer=answer.text,
-                choice=None if asked.row["choices"] is None else parse_letter(answer.text, asked.row["choices"]),
-                finish=answer.finish,
-                n_new_tokens=len(answer.token_ids),
-                prefill_s=answer.prefill_s,
-                decode_s=answer.decode_s,
-            )
-            for asked, answer in zip(batch, answers, strict=True)
-        ]
+        rows = []
+        for asked, answer in zip(batch, answers, strict=True):
+            row: AnswerRecord = {
+                **asked.row,
+                "status": "ok",
+                "batch_size": len(batch),
+                "answer": answer.text,
+                "finish": answer.finish,
+                "n_new_tokens": len(answer.token_ids),
+                "prefill_s": answer.prefill_s,
+                "decode_s": answer.decode_s,
+            }
+            choice = parse_letter(answer.text, asked.row["choices"]) if "choices" in asked.row else None
+            if choice is not None:
+                row["choice"] = choice
+            rows.append(row)
+        return rows
 
-    def _score(self, batch: list[Asked], started: float) -> list[Row]:
+    def _score(self, batch: list[Asked], started: float) -> list[AnswerRecord]:
         texts = [asked.continuations() for asked in batch]
         all_scores = self._model.score([asked.prompt for asked in batch], texts, inside=self._inside)
         seconds = time.perf_counter() - started
         rows = []
         for asked, names, scores in zip(batch, texts, all_scores, strict=True):
             sums = [score.logprob for score in scores]
-            means = [score.logprob / score.n_tokens for score in scores]
-            rows.append(
-                _answered(
-                    asked,
-                    len(batch),
-                    answer=names[_largest(sums)],
-                    choice=_largest(sums),
-                    choice_scores=sums,
-                    choice_tokens=[score.n_tokens for score in scores],
-                    choice_normalised=_largest(means) if asked.decoding["method"] == "loglikelihood" else None,
-                    prefill_s=seconds,
-                    decode_s=0.0,
-                )
-            )
+            row: AnswerRecord = {
+                **asked.row,
+                "status": "ok",
+                "batch_size": len(batch),
+                "answer": names[_largest(sums)],
+                "choice": _largest(sums),
+                "choice_scores": sums,
+                "choice_tokens": [score.n_tokens for score in scores],
+                "prefill_s": seconds,
+                "decode_s": 0.0,
+            }
+            if asked.how.method == "loglikelihood":
+                row["choice_normalised"] = _largest([score.logprob / score.n_tokens for score in scores])
+            rows.append(row)
         return rows
 
 
-def too_long(n_tokens: int, context_length: int) -> str:
-    """What is said of a prompt that does not fit, with the remedy."""
-    return (
+def too_long(n_tokens: int, context_length: int) -> QuestionFault:
+    """The fault of a prompt that does not fit, with the remedy."""
+    return QuestionFault(
+        "prompt-too-long",
         f"a prompt of {n_tokens} tokens and its answer do not fit the model's {context_length}: lower "
-        "--retention-ratio or --max-new-tokens, or ask about fewer videos"
+        "--retention-ratio or --max-new-tokens, or ask about fewer videos",
     )
 
 
-def too_far(extent: int, context_length: int) -> str:
-    """What is said of a prompt whose tokens fit, but not the positions that they had before pruning."""
-    return (
+def too_far(extent: int, context_length: int) -> QuestionFault:
+    """The fault of a prompt whose tokens fit, but not the positions that they had before pruning."""
+    return QuestionFault(
+        "prompt-too-long",
         f"the positions of a prompt and its answer reach {extent}, and the model knows {context_length}: use "
-        "--positions contiguous (with another --out), or ask about fewer videos"
+        "--positions contiguous (with another --out), or ask about fewer videos",
     )
 
 
-def _answered(asked: Asked, batch_size: int, **columns: Any) -> Row:
-    return {**asked.row, "status": "ok", "batch_size": batch_size, **columns}
-
-
-def _method(question: Row) -> str:
-    return str(json.loads(question["decoding"])["method"])
-
-
-def _text(question: Row, decoding: Row) -> str:
+def _text(question: QuestionRecord, how: Instructions) -> str:
     """The question as the user message says it: with lettered choices, unless their texts are what is scored."""
-    prompt, choices = question["prompt"], question["choices"]
-    if choices is None or decoding["method"] == "loglikelihood":
-        return str(prompt)
-    return lettered_prompt(prompt, choices)
+    if "choices" not in question or how.method == "loglikelihood":
+        return question["prompt"]
+    return lettered_prompt(question["prompt"], question["choices"])
 
 
-def _largest(values: Iterable[float]) -> int:
+def _largest(values: Sequence[float]) -> int:
     """Index of the largest value, the first of equals."""
-    listed = list(values)
-    return listed.index(max(listed))
+    return values.index(max(values))

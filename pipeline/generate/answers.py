@@ -19,13 +19,13 @@ from pipeline.cache.header import header_bytes, read_header_file
 from pipeline.cache.live_rows import check_content, live_rows, shard_name
 from pipeline.cache.schema import READ_THREADS, column, open_parquet, write_parquet
 from pipeline.errors import NotAnswers
+from pipeline.rows import AnswerRecord
 from pipeline.storage.stores import Store, store_at
 
 ANSWERS_VERSION = 1
 HEADER = "answers.json"
 ANSWERS = "answers"
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
-Row = dict[str, Any]
 
 ANSWER_SCHEMA = pa.schema(
     [
@@ -75,7 +75,7 @@ def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
     return AnswersTable(store).live().select(ANSWER_SCHEMA.names)
 
 
-def read_answers_header(store: Store) -> Row:
+def read_answers_header(store: Store) -> dict[str, Any]:
     """Schema version and identity. Raises NotAnswers."""
     absent = f"no answers (no {HEADER}); python -m jobs.generate makes some"
     return read_header_file(store, HEADER, ANSWERS_VERSION, NotAnswers, absent, of="answers of ")
@@ -111,9 +111,9 @@ class AnswersTable:
         return live_rows(self.rows(), "question_id")
 
 
-def commit_answers(store: Store, run_id: str, number: int, rows: Sequence[Row], form: str = "parquet") -> None:
+def commit_answers(store: Store, run_id: str, number: int, rows: Sequence[AnswerRecord], form: str = "parquet") -> None:
     """Make rows visible: one shard, in one atomic step. Only the holder of the lock may. Raises OSError."""
-    table = pa.Table.from_pylist([{"run_id": run_id, **row} for row in rows], schema=ANSWER_SCHEMA)
+    table = pa.Table.from_pylist([{**row, "run_id": run_id} for row in rows], schema=ANSWER_SCHEMA)
     data = write_parquet(table) if form == "parquet" else _json_lines(table)
     store.put(shard_name(ANSWERS, run_id, number, data, SUFFIXES[form]), data)
 

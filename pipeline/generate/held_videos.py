@@ -11,7 +11,7 @@ import torch
 from gstep.language import Visual
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache, TokenOrder
-from pipeline.execution.heartbeat import Beat
+from pipeline.execution.heartbeat import Heartbeat
 
 _HELD_BYTES = 2**30  # of cached tokens that an actor keeps for the questions to come
 
@@ -25,11 +25,11 @@ class HeldVideos:
         retention_ratio: float | None,
         order: TokenOrder = "index",
         limit: int = _HELD_BYTES,
-        beat: Beat | None = None,
+        heartbeat: Heartbeat | None = None,
         evidence: Sequence[str] = (),
     ) -> None:
         self._cache = cache
-        self._beat = beat or Beat("answer")
+        self._heartbeat = heartbeat or Heartbeat("answer")
         self._ratio = retention_ratio
         self._order: TokenOrder = order
         self._limit = limit
@@ -43,7 +43,7 @@ class HeldVideos:
         if video_id in self._held:
             self._held.move_to_end(video_id)
             return *self._held[video_id], 0.0
-        with self._beat.busy(f"the tokens of {video_id}, being read"):
+        with self._heartbeat.busy(f"the tokens of {video_id}, being read"):
             video = self._cache.get(video_id, self._ratio, self._order, self._evidence)
         visual = to_visual(video, self._cache.newline)
         ratio = self._ratio if self._ratio is not None else float(video.metadata["retention_ratio"])

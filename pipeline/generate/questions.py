@@ -64,16 +64,44 @@ class Way:
         return {"choices": self.choices, "system": self.system, **describe_decoding(self.decoding)}
 
 
-def describe_decoding(decoding: Decoding) -> Row:
+@dataclass(frozen=True)
+class Instructions:
+    """How one question is answered: its ``decoding`` column, understood.
+
+    Attributes:
+        method: "letter" and "loglikelihood" score the choices, "generate" generates an answer.
+        system: the system message; None is the chat template's.
+        decoding: options of generating.
+    """
+
+    method: str
+    system: str | None
+    decoding: Decoding
+
+    @classmethod
+    def parse(cls, text: str) -> Instructions:
+        """Back from ``describe``, as JSON."""
+        options = json.loads(text)
+        decoding = Decoding(**{item.name: options[item.name] for item in fields(Decoding) if item.name in options})
+        return cls(options["method"], options["system"], decoding)
+
+    @property
+    def scored(self) -> bool:
+        """Whether choices are scored, rather than an answer generated."""
+        return self.method != "generate"
+
+    def describe(self) -> str:
+        """As JSON; without what cannot bite, so that it is no difference."""
+        options = {} if self.scored else describe_decoding(self.decoding)
+        described = {"method": self.method, "system": self.system, **options}
+        return json.dumps(described, sort_keys=True, ensure_ascii=False)
+
+
+def describe_decoding(decoding: Decoding) -> dict[str, int | float]:
     """The options, without those that greedy decoding does not look at."""
-    options = asdict(decoding)
+    options: dict[str, int | float] = asdict(decoding)
     greedy = ("max_new_tokens", "temperature")
     return options if decoding.temperature > 0 else {name: options[name] for name in greedy}
-
-
-def decoding_of(options: Mapping[str, Any]) -> Decoding:
-    """Back from ``describe_decoding``."""
-    return Decoding(**{item.name: options[item.name] for item in fields(Decoding) if item.name in options})
 
 
 def read_questions(place: str, way: Way, objects: Objects | None = None, limit: int | None = None) -> pa.Table:
@@ -136,7 +164,7 @@ def _question(row: Row, where: str, way: Way) -> Row:
         "video_ids": video_ids,
         "prompt": prompt,
         "choices": choices,
-        "decoding": json.dumps(_decoding(row, where, way, choices is not None), sort_keys=True, ensure_ascii=False),
+        "decoding": _instructions(row, where, way, choices is not None).describe(),
         "question_extra": carried_json(carried) if carried else None,
     }
     for text in (str(question_id), prompt, str(question["decoding"]), *video_ids, *(choices or ())):
@@ -180,8 +208,8 @@ def _json_list(text: str) -> list[Any] | None:
     return value if isinstance(value, list) else None
 
 
-def _decoding(row: Row, where: str, way: Way, has_choices: bool) -> Row:
-    """Method, system message and the options that bite, those of the row before those of the run."""
+def _instructions(row: Row, where: str, way: Way, has_choices: bool) -> Instructions:
+    """How a question is answered: what its row says before what the run says."""
     own = {name: _number(row[name], kind, name, where) for name, kind in _OPTIONS.items() if row.get(name) is not None}
     # One seed for all would draw the same numbers for every question.
     own.setdefault("seed", _seed_for(way.decoding.seed, str(row["question_id"])))
@@ -192,9 +220,7 @@ def _decoding(row: Row, where: str, way: Way, has_choices: bool) -> Row:
     system = way.system if row.get("system") is None else row["system"]
     if system is not None and not isinstance(system, str):
         raise QuestionsError(f"{where}: system must be text, got {system!r}")
-    method = way.choices if has_choices else "generate"
-    options = describe_decoding(decoding) if method == "generate" else {}
-    return {"method": method, "system": system, **options}
+    return Instructions(way.choices if has_choices else "generate", system, decoding)
 
 
 def _number(value: Any, kind: type, name: str, where: str) -> Any:

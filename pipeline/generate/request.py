@@ -23,6 +23,7 @@ from pipeline.generate.answers import HEADER, AnswersTable, read_answers_header
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import LatePruning, late_pruning
 from pipeline.generate.questions import Way, read_questions
+from pipeline.rows import VideoRecord, without_nulls
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
@@ -63,15 +64,15 @@ class GenerateJob:
     order: TokenOrder = "index"
 
     @cached_property
-    def videos(self) -> dict[str, dict[str, Any]]:
-        return {row["video_id"]: row for row in self.live.to_pylist()}
+    def videos(self) -> dict[str, VideoRecord]:
+        return {row["video_id"]: without_nulls(row, VideoRecord) for row in self.live.to_pylist()}
 
     @property
     def read_ratio(self) -> float | None:
         """The share of tokens that is read from the cache; None is all."""
         return None if self.late else self.config.retention_ratio
 
-    def n_visual(self, videos: Sequence[dict[str, Any]]) -> int:
+    def n_visual(self, videos: Sequence[VideoRecord]) -> int:
         """Visual tokens that go into a prompt on these rows of the videos table, at most; with FastV all do."""
         late, hidden = self.late, self.builder.hidden_size
         if late is not None:
@@ -232,6 +233,6 @@ def _check_context(job: GenerateJob, console: Console) -> None:
     console.print(f"note: {what}: they become rows of class prompt-too-long", highlight=False, markup=False)
 
 
-def answerable(row: dict[str, Any] | None) -> bool:
+def answerable(row: VideoRecord | None) -> bool:
     """Whether a video's live row has tokens."""
     return row is not None and row["status"] == "ok"

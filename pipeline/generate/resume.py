@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.errors import QuestionsChanged
-from pipeline.generate.answer_stage import failed_answer, too_long
+from pipeline.errors import QuestionFault, QuestionsChanged
+from pipeline.generate.answer_stage import too_long
 from pipeline.generate.request import GenerateJob, answerable
+from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, without_nulls
 
-Row = dict[str, Any]
 _COMPARED = ("video_ids", "prompt", "choices", "decoding")
 
 
-def unanswered(job: GenerateJob, live: pa.Table) -> list[Row]:
+def unanswered(job: GenerateJob, live: pa.Table) -> list[QuestionRecord]:
     """The questions that this run must ask, each with the number of this attempt.
 
     A failed row counts as done unless ``--retry-failed``. Raises QuestionsChanged where a question that has an answer
     is another one now.
     """
-    done = {row["question_id"]: row for row in live.select([*_KEYS, *_COMPARED]).to_pylist()}
+    answered = (without_nulls(row, AnswerRecord) for row in live.select([*_KEYS, *_COMPARED]).to_pylist())
+    done = {row["question_id"]: row for row in answered}
     videos = job.videos
     changed: list[str] = []
-    todo = []
-    for question in job.questions.to_pylist():
+    todo: list[QuestionRecord] = []
+    for row in job.questions.to_pylist():
+        question = without_nulls(row, QuestionRecord)
         old = done.get(question["question_id"])
         if old is None:
             todo.append({**question, "attempts": 1})
             continue
-        different = [name for name in _COMPARED if question[name] != old[name]]
+        different = [name for name in _COMPARED if question.get(name) != old.get(name)]
         if different and old["status"] == "ok":
             name = different[0]
-            changed.append(f"{question['question_id']}: {name} was {_shown(old[name])}, is {_shown(question[name])}")
+            changed.append(
+                f"{question['question_id']}: {name} was {_shown(old.get(name))}, is {_shown(question.get(name))}"
+            )
         elif old["status"] != "ok" and job.config.retry_failed and (different or _worth_it(job, old, videos)):
             todo.append({**question, "attempts": old["attempts"] + 1})
     if changed:
@@ -49,16 +53,14 @@ def unanswered(job: GenerateJob, live: pa.Table) -> list[Row]:
 _KEYS = ("question_id", "status", "attempts", "error_class")
 
 
-def _worth_it(job: GenerateJob, old: Row, videos: Mapping[str, Row]) -> bool:
+def _worth_it(job: GenerateJob, old: AnswerRecord, videos: Mapping[str, VideoRecord]) -> bool:
     """A failed question has attempts left, or its videos are in the cache since."""
     if old["error_class"] in {"unknown-video", "failed-video"}:
-        return all(answerable(videos.get(v)) for v in old["video_ids"]) or bool(
-            old["attempts"] < job.config.max_attempts
-        )
-    return bool(old["attempts"] < job.config.max_attempts)
+        return all(answerable(videos.get(v)) for v in old["video_ids"]) or old["attempts"] < job.config.max_attempts
+    return old["attempts"] < job.config.max_attempts
 
 
-def said_of_the_rest(job: GenerateJob, live: pa.Table, todo: list[Row]) -> list[str]:
+def said_of_the_rest(job: GenerateJob, live: pa.Table, todo: list[QuestionRecord]) -> list[str]:
     """Lines for the user about the questions that are not in ``todo``, because the answers hold a row of each."""
     there = len(job.questions) - len(todo)
     if not there:
@@ -80,10 +82,11 @@ def _shown(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def without_model(job: GenerateJob, todo: list[Row]) -> tuple[list[Row], list[Row]]:
+def without_model(job: GenerateJob, todo: list[QuestionRecord]) -> tuple[list[QuestionRecord], list[AnswerRecord]]:
     """(questions for the model, rows of those that the index of the cache answers: no video, or too long a one)."""
     videos = job.videos
-    ask, rows = [], []
+    ask: list[QuestionRecord] = []
+    rows: list[AnswerRecord] = []
     for question in todo:
         failure = _failure(job, question, videos)
         if failure is None:
@@ -93,28 +96,29 @@ def without_model(job: GenerateJob, todo: list[Row]) -> tuple[list[Row], list[Ro
     return ask, rows
 
 
-def _failure(job: GenerateJob, question: Row, videos: Mapping[str, Row]) -> Row | None:
+def _failure(job: GenerateJob, question: QuestionRecord, videos: Mapping[str, VideoRecord]) -> AnswerRecord | None:
     ids = question["video_ids"]
     for video_id in ids:
         row = videos.get(video_id)
         if row is None:
             message = f"{video_id!r} is not in the cache {job.cache}: prune it, then --retry-failed"
-            return failed_answer(question, "unknown-video", message)
+            return failed_answer(question, QuestionFault("unknown-video", message))
         if row["status"] != "ok":
             message = f"{video_id!r} failed: {row['error_class']}: {row['error_message']}"
-            return failed_answer(question, "failed-video", message)
+            return failed_answer(question, QuestionFault("failed-video", message))
     n_visual, context = job.n_visual([videos[video_id] for video_id in ids]), job.builder.context_length
     if n_visual > context:
-        return failed_answer({**question, "n_visual_tokens": n_visual}, "prompt-too-long", too_long(n_visual, context))
+        counted: AnswerRecord = {**cast(AnswerRecord, question), "n_visual_tokens": n_visual}
+        return failed_answer(counted, too_long(n_visual, context))
     return None
 
 
-def in_blocks(questions: list[Row], size: int) -> list[list[Row]]:
+def in_blocks(questions: Sequence[QuestionRecord], size: int) -> list[list[QuestionRecord]]:
     """Questions in blocks of about ``size``, those on the same videos together, unless they are more than that."""
-    groups: dict[tuple[str, ...], list[Row]] = {}
+    groups: dict[tuple[str, ...], list[QuestionRecord]] = {}
     for question in sorted(questions, key=lambda row: tuple(row["video_ids"])):
         groups.setdefault(tuple(question["video_ids"]), []).append(question)
-    blocks: list[list[Row]] = [[]]
+    blocks: list[list[QuestionRecord]] = [[]]
     for group in groups.values():
         for start in range(0, len(group), size):
             part = group[start : start + size]

@@ -11,24 +11,13 @@ import pyarrow.compute as pc
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from pipeline.errors import QUESTION_FAULTS
 from pipeline.execution.outcome import Outcome, count_failures
 
-REMEDIES: Mapping[str, str] = {
-    "unknown-video": "prune it into the cache, then --retry-failed",
-    "failed-video": "python -m jobs.inspect says why it failed; mend it and prune again, then --retry-failed",
-    "corrupt": "a shard of the cache is damaged: restore it, then --retry-failed",
-    "io": "check that every node sees the cache, then --retry-failed",
-    "prompt-too-long": "lower --retention-ratio or --max-new-tokens, or use --positions contiguous (each with another "
-    "--out), or ask about fewer videos",
-    "bad-prompt": "correct the question, then --retry-failed",
-    "out-of-memory": "lower --retention-ratio, or take GPUs with more memory, then --retry-failed",
-    "internal": "a bug: report it with this message",
-}
 _COLUMNS = (
     *("question_id", "status", "error_class", "error_message", "n_visual_tokens", "n_prompt_tokens", "n_new_tokens"),
     *("load_s", "prefill_s", "decode_s", "batch_size"),
 )
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +75,11 @@ def render_answers(summary: AnswerSummary) -> RenderableType:
     table.add_row("answers", f"{summary.new_tokens:,} tokens generated")
     table.add_row("seconds", ", ".join(f"{name} {value:.2f}" for name, value in summary.seconds.items()))
     table.add_row("this run", summary.pace("question"))
-    failures: list[RenderableType] = ["", summary.failures_table("question", REMEDIES)] if summary.failures else []
+    failures: list[RenderableType] = (
+        ["", summary.failures_table("question", QUESTION_FAULTS)] if summary.failures else []
+    )
     return Group(table, *failures)
 
 
-def _mean(rows: Sequence[Row], name: str) -> float:
+def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
     return sum(row[name] for row in rows) / len(rows) if rows else 0.0

@@ -7,13 +7,13 @@ from fractions import Fraction
 from typing import Any
 
 import av
-from torch import Tensor, nn
+from torch import Tensor
 
-from gstep.backbones.preprocess.base import as_frames
+from gstep.backbones.preprocess.base import resize_frames
 from pipeline.errors import VideoFault
 from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodedVideo, DecodeRequest
-from pipeline.video.readers import Frames
+from pipeline.video.decoders import Frames
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from pipeline.video.source import same_source
@@ -37,9 +37,7 @@ class Thumbnails:
 
     def resize(self, frames: Frames, size: tuple[int, int]) -> Tensor:
         """[k,H,W,3] uint8 -> [k,h,w,3] uint8."""
-        frames_kCHW = as_frames(frames).permute(0, 3, 1, 2)
-        resized = nn.functional.interpolate(frames_kCHW, size=size, mode="bicubic", antialias=True)
-        return resized.permute(0, 2, 3, 1)
+        return resize_frames(frames, size)
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def _decode_again(row: dict[str, Any], sampling: dict[str, Any], objects: Object
         preprocessor=Thumbnails(_width(len(row["frame_indices"]))),
         start_s=row["start_s"],
         end_s=row["end_s"],
-    )  # with the default reader: a row must not choose what code runs here
+    )  # with the default decoder: a row must not choose what code runs here
     with same_source(row, objects) as source, DecodeSandbox() as sandbox:
         video = source.decode(sandbox, request)
     if video.source_hash != row["source_hash"]:

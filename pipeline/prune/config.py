@@ -94,7 +94,7 @@ class PruneConfig:
         choices=DTYPES,
     )
     attn: str = option("auto", "attention kernel; auto is flash-attn where it is installed, else sdpa", choices=ATTN)
-    decoder: str = option("auto", "auto, decord, pyav, or the import path module:Class of a reader", metavar="READER")
+    decoder: str = option("auto", "auto, decord, pyav, or the import path module:Class of a decoder", metavar="DECODER")
     decode_timeout: float = option(120.0, "seconds one video may take to decode before it is given up", metavar="S")
     decode_memory: int = option(4096, "MiB a decode process may grow beyond its size at start", metavar="MIB")
     fetch_memory: int = option(

@@ -9,16 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from gstep.backbones import Preprocessor
 from pipeline.errors import VideoFault
-from pipeline.execution.heartbeat import Beat
+from pipeline.execution.heartbeat import Heartbeat
+from pipeline.prune.batches import decoded_batch
 from pipeline.prune.config import PruneConfig
-from pipeline.rows import DECODED, Record, failed, one_row
+from pipeline.rows import TodoRow, VideoRecord, failed_video
 from pipeline.storage.s3 import Objects, is_object
 from pipeline.video.decode import DecodedVideo, DecodeRequest
-from pipeline.video.readers import reader_version
+from pipeline.video.decoders import decoder_version
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from pipeline.video.source import Source, one_ahead, open_source
@@ -30,7 +33,7 @@ class DecodeSetup:
 
     sampling: Sampling
     preprocessor: Preprocessor
-    reader: str = "auto"
+    decoder: str = "auto"
     timeout_s: float = 120.0
     memory_mb: int = 4096
     objects: Objects = field(default_factory=Objects)
@@ -41,7 +44,7 @@ class DecodeSetup:
         return cls(
             sampling,
             preprocessor,
-            reader=config.decoder,
+            decoder=config.decoder,
             timeout_s=config.decode_timeout,
             memory_mb=config.decode_memory,
             objects=objects,
@@ -54,60 +57,91 @@ class DecodeSetup:
         return frames, *self.preprocessor.target_size(frames, 1080, 1920)
 
 
-class Decoder:
-    """Decodes in a child process, so that a crash, a hang or a memory bomb costs one video and no actor."""
+class VideoDecoder:
+    """Decodes one video after another in a child process: what an actor of a run does, and ``jobs.verify --live``.
 
-    def __init__(self, setup: DecodeSetup, pulse: Any = None) -> None:
+    A crash, a hang or a memory bomb costs one video and no actor. Close it after use.
+    """
+
+    def __init__(self, setup: DecodeSetup) -> None:
         self._setup = setup
-        self._beat = Beat("decode", pulse)
         self._sandbox = DecodeSandbox(timeout_s=setup.timeout_s, memory_mb=setup.memory_mb)
 
     def close(self) -> None:
-        """End the child; the actors of a run end with their processes."""
+        """End the child."""
         self._sandbox.close()
 
-    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        rows = batch.to_pylist()
-        with closing(one_ahead(self._open, rows)) as sources:
-            for row in rows:
-                with self._beat.holding(row["video_id"]), next(sources) as source:
-                    decoded = self.decode_row(row, source)
-                yield decoded
-
-    def _open(self, row: dict[str, Any]) -> Source:
+    def open(self, row: TodoRow) -> Source:
+        """The video of a row, ready to be decoded, or the fault that keeps it from being so. Raises nothing."""
         if row["policy"]:
             return Source(row["uri"], fault=VideoFault("policy", row["policy"]))
         return open_source(row["path"], self._setup.objects, self._setup.fetch_mb * 2**20)
 
-    def decode_row(self, row: dict[str, Any], source: Source) -> pa.Table:
-        """One video, whose row is one of TODO_SCHEMA, as DECODED; what is wrong with it becomes its error row."""
+    def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
+        """The record of a video and its frames [t,h,w,3]; what is wrong with it becomes its error row."""
         started = time.perf_counter()
-        carried = ("video_id", "uri", "start_s", "end_s", "manifest", "attempts")
-        record: Record = {"status": "ok", **{name: row[name] for name in carried}}
+        record = _begun(row)
         try:
             video = source.decode(self._sandbox, self._request(row))
         except VideoFault as fault:
-            record |= {
-                "source_size": None if row["policy"] else _size(row, source),
-                "backend_version": reader_version(fault.backend),
-            }
-            return one_row(DECODED, {**failed(record, fault), "decode_s": time.perf_counter() - started})
-        record |= decoded_columns(video, row["attempts"])
-        record["decode_s"] = video.seconds  # without the start of the child, which serves many videos
-        return one_row(DECODED, record, {"frames": video.frames})
+            failed = failed_video(record, fault)
+            if (version := decoder_version(fault.backend)) is not None:
+                failed["backend_version"] = version
+            if not row["policy"] and (size := _size(row, source)) is not None:
+                failed["source_size"] = size
+            failed["decode_s"] = time.perf_counter() - started
+            return failed, None
+        return {**record, **decoded_columns(video, row["attempts"])}, video.frames
 
-    def _request(self, row: dict[str, Any]) -> DecodeRequest:
+    def _request(self, row: TodoRow) -> DecodeRequest:
         return DecodeRequest(
             path=row["path"],
             start_s=row["start_s"],
             end_s=row["end_s"],
             sampling=self._setup.sampling,
             preprocessor=self._setup.preprocessor,
-            reader=self._setup.reader,
+            decoder=self._setup.decoder,
         )
 
 
-def _size(row: dict[str, Any], source: Source) -> int | None:
+class Decoder:
+    """The actor: a VideoDecoder that has the next video fetched while one is decoded, and a heartbeat."""
+
+    def __init__(self, setup: DecodeSetup, heartbeats: Any = None) -> None:
+        self._heartbeat = Heartbeat("decode", heartbeats)
+        self._decoder = VideoDecoder(setup)
+
+    def close(self) -> None:
+        """End the child; the actors of a run end with their processes."""
+        self._decoder.close()
+
+    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        rows: list[TodoRow] = batch.to_pylist()
+        with closing(one_ahead(self._decoder.open, rows)) as sources:
+            for row in rows:
+                with self._heartbeat.holding(row["video_id"]), next(sources) as source:
+                    decoded = decoded_batch(*self._decoder.decode_one(row, source))
+                yield decoded
+
+
+def _begun(row: TodoRow) -> VideoRecord:
+    """The record of a video with what its manifest says."""
+    record: VideoRecord = {
+        "status": "ok",
+        "video_id": row["video_id"],
+        "uri": row["uri"],
+        "attempts": row["attempts"],
+    }
+    if row["start_s"] is not None:
+        record["start_s"] = row["start_s"]
+    if row["end_s"] is not None:
+        record["end_s"] = row["end_s"]
+    if row["manifest"] is not None:
+        record["manifest"] = row["manifest"]
+    return record
+
+
+def _size(row: TodoRow, source: Source) -> int | None:
     """Bytes of a video that failed; what the listing said where it could not be fetched."""
     if is_object(row["path"]):
         return source.size if source.size is not None else row["size"]
@@ -117,15 +151,27 @@ def _size(row: dict[str, Any], source: Source) -> int | None:
         return None
 
 
-def decoded_columns(video: DecodedVideo, attempts: int) -> Record:
+def decoded_columns(video: DecodedVideo, attempts: int) -> VideoRecord:
     """The columns of the videos table that decoding decides."""
-    same_name = ("fps", "duration_s", "source_frames", "clip_frames", "n_repeated", "source_width", "source_height")
-    more = ("codec", "backend", "backend_version", "backend_note", "decode_warnings", "source_size", "source_hash")
     return {
         "attempts": attempts + video.attempts - 1,
-        **{name: getattr(video, name) for name in (*same_name, *more)},
+        "fps": video.fps,
+        "duration_s": video.duration_s,
+        "source_frames": video.source_frames,
+        "clip_frames": video.clip_frames,
+        "n_repeated": video.n_repeated,
+        "source_width": video.source_width,
+        "source_height": video.source_height,
+        "codec": video.codec,
+        "backend": video.backend,
+        "backend_version": video.backend_version,
+        "backend_note": video.backend_note,
+        "decode_warnings": video.decode_warnings,
+        "source_size": video.source_size,
+        "source_hash": video.source_hash,
         "frame_indices": video.frame_indices.tolist(),
         "timestamps": video.timestamps.tolist(),
         "height": video.frames.shape[1],
         "width": video.frames.shape[2],
+        "decode_s": video.seconds,  # without the start of the child, which serves many videos
     }

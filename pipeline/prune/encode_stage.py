@@ -4,32 +4,24 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import ModelSource, SampledVideo, choose_runtime, load_backbone, token_bytes
+from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo
 from pipeline.errors import VideoFault
-from pipeline.execution.gpu_fault import exit_if_poisoned
-from pipeline.execution.heartbeat import Beat
-from pipeline.rows import (
-    ENCODED,
-    Record,
-    evidence_widths,
-    failed,
-    one_row,
-    payload,
-    pruned_arrays,
-    pruned_columns,
-    records,
-)
-
-_SAMPLED = ("height", "width", "timestamps", "start_s", "fps", "clip_frames")
+from pipeline.execution.gpu_fault import exit_after_gpu_fault
+from pipeline.execution.heartbeat import Heartbeat
+from pipeline.prune.batches import decoded_frames, encoded_batch, records
+from pipeline.rows import VideoRecord, failed_video
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,7 @@ class EncodeSetup:
     pruner: str
     retention_ratio: float
     seed: int = 0
-    pruner_params: dict[str, Any] = field(default_factory=dict)
+    pruner_params: dict[str, Any] = field(default_factory=dict)  # as the method's class takes them
     evidence: dict[str, str] = field(default_factory=dict)  # to be stored, name -> where in the encoder
     device: str = "auto"
     dtype: str = "auto"
@@ -52,76 +44,75 @@ class EncodeSetup:
         return round(self.retention_ratio * whole)
 
 
-class Encoder:
-    """Holds one vision tower; never the LLM."""
+class VideoEncoder:
+    """Encodes and prunes one video after another: what an actor of a run does, and ``jobs.verify --live``.
 
-    def __init__(self, setup: EncodeSetup, pulse: Any = None) -> None:
+    Holds one vision tower; never the LLM. Raises ModelError where it cannot be loaded.
+    """
+
+    def __init__(self, setup: EncodeSetup) -> None:
         self._setup = setup
-        self._beat = Beat("encode", pulse)
-        self._stage = "encode"  # what a video is in at this moment: "encode" or "prune"
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
-        with self._beat.busy("the model, being loaded"):
-            self._backbone = load_backbone(setup.source, self._runtime)
+        self.backbone = load_backbone(setup.source, self._runtime)
         self._provenance = json.dumps(self._runtime.describe())
+        self._stage = "encode"  # what a video is in at this moment: "encode" or "prune"
 
-    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        for row, record in enumerate(records(batch)):
-            with self._beat.holding(record["video_id"]):
-                if record["status"] != "ok":
-                    encoded = one_row(ENCODED, record)
-                else:
-                    encoded = self._encode_row(record, payload(batch, "frames", row, np.uint8))
-            yield encoded
+    def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> PrunedVideo:
+        """The kept tokens of a video that was decoded, and its record.
 
-    def _encode_row(self, record: Record, frames: np.ndarray | None) -> pa.Table:
-        """One video; the error boundary of this stage."""
-        started = time.perf_counter()
+        Args:
+            frames: [t,h,w,3], as the preprocessor resized them.
+
+        Raises VideoFault, whatever happens.
+        """
         self._stage = "encode"
         try:
-            assert frames is not None
-            shape = (len(record["frame_indices"]), record["height"], record["width"], 3)
-            pruned, visual, seconds = self._encode_and_prune(frames.reshape(shape), record)
-            extra = self._backbone.model_extra(_without_pixels(record))
-            columns = {**pruned_columns(pruned, record), "runtime": self._provenance, "model_extra": json.dumps(extra)}
-            evidence = {name: visual.evidence[name] for name in self._setup.evidence}
-            arrays = pruned_arrays(pruned, visual.deepstack, list(evidence.values()))
-            return one_row(ENCODED, {**record, **seconds, **columns, **evidence_widths(evidence)}, arrays)
-        except VideoFault as error:
-            fault = error.with_traceback(None)  # which holds the frames of the video
+            return self._video(record, frames)
+        except VideoFault:
+            raise
         except torch.OutOfMemoryError as error:
             fault = VideoFault("out-of-memory", str(error), stage=self._stage)
         except Exception as error:  # noqa: BLE001 - whatever one video provokes must not cost its neighbours
-            exit_if_poisoned(record["video_id"], error)
+            exit_after_gpu_fault(record["video_id"], error)
             fault = VideoFault("internal", f"{type(error).__name__}: {error}", stage=self._stage)
-        return one_row(ENCODED, {**failed(record, fault), "encode_s": time.perf_counter() - started})
+        raise fault  # outside of the handlers: it must not hold the error, which holds the tensors of the video
 
-    def _encode_and_prune(
-        self, frames: np.ndarray, record: Record
-    ) -> tuple[PrunedTokens, VisualTokens, dict[str, float]]:
-        """The kept tokens, all of them in storage precision with their evidence, and what both steps took."""
+    def _video(self, record: VideoRecord, frames: NDArray[np.uint8]) -> PrunedVideo:
         started = time.perf_counter()
-        visual = self._backbone.encode(frames, {**self._pruner.sources, **self._setup.evidence})
-        self._wait()
+        visual = self._encoded(frames)
         encoded = time.perf_counter()
+        self._stage = "prune"
+        pruned = self._pruned(visual)
+        done: VideoRecord = {
+            **record,
+            **pruned_columns(pruned, visual),
+            "encode_s": encoded - started,
+            "prune_s": time.perf_counter() - encoded,
+            "runtime": self._provenance,
+            "model_extra": json.dumps(self.backbone.model_extra(_without_pixels(record))),
+        }
+        return PrunedVideo(done, kept_tokens(pruned, visual, self._setup.evidence))
+
+    def _encoded(self, frames: NDArray[np.uint8]) -> VisualTokens:
+        """All tokens in storage precision, with the evidence that pruning or the cache wants."""
+        visual = self.backbone.encode(frames, {**self._pruner.sources, **self._setup.evidence})
+        self._wait()
         # Storage precision first, then prune: a selection can be derived again from what is stored.
         tokens_TND, *deepstack = (level.to(torch.bfloat16) for level in (visual.tokens, *visual.deepstack))
-        record |= {"n_frames": tokens_TND.shape[0], "tokens_per_frame": tokens_TND.shape[1]}
         for level, values_TND in enumerate(deepstack):  # of the tokens themselves pruning finds it out
-            if not values_TND.isfinite().all():
-                raise VideoFault("internal", f"deepstack level {level} has values that are not finite", stage="encode")
+            _check_finite(f"deepstack level {level}", values_TND)
         for name in self._setup.evidence:
-            if not visual.evidence[name].isfinite().all():
-                raise VideoFault("internal", f"the evidence {name} has values that are not finite", stage="encode")
-        self._stage = "prune"
+            _check_finite(f"the evidence {name}", visual.evidence[name])
+        return replace(visual, tokens=tokens_TND, deepstack=tuple(deepstack))
+
+    def _pruned(self, visual: VisualTokens) -> PrunedTokens:
         try:
-            visual = replace(visual, tokens=tokens_TND, deepstack=tuple(deepstack))
             pruned = self._pruner.prune(visual, self._setup.retention_ratio, seed=self._setup.seed)
         except ValueError as error:
             raise VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune") from error
         self._wait()
-        seconds = {"encode_s": encoded - started, "prune_s": time.perf_counter() - encoded}
-        return pruned, visual, seconds
+        return pruned
 
     def _wait(self) -> None:
         """Kernels run behind the host's back; a stage's seconds must hold its own."""
@@ -129,5 +120,86 @@ class Encoder:
             torch.cuda.synchronize()
 
 
-def _without_pixels(record: Record) -> SampledVideo:
-    return SampledVideo(**{name: record[name] for name in _SAMPLED})
+class Encoder:
+    """The actor: a VideoEncoder, the error boundary of its stage, and a heartbeat."""
+
+    def __init__(self, setup: EncodeSetup, heartbeats: Any = None) -> None:
+        self._heartbeat = Heartbeat("encode", heartbeats)
+        with self._heartbeat.busy("the model, being loaded"):
+            self.encoder = VideoEncoder(setup)
+
+    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        for row, record in enumerate(records(batch)):
+            with self._heartbeat.holding(record["video_id"]):
+                encoded = encoded_batch(self._video(batch, row, record))
+            yield encoded
+
+    def _video(self, batch: pa.Table, row: int, record: VideoRecord) -> PrunedVideo:
+        if record["status"] != "ok":
+            return PrunedVideo(record)
+        started = time.perf_counter()
+        try:
+            return self.encoder.encode_one(record, decoded_frames(batch, row))
+        except VideoFault as error:
+            fault = error.with_traceback(None)  # which holds the frames of the video
+        except Exception as error:  # noqa: BLE001 - a record that does not fit its frames
+            fault = VideoFault("internal", f"{type(error).__name__}: {error}", stage="encode")
+        return PrunedVideo({**failed_video(record, fault), "encode_s": time.perf_counter() - started})
+
+
+def pruned_columns(pruned: PrunedTokens, visual: VisualTokens) -> VideoRecord:
+    """The columns of the videos table that pruning the tokens [T,N,D] decides."""
+    n_frames, per_frame, hidden_size = visual.tokens.shape
+    columns: VideoRecord = {
+        "n_frames": n_frames,
+        "tokens_per_frame": per_frame,
+        "hidden_size": hidden_size,
+        "retention_ratio": pruned.retention_ratio,
+        "nested": pruned.nested,
+        "n_tokens": len(pruned.index),
+        "n_total": pruned.n_total,
+        "kept_per_frame": torch.bincount((pruned.index // per_frame).cpu(), minlength=n_frames).tolist(),
+    }
+    if pruned.temporal_density is not None:
+        columns["temporal_density"] = pruned.temporal_density.tolist()
+    return columns
+
+
+def kept_tokens(pruned: PrunedTokens, visual: VisualTokens, evidence: Iterable[str] = ()) -> KeptTokens:
+    """What is stored of a video: the kept tokens, first selected first, and of each deepstack level [T,N,D] and each
+    evidence [T,N,...] the same places."""
+    order = pruned.selection_order()
+    places = pruned.index[order]
+
+    def ordered(values: Tensor | None, dtype: torch.dtype) -> Any:
+        return None if values is None else values[order].to(dtype).cpu().numpy()
+
+    return KeptTokens(
+        tokens=_bits(pruned.tokens[order]),
+        index=ordered(pruned.index, torch.int32),
+        rank=ordered(pruned.rank, torch.int32),
+        merged=ordered(pruned.merged, torch.bool),
+        density=ordered(pruned.density, torch.float32),
+        deepstack=[_bits(level.flatten(0, 1)[places]) for level in visual.deepstack],
+        evidence={name: _bits(visual.evidence[name].flatten(0, 1)[places].view(len(places), -1)) for name in evidence},
+    )
+
+
+def _bits(values: Tensor) -> Bits:
+    return np.asarray(values.to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy())
+
+
+def _check_finite(what: str, values: Tensor) -> None:
+    if not values.isfinite().all():
+        raise VideoFault("internal", f"{what} has values that are not finite", stage="encode")
+
+
+def _without_pixels(record: VideoRecord) -> SampledVideo:
+    return SampledVideo(
+        height=record["height"],
+        width=record["width"],
+        timestamps=record["timestamps"],
+        start_s=record.get("start_s"),
+        fps=record["fps"],
+        clip_frames=record["clip_frames"],
+    )

@@ -9,7 +9,6 @@ LLaVA-OneVision-7B) never cross the object store; decode is a stage of its own, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -17,24 +16,29 @@ import pyarrow as pa
 import ray.data
 from ray.data import ExecutionResources
 
-from pipeline.execution.stages import BLOCK_BYTES, MAX_BLOCKS, Stage, actors
+from pipeline.execution.stages import BLOCK_BYTES, MAX_BLOCKS, Stage, StageWords, Wording, actors
 from pipeline.prune.decode_stage import Decoder, DecodeSetup
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.prune.write_stage import Writer
 from pipeline.storage.stores import Store
+
+PRUNING = Wording(
+    doing="pruning",
+    item="video",
+    stages={
+        "decode": StageWords("decoded", "look at that host, and at the storage of that video"),
+        "encode": StageWords("encoded", "look at that host and its GPU"),
+        "write": StageWords("written", "look at the storage behind --out"),
+    },
+    to_lower="--encode-workers and --decode-workers",
+)
 
 
 @dataclass(frozen=True)
 class Resources:
     """Every resource number of the graph."""
 
-    item: ClassVar[str] = "video"
-    remedies: ClassVar[Mapping[str, str]] = {
-        "decode": "look at that host, and at the storage of that video",
-        "encode": "look at that host and its GPU",
-        "write": "look at the storage behind --out",
-    }
-    to_lower: ClassVar[str] = "--encode-workers and --decode-workers"
+    wording: ClassVar[Wording] = PRUNING
 
     decode: Stage
     encode: Stage
@@ -77,7 +81,7 @@ class Resources:
 
 
 # The records of a shard must fit a block: the driver commits what comes in one.
-RECORD_BYTES, FRAME_RECORD_BYTES = 4096, 64  # about what the JSON of a video's row takes, and each frame in it
+RECORD_BYTES, FRAME_RECORD_BYTES = 4096, 64  # more than a video's record takes, and each frame in it
 
 
 def videos_for(shard_bytes: int, token_bytes: int, n_frames: int) -> int:
@@ -130,10 +134,9 @@ def build_graph(
     decode: DecodeSetup,
     encode: EncodeSetup,
     resources: Resources,
-    *,
     store: Store,
     run_id: str,
-    pulse: Any = None,
+    heartbeats: Any = None,
 ) -> ray.data.Dataset:
     """The lazy dataset whose rows are the written records of ``todo``; nothing runs until it is iterated."""
     # 1. Manifest: blocks small enough to spread. They are cut here and made without a task (from_arrow starts one a
@@ -141,12 +144,12 @@ def build_graph(
     size = resources.videos_per_block
     videos = ray.data.from_blocks([todo.slice(start, size) for start in range(0, len(todo), size)])
     # 2. Decode: file -> model-ready uint8 frames, or an error row.
-    frames = videos.map_batches(Decoder, fn_constructor_args=(decode, pulse), **actors(resources.decode, size))
+    frames = videos.map_batches(Decoder, fn_constructor_args=(decode, heartbeats), **actors(resources.decode, size))
     # 3. Encode and prune: frames -> the kept tokens in order of selection. A larger batch would collect the frames of
     # so many videos before it starts.
-    tokens = frames.map_batches(Encoder, fn_constructor_args=(encode, pulse), **actors(resources.encode, 1))
+    tokens = frames.map_batches(Encoder, fn_constructor_args=(encode, heartbeats), **actors(resources.encode, 1))
     # 4. Write: one token shard a call.
-    arguments = (store, run_id, pulse)
+    arguments = (store, run_id, heartbeats)
     size = resources.videos_per_shard
     written = tokens.map_batches(Writer, fn_constructor_args=arguments, **actors(resources.write, size))
     # Ray's own limit is half of the object stores, which a fast decoder would fill with frames.

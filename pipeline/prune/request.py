@@ -32,7 +32,7 @@ from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.evidence import evidence_sources
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
-from pipeline.video.readers import READERS, load_reader
+from pipeline.video.decoders import DECODERS, load_decoder
 from pipeline.video.sampling import Sampling
 
 DEFAULT_FRAMES = 32
@@ -116,7 +116,7 @@ def resolve(config: PruneConfig, manifest: pa.Table, store: Store, objects: Obje
         pruner = _pruner_for(config, source)
         evidence = evidence_sources(config.evidence, source.model_type, pruner)
         source = _with_evidence(source, pruner, evidence, config)
-    _check_reader(config.decoder)
+    _check_decoder(config.decoder)
     return Job(
         config=config,
         objects=objects,
@@ -187,15 +187,15 @@ def _instead(pruner: Pruner, source: ModelSource) -> str:
     return f"; models of type {' or '.join(able)} do, and {', '.join(free)} need nothing but tokens"
 
 
-def _check_reader(name: str) -> None:
+def _check_decoder(name: str) -> None:
     if name == "auto":
         return
     try:
-        reader = load_reader(name)
-        if not (isinstance(reader, type) and hasattr(reader, "read") and hasattr(reader, "close")):
-            raise AttributeError("it is no reader: a class with read and close")
+        decoder = load_decoder(name)
+        if not (isinstance(decoder, type) and hasattr(decoder, "read") and hasattr(decoder, "close")):
+            raise AttributeError("it is no decoder: a class with read and close")
     except (KeyError, ImportError, AttributeError) as error:
-        raise UsageError(f"--decoder {name}: {error}; known: auto, {', '.join(READERS)}, module:Class") from error
+        raise UsageError(f"--decoder {name}: {error}; known: auto, {', '.join(DECODERS)}, module:Class") from error
 
 
 def sampling_of(config: PruneConfig, max_frames: int) -> Sampling:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import base64
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import ray
@@ -22,20 +21,20 @@ from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.cache.writer import commit
-from pipeline.errors import RunFailed
-from pipeline.execution.cluster import cause, connect, provenance, settle
-from pipeline.execution.heartbeat import start_pulse
-from pipeline.execution.progress import reporter
+from pipeline.execution.cluster import connect, provenance, settle
 from pipeline.execution.request import refusing
+from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile
-from pipeline.execution.stream import stream
-from pipeline.execution.watchdog import Watch
+from pipeline.execution.stream import Graph, stream
+from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
+from pipeline.prune.decode_stage import DecodeSetup
+from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import Resources, build_graph, plan_resources, videos_for
 from pipeline.prune.request import Job, match_cache, prepare
 from pipeline.prune.resume import remaining, said_of_the_rest, share_of
 from pipeline.prune.summary import Summary, summarise
-from pipeline.storage.lock import Lock, cache_lock
+from pipeline.storage.lock import Lock
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord")
 
@@ -45,64 +44,93 @@ def prune_videos(config: PruneConfig, console: Console) -> Summary:
 
     Raises UsageError (nothing was started) or RunFailed (the cache holds what was committed; a rerun goes on).
     """
-    try:
-        return _prune_videos(config, console)
-    except OSError as error:  # the store failed; a video's own fault never gets here
-        raise RunFailed(cause(error)) from error
+    return PruneRun(config, console).carry_out()
 
 
-def _prune_videos(config: PruneConfig, console: Console) -> Summary:
-    job = prepare(config, console)
-    shown = " ".join(f"{name}={value}" for name, value in config.as_record().items() if value not in (None, []))
-    console.print(f"configuration: {shown}", style="dim", markup=False, highlight=False, soft_wrap=True)
-    job.store.make()
-    with cache_lock(job.store, job.run_id, partial(console.print, highlight=False, markup=False)) as lock:
-        job = match_cache(job, console)  # again: another run may have written the header before the lock was ours
-        started = time.monotonic()
-        ledger = Ledger(job.store).refresh()
-        todo, counts = remaining(job.manifest, ledger, config, job.objects)
-        for line in said_of_the_rest(counts, config):
-            console.print(line, highlight=False)
-        todo, n_waiting = share_of(todo, config.limit)
-        run_file, n_failed = _stream(job, todo, lock, console) if len(todo) else (None, 0)
-        seconds = time.monotonic() - started
-        levels = read_header(job.store).get("deepstack_levels", 0)
-        summary = summarise(
-            ledger.refresh(),
-            job.manifest,
-            levels,
-            n_waiting=n_waiting,
+class Todo(NamedTuple):
+    """What is left to do.
+
+    Attributes:
+        videos: TODO_SCHEMA.
+        n_waiting: videos without a row that ``--limit`` leaves for another run.
+        ledger: what the cache holds.
+    """
+
+    videos: pa.Table
+    n_waiting: int
+    ledger: Ledger
+
+    def __len__(self) -> int:
+        return len(self.videos)
+
+
+class PruneRun(Run[Job, Todo, Summary]):
+    """videos -> decode -> encode and prune -> write; the driver commits. ``pipeline.prune.graph`` has the stages."""
+
+    def __init__(self, config: PruneConfig, console: Console) -> None:
+        super().__init__(config, console)
+        self._config = config
+
+    def prepare(self) -> Job:
+        return prepare(self._config, self.console)
+
+    def match(self, request: Job) -> Job:
+        return match_cache(request, self.console)
+
+    def remaining(self, request: Job) -> Todo:
+        ledger = Ledger(request.store).refresh()
+        todo, counts = remaining(request.manifest, ledger, self._config, request.objects)
+        for line in said_of_the_rest(counts, self._config):
+            self.console.print(line, highlight=False)
+        return Todo(*share_of(todo, self._config.limit), ledger)
+
+    def stream(self, request: Job, todo: Todo, lock: Lock) -> Streamed:
+        config, n_videos = self._config, len(todo)
+        cluster = connect()
+        device, dtype = settle(cluster, config.device, request.dtype, config.attn)
+        if not request.store.names(VIDEOS, ".parquet"):
+            _write_header(request, dtype, lock)
+        decode, encode = request.decode_setup(), request.encode_setup(device, dtype)
+        plan = self._planned(cluster, device, n_videos, decode, encode)
+        made_with = fingerprint(read_header(request.store)["identity"])
+
+        def write(number: int, rows: pa.Table) -> None:
+            commit(request.store, request.run_id, number, written_records(rows), made_with=made_with)
+
+        build = partial(build_graph, todo.videos, decode, encode, plan, request.store, request.run_id)
+        run_file = RunFile(request.store, _run_record(request, device, dtype, plan, n_videos))
+        with run_file:
+            n_failed = stream(
+                Graph(build, write, plan, n_videos),
+                lock,
+                self.console,
+                stall_timeout=config.stall_timeout,
+                log_interval=config.log_interval,
+            )
+        return Streamed(run_file, n_failed)
+
+    def summarise(self, request: Job, todo: Todo, n_failed: int, wall_s: float) -> Summary:
+        return summarise(
+            todo.ledger.refresh(),
+            request.manifest,
+            read_header(request.store).get("deepstack_levels", 0),
+            n_waiting=todo.n_waiting,
             n_new=len(todo),
             n_new_failed=n_failed,
-            wall_s=seconds,
+            wall_s=wall_s,
         )
-        if run_file is not None:
-            run_file.save(summary=summary.as_record())
-        return summary
 
-
-def _stream(job: Job, todo: pa.Table, lock: Lock, console: Console) -> tuple[RunFile, int]:
-    """Run the graph over ``todo`` and commit every shard it writes, under a record of the run."""
-    cluster = connect()
-    device, dtype = settle(cluster, job.config.device, job.dtype, job.config.attn)
-    if not job.store.names(VIDEOS, ".parquet"):
-        _write_header(job, dtype, lock)
-    decode, encode = job.decode_setup(), job.encode_setup(device, dtype)
-    shape = decode.largest_frames()
-    wanted = _plan(job.config, cluster, device, len(todo), encode.bytes_per_video(*shape), shape[0])
-    plan = wanted.fitting(cluster.get("object_store_memory", math.inf), encode.bytes_per_video(*shape))
-    for note in _shortfalls(job.config, wanted, plan, len(todo)):
-        console.print(f"note: {note}", highlight=False, markup=False)
-    pulse = start_pulse()
-    dataset = build_graph(todo, decode, encode, plan, store=job.store, run_id=job.run_id, pulse=pulse)
-    run_file = RunFile(job.store, _run_record(job, device, dtype, plan, len(todo)))
-    watch = partial(Watch, pulse, job.config.stall_timeout, plan, len(todo))
-    bar = reporter(console, len(todo), job.config.log_interval)
-    made_with = fingerprint(read_header(job.store)["identity"])
-    with run_file:
-        to_commit = partial(commit, job.store, job.run_id, made_with=made_with)
-        n_failed = stream(dataset, to_commit, len(todo), "video", lock, watch, bar)
-    return run_file, n_failed
+    def _planned(
+        self, cluster: dict[str, float], device: str, n_videos: int, decode: DecodeSetup, encode: EncodeSetup
+    ) -> Resources:
+        """The shares of the cluster; what was asked for and is not to be had is said."""
+        shape = decode.largest_frames()
+        token_bytes = encode.bytes_per_video(*shape)
+        wanted = _plan(self._config, cluster, device, n_videos, token_bytes, shape[0])
+        plan = wanted.fitting(cluster.get("object_store_memory", math.inf), token_bytes)
+        for note in _shortfalls(self._config, wanted, plan, n_videos):
+            self.console.print(f"note: {note}", highlight=False, markup=False)
+        return plan
 
 
 def _plan(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,20 +10,10 @@ from numpy.typing import NDArray
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from pipeline.cache.ledger import STAGES, Ledger
+from pipeline.cache.ledger import TIMED, Ledger
+from pipeline.errors import FAULTS
 from pipeline.execution.outcome import Outcome
 from pipeline.keys import parts_of
-
-REMEDIES: Mapping[str, str] = {
-    "unsupported": "correct the clip, or convert the file: ffmpeg -i IN -c:v libx264 OUT.mp4",
-    "corrupt": "fetch or re-encode the file",
-    "timeout": "raise --decode-timeout, then --retry-failed",
-    "crash": "the decoder died; re-encode the file, or try --decoder pyav with --retry-failed",
-    "out-of-memory": "raise --decode-memory or lower --num-frames, then --retry-failed",
-    "policy": "the manifest may not name this path; add --video-root for a folder that may be read",
-    "io": "check that the file exists and can be read on every node, then --retry-failed",
-    "internal": "a bug: report it with this message",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +67,7 @@ def summarise(
         tokens_in=counts.tokens_in,
         tokens_kept=counts.tokens_kept,
         token_bytes=counts.tokens_kept * ledger.hidden_size * 2 * (1 + deepstack_levels),
-        seconds=dict(zip(STAGES, counts.seconds.tolist(), strict=True)),
+        seconds=dict(zip(TIMED, counts.seconds.tolist(), strict=True)),
         n_warned=counts.n_warned,
         n_new=n_new,
         n_new_failed=n_new_failed,
@@ -94,7 +83,7 @@ class _Counts:
         self._by_class = np.zeros(len(ledger.classes), np.int64)
         self._first: dict[int, int] = {}  # class -> the row that came first
         self.n_rows = self.tokens_in = self.tokens_kept = self.n_warned = 0
-        self.seconds = np.zeros(len(STAGES))
+        self.seconds = np.zeros(len(TIMED))
 
     def add(self, rows: NDArray[np.int64]) -> None:
         faults, columns = self._ledger.faults(rows), self._ledger.columns
@@ -135,5 +124,5 @@ def render(summary: Summary) -> RenderableType:
         table.add_row("warnings", f"{summary.n_warned} videos decoded with warnings: their frames may be damaged")
     if summary.wall_s is not None:
         table.add_row("this run", summary.pace("video"))
-    failures: list[RenderableType] = ["", summary.failures_table("video", REMEDIES)] if summary.failures else []
+    failures: list[RenderableType] = ["", summary.failures_table("video", FAULTS)] if summary.failures else []
     return Group(table, *failures)

@@ -7,8 +7,8 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.cache.writer import write_token_shard
-from pipeline.execution.heartbeat import Beat
-from pipeline.rows import records
+from pipeline.execution.heartbeat import Heartbeat
+from pipeline.prune.batches import encoded_videos, written_batch
 from pipeline.storage.stores import Store
 
 
@@ -16,11 +16,17 @@ class Writer:
     """An actor although nothing is kept between shards: Ray ends the process of an idle task after a second, and
     starting another one, with all its imports, costs more than writing."""
 
-    def __init__(self, store: Store, run_id: str, pulse: Any = None) -> None:
+    def __init__(self, store: Store, run_id: str, heartbeats: Any = None) -> None:
         self._store = store
         self._run_id = run_id
-        self._beat = Beat("write", pulse)
+        self._heartbeat = Heartbeat("write", heartbeats)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        with self._beat.holding(*(record["video_id"] for record in records(batch))):
-            return write_token_shard(batch, store=self._store, run_id=self._run_id)
+        videos = encoded_videos(batch)
+        with self._heartbeat.holding(*(video.record["video_id"] for video in videos)):
+            try:
+                rows = write_token_shard(videos, store=self._store, run_id=self._run_id)
+            except OSError as error:  # no video's fault: it ends the run
+                self._heartbeat.fail(f"{type(error).__name__}: {error}")
+                raise
+        return written_batch(rows)

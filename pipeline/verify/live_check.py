@@ -21,17 +21,17 @@ from rich.console import Console
 
 from pipeline.cache.cached_video import CachedVideo, bfloat16
 from pipeline.cache.reader import TokenCache
+from pipeline.cache.writer import KeptTokens, PrunedVideo
 from pipeline.errors import UsageError, VideoFault
 from pipeline.execution.cluster import provenance
 from pipeline.execution.request import refusing
 from pipeline.execution.run_record import RUNS
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.decode_stage import Decoder
-from pipeline.prune.encode_stage import Encoder
+from pipeline.prune.decode_stage import VideoDecoder
+from pipeline.prune.encode_stage import VideoEncoder
 from pipeline.prune.request import match_cache, resolve
-from pipeline.prune.resume import TODO_SCHEMA
-from pipeline.rows import payload, records
+from pipeline.rows import TodoRow, VideoRecord
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import ObjectStore
 from pipeline.verify.report import LiveResult, Problem, Report
@@ -61,14 +61,14 @@ class LiveCheck:
         job = match_cache(job, Console(quiet=True))
         self._decode = job.decode_setup()
         with refusing():
-            self._encoder = Encoder(job.encode_setup("auto", job.dtype))
+            self._encoder = VideoEncoder(job.encode_setup("auto", job.dtype))
 
     def run(self, live: pa.Table, count: int, seed: int, report: Report) -> None:
         """Encode ``count`` random ok videos of ``live`` again and note in ``report`` what came out."""
         ids = live.filter(pc.equal(live["status"], "ok"))["video_id"].to_pylist()
         if len(ids) < count:
             report.notes.append(f"--live: of {count} videos {len(ids)} are sound and can be encoded again")
-        with closing(Decoder(self._decode)) as decoder:
+        with closing(VideoDecoder(self._decode)) as decoder:
             for video_id in random.Random(seed).sample(ids, min(count, len(ids))):
                 row = self._cache.metadata(video_id)
                 result = self._compare(row, decoder)
@@ -78,68 +78,53 @@ class LiveCheck:
                 elif why := _suspicion(result):
                     report.problems.append(Problem("live", why, row["token_shard"], video_id))
 
-    def _compare(self, row: Row, decoder: Decoder) -> LiveResult:
+    def _compare(self, row: Row, decoder: VideoDecoder) -> LiveResult:
         video_id, run = row["video_id"], _run(self._cache, row["run_id"])
         try:
-            record, encoded = self._encoded(row, decoder)
+            again = self._encoded(row, decoder)
         except VideoFault as fault:
             if fault.fault_class == "io":
                 return LiveResult(video_id, "source-gone", fault.message)
             return LiveResult(video_id, "failed", fault.message, versions=_versions(row, run, {}))
+        assert again.kept is not None  # it did not fail
         stored = self._cache.get(video_id, order="selection", evidence=tuple(self._cache.evidence))
-        result = compare(stored, encoded)
-        if record["frame_indices"] != row["frame_indices"]:
+        result = compare(stored, again.kept)
+        if again.record["frame_indices"] != row["frame_indices"]:
             result = replace(result, note="other frames were sampled")
-        return replace(result, versions=_versions(row, run, record))
+        return replace(result, versions=_versions(row, run, again.record))
 
-    def _encoded(self, row: Row, decoder: Decoder) -> tuple[Row, pa.Table]:
-        """The new record of a video and its row in ENCODED. Raises VideoFault, "io" where the source is gone."""
+    def _encoded(self, row: Row, decoder: VideoDecoder) -> PrunedVideo:
+        """The video as a run would write it now. Raises VideoFault, "io" where the source is gone."""
         with same_source(row, self._objects) as source:
-            decoded = decoder.decode_row(_todo(row), source)
-        record = _sound(decoded)
+            record, frames = decoder.decode_one(_todo(row), source)
+        if frames is None:
+            raise VideoFault("internal", f"{record['error_class']}: {record['error_message']}")
         if record["source_hash"] != row["source_hash"]:
             raise VideoFault("io", "the source has changed since: its hash is another one")
-        (encoded,) = self._encoder(decoded)
-        return _sound(encoded), encoded
+        try:
+            return self._encoder.encode_one(record, frames)
+        except VideoFault as fault:
+            raise VideoFault("internal", str(fault)) from fault
 
 
-def _sound(table: pa.Table) -> Row:
-    """The record in a table of one row. Raises VideoFault where the video failed."""
-    (record,) = records(table)
-    if record["status"] != "ok":
-        raise VideoFault("internal", f"{record['error_class']}: {record['error_message']}")
-    return record
-
-
-def compare(stored: CachedVideo, encoded: pa.Table) -> LiveResult:
-    """A stored video, in order of selection, and its row in ENCODED: all vectors of the tokens that both have."""
-    index = payload(encoded, "index", 0, np.int32)
-    assert index is not None
+def compare(stored: CachedVideo, again: KeptTokens) -> LiveResult:
+    """A stored video, in order of selection, and what is kept of it now: all vectors of the tokens that both have."""
     old = [part.view(len(part), -1) for part in (stored.tokens, *stored.deepstack, *stored.evidence.values())]
-    new = _vectors(encoded, len(index), [part.shape[1] for part in old])
-    if new is None:
+    new = [bfloat16(part).view(part.shape) for part in (again.tokens, *again.deepstack, *again.evidence.values())]
+    if [part.shape[1] for part in old] != [part.shape[1] for part in new]:
         return LiveResult(stored.video_id, "different", "tokens of another size", same_indices=0.0)
-    common, ours, theirs = np.intersect1d(stored.index.numpy(), index, return_indices=True)
+    common, ours, theirs = np.intersect1d(stored.index.numpy(), again.index, return_indices=True)
     pairs = [(a[ours].float(), b[theirs].float()) for a, b in zip(old, new, strict=True)]
-    same = np.array_equal(stored.index.numpy(), index) and all(
+    same = np.array_equal(stored.index.numpy(), again.index) and all(
         torch.equal(a.contiguous().view(torch.int16), b.view(torch.int16)) for a, b in zip(old, new, strict=True)
     )
     return LiveResult(
         video_id=stored.video_id,
         state="same" if same else "different",
-        same_indices=len(common) / max(len(index), len(stored.index)),
+        same_indices=len(common) / max(len(again.index), len(stored.index)),
         max_difference=max(float((a - b).abs().max()) for a, b in pairs) if len(common) else None,
         relative_difference=max(float((a - b).norm() / a.norm().clamp(min=1e-30)) for a, b in pairs),
     )
-
-
-def _vectors(encoded: pa.Table, n: int, widths: list[int]) -> list[torch.Tensor] | None:
-    """[n,width] bfloat16 each of tokens, deepstack levels and evidence; None where they are of other widths."""
-    parts = (payload(encoded, name, 0, np.int16) for name in ("tokens", "deepstack", "evidence"))
-    data = np.concatenate([part for part in parts if part is not None])
-    if len(data) != n * sum(widths):
-        return None
-    return [part.view(n, -1) for part in torch.split(bfloat16(data), [n * width for width in widths])]
 
 
 def _suspicion(result: LiveResult) -> str:
@@ -153,7 +138,7 @@ def _suspicion(result: LiveResult) -> str:
     return "" if result.versions else f"encoded again by the same versions, it is not the same: {numbers}"
 
 
-def _versions(row: Row, run: Row, record: Row) -> dict[str, tuple[str, str]]:
+def _versions(row: Row, run: Row, record: VideoRecord) -> dict[str, tuple[str, str]]:
     """What is another version than when the video was encoded, name -> (then, now)."""
     then = dict(run.get("versions", {}))
     now = dict(provenance("", tuple(then))["versions"])
@@ -161,7 +146,7 @@ def _versions(row: Row, run: Row, record: Row) -> dict[str, tuple[str, str]]:
     for name in _RUNTIME if after else ():
         then[name], now[name] = before.get(name), after.get(name)
     for name in ("backend", "backend_version") if record else ():
-        then[name], now[name] = row[name], record[name]
+        then[name], now[name] = row[name], record.get(name)
     return {name: (str(then[name]), str(now[name])) for name in then if then[name] != now[name]}
 
 
@@ -195,8 +180,16 @@ def _run(cache: TokenCache, run_id: str) -> Row:
     return record if usable else {}
 
 
-def _todo(row: Row) -> Row:
-    """A row of the videos table as a row of TODO_SCHEMA."""
-    missing = dict.fromkeys(TODO_SCHEMA.names)
-    carried = {name: row[name] for name in ("video_id", "uri", "start_s", "end_s", "attempts")}
-    return {**missing, **carried, "path": row["uri"], "size": row["source_size"]}
+def _todo(row: Row) -> TodoRow:
+    """A row of the videos table as a video to do."""
+    return {
+        "video_id": row["video_id"],
+        "uri": row["uri"],
+        "path": row["uri"],
+        "start_s": row["start_s"],
+        "end_s": row["end_s"],
+        "manifest": None,
+        "policy": None,
+        "size": row["source_size"],
+        "attempts": row["attempts"],
+    }

@@ -20,8 +20,9 @@ from pipeline.cache.header import CHECKSUM
 from pipeline.cache.live_rows import VIDEOS, VideoRows, live_rows
 from pipeline.cache.reader import HEADER, TokenCache, read_header
 from pipeline.errors import NotACache
-from pipeline.execution.progress import Words, reporter
+from pipeline.execution.progress import reporter
 from pipeline.execution.request import new_run_id
+from pipeline.execution.stages import Wording
 from pipeline.storage.lock import Lock, cache_lock, holder
 from pipeline.storage.stores import FileInfo, Store
 from pipeline.verify.orphans import clean, list_files, list_uploads, lost_commits, sort_files
@@ -239,7 +240,7 @@ def _checked(
     """``work`` of every file with its name, in order, by ``request.jobs`` threads, with progress."""
     if not names:
         return
-    with reporter(console, len(names), request.log_interval, Words("verifying", item, {})) as progress:
+    with reporter(console, len(names), request.log_interval, Wording("verifying", item, {}, "")) as progress:
         for name, result in zip(names, _in_order(work, names, request.jobs), strict=True):
             progress.advance(int(not result.problems), int(bool(result.problems)))
             yield name, result

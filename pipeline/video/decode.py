@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from gstep.errors import UnsupportedVideo
 from pipeline.errors import FaultClass, VideoFault
 from pipeline.video.containers import missing_bytes, open_regular, sniff
+from pipeline.video.decoders import DECODERS, Frames, decoders_for, load_decoder
 from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
-from pipeline.video.readers import READERS, Frames, backends_for, load_reader
 from pipeline.video.sampling import Sampling, choose_frames, clip_range, count_repeated
 
 _FFMPEG_LINE = re.compile(rb"^\[[^\]]+ @ 0x[0-9a-f]+\]", re.MULTILINE)
@@ -59,10 +59,10 @@ class DecodeRequest:
         preprocessor: what size they get.
         start_s: start of the clip in seconds; None for the start of the video.
         end_s: end of the clip in seconds, not included; None for the end of the video.
-        reader: "auto" (decord where it is known to be right, else PyAV), "decord" (PyAV where it fails), "pyav", or
-            the import path "package.module:Class" of a ``pipeline.video.readers.Reader``, which has no fallback.
+        decoder: "auto" (decord where it is known to be right, else PyAV), "decord" (PyAV where it fails), "pyav", or
+            the import path "package.module:Class" of a ``pipeline.video.decoders.FrameDecoder``, which has no fallback.
 
-    Raises ValueError for an unknown reader.
+    Raises ValueError for an unknown decoder.
     """
 
     path: str | Path
@@ -70,11 +70,13 @@ class DecodeRequest:
     preprocessor: FramePreprocessor
     start_s: float | None = None
     end_s: float | None = None
-    reader: str = "auto"
+    decoder: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.reader != "auto" and self.reader not in READERS and ":" not in self.reader:
-            raise ValueError(f"unknown reader {self.reader!r}; known: auto, {', '.join(READERS)}, package.module:Class")
+        if self.decoder != "auto" and self.decoder not in DECODERS and ":" not in self.decoder:
+            raise ValueError(
+                f"unknown decoder {self.decoder!r}; known: auto, {', '.join(DECODERS)}, package.module:Class"
+            )
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,9 @@ class DecodedVideo:
         source_width: pixels, as shown.
         source_height: pixels, as shown.
         codec: of the video stream, as FFmpeg calls it.
-        backend: the reader that served: "decord", "pyav" or an import path.
+        backend: the decoder that served: "decord", "pyav" or an import path.
         backend_version: its version.
-        backend_note: why the reader tried first did not serve; empty where it did.
+        backend_note: why the decoder tried first did not serve; empty where it did.
         decode_warnings: lines FFmpeg logged as errors while it read the file; above 0, frames may be damaged.
         source_size: bytes of the file.
         source_hash: "blake2b:" and the 16 byte digest of the whole file in hex.
@@ -125,7 +127,7 @@ class DecodedVideo:
 
 
 def decode_video(request: DecodeRequest, announce: Callable[[str], None] = lambda backend: None) -> DecodedVideo:
-    """Read, sample and resize one video. ``announce`` is told the name of each reader before it touches the file.
+    """Read, sample and resize one video. ``announce`` is told the name of each decoder before it touches the file.
 
     File descriptor 2 and FFmpeg's log callback are redirected meanwhile, for the whole process.
 
@@ -157,11 +159,11 @@ def _decode(request: DecodeRequest, announce: Callable[[str], None]) -> DecodedV
     if missing:
         raise VideoFault("corrupt", f"the file is cut off: {missing} of its {size + missing} bytes are missing")
     index, note = probe(path, demuxer), ""
-    *preferred, last = backends_for(request.reader, index)
+    *preferred, last = decoders_for(request.decoder, index)
     for name in preferred:
         try:
             return replace(_read(request, index, name, announce), source_size=size, source_hash=digest)
-        except Exception as error:  # noqa: BLE001 - whatever ails the preferred reader, the other one reads the file
+        except Exception as error:  # noqa: BLE001 - whatever ails the preferred decoder, the other one reads the file
             note = f"{name}: {_text(error)}"
     try:
         video = _read(request, index, last, announce)
@@ -174,14 +176,14 @@ def _decode(request: DecodeRequest, announce: Callable[[str], None]) -> DecodedV
 
 
 def _read(request: DecodeRequest, index: VideoIndex, backend: str, announce: Callable[[str], None]) -> DecodedVideo:
-    """Choose the frames by ``index`` and read them with one reader."""
+    """Choose the frames by ``index`` and read them with one decoder."""
     clip = request.start_s, request.end_s
     chosen = choose_frames(index.timestamps, request.sampling, *clip, index.duration_s)
     first, stop = clip_range(index.timestamps, *clip, index.duration_s)
     announce(backend)
-    with closing(load_reader(backend)(index)) as reader:
-        frames = _resized(reader.read(np.unique(chosen)), chosen, index, request.preprocessor)
-        version = str(reader.version)
+    with closing(load_decoder(backend)(index)) as decoder:
+        frames = _resized(decoder.read(np.unique(chosen)), chosen, index, request.preprocessor)
+        version = str(decoder.version)
     return DecodedVideo(
         frames=frames,
         frame_indices=chosen,
@@ -221,7 +223,7 @@ def _resized(
         kept[done : done + len(chunk)] = preprocessor.resize(chunk, size)
         done += len(chunk)
     if done != len(unique):
-        raise IndexMismatch(f"the reader delivered {done} of {len(unique)} frames")
+        raise IndexMismatch(f"the decoder delivered {done} of {len(unique)} frames")
     return kept if len(unique) == len(chosen) else kept[inverse]
 
 

@@ -1,7 +1,7 @@
-"""What a video file holds, frame by frame, found without decoding it: the index that every reader works from.
+"""What a video file holds, frame by frame, found without decoding it: the index that every decoder works from.
 
 Timestamps are seconds from the container's start time, the zero that players show. They come from here whichever
-reader delivers the pixels, because decoders disagree about start offsets and edit lists.
+decoder delivers the pixels, because decoders disagree about start offsets and edit lists.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class VideoIndex:
 
 
 class IndexMismatch(Exception):  # noqa: N818
-    """A reader met other frames than the index says."""
+    """A decoder met other frames than the index says."""
 
 
 class _Packet(NamedTuple):

@@ -10,9 +10,11 @@ cannot promise that.
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import threading
 import time
@@ -28,17 +30,12 @@ from typing import Any, cast
 import numpy as np
 
 from pipeline.errors import FaultClass, VideoFault
+from pipeline.video import decode
 from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video, fault_of
-
-try:
-    import fcntl
-    import resource
-except ImportError:  # Windows
-    fcntl = resource = None  # type: ignore[assignment]
 
 _LOG = logging.getLogger(__name__)
 _START_S = 120.0  # for a child to come up; the first one waits for the imports of the fork server
-_PRELOAD = ["numpy", "torch", "av", "decord", "pipeline.video.decode"]  # what is missing is skipped
+_PRELOAD = ["numpy", "torch", "av", "decord", decode.__name__]  # by name; decord need not be there
 _SECRET_NAMES = ("AWS_", "AZURE_", "GOOGLE_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _SECRET_PARTS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "API_KEY", "ACCESS_KEY", "PRIVATE_KEY")
 
@@ -91,7 +88,7 @@ class DecodeSandbox:
                 raise
             first = fault
         try:
-            video = self._attempt(replace(request, reader="pyav"), descriptor, deadline)
+            video = self._attempt(replace(request, decoder="pyav"), descriptor, deadline)
         except VideoFault as fault:
             fault.attempts = 2
             raise
@@ -180,9 +177,7 @@ class _Child:
 
 
 def _context() -> Any:
-    """The multiprocessing context: a fork server where there is one, and what it imports before it forks."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
+    """The multiprocessing context: a fork server, and what it imports before it forks."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     return context
@@ -244,8 +239,6 @@ def _confine(memory_mb: int) -> str:
     torch.set_num_threads(1)
     with suppress(ImportError):
         import decord  # noqa: F401, PLC0415
-    if resource is None:
-        return "this platform has no limits for processes: decode processes run without a memory limit"
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     return _limit_memory(memory_mb)
 
@@ -272,7 +265,7 @@ def _end_with_parent() -> None:
     if parent is None:  # not a child: called by hand
         return
     sentinel: Any = parent.sentinel
-    if fcntl is not None and hasattr(os, "O_ASYNC"):
+    if hasattr(os, "O_ASYNC"):
         with suppress(OSError):
             signal.signal(signal.SIGIO, signal.SIG_DFL)  # ends the process
             fcntl.fcntl(sentinel, fcntl.F_SETOWN, os.getpid())

@@ -7,6 +7,7 @@ Readers open it by a path, so that they cannot tell it from a file on disk.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import tempfile
@@ -23,11 +24,6 @@ from pipeline.errors import VideoFault, printable
 from pipeline.storage.s3 import Objects, is_object
 from pipeline.video.decode import DecodedVideo, DecodeRequest, fault_of
 from pipeline.video.sandbox import DecodeSandbox
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 T = TypeVar("T")
 _IN_MEMORY = re.compile(r"/proc/self/fd/\d+|/memfd:\S*(?: \(deleted\))?")

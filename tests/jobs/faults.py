@@ -29,7 +29,7 @@ from tests.pipeline.videos import add_stream, encode
 
 N_VIDEOS, N_FRAMES = 160, 2
 OPTIONS = ["--num-frames", str(N_FRAMES), "--log-interval", "5"]
-COUNTED = "tests.jobs.hostile:CountedReader"
+COUNTED = "tests.jobs.hostile:CountedDecoder"
 _PRELOAD = ["jobs.prune", "pipeline.prune.run", "pipeline.prune.summary", "transformers", "tests.jobs.faults"]
 
 
@@ -137,7 +137,7 @@ def files(cache: Path, folder: str) -> list[Path]:
 
 
 def calls(videos: Path) -> Counter[str]:
-    """How often CountedReader was asked for each video."""
+    """How often CountedDecoder was asked for each video."""
     log = videos / "calls"
     return Counter(line.split()[0] for line in log.read_text().splitlines()) if log.exists() else Counter()
 

@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.execution.heartbeat import Beat
+from pipeline.execution.heartbeat import Heartbeat
+from pipeline.video.decoders import PyavDecoder
 from pipeline.video.probe import VideoIndex
-from pipeline.video.readers import PyavReader
 
 
-class CountedReader(PyavReader):
+class CountedDecoder(PyavDecoder):
     """Notes every call in a file beside the video: its name and the process that holds the decode child."""
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
@@ -26,7 +26,7 @@ class CountedReader(PyavReader):
         yield from super().read(indices)
 
 
-class HostileReader(CountedReader):
+class HostileReader(CountedDecoder):
     """Dies, hangs or eats memory on the files whose name says so."""
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
@@ -43,7 +43,7 @@ class HostileReader(CountedReader):
             hoard.append(np.ones(2**26, np.uint8))
 
 
-class MarkingReader(PyavReader):
+class MarkingDecoder(PyavDecoder):
     """Leaves a mark beside every file that is opened."""
 
     def __init__(self, index: VideoIndex) -> None:
@@ -54,10 +54,10 @@ class MarkingReader(PyavReader):
 class HangingAnswerer:
     """In place of the real one: it takes a question and never answers it."""
 
-    def __init__(self, setup: object, pulse: object) -> None:
-        self._beat = Beat("answer", pulse)
+    def __init__(self, setup: object, heartbeats: object) -> None:
+        self._heartbeat = Heartbeat("answer", heartbeats)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        with self._beat.holding("q00"):
+        with self._heartbeat.holding("q00"):
             time.sleep(3600)
         return batch

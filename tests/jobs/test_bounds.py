@@ -161,13 +161,13 @@ def rows_of(folder: Path) -> list[dict]:
 
 def test_failed_videos_alone_are_tried_again_until_they_are_mended_or_spent(one_ray, folder, clip):
     """Faults 18 and 19: no model is loaded and no video opened where nothing is to be done."""
-    videos, reader = folder / "videos", ["--decoder", "tests.jobs.hostile:MarkingReader"]
+    videos, decoder = folder / "videos", ["--decoder", "tests.jobs.hostile:MarkingDecoder"]
     (videos / "b.mp4").write_text("no video" * 100)
     rows = [{"video_id": name, "uri": f"videos/{name}.mp4"} for name in ("a", "b", "gone")]
     (folder / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     def opened(*options: str) -> set[str]:
-        assert pruned(folder, *reader, *options, videos="m.jsonl")[0] == 0
+        assert pruned(folder, *decoder, *options, videos="m.jsonl")[0] == 0
         return marks(folder)
 
     def tried() -> dict[str, list[int]]:
@@ -178,7 +178,7 @@ def test_failed_videos_alone_are_tried_again_until_they_are_mended_or_spent(one_
         with pytest.MonkeyPatch.context() as patch:
             forbid_ray(patch)
             forbid_models(patch)
-            code, text = pruned(folder, *reader, *options, videos="m.jsonl")
+            code, text = pruned(folder, *decoder, *options, videos="m.jsonl")
         assert code == 0 and marks(folder) == set() and tree(folder / "cache/videos") == before
         return text
 

@@ -185,7 +185,7 @@ def test_a_killed_worker_and_a_killed_driver_lose_and_double_nothing(cache, tmp_
 
 
 def test_a_worker_that_hangs_ends_the_run_and_is_named(first, cache, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("pipeline.generate.run.Answerer", HangingAnswerer)
+    monkeypatch.setattr("pipeline.generate.graph.Answerer", HangingAnswerer)
     assert ask(cache, first[0], tmp_path / "o", "--stall-timeout", "30") == 1
     text = " ".join(capsys.readouterr().err.split())
     assert "failed: no question moved for 30 s: answer holds 1 (q00 on " in text and "the storage of the cache" in text

@@ -15,12 +15,13 @@ from gstep.pruners.cdpruner import CDPruner
 from gstep.pruners.fastv import FastV
 from jobs import generate, prune
 from pipeline import TokenCache
+from pipeline.cache.writer import PrunedVideo
 from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.held_videos import HeldVideos, to_visual
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.request import prepare
-from pipeline.rows import ENCODED, one_row, pruned_arrays, pruned_columns
+from pipeline.prune.encode_stage import kept_tokens, pruned_columns
 from tests.gstep.llms import llm
 from tests.jobs.jobs import clips
 from tests.pipeline.asking import tiny_cache, write_questions
@@ -93,7 +94,8 @@ def test_a_method_with_an_order_of_its_own_is_prompted_in_it(tmp_path):
     header["identity"]["pruner"]["method"] = "visionzip"
     store.put("cache.json", json.dumps(header).encode())
     record = source_record("a", tuple(tokens.shape))
-    write_shard(store, "run", one_row(ENCODED, {**record, **pruned_columns(pruned, record)}, pruned_arrays(pruned)))
+    visual = gstep.VisualTokens(tokens)
+    write_shard(store, "run", PrunedVideo({**record, **pruned_columns(pruned, visual)}, kept_tokens(pruned, visual)))
     questions = write_questions(tmp_path / "q.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
 
     def job(order):

@@ -202,10 +202,10 @@ def test_places_where_no_cache_can_be(refuse, videos, tmp_path):
     assert "no identity" in refuse(inspect, [str(tmp_path / "c")])
 
 
-def test_senseless_seed_and_reader(refuse, videos, tmp_path):
+def test_senseless_seed_and_decoder(refuse, videos, tmp_path):
     out = ["--out", str(tmp_path / "c")]
     assert "--seed must be at least 0" in refuse(prune, [str(videos), *out, "--seed", "-1"])
-    assert "no reader" in refuse(prune, [str(videos), *out, "--decoder", "json:dumps"])
+    assert "no decoder" in refuse(prune, [str(videos), *out, "--decoder", "json:dumps"])
 
 
 @pytest.mark.parametrize("frames", [["--num-frames", "1"], ["--fps", "1", "--max-frames", "1"]])

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import torch
 
+from gstep import VisualTokens
 from pipeline.cache.header import fingerprint, header_bytes
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import SCHEMA_VERSION
-from pipeline.cache.writer import commit, write_token_shard
+from pipeline.cache.writer import PrunedVideo, commit, write_token_shard
 from pipeline.errors import VideoFault
-from pipeline.rows import ENCODED, failed, one_row, pruned_arrays, pruned_columns, records
+from pipeline.prune.encode_stage import kept_tokens, pruned_columns
+from pipeline.rows import VideoRecord, failed_video
 from pipeline.storage.stores import LocalStore, Store
 from tests.gstep import synthetic
 
@@ -24,7 +25,7 @@ def random_tokens(seed: int, shape: tuple[int, int, int] = (4, 25, 16)) -> torch
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
-def source_record(video_id: str, shape: tuple[int, int, int], **more: Any) -> dict[str, Any]:
+def source_record(video_id: str, shape: tuple[int, int, int], **more: Any) -> VideoRecord:
     """What the decode stage knows of a video."""
     n_frames, per_frame, _ = shape
     return {
@@ -36,7 +37,6 @@ def source_record(video_id: str, shape: tuple[int, int, int], **more: Any) -> di
         "tokens_per_frame": per_frame,
         "frame_indices": list(range(n_frames)),
         "timestamps": [t / 4 for t in range(n_frames)],
-        "start_s": None,
         "fps": 4.0,
         "clip_frames": n_frames,
         **more,
@@ -45,14 +45,16 @@ def source_record(video_id: str, shape: tuple[int, int, int], **more: Any) -> di
 
 def encoded(
     video_id: str, tokens: torch.Tensor, ratio: float, method: str, deepstack: Sequence[torch.Tensor] = (), **more: Any
-) -> pa.Table:
+) -> PrunedVideo:
+    """A video as the encode stage gives it."""
     pruned = synthetic.prune(tokens, ratio, method)
-    record = source_record(video_id, tuple(tokens.shape), **more)
-    return one_row(ENCODED, {**record, **pruned_columns(pruned, record)}, pruned_arrays(pruned, deepstack))
+    visual = VisualTokens(tokens, deepstack=tuple(deepstack))
+    record: VideoRecord = source_record(video_id, tuple(tokens.shape), **more)
+    return PrunedVideo({**record, **pruned_columns(pruned, visual)}, kept_tokens(pruned, visual))
 
 
-def encoded_failure(video_id: str, fault: VideoFault, **more: Any) -> pa.Table:
-    return one_row(ENCODED, failed(source_record(video_id, (1, 1, 1), **more), fault))
+def encoded_failure(video_id: str, fault: VideoFault, **more: Any) -> PrunedVideo:
+    return PrunedVideo(failed_video(source_record(video_id, (1, 1, 1), **more), fault))
 
 
 def write_header(out: Path | Store, ratio: float = 0.25, method: str = "gstep", **more: Any) -> Store:
@@ -69,12 +71,12 @@ def write_header(out: Path | Store, ratio: float = 0.25, method: str = "gstep", 
     return store
 
 
-def write_shard(store: Store, run_id: str, *rows: pa.Table) -> str:
+def write_shard(store: Store, run_id: str, *videos: PrunedVideo) -> str:
     """Write and commit one shard, as the next of its run; returns the name of its videos shard."""
-    written = write_token_shard(pa.concat_tables(rows), store=store, run_id=run_id)
+    rows = write_token_shard(videos, store=store, run_id=run_id)
     before = set(store.names("videos", ".parquet"))
     number = sum(name.startswith(f"videos/{run_id}-") for name in before)
-    commit(store, run_id, number, records(written), made_with=fingerprint(read_header(store)["identity"]))
+    commit(store, run_id, number, rows, made_with=fingerprint(read_header(store)["identity"]))
     (name,) = set(store.names("videos", ".parquet")) - before
     return name
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-import pyarrow as pa
 import torch
 
+from gstep import VisualTokens
 from gstep.backbones import ModelSource
 from pipeline.cache.schema import SCHEMA_VERSION
-from pipeline.rows import ENCODED, evidence_widths, one_row, pruned_arrays, pruned_columns
+from pipeline.cache.writer import PrunedVideo
+from pipeline.prune.encode_stage import kept_tokens, pruned_columns
 from pipeline.storage.stores import Store
 from tests.gstep import synthetic
 from tests.pipeline.asking import tiny_cache
@@ -30,12 +31,12 @@ def random_evidence(shape: tuple[int, int, int], width: int = WIDTH) -> dict[str
 
 def encoded_with(
     video_id: str, tokens: torch.Tensor, ratio: float, method: str, evidence: Mapping[str, torch.Tensor]
-) -> pa.Table:
-    """The row of a video as the encoder gives it."""
+) -> PrunedVideo:
+    """A video as the encode stage gives it."""
     pruned = synthetic.prune(tokens, ratio, method)
+    visual = VisualTokens(tokens, dict(evidence))
     record = source_record(video_id, tuple(tokens.shape))
-    arrays = pruned_arrays(pruned, (), list(evidence.values()))
-    return one_row(ENCODED, {**record, **pruned_columns(pruned, record), **evidence_widths(evidence)}, arrays)
+    return PrunedVideo({**record, **pruned_columns(pruned, visual)}, kept_tokens(pruned, visual, evidence))
 
 
 def evidence_cache(

@@ -45,12 +45,12 @@ def ray_here(*nodes: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def graph_of(
-    n_videos: int, plan: Resources, out: Path, path: str = "/v.mp4", frames: int = 2, reader: str = "auto", **more: Any
+    n_videos: int, plan: Resources, out: Path, path: str = "/v.mp4", frames: int = 2, decoder: str = "auto", **more: Any
 ) -> ray.data.Dataset:
     """The real graph over one file under ``n_videos`` names, with the tiny model on the CPU."""
     source = ModelSource.resolve("tiny")
     rows = [{"video_id": f"v{i}", "uri": path, "path": path, "attempts": 1} for i in range(n_videos)]
     todo = pa.Table.from_pylist(rows, schema=TODO_SCHEMA)
-    decode = DecodeSetup(Sampling(num_frames=frames), preprocessor_for(source), reader)
+    decode = DecodeSetup(Sampling(num_frames=frames), preprocessor_for(source), decoder)
     encode = EncodeSetup(source, "gstep", 0.25, device="cpu")
     return build_graph(todo, decode, encode, plan, store=LocalStore(out), run_id="r", **more)

@@ -194,7 +194,7 @@ class KeepSize:
 
 
 class BadReader:
-    """A reader that does its worst as soon as frames are asked for."""
+    """A decoder that does its worst as soon as frames are asked for."""
 
     version = "0"
 

@@ -60,13 +60,7 @@ class Preprocessor(ABC):
         A frame's result does not depend on the other frames, so a video may be resized in chunks.
         Raises ValueError where ``frames`` is not uint8 [T,H,W,3].
         """
-        frames_THWC = as_frames(frames)
-        if frames_THWC.shape[1:3] == size:
-            return frames_THWC
-        frames_TCHW = frames_THWC.permute(0, 3, 1, 2)
-        # uint8 in, uint8 out: torch rounds after each of the two passes, as torchvision does; floats would differ.
-        resized = nn.functional.interpolate(frames_TCHW, size=size, mode="bicubic", antialias=True, align_corners=False)
-        return resized.permute(0, 2, 3, 1).contiguous()
+        return resize_frames(frames, size)
 
     def normalise(self, frames: Tensor | NDArray[np.uint8], device: torch.device | str, dtype: torch.dtype) -> Tensor:
         """[T,h,w,3] uint8 -> pixel values [T,3,h,w] on ``device``: (x - 255 mean) / (255 std) in fp32, then cast."""
@@ -85,6 +79,17 @@ class Preprocessor(ABC):
             "image_std": list(self.image_std),
             "frames_per_patch": self.frames_per_patch,
         }
+
+
+def resize_frames(frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
+    """[T,H,W,3] uint8 -> [T,h,w,3] uint8 on the CPU, bicubic with antialias. Raises ValueError for anything else."""
+    frames_THWC = as_frames(frames)
+    if frames_THWC.shape[1:3] == size:
+        return frames_THWC
+    frames_TCHW = frames_THWC.permute(0, 3, 1, 2)
+    # uint8 in, uint8 out: torch rounds after each of the two passes, as torchvision does; floats would differ.
+    resized = nn.functional.interpolate(frames_TCHW, size=size, mode="bicubic", antialias=True, align_corners=False)
+    return resized.permute(0, 2, 3, 1).contiguous()
 
 
 def as_frames(frames: Tensor | NDArray[np.uint8]) -> Tensor:

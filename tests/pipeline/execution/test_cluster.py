@@ -36,7 +36,7 @@ def test_an_encoder_starts_where_decoders_hold_every_cpu_of_the_gpu_node(two_nod
     ray.get(squatter.ready.remote())
     plan = plan_resources(4, 1, 40)
     assert (plan.decode.workers, plan.encode.workers, plan.encode.num_gpus) == (3, 1, 1)
-    rows = [row for shard in run_graph(graph_of(40, plan, tmp_path)) for row in shard]
+    rows = [row for shard in run_graph(graph_of(40, plan, tmp_path)) for row in shard.to_pylist()]
     assert len(rows) == 40
     assert nodes_of("Encoder") == {gpu_node}
     assert nodes_of("Decoder") == {cpu_node}
@@ -45,6 +45,6 @@ def test_an_encoder_starts_where_decoders_hold_every_cpu_of_the_gpu_node(two_nod
 def test_two_nodes_of_one_cpu_each_leave_room_for_the_writers(tmp_path):
     plan = plan_resources(2, 0, 16)
     with ray_here({"num_cpus": 1}, {"num_cpus": 1}) as nodes:
-        rows = [row for shard in run_graph(graph_of(16, plan, tmp_path)) for row in shard]
+        rows = [row for shard in run_graph(graph_of(16, plan, tmp_path)) for row in shard.to_pylist()]
         assert len(rows) == 16
         assert nodes_of("Encoder") | nodes_of("Decoder") == set(nodes)

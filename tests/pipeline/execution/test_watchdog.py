@@ -10,12 +10,14 @@ import pytest
 import ray
 
 from pipeline.errors import RunFailed
-from pipeline.execution.heartbeat import Beat, Pulse, Reading, start_pulse
+from pipeline.execution.heartbeat import Heartbeat, Heartbeats, Reading, start_heartbeats
 from pipeline.execution.stages import run_graph
-from pipeline.execution.watchdog import Watch, patiently
+from pipeline.execution.watchdog import Watchdog, patiently
 from pipeline.prune import graph
-from pipeline.prune.graph import plan_resources
+from pipeline.prune.graph import PRUNING, plan_resources
 from tests.pipeline.rays import graph_of, ray_here
+
+STAGES = tuple(PRUNING.stages)
 
 
 def nothing(*args: object) -> None:
@@ -71,12 +73,12 @@ def test_at_most_one_item_is_fetched_ahead_and_closing_ends_the_iterator():
 
 
 def test_a_statement_replaces_the_one_before():
-    pulse = Pulse()
-    pulse.state("decode", "a", ["v1"], 0, 1)
-    pulse.state("decode", "a", ["v2"], 0, 1)  # the end of v1 was lost: its actor died
-    pulse.state("decode", "b", ["v3"], 0, 1)
-    pulse.state("decode", "b", [], 1, 1)
-    reading = pulse.read()
+    heartbeats = Heartbeats(STAGES)
+    heartbeats.state("decode", "a", ["v1"], 0, 1)
+    heartbeats.state("decode", "a", ["v2"], 0, 1)  # the end of v1 was lost: its actor died
+    heartbeats.state("decode", "b", ["v3"], 0, 1)
+    heartbeats.state("decode", "b", [], 1, 1)
+    reading = heartbeats.read()
     assert reading.inside == {"decode": ["v2"], "encode": [], "write": []}
     assert (reading.left["decode"], reading.moves) == (1, 4)
 
@@ -87,56 +89,56 @@ def one_cpu():
         yield nodes
 
 
-def stalled(dataset, plan, n_videos, pulse, reached: Callable[[Reading], object]) -> str:
-    """Run a graph until its watch gives up; returns why. Its patience starts once the pulse says what ``reached`` waits
-    for, however long the workers take to start on this machine."""
-    watch, deadline = Watch(pulse, 3, plan, n_videos, nothing), time.monotonic() + 120
+def stalled(dataset, plan, n_videos, heartbeats, reached: Callable[[Reading], object]) -> str:
+    """Run a graph until its watchdog gives up; returns why. Its patience starts once the heartbeats say what
+    ``reached`` waits for, however long the workers take to start on this machine."""
+    watchdog, deadline = Watchdog(heartbeats, 3, plan, n_videos, nothing), time.monotonic() + 120
 
     def look() -> None:
-        if not reached(ray.get(pulse.read.remote())):
+        if not reached(ray.get(heartbeats.read.remote())):
             assert time.monotonic() < deadline, "the graph never came so far"
-            watch.moved()
-        watch.look()
+            watchdog.moved()
+        watchdog.look()
 
     with pytest.raises(RunFailed) as failed:
-        for _ in patiently(run_graph(dataset), look, watch.every_s):
-            watch.moved()
+        for _ in patiently(run_graph(dataset), look, watchdog.every_s):
+            watchdog.moved()
     return str(failed.value)
 
 
 @pytest.mark.slow
 def test_a_cluster_without_room_is_named(one_cpu, tmp_path):
-    plan, pulse = plan_resources(1, 1, 8), start_pulse()
+    plan, heartbeats = plan_resources(1, 1, 8), start_heartbeats(STAGES)
     plan = replace(plan, decode=replace(plan.decode, num_cpus=3))
-    why = stalled(graph_of(8, plan, tmp_path, pulse=pulse), plan, 8, pulse, lambda reading: True)
+    why = stalled(graph_of(8, plan, tmp_path, heartbeats=heartbeats), plan, 8, heartbeats, lambda reading: True)
     assert "decode takes none of 8 waiting videos; scheduling: the cluster offers 1 CPUs and 0 GPUs" in why
 
 
 @pytest.mark.slow
 def test_a_missing_gpu_is_named(one_cpu, tmp_path):
-    plan, pulse = plan_resources(1, 1, 8), start_pulse()
-    dataset = graph_of(8, plan, tmp_path, pulse=pulse)
-    why = stalled(dataset, plan, 8, pulse, lambda reading: reading.left["decode"] == 8)
+    plan, heartbeats = plan_resources(1, 1, 8), start_heartbeats(STAGES)
+    dataset = graph_of(8, plan, tmp_path, heartbeats=heartbeats)
+    why = stalled(dataset, plan, 8, heartbeats, lambda reading: reading.left["decode"] == 8)
     assert "encode takes none of 8 waiting videos; scheduling: the cluster offers 1 CPUs and 0 GPUs" in why
     assert f"the plan needs {plan.cpus:g} and 1" in why
 
 
 @pytest.mark.slow
-def test_a_dead_pulse_harms_no_video(one_cpu, tmp_path):
-    plan, pulse = plan_resources(1, 0, 8), start_pulse()
-    ray.kill(pulse)
-    watch = Watch(pulse, 60, plan, 8, nothing)
-    watch.look()
-    shards = patiently(run_graph(graph_of(8, plan, tmp_path, pulse=pulse)), watch.look, 0.2)
-    assert sorted(row["video_id"] for shard in shards for row in shard) == [f"v{i}" for i in range(8)]
+def test_dead_heartbeats_harm_no_video(one_cpu, tmp_path):
+    plan, heartbeats = plan_resources(1, 0, 8), start_heartbeats(STAGES)
+    ray.kill(heartbeats)
+    watchdog = Watchdog(heartbeats, 60, plan, 8, nothing)
+    watchdog.look()
+    shards = patiently(run_graph(graph_of(8, plan, tmp_path, heartbeats=heartbeats)), watchdog.look, 0.2)
+    assert sorted(row["video_id"] for shard in shards for row in shard.to_pylist()) == [f"v{i}" for i in range(8)]
 
 
 class HangingWriter:
-    def __init__(self, store, run_id, pulse) -> None:
-        self._beat = Beat("write", pulse)
+    def __init__(self, store, run_id, heartbeats) -> None:
+        self._heartbeat = Heartbeat("write", heartbeats)
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        with self._beat.holding("v7"):
+        with self._heartbeat.holding("v7"):
             time.sleep(3600)
         return batch
 
@@ -144,7 +146,7 @@ class HangingWriter:
 @pytest.mark.slow
 def test_a_writer_that_hangs_is_named(one_cpu, tmp_path, monkeypatch):
     monkeypatch.setattr(graph, "Writer", HangingWriter)
-    plan, pulse = plan_resources(1, 0, 8), start_pulse()
-    dataset = graph_of(8, plan, tmp_path, pulse=pulse)
-    why = stalled(dataset, plan, 8, pulse, lambda reading: "v7" in str(reading.inside["write"]))
+    plan, heartbeats = plan_resources(1, 0, 8), start_heartbeats(STAGES)
+    dataset = graph_of(8, plan, tmp_path, heartbeats=heartbeats)
+    why = stalled(dataset, plan, 8, heartbeats, lambda reading: "v7" in str(reading.inside["write"]))
     assert why.startswith("no video moved for 3 s: write holds ") and "v7 on " in why and "--out" in why

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipeline.errors import CorruptShard, NotAnswers, QuestionsChanged
-from pipeline.generate.answer_stage import failed_answer
+from pipeline.errors import CorruptShard, NotAnswers, QuestionFault, QuestionsChanged
 from pipeline.generate.answers import ANSWER_SCHEMA, AnswersTable, commit_answers, read_answers, write_answers_header
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.request import prepare
 from pipeline.generate.resume import in_blocks, said_of_the_rest, unanswered, without_model
 from pipeline.generate.summary import summarise_answers
+from pipeline.rows import failed_answer
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.asking import tiny_cache, write_questions
 
@@ -113,7 +113,7 @@ def answered(job_of):
     for name, error_class, attempts in (
         ("bad", "io", 1), ("tried", "io", 2), ("gone", "unknown-video", 2), ("since", "unknown-video", 2)
     ):  # fmt: skip
-        rows.append({**failed_answer(questions[name], error_class, "why"), "attempts": attempts})
+        rows.append({**failed_answer(questions[name], QuestionFault(error_class, "why")), "attempts": attempts})
     write_answers_header(store, job_of().identity)
     commit_answers(store, "run", 0, rows)
     return AnswersTable(store).live()

@@ -9,8 +9,7 @@ from gstep.language import Decoding, prompt_builder
 from pipeline import TokenCache
 from pipeline.generate.held_videos import to_visual
 from pipeline.prune.decode_stage import decoded_columns
-from pipeline.prune.encode_stage import Encoder, EncodeSetup
-from pipeline.rows import DECODED, one_row
+from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.gstep.llms import FAMILIES, Encoded, llm, stock, stock_inputs
@@ -27,16 +26,13 @@ def cached(source, name, tmp_path, method, ratio, **params):
     record = {
         "video_id": "v",
         "uri": str(clip),
-        "start_s": None,
-        "end_s": None,
         "manifest": "{}",
         "status": "ok",
         **decoded_columns(decoded, 1),
     }
-    encoder = Encoder(EncodeSetup(source, method, ratio, pruner_params=params, device="cpu", dtype="float32"))
-    (row,) = encoder(one_row(DECODED, record, {"frames": decoded.frames}))
+    encoder = VideoEncoder(EncodeSetup(source, method, ratio, pruner_params=params, device="cpu", dtype="float32"))
     store = write_header(tmp_path / method, ratio, deepstack_levels=load_static(source).deepstack_levels)
-    write_shard(store, "run", row)
+    write_shard(store, "run", encoder.encode_one(record, decoded.frames))
     cache = TokenCache(tmp_path / method)
     newline = stock(name).model.image_newline.bfloat16() if name == "tiny" else None
     return decoded.frames, to_visual(cache.get("v"), newline)

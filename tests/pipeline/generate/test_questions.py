@@ -7,7 +7,7 @@ import pytest
 from gstep.language import Decoding
 from pipeline.errors import QuestionsError
 from pipeline.generate.choices import lettered_prompt, parse_letter
-from pipeline.generate.questions import Way, decoding_of, read_questions
+from pipeline.generate.questions import Instructions, Way, read_questions
 from tests.pipeline.asking import write_questions
 
 WAY = Way(Decoding(max_new_tokens=16))
@@ -36,7 +36,8 @@ def test_every_kind_of_file_says_the_same(tmp_path, kind):
     assert json.loads(second["decoding"]) == {"method": "letter", "system": None} and second["question_extra"] is None
     decoding = json.loads(third["decoding"])
     assert decoding["system"] == "Be brief."
-    assert decoding_of(decoding) == Decoding(max_new_tokens=16, temperature=0.5, seed=4)
+    drawn = Decoding(max_new_tokens=16, temperature=0.5, seed=4)
+    assert Instructions.parse(third["decoding"]) == Instructions("generate", "Be brief.", drawn)
 
 
 def test_parquet_with_gaps_as_pandas_writes_them(tmp_path):

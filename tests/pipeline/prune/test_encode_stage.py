@@ -9,9 +9,11 @@ import torch
 
 import gstep
 from gstep.backbones import ModelSource, choose_runtime, load_backbone
+from pipeline.cache.cached_video import bfloat16
 from pipeline.errors import VideoFault
+from pipeline.prune.batches import decoded_batch, encoded_videos
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
-from pipeline.rows import DECODED, failed, one_row, payload, records
+from pipeline.rows import failed_video
 from tests.pipeline.caches import source_record
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (2, 384, 384, 3), dtype=np.uint8)
@@ -19,7 +21,14 @@ FRAMES = np.random.default_rng(0).integers(0, 256, (2, 384, 384, 3), dtype=np.ui
 
 def decoded(video_id: str, frames: np.ndarray | None = FRAMES, **more):
     record = source_record(video_id, (2, 196, 64), height=384, width=384, **more)
-    return one_row(DECODED, record, {"frames": frames})
+    return decoded_batch(record, frames)
+
+
+def only(batches):
+    """The record and the tokens of the one video that the actor gives."""
+    (batch,) = batches
+    (video,) = encoded_videos(batch)
+    return video.record, video.kept
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +37,16 @@ def encoder() -> Encoder:
 
 
 def test_rows_hold_the_selection_in_its_order(encoder):
-    (row,) = encoder(decoded("v"))
-    (record,) = records(row)
+    record, kept = only(encoder(decoded("v")))
     assert json.loads(record["model_extra"]) == {"grid": [14, 14]}
-    assert payload(row, "deepstack", 0, np.int16) is None
+    assert len(kept.deepstack) == 0 and kept.evidence == {}
     backbone = load_backbone(ModelSource.resolve("tiny"), choose_runtime("cpu", "float32"))
     tokens = backbone.encode(FRAMES).tokens.to(torch.bfloat16)
     expected = gstep.prune(tokens, 0.25)
     order = expected.selection_order()
-    assert payload(row, "index", 0, np.int32).tolist() == expected.index[order].tolist()
-    assert payload(row, "rank", 0, np.int32).tolist() == list(range(98))
-    assert payload(row, "tokens", 0, np.int16).tolist() == expected.tokens[order].view(torch.int16).flatten().tolist()
+    assert kept.index.tolist() == expected.index[order].tolist()
+    assert kept.rank.tolist() == list(range(98))
+    assert kept.tokens.tolist() == expected.tokens[order].view(torch.int16).tolist()
     assert (record["n_frames"], record["tokens_per_frame"], record["hidden_size"]) == (2, 196, 64)
     assert sum(record["kept_per_frame"]) == record["n_tokens"] == 98
     assert json.loads(record["runtime"])["attn_implementation"] == "sdpa"
@@ -47,27 +55,27 @@ def test_rows_hold_the_selection_in_its_order(encoder):
 def test_failed_rows_pass_through_and_bad_ones_stay_alone(encoder):
     bad = source_record("bad", (2, 1, 1))
     rows = [
-        one_row(DECODED, failed(bad, VideoFault("corrupt", "torn"))),
+        decoded_batch(failed_video(bad, VideoFault("corrupt", "torn"))),
         decoded("short", FRAMES[:1]),  # fewer bytes than its record says
         decoded("good"),
     ]
-    out = [records(table)[0] for row in rows for table in encoder(row)]
+    out = [only(encoder(row))[0] for row in rows]
     assert [record["status"] for record in out] == ["failed", "failed", "ok"]
     assert [record.get("error_class") for record in out] == ["corrupt", "internal", None]
     assert out[1]["error_stage"] == "encode"
 
 
 def test_tokens_that_are_not_finite_are_an_error_row(encoder, monkeypatch):
-    encode = encoder._backbone.encode
+    encode = encoder.encoder.backbone.encode
 
     def poisoned(frames, evidence):
         visual = encode(frames, evidence)
         visual.tokens[1, 3, 0] = math.nan
         return visual
 
-    monkeypatch.setattr(encoder._backbone, "encode", poisoned)
-    (row,) = encoder(decoded("v"))
-    (record,) = records(row)
+    monkeypatch.setattr(encoder.encoder.backbone, "encode", poisoned)
+    record, kept = only(encoder(decoded("v")))
+    assert kept is None
     assert (record["error_class"], record["error_stage"]) == ("internal", "prune")
     assert "frame 1, token 3" in record["error_message"]
 
@@ -81,22 +89,19 @@ def qwen3_encoder(method: str = "gstep", ratio: float = 0.25) -> Encoder:
 
 def qwen3_row(video_id: str = "v"):
     record = source_record(video_id, (5, 15, 64), height=96, width=160, start_s=0.25)
-    return one_row(DECODED, record, {"frames": QWEN_FRAMES})
+    return decoded_batch(record, QWEN_FRAMES)
 
 
 @pytest.mark.parametrize("method", ["gstep", "random", "topk", "fps", "uniform", "none"])
 def test_deepstack_levels_hold_the_places_of_the_tokens(method):
-    (row,) = qwen3_encoder(method, 1.0 if method == "none" else 0.25)(qwen3_row())
-    (record,) = records(row)
+    record, kept = only(qwen3_encoder(method, 1.0 if method == "none" else 0.25)(qwen3_row()))
     visual = load_backbone(ModelSource.resolve("tiny-qwen3-vl"), choose_runtime("cpu", "float32")).encode(QWEN_FRAMES)
-    places = payload(row, "index", 0, np.int32).tolist()
+    places = kept.index.tolist()
     assert len(places) == (45 if method == "none" else 11)  # of 3 x 15, an odd last frame repeated
     assert (places == sorted(places)) == (method in {"uniform", "none"})
-    stored = torch.from_numpy(payload(row, "deepstack", 0, np.int16).copy()).view(torch.bfloat16).view(3, -1, 64)
-    for ours, level_TND in zip(stored, visual.deepstack, strict=True):
-        assert torch.equal(ours, level_TND.bfloat16().flatten(0, 1)[places])
-    tokens = payload(row, "tokens", 0, np.int16).tolist()
-    assert tokens == visual.tokens.bfloat16().flatten(0, 1)[places].view(torch.int16).flatten().tolist()
+    for ours, level_TND in zip(kept.deepstack, visual.deepstack, strict=True):
+        assert torch.equal(bfloat16(ours).view(ours.shape), level_TND.bfloat16().flatten(0, 1)[places])
+    assert kept.tokens.tolist() == visual.tokens.bfloat16().flatten(0, 1)[places].view(torch.int16).tolist()
     assert (record["n_frames"], len(record["frame_indices"]), len(record["kept_per_frame"])) == (3, 5, 3)
     extra = json.loads(record["model_extra"])
     assert (extra["grid"], extra["video_grid_thw"], extra["deepstack_levels"]) == ([3, 5], [3, 6, 10], 3)
@@ -105,14 +110,14 @@ def test_deepstack_levels_hold_the_places_of_the_tokens(method):
 
 def test_levels_that_are_not_finite_are_an_error_row(monkeypatch):
     encoder = qwen3_encoder()
-    encode = encoder._backbone.encode
+    encode = encoder.encoder.backbone.encode
 
     def poisoned(frames, evidence):
         visual = encode(frames, evidence)
         visual.deepstack[1][2, 14, 63] = math.inf
         return visual
 
-    monkeypatch.setattr(encoder._backbone, "encode", poisoned)
-    (record,) = records(next(encoder(qwen3_row())))
+    monkeypatch.setattr(encoder.encoder.backbone, "encode", poisoned)
+    record, _ = only(encoder(qwen3_row()))
     assert (record["error_class"], record["error_stage"]) == ("internal", "encode")
     assert "deepstack level 1" in record["error_message"]

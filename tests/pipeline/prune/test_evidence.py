@@ -18,13 +18,12 @@ from gstep.evidence import LAST_LAYER, MERGED_QUERIES, SINGLE_PATCHES
 from pipeline import CorruptShard, EvidenceNotCached, TokenCache
 from pipeline.cache.header import header_bytes
 from pipeline.cache.reader import HEADER
-from pipeline.errors import IdentityMismatch, UsageError
+from pipeline.errors import IdentityMismatch, UsageError, VideoFault
 from pipeline.inspect.report import cache_report
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.encode_stage import Encoder, EncodeSetup
+from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.evidence import evidence_sources
 from pipeline.prune.request import prepare
-from pipeline.rows import DECODED, one_row, records
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
 from tests.pipeline.cache.test_reader import CountingStore
@@ -156,7 +155,7 @@ FRAMES = np.random.default_rng(0).integers(0, 256, (2, 384, 384, 3), dtype=np.ui
 
 
 def decoded():
-    return one_row(DECODED, source_record("v", (2, 196, 64), height=384, width=384), {"frames": FRAMES})
+    return source_record("v", (2, 196, 64), height=384, width=384), FRAMES
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +173,7 @@ def test_what_the_encoder_gives_is_stored_at_the_kept_places(source, tmp_path, m
     store = LocalStore(tmp_path)
     identity = {"retention_ratio": ratio, "evidence": asked}
     store.put(HEADER, json.dumps({"schema_version": 1, "identity": identity}).encode())
-    write_shard(store, "run", next(Encoder(setup)(decoded())))
+    write_shard(store, "run", VideoEncoder(setup).encode_one(*decoded()))
     visual = load_backbone(source, choose_runtime("cpu", "float32")).encode(FRAMES, asked)
     video = TokenCache(tmp_path).get("v", evidence=tuple(asked))
     assert len(video.index) == round(ratio * 392)
@@ -183,12 +182,12 @@ def test_what_the_encoder_gives_is_stored_at_the_kept_places(source, tmp_path, m
     assert torch.equal(video.tokens, visual.tokens.bfloat16().flatten(0, 1)[video.index])
 
 
-def test_evidence_that_is_not_finite_is_an_error_row(source, monkeypatch):
-    encoder = Encoder(EncodeSetup(source, "none", 1.0, device="cpu", evidence={"image_embedding": SINGLE_PATCHES}))
-    encoder._backbone.pooling_head.head.mlp.fc2.bias.fill_(float("nan"))
-    (record,) = records(next(encoder(decoded())))
-    assert (record["error_class"], record["error_stage"]) == ("internal", "encode")
-    assert "the evidence image_embedding has values that are not finite" in record["error_message"]
+def test_evidence_that_is_not_finite_is_a_fault(source):
+    encoder = VideoEncoder(EncodeSetup(source, "none", 1.0, device="cpu", evidence={"image_embedding": SINGLE_PATCHES}))
+    encoder.backbone.pooling_head.head.mlp.fc2.bias.fill_(float("nan"))
+    with pytest.raises(VideoFault, match="the evidence image_embedding has values that are not finite") as caught:
+        encoder.encode_one(*decoded())
+    assert (caught.value.fault_class, caught.value.stage) == ("internal", "encode")
 
 
 GSTEP, FASTVID = gstep.make_pruner("gstep"), gstep.make_pruner("fastvid")

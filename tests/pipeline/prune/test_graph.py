@@ -161,5 +161,5 @@ def test_the_check_for_fusion_would_see_it(local_ray):
 @pytest.mark.slow
 def test_it_runs_on_a_single_cpu(local_ray, tmp_path):
     """Every stage finds room beside the others: a missing file goes all the way and comes out as an error row."""
-    rows = [row for shard in run_graph(lazy_graph(plan_resources(1, 0, 8), str(tmp_path))) for row in shard]
+    rows = [row for shard in run_graph(lazy_graph(plan_resources(1, 0, 8), str(tmp_path))) for row in shard.to_pylist()]
     assert [row["error_class"] for row in rows] == ["io"] * 8

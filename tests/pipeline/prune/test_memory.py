@@ -95,7 +95,7 @@ def test_ten_times_the_videos_take_the_same_memory(small_store, tmp_path, monkey
     for n_videos in (SMALL, LARGE):
         dataset = graph_of(n_videos, plan, tmp_path, clip, FRAMES, "tests.pipeline.videos:Instant")
         with peak() as seen:
-            rows = [row for shard in run_graph(dataset) for row in shard]
+            rows = [row for shard in run_graph(dataset) for row in shard.to_pylist()]
         assert [row["status"] for row in rows] == ["ok"] * n_videos
         peaks.append(seen)
     small, large = peaks

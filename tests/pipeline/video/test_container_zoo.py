@@ -29,7 +29,7 @@ NEAR = 2  # mean difference of pixels: two neighbouring frames differ by 15 at l
 
 
 class Clip(NamedTuple):
-    """How a clip is made, and which reader must serve it."""
+    """How a clip is made, and which decoder must serve it."""
 
     backend: str
     options: tuple[object, ...] = X264

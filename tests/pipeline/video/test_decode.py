@@ -50,7 +50,7 @@ def test_a_real_clip_with_its_provenance():
 
 def test_backends_agree_and_are_recorded():
     path = sample("carphone_pristine.mp4")
-    videos = {name: decode_video(request(path, reader=name)) for name in ("auto", "decord", "pyav")}
+    videos = {name: decode_video(request(path, decoder=name)) for name in ("auto", "decord", "pyav")}
     assert {name: v.backend for name, v in videos.items()} == {"auto": "decord", "decord": "decord", "pyav": "pyav"}
     assert np.abs(videos["decord"].frames.astype(int) - videos["pyav"].frames).max() <= 2
     assert videos["pyav"].backend_version == av.__version__
@@ -77,7 +77,7 @@ def test_what_decord_cannot_read_pyav_does(tmp_path):
     path = two_sizes_clip(tmp_path / "a.mp4")
     assert decode_video(request(path)).backend == "pyav"
     unknown = write_clip(tmp_path / "b.mp4", codec="libsvtav1")
-    video = decode_video(request(unknown, 30, reader="decord"))  # asked for by name, it still may fail
+    video = decode_video(request(unknown, 30, decoder="decord"))  # asked for by name, it still may fail
     assert video.backend == "pyav" and video.backend_note.startswith("decord: DECORDError")
     assert numbers(video.frames) == list(range(30))
 
@@ -134,14 +134,14 @@ def test_a_codec_without_a_decoder_is_unsupported(tmp_path):
 
 def test_the_unforeseen_is_internal_printable_and_keeps_no_credentials(tmp_path):
     path = write_clip(tmp_path / "a.mp4", count=5)
-    fault = fault_of(path, reader="tests.pipeline.videos:Raising")
+    fault = fault_of(path, decoder="tests.pipeline.videos:Raising")
     assert fault.fault_class == "internal" and fault.backend == "tests.pipeline.videos:Raising"
     assert "ValueError" in fault.message and "s3://host" in fault.message and "secret" not in fault.message
 
 
-def test_an_unknown_reader_is_refused_at_once():
-    with pytest.raises(ValueError, match="unknown reader 'opencv'"):
-        request("a.mp4", reader="opencv")
+def test_an_unknown_decoder_is_refused_at_once():
+    with pytest.raises(ValueError, match="unknown decoder 'opencv'"):
+        request("a.mp4", decoder="opencv")
 
 
 def test_videos_of_a_shape_that_the_model_does_not_take(tmp_path):

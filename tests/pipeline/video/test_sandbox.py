@@ -30,9 +30,9 @@ def sandbox():
         yield opened
 
 
-def request(path, reader="auto", num_frames=8):
-    name = reader if reader in ("auto", "decord", "pyav") else f"tests.pipeline.videos:{reader}"
-    return DecodeRequest(path, Sampling(num_frames=num_frames), KeepSize(), reader=name)
+def request(path, decoder="auto", num_frames=8):
+    name = decoder if decoder in ("auto", "decord", "pyav") else f"tests.pipeline.videos:{decoder}"
+    return DecodeRequest(path, Sampling(num_frames=num_frames), KeepSize(), decoder=name)
 
 
 def fault_of(sandbox, wanted):
@@ -54,7 +54,7 @@ def test_a_relative_path_is_this_process_s(sandbox, clip, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("reader", "fault_class", "exit_signal", "message"),
+    ("decoder", "fault_class", "exit_signal", "message"),
     [
         ("Aborting", "crash", signal.SIGABRT, "SIGABRT"),
         ("Segfaulting", "crash", signal.SIGSEGV, "SIGSEGV"),
@@ -63,11 +63,11 @@ def test_a_relative_path_is_this_process_s(sandbox, clip, monkeypatch):
         ("Raising", "internal", None, "ValueError"),
     ],
 )
-def test_a_bad_reader_costs_one_video(sandbox, clip, reader, fault_class, exit_signal, message):
+def test_a_bad_decoder_costs_one_video(sandbox, clip, decoder, fault_class, exit_signal, message):
     for _ in range(2):
-        fault = fault_of(sandbox, request(clip, reader))
+        fault = fault_of(sandbox, request(clip, decoder))
         assert (fault.fault_class, fault.exit_signal, fault.attempts) == (fault_class, exit_signal, 1)
-        assert message in fault.message and fault.backend == f"tests.pipeline.videos:{reader}"
+        assert message in fault.message and fault.backend == f"tests.pipeline.videos:{decoder}"
         assert numbers(sandbox.decode(request(clip)).frames) == np.linspace(0, 29, 8, dtype=int).tolist()
 
 
@@ -83,8 +83,8 @@ def test_a_hang_ends_at_the_limit_and_is_not_tried_again(clip):
 
 def test_a_file_that_takes_decord_down_is_read_by_pyav(sandbox, clip, tmp_path):
     path = decord_killer(tmp_path / "a.mp4")
-    for reader in ("auto", "decord"):
-        video = sandbox.decode(request(path, reader))
+    for decoder in ("auto", "decord"):
+        video = sandbox.decode(request(path, decoder))
         assert numbers(video.frames) == np.linspace(0, 29, 8, dtype=int).tolist()
         assert (video.backend, video.attempts) == ("pyav", 2) and "SIGABRT" in video.backend_note
     assert sandbox.decode(request(clip)).backend == "decord"
@@ -147,23 +147,23 @@ from pipeline.video.sandbox import DecodeSandbox
 from tests.pipeline.videos import KeepSize
 
 if __name__ == "__main__":
-    path, reader = sys.argv[1:]
+    path, decoder = sys.argv[1:]
     sandbox = DecodeSandbox(timeout_s=300)
     sandbox.decode(DecodeRequest(path, Sampling(num_frames=2), KeepSize()))
     print("ready", flush=True)
-    if reader == "idle":
+    if decoder == "idle":
         sys.stdin.read()
-    sandbox.decode(DecodeRequest(path, Sampling(num_frames=2), KeepSize(), reader=reader))
+    sandbox.decode(DecodeRequest(path, Sampling(num_frames=2), KeepSize(), decoder=decoder))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reader", ["idle", "tests.pipeline.videos:Hanging"])
-def test_nothing_outlives_a_killed_parent(clip, tmp_path, reader):
+@pytest.mark.parametrize("decoder", ["idle", "tests.pipeline.videos:Hanging"])
+def test_nothing_outlives_a_killed_parent(clip, tmp_path, decoder):
     script = tmp_path / "parent.py"
     script.write_text(PARENT, encoding="utf-8")
     parent = subprocess.Popen(
-        [sys.executable, str(script), str(clip), reader],
+        [sys.executable, str(script), str(clip), decoder],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -171,7 +171,7 @@ def test_nothing_outlives_a_killed_parent(clip, tmp_path, reader):
     )
     try:
         assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
-        time.sleep(0.5)  # the second request reaches its reader
+        time.sleep(0.5)  # the second request reaches its decoder
         family = descendants(parent.pid)
         assert len(family) >= 2  # fork server and child (and multiprocessing's resource tracker)
     finally:

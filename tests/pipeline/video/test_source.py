@@ -49,9 +49,9 @@ def place(request, monkeypatch, tmp_path):
     assert list(tmp_path.glob("video-*")) == []
 
 
-def request(reader="auto", num_frames=8):
-    name = reader if reader in ("auto", "decord", "pyav") else f"tests.pipeline.videos:{reader}"
-    return DecodeRequest("", Sampling(num_frames=num_frames), KeepSize(), reader=name)
+def request(decoder="auto", num_frames=8):
+    name = decoder if decoder in ("auto", "decord", "pyav") else f"tests.pipeline.videos:{decoder}"
+    return DecodeRequest("", Sampling(num_frames=num_frames), KeepSize(), decoder=name)
 
 
 def decode(sandbox, server, uri, wanted):
@@ -65,13 +65,13 @@ def fault_of(sandbox, server, uri, wanted):
     return caught.value
 
 
-@pytest.mark.parametrize("reader", ["auto", "pyav", "decord"])
-def test_an_object_decodes_like_its_file_in_one_request(server, place, reader):
+@pytest.mark.parametrize("decoder", ["auto", "pyav", "decord"])
+def test_an_object_decodes_like_its_file_in_one_request(server, place, decoder):
     path = sample("bikes.mp4")
     uri = server.upload("odd ü#%20?/bikes.mp4", path.read_bytes())
     with DecodeSandbox() as sandbox:
-        there = decode(sandbox, server, uri, request(reader))
-    here = decode_video(DecodeRequest(path, Sampling(num_frames=8), KeepSize(), reader=reader))
+        there = decode(sandbox, server, uri, request(decoder))
+    here = decode_video(DecodeRequest(path, Sampling(num_frames=8), KeepSize(), decoder=decoder))
     assert np.array_equal(there.frames, here.frames) and there.backend == here.backend
     assert (there.source_size, there.source_hash) == (here.source_size, here.source_hash)
     assert server.counts() == {"GET": 1}

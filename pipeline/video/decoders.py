@@ -15,8 +15,8 @@ from pipeline.video.probe import IndexMismatch, Orientation, VideoIndex, decoded
 
 Frames = NDArray[np.uint8]
 
-READERS: LazyTable = LazyTable(
-    "reader", {"decord": "pipeline.video.readers:DecordReader", "pyav": "pipeline.video.readers:PyavReader"}
+DECODERS: LazyTable = LazyTable(
+    "decoder", {"decord": "pipeline.video.decoders:DecordDecoder", "pyav": "pipeline.video.decoders:PyavDecoder"}
 )
 _LIBRARIES = {"decord": "decord", "pyav": "av"}  # by the names of their packages
 _CHUNK_FRAMES = 8
@@ -25,11 +25,11 @@ _SEEK_GAIN = 12  # frames: reading on is cheaper than a seek that skips fewer
 _SEEKABLE = ("mov", "matroska")  # elsewhere FFmpeg may land behind the keyframe that was asked for
 
 
-class Reader(Protocol):
-    """Delivers frames of one file. ``READERS`` names the built-in ones; ``package.module:Class`` names any other.
+class FrameDecoder(Protocol):
+    """Delivers frames of one file. ``DECODERS`` names the built-in ones; ``package.module:Class`` names any other.
 
     Attributes:
-        version: recorded beside the reader's name with every video.
+        version: recorded beside the decoder's name with every video.
     """
 
     version: str
@@ -48,21 +48,21 @@ class Reader(Protocol):
         """Release the file."""
 
 
-def load_reader(name: str) -> type[Reader]:
-    """The class that ``name`` stands for: a name of ``READERS`` or ``package.module:Class``.
+def load_decoder(name: str) -> type[FrameDecoder]:
+    """The class that ``name`` stands for: a name of ``DECODERS`` or ``package.module:Class``.
 
     Raises KeyError for an unknown name, ImportError or AttributeError where a path names nothing.
     """
-    reader: type[Reader] = load_object(name) if ":" in name else READERS[name]
-    return reader
+    decoder: type[FrameDecoder] = load_object(name) if ":" in name else DECODERS[name]
+    return decoder
 
 
-def reader_version(name: str | None) -> str | None:
-    """The version of the reader called ``name``, whose library is not imported for it where it is a built-in one."""
+def decoder_version(name: str | None) -> str | None:
+    """The version of the decoder called ``name``, whose library is not imported for it where it is a built-in one."""
     if name is None:
         return None
     try:
-        return version(_LIBRARIES[name]) if name in _LIBRARIES else str(load_reader(name).version)
+        return version(_LIBRARIES[name]) if name in _LIBRARIES else str(load_decoder(name).version)
     except (PackageNotFoundError, KeyError, ImportError, AttributeError):
         return None
 
@@ -72,7 +72,7 @@ def chunk_length(height: int, width: int) -> int:
     return max(1, min(_CHUNK_FRAMES, _CHUNK_BYTES // (height * width * 3)))
 
 
-class DecordReader:
+class DecordDecoder:
     """decord, one thread. It opens files without saying which demuxer, so only sniffed files may reach it.
 
     Raises decord's DECORDError for what it cannot read, and IndexMismatch where it counts other frames than the index.
@@ -90,7 +90,7 @@ class DecordReader:
             raise IndexMismatch(f"decord counts {len(self._video)} frames, the file lists {len(index.timestamps)}")
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
-        """See ``Reader.read``."""
+        """See ``FrameDecoder.read``."""
         for start in range(0, len(indices), self._chunk):
             yield self._video.get_batch(indices[start : start + self._chunk].tolist()).asnumpy()
 
@@ -99,7 +99,7 @@ class DecordReader:
         del self._video
 
 
-class PyavReader:
+class PyavDecoder:
     """PyAV, one thread. It seeks only forward, and only over enough frames to be worth it.
 
     Raises IndexMismatch where a frame of the index does not come out of the decoder.
@@ -113,7 +113,7 @@ class PyavReader:
         self._stream = prepared(self._container.streams[index.stream])
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
-        """See ``Reader.read``. Frames of another size than the first one are scaled to it."""
+        """See ``FrameDecoder.read``. Frames of another size than the first one are scaled to it."""
         index = self._index
         frames = self._by_count(indices) if index.pts is None else self._by_time(index.pts, indices)
         step = chunk_length(index.height, index.width)
@@ -191,8 +191,8 @@ def turned(frame: Frames, orientation: Orientation) -> Frames:
     return frame[rows, columns]
 
 
-def backends_for(reader: str, index: VideoIndex) -> Sequence[str]:
-    """Names of the readers to try for ``reader`` ("auto", "decord", "pyav" or an import path), the best one first."""
-    if reader == "auto":
+def decoders_for(decoder: str, index: VideoIndex) -> Sequence[str]:
+    """Names of the decoders to try for ``decoder`` ("auto", "decord", "pyav" or an import path), the best one first."""
+    if decoder == "auto":
         return ("pyav",) if index.not_for_decord else ("decord", "pyav")
-    return ("decord", "pyav") if reader == "decord" else (reader,)
+    return ("decord", "pyav") if decoder == "decord" else (decoder,)

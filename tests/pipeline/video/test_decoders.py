@@ -1,4 +1,4 @@
-"""Both readers deliver exactly the frames that were asked for, at their real times, whatever the container does."""
+"""Both decoders deliver exactly the frames that were asked for, at their real times, whatever the container does."""
 
 import os
 
@@ -7,8 +7,16 @@ import pytest
 
 from pipeline.errors import VideoFault
 from pipeline.video.containers import sniff
+from pipeline.video.decoders import (
+    DECODERS,
+    DecordDecoder,
+    PyavDecoder,
+    chunk_length,
+    decoders_for,
+    load_decoder,
+    turned,
+)
 from pipeline.video.probe import IndexMismatch, Orientation, probe, scan
-from pipeline.video.readers import READERS, DecordReader, PyavReader, backends_for, chunk_length, load_reader, turned
 from tests.pipeline.videos import (
     SAMPLE_LENGTHS,
     SAMPLES,
@@ -56,12 +64,12 @@ def index_of(path):
     return probe(str(path), sniff(path))
 
 
-def read_numbers(reader_name, index, indices):
-    reader = load_reader(reader_name)(index)
+def read_numbers(decoder_name, index, indices):
+    decoder = load_decoder(decoder_name)(index)
     try:
-        chunks = list(reader.read(np.asarray(indices)))
+        chunks = list(decoder.read(np.asarray(indices)))
     finally:
-        reader.close()
+        decoder.close()
     return [number for chunk in chunks for number in numbers(chunk)]
 
 
@@ -74,7 +82,7 @@ def test_every_frame_of_every_kind(name, tmp_path):
     expected = SECONDS if name == "variable.mp4" else np.arange(30) / 25
     assert np.abs(index.timestamps - expected).max() < 1e-3
     assert index.duration_s >= index.timestamps[-1] + 0.03
-    for backend in backends_for("auto", index):
+    for backend in decoders_for("auto", index):
         for wanted in (range(30), [0, 13, 14, 29], [29], [21, 22]):
             assert read_numbers(backend, index, wanted) == list(wanted), backend
 
@@ -85,15 +93,15 @@ def test_seeking_lands_on_the_frame(codec, gop, tmp_path, monkeypatch):
     index = index_of(write_clip(tmp_path / f"a.{'mkv' if gop == 7 else 'mp4'}", codec=codec, count=120, gop=gop))
     rng = np.random.default_rng(gop)
     sets = [np.sort(rng.choice(120, size, replace=False)) for size in (2, 3, 5, 8, 20)]
-    for backend in backends_for("auto", index):
+    for backend in decoders_for("auto", index):
         for wanted in sets:
             assert read_numbers(backend, index, wanted) == wanted.tolist(), backend
     # and each of those frames is, to the pixel, what comes of reading from the start
-    monkeypatch.setattr("pipeline.video.readers._SEEKABLE", ())
-    straight = np.concatenate(list(PyavReader(index).read(np.arange(120))))
+    monkeypatch.setattr("pipeline.video.decoders._SEEKABLE", ())
+    straight = np.concatenate(list(PyavDecoder(index).read(np.arange(120))))
     monkeypatch.undo()
     for wanted in sets:
-        assert np.array_equal(np.concatenate(list(PyavReader(index).read(wanted))), straight[wanted])
+        assert np.array_equal(np.concatenate(list(PyavDecoder(index).read(wanted))), straight[wanted])
 
 
 def test_to_write_av1_leaves_the_tests_at_their_priority(tmp_path):
@@ -107,7 +115,9 @@ def test_decord_and_pyav_agree_on_real_clips(name, length):
     index = index_of(sample(name))
     assert len(index.timestamps) == length and index.not_for_decord == ""
     wanted = np.linspace(0, length - 1, 8, dtype=int)
-    with_decord, with_pyav = (np.concatenate(list(reader(index).read(wanted))) for reader in (DecordReader, PyavReader))
+    with_decord, with_pyav = (
+        np.concatenate(list(decoder(index).read(wanted))) for decoder in (DecordDecoder, PyavDecoder)
+    )
     assert with_decord.shape == (8, index.height, index.width, 3)
     difference = np.abs(with_decord.astype(int) - with_pyav)
     assert difference.max() <= 2
@@ -143,7 +153,7 @@ def test_two_streams_the_default_one_is_read_as_ffmpeg_does(tmp_path):
 def test_rotation_is_applied(name, degrees, tmp_path):
     index = index_of(write_clip(tmp_path / name, rotation=degrees if degrees < 180 else degrees - 360))
     assert "rotated" in index.not_for_decord
-    frames = np.concatenate(list(PyavReader(index).read(np.arange(30))))
+    frames = np.concatenate(list(PyavDecoder(index).read(np.arange(30))))
     stored = np.stack([np.rot90(frame, -degrees // 90) for frame in frames])  # set_display_rotation: anticlockwise
     assert numbers(stored) == list(range(30))
     assert frames.shape[1:3] == ((96, 64) if degrees != 180 else (64, 96)) == (index.height, index.width)
@@ -187,13 +197,13 @@ def test_chunks_shrink_with_the_frames(tmp_path, monkeypatch):
     assert chunk_length(2160, 3840) == 2
     assert chunk_length(8192, 8192) == 1
     index = index_of(write_clip(tmp_path / "a.mp4"))
-    assert [len(chunk) for chunk in PyavReader(index).read(np.arange(20))] == [8, 8, 4]
-    assert [len(chunk) for chunk in DecordReader(index).read(np.arange(20))] == [8, 8, 4]
+    assert [len(chunk) for chunk in PyavDecoder(index).read(np.arange(20))] == [8, 8, 4]
+    assert [len(chunk) for chunk in DecordDecoder(index).read(np.arange(20))] == [8, 8, 4]
 
 
-def test_readers_go_by_name_or_import_path():
-    assert list(READERS) == ["decord", "pyav"]
-    assert load_reader("pyav") is PyavReader
-    assert load_reader("tests.pipeline.videos:Aborting").version == "0"
+def test_decoders_go_by_name_or_import_path():
+    assert list(DECODERS) == ["decord", "pyav"]
+    assert load_decoder("pyav") is PyavDecoder
+    assert load_decoder("tests.pipeline.videos:Aborting").version == "0"
     with pytest.raises(KeyError, match="known: decord, pyav"):
-        load_reader("opencv")
+        load_decoder("opencv")

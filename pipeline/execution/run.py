@@ -1,0 +1,106 @@
+"""What every run does, whatever goes through it: check, lock, match, resume, stream, summarise.
+
+A kind of run fills in the steps (``pipeline.prune.run``, ``pipeline.generate.run``); the order and what holds over all
+of them, the lock and the record of the run, are here."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sized
+from functools import partial
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from rich.console import Console
+
+from pipeline.errors import RunFailed
+from pipeline.execution.cluster import cause
+from pipeline.execution.outcome import Outcome
+from pipeline.execution.run_record import RunFile
+from pipeline.storage.lock import Lock, cache_lock
+from pipeline.storage.stores import Store
+
+
+class Options(Protocol):
+    """What a run was told."""
+
+    def as_record(self) -> dict[str, Any]:
+        """Every option as JSON-able values; of a secret one only that it is set."""
+
+
+class Request(Protocol):
+    """A request that was checked, before anything was started."""
+
+    @property
+    def run_id(self) -> str: ...
+
+    @property
+    def store(self) -> Store:
+        """Where the results go."""
+
+
+class Streamed(NamedTuple):
+    """The record of a run whose items have all ended, and how many of them failed."""
+
+    run_file: RunFile
+    n_failed: int
+
+
+R = TypeVar("R", bound=Request)
+T = TypeVar("T", bound=Sized)
+S = TypeVar("S", bound=Outcome)
+
+
+class Run(ABC, Generic[R, T, S]):
+    """One run on the driver: of a request R, which leaves T to do, and ends as the summary S."""
+
+    def __init__(self, options: Options, console: Console) -> None:
+        self.options = options
+        self.console = console
+
+    @abstractmethod
+    def prepare(self) -> R:
+        """The request, checked as far as that is possible before anything is started. Raises UsageError."""
+
+    @abstractmethod
+    def match(self, request: R) -> R:
+        """The request as what is there already binds it. Raises IdentityMismatch where both do not go together."""
+
+    @abstractmethod
+    def remaining(self, request: R) -> T:
+        """What is left to do. Raises UsageError."""
+
+    @abstractmethod
+    def stream(self, request: R, todo: T, lock: Lock) -> Streamed:
+        """Do it and commit it, under a record of the run. Raises RunFailed."""
+
+    @abstractmethod
+    def summarise(self, request: R, todo: T, n_failed: int, wall_s: float) -> S:
+        """What is there now, counted from the committed rows."""
+
+    def carry_out(self) -> S:
+        """Bring the store up to date with the request.
+
+        Raises UsageError (nothing was started) or RunFailed (what was committed stays; a rerun goes on).
+        """
+        try:
+            return self._carry_out(self.prepare())
+        except OSError as error:  # a store failed; the fault of a single item never gets here
+            raise RunFailed(cause(error)) from error
+
+    def _carry_out(self, request: R) -> S:
+        values = self.options.as_record().items()
+        shown = " ".join(f"{name}={value}" for name, value in values if value not in (None, []))
+        self.console.print(f"configuration: {shown}", style="dim", markup=False, highlight=False, soft_wrap=True)
+        request.store.make()
+        notify = partial(self.console.print, highlight=False, markup=False)
+        with cache_lock(request.store, request.run_id, notify) as lock:
+            request = self.match(request)  # again: another run may have written before the lock was ours
+            started = time.monotonic()
+            todo = self.remaining(request)
+            streamed = self.stream(request, todo, lock) if len(todo) else None
+            n_failed = streamed.n_failed if streamed else 0
+            summary = self.summarise(request, todo, n_failed, time.monotonic() - started)
+            if streamed:
+                streamed.run_file.save(summary=summary.as_record())
+            return summary

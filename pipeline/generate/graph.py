@@ -1,0 +1,76 @@
+"""The stage that answers, and what it may use.
+
+questions -> answer (GPU actors: cached tokens -> prompt -> language model) -> driver commits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import ray.data
+
+from pipeline.execution.stages import MAX_BLOCKS, Stage, StageWords, Wording, actors
+from pipeline.generate.answer_stage import STAGE, Answerer, AnswerSetup, question_blocks
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.resume import in_blocks
+from pipeline.rows import QuestionRecord
+
+ANSWERING = Wording(
+    doing="answering",
+    item="question",
+    stages={STAGE: StageWords("asked", "look at that host, its GPU, and the storage of the cache")},
+    to_lower="--workers",
+)
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """Every resource number of the graph."""
+
+    wording: ClassVar[Wording] = ANSWERING
+
+    answer: Stage
+    questions_per_block: int
+
+    @property
+    def cpus(self) -> float:
+        """CPUs that all models reserve at once."""
+        return self.answer.num_cpus * self.answer.workers
+
+    @property
+    def gpus(self) -> float:
+        """GPUs that all models reserve at once."""
+        return self.answer.num_gpus * self.answer.workers
+
+    def collected(self, stage: str, waits: bool) -> int:
+        """A block of questions is taken as it is."""
+        return 1
+
+
+def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateConfig) -> AnswerPlan:
+    """Share out a cluster; ``gpus`` is 0 where the model runs on CPUs."""
+    room = int(gpus) if gpus >= 1 else max(1, int(cpus))
+    workers = max(1, min(config.workers or (room if gpus >= 1 else 1), room, n_questions))
+    # A block is the unit of work, of retry and of what is committed at once: small runs use small ones, but whole
+    # batches, and no more of them than the driver tracks lightly.
+    batches = min(config.questions_per_shard, n_questions // (8 * workers)) // config.batch_size
+    block = config.batch_size * max(1, batches)
+    return AnswerPlan(
+        answer=Stage(0, 1, workers, "one model a GPU; a CPU for its host thread is left free")
+        if gpus >= 1
+        else Stage(min(1.0, cpus), 0, workers, "for trying things out: a CPU answers slowly"),
+        questions_per_block=max(block, n_questions // MAX_BLOCKS),
+    )
+
+
+def build_graph(
+    ask: Sequence[QuestionRecord], setup: AnswerSetup, plan: AnswerPlan, heartbeats: Any = None
+) -> ray.data.Dataset:
+    """The lazy dataset whose rows are the answers to ``ask``; nothing runs until it is iterated."""
+    # A block is one row: its questions share videos, which are read once and go through the model once.
+    blocks = question_blocks(in_blocks(ask, plan.questions_per_block))
+    return ray.data.from_blocks(blocks).map_batches(
+        Answerer, fn_constructor_args=(setup, heartbeats), **actors(plan.answer, 1)
+    )

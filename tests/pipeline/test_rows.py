@@ -1,0 +1,79 @@
+"""The records that travel between stages are the rows of the Parquet files, name by name and type by type."""
+
+import datetime
+import types
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pyarrow as pa
+import pytest
+
+from pipeline.cache.schema import VIDEO_SCHEMA
+from pipeline.errors import QuestionFault, VideoFault
+from pipeline.generate.answers import ANSWER_SCHEMA
+from pipeline.generate.questions import QUESTION_SCHEMA
+from pipeline.prune.resume import TODO_SCHEMA
+from pipeline.rows import (
+    AnswerRecord,
+    QuestionRecord,
+    TodoRow,
+    VideoRecord,
+    failed_answer,
+    failed_video,
+    without_nulls,
+)
+
+ARROW = {
+    str: {pa.string()},
+    int: {pa.int32(), pa.int64()},
+    float: {pa.float64(), pa.float32()},
+    bool: {pa.bool_()},
+    datetime.datetime: set(),
+}
+
+
+def accepted(hint: Any) -> set[pa.DataType]:
+    """The Arrow types that hold values of a type hint."""
+    if get_origin(hint) is Literal:
+        return ARROW[str]
+    if get_origin(hint) is list:
+        return {pa.list_(kind) for kind in accepted(get_args(hint)[0])}
+    if get_origin(hint) in (Union, types.UnionType):
+        return accepted(next(kind for kind in get_args(hint) if kind is not type(None)))
+    return ARROW[hint]
+
+
+@pytest.mark.parametrize(
+    ("record", "schema"),
+    [
+        (VideoRecord, VIDEO_SCHEMA),
+        (AnswerRecord, ANSWER_SCHEMA),
+        (TodoRow, TODO_SCHEMA),
+        (QuestionRecord, QUESTION_SCHEMA.append(pa.field("attempts", pa.int32()))),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_record_is_its_schema(record, schema):
+    hints = get_type_hints(record)
+    assert set(hints) == set(schema.names)
+    for field in schema:
+        assert field.type in accepted(hints[field.name]), field.name
+
+
+def test_what_fails_keeps_what_was_known():
+    record: VideoRecord = {"video_id": "v", "attempts": 2, "backend": "decord", "status": "ok", "codec": "h264"}
+    fault = VideoFault("crash", "gone\n", exit_signal=11, attempts=2)
+    failed = failed_video(record, fault)
+    assert failed["backend"] == "decord" and failed["codec"] == "h264" and failed["error_message"] == "gone"
+    assert (failed["status"], failed["error_class"], failed["error_signal"]) == ("failed", "crash", 11)
+    assert failed["attempts"] == 3 and failed["retryable"] is True
+    assert failed_video(record, VideoFault("corrupt", "", backend="pyav"))["backend"] == "pyav"
+    question: QuestionRecord = {"question_id": "q", "attempts": 1}
+    answer = failed_answer(question, QuestionFault("bad-prompt", "x" * 2000))
+    assert len(answer["error_message"]) == 1024 and answer["retryable"] is False and answer["question_id"] == "q"
+
+
+def test_a_null_is_an_absent_key():
+    assert without_nulls({"video_id": "v", "start_s": None, "n_tokens": 0}, VideoRecord) == {
+        "video_id": "v",
+        "n_tokens": 0,
+    }
