@@ -7,9 +7,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import ray
 
@@ -103,54 +103,67 @@ class _Abandoned(BaseException):
     """Ends the thread of ``patiently`` from outside."""
 
 
-def patiently(items: Iterator[T], look: Callable[[], None], every_s: float) -> Generator[T, None, None]:
-    """The items of an iterator that may block for ever, with a ``look`` every ``every_s`` seconds meanwhile.
+class _Fetcher(Generic[T]):
+    """Takes the items of an iterator in a thread, one ahead at most, and hands them over one by one."""
 
-    It runs in a thread, one item ahead at most. What it raises is raised here. When this generator is closed, or
-    ``look`` raises, the iterator is interrupted where it is, as Ctrl-C would.
-    """
-    ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(1)
-    closed = threading.Event()
+    def __init__(self, items: Iterator[T]) -> None:
+        self._items = items
+        self._ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(1)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._fetch, name="graph", daemon=True)
+        self._thread.start()
 
-    def hand_over(item: tuple[T] | BaseException | None) -> None:
-        while not closed.is_set():
-            try:
-                return ready.put(item, timeout=1)
-            except queue.Full:
-                continue
-        raise _Abandoned
+    def next(self, timeout_s: float) -> tuple[T] | None:
+        """The next item; None where there is no more. Raises queue.Empty, and what the iterator raises."""
+        item = self._ready.get(timeout=timeout_s)
+        if isinstance(item, BaseException):
+            raise item
+        return item
 
-    def iterate() -> None:
+    def close(self) -> None:
+        """Interrupt the iterator where it is, as Ctrl-C would."""
+        self._closed.set()
+        _interrupt(self._thread)
+
+    def _fetch(self) -> None:
         try:
-            for item in items:
-                hand_over((item,))
-            hand_over(None)
+            for item in self._items:
+                self._hand_over((item,))
+            self._hand_over(None)
         except _Abandoned:
             pass
         except BaseException as error:  # noqa: BLE001 - it is the main thread's
             with suppress(_Abandoned):  # nobody waits for it any more
-                hand_over(error)
+                self._hand_over(error)
 
-    thread = threading.Thread(target=iterate, name="graph", daemon=True)
-    thread.start()
-    looked_at = time.monotonic()
-    try:
+    def _hand_over(self, item: tuple[T] | BaseException | None) -> None:
+        while not self._closed.is_set():
+            try:
+                return self._ready.put(item, timeout=1)
+            except queue.Full:
+                continue
+        raise _Abandoned
+
+
+def patiently(items: Iterator[T], look: Callable[[], None], every_s: float) -> Generator[T, None, None]:
+    """The items of an iterator that may block for ever, with a ``look`` every ``every_s`` seconds meanwhile.
+
+    It runs in a thread, one item ahead at most. What it raises is raised here. When this generator is closed, or
+    ``look`` raises, the iterator is interrupted where it is.
+    """
+    fetcher, looked_at = _Fetcher(items), time.monotonic()
+    with closing(fetcher):
         while True:
             if time.monotonic() - looked_at >= every_s:  # also while items come thick and fast
                 look()
                 looked_at = time.monotonic()
             try:
-                item = ready.get(timeout=every_s)
+                item = fetcher.next(every_s)
             except queue.Empty:
                 continue
             if item is None:
                 return
-            if isinstance(item, BaseException):
-                raise item
             yield item[0]
-    finally:
-        closed.set()
-        _interrupt(thread)
 
 
 def _interrupt(thread: threading.Thread, wait_s: float = 10.0) -> None:

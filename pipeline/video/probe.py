@@ -141,43 +141,45 @@ def probe(path: str, demuxer: str) -> VideoIndex:
     """
     with open_container(path, demuxer) as container:
         stream = pick_stream(container)
-        codec = _codec(stream)
-        packets, first, changes = _read_packets(container, stream, codec)
+        packets, first, changes = _read_packets(container, stream, _codec(stream))
         if first is None:
             raise VideoFault("corrupt", f"none of the {len(packets)} packets of the video stream can be decoded")
-        orientation = _orientation(first)
-        height, width = (first.width, first.height) if orientation.transpose else (first.height, first.width)
         shown = [p for p in packets if not p.discard]
         usable = _timestamps_usable(shown, demuxer, stream)
-        pts = np.sort(np.array([p.pts for p in shown], dtype=np.int64)) if usable else None
-        keys = sorted(
-            (p.pts, min(p.pts, p.dts) if p.dts is not None else p.pts)
-            for p in packets
-            if p.keyframe and p.pts is not None
-        )
         unfit = _why_not_decord(container, stream, first, packets, changes) if usable else "no timestamps"
         if not unfit and _hides_columns(path, demuxer, stream, first):
             unfit = "it hides columns on the left"
-        index = VideoIndex(
-            path=path,
-            demuxer=demuxer,
-            stream=stream.index,
-            codec=codec,
-            width=width,
-            height=height,
-            orientation=orientation,
-            timestamps=np.zeros(0),
-            pts=pts,
-            keyframes=np.array([k[0] for k in keys], dtype=np.int64),
-            seek_times=np.array([k[1] for k in keys], dtype=np.int64),
-            fps=float(stream.average_rate or stream.guessed_rate or 25),
-            duration_s=0.0,
-            not_for_decord=unfit,
-        )
+        pts = np.sort(np.array([p.pts for p in shown], dtype=np.int64)) if usable else None
+        index = replace(_untimed(path, demuxer, stream, first, packets), pts=pts, not_for_decord=unfit)
         if pts is None:
             return scan(index)
         last = max(shown, key=lambda p: p.pts or 0)
         return _timed(index, stream, container.start_time, pts, last.duration)
+
+
+def _untimed(path: str, demuxer: str, stream: Any, first: Any, packets: Sequence[_Packet]) -> VideoIndex:
+    """The index with the shape and the keyframes of the stream, and no times yet; ``first`` is its first frame."""
+    orientation = _orientation(first)
+    height, width = (first.width, first.height) if orientation.transpose else (first.height, first.width)
+    keys = sorted(
+        (p.pts, min(p.pts, p.dts) if p.dts is not None else p.pts) for p in packets if p.keyframe and p.pts is not None
+    )
+    return VideoIndex(
+        path=path,
+        demuxer=demuxer,
+        stream=stream.index,
+        codec=_codec(stream),
+        width=width,
+        height=height,
+        orientation=orientation,
+        timestamps=np.zeros(0),
+        pts=None,
+        keyframes=np.array([k[0] for k in keys], dtype=np.int64),
+        seek_times=np.array([k[1] for k in keys], dtype=np.int64),
+        fps=float(stream.average_rate or stream.guessed_rate or 25),
+        duration_s=0.0,
+        not_for_decord="",
+    )
 
 
 def scan(index: VideoIndex) -> VideoIndex:
