@@ -8,28 +8,36 @@ types.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypedDict, TypeVar, cast
+from typing import Any, Literal, NotRequired, TypedDict, TypeVar, cast
 
 from pipeline.errors import FaultClass, QuestionFault, QuestionFaultClass, VideoFault
 
 Status = Literal["ok", "failed"]
+#: A row of the videos table as a reader sees it: every column, None where it is null, and the columns that hold JSON
+#: decoded, whatever a user's manifest or a model family put there. ``VideoRecord`` is its typed counterpart.
+VideoRow = dict[str, Any]
 R = TypeVar("R", bound=Mapping[str, Any])
 
 
-class TodoRow(TypedDict):
-    """A video that is to be processed: a row of a manifest as Arrow gives it, and which attempt this is.
+class ManifestRow(TypedDict):
+    """A video that a user named, as ``pipeline.inputs`` found it.
 
     ``path`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what
-    a listing on S3 said."""
+    a listing on S3 said; ``manifest`` is JSON of the columns that are only carried along."""
 
     video_id: str
     uri: str
     path: str
-    start_s: float | None
-    end_s: float | None
-    manifest: str | None
-    policy: str | None
-    size: int | None
+    start_s: NotRequired[float | None]
+    end_s: NotRequired[float | None]
+    manifest: NotRequired[str | None]
+    policy: NotRequired[str | None]
+    size: NotRequired[int | None]
+
+
+class TodoRow(ManifestRow):
+    """A video that is to be processed, and which attempt this is."""
+
     attempts: int
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gstep.pruners.checks import EVIDENCE_SHAPES
+from pipeline.rows import VideoRow
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,12 @@ class CachedVideo:
     frame: Tensor
     merged: Tensor | None
     density: Tensor | None
-    metadata: dict[str, Any]
+    metadata: VideoRow
     deepstack: tuple[Tensor, ...] = ()
     evidence: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def to_video(row: dict[str, Any], table: pa.Table, deepstack_levels: int, evidence: Sequence[str]) -> CachedVideo:
+def to_video(row: VideoRow, table: pa.Table, deepstack_levels: int, evidence: Sequence[str]) -> CachedVideo:
     """The token rows of a video, in their order; ``row`` is its row of the videos table."""
 
     def numbers(name: str, dtype: Any) -> Tensor | None:

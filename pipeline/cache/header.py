@@ -4,13 +4,64 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from pipeline.cache.schema import digest
 from pipeline.errors import UsageError
 from pipeline.storage.stores import Store
 
 CHECKSUM = "checksum"
+
+
+class ModelIdentity(TypedDict):
+    """Which model: ``type`` is its family, ``weights`` and ``pooling_head`` say which weights (gstep.checkpoints)."""
+
+    type: str
+    weights: str
+    pooling_head: NotRequired[str]
+
+
+class PrunerIdentity(TypedDict):
+    """Which method, with which of its own hyper-parameters, and the seed of one that draws."""
+
+    method: str
+    params: dict[str, Any]
+    seed: NotRequired[int]
+
+
+class CacheIdentity(TypedDict):
+    """What every row of a cache was made with; another one is refused.
+
+    Attributes:
+        preprocessing: the family's own settings.
+        sampling: num_frames, or fps and max_frames.
+        dtype: of the arithmetic ("compute") and of what is stored ("stored").
+        evidence: stored besides the tokens, name -> where in the encoder it is from.
+    """
+
+    model: ModelIdentity
+    preprocessing: dict[str, Any]
+    sampling: dict[str, Any]
+    pruner: PrunerIdentity
+    retention_ratio: float
+    dtype: dict[str, str]
+    evidence: NotRequired[dict[str, str]]
+
+
+class CacheHeader(TypedDict):
+    """cache.json.
+
+    Attributes:
+        newline: base64 of [D] bfloat16, LLaVA-OneVision's row after all tokens of a video; None elsewhere.
+        hidden_size: D.
+        deepstack_levels: absent from caches made before there were any.
+    """
+
+    schema_version: int
+    identity: CacheIdentity
+    newline: str | None
+    hidden_size: NotRequired[int]
+    deepstack_levels: NotRequired[int]
 
 
 def fingerprint(content: Mapping[str, Any]) -> str:

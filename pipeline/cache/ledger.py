@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from pipeline.cache.live_rows import VIDEOS, VideoRows, best_first, parse_videos_shard
 from pipeline.keys import clip_keys, find, keys_of
+from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
 
 TIMED: Final = ("decode", "encode", "prune", "write")  # the steps whose seconds a row of the videos table has
@@ -104,7 +105,7 @@ class Ledger:
         """[n]: whether these rows were decoded with warnings."""
         return np.greater_equal(self.columns["code"][rows], _WARNED)
 
-    def read(self, row: int) -> dict[str, Any]:
+    def read(self, row: int) -> VideoRow:
         """All that the videos table says of a row; its shard is read again."""
         place = int(self.columns["place"][row])
         shard = int(np.searchsorted(self._starts, place, side="right")) - 1

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from pipeline.cache.schema import READ_THREADS, VIDEO_SCHEMA, digest, open_parquet
 from pipeline.errors import CorruptShard
+from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
 
 TOKENS, VIDEOS = "tokens", "videos"  # folders of a cache
@@ -101,5 +102,5 @@ class VideoRows:
     def __init__(self, store: Store, keep: int = 8) -> None:
         self._shard = lru_cache(maxsize=keep)(lambda name: read_videos_shard(store, name))
 
-    def __call__(self, shard: str, row: int) -> dict[str, Any]:
+    def __call__(self, shard: str, row: int) -> VideoRow:
         return dict(self._shard(shard).slice(row, 1).to_pylist()[0])

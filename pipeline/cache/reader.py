@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,21 +15,22 @@ from torch import Tensor
 
 from gstep.types import budget_for
 from pipeline.cache.cached_video import CachedVideo, bfloat16, by_index, to_video
-from pipeline.cache.header import read_header_file
+from pipeline.cache.header import CacheHeader, CacheIdentity, read_header_file
 from pipeline.cache.live_rows import VideoRows, read_live
 from pipeline.cache.schema import SCHEMA_VERSION, token_schema
 from pipeline.cache.token_shard import TokenShard
 from pipeline.errors import EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
+from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store, store_at
 
 HEADER = "cache.json"
 TokenOrder = Literal["index", "selection"]
 
 
-def read_header(store: Store) -> dict[str, Any]:
+def read_header(store: Store) -> CacheHeader:
     """The cache's header (schema version, identity, newline, shape of a token). Raises NotACache."""
     absent = f"not a pruned-token cache (no {HEADER}); make one with python -m jobs.prune"
-    return read_header_file(store, HEADER, SCHEMA_VERSION, NotACache, absent)
+    return cast(CacheHeader, read_header_file(store, HEADER, SCHEMA_VERSION, NotACache, absent))
 
 
 class TokenCache:
@@ -52,9 +53,9 @@ class TokenCache:
         self._shard = lru_cache(maxsize=16)(self._open_shard)
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> CacheIdentity:
         """What every row of this cache was made with."""
-        return dict(self.header["identity"])
+        return self.header["identity"]
 
     @property
     def retention_ratio(self) -> float:
@@ -94,7 +95,7 @@ class TokenCache:
     def __iter__(self) -> Iterator[str]:
         return iter(self.video_ids)
 
-    def metadata(self, video_id: str) -> dict[str, Any]:
+    def metadata(self, video_id: str) -> VideoRow:
         """The video's live row, failed or not. Raises UnknownVideo."""
         place = self._place.get(video_id)
         if place is None:
@@ -142,7 +143,7 @@ class TokenCache:
         video = to_video(row, self._read(row, keep, evidence), self.deepstack_levels, evidence)
         return video if order == "selection" else by_index(video)
 
-    def _read(self, row: dict[str, Any], keep: int, evidence: Sequence[str]) -> pa.Table:
+    def _read(self, row: VideoRow, keep: int, evidence: Sequence[str]) -> pa.Table:
         """The video's first ``keep`` token rows, from no more row groups than hold them."""
         plain = token_schema(row["hidden_size"], self.deepstack_levels).names
         columns = [*(name for name in plain if name != "video_id"), *evidence]

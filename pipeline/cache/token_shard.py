@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,6 +11,7 @@ import pyarrow.parquet as pq
 
 from pipeline.cache.schema import FOOTER_TAIL, READ_THREADS, digest, footer_length, open_parquet, parse_footer
 from pipeline.errors import CorruptShard
+from pipeline.rows import VideoRow
 from pipeline.storage.stores import RangedObject, Store
 
 
@@ -47,7 +47,7 @@ class TokenShard:
             raise CorruptShard(f"{self._shown}: its footer is not the one that was committed", "footer")
         self.parquet: pq.ParquetFile = open_parquet(self._source, parse_footer(footer), sparse=sparse)
 
-    def read(self, row: dict[str, Any], keep: int, columns: Sequence[str], near: Collection[str] = ()) -> pa.Table:
+    def read(self, row: VideoRow, keep: int, columns: Sequence[str], near: Collection[str] = ()) -> pa.Table:
         """The first ``keep`` token rows of a video, from no more row groups than hold them.
 
         Args:

@@ -12,13 +12,13 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import ray
 
 from gstep.backbones import choose_runtime
 from pipeline.errors import RunFailed, UsageError, printable
 from pipeline.execution.request import refusing
+from pipeline.execution.run_record import RunRecord
 from pipeline.execution.stages import RESTARTS, configure_ray_data
 
 
@@ -75,7 +75,7 @@ def settle(cluster: dict[str, float], device: str, dtype: str, attn: str) -> tup
     return device, dtype
 
 
-def provenance(run_id: str, packages: Sequence[str]) -> dict[str, Any]:
+def provenance(run_id: str, packages: Sequence[str]) -> RunRecord:
     """What the record of a run says of this machine."""
     return {
         "run_id": run_id,

@@ -12,12 +12,14 @@ from pipeline.errors import printable
 from pipeline.storage.stores import Store
 
 RUNS = "runs"
+#: What a run says of itself, JSON-able. Older runs said less, newer ones may say more: nothing depends on it.
+RunRecord = dict[str, Any]
 
 
 class RunFile:
     """Written when a run starts and again when it ends, however it ends."""
 
-    def __init__(self, store: Store, record: dict[str, Any]) -> None:
+    def __init__(self, store: Store, record: RunRecord) -> None:
         self._store = store
         self._record = record | {"started": now()}
 

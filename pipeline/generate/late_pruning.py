@@ -15,6 +15,7 @@ from gstep.pruners.base import Pruner
 from gstep.pruners.cdpruner import CDPruner
 from gstep.pruners.fastv import FastV
 from gstep.types import budget_for
+from pipeline.cache.header import CacheIdentity
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.generate.config import GenerateConfig
 from pipeline.options import pruner_params
@@ -96,7 +97,7 @@ class LatePruning:
 
 
 def late_pruning(
-    config: GenerateConfig, held: dict[str, Any], source: ModelSource, builder: PromptBuilder
+    config: GenerateConfig, held: CacheIdentity, source: ModelSource, builder: PromptBuilder
 ) -> LatePruning | None:
     """The method that the request names, if any, checked against the cache and the model before that is loaded.
 
@@ -133,9 +134,7 @@ def late_pruning(
     return LatePruning(pruner, ratio, _text_tower(pruner, config.siglip, held, source))
 
 
-def _text_tower(
-    pruner: Pruner, siglip: str | None, held: dict[str, Any], source: ModelSource
-) -> TextTowerSource | None:
+def _text_tower(pruner: Pruner, siglip: str | None, held: CacheIdentity, source: ModelSource) -> TextTowerSource | None:
     """The text tower that goes with the cache's evidence, where the family has such evidence at all."""
     asked = set(pruner.sources.items())
     if not asked or not asked <= BACKBONES[source.model_type].gives:
@@ -164,7 +163,7 @@ def _text_tower(
     return tower
 
 
-def _whole(held: dict[str, Any]) -> bool:
+def _whole(held: CacheIdentity) -> bool:
     """Whether a cache of this identity holds every token unchanged: some methods drop or merge tokens at a ratio of 1
     too."""
     method = held["pruner"]["method"]

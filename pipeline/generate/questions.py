@@ -19,7 +19,7 @@ from gstep.language import Decoding
 from pipeline.errors import QuestionsError
 from pipeline.generate.choices import MAX_LETTERS
 from pipeline.inputs.listings import suffix_of
-from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, carried_json, is_text, read_rows
+from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, UserRow, carried_json, is_text, read_rows
 from pipeline.storage.s3 import Objects, check_uri, is_object
 
 # ``decoding`` is what ``Way.describe`` gives, as JSON: everything that decides how this one question is answered.
@@ -33,7 +33,6 @@ QUESTION_SCHEMA = pa.schema(
         pa.field("question_extra", pa.string()),
     ]
 )
-Row = dict[str, Any]
 _OPTIONS: Mapping[str, type] = {
     "max_new_tokens": int,
     "temperature": float,
@@ -59,7 +58,7 @@ class Way:
     choices: str = "letter"
     system: str | None = None
 
-    def describe(self) -> Row:
+    def describe(self) -> dict[str, str | int | float | None]:
         """For the identity of the answers; what cannot bite is left out, so that it is no difference."""
         return {"choices": self.choices, "system": self.system, **describe_decoding(self.decoding)}
 
@@ -150,7 +149,7 @@ def _opened(place: str, objects: Objects | None) -> Iterator[BinaryIO]:
         yield opened
 
 
-def _question(row: Row, where: str, way: Way) -> Row:
+def _question(row: UserRow, where: str, way: Way) -> dict[str, str | list[str] | None]:
     question_id = row.get("question_id")
     if isinstance(question_id, bool) or not isinstance(question_id, str | int) or not str(question_id).strip():
         raise QuestionsError(f"{where}: question_id must be text or a whole number, got {question_id!r}")
@@ -173,7 +172,7 @@ def _question(row: Row, where: str, way: Way) -> Row:
     return question
 
 
-def _video_ids(row: Row, where: str) -> list[str]:
+def _video_ids(row: UserRow, where: str) -> list[str]:
     value = row.get("video_id")
     if isinstance(value, str) and value.startswith("["):  # a .csv has no lists of its own
         listed = _json_list(value)
@@ -184,7 +183,7 @@ def _video_ids(row: Row, where: str) -> list[str]:
     return ids
 
 
-def _choices(row: Row, where: str, way: Way) -> list[str] | None:
+def _choices(row: UserRow, where: str, way: Way) -> list[str] | None:
     value = row.get("choices")
     if value is None:
         return None
@@ -208,7 +207,7 @@ def _json_list(text: str) -> list[Any] | None:
     return value if isinstance(value, list) else None
 
 
-def _instructions(row: Row, where: str, way: Way, has_choices: bool) -> Instructions:
+def _instructions(row: UserRow, where: str, way: Way, has_choices: bool) -> Instructions:
     """How a question is answered: what its row says before what the run says."""
     own = {name: _number(row[name], kind, name, where) for name, kind in _OPTIONS.items() if row.get(name) is not None}
     # One seed for all would draw the same numbers for every question.

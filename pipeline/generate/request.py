@@ -14,7 +14,7 @@ from rich.console import Console
 from gstep import PRUNERS
 from gstep.backbones import ModelSource
 from gstep.language import Decoding, PromptBuilder, prompt_builder
-from pipeline.cache.header import differences
+from pipeline.cache.header import CacheHeader, ModelIdentity, differences
 from pipeline.cache.live_rows import INDEX_COLUMNS, read_live
 from pipeline.cache.reader import TokenOrder, read_header, rows_wanted
 from pipeline.errors import IdentityMismatch, NotAnswers, UsageError
@@ -181,7 +181,7 @@ def _model(config: GenerateConfig, weights: str) -> tuple[str, str | None]:
     raise UsageError(f"--model is missing: the cache was made with a folder ({weights}), and does not say where it is")
 
 
-def _check_model(cache: Store, held: dict[str, Any], source: ModelSource) -> None:
+def _check_model(cache: Store, held: ModelIdentity, source: ModelSource) -> None:
     if (held["type"], held["weights"]) != (source.model_type, source.identity):
         raise IdentityMismatch(
             f"{cache} was made with the weights {held['weights']} ({held['type']}), --model {source.name} has "
@@ -189,7 +189,7 @@ def _check_model(cache: Store, held: dict[str, Any], source: ModelSource) -> Non
         )
 
 
-def _check_tokens(cache: Store, header: dict[str, Any], live: pa.Table, builder: PromptBuilder) -> None:
+def _check_tokens(cache: Store, header: CacheHeader, live: pa.Table, builder: PromptBuilder) -> None:
     """Whether the cached tokens are of the shape that the model takes."""
     again = "prune into another --out with the same model"
     levels = header.get("deepstack_levels", 0)  # caches made before there were any do not say

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pyarrow as pa
 
@@ -21,6 +21,7 @@ from pipeline.inputs.listings import list_videos, listed_policy, root_prefix, su
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, without_secrets
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, is_text, read_parts
 from pipeline.keys import ROWS_AT_ONCE, repeated
+from pipeline.rows import ManifestRow
 from pipeline.storage.s3 import Objects, check_uri, is_object
 
 # Which files of a folder or glob count as videos. A file that is named outright may have any name.
@@ -105,7 +106,7 @@ def _from_glob(pattern: str, roots: Sequence[Path]) -> pa.Table:
     return _to_table(_file_row(path, root, judge) for path in sorted(found))
 
 
-def _file_row(path: Path, root: Path, judge: Judge) -> dict[str, Any]:
+def _file_row(path: Path, root: Path, judge: Judge) -> ManifestRow:
     """The row of a file found below ``root``; its id is the POSIX path relative to it."""
     absolute = os.path.abspath(path)  # noqa: PTH100 - Path.resolve would follow links, which are judged separately
     video_id = path.relative_to(root).as_posix()
@@ -154,7 +155,7 @@ def _from_manifest(name: str, file: BinaryIO, base: Path | str, roots: Roots) ->
     return _unique(pa.Table.from_batches(parts, MANIFEST_SCHEMA), name)
 
 
-def _to_table(rows: Iterable[dict[str, Any]]) -> pa.Table:
+def _to_table(rows: Iterable[ManifestRow]) -> pa.Table:
     left = iter(rows)
     parts = []
     while part := list(islice(left, ROWS_AT_ONCE)):

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
@@ -18,7 +18,8 @@ import pyarrow.compute as pc
 
 from pipeline.errors import ManifestError, printable
 from pipeline.inputs.listings import MISSHAPED, OUTSIDE, named_policy
-from pipeline.inputs.tables import Rows, carried_json, is_text
+from pipeline.inputs.tables import Rows, UserRow, carried_json, is_text
+from pipeline.rows import ManifestRow
 from pipeline.storage.s3 import is_object
 
 # ``path`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what a
@@ -139,7 +140,7 @@ class NamedVideos:
         checked = [self._row(row, f"{self._name}, {where}") for where, row in rows]
         return pa.RecordBatch.from_pylist(checked, schema=MANIFEST_SCHEMA)
 
-    def _row(self, row: dict[str, Any], where: str) -> dict[str, Any]:
+    def _row(self, row: UserRow, where: str) -> ManifestRow:
         for name in ("video_id", "uri"):
             if row.get(name) is None or not str(row[name]).strip():
                 raise ManifestError(f"{where}: no {name}; every row needs a video_id and a uri")
@@ -194,7 +195,7 @@ def _odd(texts: pa.Array) -> bool:
     return bool(pc.any(pc.or_(pc.match_substring_regex(texts, _CONTROL), blank)).as_py())
 
 
-def _seconds(row: dict[str, Any], name: str, where: str) -> float | None:
+def _seconds(row: UserRow, name: str, where: str) -> float | None:
     value = row.get(name)
     if value is None:
         return None

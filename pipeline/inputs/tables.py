@@ -16,6 +16,8 @@ import pyarrow.parquet as pq
 
 from pipeline.inputs.listings import suffix_of
 
+#: A row of a file that a user wrote: it may hold anything.
+UserRow = dict[str, Any]
 TABLE_SUFFIXES = frozenset({".parquet", ".jsonl", ".csv"})
 _PART_ROWS = 2**16
 _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
@@ -27,7 +29,7 @@ class BadRow(ValueError):  # noqa: N818
     """A row is no row; the message begins with where it stands."""
 
 
-def read_rows(name: str, file: BinaryIO, needs: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_rows(name: str, file: BinaryIO, needs: str) -> Iterator[tuple[str, UserRow]]:
     """Each row as a dict, with the words that say where it stands; empty cells of a .csv are left out.
 
     ``needs`` says in an error what a row should have been. Raises BadRow, and what UNREADABLE lists.
@@ -48,7 +50,7 @@ def read_rows(name: str, file: BinaryIO, needs: str) -> Iterator[tuple[str, dict
 class Rows(Protocol):
     """Some rows of such a file. Iterated, each is a dict with the words that say where it stands."""
 
-    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]: ...
+    def __iter__(self) -> Iterator[tuple[str, UserRow]]: ...
 
     def texts(self, name: str) -> pa.Array | None:
         """A column as text; None unless every row has one, or a whole number."""
@@ -80,7 +82,7 @@ class _ArrowRows:
     def __init__(self, batch: pa.RecordBatch, start: int) -> None:
         self._batch, self._start = batch, start
 
-    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def __iter__(self) -> Iterator[tuple[str, UserRow]]:
         return ((f"row {i}", row) for i, row in enumerate(self._batch.to_pylist(), self._start))
 
     def _column(self, name: str) -> pa.Array | None:
@@ -115,10 +117,10 @@ class _ArrowRows:
 
 
 class _DictRows:
-    def __init__(self, rows: list[tuple[str, dict[str, Any]]]) -> None:
+    def __init__(self, rows: list[tuple[str, UserRow]]) -> None:
         self._rows = rows
 
-    def __iter__(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def __iter__(self) -> Iterator[tuple[str, UserRow]]:
         return iter(self._rows)
 
     def texts(self, name: str) -> pa.Array | None:
@@ -142,12 +144,12 @@ class _DictRows:
         return _as_json([{name: row[name] for name in row if name not in own} for _, row in self._rows])
 
 
-def _as_json(rows: list[dict[str, Any]]) -> pa.Array:
+def _as_json(rows: list[UserRow]) -> pa.Array:
     given = ({name: value for name, value in row.items() if value is not None} for row in rows)
     return pa.array([carried_json(row) if row else None for row in given], pa.string())
 
 
-def _csv_rows(name: str, file: BinaryIO) -> Iterator[tuple[str, dict[str, Any]]]:
+def _csv_rows(name: str, file: BinaryIO) -> Iterator[tuple[str, UserRow]]:
     reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
     try:
         for row in reader:
@@ -159,7 +161,7 @@ def _csv_rows(name: str, file: BinaryIO) -> Iterator[tuple[str, dict[str, Any]]]
         raise BadRow(f"{name}, line {reader.line_num + 1}: {error}") from error  # where the row begins
 
 
-def _json_object(line: str, where: str, needs: str) -> dict[str, Any]:
+def _json_object(line: str, where: str, needs: str) -> UserRow:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:  # also a number of too many digits, and lists in lists without end
@@ -174,7 +176,7 @@ def is_text(name: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
-def carried_json(columns: dict[str, Any]) -> str:
+def carried_json(columns: UserRow) -> str:
     """Columns that are only carried along, as strict JSON: NaN and infinity, which it cannot say, become null."""
     try:
         return json.dumps(columns, default=str, ensure_ascii=True, allow_nan=False)

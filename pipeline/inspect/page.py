@@ -17,6 +17,7 @@ from typing import Any
 
 from gstep.types import budget_for
 from pipeline.cache.cached_video import CachedVideo
+from pipeline.cache.header import CacheIdentity
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TIERS
 from pipeline.errors import UsageError
@@ -90,7 +91,7 @@ def tiers_of(row: dict[str, Any], more: float | None = None) -> list[tuple[float
     return [*kept, (stored, row["n_tokens"])]
 
 
-def _render(video: CachedVideo, identity: dict[str, Any], pictures: Pictures, start: float | None) -> str:
+def _render(video: CachedVideo, identity: CacheIdentity, pictures: Pictures, start: float | None) -> str:
     row = video.metadata
     template = (files("pipeline.inspect") / "page.html").read_text(encoding="utf-8")
     tiers = tiers_of(row, start)
@@ -189,7 +190,7 @@ def _squeezed(row: dict[str, Any]) -> bool:
     return None not in sizes and sizes[0] * sizes[3] != sizes[1] * sizes[2]
 
 
-def _settings(row: dict[str, Any], identity: dict[str, Any]) -> list[tuple[str, str]]:
+def _settings(row: dict[str, Any], identity: CacheIdentity) -> list[tuple[str, str]]:
     model, pruner = identity["model"], identity["pruner"]
     return [
         ("model", f"{model['type']}  {model['weights']}"),

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from pipeline.cache.ledger import Ledger
 from pipeline.errors import CorruptShard
-from pipeline.execution.run_record import RUNS, now
+from pipeline.execution.run_record import RUNS, RunRecord, now
 from pipeline.storage.lock import holder
 from pipeline.storage.stores import Store
 
@@ -67,13 +66,22 @@ def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
         raise CorruptShard(f"{store}/{names[-1]}: it is no record of a run; remove it") from error
 
 
-def _progress(store: Store, ledger: Ledger, record: dict[str, Any]) -> RunProgress:
+def _progress(store: Store, ledger: Ledger, record: RunRecord) -> RunProgress:
     n_done, n_failed = ledger.of_run(record["run_id"])
     status = record["status"]
     now_at_work = holder(store) or {}
     if now_at_work.get("run_id", record["run_id"]) != record["run_id"]:
-        starting = {name: now_at_work[name] for name in ("run_id", "host", "pid")}
-        return RunProgress(**starting, status="starting", n_videos=0, n_done=0, n_failed=0, seconds=0.0, error=None)
+        return RunProgress(
+            run_id=now_at_work["run_id"],
+            status="starting",
+            host=now_at_work["host"],
+            pid=now_at_work["pid"],
+            n_videos=0,
+            n_done=0,
+            n_failed=0,
+            seconds=0.0,
+            error=None,
+        )
     if status == "running" and not now_at_work:
         status = "gone"
     until = datetime.fromisoformat(record.get("ended") or now())

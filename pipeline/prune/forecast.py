@@ -16,6 +16,7 @@ from rich.text import Text
 
 from gstep.backbones import preprocessor_for, token_counts
 from gstep.types import budget_for
+from pipeline.cache.header import CacheIdentity
 from pipeline.cache.ledger import Ledger
 from pipeline.errors import CacheLocked, UsageError
 from pipeline.execution.request import store_refusing
@@ -50,7 +51,7 @@ class Forecast:
     n_todo: int
     n_policy: int
     first_ids: list[str]
-    identity: dict[str, Any]
+    identity: CacheIdentity
     grid: tuple[int, int]
     kept: int
     video_bytes: int

@@ -20,7 +20,7 @@ from gstep.backbones import (
 from gstep.errors import ModelError
 from gstep.evidence import HEAD_SOURCES
 from gstep.pruners.base import Pruner
-from pipeline.cache.header import differences
+from pipeline.cache.header import CacheIdentity, ModelIdentity, PrunerIdentity, differences
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.errors import IdentityMismatch, NotACache, UsageError
@@ -72,23 +72,25 @@ class Job:
             attn=self.config.attn,
         )
 
-    def identity(self, dtype: str) -> dict[str, Any]:
+    def identity(self, dtype: str) -> CacheIdentity:
         """What every row of the cache shares; another identity is refused."""
-        seed = {"seed": self.config.seed} if self.pruner.seeded else {}
-        head = self.source.pooling_head
-        return {
-            "model": {
-                "type": self.source.model_type,
-                "weights": self.source.identity,
-                **({} if head is None else {"pooling_head": head.identity}),
-            },
+        model: ModelIdentity = {"type": self.source.model_type, "weights": self.source.identity}
+        if self.source.pooling_head is not None:
+            model["pooling_head"] = self.source.pooling_head.identity
+        pruner: PrunerIdentity = {"method": self.pruner.name, "params": self.pruner.params()}
+        if self.pruner.seeded:
+            pruner["seed"] = self.config.seed
+        identity: CacheIdentity = {
+            "model": model,
             "preprocessing": preprocessor_for(self.source).settings(),
             "sampling": sampling_settings(self.sampling),
-            "pruner": {"method": self.pruner.name, "params": self.pruner.params(), **seed},
+            "pruner": pruner,
             "retention_ratio": self.retention_ratio,
             "dtype": {"compute": dtype, "stored": "bfloat16"},
-            **({"evidence": self.evidence} if self.evidence else {}),
         }
+        if self.evidence:
+            identity["evidence"] = self.evidence
+        return identity
 
 
 def prepare(config: PruneConfig, console: Console) -> Job:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,9 +15,9 @@ from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE, clip_keys
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.sizes import Sizes
+from pipeline.rows import ManifestRow, VideoRow
 from pipeline.storage.s3 import Objects
 
-Row = dict[str, Any]
 Mask = NDArray[np.bool_]
 _SHOWN = 5  # changed videos that a refusal names
 
@@ -156,7 +156,7 @@ def _chosen(part: pa.RecordBatch, state: _State, mask: Mask) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([*kept.columns, attempts], schema=TODO_SCHEMA)
 
 
-def _difference(row: Row, old: Row, size: int) -> str:
+def _difference(row: ManifestRow, old: VideoRow, size: int) -> str:
     """What differs between a manifest row, whose video has ``size`` bytes now, and the cached row of the same id."""
     for name in ("uri", "start_s", "end_s"):
         if row[name] != old[name]:

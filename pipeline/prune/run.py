@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import ray
@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from gstep.backbones import load_static
-from pipeline.cache.header import fingerprint, header_bytes
+from pipeline.cache.header import CacheHeader, fingerprint, header_bytes
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.reader import HEADER, read_header
@@ -24,7 +24,7 @@ from pipeline.cache.writer import commit
 from pipeline.execution.cluster import connect, provenance, settle
 from pipeline.execution.request import refusing
 from pipeline.execution.run import Run, Streamed
-from pipeline.execution.run_record import RunFile
+from pipeline.execution.run_record import RunFile, RunRecord
 from pipeline.execution.stream import Graph, stream
 from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
@@ -165,7 +165,7 @@ def _write_header(job: Job, dtype: str, lock: Lock) -> None:
         static = load_static(job.source)
     newline = static.newline
     bits = None if newline is None else newline.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
-    header = {
+    header: CacheHeader = {
         "schema_version": SCHEMA_VERSION,
         "identity": job.identity(dtype),
         "newline": None if bits is None else base64.b64encode(bits).decode(),
@@ -176,7 +176,7 @@ def _write_header(job: Job, dtype: str, lock: Lock) -> None:
     job.store.put(HEADER, header_bytes(header))
 
 
-def _run_record(job: Job, device: str, dtype: str, resources: Resources, n_videos: int) -> dict[str, Any]:
+def _run_record(job: Job, device: str, dtype: str, resources: Resources, n_videos: int) -> RunRecord:
     """Provenance: recorded, never compared."""
     return {
         **provenance(job.run_id, _RECORDED_VERSIONS),

@@ -19,13 +19,35 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TypedDict, cast
 
 from pipeline.errors import CacheLocked, RunFailed
 from pipeline.storage.stores import LOCK, ObjectStore
 
 HEARTBEAT_S = 10.0
 MISSED = 6  # beats until a lease counts as lost; one more until others take it
+
+
+class Holder(TypedDict, total=False):
+    """Who writes to a cache, as its lock says.
+
+    Attributes:
+        host, pid, run_id: of the run's driver.
+        namespace: tells the processes of one container from those of another.
+        started: when the process was started, in ticks of the kernel.
+        beat: goes up with every heartbeat.
+        time: of the last one, by the clock of its host.
+        released: it ended as it should.
+    """
+
+    host: str
+    pid: int
+    run_id: str
+    namespace: str
+    started: str | None
+    beat: int
+    time: str
+    released: bool
 
 
 class CacheLease:
@@ -36,7 +58,7 @@ class CacheLease:
     ) -> None:
         self._store = store  # to take the lock: a store that is busy for a moment refuses nobody
         self._beating = ObjectStore(store.root, store.objects.impatient())
-        self._me = {**identify(run_id), "namespace": _namespace(), "started": _started(os.getpid())}
+        self._me: Holder = {**identify(run_id), "namespace": _namespace(), "started": _started(os.getpid())}
         self._notify = notify
         self._heartbeat_s = heartbeat_s
         self._number = self._beats = 0
@@ -72,7 +94,7 @@ class CacheLease:
             why = self._lost or f"the store could not be reached for {silent:.0f} s"
             raise RunFailed(f"{self._store}: the lock of the cache was lost: {why}; run the same command again")
 
-    def _wait_for_death(self, number: int, content: dict[str, Any]) -> None:
+    def _wait_for_death(self, number: int, content: Holder) -> None:
         """Return when the lease proves to be left behind. Raises CacheLocked when it proves alive."""
         if _ended_here(content):
             return
@@ -81,7 +103,7 @@ class CacheLease:
         if self._beats_within(wait, number, content):
             raise CacheLocked(f"{self._store}: another run writes here: {_who(content)}")
 
-    def _beats_within(self, seconds: float, number: int, content: dict[str, Any]) -> bool:
+    def _beats_within(self, seconds: float, number: int, content: Holder) -> bool:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             time.sleep(min(1.0, self._heartbeat_s / 4))
@@ -126,11 +148,13 @@ class CacheLease:
 
     def _write(self, store: ObjectStore, *, exclusive: bool = False, released: bool = False) -> None:
         self._beats += 1
-        content = {**self._me, "beat": self._beats, "time": _now(), **({"released": True} if released else {})}
+        content: Holder = {**self._me, "beat": self._beats, "time": _now()}
+        if released:
+            content["released"] = True
         store.put(_name(self._number), json.dumps(content).encode(), exclusive=exclusive)
 
 
-def lease_holder(store: ObjectStore) -> dict[str, Any] | None:
+def lease_holder(store: ObjectStore) -> Holder | None:
     """Who holds the cache by the last sign of life; here the clocks of two machines are compared, for display only."""
     held = _highest(store)
     if held is None or "time" not in held[1] or held[1].get("released") or _ended_here(held[1]):
@@ -139,12 +163,12 @@ def lease_holder(store: ObjectStore) -> dict[str, Any] | None:
     return held[1] if age.total_seconds() < MISSED * HEARTBEAT_S else None
 
 
-def identify(run_id: str) -> dict[str, Any]:
+def identify(run_id: str) -> Holder:
     """This process, as a lock names it."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "run_id": run_id}
 
 
-def _ended_here(content: dict[str, Any]) -> bool:
+def _ended_here(content: Holder) -> bool:
     """Whether it is a process of this machine, and of this container, that has ended."""
     if not _namespace() or (content.get("host"), content.get("namespace")) != (socket.gethostname(), _namespace()):
         return False
@@ -174,7 +198,7 @@ def _clock() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
-def _who(content: dict[str, Any]) -> str:
+def _who(content: Holder) -> str:
     return json.dumps({name: content.get(name) for name in ("host", "pid", "run_id")})
 
 
@@ -182,7 +206,7 @@ def _name(number: int) -> str:
     return f"{LOCK}-{number:06d}"
 
 
-def _highest(store: ObjectStore) -> tuple[int, dict[str, Any]] | None:
+def _highest(store: ObjectStore) -> tuple[int, Holder] | None:
     """Number and content of the lease that counts."""
     highest = _highest_number(store)
     return None if highest is None else (highest, _read(store, highest))
@@ -194,9 +218,9 @@ def _highest_number(store: ObjectStore) -> int | None:
     return max((int(ending) for ending in endings if ending.isdecimal()), default=None)
 
 
-def _read(store: ObjectStore, number: int) -> dict[str, Any]:
+def _read(store: ObjectStore, number: int) -> Holder:
     try:
-        return dict(json.loads(store.read(_name(number))))
+        return cast(Holder, dict(json.loads(store.read(_name(number)))))
     except (FileNotFoundError, ValueError):
         return {}  # replaced this moment
 

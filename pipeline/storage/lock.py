@@ -14,10 +14,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 from pipeline.errors import CacheLocked, UsageError
-from pipeline.storage.lease import CacheLease, identify, lease_holder
+from pipeline.storage.lease import CacheLease, Holder, identify, lease_holder
 from pipeline.storage.stores import LOCK, LocalStore, ObjectStore, Store
 
 
@@ -45,7 +45,7 @@ def cache_lock(store: Store, run_id: str, notify: Callable[[str], None]) -> Lock
     return FileLock(store, run_id)
 
 
-def holder(store: Store) -> dict[str, Any] | None:
+def holder(store: Store) -> Holder | None:
     """Host, pid and run_id of the run that writes to the cache at this moment; None where none does."""
     if isinstance(store, ObjectStore):
         return lease_holder(store)
@@ -55,7 +55,7 @@ def holder(store: Store) -> dict[str, Any] | None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return dict(json.loads(os.read(descriptor, 4096) or b"{}"))
+            return cast(Holder, dict(json.loads(os.read(descriptor, 4096) or b"{}")))
         finally:
             os.close(descriptor)
     return None

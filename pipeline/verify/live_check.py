@@ -25,19 +25,18 @@ from pipeline.cache.writer import KeptTokens, PrunedVideo
 from pipeline.errors import UsageError, VideoFault
 from pipeline.execution.cluster import provenance
 from pipeline.execution.request import refusing
-from pipeline.execution.run_record import RUNS
+from pipeline.execution.run_record import RUNS, RunRecord
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder
 from pipeline.prune.request import match_cache, resolve
-from pipeline.rows import TodoRow, VideoRecord
+from pipeline.rows import TodoRow, VideoRecord, VideoRow
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import ObjectStore
 from pipeline.verify.report import LiveResult, Problem, Report
 from pipeline.video.source import same_source
 
-Row = dict[str, Any]
 # Where the same program on the same kind of machine made both, every bit counts. Other versions and processors round
 # differently, and a near tie then selects another token. For the sample clips, float32 against bfloat16 came out
 # 0.017 apart at most with 94 % of the positions in common, one clip against another 0.65 at least with 60 %.
@@ -78,7 +77,7 @@ class LiveCheck:
                 elif why := _suspicion(result):
                     report.problems.append(Problem("live", why, row["token_shard"], video_id))
 
-    def _compare(self, row: Row, decoder: VideoDecoder) -> LiveResult:
+    def _compare(self, row: VideoRow, decoder: VideoDecoder) -> LiveResult:
         video_id, run = row["video_id"], _run(self._cache, row["run_id"])
         try:
             again = self._encoded(row, decoder)
@@ -93,7 +92,7 @@ class LiveCheck:
             result = replace(result, note="other frames were sampled")
         return replace(result, versions=_versions(row, run, again.record))
 
-    def _encoded(self, row: Row, decoder: VideoDecoder) -> PrunedVideo:
+    def _encoded(self, row: VideoRow, decoder: VideoDecoder) -> PrunedVideo:
         """The video as a run would write it now. Raises VideoFault, "io" where the source is gone."""
         with same_source(row, self._objects) as source:
             record, frames = decoder.decode_one(_todo(row), source)
@@ -138,7 +137,7 @@ def _suspicion(result: LiveResult) -> str:
     return "" if result.versions else f"encoded again by the same versions, it is not the same: {numbers}"
 
 
-def _versions(row: Row, run: Row, record: VideoRecord) -> dict[str, tuple[str, str]]:
+def _versions(row: VideoRow, run: RunRecord, record: VideoRecord) -> dict[str, tuple[str, str]]:
     """What is another version than when the video was encoded, name -> (then, now)."""
     then = dict(run.get("versions", {}))
     now = dict(provenance("", tuple(then))["versions"])
@@ -150,7 +149,7 @@ def _versions(row: Row, run: Row, record: VideoRecord) -> dict[str, tuple[str, s
     return {name: (str(then[name]), str(now[name])) for name in then if then[name] != now[name]}
 
 
-def _config(cache: TokenCache, run: Row, model: str | None) -> PruneConfig:
+def _config(cache: TokenCache, run: RunRecord, model: str | None) -> PruneConfig:
     """The options of the run as far as they decide the tokens; where it ran is this machine's own choice."""
     known = {item.name for item in fields(PruneConfig) if not item.metadata.get("secret")}
     options = {name: value for name, value in run.get("config", {}).items() if name in known}
@@ -161,7 +160,7 @@ def _config(cache: TokenCache, run: Row, model: str | None) -> PruneConfig:
         raise UsageError(f"{cache.store}/{RUNS}/{run.get('run_id')}.json: {error}") from error
 
 
-def _newest_run(cache: TokenCache) -> Row:
+def _newest_run(cache: TokenCache) -> RunRecord:
     """The record of the newest run that is there; all runs of a cache made the same kind of tokens."""
     for name in reversed(cache.store.names(RUNS, ".json")):
         run = _run(cache, PurePosixPath(name).stem)
@@ -170,7 +169,7 @@ def _newest_run(cache: TokenCache) -> Row:
     raise UsageError(f"{cache.store}/{RUNS}: no record of a run says which model the tokens are from")
 
 
-def _run(cache: TokenCache, run_id: str) -> Row:
+def _run(cache: TokenCache, run_id: str) -> RunRecord:
     """The record of a run; nothing where it is gone or unreadable, being provenance only."""
     try:
         record = json.loads(cache.store.read(f"{RUNS}/{run_id}.json"))
@@ -180,7 +179,7 @@ def _run(cache: TokenCache, run_id: str) -> Row:
     return record if usable else {}
 
 
-def _todo(row: Row) -> TodoRow:
+def _todo(row: VideoRow) -> TodoRow:
     """A row of the videos table as a video to do."""
     return {
         "video_id": row["video_id"],

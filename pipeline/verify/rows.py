@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pyarrow as pa
@@ -14,14 +14,14 @@ import pyarrow as pa
 from gstep import PRUNERS
 from gstep.pruners.base import Pruner
 from gstep.types import budget_for
-from pipeline.cache.header import fingerprint
+from pipeline.cache.header import CacheHeader, fingerprint
 from pipeline.cache.live_rows import INDEX_COLUMNS, parse_videos_shard
 from pipeline.cache.schema import MADE_WITH, VIDEO_SCHEMA, tier_row_counts
 from pipeline.errors import CorruptShard, FaultClass
+from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
 from pipeline.verify.report import Problem
 
-Row = dict[str, Any]
 KEPT = (*INDEX_COLUMNS, "run_id", "token_shard")  # of every row, in memory
 _NEEDED = (
     *("token_shard", "first_row_group", "row_counts", "footer_hash", "checksum", "retention_ratio", "nested"),
@@ -49,13 +49,13 @@ class CheckedCommit:
     bad: frozenset[int] = field(default_factory=frozenset)
 
 
-def pruner_class(header: dict[str, Any]) -> type[Pruner] | None:
+def pruner_class(header: CacheHeader) -> type[Pruner] | None:
     """The class of the method that the cache was made with; None where this program has no such method."""
     method = header["identity"].get("pruner", {}).get("method")
     return PRUNERS.get(method)
 
 
-def check_commit(store: Store, name: str, header: dict[str, Any]) -> CheckedCommit:
+def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
     """Read one videos shard and check all of it."""
     try:
         data = store.read(name)
@@ -93,7 +93,7 @@ def _wrong_columns(schema: pa.Schema) -> Iterator[str]:
             yield expected.name
 
 
-def row_faults(row: Row, header: dict[str, Any]) -> Iterator[str]:
+def row_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
     """What is wrong with a row of the videos table, each in words."""
     if row["status"] == "failed":
         if row["error_class"] not in get_args(FaultClass):
@@ -112,7 +112,7 @@ def row_faults(row: Row, header: dict[str, Any]) -> Iterator[str]:
             yield f"{name} is not JSON"
 
 
-def _count_faults(row: Row, header: dict[str, Any]) -> Iterator[str]:
+def _count_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
     n_tokens, n_total, ratio = row["n_tokens"], row["n_total"], row["retention_ratio"]
     if n_total < 1 or n_total != row["n_frames"] * row["tokens_per_frame"]:
         yield f"n_total is {n_total}, not {row['n_frames']} x {row['tokens_per_frame']}"
@@ -140,7 +140,7 @@ def _count_faults(row: Row, header: dict[str, Any]) -> Iterator[str]:
         yield f"{len(row['temporal_density'])} temporal densities of {row['n_frames']} frames"
 
 
-def _frame_faults(row: Row) -> Iterator[str]:
+def _frame_faults(row: VideoRow) -> Iterator[str]:
     frames, seconds = np.asarray(row["frame_indices"]), np.asarray(row["timestamps"], dtype=np.float64)
     n_frames = row["n_frames"]
     if len(frames) != len(seconds) or not len(frames) or n_frames < 1:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from gstep.pruners.checks import EVIDENCE_SHAPES
 from pipeline.cache.cached_video import vector_bytes
+from pipeline.cache.header import CacheHeader
 from pipeline.cache.schema import digest, token_schema
 from pipeline.cache.token_shard import TokenShard
 from pipeline.errors import CorruptShard
+from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
 from pipeline.verify.report import Problem
 from pipeline.verify.rows import pruner_class
 
-Row = dict[str, Any]
 _MAGIC = 4  # bytes of "PAR1" before the first row group
 
 
@@ -40,7 +40,7 @@ class CheckedShard:
 
 
 def check_token_shard(
-    store: Store, name: str, rows: Sequence[tuple[str, Row]], header: dict[str, Any], *, whole: bool = True
+    store: Store, name: str, rows: Sequence[tuple[str, VideoRow]], header: CacheHeader, *, whole: bool = True
 ) -> CheckedShard:
     """Read one token shard, a video at a time, and check all of it.
 
@@ -72,7 +72,7 @@ def check_token_shard(
     return CheckedShard(problems, shard.n_bytes, widths, n_tokens)
 
 
-def _schema_faults(schema: pa.Schema, hidden_size: int, header: dict[str, Any]) -> Iterator[str]:
+def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> Iterator[str]:
     evidence = header["identity"].get("evidence", {})
     plain = token_schema(hidden_size, int(header.get("deepstack_levels", 0)))
     if sorted(schema.names) != sorted([*plain.names, *evidence]):
@@ -89,7 +89,7 @@ def _schema_faults(schema: pa.Schema, hidden_size: int, header: dict[str, Any]) 
             yield f"{name} is {kind}, which holds no evidence of bfloat16 numbers"
 
 
-def _layout_faults(shard: TokenShard, rows: Sequence[Row], whole: bool) -> Iterator[str]:
+def _layout_faults(shard: TokenShard, rows: Sequence[VideoRow], whole: bool) -> Iterator[str]:
     """Whether the file is its row groups and its footer, and the videos' rows share those out."""
     metadata = shard.parquet.metadata
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
@@ -106,7 +106,7 @@ def _layout_faults(shard: TokenShard, rows: Sequence[Row], whole: bool) -> Itera
         yield f"{int((claims > 1).sum())} row groups belong to several videos, {int((claims < 1).sum())} to none"
 
 
-def _video_faults(shard: TokenShard, row: Row, header: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iterator[tuple[str, str]]:
     """(class, what) of everything that is wrong with the tokens of one video."""
     try:
         table = shard.read(row, row["n_tokens"], shard.parquet.schema_arrow.names)
@@ -126,7 +126,7 @@ def _video_faults(shard: TokenShard, row: Row, header: dict[str, Any]) -> Iterat
     yield from (("tokens", fault) for fault in token_faults(table, row, header))
 
 
-def token_faults(table: pa.Table, row: Row, header: dict[str, Any]) -> Iterator[str]:
+def token_faults(table: pa.Table, row: VideoRow, header: CacheHeader) -> Iterator[str]:
     """What is wrong with positions and order of a video's tokens, each in words."""
     index, frame = table["index"].to_numpy(), table["frame"].to_numpy()
     if index.min() < 0 or index.max() >= row["n_total"]:

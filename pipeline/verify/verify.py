@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
 
-from pipeline.cache.header import CHECKSUM
+from pipeline.cache.header import CHECKSUM, CacheHeader
 from pipeline.cache.live_rows import VIDEOS, VideoRows, live_rows
 from pipeline.cache.reader import HEADER, TokenCache, read_header
 from pipeline.errors import NotACache
@@ -113,14 +113,15 @@ def _live_check(store: Store, request: Request, live: pa.Table) -> LiveCheck:
     return LiveCheck(TokenCache(str(store), store=store, live=live), request.model)
 
 
-def _header_faults(header: dict[str, Any]) -> Iterator[str]:
+def _header_faults(header: CacheHeader) -> Iterator[str]:
     identity, hidden = header["identity"], header.get("hidden_size")
     ratio = identity.get("retention_ratio")
     if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
         yield f"its retention ratio is {ratio!r}"
-    if header.get("newline") is not None:
+    newline = header.get("newline")
+    if newline is not None:
         try:
-            n_bytes = len(base64.b64decode(header["newline"], validate=True))
+            n_bytes = len(base64.b64decode(newline, validate=True))
         except (binascii.Error, TypeError, ValueError):
             yield "its newline row is not base64"
         else:
@@ -129,7 +130,7 @@ def _header_faults(header: dict[str, Any]) -> Iterator[str]:
 
 
 def _check_commits(
-    store: Store, header: dict[str, Any], request: Request, console: Console, report: Report
+    store: Store, header: CacheHeader, request: Request, console: Console, report: Report
 ) -> tuple[pa.Table, set[Place]]:
     """Every videos shard; returns KEPT of all rows with shard and row, and which rows cannot be judged by."""
     names = store.names(VIDEOS, ".parquet")
@@ -171,7 +172,7 @@ def _check_live(rows: pa.Table, report: Report) -> pa.Table:
 
 def _check_tokens(
     store: Store,
-    header: dict[str, Any],
+    header: CacheHeader,
     request: Request,
     console: Console,
     report: Report,

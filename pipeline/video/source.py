@@ -18,9 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pipeline.errors import VideoFault, printable
+from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects, is_object
 from pipeline.video.decode import DecodedVideo, DecodeRequest, fault_of
 from pipeline.video.sandbox import DecodeSandbox
@@ -93,7 +94,7 @@ def open_source(uri: str, objects: Objects, limit: int) -> Source:
     return source
 
 
-def same_source(row: dict[str, Any], objects: Objects) -> Source:
+def same_source(row: VideoRow, objects: Objects) -> Source:
     """The source of a row of the videos table, where it is there and has the size it had then; an object is one GET.
 
     Raises VideoFault("io") where it is not.
@@ -111,7 +112,7 @@ def same_source(row: dict[str, Any], objects: Objects) -> Source:
     return source
 
 
-def _check_present(row: dict[str, Any]) -> None:
+def _check_present(row: VideoRow) -> None:
     path = Path(row["uri"])
     if not path.is_absolute():
         raise VideoFault("io", "the source is no file of this machine")
