@@ -13,7 +13,7 @@ import pyarrow as pa
 import torch
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
-from gstep.backbones import ModelSource, SampledVideo, choose_runtime, load_backbone, token_bytes
+from gstep.backbones import ModelSource, SampledVideo, choose_runtime, family_of
 from pipeline.errors import VideoFault
 from pipeline.execution.gpu_fault import exit_if_poisoned
 from pipeline.execution.heartbeat import Beat
@@ -48,7 +48,7 @@ class EncodeSetup:
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
         """About what the kept tokens of [n_frames, height, width] pixels take as they are stored."""
-        whole = token_bytes(self.source, n_frames, height, width, tuple(self.evidence))
+        whole = family_of(self.source).token_bytes(n_frames, height, width, tuple(self.evidence))
         return round(self.retention_ratio * whole)
 
 
@@ -62,7 +62,7 @@ class Encoder:
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
         with self._beat.busy("the model, being loaded"):
-            self._backbone = load_backbone(setup.source, self._runtime)
+            self._backbone = family_of(setup.source).load(self._runtime)
         self._provenance = json.dumps(self._runtime.describe())
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:

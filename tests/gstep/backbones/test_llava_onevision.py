@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlavaOnevisionForConditionalGeneration
 
-from gstep.backbones import BACKBONES, ModelSource, Runtime, SampledVideo, load_backbone, load_static, preprocessor_for
+from gstep.backbones import BACKBONES, ModelSource, Runtime, SampledVideo, family_of
 from gstep.checkpoints import tiny
 from gstep.errors import ModelError
 from tests.gstep.reading import count_reading
@@ -45,7 +45,7 @@ def stock_features(source, frames, dtype):
     """[T*196 (+1 for the newline, by version), D]: the whole model by from_pretrained, on the same pixel values."""
     name, revision = source.pretrained()
     stock = LlavaOnevisionForConditionalGeneration.from_pretrained(name, revision=revision, dtype=dtype)
-    pixels = preprocessor_for(source).normalise(frames, "cpu", dtype)
+    pixels = family_of(source).preprocessor().normalise(frames, "cpu", dtype)
     with torch.no_grad():
         return stock.model.get_video_features(pixels[None], return_dict=True).pooler_output[0]
 
@@ -53,19 +53,19 @@ def stock_features(source, frames, dtype):
 @pytest.mark.parametrize("runtime", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("frame_batch", [32, 3, 1])
 def test_tokens_and_newline_equal_the_stock_model_exactly(source, frames, runtime, frame_batch):
-    backbone = load_backbone(source, runtime, frame_batch=frame_batch)
+    backbone = family_of(source).load(runtime, frame_batch=frame_batch)
     expected = stock_features(source, frames, runtime.dtype)
     tokens_TND = backbone.encode(frames).tokens
     assert tokens_TND.shape == (7, 196, 64) and tokens_TND.dtype == runtime.dtype
     assert torch.equal(tokens_TND.flatten(0, 1), expected[: 7 * 196])
-    assert torch.equal(load_static(source).newline.to(runtime.dtype), backbone.newline())
+    assert torch.equal(family_of(source).static().newline.to(runtime.dtype), backbone.newline())
     for row in expected[7 * 196 :]:
         assert torch.equal(backbone.newline(), row)
-    assert backbone.hidden_size == load_static(source).hidden_size == 64
+    assert backbone.hidden_size == family_of(source).static().hidden_size == 64
 
 
 def test_tokens_do_not_depend_on_other_videos_or_on_the_form_of_the_frames(source, frames):
-    backbone = load_backbone(source, BFLOAT16, frame_batch=4)
+    backbone = family_of(source).load(BFLOAT16, frame_batch=4)
     first = backbone.encode(frames).tokens
     backbone.encode(frames.flip(0)[:5])
     read_only = frames.numpy().copy()
@@ -75,12 +75,12 @@ def test_tokens_do_not_depend_on_other_videos_or_on_the_form_of_the_frames(sourc
 
 def test_no_frames_are_refused(source, frames):
     with pytest.raises(ValueError, match="at least one frame"):
-        load_backbone(source, FLOAT32).encode(frames[:0])
+        family_of(source).load(FLOAT32).encode(frames[:0])
 
 
 def test_nothing_of_the_language_model_is_read_or_built(source, monkeypatch):
     read = count_reading(monkeypatch)
-    backbone = load_backbone(source, FLOAT32)
+    backbone = family_of(source).load(FLOAT32)
     n_parameters = sum(parameter.numel() for parameter in backbone.model.parameters())
     assert not any(key.startswith("language_model.") for key in read)
     assert sum(read.values()) == 4 * n_parameters
@@ -111,9 +111,9 @@ def rename_as_in_memory_with_vision_model(tensors):
 def test_every_layout_of_keys_gives_the_same_tokens(source, folder, frames, rename):
     save_file(rename(load_file(folder / "model.safetensors")), folder / "model.safetensors")
     other = ModelSource.resolve(folder)
-    tokens = load_backbone(other, FLOAT32).encode(frames[:2]).tokens
-    assert torch.equal(tokens, load_backbone(source, FLOAT32).encode(frames[:2]).tokens)
-    assert torch.equal(load_static(other).newline, load_static(source).newline)
+    tokens = family_of(other).load(FLOAT32).encode(frames[:2]).tokens
+    assert torch.equal(tokens, family_of(source).load(FLOAT32).encode(frames[:2]).tokens)
+    assert torch.equal(family_of(other).static().newline, family_of(source).static().newline)
 
 
 @pytest.mark.parametrize("part", ["whole", "without the head"])
@@ -124,8 +124,8 @@ def test_what_save_pretrained_writes_loads(source, folder, frames, part, shard_s
     (stock if part == "whole" else stock.model).save_pretrained(folder, max_shard_size=shard_size)
     other = ModelSource.resolve(folder)
     assert (len(other.weight_files) > 1) == (shard_size == "200KB")
-    tokens = load_backbone(other, FLOAT32).encode(frames[:2]).tokens
-    assert torch.equal(tokens, load_backbone(source, FLOAT32).encode(frames[:2]).tokens)
+    tokens = family_of(other).load(FLOAT32).encode(frames[:2]).tokens
+    assert torch.equal(tokens, family_of(source).load(FLOAT32).encode(frames[:2]).tokens)
 
 
 def test_missing_weights_are_named(folder):
@@ -133,14 +133,14 @@ def test_missing_weights_are_named(folder):
     del tensors["multi_modal_projector.linear_1.bias"]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"lacks multi_modal_projector\.linear_1\.bias"):
-        load_backbone(ModelSource.resolve(folder), FLOAT32)
+        family_of(ModelSource.resolve(folder)).load(FLOAT32)
 
 
 def test_many_missing_weights_are_not_all_named(folder):
     tensors = load_file(folder / "model.safetensors")
     save_file({key: t for key, t in tensors.items() if "vision_tower" not in key}, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"vision_tower\.\S+ and \d+ more"):
-        load_backbone(ModelSource.resolve(folder), FLOAT32)
+        family_of(ModelSource.resolve(folder)).load(FLOAT32)
 
 
 def test_weights_of_another_shape_are_named(folder):
@@ -148,7 +148,7 @@ def test_weights_of_another_shape_are_named(folder):
     tensors["image_newline"] = torch.zeros(32)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"image_newline \[32\] instead of \[64\]"):
-        load_backbone(ModelSource.resolve(folder), FLOAT32)
+        family_of(ModelSource.resolve(folder)).load(FLOAT32)
 
 
 def test_a_checkpoint_without_newline_is_refused(folder):
@@ -156,7 +156,7 @@ def test_a_checkpoint_without_newline_is_refused(folder):
     del tensors["image_newline"]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match="image_newline"):
-        load_static(ModelSource.resolve(folder))
+        family_of(ModelSource.resolve(folder)).static()
 
 
 @pytest.mark.parametrize(
@@ -171,12 +171,12 @@ def test_preprocessor_settings_that_do_not_fit_are_refused(folder, settings, nam
     path = folder / "video_preprocessor_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
     with pytest.raises(ModelError, match=named):
-        preprocessor_for(ModelSource.resolve(folder))
+        family_of(ModelSource.resolve(folder)).preprocessor()
 
 
 def test_what_a_preprocessor_file_leaves_out_is_the_class_default(folder):
     (folder / "video_preprocessor_config.json").write_text(json.dumps({"image_mean": None}))
-    preprocessor = preprocessor_for(ModelSource.resolve(folder))
+    preprocessor = family_of(ModelSource.resolve(folder)).preprocessor()
     assert preprocessor.image_mean == (0.48145466, 0.4578275, 0.40821073)
     assert preprocessor.target_size(32, 1080, 1920) == (384, 384)
     assert preprocessor.frames_per_patch == 1
@@ -188,4 +188,4 @@ def test_the_table_names_each_class_by_its_own_type():
 
 def test_readers_are_told_where_the_tokens_lie(source):
     video = SampledVideo(384, 384, [0.0, 0.5, 1.0, 1.5], None, 30.0, 60)
-    assert load_backbone(source, FLOAT32).model_extra(video) == {"grid": [14, 14]}
+    assert family_of(source).load(FLOAT32).model_extra(video) == {"grid": [14, 14]}

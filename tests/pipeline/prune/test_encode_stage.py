@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gstep
-from gstep.backbones import ModelSource, choose_runtime, load_backbone
+from gstep.backbones import ModelSource, choose_runtime, family_of
 from pipeline.errors import VideoFault
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.rows import DECODED, failed, one_row, payload, records
@@ -32,7 +32,7 @@ def test_rows_hold_the_selection_in_its_order(encoder):
     (record,) = records(row)
     assert json.loads(record["model_extra"]) == {"grid": [14, 14]}
     assert payload(row, "deepstack", 0, np.int16) is None
-    backbone = load_backbone(ModelSource.resolve("tiny"), choose_runtime("cpu", "float32"))
+    backbone = family_of(ModelSource.resolve("tiny")).load(choose_runtime("cpu", "float32"))
     tokens = backbone.encode(FRAMES).tokens.to(torch.bfloat16)
     expected = gstep.prune(tokens, 0.25)
     order = expected.selection_order()
@@ -88,7 +88,7 @@ def qwen3_row(video_id: str = "v"):
 def test_deepstack_levels_hold_the_places_of_the_tokens(method):
     (row,) = qwen3_encoder(method, 1.0 if method == "none" else 0.25)(qwen3_row())
     (record,) = records(row)
-    visual = load_backbone(ModelSource.resolve("tiny-qwen3-vl"), choose_runtime("cpu", "float32")).encode(QWEN_FRAMES)
+    visual = family_of(ModelSource.resolve("tiny-qwen3-vl")).load(choose_runtime("cpu", "float32")).encode(QWEN_FRAMES)
     places = payload(row, "index", 0, np.int32).tolist()
     assert len(places) == (45 if method == "none" else 11)  # of 3 x 15, an odd last frame repeated
     assert (places == sorted(places)) == (method in {"uniform", "none"})
