@@ -1,7 +1,7 @@
 """Where evidence comes from: methods mean different things by one name, so that a method names a source with it.
 
-A pruner lists its evidence from the vision encoder in ``Pruner.sources``, a backbone what it can give in
-``Backbone.gives``. Evidence is float32, its axes are those of :data:`gstep.pruners.checks.EVIDENCE_SHAPES`.
+A pruner lists its evidence from the vision encoder in ``Pruner.sources``, a model family what it can give in
+``ModelFamily.gives``. Evidence is float32, its axes are those of :data:`gstep.pruners.checks.EVIDENCE_SHAPES`.
 """
 
 from __future__ import annotations

@@ -1,43 +1,25 @@
-"""What every model family offers: decoded frames in, visual tokens out, without the language model."""
+"""What every loaded model offers: decoded frames in, visual tokens out, without the language model."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
+from gstep.backbones.family import ModelFamily
 from gstep.backbones.preprocess.base import Preprocessor, as_frames
-from gstep.checkpoints.source import ModelSource
-from gstep.checkpoints.tensors import TensorSource, read_tensors
-from gstep.errors import ModelError
-from gstep.evidence import HEAD_SOURCES, in_words
+from gstep.backbones.runtime import Runtime
 from gstep.types import VisualTokens
 
 if TYPE_CHECKING:
     from gstep.backbones.siglip.head import PoolingHead
-
-
-@dataclass(frozen=True)
-class StaticParts:
-    """What the header of a cache says about a model.
-
-    Attributes:
-        hidden_size: D, the width of a visual token.
-        newline: [D] on the CPU, in the dtype stored on disk; None for a family without one.
-        deepstack_levels: vectors of D that a token has besides its own.
-    """
-
-    hidden_size: int
-    newline: Tensor | None
-    deepstack_levels: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,81 +62,19 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Backbone(ABC):
-    """The vision part of a video LLM on one device, in eval mode.
+    """The vision part of a video LLM on one device, in eval mode; :meth:`ModelFamily.load` makes it."""
 
-    Class attributes:
-        model_type: its name in the table of families.
-        variant: the family's rules, of methods that have other ones for LLaVA than for Qwen.
-        gives: the evidence it can give besides tokens, as pairs of a name and a source (gstep.evidence).
-    """
-
-    model_type: ClassVar[str]
-    variant: ClassVar[str]
-    gives: ClassVar[frozenset[tuple[str, str]]] = frozenset()
     pooling_head: PoolingHead | None = None
-    default_max_frames: ClassVar[int] = 32  # where frames are sampled by time and nothing else is said
 
     def __init__(
-        self, model: Any, preprocessor: Preprocessor, *, device: str, dtype: torch.dtype, frame_batch: int
+        self, family: ModelFamily, model: Any, preprocessor: Preprocessor, runtime: Runtime, frame_batch: int
     ) -> None:
+        self.family = family
         self.model = model
         self.preprocessor = preprocessor
-        self.device = device
-        self.dtype = dtype
+        self.device = runtime.device
+        self.dtype = runtime.dtype
         self.frame_batch = frame_batch
-
-    @classmethod
-    @abstractmethod
-    def load(
-        cls,
-        source: ModelSource,
-        *,
-        device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        attn_implementation: str = "sdpa",
-        frame_batch: int = 32,
-    ) -> Self:
-        """Build the vision part; no weight of the language model is read, and no memory is ever taken for one.
-
-        ``frame_batch`` is how many frames go through at once on a GPU; on a CPU they go one by one (``chunk_length``).
-
-        Raises ModelError where weights are missing or have another shape than the config says.
-        """
-
-    @classmethod
-    @abstractmethod
-    def preprocessor_for(cls, source: ModelSource) -> Preprocessor:
-        """The preprocessor that the checkpoint's own files describe. Raises ModelError for what is not implemented."""
-
-    @classmethod
-    def limit_pixels(
-        cls, source: ModelSource, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None
-    ) -> ModelSource:
-        """The same model with other limits of its frames' size; see :func:`gstep.backbones.limit_pixels`."""
-        raise ModelError(f"{source.name!r} sees every frame at one size: limits of pixels are for Qwen models")
-
-    @classmethod
-    def with_pooling_head(cls, source: ModelSource, siglip: str | Path) -> ModelSource:
-        """The same model with a SigLIP checkpoint's head; see :func:`gstep.backbones.with_pooling_head`."""
-        raise ModelError(f"{source.name!r} has a vision tower of its own: a SigLIP checkpoint is for LLaVA-OneVision")
-
-    @classmethod
-    @abstractmethod
-    def load_static(cls, source: ModelSource) -> StaticParts:
-        """Hidden size and newline row, without building the model."""
-
-    @classmethod
-    @abstractmethod
-    def token_counts(cls, source: ModelSource, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """(T, N) of frames of [height, width] pixels; from the config alone."""
-
-    @classmethod
-    @abstractmethod
-    def token_bytes(
-        cls, source: ModelSource, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()
-    ) -> int:
-        """Bytes of all visual tokens and of that evidence of them, bfloat16, of frames of [height, width] pixels; from
-        the config alone."""
 
     @property
     @abstractmethod
@@ -164,18 +84,6 @@ class Backbone(ABC):
     @abstractmethod
     def newline(self) -> Tensor | None:
         """[D] on the device in the compute dtype: the row that follows a video's tokens; None where there is none."""
-
-    @classmethod
-    def check_evidence(cls, evidence: Mapping[str, str], *, has_pooling_head: bool = False) -> None:
-        """Raises ModelError where this family cannot give some of the evidence, name -> source."""
-        if lacking := {name: source for name, source in evidence.items() if (name, source) not in cls.gives}:
-            raise ModelError(f"the encoder of {cls.model_type} does not give {in_words(lacking)}")
-        of_head = {name: source for name, source in evidence.items() if source in HEAD_SOURCES}
-        if of_head and not has_pooling_head:
-            raise ModelError(
-                f"{in_words(of_head)} must be read from a SigLIP checkpoint, since one of {cls.model_type} has no such "
-                "head: name it with --siglip, for the published models google/siglip-so400m-patch14-384"
-            )
 
     @abstractmethod
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
@@ -211,7 +119,7 @@ class Backbone(ABC):
 
         Raises ValueError for anything but at least one uint8 frame, ModelError for evidence that cannot be given.
         """
-        self.check_evidence(evidence, has_pooling_head=self.pooling_head is not None)
+        self.family.check_evidence(evidence)
         frames_THWC = as_frames(frames)
         if not len(frames_THWC):
             raise ValueError("a video needs at least one frame")
@@ -230,56 +138,3 @@ class Backbone(ABC):
 
         Always ``grid``: [rows, columns] in which the N tokens of a frame (temporal patch) lie, row by row.
         """
-
-
-def load_weights(
-    module: nn.Module,
-    source: TensorSource,
-    names: Callable[[str], Sequence[str]],
-    *,
-    device: str,
-    dtype: torch.dtype,
-) -> None:
-    """Give a module built on the meta device its weights from disk: those that its state dict names, and no others.
-
-    Args:
-        names: the name on disk -> the names it may have in memory, the first that exists being taken.
-
-    Raises ModelError, naming some, where weights are missing or have another shape.
-    """
-    expected = module.state_dict()
-
-    def wanted(key: str) -> str | None:
-        return next((name for name in names(key) if name in expected), None)
-
-    tensors = read_tensors(source, wanted, device=device, dtype=dtype)
-    if missing := [name for name in expected if name not in tensors]:
-        raise ModelError(f"{source.name!r} lacks {_some(missing)}: download the whole checkpoint")
-    wrong = [
-        f"{name} {list(tensors[name].shape)} instead of {list(weight.shape)}"
-        for name, weight in expected.items()
-        if tensors[name].shape != weight.shape
-    ]
-    if wrong:
-        raise ModelError(f"{source.name!r}: config.json does not fit the weights: {_some(wrong)}")
-    module.load_state_dict(tensors, assign=True)
-
-
-def rebuild_position_ids(module: nn.Module, device: str) -> None:
-    """SigLIP's position ids are computed, never stored: they are the one buffer that is still on the meta device."""
-    for part in module.modules():
-        ids = getattr(part, "position_ids", None)
-        if isinstance(ids, Tensor) and ids.is_meta:
-            part.position_ids = torch.arange(ids.shape[-1], device=device)[None]
-    check_loaded(module)
-
-
-def check_loaded(module: nn.Module) -> None:
-    """Hold that nothing is left on the meta device: no weight, and no buffer that is computed rather than stored."""
-    left = [name for name, tensor in (*module.named_buffers(), *module.named_parameters()) if tensor.is_meta]
-    assert not left, f"no values for {left}"
-
-
-def _some(items: Sequence[str], limit: int = 5) -> str:
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more

@@ -12,16 +12,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from gstep.backbones.attention import seeing
-from gstep.backbones.base import Backbone, SampledVideo, StaticParts, load_weights, rebuild_position_ids
+from gstep.backbones.base import Backbone, SampledVideo
+from gstep.backbones.family import ModelFamily, StaticParts
 from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
+from gstep.backbones.runtime import Runtime
 from gstep.backbones.siglip.evidence import LastLayer, Probe, SinglePatches
 from gstep.backbones.siglip.head import PoolingHead
+from gstep.backbones.weights import load_weights, rebuild_position_ids
 from gstep.checkpoints.pooling_head import PoolingHeadSource
 from gstep.checkpoints.source import ModelSource
 from gstep.checkpoints.tensors import read_tensors
@@ -37,7 +40,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 
 
-class LlavaOnevision(Backbone):
+class LlavaOnevision(ModelFamily):
     """196 tokens a frame of 384 x 384 pixels; one newline row a video, kept apart from the tokens."""
 
     model_type = "llava_onevision"
@@ -50,37 +53,28 @@ class LlavaOnevision(Backbone):
         }
     )
 
-    @classmethod
-    def load(
-        cls,
-        source: ModelSource,
-        *,
-        device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        attn_implementation: str = "sdpa",
-        frame_batch: int = 32,
-    ) -> Self:
-        """See :meth:`Backbone.load`."""
-        preprocessor = cls.preprocessor_for(source)
-        model = _without_language_model(source.config, attn_implementation, dtype)
-        load_weights(model, source, _names_in_memory, device=device, dtype=dtype)
-        rebuild_position_ids(model, device)
+    def load(self, runtime: Runtime, *, frame_batch: int = 32) -> LlavaOnevisionBackbone:
+        """See :meth:`ModelFamily.load`."""
+        preprocessor = self.preprocessor()
+        model = _without_language_model(self.source.config, runtime.attn_implementation, runtime.dtype)
+        load_weights(model, self.source, _names_in_memory, device=runtime.device, dtype=runtime.dtype)
+        rebuild_position_ids(model, runtime.device)
         model.eval().requires_grad_(False)
-        backbone = cls(model, preprocessor, device=device, dtype=dtype, frame_batch=frame_batch)
-        if source.pooling_head is not None:
-            backbone.pooling_head = PoolingHead.load(source.pooling_head, device)
+        backbone = LlavaOnevisionBackbone(self, model, preprocessor, runtime, frame_batch)
+        if self.source.pooling_head is not None:
+            backbone.pooling_head = PoolingHead.load(self.source.pooling_head, runtime.device)
         return backbone
 
-    @classmethod
-    def preprocessor_for(cls, source: ModelSource) -> FixedSizePreprocessor:
-        """See :meth:`Backbone.preprocessor_for`."""
+    def preprocessor(self) -> FixedSizePreprocessor:
+        """See :meth:`ModelFamily.preprocessor`."""
+        source = self.source
         kind = source.preprocessor.get("video_processor_type", "LlavaOnevisionVideoProcessor")
         if kind != "LlavaOnevisionVideoProcessor":
             raise ModelError(f"{source.name!r} asks for the video processor {kind!r}, which is not implemented")
         _check_feature_layer(source)
         given = {name: value for name, value in source.preprocessor.items() if value is not None}
         preprocessor = FixedSizePreprocessor.from_settings({**DEFAULTS, **given})
-        side = source.config.get("vision_config", {}).get("image_size", 384)
+        side = self._vision("image_size", 384)
         if (preprocessor.height, preprocessor.width) != (side, side):
             raise ModelError(
                 f"{source.name!r}: the preprocessor setting size, {preprocessor.height} x {preprocessor.width}, does "
@@ -88,38 +82,39 @@ class LlavaOnevision(Backbone):
             )
         return preprocessor
 
-    @classmethod
-    def with_pooling_head(cls, source: ModelSource, siglip: str | Path) -> ModelSource:
-        """See :meth:`Backbone.with_pooling_head`."""
-        width = source.config.get("vision_config", {}).get("hidden_size", 1152)
-        return replace(source, pooling_head=PoolingHeadSource.resolve(siglip, width))
+    def with_pooling_head(self, siglip: str | Path) -> ModelSource:
+        """See :meth:`ModelFamily.with_pooling_head`."""
+        return replace(self.source, pooling_head=PoolingHeadSource.resolve(siglip, self._vision("hidden_size", 1152)))
 
-    @classmethod
-    def load_static(cls, source: ModelSource) -> StaticParts:
-        """See :meth:`Backbone.load_static`."""
-        newline = read_tensors(source, lambda key: key if key.removeprefix("model.") == "image_newline" else None)
+    def static(self) -> StaticParts:
+        """See :meth:`ModelFamily.static`."""
+        newline = read_tensors(self.source, lambda key: key if key.removeprefix("model.") == "image_newline" else None)
         if len(newline) != 1:
-            raise ModelError(f"{source.name!r} lacks image_newline: download the whole checkpoint")
+            raise ModelError(f"{self.source.name!r} lacks image_newline: download the whole checkpoint")
         (row,) = newline.values()
         return StaticParts(hidden_size=len(row), newline=row)
 
-    @classmethod
-    def token_counts(cls, source: ModelSource, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """See :meth:`Backbone.token_counts`. The vision tower takes frames of one size only."""
-        return n_frames, _tokens_per_frame(height, source.config.get("vision_config", {}).get("patch_size", 14))
+    def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
+        """See :meth:`ModelFamily.token_counts`. The vision tower takes frames of one size only."""
+        return n_frames, _tokens_per_frame(height, self._vision("patch_size", 14))
 
-    @classmethod
-    def token_bytes(
-        cls, source: ModelSource, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()
-    ) -> int:
-        """See :meth:`Backbone.token_bytes`."""
-        vision = source.config.get("vision_config", {})
-        channels = vision.get("hidden_size", 1152)
-        widths = {"image_embedding": channels, "token_key": channels // vision.get("num_attention_heads", 16)}
-        numbers = source.config.get("text_config", {}).get("hidden_size", 4096)
+    def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
+        """See :meth:`ModelFamily.token_bytes`."""
+        channels = self._vision("hidden_size", 1152)
+        widths = {"image_embedding": channels, "token_key": channels // self._vision("num_attention_heads", 16)}
+        numbers = self.source.config.get("text_config", {}).get("hidden_size", 4096)
         numbers += sum(widths.get(name, 1) for name in evidence)
-        T, N = cls.token_counts(source, n_frames, height, width)
+        T, N = self.token_counts(n_frames, height, width)
         return T * N * int(numbers) * 2
+
+    def _vision(self, name: str, default: int) -> int:
+        """A number of the vision part of config.json, or the stock configuration's default."""
+        number: int = self.source.config.get("vision_config", {}).get(name, default)
+        return number
+
+
+class LlavaOnevisionBackbone(Backbone):
+    """The stock model without its language model."""
 
     @property
     def hidden_size(self) -> int:

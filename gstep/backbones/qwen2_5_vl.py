@@ -41,21 +41,20 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
         *("Qwen2_5_VLImageProcessor", "Qwen2_5_VLImageProcessorFast"),
     )
 
-    def _tower_order(self, rows: int, columns: int) -> Tensor:
+    def tower_order(self, rows: int, columns: int, vision: Any) -> Tensor:
         """Windows row by row, and in each its tokens row by row; those at the edges are smaller."""
-        vision = self.model.config
         window = vision.window_size // vision.patch_size // vision.spatial_merge_size
         row_N1, column_1N = torch.arange(rows)[:, None] // window, torch.arange(columns)[None] // window
         return torch.argsort((row_N1 * columns + column_1N).flatten(), stable=True)
 
-    def _family_extra(self, video: SampledVideo) -> dict[str, Any]:
+    def extra(self, video: SampledVideo, vision: Any) -> dict[str, Any]:
         """Temporal positions advance by second_per_grid_ts * tokens_per_second a patch; a float, never rounded.
 
         As Qwen2_5_VLProcessor makes it of VideoMetadata.sampled_fps (models/qwen2_5_vl/processing_qwen2_5_vl.py).
         """
         return {
-            "second_per_grid_ts": self.preprocessor.temporal_patch_size / video.sampled_fps,
-            "tokens_per_second": self.model.config.tokens_per_second,
+            "second_per_grid_ts": vision.temporal_patch_size / video.sampled_fps,
+            "tokens_per_second": vision.tokens_per_second,
         }
 
     @classmethod

@@ -37,18 +37,18 @@ class Qwen3VL(QwenVL):
     # does: transformers would size the frames by the rules of Qwen2.5-VL.
     image_processors = ("Qwen2VLImageProcessorFast", "Qwen3VLImageProcessor", "Qwen3VLImageProcessorFast")
 
-    def _family_extra(self, video: SampledVideo) -> dict[str, Any]:
+    def extra(self, video: SampledVideo, vision: Any) -> dict[str, Any]:
         """The seconds that the prompt writes before each temporal patch.
 
         The mean of its first and last frame's, the last frame standing in for missing ones, as in
         Qwen3VLProcessor._calculate_timestamps (models/qwen3_vl/processing_qwen3_vl.py); from the start of the clip.
         """
         times = video.times_in_clip
-        frames = self.preprocessor.temporal_patch_size
+        frames = vision.temporal_patch_size
         ends = [(i, min(i + frames, len(times)) - 1) for i in range(0, len(times), frames)]
         return {
             "patch_timestamps": [(times[first] + times[last]) / 2 for first, last in ends],
-            "deepstack_levels": len(self.model.config.deepstack_visual_indexes),
+            "deepstack_levels": len(vision.deepstack_visual_indexes),
         }
 
     @classmethod

@@ -12,14 +12,17 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from gstep.backbones.attention import heads, merged_attention, rotated, seeing
-from gstep.backbones.base import Backbone, SampledVideo, StaticParts, check_loaded, load_weights
+from gstep.backbones.base import Backbone, SampledVideo
+from gstep.backbones.family import ModelFamily, StaticParts
 from gstep.backbones.preprocess.qwen import DynamicSizePreprocessor
+from gstep.backbones.runtime import Runtime
+from gstep.backbones.weights import check_loaded, load_weights
 from gstep.checkpoints.source import ModelSource
 from gstep.errors import ModelError
 from gstep.evidence import MERGED_QUERIES
@@ -30,12 +33,11 @@ from gstep.types import VisualTokens
 PATCHES_AT_ONCE = 2**17
 
 
-class QwenVL(Backbone):
+class QwenVL(ModelFamily):
     """Tokens of 2 x 2 patches, two frames deep."""
 
     variant = "qwen"
     gives: ClassVar[frozenset[tuple[str, str]]] = frozenset({("token_attention", MERGED_QUERIES)})
-    preprocessor: DynamicSizePreprocessor
     default_max_frames: ClassVar[int] = 768
     preprocessor_class: ClassVar[type[DynamicSizePreprocessor]]
     # What the stock configuration takes for what a config.json leaves out (models/<family>/configuration_<family>.py).
@@ -46,45 +48,34 @@ class QwenVL(Backbone):
     video_processor: ClassVar[str]
     image_processors: ClassVar[tuple[str, ...]]
 
-    @classmethod
-    def load(
-        cls,
-        source: ModelSource,
-        *,
-        device: str = "cpu",
-        dtype: torch.dtype = torch.float32,
-        attn_implementation: str = "sdpa",
-        frame_batch: int = 32,
-    ) -> Self:
-        """See :meth:`Backbone.load`."""
-        preprocessor = cls.preprocessor_for(source)
-        tower = cls._tower(source.config, attn_implementation, dtype)
+    def load(self, runtime: Runtime, *, frame_batch: int = 32) -> QwenBackbone:
+        """See :meth:`ModelFamily.load`."""
+        preprocessor = self.preprocessor()
+        tower = self._tower(runtime.attn_implementation, runtime.dtype)
         # Under its name, so that what is missing is named as it is on disk.
-        load_weights(nn.ModuleDict({"visual": tower}), source, _names_in_memory, device=device, dtype=dtype)
-        _rebuild_frequencies(tower, device)
+        whole = nn.ModuleDict({"visual": tower})
+        load_weights(whole, self.source, _names_in_memory, device=runtime.device, dtype=runtime.dtype)
+        _rebuild_frequencies(tower, runtime.device)
         tower.eval().requires_grad_(False)
-        return cls(tower, preprocessor, device=device, dtype=dtype, frame_batch=frame_batch)
+        return QwenBackbone(self, tower, preprocessor, runtime, frame_batch)
 
-    @classmethod
-    def preprocessor_for(cls, source: ModelSource) -> DynamicSizePreprocessor:
-        """See :meth:`Backbone.preprocessor_for`."""
-        cls._check_processor(source)
+    def preprocessor(self) -> DynamicSizePreprocessor:
+        """See :meth:`ModelFamily.preprocessor`."""
+        self._check_processor()
+        source, vision = self.source, self._vision()
         given = {name: value for name, value in source.preprocessor.items() if value is not None}
-        settings = cls._pixel_bounds({**cls.pixel_defaults, **given})
+        settings = self._pixel_bounds({**self.pixel_defaults, **given})
         for ours, theirs in (("patch_size",) * 2, ("temporal_patch_size",) * 2, ("merge_size", "spatial_merge_size")):
-            if settings[ours] != (there := cls._vision(source.config)[theirs]):
+            if settings[ours] != (there := vision[theirs]):
                 raise ModelError(
                     f"{source.name!r}: the preprocessor setting {ours}={settings[ours]!r} does not fit the vision "
                     f"tower's {theirs}={there!r} in config.json"
                 )
-        return cls.preprocessor_class.from_settings(settings)
+        return self.preprocessor_class.from_settings(settings)
 
-    @classmethod
-    def limit_pixels(
-        cls, source: ModelSource, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None
-    ) -> ModelSource:
-        """See :meth:`Backbone.limit_pixels`."""
-        now = cls.preprocessor_for(source)
+    def limited(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
+        """See :meth:`ModelFamily.limited`."""
+        source, now = self.source, self.preprocessor()
         low = now.min_pixels if min_pixels is None else min_pixels
         high = now.max_pixels if max_pixels is None else max_pixels
         if low > high:
@@ -95,26 +86,76 @@ class QwenVL(Backbone):
             settings |= {"cap_pixels_per_frame": True, "max_video_tokens": max_video_tokens}
         return replace(source, preprocessor=settings)
 
-    @classmethod
-    def load_static(cls, source: ModelSource) -> StaticParts:
-        """See :meth:`Backbone.load_static`. The config says it all."""
-        vision = cls._vision(source.config)
+    def static(self) -> StaticParts:
+        """See :meth:`ModelFamily.static`. The config says it all."""
+        vision = self._vision()
         return StaticParts(int(vision["out_hidden_size"]), None, len(vision.get("deepstack_visual_indexes", ())))
 
-    @classmethod
-    def token_counts(cls, source: ModelSource, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """See :meth:`Backbone.token_counts`."""
-        vision = cls._vision(source.config)
+    def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
+        """See :meth:`ModelFamily.token_counts`."""
+        vision = self._vision()
         side = vision["patch_size"] * vision["spatial_merge_size"]
         return -(-n_frames // vision["temporal_patch_size"]), (height // side) * (width // side)
 
-    @classmethod
-    def token_bytes(
-        cls, source: ModelSource, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()
-    ) -> int:
-        """See :meth:`Backbone.token_bytes`. The evidence of these families is one number a token."""
-        static, (T, N) = cls.load_static(source), cls.token_counts(source, n_frames, height, width)
+    def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
+        """See :meth:`ModelFamily.token_bytes`. The evidence of these families is one number a token."""
+        static, (T, N) = self.static(), self.token_counts(n_frames, height, width)
         return int(T * N * 2 * (static.hidden_size * (1 + static.deepstack_levels) + len(evidence)))
+
+    @abstractmethod
+    def extra(self, video: SampledVideo, vision: Any) -> dict[str, Any]:
+        """What positions of this family go by besides the grid; ``vision`` is the tower's stock configuration."""
+
+    def tower_order(self, rows: int, columns: int, vision: Any) -> Tensor:
+        """[N] int64: the places in a frame, row by row, of its tokens in the order in which the tower works on them."""
+        return torch.arange(rows * columns)
+
+    @classmethod
+    def _pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """``settings`` with the ``size`` that the stock class makes of them."""
+        return settings
+
+    @classmethod
+    @abstractmethod
+    def _parsed(cls, config: dict[str, Any]) -> Any:
+        """The stock configuration made of config.json."""
+
+    def _tower(self, attn_implementation: str, dtype: torch.dtype) -> Any:
+        """The vision tower on the meta device: shapes alone, no memory; nothing of the language model is built."""
+        from transformers import AutoModel  # noqa: PLC0415 - seconds; preprocessing needs none of it
+
+        parsed = self._parsed(copy.deepcopy(self.source.config)).vision_config
+        with torch.device("meta"):
+            return AutoModel.from_config(parsed, attn_implementation=attn_implementation, dtype=dtype)
+
+    def _vision(self) -> dict[str, Any]:
+        """The vision part of config.json with the stock defaults."""
+        return {**self.vision_defaults, **self.source.config.get("vision_config", {})}
+
+    def _check_processor(self) -> None:
+        """Refuse a video processor other than the one that is implemented for this family.
+
+        Which one a file asks for follows AutoVideoProcessor.from_pretrained (models/auto/video_processing_auto.py): a
+        file without video_processor_type goes by its image_processor_type, and else by the model type.
+        """
+        source, settings = self.source, self.source.preprocessor
+        kind = settings.get("video_processor_type")
+        if kind not in (None, self.video_processor):
+            raise ModelError(f"{source.name!r} asks for the video processor {kind!r}, which is not implemented")
+        image_kind = settings.get("image_processor_type")
+        if kind is None and image_kind is not None and image_kind not in self.image_processors:
+            raise ModelError(
+                f"{source.name!r} has no video processor of its own, and the one that stands for image_processor_type="
+                f"{image_kind!r} is not that of {self.model_type}: copy video_preprocessor_config.json from the "
+                "original checkpoint"
+            )
+
+
+class QwenBackbone(Backbone):
+    """The stock vision tower."""
+
+    family: QwenVL
+    preprocessor: DynamicSizePreprocessor
 
     @property
     def hidden_size(self) -> int:
@@ -144,12 +185,9 @@ class QwenVL(Backbone):
         tokens, *deepstack = (level.reshape(grid[0], -1, self.hidden_size) for level in (output.pooler_output, *levels))
         if last is None:
             return VisualTokens(tokens, deepstack=tuple(deepstack))
-        spatial = torch.argsort(self._tower_order(grid[1] // merge, grid[2] // merge)).to(self.device)
+        order = self.family.tower_order(grid[1] // merge, grid[2] // merge, self.model.config)
+        spatial = torch.argsort(order).to(self.device)
         return VisualTokens(tokens, {"token_attention": last.attention()[:, spatial]}, tuple(deepstack))
-
-    def _tower_order(self, rows: int, columns: int) -> Tensor:
-        """[N] int64: the places in a frame, row by row, of its tokens in the order in which the tower works on them."""
-        return torch.arange(rows * columns)
 
     def model_extra(self, video: SampledVideo) -> dict[str, Any]:
         """The grid in patches, as the stock processors give it, what merges patches to tokens, and the family's own."""
@@ -162,55 +200,8 @@ class QwenVL(Backbone):
             "video_grid_thw": list(grid),
             "spatial_merge_size": merge,
             "temporal_patch_size": self.preprocessor.temporal_patch_size,
-            **self._family_extra(video),
+            **self.family.extra(video, self.model.config),
         }
-
-    @abstractmethod
-    def _family_extra(self, video: SampledVideo) -> dict[str, Any]:
-        """What positions of this family go by besides the grid."""
-
-    @classmethod
-    def _pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """``settings`` with the ``size`` that the stock class makes of them."""
-        return settings
-
-    @classmethod
-    @abstractmethod
-    def _parsed(cls, config: dict[str, Any]) -> Any:
-        """The stock configuration made of config.json."""
-
-    @classmethod
-    def _tower(cls, config: dict[str, Any], attn_implementation: str, dtype: torch.dtype) -> Any:
-        """The vision tower on the meta device: shapes alone, no memory; nothing of the language model is built."""
-        from transformers import AutoModel  # noqa: PLC0415 - seconds; preprocessing needs none of it
-
-        parsed = cls._parsed(copy.deepcopy(config)).vision_config
-        with torch.device("meta"):
-            return AutoModel.from_config(parsed, attn_implementation=attn_implementation, dtype=dtype)
-
-    @classmethod
-    def _vision(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The vision part of config.json with the stock defaults."""
-        return {**cls.vision_defaults, **config.get("vision_config", {})}
-
-    @classmethod
-    def _check_processor(cls, source: ModelSource) -> None:
-        """Refuse a video processor other than the one that is implemented for this family.
-
-        Which one a file asks for follows AutoVideoProcessor.from_pretrained (models/auto/video_processing_auto.py): a
-        file without video_processor_type goes by its image_processor_type, and else by the model type.
-        """
-        settings = source.preprocessor
-        kind = settings.get("video_processor_type")
-        if kind not in (None, cls.video_processor):
-            raise ModelError(f"{source.name!r} asks for the video processor {kind!r}, which is not implemented")
-        image_kind = settings.get("image_processor_type")
-        if kind is None and image_kind is not None and image_kind not in cls.image_processors:
-            raise ModelError(
-                f"{source.name!r} has no video processor of its own, and the one that stands for image_processor_type="
-                f"{image_kind!r} is not that of {cls.model_type}: copy video_preprocessor_config.json from the "
-                "original checkpoint"
-            )
 
 
 def _names_in_memory(key: str) -> list[str]:

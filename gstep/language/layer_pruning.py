@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from gstep.pruners.fastv import FastV
-from gstep.types import VisualTokens
 
 
 @dataclass
@@ -110,7 +109,7 @@ class PruneInside:
             visual = prunable.nonzero()[:, 0].to(row.device)
             stays = mask.to(row.device).clone()
             stays[visual] = False
-            stays[visual[choose(self.method, row[visual], self.retention_ratio)]] = True
+            stays[visual[self.method.most_attended(row[visual], self.retention_ratio)]] = True
             places.append(stays.nonzero()[:, 0])
         longest = max(map(len, places))
         index = torch.zeros(len(places), longest, dtype=torch.int64, device=row_BL.device)
@@ -157,12 +156,6 @@ def check_layer(layer: int, n_layers: int, deepstack_levels: int) -> None:
 def _held(layer: Any, keywords: dict[str, Any]) -> int:
     """Tokens that the layer's cache holds: 0 in the prefill."""
     return int(keywords["past_key_values"].get_seq_length(layer.self_attn.layer_idx))
-
-
-def choose(method: FastV, attention_M: Tensor, retention_ratio: float) -> Tensor:
-    """Places, ascending, of the visual tokens that stay of [M] attention."""
-    visual = VisualTokens(torch.empty(1, len(attention_M), 1), {"llm_attention": attention_M})
-    return torch.sort(method.select(visual, 1, retention_ratio, 0).index).values
 
 
 def last_row(attention: Any, hidden_B1D: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, mask_BL: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gstep.backbones import ModelSource, Runtime
-from gstep.backbones.base import check_loaded, load_weights
+from gstep.backbones.weights import check_loaded, load_weights
 from gstep.errors import ModelError
 from gstep.language.prompt import parsed_config
 

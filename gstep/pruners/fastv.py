@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_integer
 from gstep.pruners.vectors import largest
@@ -35,5 +37,8 @@ class FastV(Pruner):
         self._set(K=check_integer("K", self.K, 1))
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        attention_M = visual.evidence["llm_attention"]
-        return Selection(index=largest(attention_M, max(1, round(ratio * len(attention_M)))))
+        return Selection(index=self.most_attended(visual.evidence["llm_attention"], ratio))
+
+    def most_attended(self, attention_M: Tensor, ratio: float) -> Tensor:
+        """[B] int64 places of that share of [M] attention, the largest first: all that the method looks at."""
+        return largest(attention_M, max(1, round(ratio * len(attention_M))))

@@ -111,30 +111,19 @@ class _Rival(NamedTuple):
     place: int
 
 
-class _Candidates:
-    """The tokens of a round, in ascending place, and what is known of each."""
+class _RoundRows:
+    """The rows of a round's candidates, in their work dtype: all tokens where that needs no copy."""
 
-    def __init__(self, search: _Search, places: Places) -> None:
-        self.places = places
-        # The candidates' rows, or all tokens where that needs no copy, and where each candidate is in them.
-        ready = search.known.rows.ready
-        self.rows = search.known.rows.tokens if ready else search.known.rows.take(places)
-        self.row = places if ready else np.arange(len(places))
-        self.inverse = search.known.inverse[places]
-        self.nearest = search.nearest[places]
-        self.seen = search.seen[places]
-        self.term = search.term[places]
-        self._coordinates = search.known.coordinates
+    def __init__(self, rows: Rows, places: Places) -> None:
+        self._places = None if rows.ready else places
+        self.tokens = rows.tokens if rows.ready else rows.take(places)
 
-    def __len__(self) -> int:
-        return len(self.places)
+    def at(self, places: Places) -> Places:
+        """Where in ``tokens`` some candidates are, which like all of a round are in ascending place."""
+        return places if self._places is None else np.searchsorted(self._places, places)
 
-    def coordinates(self, which: Places) -> Tensor:
-        assert self._coordinates is not None
-        return self._coordinates.index_select(0, torch.from_numpy(self.places[which]))
-
-    def rows_of(self, which: Places) -> Tensor:
-        return self.rows.index_select(0, torch.from_numpy(self.row[which]))
+    def of(self, places: Places) -> Tensor:
+        return self.tokens.index_select(0, torch.from_numpy(self.at(places)))
 
 
 class _Search:
@@ -186,19 +175,21 @@ class _Search:
         """Select the next tokens, as many as are certain."""
         self.counts.rounds += 1
         places, rival = self._highest()
-        group = _Candidates(self, places)
-        self._refresh(group, rival)
-        self.nearest[places], self.seen[places] = group.nearest, group.seen
-        self.score[places] = scores = self._scores(group.nearest, group.term)
-        left = np.nonzero((group.seen == self.picks.count) & (scores >= rival.score) & (scores > -np.inf))[0]
-        if len(left):
-            self._select(group, left, scores[left], rival)
+        rows = _RoundRows(self.known.rows, places)
+        self._refresh(rows, places, rival)
+        self.score[places] = scores = self._scores_of(places)
+        left = (self.seen[places] == self.picks.count) & (scores >= rival.score) & (scores > -np.inf)
+        if left.any():
+            self._select(rows, places[left], scores[left], rival)
 
     def _scores(self, nearest: Floats, term: Floats) -> Floats:
         """Eq. (11), or its key; -inf where the density term is, which marks a selected token."""
         distance = nearest + self.beta
         scores: Floats = distance * term if self.by_key else self.alpha * np.log(distance) + term
         return scores
+
+    def _scores_of(self, places: Places) -> Floats:
+        return self._scores(self.nearest[places], self.term[places])
 
     def _highest(self) -> tuple[Places, _Rival]:
         """The K tokens of the highest known scores, equals by lowest place, and the best of the others."""
@@ -214,31 +205,28 @@ class _Search:
         tied = size - len(sure)
         return np.sort(np.concatenate([sure, equals[:tied]])), _Rival(border, int(equals[tied]))
 
-    def _refresh(self, group: _Candidates, rival: _Rival) -> None:
+    def _refresh(self, rows: _RoundRows, places: Places, rival: _Rival) -> None:
         """Compare the candidates with what was selected since each was last, until they fall behind the rival."""
         count, block = self.picks.count, _PICKS if self.by_bound else _PICKS // 4
-        for start in range(int(group.seen.min()) // block * block, count, block):
+        for start in range(int(self.seen[places].min()) // block * block, count, block):
             picks = slice(start, min(start + block, count))
-            waiting = (group.seen >= picks.start) & (group.seen < picks.stop)
-            which = np.nonzero(waiting & (self._scores(group.nearest, group.term) >= rival.score))[0]
+            seen = self.seen[places]
+            waiting = (seen >= picks.start) & (seen < picks.stop)
+            which = places[waiting & (self._scores_of(places) >= rival.score)]
             if len(which) == 0:
                 continue
             if self.by_bound:
-                self._compare_by_bound(group, which, picks, rival)
+                self._compare_by_bound(rows, which, picks, rival)
             else:
-                self._compare(group, which, picks)
+                self._compare(rows, which, picks)
 
-    def _compare(self, group: _Candidates, which: Places, picks: slice) -> None:
+    def _compare(self, rows: _RoundRows, which: Places, picks: slice) -> None:
         """Measure all distances of some candidates to some picks."""
-        nearest = self._all_distances(group, which, picks).min(axis=1)
-        group.nearest[which] = np.minimum(group.nearest[which], nearest)
-        group.seen[which] = picks.stop
-
-    def _all_distances(self, group: _Candidates, which: Places, picks: slice) -> Floats:
-        rows, others = group.rows_of(which), self.picks.rows[picks]
-        scale = np.multiply.outer(group.inverse[which], self.picks.inverse[picks])
+        scale = np.multiply.outer(self.known.inverse[which], self.picks.inverse[picks])
+        distance = _distance(self._all_products(rows.of(which), self.picks.rows[picks]), scale)
         self.counts.products += scale.size
-        return _distance(self._all_products(rows, others), scale)
+        self.nearest[which] = np.minimum(self.nearest[which], distance.min(axis=1))
+        self.seen[which] = picks.stop
 
     def _all_products(self, a_XD: Tensor, b_YD: Tensor) -> NDArray[np.floating]:
         """Of each row with each; copies of a row have equal ones, which a matrix product does not promise."""
@@ -249,36 +237,36 @@ class _Search:
         row, column = (places.ravel() for places in np.indices(shape))
         return pair_products(a_XD, b_YD, row, column).reshape(shape)
 
-    def _compare_by_bound(self, group: _Candidates, which: Places, picks: slice, rival: _Rival) -> None:
+    def _compare_by_bound(self, rows: _RoundRows, which: Places, picks: slice, rival: _Rival) -> None:
         """Measure candidates against the picks that may be nearer than the nearest known, likeliest ones first."""
-        bounds = self._bound(group, which, picks)
+        bounds = self._bound(which, picks)
         self.tried += len(which)
         row = np.arange(len(which))
         for _ in range(_LIKELIEST):
             likeliest = bounds[row].argmax(axis=1) if len(row) < len(which) else bounds.argmax(axis=1)
-            nearer = bounds[row, likeliest] > _nearer_above(group.nearest[which[row]])
-            group.seen[which[row[~nearer]]] = picks.stop
+            nearer = bounds[row, likeliest] > _nearer_above(self.nearest[which[row]])
+            self.seen[which[row[~nearer]]] = picks.stop
             row, likeliest = row[nearer], likeliest[nearer]
             if len(row) == 0:
                 return
-            self._measure(group, which[row], likeliest, picks)
+            self._measure(rows, which[row], likeliest, picks)
             bounds[row, likeliest] = -_OUT_OF_REACH
-            row = row[self._scores(group.nearest[which[row]], group.term[which[row]]) >= rival.score]
+            row = row[self._scores_of(which[row]) >= rival.score]
         self.left += len(row)
         if len(row):
-            self._compare_the_rest(group, which[row], bounds[row], picks)
+            self._compare_the_rest(rows, which[row], bounds[row], picks)
         if self.tried > _TRIAL * self.block and self.left > _USELESS * self.tried:
             self.by_bound, self.counts.gave_up = False, True
 
-    def _compare_the_rest(self, group: _Candidates, which: Places, bounds: NDArray[np.float32], picks: slice) -> None:
-        row, column = np.nonzero(bounds > _nearer_above(group.nearest[which])[:, None])
+    def _compare_the_rest(self, rows: _RoundRows, which: Places, bounds: NDArray[np.float32], picks: slice) -> None:
+        row, column = np.nonzero(bounds > _nearer_above(self.nearest[which])[:, None])
         if len(row) > _DENSE * bounds.size and not self.known.has_copies:
-            self._compare(group, which, picks)
+            self._compare(rows, which, picks)
         elif len(row):
-            self._measure(group, which[row], column, picks)
-        group.seen[which] = picks.stop
+            self._measure(rows, which[row], column, picks)
+        self.seen[which] = picks.stop
 
-    def _bound(self, group: _Candidates, which: Places, picks: slice) -> NDArray[np.float32]:
+    def _bound(self, which: Places, picks: slice) -> NDArray[np.float32]:
         """[candidates, picks]: no cosine is higher; out of reach where the candidate has seen the pick."""
         assert self.picks.coordinates is not None
         shape = (len(which), picks.stop - picks.start)
@@ -286,62 +274,66 @@ class _Search:
         if len(self._bounds) < size:
             self._bounds = np.empty(size, np.float32)  # fresh memory for every product would cost more than the product
         bounds = self._bounds[:size].reshape(shape)
-        coordinates, columns = group.coordinates(which), self.picks.coordinates[picks].T
+        coordinates, columns = self._coordinates(which), self.picks.coordinates[picks].T
         for start in range(0, len(which), _ROWS):
             rows = slice(start, start + _ROWS)
             torch.mm(coordinates[rows], columns, out=torch.from_numpy(bounds[rows]))
         self.counts.bounds += size
-        seen = group.seen[which]
+        seen = self.seen[which]
         if seen.max() > picks.start:
             bounds[np.arange(picks.start, picks.stop) < seen[:, None]] = -_OUT_OF_REACH
         return bounds
 
-    def _measure(self, group: _Candidates, row: Places, column: Places, picks: slice) -> None:
-        """Measure candidate ``row[i]`` (ascending) against pick ``column[i]`` of ``picks``."""
-        products = pair_products(group.rows, self.picks.rows[picks], group.row[row], column)
-        scale = group.inverse[row] * self.picks.inverse[picks][column]
-        np.minimum.at(group.nearest, row, _distance(products, scale))
-        self.counts.products += len(row)
+    def _coordinates(self, places: Places) -> Tensor:
+        assert self.known.coordinates is not None
+        return self.known.coordinates.index_select(0, torch.from_numpy(places))
 
-    def _select(self, group: _Candidates, left: Places, score: Floats, rival: _Rival) -> None:
+    def _measure(self, rows: _RoundRows, which: Places, column: Places, picks: slice) -> None:
+        """Measure candidate ``which[i]`` (ascending) against pick ``column[i]`` of ``picks``."""
+        products = pair_products(rows.tokens, self.picks.rows[picks], rows.at(which), column)
+        scale = self.known.inverse[which] * self.picks.inverse[picks][column]
+        np.minimum.at(self.nearest, which, _distance(products, scale))
+        self.counts.products += len(which)
+
+    def _select(self, rows: _RoundRows, left: Places, score: Floats, rival: _Rival) -> None:
         """The greedy selection among some candidates while their best beats the rival."""
-        places, nearest, term = group.places[left], group.nearest[left], group.term[left]
-        distance_LL = self._mutual_distances(group, left)
+        nearest, term = self.nearest[left], self.term[left]
+        distance_LL = self._mutual_distances(rows, left)
         chosen: list[int] = []
         room = len(self.picks.order) - self.picks.count
         while len(chosen) < room:
             best = int(score.argmax())
-            if (-score[best], places[best]) >= (-rival.score, rival.place) or score[best] == -np.inf:
+            if (-score[best], left[best]) >= (-rival.score, rival.place) or score[best] == -np.inf:
                 break
             chosen.append(best)
             term[best] = score[best] = -np.inf
             nearer = np.nonzero(distance_LL[best] < nearest)[0]
             nearest[nearer] = distance_LL[best][nearer]
             score[nearer] = self._scores(nearest[nearer], term[nearer])
-        self.picks.add(places[chosen])
-        self.nearest[places], self.term[places], self.score[places] = nearest, term, score
-        self.seen[places] = self.picks.count
+        self.picks.add(left[chosen])
+        self.nearest[left], self.term[left], self.score[left] = nearest, term, score
+        self.seen[left] = self.picks.count
 
-    def _mutual_distances(self, group: _Candidates, left: Places) -> Floats:
+    def _mutual_distances(self, rows: _RoundRows, left: Places) -> Floats:
         """[L,L]; infinite where neither token can come nearer to the other than what it is nearest to."""
-        scale, size = group.inverse[left], len(left)
+        scale, size = self.known.inverse[left], len(left)
         row, column = np.triu_indices(size, 1) if self.known.has_copies else (None, None)
         if self.by_bound:
-            coordinates = group.coordinates(left)
+            coordinates = self._coordinates(left)
             self.counts.bounds += size * (size - 1) // 2
-            nearer = _nearer_above(group.nearest[left])
+            nearer = _nearer_above(self.nearest[left])
             near = (coordinates @ coordinates.T).numpy() > np.minimum(nearer[:, None], nearer)
             pairs = np.nonzero(np.triu(near, 1))
             if self.known.has_copies or len(pairs[0]) < _DENSE * size * size / 2:
                 row, column = pairs
         if row is None or column is None:
             self.counts.products += size * (size - 1) // 2
-            rows = group.rows_of(left)
-            return _distance((rows @ rows.T).numpy(), np.multiply.outer(scale, scale))
+            tokens_LD = rows.of(left)
+            return _distance((tokens_LD @ tokens_LD.T).numpy(), np.multiply.outer(scale, scale))
         distance_LL = np.full((size, size), np.inf)
         self.counts.products += len(row)
-        places = group.row[left]
-        products = pair_products(group.rows, group.rows, places[row], places[column])
+        at = rows.at(left)
+        products = pair_products(rows.tokens, rows.tokens, at[row], at[column])
         distance = _distance(products, scale[row] * scale[column])
         distance_LL[row, column] = distance_LL[column, row] = distance
         return distance_LL

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from gstep import BACKBONES, PRUNERS, VisualTokens, make_pruner
-from gstep.backbones import ModelSource, TextTower, TextTowerSource, text_tower
+from gstep import PRUNERS, VisualTokens, make_pruner
+from gstep.backbones import ModelSource, TextTower, TextTowerSource, family_of
 from gstep.language import LanguageModel, PromptBuilder, Visual
 from gstep.language.layer_pruning import check_layer
 from gstep.pruners.base import Pruner
@@ -137,7 +137,7 @@ def late_pruning(
 def _text_tower(pruner: Pruner, siglip: str | None, held: CacheIdentity, source: ModelSource) -> TextTowerSource | None:
     """The text tower that goes with the cache's evidence, where the family has such evidence at all."""
     asked = set(pruner.sources.items())
-    if not asked or not asked <= BACKBONES[source.model_type].gives:
+    if not asked or not asked <= family_of(source).gives:
         if siglip is not None:
             raise UsageError(
                 f"--siglip: --pruner {pruner.name} takes nothing from a SigLIP checkpoint on {source.model_type}"
@@ -154,7 +154,7 @@ def _text_tower(pruner: Pruner, siglip: str | None, held: CacheIdentity, source:
             f"--pruner {pruner.name} needs the text tower of the SigLIP checkpoint that this cache was made with: name "
             "it with --siglip, for the published models google/siglip-so400m-patch14-384"
         )
-    tower = text_tower(source, siglip)
+    tower = family_of(source).text_tower(siglip)
     if (ours := held["model"].get("pooling_head")) != tower.head.identity:
         raise IdentityMismatch(
             f"--siglip {siglip} has the pooling head {tower.head.identity}, the cache's evidence was made with {ours}: "

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
-from gstep.backbones import ModelSource, SampledVideo, choose_runtime, load_backbone, token_bytes
+from gstep.backbones import ModelSource, SampledVideo, choose_runtime, family_of
 from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo
 from pipeline.errors import VideoFault
 from pipeline.execution.gpu_fault import exit_after_gpu_fault
@@ -40,7 +40,7 @@ class EncodeSetup:
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
         """About what the kept tokens of [n_frames, height, width] pixels take as they are stored."""
-        whole = token_bytes(self.source, n_frames, height, width, tuple(self.evidence))
+        whole = family_of(self.source).token_bytes(n_frames, height, width, tuple(self.evidence))
         return round(self.retention_ratio * whole)
 
 
@@ -54,7 +54,7 @@ class VideoEncoder:
         self._setup = setup
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
-        self.backbone = load_backbone(setup.source, self._runtime)
+        self.backbone = family_of(setup.source).load(self._runtime)
         self._provenance = json.dumps(self._runtime.describe())
         self._stage = "encode"  # what a video is in at this moment: "encode" or "prune"
 

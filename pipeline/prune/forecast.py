@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gstep.backbones import preprocessor_for, token_counts
+from gstep.backbones import family_of
 from gstep.types import budget_for
 from pipeline.cache.header import CacheIdentity
 from pipeline.cache.ledger import Ledger
@@ -75,8 +75,8 @@ def forecast(config: PruneConfig, console: Console) -> Forecast:
 
 def _forecast(job: Job, counts: Tally, todo: pa.Table) -> Forecast:
     shape = job.decode_setup().largest_frames()
-    small = preprocessor_for(job.source).target_size(shape[0], 240, 240)
-    T, N = token_counts(job.source, *shape)
+    small = family_of(job.source).preprocessor().target_size(shape[0], 240, 240)
+    T, N = family_of(job.source).token_counts(*shape)
     return Forecast(
         out=str(job.store),
         tally=counts,

@@ -9,14 +9,7 @@ import pyarrow as pa
 from rich.console import Console
 
 from gstep import PRUNERS, make_pruner
-from gstep.backbones import (
-    BACKBONES,
-    ModelSource,
-    check_evidence,
-    limit_pixels,
-    preprocessor_for,
-    with_pooling_head,
-)
+from gstep.backbones import BACKBONES, ModelSource, family_of
 from gstep.errors import ModelError
 from gstep.evidence import HEAD_SOURCES
 from gstep.pruners.base import Pruner
@@ -56,7 +49,7 @@ class Job:
 
     def decode_setup(self) -> DecodeSetup:
         """What decoders need to know."""
-        return DecodeSetup.of(self.config, self.sampling, preprocessor_for(self.source), self.objects)
+        return DecodeSetup.of(self.config, self.sampling, family_of(self.source).preprocessor(), self.objects)
 
     def encode_setup(self, device: str, dtype: str) -> EncodeSetup:
         """What encoders need to know, on the device and in the dtype that were settled on."""
@@ -82,7 +75,7 @@ class Job:
             pruner["seed"] = self.config.seed
         identity: CacheIdentity = {
             "model": model,
-            "preprocessing": preprocessor_for(self.source).settings(),
+            "preprocessing": family_of(self.source).preprocessor().settings(),
             "sampling": sampling_settings(self.sampling),
             "pruner": pruner,
             "retention_ratio": self.retention_ratio,
@@ -112,9 +105,9 @@ def resolve(config: PruneConfig, manifest: pa.Table, store: Store, objects: Obje
     with refusing():
         make_pruner(config.pruner, **config.pruner_params())  # what is wrong with it is no matter of the model
         source = _with_limits(ModelSource.resolve(config.model, config.revision), config)
-        sampling = sampling_of(config, BACKBONES[source.model_type].default_max_frames)
+        sampling = sampling_of(config, family_of(source).default_max_frames)
         # Refuses a number of frames that the model takes of no video.
-        preprocessor_for(source).target_size(sampling.num_frames or sampling.max_frames or 0, 1080, 1920)
+        family_of(source).preprocessor().target_size(sampling.num_frames or sampling.max_frames or 0, 1080, 1920)
         pruner = _pruner_for(config, source)
         evidence = evidence_sources(config.evidence, source.model_type, pruner)
         source = _with_evidence(source, pruner, evidence, config)
@@ -136,12 +129,12 @@ def resolve(config: PruneConfig, manifest: pa.Table, store: Store, objects: Obje
 
 def _with_limits(source: ModelSource, config: PruneConfig) -> ModelSource:
     limits = (config.min_pixels, config.max_pixels, config.max_video_tokens)
-    return source if limits == (None, None, None) else limit_pixels(source, *limits)
+    return source if limits == (None, None, None) else family_of(source).limited(*limits)
 
 
 def _pruner_for(config: PruneConfig, source: ModelSource) -> Pruner:
     """The method, with the rules for this family where it has several. Refuses one whose selection cannot be stored."""
-    family = {"variant": BACKBONES[source.model_type].variant}
+    family = {"variant": family_of(source).variant}
     accepted = {item.name for item in fields(PRUNERS[config.pruner])}
     given = config.pruner_params()
     pruner = make_pruner(config.pruner, **({k: v for k, v in family.items() if k in accepted} | given))
@@ -163,18 +156,18 @@ def _with_evidence(source: ModelSource, pruner: Pruner, stored: dict[str, str], 
     chosen = config.pruner_params().get("variant")  # where it is not the family's, that is what is wrong
     who = f"--pruner {pruner.name}" + (f" with variant={chosen}" if chosen is not None else "")
     try:
-        BACKBONES[source.model_type].check_evidence(pruner.sources, has_pooling_head=True)
+        family_of(source).check_gives(pruner.sources)
         if config.siglip is not None:
             if not HEAD_SOURCES & {*pruner.sources.values(), *stored.values()}:
                 raise UsageError(
                     f"--siglip is for methods that ask SigLIP's pooling head; this --pruner {pruner.name} does not, "
                     "and no --evidence does"
                 )
-            source = with_pooling_head(source, config.siglip)
-        check_evidence(source, pruner.sources)
+            source = family_of(source).with_pooling_head(config.siglip)
+        family_of(source).check_evidence(pruner.sources)
         if stored:
             who = f"--evidence {','.join(stored)}"
-            check_evidence(source, stored)
+            family_of(source).check_evidence(stored)
     except ModelError as error:
         raise UsageError(f"{who}: {error}{_instead(pruner, source)}") from error
     return source

@@ -14,7 +14,7 @@ import ray
 import torch
 from rich.console import Console
 
-from gstep.backbones import load_static
+from gstep.backbones import family_of
 from pipeline.cache.header import CacheHeader, fingerprint, header_bytes
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS
@@ -162,7 +162,7 @@ def _shortfalls(config: PruneConfig, wanted: Resources, plan: Resources, n_video
 
 def _write_header(job: Job, dtype: str, lock: Lock) -> None:
     with refusing():
-        static = load_static(job.source)
+        static = family_of(job.source).static()
     newline = static.newline
     bits = None if newline is None else newline.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
     header: CacheHeader = {

@@ -19,7 +19,7 @@ import torch
 
 import gstep
 from gstep import PrunedTokens
-from gstep.backbones import ModelSource, choose_runtime, load_backbone, preprocessor_for
+from gstep.backbones import ModelSource, choose_runtime, family_of
 from pipeline import TokenCache
 from pipeline.storage.stores import Store
 from pipeline.video.decode import DecodeRequest, decode_video
@@ -148,8 +148,8 @@ class Visible:
     def __init__(self, videos: Path) -> None:
         """Decode, encode and prune every video of a folder, one after the other and without Ray."""
         source = ModelSource.resolve("tiny")
-        preprocessor = preprocessor_for(source)
-        backbone = load_backbone(source, choose_runtime("cpu", "auto"))
+        preprocessor = family_of(source).preprocessor()
+        backbone = family_of(source).load(choose_runtime("cpu", "auto"))
         self._expected: dict[str, PrunedTokens] = {}
         for path in sorted(videos.glob("*.mp4")):
             frames = decode_video(DecodeRequest(path, Sampling(num_frames=N_FRAMES), preprocessor)).frames

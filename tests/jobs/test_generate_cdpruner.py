@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerFast, SiglipModel
 
 import gstep
-from gstep.backbones import ModelSource, text_tower
+from gstep.backbones import ModelSource, family_of
 from gstep.checkpoints import tiny
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
@@ -52,7 +52,7 @@ def source():
 
 @pytest.fixture(scope="module")
 def tower(source):
-    return text_tower(source, "tiny")
+    return family_of(source).text_tower("tiny")
 
 
 @torch.no_grad()

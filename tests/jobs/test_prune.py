@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 import gstep
-from gstep.backbones import ModelSource, choose_runtime, load_backbone, preprocessor_for
+from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.checkpoints import tiny
 from jobs import inspect, prune
 from pipeline import TokenCache
@@ -85,10 +85,10 @@ def test_the_summary_is_on_screen_and_in_the_cache(first):
 @pytest.mark.parametrize("video_id", ["bikes.mp4", "carphone_pristine.mp4", "av1.mp4"])
 def test_the_stored_selection_is_the_readable_form_on_the_same_encoder_output(first, folder, video_id):
     source = ModelSource.resolve("tiny")
-    preprocessor = preprocessor_for(source)
+    preprocessor = family_of(source).preprocessor()
     sampling = Sampling(num_frames=FRAMES)
     frames = decode_video(DecodeRequest(folder / video_id, sampling, preprocessor)).frames
-    backbone = load_backbone(source, choose_runtime("cpu", "float32"))
+    backbone = family_of(source).load(choose_runtime("cpu", "float32"))
     tokens = backbone.encode(frames).tokens.to(torch.bfloat16)
     cache = TokenCache(first[0])
     for ratio in (0.10, 0.15, 0.20, 0.25):

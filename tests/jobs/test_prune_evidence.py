@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gstep
-from gstep.backbones import ModelSource, choose_runtime, load_backbone, preprocessor_for, with_pooling_head
+from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.evidence import LAST_LAYER, MERGED_QUERIES, POOLING_HEAD
 from jobs import generate, prune
 from pipeline import TokenCache
@@ -51,14 +51,14 @@ def test_what_is_stored_is_what_the_method_makes_of_the_encoders_evidence(
     assert prune.main(argv) == 0
     cache, source = TokenCache(out), ModelSource.resolve(model)
     if options:
-        source = with_pooling_head(source, "tiny")
+        source = family_of(source).with_pooling_head("tiny")
         assert cache.identity["model"]["pooling_head"] == source.pooling_head.identity
     assert ("pooling_head" in cache.identity["model"]) == bool(options)
     variant = {"variant": "llava" if model == "tiny" else "qwen"} if method == "fastvid" else {}
     assert cache.identity["pruner"]["params"].items() >= variant.items()
-    backbone = load_backbone(source, choose_runtime("cpu", "float32"))
+    backbone = family_of(source).load(choose_runtime("cpu", "float32"))
     for clip in CLIPS:
-        frames = decode_video(DecodeRequest(videos / clip, Sampling(FRAMES), preprocessor_for(source))).frames
+        frames = decode_video(DecodeRequest(videos / clip, Sampling(FRAMES), family_of(source).preprocessor())).frames
         visual = backbone.encode(frames, evidence)
         tokens = visual.tokens.to(torch.bfloat16)
         expected = gstep.prune(tokens, 0.25, method, evidence=visual.evidence, **variant)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gstep
-from gstep.backbones import ModelSource, choose_runtime, load_backbone, preprocessor_for
+from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.language import Decoding, prompt_builder
 from jobs import generate, inspect, prune
 from pipeline import TokenCache
@@ -56,7 +56,7 @@ def test_the_stored_tokens_are_the_readable_form_on_the_same_encoder_output(firs
     assert cache.newline is None and cache.header["hidden_size"] == 64
 
     source = ModelSource.resolve(model)
-    preprocessor, backbone = preprocessor_for(source), load_backbone(source, choose_runtime("cpu", "float32"))
+    preprocessor, backbone = family_of(source).preprocessor(), family_of(source).load(choose_runtime("cpu", "float32"))
     n_bytes = 0
     for clip in CLIPS:
         frames = decode_video(DecodeRequest(folder / clip, Sampling(FRAMES), preprocessor)).frames

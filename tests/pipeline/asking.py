@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from gstep.backbones import ModelSource, load_static
+from gstep.backbones import ModelSource, family_of
 from pipeline.cache.live_rows import read_live
 from pipeline.cache.reader import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
@@ -43,7 +43,7 @@ def write_questions(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def newline_of(source: ModelSource) -> str:
     """The newline row of a model, as a header holds it."""
-    row = load_static(source).newline
+    row = family_of(source).static().newline
     assert row is not None
     return base64.b64encode(row.to(torch.bfloat16).view(torch.int16).numpy().tobytes()).decode()
 

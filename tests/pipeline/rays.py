@@ -13,7 +13,7 @@ import ray
 import ray.data
 from ray.cluster_utils import Cluster
 
-from gstep.backbones import ModelSource, preprocessor_for
+from gstep.backbones import ModelSource, family_of
 from pipeline.execution.stages import configure_ray_data
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
@@ -51,6 +51,6 @@ def graph_of(
     source = ModelSource.resolve("tiny")
     rows = [{"video_id": f"v{i}", "uri": path, "path": path, "attempts": 1} for i in range(n_videos)]
     todo = pa.Table.from_pylist(rows, schema=TODO_SCHEMA)
-    decode = DecodeSetup(Sampling(num_frames=frames), preprocessor_for(source), decoder)
+    decode = DecodeSetup(Sampling(num_frames=frames), family_of(source).preprocessor(), decoder)
     encode = EncodeSetup(source, "gstep", 0.25, device="cpu")
     return build_graph(todo, decode, encode, plan, store=LocalStore(out), run_id="r", **more)

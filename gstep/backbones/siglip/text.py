@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gstep.backbones.base import load_weights, rebuild_position_ids
+from gstep.backbones.weights import load_weights, rebuild_position_ids
 from gstep.checkpoints.identity import NO_MATTER, tensor_samples
 from gstep.checkpoints.pooling_head import PoolingHeadSource
 from gstep.checkpoints.tensors import files_with

@@ -15,7 +15,7 @@ from transformers import (
 from transformers.vision_utils import get_vision_window_index
 
 from gstep import PRUNERS, make_pruner
-from gstep.backbones import BACKBONES, ModelSource, Runtime, load_backbone, preprocessor_for
+from gstep.backbones import BACKBONES, ModelSource, Runtime, family_of
 from gstep.errors import ModelError
 from gstep.evidence import LAST_LAYER, MERGED_QUERIES, SOURCES
 
@@ -44,7 +44,7 @@ def frames_for(source, n_frames=5):
     """[T,h,w,3] uint8: noise that is coarse enough for patches to differ in brightness; 9 x 13 tokens on Qwen."""
     blocks = np.random.default_rng(0).integers(0, 256, (n_frames, 18, 26, 3), dtype=np.uint8)
     frames = blocks.repeat(16, axis=1).repeat(16, axis=2)
-    preprocessor = preprocessor_for(source)
+    preprocessor = family_of(source).preprocessor()
     return preprocessor.resize(frames, preprocessor.target_size(*frames.shape[:3]))
 
 
@@ -64,7 +64,7 @@ def stock_last_layer(source, frames):
     tower = stock.model.vision_tower
     layer = tower.encoder.layers[-1].self_attn
     handle = layer.k_proj.register_forward_hook(lambda module, args, output: keys.append(output))
-    pixels = preprocessor_for(source).normalise(frames, "cpu", torch.float32)
+    pixels = family_of(source).preprocessor().normalise(frames, "cpu", torch.float32)
     weights_THSS = tower(pixels, output_attentions=True, return_dict=True).attentions[-1]
     handle.remove()
     assert weights_THSS.shape[1:] == (2, 729, 729)
@@ -90,7 +90,7 @@ def stock_merged_queries(source, frames, monkeypatch):
         return eager(layer, query, key, *args, **kwargs)
 
     monkeypatch.setattr(module, "eager_attention_forward", recording)
-    preprocessor = preprocessor_for(source)
+    preprocessor = family_of(source).preprocessor()
     grid = preprocessor.grid_thw(*frames.shape[:3])
     tower(preprocessor.patches(frames, "cpu", torch.float32), grid_thw=torch.tensor([grid]))
     assert len(seen) == grid[0]  # each temporal patch by itself
@@ -113,7 +113,7 @@ def test_last_layer_of_llava_onevision_equals_eager_attention_weights(frame_batc
     source = ModelSource.resolve("tiny")
     frames = frames_for(source)
     attention_TN, key_TNE = stock_last_layer(source, frames)
-    evidence = load_backbone(source, FLOAT32, frame_batch=frame_batch).encode(frames, AT_LAST).evidence
+    evidence = family_of(source).load(FLOAT32, frame_batch=frame_batch).encode(frames, AT_LAST).evidence
     assert evidence["token_attention"].shape == (5, 196) and evidence["token_key"].shape == (5, 196, 32)
     assert attention_TN.std() > 0.1 * attention_TN.mean()  # of flat attention any mistake would look right
     torch.testing.assert_close(evidence["token_attention"], attention_TN, rtol=1e-4, atol=1e-7)
@@ -127,7 +127,7 @@ def test_merged_queries_of_qwen_equal_the_stock_towers_own_queries_and_keys(mode
     expected_TN = stock_merged_queries(source, frames, monkeypatch)
     assert expected_TN.std() > 0.1 * expected_TN.mean()
     for frame_batch in (32, 3, 1):
-        visual = load_backbone(source, FLOAT32, frame_batch=frame_batch).encode(frames, MERGED)
+        visual = family_of(source).load(FLOAT32, frame_batch=frame_batch).encode(frames, MERGED)
         assert visual.evidence["token_attention"].shape == visual.tokens.shape[:2] == expected_TN.shape
         torch.testing.assert_close(visual.evidence["token_attention"].double(), expected_TN, rtol=1e-4, atol=1e-7)
 
@@ -136,7 +136,7 @@ def test_merged_queries_of_qwen_equal_the_stock_towers_own_queries_and_keys(mode
 @pytest.mark.parametrize("model", STOCK)
 def test_asking_changes_no_token_and_not_asking_hangs_no_hook(model, runtime, monkeypatch):
     source = ModelSource.resolve(model)
-    frames, backbone = frames_for(source), load_backbone(source, runtime, frame_batch=2)
+    frames, backbone = frames_for(source), family_of(source).load(runtime, frame_batch=2)
     visual = backbone.encode(frames, asked_of(model))
     assert hooks_of(backbone) == 0
     for name, value in visual.evidence.items():
@@ -154,7 +154,7 @@ def test_asking_changes_no_token_and_not_asking_hangs_no_hook(model, runtime, mo
 def test_bfloat16_stays_near_float32(model):
     source = ModelSource.resolve(model)
     frames = frames_for(source, 2)
-    exact, coarse = (load_backbone(source, r).encode(frames, asked_of(model)).evidence for r in (FLOAT32, BFLOAT16))
+    exact, coarse = (family_of(source).load(r).encode(frames, asked_of(model)).evidence for r in (FLOAT32, BFLOAT16))
     for name, value in exact.items():
         assert torch.corrcoef(torch.stack([value.flatten(), coarse[name].flatten()]))[0, 1] > 0.98, name
 
@@ -162,7 +162,7 @@ def test_bfloat16_stays_near_float32(model):
 @pytest.mark.parametrize("model", STOCK)
 def test_a_tower_that_fails_is_left_without_hooks(model, monkeypatch):
     source = ModelSource.resolve(model)
-    backbone = load_backbone(source, FLOAT32)
+    backbone = family_of(source).load(FLOAT32)
 
     def fail(*args, **kwargs):
         raise RuntimeError("no")
@@ -175,7 +175,7 @@ def test_a_tower_that_fails_is_left_without_hooks(model, monkeypatch):
 
 
 def test_the_layer_is_the_one_that_the_tokens_come_from():
-    backbone = load_backbone(ModelSource.resolve("tiny"), FLOAT32)
+    backbone = family_of(ModelSource.resolve("tiny")).load(FLOAT32)
     layers = backbone.model.vision_tower.encoder.layers
     for index, place in ((-1, 1), (2, 1), (-2, 0), (1, 0)):
         backbone.model.config.vision_feature_layer = index
@@ -183,20 +183,20 @@ def test_the_layer_is_the_one_that_the_tokens_come_from():
 
 
 def test_windows_are_in_the_order_of_the_stock_tower():
-    backbone = load_backbone(ModelSource.resolve("tiny-qwen2-5-vl"), FLOAT32)
+    backbone = family_of(ModelSource.resolve("tiny-qwen2-5-vl")).load(FLOAT32)
     for rows, columns in ((4, 4), (5, 4), (8, 8), (9, 16), (3, 2), (1, 13)):
         expected, _ = get_vision_window_index(torch.tensor([[1, 2 * rows, 2 * columns]]), 2, 112, 14)
-        assert torch.equal(backbone._tower_order(rows, columns), expected)
+        assert torch.equal(backbone.family.tower_order(rows, columns, backbone.model.config), expected)
 
 
 @pytest.mark.parametrize("model", STOCK)
 def test_what_an_encoder_cannot_give_is_refused(model):
     source = ModelSource.resolve(model)
     with pytest.raises(ModelError, match=f"{source.model_type} does not give llm_attention from the language model"):
-        load_backbone(source, FLOAT32).encode(frames_for(source, 2), {"llm_attention": "the language model"})
+        family_of(source).load(FLOAT32).encode(frames_for(source, 2), {"llm_attention": "the language model"})
     other = MERGED if model == "tiny" else AT_LAST
     with pytest.raises(ModelError, match=source.model_type):
-        BACKBONES[source.model_type].check_evidence(other)
+        family_of(source).check_gives(other)
 
 
 @pytest.mark.parametrize("method", [method for method in PRUNERS if PRUNERS[method].cacheable])

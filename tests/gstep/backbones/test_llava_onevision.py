@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlavaOnevisionForConditionalGeneration
 
-from gstep.backbones import BACKBONES, ModelSource, Runtime, SampledVideo, load_backbone, load_static, preprocessor_for
+from gstep.backbones import BACKBONES, ModelSource, Runtime, SampledVideo, family_of
 from gstep.checkpoints import tiny
 from gstep.errors import ModelError
 from tests.gstep.reading import count_reading
@@ -48,7 +48,7 @@ def stock_features(source, frames, dtype, at_once=None):
     """
     name, revision = source.pretrained()
     stock = LlavaOnevisionForConditionalGeneration.from_pretrained(name, revision=revision, dtype=dtype)
-    pixels = preprocessor_for(source).normalise(frames, "cpu", dtype)
+    pixels = family_of(source).preprocessor().normalise(frames, "cpu", dtype)
     with torch.no_grad():
         parts = [
             stock.model.get_video_features(part[None], return_dict=True).pooler_output[0]
@@ -62,21 +62,21 @@ def stock_features(source, frames, dtype, at_once=None):
 @pytest.mark.parametrize("frame_batch", [32, 3, 1])
 def test_tokens_and_newline_equal_the_stock_model_exactly(source, frames, runtime, frame_batch):
     """Of the stock model given one frame at a time: all matrix products then have the shapes of ours."""
-    backbone = load_backbone(source, runtime, frame_batch=frame_batch)
+    backbone = family_of(source).load(runtime, frame_batch=frame_batch)
     expected = stock_features(source, frames, runtime.dtype, at_once=1)
     tokens_TND = backbone.encode(frames).tokens
     assert tokens_TND.shape == (7, 196, 64) and tokens_TND.dtype == runtime.dtype
     assert torch.equal(tokens_TND.flatten(0, 1), expected[: 7 * 196])
-    assert torch.equal(load_static(source).newline.to(runtime.dtype), backbone.newline())
+    assert torch.equal(family_of(source).static().newline.to(runtime.dtype), backbone.newline())
     for row in expected[7 * 196 :]:
         assert torch.equal(backbone.newline(), row)
-    assert backbone.hidden_size == load_static(source).hidden_size == 64
+    assert backbone.hidden_size == family_of(source).static().hidden_size == 64
 
 
 def test_tokens_of_the_stock_model_in_one_go_differ_by_rounding_alone(source, frames):
     """Some CPUs sum products of other shapes in another order. Neither result is then the better one."""
     stock, theirs = (stock_features(source, frames, dtype)[: 7 * 196] for dtype in (torch.float32, torch.bfloat16))
-    exact, coarse = (load_backbone(source, r).encode(frames).tokens.flatten(0, 1) for r in (FLOAT32, BFLOAT16))
+    exact, coarse = (family_of(source).load(r).encode(frames).tokens.flatten(0, 1) for r in (FLOAT32, BFLOAT16))
     assert (exact - stock).abs().max() < 1e-5 * stock.abs().max()
     noise = (theirs - stock).abs()
     assert (coarse - stock).abs().max() < 2 * noise.max()
@@ -84,7 +84,7 @@ def test_tokens_of_the_stock_model_in_one_go_differ_by_rounding_alone(source, fr
 
 
 def test_tokens_do_not_depend_on_other_videos_or_on_the_form_of_the_frames(source, frames):
-    backbone = load_backbone(source, BFLOAT16, frame_batch=4)
+    backbone = family_of(source).load(BFLOAT16, frame_batch=4)
     first = backbone.encode(frames).tokens
     backbone.encode(frames.flip(0)[:5])
     read_only = frames.numpy().copy()
@@ -94,12 +94,12 @@ def test_tokens_do_not_depend_on_other_videos_or_on_the_form_of_the_frames(sourc
 
 def test_no_frames_are_refused(source, frames):
     with pytest.raises(ValueError, match="at least one frame"):
-        load_backbone(source, FLOAT32).encode(frames[:0])
+        family_of(source).load(FLOAT32).encode(frames[:0])
 
 
 def test_nothing_of_the_language_model_is_read_or_built(source, monkeypatch):
     read = count_reading(monkeypatch)
-    backbone = load_backbone(source, FLOAT32)
+    backbone = family_of(source).load(FLOAT32)
     n_parameters = sum(parameter.numel() for parameter in backbone.model.parameters())
     assert not any(key.startswith("language_model.") for key in read)
     assert sum(read.values()) == 4 * n_parameters
@@ -130,9 +130,9 @@ def rename_as_in_memory_with_vision_model(tensors):
 def test_every_layout_of_keys_gives_the_same_tokens(source, folder, frames, rename):
     save_file(rename(load_file(folder / "model.safetensors")), folder / "model.safetensors")
     other = ModelSource.resolve(folder)
-    tokens = load_backbone(other, FLOAT32).encode(frames[:2]).tokens
-    assert torch.equal(tokens, load_backbone(source, FLOAT32).encode(frames[:2]).tokens)
-    assert torch.equal(load_static(other).newline, load_static(source).newline)
+    tokens = family_of(other).load(FLOAT32).encode(frames[:2]).tokens
+    assert torch.equal(tokens, family_of(source).load(FLOAT32).encode(frames[:2]).tokens)
+    assert torch.equal(family_of(other).static().newline, family_of(source).static().newline)
 
 
 @pytest.mark.parametrize("part", ["whole", "without the head"])
@@ -143,8 +143,8 @@ def test_what_save_pretrained_writes_loads(source, folder, frames, part, shard_s
     (stock if part == "whole" else stock.model).save_pretrained(folder, max_shard_size=shard_size)
     other = ModelSource.resolve(folder)
     assert (len(other.weight_files) > 1) == (shard_size == "200KB")
-    tokens = load_backbone(other, FLOAT32).encode(frames[:2]).tokens
-    assert torch.equal(tokens, load_backbone(source, FLOAT32).encode(frames[:2]).tokens)
+    tokens = family_of(other).load(FLOAT32).encode(frames[:2]).tokens
+    assert torch.equal(tokens, family_of(source).load(FLOAT32).encode(frames[:2]).tokens)
 
 
 def test_missing_weights_are_named(folder):
@@ -152,14 +152,14 @@ def test_missing_weights_are_named(folder):
     del tensors["multi_modal_projector.linear_1.bias"]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"lacks multi_modal_projector\.linear_1\.bias"):
-        load_backbone(ModelSource.resolve(folder), FLOAT32)
+        family_of(ModelSource.resolve(folder)).load(FLOAT32)
 
 
 def test_many_missing_weights_are_not_all_named(folder):
     tensors = load_file(folder / "model.safetensors")
     save_file({key: t for key, t in tensors.items() if "vision_tower" not in key}, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"vision_tower\.\S+ and \d+ more"):
-        load_backbone(ModelSource.resolve(folder), FLOAT32)
+        family_of(ModelSource.resolve(folder)).load(FLOAT32)
 
 
 def test_weights_of_another_shape_are_named(folder):
@@ -167,7 +167,7 @@ def test_weights_of_another_shape_are_named(folder):
     tensors["image_newline"] = torch.zeros(32)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"image_newline \[32\] instead of \[64\]"):
-        load_backbone(ModelSource.resolve(folder), FLOAT32)
+        family_of(ModelSource.resolve(folder)).load(FLOAT32)
 
 
 def test_a_checkpoint_without_newline_is_refused(folder):
@@ -175,7 +175,7 @@ def test_a_checkpoint_without_newline_is_refused(folder):
     del tensors["image_newline"]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match="image_newline"):
-        load_static(ModelSource.resolve(folder))
+        family_of(ModelSource.resolve(folder)).static()
 
 
 @pytest.mark.parametrize(
@@ -190,12 +190,12 @@ def test_preprocessor_settings_that_do_not_fit_are_refused(folder, settings, nam
     path = folder / "video_preprocessor_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
     with pytest.raises(ModelError, match=named):
-        preprocessor_for(ModelSource.resolve(folder))
+        family_of(ModelSource.resolve(folder)).preprocessor()
 
 
 def test_what_a_preprocessor_file_leaves_out_is_the_class_default(folder):
     (folder / "video_preprocessor_config.json").write_text(json.dumps({"image_mean": None}))
-    preprocessor = preprocessor_for(ModelSource.resolve(folder))
+    preprocessor = family_of(ModelSource.resolve(folder)).preprocessor()
     assert preprocessor.image_mean == (0.48145466, 0.4578275, 0.40821073)
     assert preprocessor.target_size(32, 1080, 1920) == (384, 384)
     assert preprocessor.frames_per_patch == 1
@@ -207,4 +207,4 @@ def test_the_table_names_each_class_by_its_own_type():
 
 def test_readers_are_told_where_the_tokens_lie(source):
     video = SampledVideo(384, 384, [0.0, 0.5, 1.0, 1.5], None, 30.0, 60)
-    assert load_backbone(source, FLOAT32).model_extra(video) == {"grid": [14, 14]}
+    assert family_of(source).load(FLOAT32).model_extra(video) == {"grid": [14, 14]}

@@ -11,17 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2_5_VLForConditionalGeneration, Qwen3VLForConditionalGeneration
 
-from gstep.backbones import (
-    BACKBONES,
-    ModelSource,
-    Runtime,
-    SampledVideo,
-    limit_pixels,
-    load_backbone,
-    load_static,
-    preprocessor_for,
-    token_bytes,
-)
+from gstep.backbones import ModelSource, Runtime, SampledVideo, family_of
 from gstep.checkpoints import tiny
 from gstep.checkpoints.files import CheckpointFiles
 from gstep.errors import ModelError
@@ -60,7 +50,7 @@ def folder(name, tmp_path):
 def frames_for(source, n_frames=7):
     """[7,h,w,3] uint8 as the decoder resizes them: noise that is coarse enough for patches to differ in brightness."""
     blocks = np.random.default_rng(0).integers(0, 256, (n_frames, 12, 17, 3), dtype=np.uint8)
-    preprocessor = preprocessor_for(source)
+    preprocessor = family_of(source).preprocessor()
     frames = blocks.repeat(12, axis=1).repeat(12, axis=2)
     return preprocessor.resize(frames, preprocessor.target_size(*frames.shape[:3]))
 
@@ -69,7 +59,7 @@ def stock_features(source, frames, dtype):
     """([T*N,D] tokens and levels, [.,D] last_hidden_state) of the whole model by from_pretrained, in one go."""
     folder, _ = source.pretrained()
     stock = STOCK[source.name].from_pretrained(folder, dtype=dtype)
-    return features_of(stock, preprocessor_for(source), frames, dtype)
+    return features_of(stock, family_of(source).preprocessor(), frames, dtype)
 
 
 def features_of(stock, preprocessor, frames, dtype):
@@ -85,7 +75,7 @@ def stock_features_by_patch(source, frames, dtype):
     """[T*N,D] tokens and levels of the whole model that is given one temporal patch after the other."""
     folder, _ = source.pretrained()
     stock = STOCK[source.name].from_pretrained(folder, dtype=dtype)
-    preprocessor = preprocessor_for(source)
+    preprocessor = family_of(source).preprocessor()
     parts = [features_of(stock, preprocessor, pair, dtype)[0] for pair in frames.split(2)]
     return [torch.cat(levels) for levels in zip(*parts, strict=True)]
 
@@ -96,15 +86,15 @@ def test_tokens_and_levels_equal_the_stock_model_exactly_in_chunks_of_any_size(s
     frames = frames_for(source)
     expected = stock_features_by_patch(source, frames, runtime.dtype)
     for frame_batch in (32, 5, 1):
-        backbone = load_backbone(source, runtime, frame_batch=frame_batch)
+        backbone = family_of(source).load(runtime, frame_batch=frame_batch)
         visual = backbone.encode(frames)
         assert visual.tokens.shape[0] == 4 and visual.tokens.dtype == runtime.dtype
         assert len(visual.deepstack) == LEVELS[source.name] == len(expected) - 1
         for ours, stock in zip((visual.tokens, *visual.deepstack), expected, strict=True):
             assert ours.shape == visual.tokens.shape and torch.equal(ours.flatten(0, 1), stock)
-    assert backbone.newline() is None is load_static(source).newline
-    assert backbone.hidden_size == load_static(source).hidden_size == 64
-    assert load_static(source).deepstack_levels == LEVELS[source.name]
+    assert backbone.newline() is None is family_of(source).static().newline
+    assert backbone.hidden_size == family_of(source).static().hidden_size == 64
+    assert family_of(source).static().deepstack_levels == LEVELS[source.name]
     pairs = combinations((visual.tokens, *visual.deepstack), 2)
     assert not any(torch.equal(a, b) for a, b in pairs)
 
@@ -113,7 +103,7 @@ def test_tokens_of_the_stock_model_in_one_go_differ_by_rounding_alone(source):
     """Some CPUs sum products of other shapes in another order. Neither result is then the better one."""
     frames = frames_for(source)
     at_once, in_bfloat16 = (stock_features(source, frames, dtype)[0] for dtype in (torch.float32, torch.bfloat16))
-    exact, coarse = (load_backbone(source, runtime).encode(frames) for runtime in (FLOAT32, BFLOAT16))
+    exact, coarse = (family_of(source).load(runtime).encode(frames) for runtime in (FLOAT32, BFLOAT16))
     for stock, ours in zip(at_once, (exact.tokens, *exact.deepstack), strict=True):
         assert (ours.flatten(0, 1) - stock).abs().max() < 1e-5 * stock.abs().max()
     for stock, theirs, ours in zip(at_once, in_bfloat16, (coarse.tokens, *coarse.deepstack), strict=True):
@@ -127,7 +117,7 @@ def test_windows_put_tokens_in_another_order_than_space():
     source = ModelSource.resolve("tiny-qwen2-5-vl")
     frames = frames_for(source, 2)
     (tokens_MD,), hidden = stock_features(source, frames, torch.float32)
-    backbone = load_backbone(source, FLOAT32)
+    backbone = family_of(source).load(FLOAT32)
     in_windows = backbone.model.merger(hidden)
     assert not torch.equal(in_windows, tokens_MD)
     torch.testing.assert_close(in_windows.sort(0).values, tokens_MD.sort(0).values, atol=1e-5, rtol=0)
@@ -135,7 +125,7 @@ def test_windows_put_tokens_in_another_order_than_space():
 
 
 def test_memory_is_bounded_by_patches_whatever_the_size_of_frames(source):
-    backbone = load_backbone(source, FLOAT32)
+    backbone = family_of(source).load(FLOAT32)
     assert backbone.chunk_length(280, 448) == 2  # on a CPU, always
     backbone.device = "cuda"
     assert [backbone.chunk_length(h, w) for h, w in ((280, 448), (1120, 1792), (4480, 8960))] == [
@@ -147,7 +137,7 @@ def test_memory_is_bounded_by_patches_whatever_the_size_of_frames(source):
 
 def test_tokens_do_not_depend_on_other_videos_or_on_the_form_of_the_frames(source):
     frames = frames_for(source)
-    backbone = load_backbone(source, BFLOAT16, frame_batch=4)
+    backbone = family_of(source).load(BFLOAT16, frame_batch=4)
     first = backbone.encode(frames)
     backbone.encode(frames.flip(0)[:5])
     read_only = frames.numpy().copy()
@@ -161,19 +151,19 @@ def test_tokens_do_not_depend_on_other_videos_or_on_the_form_of_the_frames(sourc
 
 def test_the_attention_asked_for_is_the_towers(source):
     frames = frames_for(source, 2)
-    backbones = [load_backbone(source, Runtime("cpu", torch.float32, attn)) for attn in ("sdpa", "eager")]
+    backbones = [family_of(source).load(Runtime("cpu", torch.float32, attn)) for attn in ("sdpa", "eager")]
     assert [backbone.model.config._attn_implementation for backbone in backbones] == ["sdpa", "eager"]
     assert torch.allclose(*(backbone.encode(frames).tokens for backbone in backbones), atol=1e-4)
 
 
 def test_no_frames_are_refused(source):
     with pytest.raises(ValueError, match="at least one frame"):
-        load_backbone(source, FLOAT32).encode(frames_for(source)[:0])
+        family_of(source).load(FLOAT32).encode(frames_for(source)[:0])
 
 
 def test_nothing_of_the_language_model_is_read_or_built(source, monkeypatch):
     read = count_reading(monkeypatch)
-    backbone = load_backbone(source, FLOAT32)
+    backbone = family_of(source).load(FLOAT32)
     assert read and all(key.removeprefix("model.").startswith("visual.") for key in read)
     assert sum(read.values()) == 4 * sum(parameter.numel() for parameter in backbone.model.parameters())
     tensors = [*backbone.model.parameters(), *backbone.model.buffers()]
@@ -183,9 +173,9 @@ def test_nothing_of_the_language_model_is_read_or_built(source, monkeypatch):
 
 def test_static_parts_and_preprocessing_read_no_weights(source, monkeypatch):
     read = count_reading(monkeypatch)
-    load_static(source)
-    preprocessor_for(source)
-    token_bytes(source, 8, 252, 448)
+    family_of(source).static()
+    family_of(source).preprocessor()
+    family_of(source).token_bytes(8, 252, 448)
     assert not read
 
 
@@ -197,8 +187,8 @@ def test_both_layouts_of_keys_give_the_same_tokens(source, folder, add):
     }
     save_file(renamed, folder / "model.safetensors")
     frames = frames_for(source, 2)
-    tokens = load_backbone(ModelSource.resolve(folder), FLOAT32).encode(frames).tokens
-    assert torch.equal(tokens, load_backbone(source, FLOAT32).encode(frames).tokens)
+    tokens = family_of(ModelSource.resolve(folder)).load(FLOAT32).encode(frames).tokens
+    assert torch.equal(tokens, family_of(source).load(FLOAT32).encode(frames).tokens)
 
 
 def test_what_save_pretrained_writes_in_shards_loads(source, folder):
@@ -208,7 +198,7 @@ def test_what_save_pretrained_writes_in_shards_loads(source, folder):
     other = ModelSource.resolve(folder)
     assert len(other.weight_files) > 1
     frames = frames_for(source, 3)
-    visual, expected = (load_backbone(s, FLOAT32).encode(frames) for s in (other, source))
+    visual, expected = (family_of(s).load(FLOAT32).encode(frames) for s in (other, source))
     assert torch.equal(visual.tokens, expected.tokens)
     assert all(map(torch.equal, visual.deepstack, expected.deepstack))
 
@@ -219,13 +209,13 @@ def test_missing_weights_are_named(folder):
     del tensors[gone]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"lacks visual\.blocks\.1\.attn\.qkv\.bias"):
-        load_backbone(ModelSource.resolve(folder), FLOAT32)
+        family_of(ModelSource.resolve(folder)).load(FLOAT32)
 
 
 def test_weights_of_another_shape_are_named(folder):
     change_json(folder / "config.json", lambda config: config["vision_config"].update(out_hidden_size=32))
     with pytest.raises(ModelError, match=r"does not fit the weights: visual\.\S+ \[64, 256\] instead of \[32, 256\]"):
-        load_backbone(ModelSource.resolve(folder), FLOAT32)
+        family_of(ModelSource.resolve(folder)).load(FLOAT32)
 
 
 def change_json(path, change):
@@ -251,7 +241,7 @@ def settings_file(folder):
 def test_preprocessor_settings_that_do_not_fit_are_refused(folder, settings, named):
     change_json(settings_file(folder), lambda content: content.update(settings))
     with pytest.raises(ModelError, match=named):
-        preprocessor_for(ModelSource.resolve(folder))
+        family_of(ModelSource.resolve(folder)).preprocessor()
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen2-5-vl"], indirect=True)
@@ -272,27 +262,27 @@ def test_preprocessor_settings_that_do_not_fit_are_refused(folder, settings, nam
 )
 def test_every_spelling_of_the_pixel_bounds_of_qwen2_5(folder, settings, bounds):
     change_json(folder / "preprocessor_config.json", lambda content: content.update(settings))
-    preprocessor = preprocessor_for(ModelSource.resolve(folder))
+    preprocessor = family_of(ModelSource.resolve(folder)).preprocessor()
     assert (preprocessor.min_pixels, preprocessor.max_pixels) == bounds
 
 
 def test_limits_of_pixels_overrule_the_checkpoints(source):
-    limited = limit_pixels(source, None, 30_000, None)
-    before, now = preprocessor_for(source), preprocessor_for(limited)
+    limited = family_of(source).limited(None, 30_000, None)
+    before, now = family_of(source).preprocessor(), family_of(limited).preprocessor()
     assert (now.min_pixels, now.max_pixels) == (before.min_pixels, 30_000)
     height, width = now.target_size(2, 360, 640)
     assert height * width <= 30_000 and now.settings() != before.settings()
-    assert preprocessor_for(limit_pixels(limited, 20_000, None, None)).min_pixels == 20_000
-    capped = preprocessor_for(limit_pixels(source, None, None, 1000))
+    assert family_of(family_of(limited).limited(20_000, None, None)).preprocessor().min_pixels == 20_000
+    capped = family_of(family_of(source).limited(None, None, 1000)).preprocessor()
     assert capped.max_video_tokens == 1000
     assert limited.identity == source.identity
     with pytest.raises(ModelError, match="at least 50000 and at most 10 pixels"):
-        limit_pixels(source, 50_000, 10, None)
+        family_of(source).limited(50_000, 10, None)
 
 
 def test_a_family_with_one_size_has_no_limits():
     with pytest.raises(ModelError, match="one size"):
-        limit_pixels(ModelSource.resolve("tiny"), None, 1000, None)
+        family_of(ModelSource.resolve("tiny")).limited(None, 1000, None)
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen2-5-vl"], indirect=True)
@@ -302,7 +292,7 @@ def test_an_image_processor_of_another_family_is_refused(folder):
         lambda content: content.update(image_processor_type="LlavaOnevisionImageProcessor"),
     )
     with pytest.raises(ModelError, match="LlavaOnevisionImageProcessor"):
-        preprocessor_for(ModelSource.resolve(folder))
+        family_of(ModelSource.resolve(folder)).preprocessor()
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3-vl"], indirect=True)
@@ -310,15 +300,15 @@ def test_qwen3_without_its_video_settings_goes_by_what_the_stock_classes_do(fold
     path = folder / "video_preprocessor_config.json"
     change_json(path, lambda content: content.update(max_pixels=5))
     with pytest.raises(ModelError, match=r"max_pixels is not implemented: the stock .* ignores it"):
-        preprocessor_for(ModelSource.resolve(folder))
+        family_of(ModelSource.resolve(folder)).preprocessor()
     path.unlink()
-    assert preprocessor_for(ModelSource.resolve(folder)).min_pixels == 65536  # of the image file
+    assert family_of(ModelSource.resolve(folder)).preprocessor().min_pixels == 65536  # of the image file
     change_json(
         folder / "preprocessor_config.json",
         lambda content: content.update(image_processor_type="Qwen2VLImageProcessor"),
     )
     with pytest.raises(ModelError, match=r"copy video_preprocessor_config\.json"):
-        preprocessor_for(ModelSource.resolve(folder))
+        family_of(ModelSource.resolve(folder)).preprocessor()
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -329,14 +319,14 @@ def test_every_dense_size_on_the_hub_is_known_by_its_config(size):
         size, family, "none", CheckpointFiles("folder", "/none"), (), config, preprocessor=PREPROCESSOR[family]
     )
     levels = 3 if family == "qwen3_vl" else 0
-    static = load_static(source)
+    static = family_of(source).static()
     assert (static.hidden_size, static.newline, static.deepstack_levels) == (hidden, None, levels)
-    preprocessor = preprocessor_for(source)
+    preprocessor = family_of(source).preprocessor()
     height, width = preprocessor.target_size(33, 720, 1280)
     T, H, W = preprocessor.grid_thw(33, height, width)
     assert T == 17
-    assert token_bytes(source, 33, height, width) == 17 * H * W // 4 * hidden * 2 * (1 + levels)
-    tower = BACKBONES[family]._tower(config, "sdpa", torch.bfloat16)
+    assert family_of(source).token_bytes(33, height, width) == 17 * H * W // 4 * hidden * 2 * (1 + levels)
+    tower = family_of(source)._tower("sdpa", torch.bfloat16)
     assert all(parameter.is_meta and parameter.dtype == torch.bfloat16 for parameter in tower.parameters())
     assert tower.config.out_hidden_size == hidden
     assert round(sum(parameter.numel() for parameter in tower.parameters()) / 1e6) == millions
@@ -347,8 +337,8 @@ def test_a_config_without_text_config_and_one_with_it_give_the_same(source, fold
     STOCK[source.name].from_pretrained(folder).config.save_pretrained(folder)
     assert "text_config" in json.loads((folder / "config.json").read_text())
     frames = frames_for(source, 2)
-    tokens = load_backbone(ModelSource.resolve(folder), FLOAT32).encode(frames).tokens
-    assert torch.equal(tokens, load_backbone(source, FLOAT32).encode(frames).tokens)
+    tokens = family_of(ModelSource.resolve(folder)).load(FLOAT32).encode(frames).tokens
+    assert torch.equal(tokens, family_of(source).load(FLOAT32).encode(frames).tokens)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "qwen2_vl", "qwen3_omni_moe", "qwen3_5", "qwen2_5_omni"])
@@ -359,7 +349,7 @@ def test_other_qwen_families_are_refused_with_what_to_use(tmp_path, model_type):
 
 
 def test_what_positions_of_qwen2_5_go_by():
-    backbone = load_backbone(ModelSource.resolve("tiny-qwen2-5-vl"), FLOAT32)
+    backbone = family_of(ModelSource.resolve("tiny-qwen2-5-vl")).load(FLOAT32)
     video = SampledVideo(252, 448, [1.0, 1.7, 2.4, 3.1, 3.8], 1.0, 29.97, 98)
     assert backbone.model_extra(video) == {
         "grid": [9, 16],
@@ -373,7 +363,7 @@ def test_what_positions_of_qwen2_5_go_by():
 
 def test_what_positions_of_qwen3_go_by():
     """Timestamps of the frames themselves; the stock formula, from indices and a constant rate, agrees where it can."""
-    backbone = load_backbone(ModelSource.resolve("tiny-qwen3-vl"), FLOAT32)
+    backbone = family_of(ModelSource.resolve("tiny-qwen3-vl")).load(FLOAT32)
     indices, fps = [30, 44, 58, 72, 86], 25.0
     video = SampledVideo(288, 512, [i / fps for i in indices], 1.2, fps, 60)
     extra = backbone.model_extra(video)

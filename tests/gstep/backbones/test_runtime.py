@@ -92,10 +92,10 @@ def test_resolving_and_preprocessing_never_import_transformers(tmp_path):
 import pickle, sys
 import gstep.backbones
 assert not {"transformers", "safetensors", "huggingface_hub"} & set(sys.modules)
-from gstep.backbones import ModelSource, choose_runtime, load_static, preprocessor_for
+from gstep.backbones import ModelSource, choose_runtime, family_of
 source = ModelSource.resolve("tiny")
-preprocessor = pickle.loads(pickle.dumps(preprocessor_for(source)))
-assert load_static(source).newline.shape == (64,)
+preprocessor = pickle.loads(pickle.dumps(family_of(source).preprocessor()))
+assert family_of(source).static().newline.shape == (64,)
 assert choose_runtime("cpu").attn_implementation == "sdpa"
 assert "transformers" not in sys.modules
 """

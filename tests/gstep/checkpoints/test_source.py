@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 from safetensors.torch import load_file, save_file
 
-from gstep.backbones import ModelSource, load_static, read_tensors
+from gstep.backbones import ModelSource, family_of, read_tensors
 from gstep.checkpoints import hub, tensors, tiny
 from gstep.errors import ModelError
 from tests.paths import ROOT
@@ -73,7 +73,7 @@ def put_in_hub_cache(cache: Path, folder: Path, *, without: str = "nothing") -> 
 
 
 def newline_of(model: str | Path) -> torch.Tensor:
-    newline = load_static(ModelSource.resolve(model)).newline
+    newline = family_of(ModelSource.resolve(model)).static().newline
     assert newline is not None
     return newline
 
@@ -199,7 +199,7 @@ def test_a_truncated_download_and_a_git_lfs_pointer(folder):
     source = ModelSource.resolve(folder)
     weights.write_bytes(weights.read_bytes()[:-1000])
     with pytest.raises(ModelError, match="no complete safetensors"):
-        load_static(source)
+        family_of(source).static()
     weights.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n")
     with pytest.raises(ModelError, match="git lfs pull"):
         ModelSource.resolve(folder)
@@ -238,9 +238,9 @@ def test_a_hub_cache_needs_no_shard_of_the_language_model(offline_hub, sharded):
 def test_hf_home_and_hf_hub_offline_are_honoured(tmp_path, folder):
     put_in_hub_cache(tmp_path / "home" / "hub", folder)
     code = (
-        "from gstep.backbones import ModelSource, load_static\n"
+        "from gstep.backbones import ModelSource, family_of\n"
         f"source = ModelSource.resolve({REPO!r})\n"
-        "print(source.identity, len(load_static(source).newline))"
+        "print(source.identity, len(family_of(source).static().newline))"
     )
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGINGFACE_"))}
     environment |= {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
@@ -291,7 +291,7 @@ def test_json_first_then_only_the_shards_with_wanted_tensors(sharded, tmp_path, 
     source = ModelSource.resolve(REPO)
     assert source.identity == f"hub:{REPO}@{COMMIT}"
     assert all(filename.endswith(".json") for filename in fake.downloaded)
-    load_static(source)
+    family_of(source).static()
     assert {f for f in fake.downloaded if not f.endswith(".json")} == {"model-00001-of-00002.safetensors"}
 
 

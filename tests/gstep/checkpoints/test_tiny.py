@@ -18,7 +18,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from gstep.backbones import ModelSource, Preprocessor, Runtime, load_backbone, preprocessor_for
+from gstep.backbones import ModelSource, Preprocessor, Runtime, family_of
 from gstep.checkpoints import tiny
 from gstep.errors import ModelError
 from tests.paths import ROOT
@@ -119,8 +119,8 @@ def resized(preprocessor: Preprocessor, clip: str, n_frames: int) -> torch.Tenso
 @pytest.mark.parametrize("clip", ["bigbuckbunny", "bikes", "carphone_pristine", "carphone_distorted"])
 def test_tokens_of_real_frames_differ_clearly(model, clip):
     source = ModelSource.resolve(model)
-    frames = resized(preprocessor_for(source), clip, 8)
-    visual = load_backbone(source, Runtime("cpu", torch.float32, "sdpa")).encode(frames)
+    frames = resized(family_of(source).preprocessor(), clip, 8)
+    visual = family_of(source).load(Runtime("cpu", torch.float32, "sdpa")).encode(frames)
     assert visual.tokens.shape[::2] == (8 if model == "tiny" else 4, 64)
     for tokens_TND in (visual.tokens, *visual.deepstack):
         check_that_they_differ(tokens_TND)
@@ -143,7 +143,7 @@ def check_that_they_differ(tokens_TND: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("model", QWEN)
 def test_a_frame_of_16_to_9_gives_about_as_many_tokens_as_one_of_llava_onevision(model):
-    preprocessor = preprocessor_for(ModelSource.resolve(model))
+    preprocessor = family_of(ModelSource.resolve(model)).preprocessor()
     for height, width in ((360, 640), (720, 1280), (1080, 1920)):
         _, H, W = preprocessor.grid_thw(32, *preprocessor.target_size(32, height, width))
         n_tokens = H * W // 4
@@ -152,7 +152,7 @@ def test_a_frame_of_16_to_9_gives_about_as_many_tokens_as_one_of_llava_onevision
 
 @pytest.mark.parametrize(("model", "side"), [("tiny", 384), ("tiny-qwen2-5-vl", 168), ("tiny-qwen3-vl", 192)])
 def test_brightness_alone_is_seen_and_a_still_picture_is_still(model, side):
-    backbone = load_backbone(ModelSource.resolve(model), Runtime("cpu", torch.float32, "sdpa"))
+    backbone = family_of(ModelSource.resolve(model)).load(Runtime("cpu", torch.float32, "sdpa"))
     levels = torch.tensor([100, 100, 160], dtype=torch.uint8).repeat_interleave(backbone.preprocessor.frames_per_patch)
     first, same, brighter = backbone.encode(levels[:, None, None, None].expand(-1, side, side, 3)).tokens
     assert torch.equal(first, same)
@@ -175,7 +175,7 @@ def test_the_whole_llm_loads_and_answers(source):
     assert tokenizer.convert_tokens_to_ids("<video>") == llm.config.video_token_id
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
-    preprocessor = preprocessor_for(source)
+    preprocessor = family_of(source).preprocessor()
     inputs = tokenizer(prompt.replace("<video>", "<video>" * (2 * 196 + 1)), return_tensors="pt")
     logits = []
     for clip in ("bikes", "carphone_pristine"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gstep
-from gstep.backbones import ModelSource, choose_runtime, load_backbone, load_static, preprocessor_for
+from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.language import Decoding, prompt_builder
 from pipeline import TokenCache
 from pipeline.generate.held_videos import to_visual
@@ -22,7 +22,7 @@ FRAMES = 5  # odd: the last one is repeated in a temporal patch
 def cached(source, name, tmp_path, method, ratio, **params):
     """One real clip through decoder, encoder, pruner, writer and reader: (frames, Visual)."""
     clip = sample("bikes.mp4")
-    decoded = decode_video(DecodeRequest(clip, Sampling(FRAMES), preprocessor_for(source)))
+    decoded = decode_video(DecodeRequest(clip, Sampling(FRAMES), family_of(source).preprocessor()))
     record = {
         "video_id": "v",
         "uri": str(clip),
@@ -31,7 +31,7 @@ def cached(source, name, tmp_path, method, ratio, **params):
         **decoded_columns(decoded, 1),
     }
     encoder = VideoEncoder(EncodeSetup(source, method, ratio, pruner_params=params, device="cpu", dtype="float32"))
-    store = write_header(tmp_path / method, ratio, deepstack_levels=load_static(source).deepstack_levels)
+    store = write_header(tmp_path / method, ratio, deepstack_levels=family_of(source).static().deepstack_levels)
     write_shard(store, "run", encoder.encode_one(record, decoded.frames))
     cache = TokenCache(tmp_path / method)
     newline = stock(name).model.image_newline.bfloat16() if name == "tiny" else None
@@ -40,7 +40,7 @@ def cached(source, name, tmp_path, method, ratio, **params):
 
 def pixels_of(source, name, frames, visual):
     """What the stock model takes instead of the tokens."""
-    preprocessor = preprocessor_for(source)
+    preprocessor = family_of(source).preprocessor()
     if name == "tiny":
         return {"pixel_values_videos": preprocessor.normalise(frames, "cpu", torch.float32)[None]}
     inputs = {
@@ -91,7 +91,7 @@ def test_the_baselines_get_their_evidence_and_are_answered_from(name, method, pa
     source = ModelSource.resolve(name)
     frames, pruned = cached(source, name, tmp_path, method, 0.25, **params)
     sources = gstep.make_pruner(method, **params).sources
-    visual = load_backbone(source, choose_runtime("cpu", "float32")).encode(frames, sources)
+    visual = family_of(source).load(choose_runtime("cpu", "float32")).encode(frames, sources)
     expected = gstep.prune(visual.tokens.bfloat16(), 0.25, method, evidence=visual.evidence, **params)
     assert torch.equal(pruned.index, expected.index)
     assert torch.equal(pruned.tokens, expected.tokens)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gstep
-from gstep.backbones import ModelSource, choose_runtime, load_backbone
+from gstep.backbones import ModelSource, choose_runtime, family_of
 from pipeline.cache.cached_video import bfloat16
 from pipeline.errors import VideoFault
 from pipeline.prune.batches import decoded_batch, encoded_videos
@@ -40,7 +40,7 @@ def test_rows_hold_the_selection_in_its_order(encoder):
     record, kept = only(encoder(decoded("v")))
     assert json.loads(record["model_extra"]) == {"grid": [14, 14]}
     assert len(kept.deepstack) == 0 and kept.evidence == {}
-    backbone = load_backbone(ModelSource.resolve("tiny"), choose_runtime("cpu", "float32"))
+    backbone = family_of(ModelSource.resolve("tiny")).load(choose_runtime("cpu", "float32"))
     tokens = backbone.encode(FRAMES).tokens.to(torch.bfloat16)
     expected = gstep.prune(tokens, 0.25)
     order = expected.selection_order()
@@ -95,7 +95,7 @@ def qwen3_row(video_id: str = "v"):
 @pytest.mark.parametrize("method", ["gstep", "random", "topk", "fps", "uniform", "none"])
 def test_deepstack_levels_hold_the_places_of_the_tokens(method):
     record, kept = only(qwen3_encoder(method, 1.0 if method == "none" else 0.25)(qwen3_row()))
-    visual = load_backbone(ModelSource.resolve("tiny-qwen3-vl"), choose_runtime("cpu", "float32")).encode(QWEN_FRAMES)
+    visual = family_of(ModelSource.resolve("tiny-qwen3-vl")).load(choose_runtime("cpu", "float32")).encode(QWEN_FRAMES)
     places = kept.index.tolist()
     assert len(places) == (45 if method == "none" else 11)  # of 3 x 15, an odd last frame repeated
     assert (places == sorted(places)) == (method in {"uniform", "none"})

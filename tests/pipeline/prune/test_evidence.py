@@ -12,7 +12,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 import gstep
-from gstep.backbones import ModelSource, choose_runtime, load_backbone, with_pooling_head
+from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.checkpoints import tiny
 from gstep.evidence import LAST_LAYER, MERGED_QUERIES, SINGLE_PATCHES
 from pipeline import CorruptShard, EvidenceNotCached, TokenCache
@@ -160,7 +160,7 @@ def decoded():
 
 @pytest.fixture(scope="module")
 def source():
-    return with_pooling_head(ModelSource.resolve("tiny"), "tiny")
+    return family_of(ModelSource.resolve("tiny")).with_pooling_head("tiny")
 
 
 @pytest.mark.parametrize(("method", "ratio"), [("none", 1.0), ("gstep", 0.25)])
@@ -174,7 +174,7 @@ def test_what_the_encoder_gives_is_stored_at_the_kept_places(source, tmp_path, m
     identity = {"retention_ratio": ratio, "evidence": asked}
     store.put(HEADER, json.dumps({"schema_version": 1, "identity": identity}).encode())
     write_shard(store, "run", VideoEncoder(setup).encode_one(*decoded()))
-    visual = load_backbone(source, choose_runtime("cpu", "float32")).encode(FRAMES, asked)
+    visual = family_of(source).load(choose_runtime("cpu", "float32")).encode(FRAMES, asked)
     video = TokenCache(tmp_path).get("v", evidence=tuple(asked))
     assert len(video.index) == round(ratio * 392)
     for name, values in visual.evidence.items():

@@ -6,7 +6,7 @@ import ray
 import ray.data
 from ray.data._internal.logical.optimizers import get_execution_plan
 
-from gstep.backbones import ModelSource, preprocessor_for
+from gstep.backbones import ModelSource, family_of
 from pipeline.execution.stages import BLOCK_BYTES, RESTARTS, TASK_RETRIES, run_graph
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
@@ -125,7 +125,7 @@ def lazy_graph(plan: Resources, out: str) -> ray.data.Dataset:
     source = ModelSource.resolve("tiny")
     row = {"video_id": "v", "uri": "/v.mp4", "path": "/v.mp4", "attempts": 1}
     todo = pa.Table.from_pylist([row] * 8, schema=TODO_SCHEMA)
-    decode = DecodeSetup(Sampling(num_frames=2), preprocessor_for(source))
+    decode = DecodeSetup(Sampling(num_frames=2), family_of(source).preprocessor())
     encode = EncodeSetup(source, "gstep", 0.25, device="cpu")
     return build_graph(todo, decode, encode, plan, store=LocalStore(out), run_id="r")
 

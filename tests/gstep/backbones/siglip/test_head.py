@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import interpolate, scaled_dot_product_attention
 from transformers import LlavaOnevisionForConditionalGeneration, SiglipVisionConfig, SiglipVisionModel
 
-from gstep.backbones import ModelSource, Runtime, check_evidence, load_backbone, preprocessor_for
-from gstep.backbones import with_pooling_head as with_head
+from gstep.backbones import ModelSource, Runtime, family_of
 from gstep.checkpoints import tiny
 from gstep.checkpoints.pooling_head import DEFAULTS
 from gstep.errors import ModelError
@@ -49,7 +48,7 @@ def stock_head(source, frames):
     """The stock head's output [T,C] on the stock tower's, and its attention worked out head by head, [T,196]."""
     folder, _ = source.pretrained()
     tower = LlavaOnevisionForConditionalGeneration.from_pretrained(folder).model.vision_tower
-    pixels = preprocessor_for(source).normalise(frames, "cpu", torch.float32)
+    pixels = family_of(source).preprocessor().normalise(frames, "cpu", torch.float32)
     features = tower(pixels, output_hidden_states=True, return_dict=True).hidden_states[-1]
     config = json.loads((tiny.build("tiny-siglip") / "config.json").read_text())["vision_config"]
     tensors = load_file(tiny.build("tiny-siglip") / "model.safetensors")
@@ -75,17 +74,17 @@ def stock_head(source, frames):
 @pytest.mark.parametrize("frame_batch", [32, 2])
 def test_feature_and_attention_equal_the_stock_head(source, frames, frame_batch):
     feature_TC, attention_TN = stock_head(source, frames)
-    backbone = load_backbone(with_head(source, "tiny"), FLOAT32, frame_batch=frame_batch)
+    backbone = family_of(family_of(source).with_pooling_head("tiny")).load(FLOAT32, frame_batch=frame_batch)
     visual = backbone.encode(frames, ASKED)
     assert visual.evidence["token_attention"].shape == (5, 196) and visual.evidence["frame_feature"].shape == (5, 64)
     assert attention_TN.std() > 0.1 * attention_TN.mean()
     torch.testing.assert_close(visual.evidence["token_attention"], attention_TN, rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(visual.evidence["frame_feature"], feature_TC, rtol=1e-5, atol=1e-5)
-    assert torch.equal(visual.tokens, load_backbone(source, FLOAT32, frame_batch=frame_batch).encode(frames).tokens)
+    assert torch.equal(visual.tokens, family_of(source).load(FLOAT32, frame_batch=frame_batch).encode(frames).tokens)
 
 
 def test_one_name_from_two_places_is_two_things(source, frames):
-    backbone = load_backbone(with_head(source, "tiny"), Runtime("cpu", torch.bfloat16, "sdpa"))
+    backbone = family_of(family_of(source).with_pooling_head("tiny")).load(Runtime("cpu", torch.bfloat16, "sdpa"))
     probe = backbone.encode(frames, ASKED).evidence
     mixed = backbone.encode(frames, {**ASKED, "token_attention": LAST_LAYER}).evidence
     assert torch.equal(probe["frame_feature"], mixed["frame_feature"])
@@ -105,14 +104,20 @@ def rename_without_vision_model(tensors):
 @pytest.mark.parametrize("rename", [rename_whole_model, rename_without_vision_model])
 def test_every_layout_gives_the_same_head_and_identity(source, folder, rename):
     save_file(rename(load_file(folder / "model.safetensors")), folder / "model.safetensors")
-    assert with_head(source, folder).pooling_head.identity == with_head(source, "tiny").pooling_head.identity
+    assert (
+        family_of(source).with_pooling_head(folder).pooling_head.identity
+        == family_of(source).with_pooling_head("tiny").pooling_head.identity
+    )
 
 
 def test_a_head_of_another_training_has_another_identity(source, folder):
     tensors = load_file(folder / "model.safetensors")
     tensors["vision_model.head.mlp.fc2.bias"][-1] += 1e-3
     save_file(tensors, folder / "model.safetensors")
-    assert with_head(source, folder).pooling_head.identity != with_head(source, "tiny").pooling_head.identity
+    assert (
+        family_of(source).with_pooling_head(folder).pooling_head.identity
+        != family_of(source).with_pooling_head("tiny").pooling_head.identity
+    )
 
 
 def test_what_no_tensor_shows_is_part_of_the_identity(source, folder):
@@ -124,7 +129,7 @@ def test_what_no_tensor_shows_is_part_of_the_identity(source, folder):
     def identity(**settings):
         vision = {k: v for k, v in (config["vision_config"] | settings).items() if v is not None}
         (folder / "config.json").write_text(json.dumps(config | {"vision_config": vision}))
-        return with_head(source, folder).pooling_head.identity
+        return family_of(source).with_pooling_head(folder).pooling_head.identity
 
     usual = identity()
     assert identity(layer_norm_eps=1e-6) == identity(layer_norm_eps=None) == usual
@@ -136,16 +141,16 @@ def test_only_the_head_is_read_and_only_where_it_is_asked_for(source, folder, mo
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "vision_model.encoder.big": torch.zeros(9, 9)}, folder / "model.safetensors")
     read = count_reading(monkeypatch)
-    resolved = with_head(source, folder)
+    resolved = family_of(source).with_pooling_head(folder)
     assert set(read) == {name for name in tensors if name.startswith("vision_model.")}
-    assert load_backbone(resolved, FLOAT32).pooling_head is not None
-    assert load_backbone(source, FLOAT32).pooling_head is None
+    assert family_of(resolved).load(FLOAT32).pooling_head is not None
+    assert family_of(source).load(FLOAT32).pooling_head is None
 
 
 def test_checkpoints_without_a_head_that_fits_are_refused(source, folder):
     def refused(match):
         with pytest.raises(ModelError, match=match):
-            with_head(source, folder)
+            family_of(source).with_pooling_head(folder)
 
     tensors = load_file(folder / "model.safetensors")
     save_file({k: v for k, v in tensors.items() if "probe" not in k}, folder / "model.safetensors")
@@ -159,11 +164,11 @@ def test_checkpoints_without_a_head_that_fits_are_refused(source, folder):
 
 
 def test_another_head_on_another_node_is_refused(source, folder):
-    resolved = with_head(source, folder)
+    resolved = family_of(source).with_pooling_head(folder)
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "vision_model.head.probe": torch.zeros(1, 1, 64)}, folder / "model.safetensors")
     with pytest.raises(ModelError, match="another pooling head on this node"):
-        load_backbone(resolved, FLOAT32)
+        family_of(resolved).load(FLOAT32)
 
 
 def test_a_config_that_does_not_fit_the_head_is_refused(source, folder):
@@ -171,19 +176,25 @@ def test_a_config_that_does_not_fit_the_head_is_refused(source, folder):
     config["vision_config"]["intermediate_size"] = 100
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"config\.json does not fit the pooling head"):
-        load_backbone(with_head(source, folder), FLOAT32)
+        family_of(family_of(source).with_pooling_head(folder)).load(FLOAT32)
 
 
 def test_who_needs_a_head_is_told_to_name_one(source, frames):
-    check_evidence(with_head(source, "tiny"), ASKED)
-    for refuse in (lambda: check_evidence(source, ASKED), lambda: load_backbone(source, FLOAT32).encode(frames, ASKED)):
+    family_of(family_of(source).with_pooling_head("tiny")).check_evidence(ASKED)
+    for refuse in (
+        lambda: family_of(source).check_evidence(ASKED),
+        lambda: family_of(source).load(FLOAT32).encode(frames, ASKED),
+    ):
         with pytest.raises(ModelError, match=r"frame_feature, token_attention from SigLIP's .* --siglip"):
             refuse()
     for model in ("tiny-qwen2-5-vl", "tiny-qwen3-vl"):
         with pytest.raises(ModelError, match="for LLaVA-OneVision"):
-            with_head(ModelSource.resolve(model), "tiny")
+            family_of(ModelSource.resolve(model)).with_pooling_head("tiny")
 
 
 def test_the_tiny_head_is_the_same_everywhere(source):
     assert tiny.identity("tiny-siglip") == "tiny-siglip:1-a1343233e81a"
-    assert with_head(source, "tiny").pooling_head.identity == "siglip-head:e1f5f934d1885b747a2ddf87d9be4931"
+    assert (
+        family_of(source).with_pooling_head("tiny").pooling_head.identity
+        == "siglip-head:e1f5f934d1885b747a2ddf87d9be4931"
+    )

@@ -19,8 +19,7 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from gstep.backbones import ModelSource, Runtime, TextTower, load_backbone, preprocessor_for, text_tower
-from gstep.backbones import with_pooling_head as with_head
+from gstep.backbones import ModelSource, Runtime, TextTower, family_of
 from gstep.checkpoints import tiny
 from gstep.errors import ModelError
 from gstep.evidence import POOLING_HEAD, SINGLE_PATCHES
@@ -112,11 +111,11 @@ def stock_features(folder, text):
 
 @torch.no_grad()
 def test_a_patch_is_what_the_stock_head_makes_of_it_alone(source, frames):
-    backbone = load_backbone(with_head(source, "tiny"), FLOAT32)
+    backbone = family_of(family_of(source).with_pooling_head("tiny")).load(FLOAT32)
     embedded_TNC = backbone.encode(frames, {"image_embedding": SINGLE_PATCHES}).evidence["image_embedding"]
     assert embedded_TNC.shape == (3, 196, 64) and embedded_TNC.dtype == torch.float32
     tower = LlavaOnevisionForConditionalGeneration.from_pretrained(source.pretrained()[0]).model.vision_tower
-    pixels = preprocessor_for(source).normalise(frames, "cpu", torch.float32)
+    pixels = family_of(source).preprocessor().normalise(frames, "cpu", torch.float32)
     features_TSC = tower(pixels, output_hidden_states=True, return_dict=True).hidden_states[-1]
     config = json.loads((tiny.build("tiny-siglip") / "config.json").read_text())["vision_config"]
     stock = SiglipVisionModel(SiglipVisionConfig(**config)).eval()
@@ -132,8 +131,8 @@ def test_a_patch_is_what_the_stock_head_makes_of_it_alone(source, frames):
 def test_asking_changes_no_token_and_no_frame_another(source, frames):
     asked = {"image_embedding": SINGLE_PATCHES, "frame_feature": POOLING_HEAD}
     runtime = Runtime("cpu", torch.bfloat16, "sdpa")
-    visual = load_backbone(with_head(source, "tiny"), runtime, frame_batch=2).encode(frames, asked)
-    assert torch.equal(visual.tokens, load_backbone(source, runtime, frame_batch=2).encode(frames).tokens)
+    visual = family_of(family_of(source).with_pooling_head("tiny")).load(runtime, frame_batch=2).encode(frames, asked)
+    assert torch.equal(visual.tokens, family_of(source).load(runtime, frame_batch=2).encode(frames).tokens)
     assert visual.evidence["image_embedding"].dtype == torch.float32 and visual.evidence["frame_feature"].ndim == 2
     assert len(visual.evidence["image_embedding"].flatten(0, 1).unique(dim=0)) == 3 * 196
 
@@ -142,7 +141,7 @@ def test_asking_changes_no_token_and_no_frame_another(source, frames):
 @pytest.mark.parametrize("layout", ["tiny", "published"])
 def test_a_text_is_what_the_stock_model_makes_of_it(source, published, layout, text):
     place = published if layout == "published" else tiny.build("tiny-siglip")
-    tower = TextTower.load(text_tower(source, place), "cpu")
+    tower = TextTower.load(family_of(source).text_tower(place), "cpu")
     expected, ids = stock_features(place, text)
     assert torch.equal(tower.segments(text), ids) and ids[0, -1] == tower.tokenizer.eos_token_id
     torch.testing.assert_close(tower.embedding(text), expected, rtol=1e-5, atol=1e-5)
@@ -151,7 +150,7 @@ def test_a_text_is_what_the_stock_model_makes_of_it(source, published, layout, t
 
 
 def test_a_long_text_is_cut_into_segments_that_each_have_their_end(source, published):
-    tower = TextTower.load(text_tower(source, published), "cpu")
+    tower = TextTower.load(family_of(source).text_tower(published), "cpu")
     words = ["what", "is", "who", "a", "red", "bike", "ridden", "riding"]
     long = " ".join(words * 60)  # 480 words, seven and an end to a segment: more than go through at once
     assert tower.segments(long).shape == (69, 8)
@@ -166,11 +165,11 @@ def test_a_long_text_is_cut_into_segments_that_each_have_their_end(source, publi
 @pytest.mark.parametrize("text", ["", "  ", "?!"])
 def test_a_text_without_a_word_is_refused(source, text):
     with pytest.raises(ValueError, match="no word that SigLIP's tokenizer knows"):
-        TextTower.load(text_tower(source, "tiny"), "cpu").embedding(text)
+        TextTower.load(family_of(source).text_tower("tiny"), "cpu").embedding(text)
 
 
 def test_only_the_text_tower_is_read(source, published, monkeypatch):
-    tower = text_tower(source, published)
+    tower = family_of(source).text_tower(published)
     read = count_reading(monkeypatch)
     loaded = TextTower.load(tower, "cpu")
     assert set(read) == {name for name in load_file(published / "model.safetensors") if name.startswith("text_model.")}
@@ -178,31 +177,31 @@ def test_only_the_text_tower_is_read(source, published, monkeypatch):
 
 
 def test_the_identity_covers_weights_config_and_tokenizer(source, folder):
-    usual = text_tower(source, folder).identity
-    assert usual == text_tower(source, "tiny").identity
+    usual = family_of(source).text_tower(folder).identity
+    assert usual == family_of(source).text_tower("tiny").identity
     seen = {usual}
     tensors = load_file(folder / "model.safetensors")
     head = {name: value for name, value in tensors.items() if name.startswith("vision_model.")}
     save_file(
         {**tensors, "vision_model.head.probe": tensors["vision_model.head.probe"] + 1}, folder / "model.safetensors"
     )
-    assert text_tower(source, folder).identity == usual  # the head has an identity of its own
+    assert family_of(source).text_tower(folder).identity == usual  # the head has an identity of its own
     changed = {**tensors, "text_model.head.bias": tensors["text_model.head.bias"] + 1e-3}
     save_file(changed, folder / "model.safetensors")
-    seen.add(text_tower(source, folder).identity)
+    seen.add(family_of(source).text_tower(folder).identity)
     change_config(folder, layer_norm_eps=1e-3)
-    seen.add(text_tower(source, folder).identity)
+    seen.add(family_of(source).text_tower(folder).identity)
     text = (folder / "tokenizer.json").read_text()
     (folder / "tokenizer.json").write_text(text.replace('"Lowercase"', '"NFKC"'))
-    seen.add(text_tower(source, folder).identity)
+    seen.add(family_of(source).text_tower(folder).identity)
     assert len(seen) == 4
     save_file(head, folder / "model.safetensors")
     with pytest.raises(ModelError, match="no tensor of a text tower: name the whole SigLIP checkpoint"):
-        text_tower(source, folder)
+        family_of(source).text_tower(folder)
 
 
 def test_another_tower_on_another_node_is_refused(source, folder):
-    resolved = text_tower(source, folder)
+    resolved = family_of(source).text_tower(folder)
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "text_model.head.bias": tensors["text_model.head.bias"] + 1}, folder / "model.safetensors")
     with pytest.raises(ModelError, match="another text tower on this node"):
@@ -212,7 +211,7 @@ def test_another_tower_on_another_node_is_refused(source, folder):
 def test_checkpoints_without_a_tower_that_fits_are_refused(source, folder):
     def refused(match):
         with pytest.raises(ModelError, match=match):
-            TextTower.load(text_tower(source, folder), "cpu")
+            TextTower.load(family_of(source).text_tower(folder), "cpu")
 
     change_config(folder, intermediate_size=100)
     refused(r"config\.json does not fit the weights")
@@ -230,7 +229,7 @@ def test_checkpoints_without_a_tower_that_fits_are_refused(source, folder):
     (folder / "tokenizer.json").unlink()
     refused(r"lacks the file spiece\.model")
     with pytest.raises(ModelError, match="for LLaVA-OneVision"):
-        text_tower(ModelSource.resolve("tiny-qwen3-vl"), "tiny")
+        family_of(ModelSource.resolve("tiny-qwen3-vl")).text_tower("tiny")
 
 
 def test_tokens_of_several_layers_are_refused(tmp_path):
@@ -238,4 +237,4 @@ def test_tokens_of_several_layers_are_refused(tmp_path):
     config = json.loads((copy / "config.json").read_text())
     write_json(copy / "config.json", {**config, "vision_feature_layer": [-2, -1]})
     with pytest.raises(ModelError, match=r"vision_feature_layer in config.json is \[-2, -1\]; only a single layer"):
-        preprocessor_for(ModelSource.resolve(copy))
+        family_of(ModelSource.resolve(copy)).preprocessor()

@@ -1,0 +1,144 @@
+"""What is known of a model before any weight is loaded, and what its family can do: no pixels and no tokens yet."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from gstep.backbones.preprocess.base import Preprocessor
+from gstep.backbones.siglip.text import TextTowerSource
+from gstep.checkpoints.source import ModelSource
+from gstep.errors import ModelError
+from gstep.evidence import HEAD_SOURCES, in_words
+
+if TYPE_CHECKING:
+    from gstep.backbones.base import Backbone
+    from gstep.backbones.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class StaticParts:
+    """What the header of a cache says about a model.
+
+    Attributes:
+        hidden_size: D, the width of a visual token.
+        newline: [D] on the CPU, in the dtype stored on disk; None for a family without one.
+        deepstack_levels: vectors of D that a token has besides its own.
+    """
+
+    hidden_size: int
+    newline: Tensor | None
+    deepstack_levels: int = 0
+
+
+@dataclass(frozen=True)
+class ModelFamily(ABC):
+    """A model of one family, by its config and preprocessor files.
+
+    Attributes:
+        source: the model.
+
+    Class attributes:
+        model_type: its name in the table of families.
+        variant: the family's rules, of methods that have other ones for LLaVA than for Qwen.
+        gives: the evidence it can give besides tokens, as pairs of a name and a source (gstep.evidence).
+        default_max_frames: where frames are sampled by time and nothing else is said.
+    """
+
+    source: ModelSource
+
+    model_type: ClassVar[str]
+    variant: ClassVar[str]
+    gives: ClassVar[frozenset[tuple[str, str]]] = frozenset()
+    default_max_frames: ClassVar[int] = 32
+
+    @abstractmethod
+    def load(self, runtime: Runtime, *, frame_batch: int = 32) -> Backbone:
+        """The vision part, ready to encode; no weight of the language model is read, and no memory taken for one.
+
+        ``frame_batch`` is how many frames go through at once on a GPU; on a CPU they go one by one, so that tokens
+        never depend on it (:meth:`Backbone.chunk_length`).
+
+        Raises ModelError where weights are missing or have another shape than the config says.
+        """
+
+    @abstractmethod
+    def preprocessor(self) -> Preprocessor:
+        """The picklable preprocessor that the checkpoint's files describe; reads no weights, imports no transformers.
+
+        Raises ModelError where the files ask for something not implemented.
+        """
+
+    def limited(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
+        """The same model with other limits of its frames' size than its preprocessor files give; None keeps theirs.
+
+        Args:
+            min_pixels, max_pixels: of a frame on Qwen2.5-VL, of all sampled frames together on Qwen3-VL.
+            max_video_tokens: turns on the stock processors' cap of long videos (cap_pixels_per_frame).
+
+        Raises ModelError for a family whose frames have one size, and for limits that exclude each other.
+        """
+        raise ModelError(f"{self.source.name!r} sees every frame at one size: limits of pixels are for Qwen models")
+
+    def with_pooling_head(self, siglip: str | Path) -> ModelSource:
+        """The same model with the attention-pooling head of a SigLIP checkpoint, for evidence that is read from it.
+
+        Args:
+            siglip: a folder with safetensors or a Hugging Face id: the checkpoint that the model's vision tower was
+                made of. "tiny" goes with the tiny LLaVA-OneVision. Only the head is read, here and where the model is
+                loaded.
+
+        Raises ModelError for a family without such a tower, and for a checkpoint without a head that fits.
+        """
+        raise ModelError(
+            f"{self.source.name!r} has a vision tower of its own: a SigLIP checkpoint is for LLaVA-OneVision"
+        )
+
+    def text_tower(self, siglip: str | Path) -> TextTowerSource:
+        """The text tower of the SigLIP checkpoint that the vision tower was made of, and its pooling head beside it.
+
+        Raises ModelError as :meth:`with_pooling_head` does, and for a checkpoint without a text tower that fits.
+        """
+        head = self.with_pooling_head(siglip).pooling_head
+        assert head is not None
+        return TextTowerSource.resolve(head)
+
+    @classmethod
+    def check_gives(cls, evidence: Mapping[str, str]) -> None:
+        """Raise ModelError where no model of this family gives some of the evidence, name -> source."""
+        if lacking := {name: source for name, source in evidence.items() if (name, source) not in cls.gives}:
+            raise ModelError(f"the encoder of {cls.model_type} does not give {in_words(lacking)}")
+
+    def check_evidence(self, evidence: Mapping[str, str]) -> None:
+        """Raise ModelError where this model, with the pooling head it has or has not, cannot give all the evidence."""
+        self.check_gives(evidence)
+        of_head = {name: source for name, source in evidence.items() if source in HEAD_SOURCES}
+        if of_head and self.source.pooling_head is None:
+            raise ModelError(
+                f"{in_words(of_head)} must be read from a SigLIP checkpoint, since one of {self.model_type} has no "
+                "such head: name it with --siglip, for the published models google/siglip-so400m-patch14-384"
+            )
+
+    @abstractmethod
+    def static(self) -> StaticParts:
+        """Hidden size, newline row and deepstack levels, without building the model; imports no transformers.
+
+        Raises ModelError where the checkpoint has no newline row although its family puts one after a video.
+        """
+
+    @abstractmethod
+    def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
+        """(T, N): frames (temporal patches on Qwen) and tokens of each, for frames of [height, width] pixels as the
+        preprocessor resizes them. Known from the config alone, for planning."""
+
+    @abstractmethod
+    def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
+        """Bytes of all visual tokens and of that evidence of them, in bfloat16, for frames as in ``token_counts``.
+
+        Known from the config alone, for planning; a family's default stands in for what the config leaves out.
+        """

@@ -1,0 +1,64 @@
+"""Weights from disk into a module that was built on the meta device: shapes first, memory only for what is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from gstep.checkpoints.tensors import TensorSource, read_tensors
+from gstep.errors import ModelError
+
+
+def load_weights(
+    module: nn.Module,
+    source: TensorSource,
+    names: Callable[[str], Sequence[str]],
+    *,
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    """Give a module built on the meta device its weights from disk: those that its state dict names, and no others.
+
+    Args:
+        names: the name on disk -> the names it may have in memory, the first that exists being taken.
+
+    Raises ModelError, naming some, where weights are missing or have another shape.
+    """
+    expected = module.state_dict()
+
+    def wanted(key: str) -> str | None:
+        return next((name for name in names(key) if name in expected), None)
+
+    tensors = read_tensors(source, wanted, device=device, dtype=dtype)
+    if missing := [name for name in expected if name not in tensors]:
+        raise ModelError(f"{source.name!r} lacks {_some(missing)}: download the whole checkpoint")
+    wrong = [
+        f"{name} {list(tensors[name].shape)} instead of {list(weight.shape)}"
+        for name, weight in expected.items()
+        if tensors[name].shape != weight.shape
+    ]
+    if wrong:
+        raise ModelError(f"{source.name!r}: config.json does not fit the weights: {_some(wrong)}")
+    module.load_state_dict(tensors, assign=True)
+
+
+def rebuild_position_ids(module: nn.Module, device: str) -> None:
+    """SigLIP's position ids are computed, never stored: they are the one buffer that is still on the meta device."""
+    for part in module.modules():
+        ids = getattr(part, "position_ids", None)
+        if isinstance(ids, Tensor) and ids.is_meta:
+            part.position_ids = torch.arange(ids.shape[-1], device=device)[None]
+    check_loaded(module)
+
+
+def check_loaded(module: nn.Module) -> None:
+    """Hold that nothing is left on the meta device: no weight, and no buffer that is computed rather than stored."""
+    left = [name for name, tensor in (*module.named_buffers(), *module.named_parameters()) if tensor.is_meta]
+    assert not left, f"no values for {left}"
+
+
+def _some(items: Sequence[str], limit: int = 5) -> str:
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more
