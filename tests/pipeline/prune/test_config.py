@@ -102,7 +102,7 @@ def test_a_configuration_file_holds_every_option(tmp_path):
         ("retry-failed: 1", "retry_failed must be true or false"),
         ("num-frames: true", "num_frames must be a whole number"),
         ("pruner-param: alpha=1", "must be a list"),
-        ("num-frames: 1\nnum_frames: 2", "num-frames stands there twice"),
+        ("num-frames: 1\nnum_frames: 2", "num-frames is given twice"),
         ("- 1", "expected options"),
         ("a: [", "c.yaml"),
     ],
