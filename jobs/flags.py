@@ -82,7 +82,7 @@ _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 
 
 def from_flags(config: type[T], namespace: argparse.Namespace) -> T:
-    """The dataclass with the values that were parsed."""
+    """The dataclass with the values that were parsed; the namespace may hold others too."""
     return config(**{item.name: getattr(namespace, item.name) for item in fields(config)})  # type: ignore[arg-type]
 
 
