@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import av
 from torch import Tensor, nn
 
 from gstep.backbones.preprocess.base import as_frames
 from pipeline.errors import VideoFault
+from pipeline.inspect.report import Identity, Row
 from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodedVideo, DecodeRequest
 from pipeline.video.readers import Frames
@@ -50,7 +50,7 @@ class Pictures:
     missing: str = ""
 
 
-def source_pictures(row: dict[str, Any], sampling: dict[str, Any], objects: Objects) -> Pictures:
+def source_pictures(row: Row, sampling: Identity, objects: Objects) -> Pictures:
     """The sampled frames of a row of the videos table, where its source file or object is still there and the same.
 
     The file is decoded in a child process that may crash or hang without harm. Only the very frames that the row names
@@ -62,7 +62,7 @@ def source_pictures(row: dict[str, Any], sampling: dict[str, Any], objects: Obje
         return Pictures([], fault.message if fault.fault_class == "io" else f"decoding failed: {fault}")
 
 
-def _decode_again(row: dict[str, Any], sampling: dict[str, Any], objects: Objects) -> DecodedVideo:
+def _decode_again(row: Row, sampling: Identity, objects: Objects) -> DecodedVideo:
     """Raises VideoFault, of class "io" where the file is not the one that was read then."""
     request = DecodeRequest(
         path=row["uri"],
@@ -80,7 +80,7 @@ def _decode_again(row: dict[str, Any], sampling: dict[str, Any], objects: Object
     return video
 
 
-def _sampling(settings: dict[str, Any]) -> Sampling:
+def _sampling(settings: Identity) -> Sampling:
     try:
         return Sampling(**{"num_frames": None, **settings})
     except (TypeError, ValueError) as error:
