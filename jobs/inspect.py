@@ -9,7 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pipeline.errors import CorruptShard, NotACache, UnknownVideo
+from jobs.command import exit_code_of
+from jobs.flags import add_flags, from_flags
+from pipeline.errors import CorruptShard, UnknownVideo
+from pipeline.options import S3Options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,14 +26,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="with VIDEO_ID: write a page that shows the kept tokens in its frames"
     )
-    parser.add_argument("--s3-endpoint", metavar="URL", help="address of the S3 API, where it is not Amazon's")
-    parser.add_argument("--s3-region", metavar="REGION", help="region of the bucket")
+    add_flags(parser, S3Options)
     arguments = parser.parse_args(argv)
     if arguments.html is not None and arguments.video_id is None:
         parser.error("--html goes with VIDEO_ID")
     if arguments.retention_ratio is not None and arguments.video_id is None:
         parser.error("--retention-ratio goes with VIDEO_ID")
-    return _inspect(arguments)
+    return exit_code_of(
+        lambda: _inspect(arguments),
+        Console(stderr=True),
+        failed=(CorruptShard, OSError),
+        refused=(ValueError, UnknownVideo),
+    )
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -39,25 +46,19 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from pipeline.storage.s3 import Objects  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
-    errors = Console(stderr=True)
-    try:
-        objects = Objects.from_environment(arguments.s3_endpoint, arguments.s3_region)
-        cache = TokenCache(arguments.cache, store=store_at(arguments.cache, objects))
-        if arguments.video_id is None:
-            Console().print(cache_report(cache))
-        elif arguments.html is not None:
-            from pipeline.inspect.page import write_page  # noqa: PLC0415 - only the page needs the decoders
+    s3 = from_flags(S3Options, arguments)
+    objects = Objects.from_environment(s3.s3_endpoint, s3.s3_region)
+    cache = TokenCache(arguments.cache, store=store_at(arguments.cache, objects))
+    console = Console()
+    if arguments.video_id is None:
+        console.print(cache_report(cache))
+    elif arguments.html is None:
+        console.print(video_report(cache, arguments.video_id, arguments.retention_ratio))
+    else:
+        from pipeline.inspect.page import write_page  # noqa: PLC0415 - only the page needs the decoders
 
-            line = write_page(cache, arguments.video_id, arguments.html, arguments.retention_ratio, objects)
-            Console().print(line, markup=False, highlight=False, soft_wrap=True)
-        else:
-            Console().print(video_report(cache, arguments.video_id, arguments.retention_ratio))
-    except (NotACache, UnknownVideo, ValueError) as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return 2
-    except (CorruptShard, OSError) as error:
-        errors.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return 1
+        line = write_page(cache, arguments.video_id, arguments.html, arguments.retention_ratio, objects)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

@@ -1,11 +1,11 @@
-"""What the options of all commands share: fields that are flags too, and checks that name the flag."""
+"""Options that several commands share, declared once as fields that are flags too; checks name the flag."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import field, fields
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 from pipeline.errors import UsageError
 
@@ -15,7 +15,11 @@ ATTN = ("auto", "flash_attention_2", "sdpa", "eager")
 
 
 def option(default: Any, help_text: str, **extra: Any) -> Any:
-    """A dataclass field that is also a flag: ``extra`` may hold metavar, choices, positional, secret."""
+    """A dataclass field that is also a flag; ``{item}`` in its help is what the command works on, "video" say.
+
+    ``extra`` may hold metavar, choices, positional and secret, as well as group: the title under which ``--help`` shows
+    this option and those that follow it, up to the next group.
+    """
     metadata = {"help": help_text, **extra}
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata=metadata)
@@ -59,11 +63,71 @@ def positive(value: float) -> bool:
     return math.isfinite(value) and value > 0
 
 
-def failure_limit(max_failed: str | None, total: int) -> int:
-    """How many of ``total`` may fail before the run counts as failed; ``max_failed`` is a count or a share."""
-    if max_failed is None:
-        return max(0, total - 1)
-    text = max_failed.strip()
+@dataclass(frozen=True, kw_only=True)
+class S3Options:
+    """Where objects are, for every command that may read or write them."""
+
+    s3_endpoint: str | None = option(
+        None,
+        "address of the S3 API, where it is not Amazon's (default: AWS_ENDPOINT_URL)",
+        metavar="URL",
+        secret=True,
+        group="S3",
+    )
+    s3_region: str | None = option(None, "region of the buckets (default: AWS_REGION)", metavar="REGION")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(S3Options):
+    """What jobs.prune and jobs.generate can both be told. Raises UsageError where a value makes no sense."""
+
+    item: ClassVar[str]
+
+    revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV", group="model")
+    device: str = option("auto", "where the model runs; auto is cuda if the cluster has GPUs", choices=DEVICES)
+    attn: str = option("auto", "attention kernel; auto is flash-attn where it is installed, else sdpa", choices=ATTN)
+    pruner_param: list[str] = option(
+        [], "a parameter of the method, e.g. alpha=0.5 or K=3; may be repeated", metavar="NAME=VALUE", group="pruning"
+    )
+    retry_failed: bool = option(False, "try failed {item}s again", group="failures and progress")
+    max_attempts: int = option(2, "with --retry-failed: attempts a {item} gets in all", metavar="N")
+    max_failed: str | None = option(
+        None,
+        "failed {item}s tolerated before exit code 1: a count (10) or a share (0.05 or 5%%) (default: all but one)",
+        metavar="LIMIT",
+    )
+    stall_timeout: float = option(
+        1800.0,
+        "seconds without any {item} moving on after which the run fails and names the stage that holds it up; longer "
+        "than the model takes to load, and than a batch takes",
+        metavar="S",
+    )
+    log_interval: float = option(30.0, "seconds between progress lines where the output is not a terminal", metavar="S")
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        check(self.max_attempts >= 1, "max_attempts", "at least 1", self.max_attempts)
+        for name in ("stall_timeout", "log_interval"):
+            check(positive(getattr(self, name)), name, "a positive number of seconds", getattr(self, name))
+        self.failure_limit(1)
+        self.pruner_params()
+
+    def pruner_params(self) -> dict[str, Any]:
+        """``--pruner-param`` as keyword arguments: numbers as numbers, anything else as text."""
+        return pruner_params(self.pruner_param)
+
+    def failure_limit(self, total: int) -> int:
+        """How many of ``total`` items may fail before the run counts as failed."""
+        return max(0, total - 1) if self.max_failed is None else _count_or_share(self.max_failed.strip(), total)
+
+    def as_record(self) -> dict[str, Any]:
+        """Every option as JSON-able values, for the run's record; of a secret one only that it is set."""
+        values = {item.name: (getattr(self, item.name), item.metadata.get("secret")) for item in fields(self)}
+        return {name: "(set)" if secret and value is not None else value for name, (value, secret) in values.items()}
+
+
+def _count_or_share(text: str, total: int) -> int:
+    """``--max-failed`` as a number of items: "10", "0.05" or "5%" of ``total``."""
     try:
         if text.endswith("%"):
             share = float(text[:-1]) / 100
@@ -74,12 +138,6 @@ def failure_limit(max_failed: str | None, total: int) -> int:
             check(count >= 0, "max_failed", "a count or a share", text)
             return count
     except ValueError as error:
-        raise UsageError(f"--max-failed is a count (10) or a share (0.05 or 5%), got {max_failed!r}") from error
+        raise UsageError(f"--max-failed is a count (10) or a share (0.05 or 5%), got {text!r}") from error
     check(0.0 <= share <= 1.0, "max_failed", "a share in [0, 1]", text)
     return math.floor(share * total + 1e-9)
-
-
-def as_record(config: Any) -> dict[str, Any]:
-    """Every option as JSON-able values, for the run's record; of a secret one only that it is set."""
-    values = {item.name: (getattr(config, item.name), item.metadata.get("secret")) for item in fields(config)}
-    return {name: "(set)" if secret and value is not None else value for name, (value, secret) in values.items()}

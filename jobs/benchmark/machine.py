@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import time
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ _STREAM_ELEMENTS = 2**27  # 512 MB of float32: beyond any cache
 _STREAM_REPEATS = 5
 
 
-def machine(device: str) -> dict[str, Any]:
+def machine(device: str) -> dict[str, str | int]:
     """Processor, threads and torch, JSON-able."""
     on_cuda = device.startswith("cuda")
     return {
@@ -26,7 +25,7 @@ def machine(device: str) -> dict[str, Any]:
 def machine_line(device: str) -> str:
     """The same to read: "AMD EPYC, 1 thread, torch 2.13.0"; a GPU has no threads to name."""
     where = machine(device)
-    parts = [where["processor"], f"torch {where['torch'].partition('+')[0]}"]
+    parts = [str(where["processor"]), f"torch {torch.__version__.partition('+')[0]}"]
     if not device.startswith("cuda"):
         parts.insert(1, "1 thread" if where["threads"] == 1 else f"{where['threads']} threads")
     return ", ".join(parts)

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import torch
 from rich.table import Table
@@ -94,6 +93,6 @@ def as_table(times: Sequence[MethodTime], title: str) -> Table:
     return table
 
 
-def as_record(times: Sequence[MethodTime], **more: Any) -> dict[str, Any]:
+def as_record(times: Sequence[MethodTime], **more: object) -> dict[str, object]:
     """For machines, JSON-able."""
     return {**more, "times": [asdict(item) for item in times]}

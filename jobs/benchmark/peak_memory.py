@@ -45,7 +45,7 @@ def peak_memory(work: Callable[[], object]) -> float | None:
 
 
 def _measure(work: Callable[[], object], pipe: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends without words; the parent has the word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # it ends without a message; the parent has one
     torch.set_num_threads(1)
     before = _highest()
     work()

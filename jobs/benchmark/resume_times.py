@@ -200,7 +200,7 @@ def as_table(found: ResumeTimes, title: str) -> Table:
     return table
 
 
-def as_record(found: ResumeTimes, **more: Any) -> dict[str, Any]:
+def as_record(found: ResumeTimes, **more: object) -> dict[str, object]:
     """For machines, JSON-able."""
     videos, what = found.first_limit()
     return {**more, **asdict(found), "first_limit": {"videos": round(videos), "what": what}}

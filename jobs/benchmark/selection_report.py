@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from rich.table import Table
 
@@ -80,7 +79,7 @@ def agreement_table(agreements: Sequence[Agreement]) -> Table:
     return table
 
 
-def as_record(times: Sequence[FormTime], agreements: Sequence[Agreement], **more: Any) -> dict[str, Any]:
+def as_record(times: Sequence[FormTime], agreements: Sequence[Agreement], **more: object) -> dict[str, object]:
     """For machines, JSON-able."""
     inputs = {name: INPUTS[name].note for name in dict.fromkeys(item.input for item in times)}
     return {

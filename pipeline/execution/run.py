@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sized
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from rich.console import Console
 
@@ -17,15 +17,9 @@ from pipeline.errors import RunFailed
 from pipeline.execution.cluster import cause
 from pipeline.execution.outcome import Outcome
 from pipeline.execution.run_record import RunFile
+from pipeline.options import RunOptions
 from pipeline.storage.lock import Lock, cache_lock
 from pipeline.storage.stores import Store
-
-
-class Options(Protocol):
-    """What a run was told."""
-
-    def as_record(self) -> dict[str, Any]:
-        """Every option as JSON-able values; of a secret one only that it is set."""
 
 
 class Request(Protocol):
@@ -54,7 +48,7 @@ S = TypeVar("S", bound=Outcome)
 class Run(ABC, Generic[R, T, S]):
     """One run on the driver: of a request R, which leaves T to do, and ends as the summary S."""
 
-    def __init__(self, options: Options, console: Console) -> None:
+    def __init__(self, options: RunOptions, console: Console) -> None:
         self.options = options
         self.console = console
 

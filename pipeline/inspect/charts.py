@@ -1,13 +1,10 @@
-"""Two charts over the sampled frames of a video, as inline SVG with labels in HTML.
-
-The SVG is stretched to the width of the page (one unit a frame across, 100 up); text beside it keeps its size.
-"""
+"""Two charts over the sampled frames of a video: where ticks, points and bars are. templates/charts.html draws them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -44,58 +41,67 @@ def time_ticks(seconds: Sequence[float]) -> list[tuple[float, str]]:
     return [(float(np.interp(tick, seconds, centres)), f"{tick:g}") for tick in ticks]
 
 
-def density_chart(density: Sequence[float], seconds: Sequence[float]) -> str:
+@dataclass(frozen=True)
+class Chart:
+    """What both charts have: words, ticks and, for each frame, what the pointer shows there.
+
+    Attributes:
+        up: (percent of the height, label) of the ticks.
+        across: (percent of the width, label) of the seconds.
+        hints: a text a frame.
+    """
+
+    title: str
+    note: str
+    up: Sequence[tuple[float, str]]
+    across: Sequence[tuple[float, str]]
+    hints: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Curve(Chart):
+    """Points (frames from the left, percent from the top)."""
+
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Bars(Chart):
+    """Heights in percent, one a frame; ``top`` is the number that 100 percent stand for."""
+
+    heights: Sequence[float]
+    top: float
+
+
+def density_chart(density: Sequence[float], seconds: Sequence[float]) -> Curve:
     """A curve through the temporal density of every frame."""
     ticks = upward(max(density))
-    points = [(t + 0.5, 100 - 100 * value / ticks[-1]) for t, value in enumerate(density)]
-    line = "L".join(f"{x:g} {y:.2f}" for x, y in points)
-    dots = "".join(f"M{x:g} {y:.2f}h0" for x, y in points)  # round caps on nothing: dots that stretching leaves round
-    drawing = (
-        f'<path class="area" d="M0.5 100L{line}L{points[-1][0]:g} 100z"/>'
-        f'<path class="line" d="M{line}"/><path class="dots" d="{dots}"/>'
-    )
-    hints = [
-        f"t {t}, {at:.2f} s: density {value:.3f}" for t, (at, value) in enumerate(zip(seconds, density, strict=True))
-    ]
-    return _chart(
-        "Temporal density", "change from the neighbouring frames; 1 is the mean", ticks, drawing, seconds, hints
+    return Curve(
+        title="Temporal density",
+        note="change from the neighbouring frames; 1 is the mean",
+        up=_percent(ticks),
+        across=time_ticks(seconds),
+        hints=[
+            f"t {t}, {at:.2f} s: density {value:.3f}"
+            for t, (at, value) in enumerate(zip(seconds, density, strict=True))
+        ],
+        points=[(t + 0.5, 100 - 100 * value / ticks[-1]) for t, value in enumerate(density)],
     )
 
 
-def kept_chart(stored: Sequence[int], seconds: Sequence[float], note: str) -> str:
-    """A bar a frame for the tokens kept; the page's script sets the bars, the shadows behind them stay."""
+def kept_chart(stored: Sequence[int], seconds: Sequence[float], note: str) -> Bars:
+    """A bar a frame for the tokens that are stored."""
     ticks = upward(max(stored), whole=True)
-    scale = 100 / ticks[-1]
-    shadows = "".join(_bar("shadow", t, count * scale) for t, count in enumerate(stored))
-    bars = "".join(_bar("bar", t, count * scale) for t, count in enumerate(stored))
-    hints = [f"t {t}, {at:.2f} s" for t, at in enumerate(seconds)]
-    drawing = f'{shadows}<g id="bars" data-top="{ticks[-1]:g}">{bars}</g>'
-    return _chart("Tokens kept per frame", note, ticks, drawing, seconds, hints)
-
-
-def _bar(name: str, t: int, height: float) -> str:
-    return f'<rect class="{name}" x="{t + 0.12:g}" width="0.76" y="{100 - height:.2f}" height="{height:.2f}"/>'
-
-
-def _chart(
-    title: str, note: str, ticks: Sequence[float], drawing: str, seconds: Sequence[float], hints: Iterable[str]
-) -> str:
-    up = [(100 * tick / ticks[-1], f"{tick:g}") for tick in ticks]
-    across = time_ticks(seconds)
-    lines = "".join(f'<path class="grid" d="M0 {100 - y:.2f}H{len(seconds)}"/>' for y, _ in up)
-    links = "".join(
-        f'<a href="#t{t}" tabindex="-1"><rect class="hit" x="{t}" width="1" height="100"><title>{escape(hint)}</title>'
-        "</rect></a>"
-        for t, hint in enumerate(hints)
-    )
-    return (
-        f'<figure class="chart"><figcaption><b>{escape(title)}</b> <span>{escape(note)}</span></figcaption>'
-        f'<div class="plot"><div class="y">{_labels("bottom", up)}</div>'
-        f'<svg viewBox="0 0 {len(seconds)} 100" preserveAspectRatio="none" role="img" '
-        f'aria-label="{escape(title)} over time">{lines}{drawing}{links}</svg>'
-        f'<div class="x">{_labels("left", across)}</div></div></figure>'
+    return Bars(
+        title="Tokens kept per frame",
+        note=note,
+        up=_percent(ticks),
+        across=time_ticks(seconds),
+        hints=[f"t {t}, {at:.2f} s" for t, at in enumerate(seconds)],
+        heights=[count * 100 / ticks[-1] for count in stored],
+        top=ticks[-1],
     )
 
 
-def _labels(side: str, places: Iterable[tuple[float, str]]) -> str:
-    return "".join(f'<span style="{side}:{percent:.2f}%">{escape(label)}</span>' for percent, label in places)
+def _percent(ticks: Sequence[float]) -> list[tuple[float, str]]:
+    return [(100 * tick / ticks[-1], f"{tick:g}") for tick in ticks]

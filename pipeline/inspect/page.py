@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from string import Template
-from typing import Any
+from typing import NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 from gstep.types import budget_for
 from pipeline.cache.cached_video import CachedVideo
@@ -24,6 +24,7 @@ from pipeline.errors import UsageError
 from pipeline.inspect.charts import density_chart, kept_chart
 from pipeline.inspect.report import flat, frames_of, source_facts, source_frames
 from pipeline.inspect.thumbnails import Pictures, source_pictures
+from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects
 
 
@@ -33,6 +34,23 @@ class Page:
 
     html: str
     missing: str
+
+
+class Tier(NamedTuple):
+    """A step of the slider: retention ratio, the same to read, and tokens kept."""
+
+    ratio: float
+    label: str
+    kept: int
+
+
+class Frame(NamedTuple):
+    """One t: its time and source frames in words, and the JPEG of its (first) frame in base64, empty without one."""
+
+    t: int
+    at: str
+    source: str
+    picture: str
 
 
 def write_page(
@@ -75,7 +93,7 @@ def video_page(
     return Page(_render(video, cache.identity, pictures, retention_ratio), pictures.missing)
 
 
-def grid_of(row: dict[str, Any]) -> tuple[int, int] | None:
+def grid_of(row: VideoRow) -> tuple[int, int] | None:
     """(rows, columns) in which the tokens of a frame lie, row by row; None where that is not known."""
     grid = (row.get("model_extra") or {}).get("grid")
     side = math.isqrt(row["tokens_per_frame"])
@@ -83,7 +101,7 @@ def grid_of(row: dict[str, Any]) -> tuple[int, int] | None:
     return (rows, columns) if rows * columns == row["tokens_per_frame"] else None
 
 
-def tiers_of(row: dict[str, Any], more: float | None = None) -> list[tuple[float, int]]:
+def tiers_of(row: VideoRow, more: float | None = None) -> list[tuple[float, int]]:
     """(retention ratio, tokens kept) of what the slider offers, ascending; a method without an order has just one."""
     stored = row["retention_ratio"]
     smaller = {ratio for ratio in (*TIERS, more) if ratio is not None and row["nested"] and ratio < stored - 1e-9}
@@ -91,69 +109,78 @@ def tiers_of(row: dict[str, Any], more: float | None = None) -> list[tuple[float
     return [*kept, (stored, row["n_tokens"])]
 
 
+@cache
+def templates() -> Environment:
+    """The templates of this room. Every value is escaped, and a name without a value is an error."""
+    environment = Environment(
+        loader=PackageLoader("pipeline.inspect"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return environment
+
+
 def _render(video: CachedVideo, identity: CacheIdentity, pictures: Pictures, start: float | None) -> str:
     row = video.metadata
-    template = (files("pipeline.inspect") / "page.html").read_text(encoding="utf-8")
-    tiers = tiers_of(row, start)
-    note = f"pale: all that are stored, {_percent(row['retention_ratio'])}" if len(tiers) > 1 else ""
+    tiers = [Tier(ratio, f"{100 * ratio:g} %", kept) for ratio, kept in tiers_of(row, start)]
+    note = f"pale: all that are stored, {tiers[-1].label}" if len(tiers) > 1 else ""
     seconds = [row["timestamps"][frames[0]] for frames in frames_of(row)]
     density = row["temporal_density"]
-    curve = density_chart(density, seconds) if density else '<p class="hint">This method has no temporal density.</p>'
-    return Template(template).substitute(
-        script_hash=_script_hash(template),
-        title=escape(row["video_id"]),
-        summary=escape(_summary(row)),
-        missing=f'<p class="missing">No pictures: {escape(pictures.missing)}.</p>' if pictures.missing else "",
-        control=_control(tiers, _start(tiers, start)),
-        total=f"{row['n_total']:,}",
-        density=curve,
-        kept=kept_chart(row["kept_per_frame"], seconds, note),
-        explanation=escape(_explanation(row)),
-        shape=_shape(row),
-        frames="".join(_figure(row, t, pictures) for t in range(row["n_frames"])),
-        facts=_facts([*source_facts(row), *_settings(row, identity)]),
-        data=_data(video, tiers),
-    )
-
-
-def _control(tiers: Sequence[tuple[float, int]], start: int) -> str:
-    """The slider over the tiers, or words where there is nothing to choose."""
-    if len(tiers) == 1:
-        return f'<span class="label">Retention ratio</span><b id="ratio">{_percent(tiers[0][0])}</b>'
-    marks = "".join(f"<span>{_percent(ratio)}</span>" for ratio, _ in tiers)
-    return (
-        '<label for="tier">Retention ratio</label><div class="slider">'
-        f'<input id="tier" type="range" min="0" max="{len(tiers) - 1}" step="1" value="{start}" autocomplete="off">'
-        f'<div class="marks" aria-hidden="true">{marks}</div></div><output id="ratio" for="tier"></output>'
-    )
-
-
-def _figure(row: dict[str, Any], t: int, pictures: Pictures) -> str:
-    """One t: the picture of its (first) frame or a plain tile, two paths that the script draws, and the caption."""
     rows, columns = grid_of(row) or (1, 1)
-    frames = frames_of(row)[t]
-    first = frames[0]
-    box = f'width="{columns}" height="{rows}"'
-    picture = f'<rect class="blank" {box}/>'
-    if pictures.jpegs:
-        data = base64.b64encode(pictures.jpegs[first]).decode()
-        picture = f'<image {box} preserveAspectRatio="none" href="data:image/jpeg;base64,{data}"/>'
-    at = f"{row['timestamps'][first]:.2f} s"
+    script = _asset("page.js")
     return (
-        f'<figure id="t{t}"><svg class="tile" viewBox="0 0 {columns} {rows}" preserveAspectRatio="none" role="img" '
-        f'data-name="Frame {t} at {at}">{picture}<path class="drain"/><path class="veil"/><path class="edge"/></svg>'
-        f'<figcaption><b>t {t}</b><span class="count"></span>'
-        f"<small>{at}</small><small>{source_frames(row, frames)}</small></figcaption></figure>"
+        templates()
+        .get_template("page.html")
+        .render(
+            style=_asset("page.css"),
+            script=script,
+            script_hash=_policy_hash(f"\n{script}"),
+            video_id=row["video_id"],
+            summary=_summary(row),
+            missing=pictures.missing,
+            tiers=tiers,
+            start=_start(tiers, start),
+            total=row["n_total"],
+            density=density_chart(density, seconds) if density else None,
+            kept=kept_chart(row["kept_per_frame"], seconds, note),
+            explanation=_explanation(row),
+            **_shape(row),
+            rows=rows,
+            columns=columns,
+            frames=[_frame(row, t, pictures) for t in range(row["n_frames"])],
+            facts=[*source_facts(row), *_settings(row, identity)],
+            data=_data(video, tiers),
+        )
     )
 
 
-def _shape(row: dict[str, Any]) -> str:
-    """CSS: the shape of a frame as players show it, and the width of a tile; upright ones are narrower."""
+def _asset(name: str) -> Markup:
+    """A file that stands beside the template, as it is."""
+    return Markup((files("pipeline.inspect") / "templates" / name).read_text(encoding="utf-8"))
+
+
+def _policy_hash(script: str) -> str:
+    """What the page's policy lets run: its own script, so nothing that a video's name or path may carry."""
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _frame(row: VideoRow, t: int, pictures: Pictures) -> Frame:
+    frames = frames_of(row)[t]
+    picture = base64.b64encode(pictures.jpegs[frames[0]]).decode() if pictures.jpegs else ""
+    return Frame(t, f"{row['timestamps'][frames[0]]:.2f} s", source_frames(row, frames), picture)
+
+
+def _shape(row: VideoRow) -> dict[str, object]:
+    """The shape of a frame as players show it, and the width of a tile in pixels; upright ones are narrower."""
     width, height = row["source_width"] or row["width"] or 1, row["source_height"] or row["height"] or 1
-    return f"--shape:{width}/{height};--tile:{168 if width >= height else 124}px"
+    return {"shape": f"{width}/{height}", "tile_width": 168 if width >= height else 124}
 
 
-def _summary(row: dict[str, Any]) -> str:
+def _summary(row: VideoRow) -> str:
     unit = "pair" if _pairs(row) else "frame"
     parts = [f"{row['tokens_per_frame']} tokens × {row['n_frames']} {unit}{'s' if row['n_frames'] > 1 else ''}"]
     if _pairs(row):
@@ -164,7 +191,7 @@ def _summary(row: dict[str, Any]) -> str:
     return " · ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts)
 
 
-def _explanation(row: dict[str, Any]) -> str:
+def _explanation(row: VideoRow) -> str:
     grid = grid_of(row)
     if grid is None:
         return f"{row['tokens_per_frame']} tokens a frame are no square grid, so only their number is shown."
@@ -179,18 +206,18 @@ def _explanation(row: dict[str, Any]) -> str:
     )
 
 
-def _pairs(row: dict[str, Any]) -> bool:
+def _pairs(row: VideoRow) -> bool:
     """Whether a t has more than one frame."""
     return len(row["frame_indices"]) > int(row["n_frames"])
 
 
-def _squeezed(row: dict[str, Any]) -> bool:
+def _squeezed(row: VideoRow) -> bool:
     """Whether the encoder saw frames of another shape than the source's."""
     sizes = [row[name] for name in ("source_width", "source_height", "width", "height")]
     return None not in sizes and sizes[0] * sizes[3] != sizes[1] * sizes[2]
 
 
-def _settings(row: dict[str, Any], identity: CacheIdentity) -> list[tuple[str, str]]:
+def _settings(row: VideoRow, identity: CacheIdentity) -> list[tuple[str, str]]:
     model, pruner = identity["model"], identity["pruner"]
     return [
         ("model", f"{model['type']}  {model['weights']}"),
@@ -199,33 +226,19 @@ def _settings(row: dict[str, Any], identity: CacheIdentity) -> list[tuple[str, s
     ]
 
 
-def _facts(facts: Sequence[tuple[str, str]]) -> str:
-    return "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts)
-
-
-def _data(video: CachedVideo, tiers: Sequence[tuple[float, int]]) -> str:
-    """What the script needs, as JSON that cannot end its element: flat indices in order of selection, and the tiers."""
+def _data(video: CachedVideo, tiers: Sequence[Tier]) -> dict[str, object]:
+    """What the script needs: flat indices in order of selection, and the tiers."""
     row = video.metadata
-    values = {
+    return {
         "grid": grid_of(row),
         "perFrame": row["tokens_per_frame"],
         "frames": row["n_frames"],
         "order": video.index.tolist(),
-        "tiers": [{"ratio": ratio, "label": _percent(ratio), "kept": kept} for ratio, kept in tiers],
+        "tiers": [tier._asdict() for tier in tiers],
     }
-    return json.dumps(values, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _start(tiers: Sequence[tuple[float, int]], ratio: float | None) -> int:
-    wanted = tiers[-1][0] if ratio is None else ratio
-    return min(range(len(tiers)), key=lambda i: abs(tiers[i][0] - wanted))
-
-
-def _script_hash(template: str) -> str:
-    """What the page's policy lets run: its own script, so nothing that a video's name or path may carry."""
-    (script,) = re.findall(r"<script>(.*?)</script>", template, re.DOTALL)
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * ratio:g} %"
+def _start(tiers: Sequence[Tier], ratio: float | None) -> int:
+    """The tier that is shown first: the one at ``ratio``, by default the last."""
+    wanted = tiers[-1].ratio if ratio is None else ratio
+    return min(range(len(tiers)), key=lambda i: abs(tiers[i].ratio - wanted))

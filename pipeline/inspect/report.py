@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from rich.console import Group, RenderableType
@@ -17,12 +16,13 @@ from pipeline.cache.ledger import Ledger
 from pipeline.cache.reader import TokenCache
 from pipeline.inspect.run_progress import latest_run
 from pipeline.prune.summary import render, summarise
+from pipeline.rows import VideoRow
 
 BAR = 24  # characters of a full bar
 
 
 def cache_report(cache: TokenCache) -> RenderableType:
-    """Identity and counts of a cache, then a line for each of its first videos."""
+    """CacheIdentity and counts of a cache, then a line for each of its first videos."""
     identity = cache.identity
     head = Table.grid(padding=(0, 2))
     head.add_row("cache", Text(str(cache.store)))
@@ -70,11 +70,12 @@ def video_report(cache: TokenCache, video_id: str, retention_ratio: float | None
     return Group(_source(row), "", _frames(row, kept, title))
 
 
-def source_facts(row: dict[str, Any]) -> list[tuple[str, str]]:
+def source_facts(row: VideoRow) -> list[tuple[str, str]]:
     """(name, value) of what a row of the videos table says about its video, its decoding and its run."""
     facts = [("video", row["video_id"]), ("source", row["uri"])]
     if row["start_s"] is not None or row["end_s"] is not None:
-        facts.append(("clip", f"{row['start_s'] or 0} s to {'the end' if row['end_s'] is None else row['end_s']}"))
+        end = "the end" if row["end_s"] is None else f"{row['end_s']} s"
+        facts.append(("clip", f"{row['start_s'] or 0} s to {end}"))
     if row["source_width"]:
         picture = f"{row['source_width']}x{row['source_height']}, {row['codec']}, {row['source_frames']} frames"
         facts.append(("picture", f"{picture}, {row['duration_s']:.2f} s at {row['fps']:.2f} frames/s"))
@@ -87,14 +88,14 @@ def source_facts(row: dict[str, Any]) -> list[tuple[str, str]]:
     return [*facts, ("run", f"{row['run_id']}, attempt {row['attempts']}")]
 
 
-def _source(row: dict[str, Any]) -> Table:
+def _source(row: VideoRow) -> Table:
     table = Table.grid(padding=(0, 2))
     for name, value in source_facts(row):
         table.add_row(name, Text(value))
     return table
 
 
-def _frames(row: dict[str, Any], kept: list[int], title: str) -> Table:
+def _frames(row: VideoRow, kept: list[int], title: str) -> Table:
     table = Table(title=title, title_justify="left", show_edge=False)
     for name in ("t", "source frame", "seconds", "temporal density", "kept"):
         table.add_column(name, justify="right")
@@ -108,18 +109,18 @@ def _frames(row: dict[str, Any], kept: list[int], title: str) -> Table:
     return table
 
 
-def frames_of(row: dict[str, Any]) -> list[list[int]]:
+def frames_of(row: VideoRow) -> list[list[int]]:
     """For each t, which of the sampled frames it is: two on Qwen, where the last may be alone."""
     n_frames = len(row["frame_indices"])
     per_t = math.ceil(n_frames / row["n_frames"])
     return [list(range(t * per_t, min((t + 1) * per_t, n_frames))) for t in range(row["n_frames"])]
 
 
-def source_frames(row: dict[str, Any], frames: Sequence[int]) -> str:
+def source_frames(row: VideoRow, frames: Sequence[int]) -> str:
     """Some of the sampled frames by their numbers in the source: ``frame 3`` or ``frames 3, 7``."""
     return f"frame{'s' if len(frames) > 1 else ''} {', '.join(str(row['frame_indices'][i]) for i in frames)}"
 
 
-def flat(values: dict[str, Any]) -> str:
+def flat(values: Mapping[str, object]) -> str:
     """``name=value`` for every value that is set."""
     return " ".join(f"{name}={json.dumps(value)}" for name, value in values.items() if value is not None)

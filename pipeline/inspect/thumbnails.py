@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gstep.backbones.preprocess.base import resize_frames
 from pipeline.errors import VideoFault
+from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodedVideo, DecodeRequest
 from pipeline.video.decoders import Frames
@@ -48,7 +49,7 @@ class Pictures:
     missing: str = ""
 
 
-def source_pictures(row: dict[str, Any], sampling: dict[str, Any], objects: Objects) -> Pictures:
+def source_pictures(row: VideoRow, sampling: dict[str, Any], objects: Objects) -> Pictures:
     """The sampled frames of a row of the videos table, where its source file or object is still there and the same.
 
     The file is decoded in a child process that may crash or hang without harm. Only the very frames that the row names
@@ -60,7 +61,7 @@ def source_pictures(row: dict[str, Any], sampling: dict[str, Any], objects: Obje
         return Pictures([], fault.message if fault.fault_class == "io" else f"decoding failed: {fault}")
 
 
-def _decode_again(row: dict[str, Any], sampling: dict[str, Any], objects: Objects) -> DecodedVideo:
+def _decode_again(row: VideoRow, sampling: dict[str, Any], objects: Objects) -> DecodedVideo:
     """Raises VideoFault, of class "io" where the file is not the one that was read then."""
     request = DecodeRequest(
         path=row["uri"],

@@ -194,7 +194,7 @@ def test_the_tower_is_part_of_what_answers_were_made_with(tmp_path, tower):
     tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
     questions = write_questions(tmp_path / "q.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
     options = {"pruner": "cdpruner", "retention_ratio": 0.1, "siglip": "tiny"}
-    config = GenerateConfig(str(tmp_path / "c"), str(questions), str(tmp_path / "o"), **options)
+    config = GenerateConfig(cache=str(tmp_path / "c"), questions=str(questions), out=str(tmp_path / "o"), **options)
     job = prepare(config, Console())
     assert job.identity["pruner"] == {
         "method": "cdpruner", "params": {"mode": "global"}, "text_tower": tower.identity

@@ -99,7 +99,9 @@ def test_a_method_with_an_order_of_its_own_is_prompted_in_it(tmp_path):
     questions = write_questions(tmp_path / "q.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
 
     def job(order):
-        config = GenerateConfig(str(tmp_path / "c"), str(questions), str(tmp_path / "o"), order=order)
+        config = GenerateConfig(
+            cache=str(tmp_path / "c"), questions=str(questions), out=str(tmp_path / "o"), order=order
+        )
         return prepare(config, Console())
 
     own, plain = job("auto"), job("index")

@@ -1,13 +1,16 @@
 """The benchmark runs every method on the same tokens and says where; nothing here asserts a time."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
 from gstep import PRUNERS
-from jobs import benchmark
+from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark.resume_times import ResumeTimes
+from tests.paths import ROOT
 
 
 def test_every_method_is_measured_beside_gstep(tmp_path, capsys):
@@ -30,7 +33,6 @@ def test_every_method_is_measured_beside_gstep(tmp_path, capsys):
     [
         (["--frames", "0"], "at least 1"),
         (["--retention-ratio", "2"], "in (0, 1]"),
-        (["--device", "tpu"], "tpu"),
         (["--json", "no-such-folder/times.json"], "no folder"),
     ],
 )
@@ -39,6 +41,19 @@ def test_senseless_sizes_are_refused(capsys, wrong, named):
         benchmark.main(["methods", *wrong])
     assert caught.value.code == 2
     assert named in capsys.readouterr().err
+
+
+def test_an_unknown_device_is_refused(capsys):
+    assert benchmark.main(["methods", "--device", "tpu"]) == 2
+    assert "tpu" in capsys.readouterr().err
+
+
+def test_help_loads_no_torch():
+    for argv in ([], ["methods"], ["selection"], ["resume"]):
+        command = [sys.executable, "-X", "importtime", "-m", "jobs.benchmark", *argv, "--help"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+        assert "rich" in loaded and not loaded & {"torch", "ray", "pyarrow", "transformers", "matplotlib"}
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "csv"])

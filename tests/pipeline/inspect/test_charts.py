@@ -5,6 +5,7 @@ import re
 import pytest
 
 from pipeline.inspect.charts import density_chart, kept_chart, nice_ticks, time_ticks, upward
+from pipeline.inspect.page import templates
 
 
 @pytest.mark.parametrize(
@@ -37,8 +38,9 @@ def test_a_single_instant_has_one_tick():
 
 
 def test_curve_and_bars_are_drawn_to_scale():
-    curve = density_chart([0.0, 2.0, 1.0], [0.0, 1.0, 2.0])
+    drawings = templates().get_template("charts.html").module
+    curve = drawings.curve(density_chart([0.0, 2.0, 1.0], [0.0, 1.0, 2.0]))
     assert 'class="line" d="M0.5 100.00L1.5 0.00L2.5 50.00"' in curve
-    bars = kept_chart([0, 100, 25], [0.0, 1.0, 2.0], "<note>")
+    bars = drawings.bars(kept_chart([0, 100, 25], [0.0, 1.0, 2.0], "<note>"))
     assert re.findall(r'class="bar" [^/]*height="([\d.]+)"', bars) == ["0.00", "100.00", "25.00"]
     assert "&lt;note&gt;" in bars and "<note>" not in bars

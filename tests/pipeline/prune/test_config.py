@@ -1,12 +1,11 @@
-"""Options: checked when they are given, and complete as flags."""
+"""The options of a prune run: checked when they are given."""
 
 import argparse
-from dataclasses import fields
 
 import pytest
 
 from gstep.backbones import BACKBONES
-from jobs.flags import add_flags, from_flags, read_config_file
+from jobs.flags import add_flags, from_flags
 from pipeline.cache.header import differences
 from pipeline.errors import UsageError
 from pipeline.prune.config import PruneConfig
@@ -18,19 +17,6 @@ def parse(*argv: str) -> PruneConfig:
     parser = argparse.ArgumentParser()
     add_flags(parser, PruneConfig)
     return from_flags(PruneConfig, parser.parse_args(argv))
-
-
-def test_no_flags_are_the_defaults():
-    assert parse() == PruneConfig()
-
-
-def test_every_field_is_a_flag_with_help():
-    parser = argparse.ArgumentParser()
-    add_flags(parser, PruneConfig)
-    text = " ".join(parser.format_help().split())
-    for item in fields(PruneConfig):
-        assert item.metadata["help"]
-        assert item.metadata.get("positional") or f"--{item.name.replace('_', '-')}" in text
 
 
 def test_flags_are_converted():
@@ -83,41 +69,6 @@ def test_failure_limit(text, limit):
 def test_differences_name_the_leaf():
     lines = differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}})
     assert lines == ["a.c: the cache has 2, this run 3"]
-
-
-def test_a_configuration_file_holds_every_option(tmp_path):
-    (tmp_path / "c.yaml").write_text(
-        "num-frames: 8\nretention_ratio: 1\npruner-param: [alpha=0.3]\nmodel: tiny\nfps:\n"
-    )
-    options = read_config_file(str(tmp_path / "c.yaml"), PruneConfig)
-    expected = {"num_frames": 8, "retention_ratio": 1.0, "pruner_param": ["alpha=0.3"], "model": "tiny", "fps": None}
-    assert options == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("frames: 8", "unknown option frames"),
-        ("num-frames: many", "num_frames must be a whole number"),
-        ("retry-failed: 1", "retry_failed must be true or false"),
-        ("num-frames: true", "num_frames must be a whole number"),
-        ("pruner-param: alpha=1", "must be a list"),
-        ("num-frames: 1\nnum_frames: 2", "num-frames stands there twice"),
-        ("- 1", "expected options"),
-        ("a: [", "c.yaml"),
-    ],
-)
-def test_a_bad_configuration_file_is_refused_by_name(tmp_path, text, message):
-    (tmp_path / "c.yaml").write_text(text)
-    with pytest.raises(UsageError, match=message):
-        read_config_file(str(tmp_path / "c.yaml"), PruneConfig)
-
-
-def test_a_file_may_say_it_plainly(tmp_path):
-    (tmp_path / "c.yaml").write_text("max-failed: 0.05\nvideo-root:\nretry-failed: true\n")
-    options = read_config_file(str(tmp_path / "c.yaml"), PruneConfig)
-    assert options == {"max_failed": "0.05", "video_root": [], "retry_failed": True}
-    assert parse("--no-retry-failed").retry_failed is False
 
 
 def test_a_record_tells_no_secret():

@@ -1,0 +1,43 @@
+"""The time of every pruning method beside GSTEP's, on the same made-up tokens."""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.console import Console
+
+from jobs.benchmark.sizes import add_sizes
+from jobs.command import share, write_json
+from pipeline.errors import UsageError
+
+HELP = "every pruning method beside GSTEP"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    add_sizes(parser, [32, 128])
+    parser.add_argument("--retention-ratio", type=share, default=0.25, metavar="R", help="[0.25]")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda [cpu]")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, show and write; returns the exit code."""
+    from gstep.backbones import choose_runtime  # noqa: PLC0415 - torch loads only after the flags are checked
+    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415
+    from jobs.benchmark.method_times import as_record, as_table, measure  # noqa: PLC0415
+
+    try:
+        choose_runtime(arguments.device)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    console = Console(stderr=True)
+    times = []
+    sizes = (arguments.frames, arguments.tokens_per_frame, arguments.hidden)
+    for item in measure(*sizes, arguments.retention_ratio, arguments.repeats, arguments.device):
+        console.print(f"{item.n_tokens} tokens, {item.method}: {item.seconds:.3f} s", style="dim", highlight=False)
+        times.append(item)
+    where = machine_line(arguments.device)
+    title = f"seconds a video, D = {arguments.hidden}, r = {arguments.retention_ratio}, on {where}"
+    Console().print(as_table(times, title))
+    more = {"machine": machine(arguments.device), "hidden": arguments.hidden}
+    write_json(arguments.json, as_record(times, **more, retention_ratio=arguments.retention_ratio))
+    return 0

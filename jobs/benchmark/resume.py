@@ -1,0 +1,48 @@
+"""What a driver takes to find out what is left to do of millions of videos, and which limit comes first."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+
+from jobs.benchmark.sizes import add_json
+from jobs.command import count, wide_console, write_json
+
+HELP = "finding out what is left of millions of videos"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--videos", type=count, default=1_000_000, metavar="N", help="rows of the manifest [1000000]")
+    parser.add_argument("--videos-per-shard", type=count, default=22, metavar="N", help="of the cache [22]")
+    parser.add_argument("--manifest", choices=("parquet", "jsonl", "csv"), default="parquet", help="its kind [parquet]")
+    parser.add_argument(
+        "--folder", type=_folder, metavar="DIR", help="make the files below it, and remove them [a temporary folder]"
+    )
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, show and write; returns the exit code."""
+    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - torch and Arrow load after the flags
+    from jobs.benchmark.resume_times import as_record, as_table, measure  # noqa: PLC0415
+
+    console = Console(stderr=True)
+
+    def say(text: str) -> None:
+        console.print(text, style="dim", highlight=False)
+
+    with TemporaryDirectory(dir=arguments.folder) as folder:
+        found = measure(arguments.videos, arguments.videos_per_shard, arguments.manifest, Path(folder), say)
+    title = f"What is left of a {found.kind} manifest whose videos are nine tenths in a cache, {machine_line('cpu')}"
+    wide_console().print(as_table(found, title))
+    write_json(arguments.json, as_record(found, machine=machine("cpu")))
+    return 0
+
+
+def _folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {text}")
+    return Path(text)

@@ -1,0 +1,23 @@
+"""The flags of benchmarks on made-up videos: how large those are, and how often each measurement is repeated."""
+
+from __future__ import annotations
+
+import argparse
+
+from jobs.command import count, file_in_folder
+
+
+def add_sizes(parser: argparse.ArgumentParser, frames: list[int]) -> None:
+    """``frames`` is the default of --frames: one made-up video each."""
+    shown = " ".join(map(str, frames))
+    parser.add_argument(
+        "--frames", type=count, nargs="+", default=frames, metavar="T", help=f"frames, one video each [{shown}]"
+    )
+    parser.add_argument("--tokens-per-frame", type=count, default=196, metavar="N", help="[196]")
+    parser.add_argument("--hidden", type=count, default=3584, metavar="D", help="numbers a token [3584]")
+    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
+    add_json(parser)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=file_in_folder, metavar="FILE", help="write the figures there too")

@@ -1,0 +1,112 @@
+"""What stands around a command's work: flags over a file in any order, and errors as exit codes with a line each."""
+
+import argparse
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jobs import prune
+from jobs.command import count, exit_code_of, file_in_folder, share
+from pipeline.errors import CorruptShard, RunFailed, UsageError
+from pipeline.prune.config import PruneConfig
+
+
+def code_of(work, **more) -> tuple[int, str]:
+    """The exit code, and what was said."""
+    console = Console(width=200)
+    with console.capture() as said:
+        code = exit_code_of(work, console, **more)
+    return code, said.get().strip()
+
+
+def raising(error: BaseException):
+    def work() -> int:
+        raise error
+
+    return work
+
+
+def test_errors_become_exit_codes_with_a_line_each():
+    failed = (RunFailed, CorruptShard)
+    assert code_of(lambda: 0) == (0, "")
+    assert code_of(lambda: 1) == (1, "")
+    assert code_of(raising(RunFailed("no [room]")), failed=failed) == (1, "failed: no [room]")
+    assert code_of(raising(UsageError("no such [flag]")), failed=failed) == (2, "error: no such [flag]")
+    assert code_of(raising(ValueError("odd")), refused=(ValueError,)) == (2, "error: odd")
+    assert code_of(raising(KeyboardInterrupt()), interrupted="ended early") == (130, "ended early")
+
+
+def test_a_failure_that_is_a_refusal_elsewhere_is_a_failure():
+    assert code_of(raising(UsageError("x")), failed=(UsageError,)) == (1, "failed: x")
+
+
+def test_a_bug_is_not_hidden():
+    with pytest.raises(ZeroDivisionError):
+        code_of(raising(ZeroDivisionError()), failed=(RunFailed,))
+
+
+def test_sigterm_is_an_interruption():
+    def work() -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    assert code_of(work) == (130, "interrupted")
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """The command with a file of options; returns the configuration that its work got."""
+    got: list[PruneConfig] = []
+    monkeypatch.setattr(prune, "_prune", lambda config, console: got.append(config) or 0)
+
+    def command(text: str, *argv: str) -> PruneConfig:
+        (tmp_path / "o.yaml").write_text(text)
+        assert prune.main([str(tmp_path / "o.yaml") if word == "FILE" else word for word in argv]) == 0
+        return got[-1]
+
+    return command
+
+
+def test_a_flag_wins_over_the_file_wherever_it_stands(run):
+    assert run("seed: 1", "--config", "FILE", "--seed", "2").seed == 2
+    assert run("seed: 1", "--seed", "0", "--config", "FILE").seed == 0
+    assert run("seed: 1\nvideos: w", "v", "--config", "FILE").videos == "v"
+    assert run("retry-failed: true", "--no-retry-failed", "--config", "FILE").retry_failed is False
+
+
+def test_a_repeatable_flag_adds_to_the_file(run):
+    config = run("pruner-param: [a=1]", "--config", "FILE", "--pruner-param", "b=2")
+    assert config.pruner_param == ["a=1", "b=2"]
+
+
+def test_a_flag_wins_over_the_other_way_of_sampling_in_the_file(run):
+    config = run("fps: 1\nmax-frames: 4", "--config", "FILE", "--num-frames", "8")
+    assert (config.num_frames, config.fps, config.max_frames) == (8, None, None)
+    assert run("num-frames: 8", "--config", "FILE", "--fps", "2").num_frames is None
+
+
+def test_a_file_that_is_refused_ends_with_2(tmp_path, capsys):
+    assert prune.main(["--config", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (count, "0", "at least 1"),
+        (share, "0", "in \\(0, 1\\]"),
+        (share, "nan", "in \\(0, 1\\]"),
+        (file_in_folder, "/no/such/file", "no folder"),
+        (file_in_folder, "/", "is a folder"),
+    ],
+)
+def test_types_of_flags_refuse_by_reason(kind, text, message):
+    with pytest.raises(argparse.ArgumentTypeError, match=message):
+        kind(text)
+
+
+def test_types_of_flags_convert(tmp_path):
+    assert (count("3"), share("1"), file_in_folder(str(tmp_path / "f"))) == (3, 1.0, Path(tmp_path / "f"))

@@ -1,0 +1,78 @@
+"""What the terminal shows of a cache and of one video."""
+
+import pytest
+from rich.console import Console
+
+from pipeline.errors import RatioNotCached, UnknownVideo
+from pipeline.inspect.report import cache_report, flat, frames_of, source_facts, source_frames, video_report
+from tests.pipeline.pages import FRAMES, VIDEO, build
+
+
+def shown(report) -> str:
+    console = Console(width=300)
+    with console.capture() as captured:
+        console.print(report)
+    return captured.get()
+
+
+def test_a_cache_is_shown_with_its_identity_its_counts_and_its_videos(cache):
+    text = shown(cache_report(cache))
+    assert "retention ratio 0.25" in text and f"num_frames={FRAMES}" in text
+    assert "1 ok, 1 failed" in text
+    row = next(line for line in text.splitlines() if line.strip().startswith("bikes"))
+    assert VIDEO in row and [cell.strip() for cell in row.split("│")][1:4] == [str(FRAMES), "1568", "392"]
+
+
+def test_a_cache_of_many_videos_names_the_first(decoded, tmp_path, monkeypatch):
+    cache = build(tmp_path / "c", decoded)
+    monkeypatch.setattr(type(cache), "video_ids", property(lambda self: [VIDEO] * 23))
+    assert "... and 3 more" in shown(cache_report(cache))
+
+
+def test_a_video_is_shown_frame_by_frame(cache):
+    text = shown(video_report(cache, VIDEO))
+    row = cache.metadata(VIDEO)
+    assert "392 of 1568 tokens kept (25.0%)" in text
+    lines = [line.split("│") for line in text.splitlines() if line.count("│") == 5]
+    cells = [[cell.strip() for cell in line] for line in lines]
+    assert [int(line[4]) for line in cells[-FRAMES:]] == row["kept_per_frame"]
+    assert [int(line[1]) for line in cells[-FRAMES:]] == row["frame_indices"]
+    assert "156 of 1568 tokens kept (9.9%)" in shown(video_report(cache, VIDEO, 0.10))
+
+
+def test_a_failed_video_is_shown_with_its_fault(cache):
+    assert "failed  corrupt in decode: the file is cut off" in shown(video_report(cache, "bad.mp4"))
+
+
+def test_what_is_not_cached_is_refused(cache):
+    with pytest.raises(UnknownVideo):
+        video_report(cache, "nope")
+    with pytest.raises(RatioNotCached):
+        video_report(cache, VIDEO, 0.5)
+
+
+def test_names_are_no_markup(decoded, tmp_path):
+    """Rich would take [red] for a colour, and refuse [/b]."""
+    cache = build(tmp_path / "c", decoded, video_id="[red]a[/b].mp4", uri="[red]b[/b].mp4")
+    assert "[red]a[/b].mp4" in shown(cache_report(cache))
+    assert "[red]b[/b].mp4" in shown(video_report(cache, "[red]a[/b].mp4"))
+
+
+def test_facts_name_the_clip_and_what_was_repeated(cache):
+    row = cache.metadata(VIDEO)
+    assert "clip" not in dict(source_facts(row))
+    assert dict(source_facts({**row, "start_s": None, "end_s": 2.5}))["clip"] == "0 s to 2.5 s"
+    assert dict(source_facts({**row, "start_s": 1.5, "end_s": None}))["clip"] == "1.5 s to the end"
+    assert "8 frames, 3 of them repeated" in dict(source_facts({**row, "n_repeated": 3}))["sampled"]
+    assert dict(source_facts({**row, "decode_warnings": 2}))["decoder"].endswith(", 2 warnings")
+
+
+def test_frames_of_a_pair_stand_together_and_the_last_may_be_alone():
+    row = {"frame_indices": [0, 3, 7, 9, 12], "n_frames": 3}
+    assert frames_of(row) == [[0, 1], [2, 3], [4]]
+    assert [source_frames(row, frames) for frames in frames_of(row)] == ["frames 0, 3", "frames 7, 9", "frame 12"]
+    assert frames_of({"frame_indices": [4, 5], "n_frames": 2}) == [[0], [1]]
+
+
+def test_flat_leaves_out_what_is_not_set():
+    assert flat({"a": 1, "b": None, "c": "x"}) == 'a=1 c="x"'

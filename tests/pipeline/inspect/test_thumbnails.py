@@ -1,0 +1,58 @@
+"""Pictures are those of the very file and frames that were sampled; without them a page says why."""
+
+import numpy as np
+import pytest
+
+from pipeline.inspect.page import video_page
+from pipeline.inspect.thumbnails import Thumbnails
+from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.sampling import Sampling
+from tests.pipeline.pages import FRAMES, VIDEO, build, data_of, pictures_of
+
+
+def test_the_page_shows_the_sampled_frames_of_the_source(cache, decoded):
+    html = video_page(cache, VIDEO).html
+    pictures = pictures_of(html)
+    assert [picture.shape for picture in pictures] == [(95, 224, 3)] * FRAMES
+    small = decode_video(DecodeRequest(decoded[0], Sampling(FRAMES), Thumbnails(224))).frames
+    difference = np.abs(np.stack(pictures).astype(int) - small)
+    assert difference.mean() < 4
+    assert len(html) < 100_000
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"uri": "/no/such/<b>folder</b>/bikes.mp4"}, "the source file is not at hand"),
+        ({"uri": "https://host/bikes.mp4"}, "no file of this machine"),
+        ({"source_size": 7}, "has changed since: it has"),
+        ({"source_hash": "blake2b:00"}, "has changed since: its hash is another one"),
+        ({"source_hash": None}, "does not say which file was read"),
+        ({"start_s": 5.0}, "gives other frames than those that were sampled"),
+        ({"end_s": -1.0}, "decoding failed: unsupported: the clip"),
+        ({"sampling": {}}, "does not say how frames were sampled"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_without_pictures_the_page_says_why_and_still_shows_the_tokens(decoded, tmp_path, change, reason):
+    cache = build(tmp_path / "c", decoded, **change)
+    page = video_page(cache, VIDEO)
+    assert reason in page.missing and f"No pictures: {page.missing}." in page.html
+    assert not pictures_of(page.html) and page.html.count('class="blank"') == FRAMES
+    assert len(data_of(page.html)["order"]) == cache.metadata(VIDEO)["n_tokens"]
+    assert "<b>folder" not in page.html
+
+
+def test_a_file_that_does_not_decode_costs_only_the_pictures(decoded, tmp_path):
+    text = tmp_path / "text.mp4"
+    text.write_text("no video" * 100)
+    cache = build(tmp_path / "c", decoded, uri=str(text), source_size=text.stat().st_size)
+    assert "decoding failed: unsupported" in video_page(cache, VIDEO).missing
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "size"),
+    [(272, 640, (95, 224)), (640, 272, (288, 122)), (100, 50, (100, 50)), (1, 4000, (1, 224))],
+)
+def test_thumbnails_fit_their_box_and_are_never_enlarged(height, width, size):
+    assert Thumbnails(224).target_size(8, height, width) == size

@@ -1,0 +1,71 @@
+"""Caches of a real clip to show, and what a page of one holds."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+
+from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
+from pipeline import TokenCache
+from pipeline.cache.header import header_bytes
+from pipeline.errors import VideoFault
+from pipeline.prune.decode_stage import decoded_columns
+from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video
+from pipeline.video.sampling import Sampling
+from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.pipeline.videos import sample
+
+FRAMES = 8
+SIDE = 14
+VIDEO = "bikes <script>alert('&')</script>\".mp4"
+PREPROCESSOR = FixedSizePreprocessor((0.5,) * 3, (0.5,) * 3, height=384, width=384)
+
+
+def decoded_clip(folder: Path) -> tuple[Path, DecodedVideo]:
+    """A copy of a real clip in ``folder``, and its sampled frames."""
+    path = Path(shutil.copy(sample("bikes.mp4"), folder))
+    return path, decode_video(DecodeRequest(path, Sampling(FRAMES), PREPROCESSOR))
+
+
+def build(
+    out: Path,
+    decoded: tuple[Path, DecodedVideo],
+    ratio: float = 0.25,
+    method: str = "gstep",
+    video_id: str = VIDEO,
+    **more: Any,
+) -> TokenCache:
+    """A cache of the clip (with random tokens) and of a video that failed; ``more`` overrides columns."""
+    path, video = decoded
+    store = write_header(out, ratio)
+    header = json.loads(store.read("cache.json"))
+    header["identity"]["sampling"] = more.pop("sampling", {"num_frames": FRAMES})
+    store.put("cache.json", header_bytes(header))
+    columns = {**decoded_columns(video, 1), "uri": str(path), **more}
+    tokens = random_tokens(0, (FRAMES, columns.get("tokens_per_frame", SIDE * SIDE), 16))
+    fault = VideoFault("corrupt", "the file is cut off")
+    write_shard(store, "run", encoded(video_id, tokens, ratio, method, **columns), encoded_failure("bad.mp4", fault))
+    return TokenCache(out)
+
+
+def data_of(html: str) -> dict[str, Any]:
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html)
+    return json.loads(data)
+
+
+def pictures_of(html: str) -> list[np.ndarray]:
+    return [image(base64.b64decode(data)) for data in re.findall(r"data:image/jpeg;base64,([^\"]+)", html)]
+
+
+def image(data: bytes) -> np.ndarray:
+    """[H,W,3] of a JPEG or PNG file."""
+    with av.open(BytesIO(data)) as file:
+        return next(file.decode(video=0)).to_ndarray(format="rgb24")
