@@ -6,24 +6,10 @@ from dataclasses import fields
 from typing import Any
 
 from gstep.lazy import LazyTable
+from gstep.methods import METHODS
 from gstep.pruners.base import Pruner
 
-PRUNERS = LazyTable(
-    "method",
-    {
-        "none": "gstep.pruners.none:KeepAll",
-        "random": "gstep.pruners.random:Random",
-        "uniform": "gstep.pruners.uniform:Uniform",
-        "topk": "gstep.pruners.topk:TopK",
-        "fps": "gstep.pruners.fps:FPS",
-        "gstep": "gstep.pruners.gstep:GSTEP",
-        "vidcom2": "gstep.pruners.vidcom2:VidCom2",
-        "fastvid": "gstep.pruners.fastvid:FastVID",
-        "visionzip": "gstep.pruners.visionzip:VisionZip",
-        "cdpruner": "gstep.pruners.cdpruner:CDPruner",
-        "fastv": "gstep.pruners.fastv:FastV",
-    },
-)
+PRUNERS = LazyTable("method", METHODS)
 
 
 def make_pruner(method: str = "gstep", **params: Any) -> Pruner:

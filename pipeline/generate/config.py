@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from gstep.methods import OF_A_QUESTION
 from pipeline.errors import UsageError
 from pipeline.options import (
     ATTN,
@@ -46,14 +47,14 @@ class GenerateConfig:
     )
     pruner: str | None = option(
         None,
-        "a method that chooses anew for every question from a cache of all tokens: fastv or cdpruner",
+        f"a method that chooses anew for every question from a cache of all tokens: {', '.join(OF_A_QUESTION)}",
         metavar="METHOD",
     )
-    pruner_param: list[str] = option([], "a parameter of it, e.g. K=3; may be repeated", metavar="NAME=VALUE")
+    pruner_param: list[str] = option([], "a parameter of it; may be repeated", metavar="NAME=VALUE")
     siglip: str | None = option(
         None,
-        "for cdpruner on LLaVA-OneVision: the SigLIP checkpoint that the cache's image_embedding was made with, of "
-        "which the text tower is read",
+        "for methods that compare SigLIP's embedding of patches with the question, on LLaVA-OneVision: the SigLIP "
+        "checkpoint that the cache's image_embedding was made with, of which the text tower is read",
         metavar="MODEL",
     )
     positions: str = option(
@@ -64,8 +65,8 @@ class GenerateConfig:
     )
     order: str = option(
         "auto",
-        "order of the kept tokens in a prompt: ascending position (index), or the method's own (own: VisionZip's "
-        "dominant tokens first); auto is the method's own where it has one",
+        "order of the kept tokens in a prompt: ascending position (index), or the method's own (own); auto is the "
+        "method's own where it has one",
         choices=("auto", "index", "own"),
     )
     rule: str = option(

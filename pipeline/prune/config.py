@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from gstep.methods import OF_A_VIDEO
 from pipeline.errors import UsageError
 from pipeline.options import (
     ATTN,
@@ -41,7 +42,7 @@ class PruneConfig:
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV")
     pruner: str = option(
         "gstep",
-        "pruning method: gstep, vidcom2, fastvid, visionzip, random, uniform, topk, fps, none",
+        f"pruning method: {', '.join(OF_A_VIDEO)}",
         metavar="METHOD",
     )
     pruner_param: list[str] = option(
@@ -49,14 +50,14 @@ class PruneConfig:
     )
     siglip: str | None = option(
         None,
-        "for fastvid or --evidence image_embedding on LLaVA-OneVision: the SigLIP checkpoint that its vision tower was "
-        "made of, a Hugging Face id or folder, of which the pooling head is read; 'tiny' goes with --model tiny",
+        "for methods and --evidence that ask the pooling head of SigLIP, on LLaVA-OneVision: the SigLIP checkpoint "
+        "that its vision tower was made of, a Hugging Face id or folder; 'tiny' goes with --model tiny",
         metavar="MODEL",
     )
     evidence: list[str] = option(
         [],
-        "store besides each token what the encoder gives of it, for methods that look at it later, e.g. "
-        "image_embedding for cdpruner on LLaVA-OneVision; commas or repeated",
+        "store besides each token what the encoder gives of it, e.g. image_embedding, for methods that look at it "
+        "once a question is asked; commas or repeated",
         metavar="NAME",
     )
     retention_ratio: float = option(0.25, "share of the visual tokens that is kept, in (0, 1]", metavar="R")

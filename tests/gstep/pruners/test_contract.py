@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gstep
+from gstep.methods import OF_A_QUESTION, OF_A_VIDEO
 from tests.gstep.synthetic import FLOATS, assert_same, edge_videos, evidence_for, prune, video
 
 METHODS = list(gstep.PRUNERS)
@@ -254,6 +255,12 @@ def test_evidence_may_have_any_float_dtype(method: str, params: dict[str, Any]) 
     halved = {k: v.bfloat16() for k, v in evidence_for(gstep.make_pruner(method, **params), tokens).items()}
     expected = gstep.prune(tokens, method=method, evidence={k: v.float() for k, v in halved.items()}, **params)
     assert_same(gstep.prune(tokens, method=method, evidence=halved, **params), expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_stands_in_the_table_of_what_it_looks_at(method: str) -> None:
+    assert gstep.PRUNERS[method].cacheable == (method in OF_A_VIDEO)
+    assert gstep.PRUNERS[method].cacheable != (method in OF_A_QUESTION)
 
 
 @pytest.mark.parametrize(("method", "params"), CASES)
