@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from gstep.pruners import PRUNERS, make_pruner
+    from gstep.pruners.base import Pruner
     from gstep.types import PrunedTokens, VisualTokens, budget_for
 
     BACKBONES: LazyTable
@@ -49,7 +50,7 @@ __all__ = [
 def prune(
     tokens: Tensor,
     retention_ratio: float = 0.25,
-    method: str = "gstep",
+    method: str | Pruner = "gstep",
     *,
     evidence: Mapping[str, Tensor] | None = None,
     budget: int | None = None,
@@ -61,21 +62,23 @@ def prune(
     Args:
         tokens: [T,N,D], finite, float16, bfloat16, float32 or float64, on any device; it is not changed.
         retention_ratio: the share of the T*N tokens to keep, in (0, 1]: B = max(1, floor(r*T*N + 1e-9)).
-        method: a key of PRUNERS.
+        method: a key of PRUNERS; the import path ``module:Class`` of a method of your own; or an object of one, as in
+            ``method=Mine(p=2)``.
         evidence: what else the encoder (or the LLM) gives and some methods need, floats by name: frame_feature [T,Dv],
             token_attention [T,N], token_key [T,N,Dk], image_embedding [T,N,De], text_embedding [Q,De],
             llm_attention [T*N], noise [T*N]. What a method does not ask for is not looked at.
         budget: B itself, in [1, T*N]; overrides ``retention_ratio``. Methods that count in shares (of a frame, or with
             rounding) take r = B / (T*N).
         seed: of methods that draw; a non-negative integer.
-        params: the method's hyper-parameters, the fields of its class.
+        params: the method's hyper-parameters, the fields of its class, in their types; none beside an object.
 
     Returns:
         The kept tokens [B,D] in ascending index, of the input's dtype and device, without gradients. Methods that are
         not ``exact`` keep more or fewer than B tokens, by the rule in their docstring, never none.
 
     Raises:
-        ValueError: an argument, or evidence, outside of what it accepts, which the message names.
+        ValueError: an argument, or evidence, outside of what it accepts, which the message names; a class that is no
+            method.
         MissingEvidence: the method needs evidence that was not given.
     """
     from gstep.pruners import make_pruner  # noqa: PLC0415 - torch loads with the first use, not with --help

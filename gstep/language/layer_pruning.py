@@ -14,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gstep.pruners.fastv import FastV
+from gstep.pruners.base import Pruner
 from gstep.types import VisualTokens
+
+#: The evidence that there is inside of a model.
+INSIDE = frozenset({"llm_attention"})
 
 
 @dataclass
@@ -44,16 +47,16 @@ class Shortened:
 
 @dataclass
 class PruneInside:
-    """FastV on one batch: ``with inside.hooked(model): model.generate(...)``.
+    """A method that drops tokens before a layer K, on one batch: ``with inside.hooked(model): model.generate(...)``.
 
     Attributes:
-        method: FastV, with its layer K.
+        method: one with a ``layer``, which is K.
         retention_ratio: share of a prompt's visual tokens that is kept.
         prunable: [B,L] bool, the visual tokens of each row.
         mask: [B,L] bool, False where a row is padded.
     """
 
-    method: FastV
+    method: Pruner
     retention_ratio: float
     prunable: Tensor
     mask: Tensor
@@ -67,14 +70,13 @@ class PruneInside:
         Raises ValueError where the model has no layer K, or needs all visual tokens there.
         """
         layers = model.model.language_model.layers
-        check_layer(
-            self.method.K, len(layers), len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
-        )
+        levels = len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
+        first_short = check_layer(self.method, len(layers), levels)
         with ExitStack() as hooks:
-            before = layers[self.method.K - 1].self_attn
+            before = layers[first_short - 1].self_attn
             hooks.enter_context(_removed(before.register_forward_pre_hook(self._note_query, with_kwargs=True)))
             hooks.enter_context(_removed(before.register_forward_hook(self._choose, with_kwargs=True)))
-            for place, layer in enumerate(layers[self.method.K :]):
+            for place, layer in enumerate(layers[first_short:]):
                 hook = self._shorten if place == 0 else self._keep_short
                 hooks.enter_context(_removed(layer.register_forward_pre_hook(hook, with_kwargs=True)))
             yield self
@@ -143,15 +145,32 @@ class PruneInside:
         return args, changed
 
 
-def check_layer(layer: int, n_layers: int, deepstack_levels: int) -> None:
-    """Raise ValueError where a model of so many layers cannot be pruned before ``layer``."""
+def check_layer(method: Pruner, n_layers: int, deepstack_levels: int) -> int:
+    """The layer before which the method prunes.
+
+    Raises ValueError where it has none or needs what is not there inside of a model, and where a model of so many
+    layers cannot be pruned there.
+    """
+    layer = method.layer
+    if layer is None or layer < 1:
+        raise ValueError(f"method {method.name} prunes before layer {layer}: inside of a model that is 1 at least")
+    if method.merges:
+        raise ValueError(f"method {method.name} merges tokens: inside of a model they can only be dropped")
+    if more := sorted(method.needs - INSIDE):
+        raise ValueError(
+            f"method {method.name} prunes before layer {layer}, where {' and '.join(sorted(INSIDE))} is all there is; "
+            f"it needs {' and '.join(more)}"
+        )
+    params = ", ".join(f"{name}={value}" for name, value in method.params().items())
+    who = f"{method.name} with {params}" if params else method.name
     if n_layers <= layer:
-        raise ValueError(f"fastv with K={layer} prunes before layer {layer}; this model has {n_layers} layers")
+        raise ValueError(f"{who} prunes before layer {layer}; this model has {n_layers} layers")
     if deepstack_levels > layer:
         raise ValueError(
-            f"fastv with K={layer}: this model adds deepstack levels to all visual tokens after each of its first "
-            f"{deepstack_levels} layers, so K must be at least {deepstack_levels}"
+            f"{who} prunes before layer {layer}: this model adds deepstack levels to all visual tokens after each of "
+            f"its first {deepstack_levels} layers, so the layer must be at least {deepstack_levels}"
         )
+    return layer
 
 
 def _held(layer: Any, keywords: dict[str, Any]) -> int:
@@ -159,10 +178,11 @@ def _held(layer: Any, keywords: dict[str, Any]) -> int:
     return int(keywords["past_key_values"].get_seq_length(layer.self_attn.layer_idx))
 
 
-def choose(method: FastV, attention_M: Tensor, retention_ratio: float) -> Tensor:
+def choose(method: Pruner, attention_M: Tensor, retention_ratio: float) -> Tensor:
     """Places, ascending, of the visual tokens that stay of [M] attention."""
-    visual = VisualTokens(torch.empty(1, len(attention_M), 1), {"llm_attention": attention_M})
-    return torch.sort(method.select(visual, 1, retention_ratio, 0).index).values
+    visual = VisualTokens(attention_M.new_empty(1, len(attention_M), 0), {"llm_attention": attention_M})
+    budget, ratio = method.resolve_budget(len(attention_M), retention_ratio)
+    return torch.sort(method.select(visual, budget, ratio, 0).index).values
 
 
 def last_row(attention: Any, hidden_B1D: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, mask_BL: Tensor) -> Tensor:

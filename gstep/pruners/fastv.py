@@ -34,6 +34,13 @@ class FastV(Pruner):
     def __post_init__(self) -> None:
         self._set(K=check_integer("K", self.K, 1))
 
+    @property
+    def layer(self) -> int:
+        return self.K
+
+    def at_most(self, n_frames: int, per_frame: int, hidden: int, retention_ratio: float) -> int:
+        return max(1, round(retention_ratio * n_frames * per_frame))
+
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         attention_M = visual.evidence["llm_attention"]
         return Selection(index=largest(attention_M, max(1, round(ratio * len(attention_M)))))

@@ -47,7 +47,8 @@ class GenerateConfig:
     )
     pruner: str | None = option(
         None,
-        f"a method that chooses anew for every question from a cache of all tokens: {', '.join(OF_A_QUESTION)}",
+        "a method that chooses anew for every question from a cache of all tokens: "
+        f"{', '.join(OF_A_QUESTION)}, or the import path module:Class of one of your own",
         metavar="METHOD",
     )
     pruner_param: list[str] = option([], "a parameter of it; may be repeated", metavar="NAME=VALUE")

@@ -42,7 +42,7 @@ class PruneConfig:
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV")
     pruner: str = option(
         "gstep",
-        f"pruning method: {', '.join(OF_A_VIDEO)}",
+        f"pruning method: {', '.join(OF_A_VIDEO)}, or the import path module:Class of one of your own",
         metavar="METHOD",
     )
     pruner_param: list[str] = option(
@@ -165,8 +165,8 @@ class PruneConfig:
         self.failure_limit(1)
         self.pruner_params()
 
-    def pruner_params(self) -> dict[str, Any]:
-        """``--pruner-param`` as keyword arguments: numbers as numbers, anything else as text."""
+    def pruner_params(self) -> dict[str, str]:
+        """``--pruner-param`` by name, as text."""
         return pruner_params(self.pruner_param)
 
     def failure_limit(self, n_videos: int) -> int:
