@@ -10,12 +10,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from gstep.errors import MissingEvidence, ModelError
-from gstep.lazy import LazyTable, load_object
-from gstep.pruners import PRUNERS, make_pruner
-from gstep.types import PrunedTokens, VisualTokens, budget_for
+from gstep.lazy import LazyTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gstep.pruners import PRUNERS, make_pruner
+    from gstep.pruners.base import Pruner
+    from gstep.types import PrunedTokens, VisualTokens, budget_for
+
+    BACKBONES: LazyTable
+
+_PUBLIC = LazyTable(
+    "name",
+    {
+        "BACKBONES": "gstep.backbones:BACKBONES",
+        "PRUNERS": "gstep.pruners:PRUNERS",
+        "PrunedTokens": "gstep.types:PrunedTokens",
+        "VisualTokens": "gstep.types:VisualTokens",
+        "budget_for": "gstep.types:budget_for",
+        "make_pruner": "gstep.pruners:make_pruner",
+    },
+)
 
 __all__ = [
     "BACKBONES",
@@ -29,20 +46,11 @@ __all__ = [
     "prune",
 ]
 
-BACKBONES: LazyTable
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name):  # importing gstep loads no model code
-        if name == "BACKBONES":
-            return load_object("gstep.backbones:BACKBONES")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 
 def prune(
     tokens: Tensor,
     retention_ratio: float = 0.25,
-    method: str = "gstep",
+    method: str | Pruner = "gstep",
     *,
     evidence: Mapping[str, Tensor] | None = None,
     budget: int | None = None,
@@ -54,22 +62,35 @@ def prune(
     Args:
         tokens: [T,N,D], finite, float16, bfloat16, float32 or float64, on any device; it is not changed.
         retention_ratio: the share of the T*N tokens to keep, in (0, 1]: B = max(1, floor(r*T*N + 1e-9)).
-        method: a key of PRUNERS.
+        method: a key of PRUNERS; the import path ``module:Class`` of a method of your own; or an object of one, as in
+            ``method=Mine(p=2)``.
         evidence: what else the encoder (or the LLM) gives and some methods need, floats by name: frame_feature [T,Dv],
             token_attention [T,N], token_key [T,N,Dk], image_embedding [T,N,De], text_embedding [Q,De],
             llm_attention [T*N], noise [T*N]. What a method does not ask for is not looked at.
         budget: B itself, in [1, T*N]; overrides ``retention_ratio``. Methods that count in shares (of a frame, or with
             rounding) take r = B / (T*N).
         seed: of methods that draw; a non-negative integer.
-        params: the method's hyper-parameters, the fields of its class.
+        params: the method's hyper-parameters, the fields of its class, in their types; none beside an object.
 
     Returns:
         The kept tokens [B,D] in ascending index, of the input's dtype and device, without gradients. Methods that are
         not ``exact`` keep more or fewer than B tokens, by the rule in their docstring, never none.
 
     Raises:
-        ValueError: an argument, or evidence, outside of what it accepts, which the message names.
+        ValueError: an argument, or evidence, outside of what it accepts, which the message names; a class that is no
+            method.
         MissingEvidence: the method needs evidence that was not given.
     """
+    from gstep.pruners import make_pruner  # noqa: PLC0415 - torch loads with the first use, not with --help
+    from gstep.types import VisualTokens  # noqa: PLC0415
+
     visual = VisualTokens(tokens, {} if evidence is None else evidence)
     return make_pruner(method, **params).prune(visual, retention_ratio, budget=budget, seed=seed)
+
+
+if not TYPE_CHECKING:  # hidden from type checkers: to them every unknown attribute would look like a valid one
+
+    def __getattr__(name: str) -> Any:
+        if name in _PUBLIC:
+            return _PUBLIC[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -39,24 +39,15 @@ def check_choices(config: Any) -> None:
         check(not choices or value in choices, item.name, f"one of {choices}", value)
 
 
-def pruner_params(given: Sequence[str]) -> dict[str, Any]:
-    """``--pruner-param`` as keyword arguments: numbers as numbers, anything else as text."""
-    params: dict[str, Any] = {}
+def pruner_params(given: Sequence[str]) -> dict[str, str]:
+    """``--pruner-param`` by name, as text: what a value means is for the method's own fields to say."""
+    params: dict[str, str] = {}
     for item in given:
         name, equals, value = item.partition("=")
         if not (name and equals):
             raise UsageError(f"--pruner-param takes NAME=VALUE, got {item!r}")
-        params[name.strip().replace("-", "_")] = _number_or_text(value.strip())
+        params[name.strip().replace("-", "_")] = value.strip()
     return params
-
-
-def _number_or_text(value: str) -> Any:
-    for convert in (int, float):
-        try:
-            return convert(value)
-        except ValueError:
-            continue
-    return value
 
 
 def positive(value: float) -> bool:

@@ -35,10 +35,12 @@ def test_top_level_is_the_four_rooms():
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("gstep", {"transformers", "ray", "pyarrow", "av", "decord", "triton"}),
+        ("gstep", {"torch", "transformers", "ray", "pyarrow", "av", "decord", "triton"}),
+        ("gstep.pruners", {"transformers", "ray", "pyarrow", "av", "decord", "triton"}),
         ("gstep.backbones", {"transformers", "ray", "pyarrow"}),
         ("pipeline.prune.config", {"torch", "ray", "pyarrow", "transformers"}),
         ("jobs.prune", {"torch", "ray", "pyarrow", "transformers"}),
+        ("jobs.generate", {"torch", "ray", "pyarrow", "transformers"}),
         ("pipeline.cache.reader", {"transformers", "ray", "av", "decord"}),
     ],
 )

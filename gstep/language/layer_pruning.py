@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gstep.pruners.fastv import FastV
+from gstep.pruners.base import Pruner
+from gstep.types import VisualTokens
+
+#: The evidence that there is inside of a model.
+INSIDE = frozenset({"llm_attention"})
 
 
 @dataclass
@@ -43,16 +47,16 @@ class Shortened:
 
 @dataclass
 class PruneInside:
-    """FastV on one batch: ``with inside.hooked(model): model.generate(...)``.
+    """A method that drops tokens before a layer K, on one batch: ``with inside.hooked(model): model.generate(...)``.
 
     Attributes:
-        method: FastV, with its layer K.
+        method: one with a ``layer``, which is K.
         retention_ratio: share of a prompt's visual tokens that is kept.
         prunable: [B,L] bool, the visual tokens of each row.
         mask: [B,L] bool, False where a row is padded.
     """
 
-    method: FastV
+    method: Pruner
     retention_ratio: float
     prunable: Tensor
     mask: Tensor
@@ -66,14 +70,13 @@ class PruneInside:
         Raises ValueError where the model has no layer K, or needs all visual tokens there.
         """
         layers = model.model.language_model.layers
-        check_layer(
-            self.method.K, len(layers), len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
-        )
+        levels = len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
+        first_short = check_layer(self.method, len(layers), levels)
         with ExitStack() as hooks:
-            before = layers[self.method.K - 1].self_attn
+            before = layers[first_short - 1].self_attn
             hooks.enter_context(_removed(before.register_forward_pre_hook(self._note_query, with_kwargs=True)))
             hooks.enter_context(_removed(before.register_forward_hook(self._choose, with_kwargs=True)))
-            for place, layer in enumerate(layers[self.method.K :]):
+            for place, layer in enumerate(layers[first_short:]):
                 hook = self._shorten if place == 0 else self._keep_short
                 hooks.enter_context(_removed(layer.register_forward_pre_hook(hook, with_kwargs=True)))
             yield self
@@ -92,24 +95,25 @@ class PruneInside:
         hidden_BLD = keywords["hidden_states"] if "hidden_states" in keywords else args[0]
         if self.kept is None:
             cos, sin = keywords["position_embeddings"]
-            self._last = hidden_BLD[:, -1:], cos[:, -1:], sin[:, -1:]
+            self._last = hidden_BLD, cos[:, -1:], sin[:, -1:]
 
     def _choose(self, attention: Any, args: Any, keywords: dict[str, Any], output: Any) -> None:
         if self._last is None:
             return
         keys = keywords["past_key_values"].layers[attention.layer_idx].keys
-        row_BL = last_row(attention, *self._last, keys, self.mask.to(keys.device))
+        hidden_BLD, cos, sin = self._last
+        row_BL = last_row(attention, hidden_BLD[:, -1:], cos, sin, keys, self.mask.to(keys.device))
         self._last = None
-        self.kept = self._select(row_BL)
+        self.kept = self._select(hidden_BLD, row_BL)
 
-    def _select(self, row_BL: Tensor) -> Shortened:
+    def _select(self, hidden_BLD: Tensor, row_BL: Tensor) -> Shortened:
         """All text, and the visual tokens that the method chooses from its row of attention."""
         places = []
-        for row, prunable, mask in zip(row_BL, self.prunable, self.mask, strict=True):
+        for hidden_LD, row, prunable, mask in zip(hidden_BLD, row_BL, self.prunable, self.mask, strict=True):
             visual = prunable.nonzero()[:, 0].to(row.device)
             stays = mask.to(row.device).clone()
             stays[visual] = False
-            stays[visual[self.method.most_attended(row[visual], self.retention_ratio)]] = True
+            stays[visual[choose(self.method, hidden_LD[visual], row[visual], self.retention_ratio)]] = True
             places.append(stays.nonzero()[:, 0])
         longest = max(map(len, places))
         index = torch.zeros(len(places), longest, dtype=torch.int64, device=row_BL.device)
@@ -142,20 +146,44 @@ class PruneInside:
         return args, changed
 
 
-def check_layer(layer: int, n_layers: int, deepstack_levels: int) -> None:
-    """Raise ValueError where a model of so many layers cannot be pruned before ``layer``."""
+def check_layer(method: Pruner, n_layers: int, deepstack_levels: int) -> int:
+    """The layer before which the method prunes.
+
+    Raises ValueError where it has none or needs what is not there inside of a model, and where a model of so many
+    layers cannot be pruned there.
+    """
+    layer = method.layer
+    if layer is None or layer < 1:
+        raise ValueError(f"method {method.name} prunes before layer {layer}: inside of a model that is 1 at least")
+    if method.merges:
+        raise ValueError(f"method {method.name} merges tokens: inside of a model they can only be dropped")
+    if more := sorted(method.needs - INSIDE):
+        raise ValueError(
+            f"method {method.name} prunes before layer {layer}, where {' and '.join(sorted(INSIDE))} is all there is; "
+            f"it needs {' and '.join(more)}"
+        )
+    params = ", ".join(f"{name}={value}" for name, value in method.params().items())
+    who = f"{method.name} with {params}" if params else method.name
     if n_layers <= layer:
-        raise ValueError(f"fastv with K={layer} prunes before layer {layer}; this model has {n_layers} layers")
+        raise ValueError(f"{who} prunes before layer {layer}; this model has {n_layers} layers")
     if deepstack_levels > layer:
         raise ValueError(
-            f"fastv with K={layer}: this model adds deepstack levels to all visual tokens after each of its first "
-            f"{deepstack_levels} layers, so K must be at least {deepstack_levels}"
+            f"{who} prunes before layer {layer}: this model adds deepstack levels to all visual tokens after each of "
+            f"its first {deepstack_levels} layers, so the layer must be at least {deepstack_levels}"
         )
+    return layer
 
 
 def _held(layer: Any, keywords: dict[str, Any]) -> int:
     """Tokens that the layer's cache holds: 0 in the prefill."""
     return int(keywords["past_key_values"].get_seq_length(layer.self_attn.layer_idx))
+
+
+def choose(method: Pruner, hidden_MD: Tensor, attention_M: Tensor, retention_ratio: float) -> Tensor:
+    """Places of the visual tokens that stay, of [M,D] as the layer sees them and [M] attention to them."""
+    visual = VisualTokens(hidden_MD[None], {"llm_attention": attention_M})
+    budget, ratio = method.resolve_budget(len(attention_M), retention_ratio)
+    return method.select(visual, budget, ratio, 0).index
 
 
 def last_row(attention: Any, hidden_B1D: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, mask_BL: Tensor) -> Tensor:

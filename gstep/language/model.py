@@ -19,7 +19,7 @@ from gstep.language.layer_pruning import PruneInside, visual_places
 from gstep.language.prompt import tokenizer_of
 from gstep.language.types import Answer, Decoding, Prompt, Score
 from gstep.language.weights import load_llm
-from gstep.pruners.fastv import FastV
+from gstep.pruners.base import Pruner
 
 # Tokens of a prompt's keys and values, copied for each of its choices, that are held at once.
 COPIED_TOKENS = 2**16
@@ -66,15 +66,15 @@ class LanguageModel:
         prompts: Sequence[Prompt],
         decodings: Sequence[Decoding],
         share_prefix: bool = True,
-        inside: tuple[FastV, float] | None = None,
+        inside: tuple[Pruner, float] | None = None,
     ) -> list[Answer]:
         """Answer a batch of prompts, which may differ in length and in their options.
 
         Args:
             share_prefix: prompts on the same videos (the same Visual objects) go through the model together up to
                 there, once for all of them.
-            inside: a method that prunes inside the model, and the share of visual tokens that it keeps. What it keeps
-                depends on the question, so nothing is shared then.
+            inside: a method that prunes inside the model (it has a ``layer``), and the share of visual tokens that it
+                keeps. What it keeps depends on the question, so nothing is shared then.
 
         Raises ValueError where the model cannot be pruned at that layer.
         """
@@ -111,7 +111,7 @@ class LanguageModel:
         prompts: Sequence[Prompt],
         continuations: Sequence[Sequence[str]],
         share_prefix: bool = True,
-        inside: tuple[FastV, float] | None = None,
+        inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
         """How likely each continuation of each prompt is; ``share_prefix`` and ``inside`` as for :meth:`generate`.
 
@@ -172,7 +172,7 @@ class LanguageModel:
             raise ValueError("a text to be scored needs at least one character")
         return ids
 
-    def _prune_inside(self, prompts: Sequence[Prompt], method: FastV, retention_ratio: float) -> PruneInside:
+    def _prune_inside(self, prompts: Sequence[Prompt], method: Pruner, retention_ratio: float) -> PruneInside:
         batch = Batch.of(prompts)
         video = int(self.model.config.video_token_id)
         prunable = torch.zeros_like(batch.mask, dtype=torch.bool)

@@ -55,6 +55,8 @@ class Pruner(ABC):
         optional: the names of the evidence that it takes where it is given.
         sources: of the evidence that a vision encoder gives, by name, from where in the encoder (gstep.evidence). As
             with ``needs``, ask an instance.
+        family_parameter: the name of the field, if any, that takes the model family's rules (``Backbone.variant``)
+            where nothing else is said.
     """
 
     name: ClassVar[str]
@@ -67,6 +69,18 @@ class Pruner(ABC):
     needs: ClassVar[frozenset[str]] = frozenset()
     optional: ClassVar[frozenset[str]] = frozenset()
     sources: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    family_parameter: ClassVar[str | None] = None
+
+    @property
+    def layer(self) -> int | None:
+        """Before which layer of the language model tokens are dropped, counted from 0 and at least 1; None for a method
+        that chooses among the tokens before they go in.
+
+        Inside of the model there is ``llm_attention`` and nothing else: the row of the prompt's last token in the layer
+        before, averaged over heads and cut to the visual tokens of the prompt. ``select`` gets these as one frame of M
+        tokens without values, [1,M,0]. Nothing can be merged there.
+        """
+        return None
 
     @abstractmethod
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
@@ -93,6 +107,13 @@ class Pruner(ABC):
         """The share of tokens that this method keeps when asked for ``retention_ratio``; ValueError outside (0, 1]."""
         budget_for(retention_ratio, 1)
         return float(retention_ratio)
+
+    def at_most(self, n_frames: int, per_frame: int, hidden: int, retention_ratio: float) -> int:
+        """The most tokens that it keeps of a video [T,N,D] of this shape: what a prompt must have room for.
+
+        That is B, unless the method says otherwise here: one that is not ``exact`` should.
+        """
+        return self.resolve_budget(n_frames * per_frame, retention_ratio)[0]
 
     def resolve_budget(
         self, n_total: int, retention_ratio: float = 0.25, budget: int | None = None

@@ -47,6 +47,11 @@ class CDPruner(Pruner):
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, MODES)
 
+    def at_most(self, n_frames: int, per_frame: int, hidden: int, retention_ratio: float) -> int:
+        if self.mode == "global":
+            return min(budget_for(retention_ratio, n_frames * per_frame), hidden)
+        return n_frames * min(budget_for(retention_ratio, per_frame), hidden)
+
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         per_frame = visual.tokens.shape[1]
         direction_TND = unit(visual.tokens)

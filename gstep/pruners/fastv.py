@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_integer
 from gstep.pruners.vectors import largest
@@ -36,9 +34,13 @@ class FastV(Pruner):
     def __post_init__(self) -> None:
         self._set(K=check_integer("K", self.K, 1))
 
-    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        return Selection(index=self.most_attended(visual.evidence["llm_attention"], ratio))
+    @property
+    def layer(self) -> int:
+        return self.K
 
-    def most_attended(self, attention_M: Tensor, ratio: float) -> Tensor:
-        """[B] int64 places of that share of [M] attention, the largest first: all that the method looks at."""
-        return largest(attention_M, max(1, round(ratio * len(attention_M))))
+    def at_most(self, n_frames: int, per_frame: int, hidden: int, retention_ratio: float) -> int:
+        return max(1, round(retention_ratio * n_frames * per_frame))
+
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        attention_M = visual.evidence["llm_attention"]
+        return Selection(index=largest(attention_M, max(1, round(ratio * len(attention_M)))))

@@ -21,7 +21,7 @@ from gstep.evidence import MERGED_QUERIES, POOLING_HEAD
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.checks import check_choice, check_integer, check_number
 from gstep.pruners.vectors import assigned_mean, largest, unit
-from gstep.types import VisualTokens
+from gstep.types import VisualTokens, budget_for
 
 VARIANTS = ("llava", "qwen")
 _TAU = {"llava": 0.9, "qwen": 0.84}
@@ -67,6 +67,7 @@ class FastVID(Pruner):
     sources: ClassVar[Mapping[str, str]] = _SOURCES["llava"]
     needs: ClassVar[frozenset[str]] = frozenset(sources)
     optional: ClassVar[frozenset[str]] = frozenset({"noise"})
+    family_parameter: ClassVar[str | None] = "variant"
 
     variant: str = "llava"
     c: int = 8
@@ -89,6 +90,9 @@ class FastVID(Pruner):
             needs=frozenset(_SOURCES[variant]),
         )
 
+    def at_most(self, n_frames: int, per_frame: int, hidden: int, retention_ratio: float) -> int:
+        return n_frames * budget_for(retention_ratio, per_frame)
+
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         n_frames, per_frame, _ = visual.tokens.shape
         tokens_TND = working_copy(visual.tokens)
@@ -97,7 +101,7 @@ class FastVID(Pruner):
             noise_M = torch.from_numpy(np.random.default_rng(seed).random(n_frames * per_frame))
         is_llava = self.variant == "llava"
         feature_TV = visual.evidence["frame_feature"] if is_llava else tokens_TND.mean(dim=1)
-        frame_budget = max(1, math.floor(per_frame * ratio + 1e-9))
+        frame_budget = budget_for(ratio, per_frame)
         spans, counts = self._plan(adjacent_cosines(feature_TV), per_frame, frame_budget)
         kept = keep(
             tokens_TND, visual.evidence["token_attention"], noise_M.to(tokens_TND), counts, every_frame_draws=is_llava

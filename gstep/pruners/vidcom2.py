@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -28,6 +29,10 @@ class VidCom2(Pruner):
     name: ClassVar[str] = "vidcom2"
     nested: ClassVar[bool] = False
     exact: ClassVar[bool] = False
+
+    def at_most(self, n_frames: int, per_frame: int, hidden: int, retention_ratio: float) -> int:
+        n_total = n_frames * per_frame
+        return min(n_total, math.floor(retention_ratio * n_total + 1e-9) + n_frames)  # a frame rounds up by 1 at most
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         video_TN, frame_TN = similarities(visual.tokens)

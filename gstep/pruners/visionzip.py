@@ -25,7 +25,7 @@ _PUBLISHED_SIZE = 196
 class VisionZip(Pruner):
     """VisionZip frame by frame (github.com/cokeshao/HoliTom, visionzip/llava_arch.py, for LLaVA-OneVision).
 
-    A frame keeps K tokens (see ``per_frame``): floor(K * 54/64) dominant ones unchanged, and K less those contextual
+    A frame keeps K tokens (``kept_of_frame``): floor(K * 54/64) dominant ones unchanged, and K less those contextual
     ones: evenly strided targets among the remaining tokens, each plus the mean of the tokens nearest to it by key. The
     method's own prompt has a frame's dominant tokens first, then its contextual ones: ``PrunedTokens.order``, which
     ``merged`` alone gives back, both kinds being in ascending index.
@@ -39,9 +39,12 @@ class VisionZip(Pruner):
     sources: ClassVar[Mapping[str, str]] = MappingProxyType({"token_attention": LAST_LAYER, "token_key": LAST_LAYER})
     needs: ClassVar[frozenset[str]] = frozenset(sources)
 
+    def at_most(self, n_frames: int, per_frame: int, hidden: int, retention_ratio: float) -> int:
+        return n_frames * kept_of_frame(per_frame, retention_ratio)
+
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         n_frames, size, _ = visual.tokens.shape
-        kept = per_frame(size, ratio)
+        kept = kept_of_frame(size, ratio)
         n_dominant = kept * 54 // 64
         ranked_TN = largest(visual.evidence["token_attention"], size)
         dominant_TS = ranked_TN[:, :n_dominant].sort(dim=1).values
@@ -57,7 +60,7 @@ class VisionZip(Pruner):
         )
 
 
-def per_frame(size: int, ratio: float) -> int:
+def kept_of_frame(size: int, ratio: float) -> int:
     """K, the tokens kept of a frame of ``size``: the published table for 196, else max(2, round(size * ratio)).
 
     At most ``size``. Two is the least because one token is contextual.

@@ -22,11 +22,13 @@ class ModelIdentity(TypedDict):
 
 
 class PrunerIdentity(TypedDict):
-    """Which method, with which of its own hyper-parameters, and the seed of one that draws."""
+    """Which method, with which of its own hyper-parameters, and the seed of one that draws; of a method from outside
+    gstep also what it declares (``pipeline.cache.method``)."""
 
     method: str
     params: dict[str, Any]
     seed: NotRequired[int]
+    declares: NotRequired[dict[str, bool]]
 
 
 class CacheIdentity(TypedDict):

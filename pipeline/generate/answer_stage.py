@@ -181,10 +181,10 @@ class Answerer:
         return Asked(row, prompt, how)
 
     def _chosen(self, visuals: list[Visual], question: QuestionRecord) -> list[Visual]:
-        """What a method that looks at the question keeps of videos; all of them where the model prunes by itself."""
-        if self._late is None or self._embedder is None:
+        """What a method that prunes late keeps of videos; all of them where the model prunes by itself."""
+        if self._late is None or self._inside is not None:
             return visuals
-        words = self._embedder.embedding(question["prompt"])
+        words = None if self._embedder is None else self._embedder.embedding(question["prompt"])
         return [self._late.choose(visual, words) for visual in visuals]
 
     def _answer_held(self, batch: list[Asked]) -> list[AnswerRecord]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gstep.methods import OF_A_QUESTION
 from pipeline.errors import UsageError
 from pipeline.options import DTYPES, RunOptions, check, option
 
@@ -38,8 +39,8 @@ class GenerateConfig(RunOptions):
     )
     siglip: str | None = option(
         None,
-        "for cdpruner on LLaVA-OneVision: the SigLIP checkpoint that the cache's image_embedding was made with, of "
-        "which the text tower is read",
+        "for methods that compare SigLIP's embedding of patches with the question, on LLaVA-OneVision: the SigLIP "
+        "checkpoint that the cache's image_embedding was made with, of which the text tower is read",
         metavar="MODEL",
     )
     dtype: str = option("auto", "the model's arithmetic; auto is bfloat16 on GPUs and float32 on CPUs", choices=DTYPES)
@@ -48,7 +49,8 @@ class GenerateConfig(RunOptions):
     )
     pruner: str | None = option(
         None,
-        "a method that chooses anew for every question from a cache of all tokens: fastv or cdpruner",
+        "a method that chooses anew for every question from a cache of all tokens: "
+        f"{', '.join(OF_A_QUESTION)}, or the import path module:Class of one of your own",
         metavar="METHOD",
     )
     positions: str = option(
@@ -60,8 +62,8 @@ class GenerateConfig(RunOptions):
     )
     order: str = option(
         "auto",
-        "order of the kept tokens in a prompt: ascending position (index), or the method's own (own: VisionZip's "
-        "dominant tokens first); auto is the method's own where it has one",
+        "order of the kept tokens in a prompt: ascending position (index), or the method's own (own); auto is the "
+        "method's own where it has one",
         choices=("auto", "index", "own"),
     )
     rule: str = option(

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
 
-from gstep import PRUNERS
 from gstep.backbones import ModelSource
 from gstep.language import Decoding, PromptBuilder, prompt_builder
-from pipeline.cache.header import CacheHeader, ModelIdentity, differences
+from pipeline.cache.header import CacheHeader, CacheIdentity, ModelIdentity, differences
 from pipeline.cache.live_rows import INDEX_COLUMNS, read_live
+from pipeline.cache.method import declared_method
 from pipeline.cache.reader import TokenOrder, read_header, rows_wanted
 from pipeline.errors import IdentityMismatch, NotAnswers, UsageError
 from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
@@ -73,7 +73,7 @@ class GenerateJob:
         return None if self.late else self.config.retention_ratio
 
     def n_visual(self, videos: Sequence[VideoRecord]) -> int:
-        """Visual tokens that go into a prompt on these rows of the videos table, at most; with FastV all do."""
+        """Visual tokens that go into a prompt on these rows of the videos table, at most."""
         late, hidden = self.late, self.builder.hidden_size
         if late is not None:
             kept = sum(late.at_most(row["n_frames"], row["tokens_per_frame"], hidden) for row in videos)
@@ -108,7 +108,7 @@ def prepare(config: GenerateConfig, console: Console) -> GenerateJob:
     _check_tokens(cache, header, live, builder)
     with refusing():
         late = late_pruning(config, held, source, builder)
-    order = _order(config, held["pruner"]["method"])
+    order = _order(config, held)
     _check_ratio(None if late else config.retention_ratio, held["retention_ratio"], live)
     job = GenerateJob(
         config=config,
@@ -153,11 +153,13 @@ def match_answers(job: GenerateJob) -> None:
         )
 
 
-def _order(config: GenerateConfig, method: str) -> TokenOrder:
-    own = method in PRUNERS and PRUNERS[method].reorders
+def _order(config: GenerateConfig, held: CacheIdentity) -> TokenOrder:
+    declared = declared_method(held)
+    own = declared is not None and declared.reorders
     if config.order == "own" and not own:
         raise UsageError(
-            f"--order own: {method}, which this cache was pruned with, has no order of its own in a prompt"
+            f"--order own: {held['pruner']['method']}, which this cache was pruned with, has no order of its own in a "
+            "prompt"
         )
     return "selection" if own and config.order != "index" else "index"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from gstep.methods import OF_A_VIDEO
 from pipeline.errors import UsageError
 from pipeline.options import DTYPES, RunOptions, check, option, positive
 
@@ -51,8 +52,8 @@ class PruneConfig(RunOptions):
     )
     siglip: str | None = option(
         None,
-        "for fastvid or --evidence image_embedding on LLaVA-OneVision: the SigLIP checkpoint that its vision tower was "
-        "made of, a Hugging Face id or folder, of which the pooling head is read; 'tiny' goes with --model tiny",
+        "for methods and --evidence that ask the pooling head of SigLIP, on LLaVA-OneVision: the SigLIP checkpoint "
+        "that its vision tower was made of, a Hugging Face id or folder; 'tiny' goes with --model tiny",
         metavar="MODEL",
     )
     dtype: str = option(
@@ -65,14 +66,14 @@ class PruneConfig(RunOptions):
     )
     evidence: list[str] = option(
         [],
-        "store besides each token what the encoder gives of it, for methods that look at it later, e.g. "
-        "image_embedding for cdpruner on LLaVA-OneVision; commas or repeated",
+        "store besides each token what the encoder gives of it, e.g. image_embedding, for methods that look at it "
+        "once a question is asked; commas or repeated",
         metavar="NAME",
     )
     seed: int = option(0, "seed of the methods that draw random numbers", metavar="N")
     pruner: str = option(
         "gstep",
-        "pruning method: gstep, vidcom2, fastvid, visionzip, random, uniform, topk, fps, none",
+        f"pruning method: {', '.join(OF_A_VIDEO)}, or the import path module:Class of one of your own",
         metavar="METHOD",
     )
     num_frames: int | None = option(

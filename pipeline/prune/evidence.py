@@ -13,8 +13,8 @@ from pipeline.errors import UsageError
 #: The evidence that is given for each token: [T,N] or [T,N,width].
 PER_TOKEN = tuple(name for name, axes in EVIDENCE_SHAPES.items() if axes[:2] == ("T", "N"))
 _NOT_NEEDED = {
-    "image_embedding": "CDPruner needs none there: it compares the tokens themselves with the language model's own "
-    "embeddings of the question"
+    "image_embedding": "none is needed there: methods compare the tokens themselves with the language model's own "
+    "embedding of the question"
 }
 
 

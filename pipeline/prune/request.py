@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 from rich.console import Console
 
-from gstep import PRUNERS, make_pruner
+from gstep import PRUNERS
 from gstep.backbones import BACKBONES, ModelSource, family_of
 from gstep.errors import ModelError
 from gstep.evidence import HEAD_SOURCES
+from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
 from pipeline.cache.header import CacheIdentity, ModelIdentity, PrunerIdentity, differences
 from pipeline.cache.live_rows import VIDEOS
+from pipeline.cache.method import describe_method
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.errors import IdentityMismatch, NotACache, UsageError
 from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
@@ -47,6 +49,11 @@ class Job:
     store: Store
     objects: Objects  # how S3 is reached
 
+    @property
+    def method(self) -> str:
+        """What finds the method's class: its name in the table, or ``module:Class``."""
+        return method_name(type(self.pruner))
+
     def decode_setup(self) -> DecodeSetup:
         """What decoders need to know."""
         return DecodeSetup.of(self.config, self.sampling, family_of(self.source).preprocessor(), self.objects)
@@ -55,7 +62,7 @@ class Job:
         """What encoders need to know, on the device and in the dtype that were settled on."""
         return EncodeSetup(
             source=self.source,
-            pruner=self.pruner.name,
+            pruner=self.method,
             pruner_params=self.pruner.params(),
             retention_ratio=self.retention_ratio,
             seed=self.config.seed,
@@ -70,7 +77,7 @@ class Job:
         model: ModelIdentity = {"type": self.source.model_type, "weights": self.source.identity}
         if self.source.pooling_head is not None:
             model["pooling_head"] = self.source.pooling_head.identity
-        pruner: PrunerIdentity = {"method": self.pruner.name, "params": self.pruner.params()}
+        pruner: PrunerIdentity = describe_method(self.pruner)
         if self.pruner.seeded:
             pruner["seed"] = self.config.seed
         identity: CacheIdentity = {
@@ -103,7 +110,7 @@ def prepare(config: PruneConfig, console: Console) -> Job:
 def resolve(config: PruneConfig, manifest: pa.Table, store: Store, objects: Objects) -> Job:
     """What the options mean: the model, its frames, the method. Raises UsageError; looks at no cache and no video."""
     with refusing():
-        make_pruner(config.pruner, **config.pruner_params())  # what is wrong with it is no matter of the model
+        read_pruner(config.pruner, config.pruner_params())  # what is wrong with it is no matter of the model
         source = _with_limits(ModelSource.resolve(config.model, config.revision), config)
         sampling = sampling_of(config, family_of(source).default_max_frames)
         # Refuses a number of frames that the model takes of no video.
@@ -118,7 +125,7 @@ def resolve(config: PruneConfig, manifest: pa.Table, store: Store, objects: Obje
         run_id=new_run_id(),
         source=source,
         pruner=pruner,
-        retention_ratio=1.0 if pruner.name == "none" else config.retention_ratio,
+        retention_ratio=pruner.nominal_ratio(config.retention_ratio),
         dtype=config.dtype,
         sampling=sampling,
         evidence=evidence,
@@ -134,15 +141,13 @@ def _with_limits(source: ModelSource, config: PruneConfig) -> ModelSource:
 
 def _pruner_for(config: PruneConfig, source: ModelSource) -> Pruner:
     """The method, with the rules for this family where it has several. Refuses one whose selection cannot be stored."""
-    family = {"variant": family_of(source).variant}
-    accepted = {item.name for item in fields(PRUNERS[config.pruner])}
-    given = config.pruner_params()
-    pruner = make_pruner(config.pruner, **({k: v for k, v in family.items() if k in accepted} | given))
+    pruner = read_pruner(config.pruner, config.pruner_params(), family=family_of(source).variant)
     if not pruner.cacheable:
         raise UsageError(
-            f"--pruner {pruner.name} selects anew for every question, so its tokens cannot be cached; instead: "
-            f"--pruner none, then python -m jobs.generate --pruner {pruner.name}"
+            f"--pruner {config.pruner} selects anew for every question, so its tokens cannot be cached; instead: "
+            f"--pruner none, then python -m jobs.generate --pruner {config.pruner}"
         )
+    describe_method(pruner)  # it must go into the cache's identity
     return pruner
 
 
@@ -150,17 +155,18 @@ def _with_evidence(source: ModelSource, pruner: Pruner, stored: dict[str, str], 
     """The model with what is asked of its encoder besides tokens; refuses a method that asks for too much."""
     if unknown := sorted(pruner.needs - pruner.sources.keys()):
         raise UsageError(
-            f"--pruner {pruner.name} needs {' and '.join(unknown)} besides the tokens, and does not say where in an "
+            f"--pruner {config.pruner} needs {' and '.join(unknown)} besides the tokens, and does not say where in an "
             "encoder to get it (Pruner.sources); gstep.prune(..., evidence=) takes it from elsewhere"
         )
-    chosen = config.pruner_params().get("variant")  # where it is not the family's, that is what is wrong
-    who = f"--pruner {pruner.name}" + (f" with variant={chosen}" if chosen is not None else "")
+    rules = pruner.family_parameter or ""
+    chosen = config.pruner_params().get(rules)  # where it is not the family's, that is what is wrong
+    who = f"--pruner {config.pruner}" + (f" with {rules}={chosen}" if chosen is not None else "")
     try:
         family_of(source).check_gives(pruner.sources)
         if config.siglip is not None:
             if not HEAD_SOURCES & {*pruner.sources.values(), *stored.values()}:
                 raise UsageError(
-                    f"--siglip is for methods that ask SigLIP's pooling head; this --pruner {pruner.name} does not, "
+                    f"--siglip is for methods that ask SigLIP's pooling head; this --pruner {config.pruner} does not, "
                     "and no --evidence does"
                 )
             source = family_of(source).with_pooling_head(config.siglip)

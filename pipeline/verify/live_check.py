@@ -56,6 +56,11 @@ class LiveCheck:
         self._cache = cache
         self._objects = store.objects if isinstance(store, ObjectStore) else Objects.from_environment()
         config = _config(cache, _newest_run(cache), model)
+        if ":" in config.pruner:
+            raise UsageError(
+                f"--live: this cache was pruned by {config.pruner}, a method from outside gstep; what a cache says "
+                "chooses no code, so its videos are not encoded again here"
+            )
         job = resolve(config, MANIFEST_SCHEMA.empty_table(), store, self._objects)
         job = match_cache(job, Console(quiet=True))
         self._decode = job.decode_setup()

@@ -11,11 +11,10 @@ from typing import get_args
 import numpy as np
 import pyarrow as pa
 
-from gstep import PRUNERS
-from gstep.pruners.base import Pruner
 from gstep.types import budget_for
 from pipeline.cache.header import CacheHeader, fingerprint
 from pipeline.cache.live_rows import INDEX_COLUMNS, parse_videos_shard
+from pipeline.cache.method import declared_method
 from pipeline.cache.schema import MADE_WITH, VIDEO_SCHEMA, tier_row_counts
 from pipeline.errors import CorruptShard, FaultClass
 from pipeline.rows import VideoRow
@@ -49,10 +48,9 @@ class CheckedCommit:
     bad: frozenset[int] = field(default_factory=frozenset)
 
 
-def pruner_class(header: CacheHeader) -> type[Pruner] | None:
-    """The class of the method that the cache was made with; None where this program has no such method."""
-    method = header["identity"].get("pruner", {}).get("method")
-    return PRUNERS.get(method)
+def method_of(header: CacheHeader) -> str:
+    """The method that the cache was pruned with, as it was named."""
+    return str(header["identity"].get("pruner", {}).get("method"))
 
 
 def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
@@ -123,11 +121,11 @@ def _count_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
     if not 0 < ratio <= 1 or abs(ratio - stored) > 1e-9:
         yield f"it is stored at retention ratio {ratio}, the cache at {stored}"
         return
-    method = pruner_class(header)
-    if method is not None and method.exact and n_tokens != budget_for(ratio, n_total):
-        yield f"{n_tokens} tokens, where {method.name} keeps {budget_for(ratio, n_total)} of {n_total}"
-    if method is not None and row["nested"] != method.nested:
-        yield f"nested is {row['nested']}, which {method.name} is not"
+    declared = declared_method(header["identity"])
+    if declared is not None and declared.exact and n_tokens != budget_for(ratio, n_total):
+        yield f"{n_tokens} tokens, where {method_of(header)} keeps {budget_for(ratio, n_total)} of {n_total}"
+    if declared is not None and row["nested"] != declared.nested:
+        yield f"nested is {row['nested']}, which {method_of(header)} is not"
     if row["row_counts"] != tier_row_counts(n_total, n_tokens, ratio, nested=row["nested"]):
         yield f"its row groups of {row['row_counts']} rows do not end at the tiers of {n_tokens} tokens"
     if row["first_row_group"] < 0:

@@ -11,13 +11,14 @@ import pyarrow as pa
 from gstep.pruners.checks import EVIDENCE_SHAPES
 from pipeline.cache.cached_video import vector_bytes
 from pipeline.cache.header import CacheHeader
+from pipeline.cache.method import declared_method
 from pipeline.cache.schema import digest, token_schema
 from pipeline.cache.token_shard import TokenShard
 from pipeline.errors import CorruptShard
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
 from pipeline.verify.report import Problem
-from pipeline.verify.rows import pruner_class
+from pipeline.verify.rows import method_of
 
 _MAGIC = 4  # bytes of "PAR1" before the first row group
 
@@ -145,10 +146,10 @@ def token_faults(table: pa.Table, row: VideoRow, header: CacheHeader) -> Iterato
     twice = (np.diff(index[order]) == 0) & ~(merged[order][1:] | merged[order][:-1])
     if twice.any():
         yield f"position {index[order][1:][twice][0]} is there twice"
-    method = pruner_class(header)
-    if method is not None and (table["merged"].null_count == 0) != method.merges:
-        yield f"merged is {'null' if method.merges else 'set'}, against {method.name}"
-    if method is not None and not (method.nested or method.reorders) and (np.diff(index) < 0).any():
+    declared = declared_method(header["identity"])
+    if declared is not None and (table["merged"].null_count == 0) != declared.merges:
+        yield f"merged is {'null' if declared.merges else 'set'}, against {method_of(header)}"
+    if declared is not None and not (declared.nested or declared.reorders) and (np.diff(index) < 0).any():
         yield "rows that are not in ascending index"
     yield from _rank_faults(table, nested=row["nested"])
 

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from pipeline.cache.header import CHECKSUM, CacheHeader
 from pipeline.cache.live_rows import VIDEOS, VideoRows, live_rows
+from pipeline.cache.method import declared_method
 from pipeline.cache.reader import HEADER, TokenCache, read_header
 from pipeline.errors import NotACache
 from pipeline.execution.progress import reporter
@@ -27,7 +28,7 @@ from pipeline.storage.lock import Lock, cache_lock, holder
 from pipeline.storage.stores import FileInfo, Store
 from pipeline.verify.orphans import clean, list_files, list_uploads, lost_commits, sort_files
 from pipeline.verify.report import Problem, Report
-from pipeline.verify.rows import KEPT, CheckedCommit, check_commit
+from pipeline.verify.rows import KEPT, CheckedCommit, check_commit, method_of
 from pipeline.verify.tokens import CheckedShard, check_token_shard
 
 if TYPE_CHECKING:
@@ -88,6 +89,11 @@ def _verify(store: Store, request: Request, console: Console, lock: Lock | None)
         return report
     if CHECKSUM not in header:
         report.notes.append(f"{HEADER} has no checksum: it was written before they did")
+    if declared_method(header["identity"]) is None:
+        report.notes.append(
+            f"the method {method_of(header)} is unknown here, and {HEADER} does not say what it declares: how many "
+            "tokens it keeps, in which order, and whether it merges was not checked"
+        )
     other = None if lock else holder(store)
     if other is not None:
         report.notes.append(f"run {other.get('run_id')} writes here at this moment; its next shards look like orphans")

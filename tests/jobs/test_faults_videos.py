@@ -113,8 +113,8 @@ def test_a_bug_in_a_method_of_ones_own_is_one_error_row(cluster, tmp_path):
     for room in ("gstep", "pipeline", "jobs", "tests"):
         shutil.copytree(ROOT / room, tmp_path / "copy" / room, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "copy/gstep/pruners/buggy.py").write_text(METHOD)
-    table = tmp_path / "copy/gstep/pruners/__init__.py"
-    table.write_text(table.read_text().replace('"none":', '"buggy": "gstep.pruners.buggy:Buggy",\n        "none":'))
+    table = tmp_path / "copy/gstep/methods.py"
+    table.write_text(table.read_text().replace('"none":', '"buggy": "gstep.pruners.buggy:Buggy",\n    "none":'))
     ids = tiny_videos(tmp_path / "videos", 14)  # 2 to 8 frames, two videos of each length
     (tmp_path / "videos" / ids[10]).unlink()
     argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--pruner", "buggy", "--fps", "25"]

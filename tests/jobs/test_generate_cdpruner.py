@@ -111,7 +111,7 @@ def ask(tower, tmp_path):
         store = tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
         rows = [{"question_id": i, "video_id": ["a", "a"], "prompt": text} for i, text in enumerate(prompts)]
         table = read_questions(str(write_questions(tmp_path / "q.jsonl", rows)), Way(Decoding(max_new_tokens=2)))
-        actor = Answerer(setup_of(store, late=LatePruning(CDPruner(), 0.1, tower)))
+        actor = Answerer(setup_of(store, late=LatePruning(CDPruner(), 0.1, tower, ("image_embedding",))))
         return list(actor.answer([{**row, "attempts": 1} for row in table.to_pylist()]))
 
     return run
@@ -139,7 +139,10 @@ def test_a_gpu_that_is_poisoned_while_choosing_ends_the_actor(ask, monkeypatch):
 
 def test_who_holds_no_such_method_reads_no_evidence(tmp_path, tower):
     store = tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
-    for late, evidence in ((None, {}), (LatePruning(CDPruner(), 0.1, tower), {"image_embedding"})):
+    for late, evidence in (
+        (None, {}),
+        (LatePruning(CDPruner(), 0.1, tower, ("image_embedding",)), {"image_embedding"}),
+    ):
         visual, _, _ = Answerer(setup_of(store, late=late))._videos.get("a")
         assert set(visual.evidence) == set(evidence)
 

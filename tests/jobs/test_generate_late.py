@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +9,7 @@ from rich.console import Console
 
 import gstep
 from gstep.backbones import ModelSource
-from gstep.language import Decoding, Visual, prompt_builder
-from gstep.pruners.cdpruner import CDPruner
+from gstep.language import Decoding, prompt_builder
 from gstep.pruners.fastv import FastV
 from jobs import generate, prune
 from pipeline import TokenCache
@@ -19,7 +17,6 @@ from pipeline.cache.writer import PrunedVideo
 from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.held_videos import HeldVideos, to_visual
-from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.request import prepare
 from pipeline.prune.encode_stage import kept_tokens, pruned_columns
 from tests.gstep.llms import llm
@@ -152,28 +149,3 @@ def test_a_cache_that_a_method_made_at_ratio_1_does_not_hold_every_token(refuse,
     tiny_cache(tmp_path / "c", ratio=1.0, method=method)
     said = refuse("--pruner", "fastv", "--pruner-param", "K=1", "--retention-ratio", "0.25")
     assert f"what {method} kept" in said and "jobs.prune --pruner none" in said
-
-
-@pytest.mark.parametrize(
-    ("mode", "ratio"), [("global", 0.25), ("global", 0.9), ("per_frame", 0.9), ("per_frame", 0.01)]
-)
-def test_the_size_of_a_prompt_is_foreseen(mode, ratio):
-    """CDPruner keeps no more than D of what it chooses among, and per frame at least one of each."""
-    visual = Visual(torch.randn(5 * 20, 16), torch.arange(100), 5, 20)
-    late = LatePruning(CDPruner(mode=mode), ratio)
-    assert len(late.choose(visual, torch.randn(1, 16)).index) == late.at_most(5, 20, 16)
-    assert LatePruning(FastV(), ratio).at_most(5, 20, 16) == 100
-
-
-def test_a_question_is_pruned_for_on_the_device_of_the_model(monkeypatch):
-    seen = []
-
-    def prune(self, visual, ratio):
-        seen.extend([visual.tokens.device.type, *(value.device.type for value in visual.evidence.values())])
-        return SimpleNamespace(index=torch.tensor([1, 3]))
-
-    monkeypatch.setattr(CDPruner, "prune", prune)
-    visual = Visual(torch.randn(6, 4), torch.arange(6), 2, 3, deepstack=(torch.randn(6, 4),))
-    chosen = LatePruning(CDPruner(), 0.5).choose(visual, torch.empty(1, 4, device="meta"))
-    assert seen == ["meta"] * 3
-    assert torch.equal(chosen.tokens, visual.tokens[[1, 3]]) and chosen.index.tolist() == [1, 3]

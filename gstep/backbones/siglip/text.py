@@ -100,7 +100,9 @@ class TextTower:
         """
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         if not ids:
-            raise ValueError(f"the question {text!r} has no word that SigLIP's tokenizer knows: CDPruner needs one")
+            raise ValueError(
+                f"the question {text!r} has no word that SigLIP's tokenizer knows: who looks at the question needs one"
+            )
         length = int(self.model.config.max_position_embeddings)
         end, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
         rows = [[*ids[start : start + length - 1], end] for start in range(0, len(ids), length - 1)]

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,7 +15,11 @@ from gstep.backbones import ModelSource, choose_runtime
 from gstep.checkpoints import tiny
 from gstep.language import Decoding, load_language_model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs
+from gstep.language.layer_pruning import check_layer
+from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.fastv import FastV
+from gstep.pruners.random import Random
+from gstep.types import budget_for
 from tests.gstep.llms import FAMILIES, encode, kept_index
 
 LAYERS = 5
@@ -217,3 +222,55 @@ def test_a_layer_that_is_not_there_or_too_early_is_refused(name, loaded, prompts
     if name == "tiny-qwen3-vl":
         with pytest.raises(ValueError, match="at least 3"):
             loaded.generate(prompts, [GREEDY] * 3, inside=(FastV(K=2), RATIO))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attended(Pruner):
+    """A method of one's own that does what FastV does, under other names."""
+
+    name: ClassVar[str] = "attended"
+    nested: ClassVar[bool] = False
+    cacheable: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset({"llm_attention"})
+
+    depth: int = K
+
+    @property
+    def layer(self) -> int:
+        return self.depth
+
+    def select(self, visual, budget, ratio, seed):
+        attention_M = visual.evidence["llm_attention"]
+        assert visual.tokens.shape == (1, len(attention_M), 0) and set(visual.evidence) == {"llm_attention"}
+        assert budget == budget_for(ratio, len(attention_M))
+        return Selection(attention_M.argsort(descending=True, stable=True)[: round(ratio * len(attention_M))])
+
+
+def test_any_method_with_a_layer_prunes_there(loaded, prompts):
+    ours = loaded.generate(prompts, [GREEDY] * 3, inside=(Attended(), RATIO))
+    theirs = loaded.generate(prompts, [GREEDY] * 3, inside=(FastV(K=K), RATIO))
+    assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in theirs]
+
+
+class Greedy(Attended):
+    needs: ClassVar[frozenset[str]] = frozenset({"llm_attention", "token_key"})
+
+
+class Merging(Attended):
+    merges: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize(
+    ("method", "why"),
+    [
+        (Random(), "random prunes before layer None: inside of a model that is 1 at least"),
+        (Attended(depth=0), "attended prunes before layer 0"),
+        (Attended(depth=5), "attended with depth=5 prunes before layer 5; this model has 5 layers"),
+        (Greedy(), "needs token_key"),
+        (Merging(), "merges tokens: inside of a model they can only be dropped"),
+    ],
+)
+def test_what_cannot_prune_inside_of_a_model_is_refused(method, why):
+    with pytest.raises(ValueError, match=why):
+        check_layer(method, LAYERS, 0)
+    assert check_layer(Attended(depth=4), LAYERS, 4) == 4

@@ -13,7 +13,7 @@ import gstep
 from gstep.pruners.cdpruner import greedy_map, relevance
 from gstep.pruners.fastvid import cut, density_peaks, even_shares, keep, llava_counts, merge, qwen_counts
 from gstep.pruners.vidcom2 import calm_channels, frame_budgets
-from gstep.pruners.visionzip import evenly_strided, per_frame
+from gstep.pruners.visionzip import evenly_strided, kept_of_frame
 from tests.gstep.synthetic import prune, video
 
 
@@ -47,7 +47,7 @@ def test_vidcom2_keeps_the_calm_half_of_the_channels() -> None:
     ],
 )
 def test_visionzip_per_frame(size: int, ratio: float, kept: int) -> None:
-    assert per_frame(size, ratio) == kept
+    assert kept_of_frame(size, ratio) == kept
 
 
 def test_visionzip_by_hand() -> None:

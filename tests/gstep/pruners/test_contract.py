@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gstep
+from gstep.methods import OF_A_QUESTION, OF_A_VIDEO
 from tests.gstep.synthetic import FLOATS, assert_same, edge_videos, evidence_for, prune, video
 
 METHODS = list(gstep.PRUNERS)
@@ -254,6 +255,25 @@ def test_evidence_may_have_any_float_dtype(method: str, params: dict[str, Any]) 
     halved = {k: v.bfloat16() for k, v in evidence_for(gstep.make_pruner(method, **params), tokens).items()}
     expected = gstep.prune(tokens, method=method, evidence={k: v.float() for k, v in halved.items()}, **params)
     assert_same(gstep.prune(tokens, method=method, evidence=halved, **params), expected)
+
+
+@pytest.mark.parametrize("ratio", [0.001, 0.04, *RATIOS])
+@pytest.mark.parametrize(("method", "params"), CASES)
+def test_at_most_is_a_bound(method: str, params: dict[str, Any], ratio: float) -> None:
+    """Of one that is exact it is what is kept; none is so wide that it says nothing."""
+    pruner = gstep.make_pruner(method, **params)
+    for shape in ((5, 13, 8), (9, 4, 16), (1, 30, 8), (12, 196, 4)):
+        bound, budget = pruner.at_most(*shape, ratio), pruner.resolve_budget(shape[0] * shape[1], ratio)[0]
+        for seed in range(2):
+            kept = prune(video(*shape, seed=seed), ratio, method, seed=seed, **params).n_kept
+            assert kept == bound == budget if pruner.exact else kept <= bound
+        assert 1 <= bound <= min(shape[0] * shape[1], budget + 2 * shape[0])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_stands_in_the_table_of_what_it_looks_at(method: str) -> None:
+    assert gstep.PRUNERS[method].cacheable == (method in OF_A_VIDEO)
+    assert gstep.PRUNERS[method].cacheable != (method in OF_A_QUESTION)
 
 
 @pytest.mark.parametrize(("method", "params"), CASES)

@@ -208,7 +208,7 @@ GSTEP, FASTVID = gstep.make_pruner("gstep"), gstep.make_pruner("fastvid")
             "from last_layer and pooling_head: a cache holds one",
         ),
         (["image_embedding"], "llava_onevision", FASTVID, "--pruner fastvid merges tokens"),
-        (["image_embedding"], "qwen3_vl", GSTEP, "qwen3_vl does not give it; CDPruner needs none there: it compares"),
+        (["image_embedding"], "qwen3_vl", GSTEP, "qwen3_vl does not give it; none is needed there: methods compare"),
         (["token_key"], "qwen2_5_vl", GSTEP, "qwen2_5_vl does not give it; models of type llava_onevision do"),
     ],
 )
@@ -268,7 +268,7 @@ def test_another_evidence_or_other_weights_of_its_head_are_another_cache(request
             {"pruner": "fastvid", "siglip": "tiny", "pruner_param": ["variant=qwen"]},
             "--pruner fastvid with variant=qwen: the encoder of llava_onevision does not give token_attention",
         ),
-        ({"model": "tiny-qwen3-vl", "evidence": ["image_embedding"], "siglip": "tiny"}, "CDPruner needs none there"),
+        ({"model": "tiny-qwen3-vl", "evidence": ["image_embedding"], "siglip": "tiny"}, "none is needed there"),
         ({"model": "tiny-qwen3-vl", "evidence": ["token_attention"], "siglip": "tiny"}, "no --evidence does"),
     ],
 )
@@ -291,7 +291,7 @@ def test_every_row_of_the_papers_ablations_can_be_asked_for(request_for):
         job = request_for(pruner=method, pruner_param=[] if param is None else [param])
         held = job.identity("float32")["pruner"]
         assert held["method"] == method and (param is None or held["params"][param.split("=")[0]] in param)
-        chosen[method, param] = tuple(gstep.prune(tokens, 0.25, method, **job.config.pruner_params()).index.tolist())
+        chosen[method, param] = tuple(gstep.prune(tokens, 0.25, method, **job.pruner.params()).index.tolist())
     own = chosen.pop(("gstep", None))
     assert chosen.pop(("gstep", "smoothing=gaussian")) == own == chosen.pop(("gstep", "fusion=full"))
     assert len({own, *chosen.values()}) == 1 + len(chosen) == 9

@@ -72,6 +72,32 @@ def test_every_method_keeps_the_rules_of_its_rows(tmp_path, method):
     assert verified(store).problems == []
 
 
+DECLARED = {"nested": True, "merges": False, "exact": True, "reorders": False}
+
+
+def by_an_own_method(out: Path, **pruner: object) -> LocalStore:
+    """A cache of random tokens that names a method whose module is not importable here."""
+    identity = {"model": {"weights": "none"}, "pruner": {"method": "not_here:Mine", **pruner}, "retention_ratio": 0.25}
+    store = write_header(out, hidden_size=8, identity=identity)
+    write_shard(store, "run", encoded("a", random_tokens(0, SHAPE), 0.25, "random"))
+    assert isinstance(store, LocalStore)
+    return store
+
+
+@pytest.mark.parametrize(
+    ("other", "kind"), [({}, None), ({"nested": False}, "row"), ({"merges": True}, "tokens"), ({"exact": False}, None)]
+)
+def test_rows_of_a_method_from_outside_are_held_against_what_it_declared(tmp_path, other, kind):
+    report = verified(by_an_own_method(tmp_path, declares={**DECLARED, **other}))
+    assert (kinds(report), report.notes) == ([] if kind is None else [kind], [])
+
+
+def test_what_an_unknown_method_declares_is_left_out_with_a_note(tmp_path):
+    report = verified(by_an_own_method(tmp_path))
+    assert report.problems == [] and report.exit_code == 0
+    assert len(report.notes) == 1 and "the method not_here:Mine is unknown here" in report.notes[0]
+
+
 def test_evidence_is_checked_too(tmp_path):
     store = evidence_cache(tmp_path, {"v": random_tokens(0, SHAPE), "w": random_tokens(1, SHAPE)})
     assert verified(store).problems == []

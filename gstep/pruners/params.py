@@ -1,0 +1,135 @@
+"""A method's parameters against the annotations of its fields, before anything runs: as values, and as text.
+
+Understood are int, float, bool, str, Literal, None and unions of them; a field of another type is its class's to check.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, fields
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from gstep.pruners.base import Pruner
+
+_NONE = type(None)
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", _NONE: "none"}
+
+
+def check_params(kind: type[Pruner], params: Mapping[str, Any], called: str) -> dict[str, Any]:
+    """The parameters in the types of their fields: an int is a float where one is wanted, numbers are Python's own.
+
+    Args:
+        called: the method's name, for messages.
+
+    Raises ValueError for an unknown parameter, a missing one and one of another type, naming what is accepted.
+    """
+    known = {item.name: item for item in fields(kind) if item.init}
+    if unknown := [name for name in params if name not in known]:
+        raise ValueError(
+            f"unknown parameter {', '.join(unknown)} of method {called!r}; it accepts: {', '.join(known) or 'none'}"
+        )
+    if missing := [name for name, item in known.items() if name not in params and _is_required(item)]:
+        raise ValueError(f"method {called!r} needs a value of {', '.join(missing)}")
+    hints = _hints(kind, called)
+    return {name: _checked(name, value, list(_alternatives(hints[name])), called) for name, value in params.items()}
+
+
+def read_params(kind: type[Pruner], texts: Mapping[str, str], called: str) -> dict[str, Any]:
+    """Parameters that were given as text, read by the types of their fields: "none" is None where that is accepted.
+
+    Raises ValueError for text that is no value of the field's type. A name that is no field's is left as it is, for
+    :func:`check_params` to refuse.
+    """
+    hints = _hints(kind, called)
+    return {
+        name: _read(name, text, list(_alternatives(hints[name])), called) if name in hints else text
+        for name, text in texts.items()
+    }
+
+
+def _is_required(item: Field[Any]) -> bool:
+    return item.default is MISSING and item.default_factory is MISSING
+
+
+def _hints(kind: type[Pruner], called: str) -> dict[str, Any]:
+    """The annotation of each field."""
+    try:
+        hints = get_type_hints(kind)
+    except Exception as error:  # annotations are code of the method's author
+        raise ValueError(f"method {called!r}: its annotations cannot be read: {error}") from error
+    return {item.name: hints[item.name] for item in fields(kind)}
+
+
+def _alternatives(hint: Any) -> Iterator[Any]:
+    """The members of a union; of anything else itself."""
+    if get_origin(hint) in (Union, types.UnionType):
+        for part in get_args(hint):
+            yield from _alternatives(part)
+    else:
+        yield hint
+
+
+def _checked(name: str, value: Any, accepted: list[Any], called: str) -> Any:
+    for kind in accepted:
+        fits, own = _as(kind, value)
+        if fits:
+            return own
+    raise ValueError(f"method {called!r}: {name} must be {_in_words(accepted)}; got {value!r}")
+
+
+def _as(kind: Any, value: Any) -> tuple[bool, Any]:
+    """Whether ``value`` is of the type, and the same in that type itself."""
+    is_bool = isinstance(value, bool)
+    if get_origin(kind) is Literal:
+        same = [choice for choice in get_args(kind) if type(choice) is type(value) and choice == value]
+        return bool(same), value
+    if kind is int:
+        fits = isinstance(value, Integral) and not is_bool
+        return fits, int(value) if fits else value
+    if kind is float:
+        fits = isinstance(value, Real) and not is_bool and math.isfinite(value)
+        return fits, float(value) if fits else value
+    return (isinstance(value, kind), value) if kind in _WORDS else (True, value)
+
+
+def _read(name: str, text: str, accepted: list[Any], called: str) -> Any:
+    choices = [choice for kind in accepted if get_origin(kind) is Literal for choice in get_args(kind)]
+    for choice in choices:
+        if text == str(choice) or (isinstance(choice, bool) and text == str(choice).lower()):
+            return choice
+    for kind in (_NONE, bool, int, float, str):  # the narrowest first: anything is text
+        if kind in accepted:
+            read, value = _as_text(kind, text)
+            if read:
+                return value
+    unreadable = not (choices or set(accepted) & _WORDS.keys())
+    why = " and cannot be given as text" if unreadable else ""
+    raise ValueError(f"method {called!r}: {name} must be {_in_words(accepted)}{why}; got {text!r}")
+
+
+def _as_text(kind: Any, text: str) -> tuple[bool, Any]:
+    """Whether ``text`` says a value of the type, and which."""
+    if kind is str:
+        return True, text
+    if kind in (_NONE, bool):
+        said = {"none": None} if kind is _NONE else {"true": True, "false": False}
+        return text.lower() in said, said.get(text.lower())
+    try:
+        value = kind(text)
+    except ValueError:
+        return False, None
+    return math.isfinite(value), value
+
+
+def _in_words(accepted: list[Any]) -> str:
+    parts = []
+    for kind in accepted:
+        if get_origin(kind) is Literal:
+            parts.append("one of " + ", ".join(map(str, get_args(kind))))
+        else:
+            parts.append(_WORDS.get(kind, f"of type {getattr(kind, '__name__', kind)}"))
+    return " or ".join(parts)

@@ -1,0 +1,58 @@
+"""What a cache says of the method that pruned it. Whoever reads a cache imports no code that it names: of a method from
+outside gstep the cache itself says what the method declared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from gstep import PRUNERS
+from gstep.pruners import method_name
+from gstep.pruners.base import Pruner
+from pipeline.cache.header import PrunerIdentity
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What a method's class declares of the tokens that it keeps; see :class:`gstep.pruners.base.Pruner`."""
+
+    nested: bool
+    merges: bool
+    exact: bool
+    reorders: bool
+
+    @classmethod
+    def by(cls, kind: type[Pruner]) -> Declared:
+        return cls(kind.nested, kind.merges, kind.exact, kind.reorders)
+
+
+def describe_method(pruner: Pruner) -> PrunerIdentity:
+    """The method and its parameters for the identity of what it made, JSON-able; of one from outside gstep also what it
+    declares.
+
+    Raises ValueError where a parameter has no form in JSON.
+    """
+    method, params = method_name(type(pruner)), pruner.params()
+    try:
+        same = json.loads(json.dumps(params, allow_nan=False)) == params
+    except (TypeError, ValueError):
+        same = False
+    if not same:
+        raise ValueError(f"method {method!r}: parameters are recorded as JSON, which cannot hold {params}")
+    identity: PrunerIdentity = {"method": method, "params": params}
+    if method not in PRUNERS:
+        identity["declares"] = asdict(Declared.by(type(pruner)))
+    return identity
+
+
+def declared_method(identity: Mapping[str, Any]) -> Declared | None:
+    """What the method declares that a cache of this identity was pruned with; None where that is unknown here."""
+    held = identity.get("pruner", {})
+    if held.get("method") in PRUNERS:
+        return Declared.by(PRUNERS[held["method"]])
+    declares = held.get("declares")
+    if not (isinstance(declares, Mapping) and declares.keys() == Declared.__dataclass_fields__.keys()):
+        return None
+    return Declared(**declares)

@@ -1,0 +1,125 @@
+"""Methods from outside the package: as an object, or by the import path of their class."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from abc import ABC
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import gstep
+from gstep.pruners import find_method, method_name
+from gstep.pruners.base import Pruner, Selection
+from gstep.pruners.gstep import GSTEP
+from tests.gstep.synthetic import assert_same, video
+
+
+@dataclass(frozen=True, kw_only=True)
+class Last(Pruner):
+    """The last B tokens."""
+
+    name: ClassVar[str] = "last"
+    nested: ClassVar[bool] = True
+
+    skip: int = 0
+
+    def select(self, visual: gstep.VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        n_total = visual.tokens.shape[0] * visual.tokens.shape[1]
+        return Selection(torch.arange(n_total).flip(0).roll(-self.skip)[:budget])
+
+
+LAST = f"{__name__}:Last"
+
+
+def test_an_object_and_a_path_are_the_same_method() -> None:
+    tokens = video(5, 13, 8)
+    own = gstep.prune(tokens, 0.2, Last(skip=2))
+    assert own.index.tolist() == list(range(50, 63))
+    assert_same(gstep.prune(tokens, 0.2, LAST, skip=2), own)
+    assert_same(gstep.prune(tokens, 0.5, method=Last(skip=2)).at(0.2), own)
+    assert gstep.prune(tokens, 0.2, GSTEP(alpha=1)).index.tolist() == gstep.prune(tokens, 0.2, alpha=1).index.tolist()
+
+
+def test_a_method_is_found_again_by_what_names_it() -> None:
+    assert method_name(Last) == LAST
+    for name, kind in gstep.PRUNERS.items():
+        assert method_name(kind) == name
+        assert method_name(find_method(f"{kind.__module__}:{kind.__qualname__}")) == name
+    with pytest.raises(ValueError, match="alpha: an object of gstep has its parameters already"):
+        gstep.prune(video(2, 3, 4), method=GSTEP(), alpha=0.5)
+    with pytest.raises(ValueError, match=r"Last is a class: give an object, Last\(\.\.\.\), or its path"):
+        gstep.prune(video(2, 3, 4), method=Last)  # type: ignore[arg-type]
+
+
+PREAMBLE = """
+from dataclasses import dataclass
+from typing import ClassVar
+import torch
+from gstep.pruners.base import Pruner, Selection
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(Pruner):
+    name: ClassVar[str] = "whole"
+    nested: ClassVar[bool] = True
+
+    def select(self, visual, budget, ratio, seed):
+        return Selection(torch.arange(budget))
+"""
+FROZEN = "@dataclass(frozen=True)\n"
+NAMED, ORDERED, SELECTS = 'name: ClassVar[str] = "n"', "nested: ClassVar[bool] = True", "select = Whole.select"
+BROKEN = {
+    "Absent": ("", "AttributeError.*importable on every machine"),
+    "NoClass": ("NoClass = 3", "is no subclass of gstep.pruners.base.Pruner"),
+    "NoPruner": ("class NoPruner: ...", "is no subclass of gstep.pruners.base.Pruner"),
+    "Abstract": (f"{FROZEN}class Abstract(Pruner): {NAMED}; {ORDERED}", "is abstract: it lacks select"),
+    "Plain": ("class Plain(Whole):\n    p: int = 3", "is no dataclass: put @dataclass"),
+    "Nameless": (f"{FROZEN}class Nameless(Pruner): {ORDERED}; {SELECTS}", r"does not declare name: ClassVar\[str\]"),
+    "Orderless": (f"{FROZEN}class Orderless(Pruner): {NAMED}; {SELECTS}", r"does not declare nested: ClassVar\[bool\]"),
+    "Made": (
+        "def make():\n    class Made(Whole): ...\n    return dataclass(frozen=True)(Made)\nMade = make()",
+        "locals",
+    ),
+    "Syntax": ("class :", "SyntaxError.*importable on every machine"),
+    "Import": ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+    "Raises": ("1 / 0", "ZeroDivisionError"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_no_method_is_refused_by_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, why = BROKEN[name]
+    module = f"own_{name.lower()}"
+    (tmp_path / f"{module}.py").write_text(PREAMBLE + code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=rf"(?s)'{module}:.*{why}"):
+        gstep.prune(video(2, 3, 4), method=f"{module}:{name}")
+
+
+@pytest.mark.parametrize("path", ["no_such_module:Mine", "tests:", ":Mine", "os:path.join", "a:b:c"])
+def test_a_path_that_leads_nowhere_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match=f"method '{re.escape(path)}' "):
+        gstep.make_pruner(path)
+
+
+def test_objects_of_what_is_no_method_are_refused() -> None:
+    class Plain(Last):
+        pass
+
+    @dataclass(frozen=True)
+    class Nameless(Pruner, ABC):
+        nested: ClassVar[bool] = True
+
+        def select(self, *_: Any) -> Selection:
+            raise AssertionError
+
+    for method, why in ((Plain(), "is no dataclass"), (Nameless(), "does not declare name")):
+        with pytest.raises(ValueError, match=why):
+            gstep.prune(video(2, 3, 4), method=method)
+    for nonsense in (3, None, object(), dataclasses.field):
+        with pytest.raises(ValueError, match="unknown method"):
+            gstep.prune(video(2, 3, 4), method=nonsense)  # type: ignore[arg-type]

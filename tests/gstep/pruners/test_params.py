@@ -1,0 +1,162 @@
+"""Parameters against the types of a method's fields, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+
+import gstep
+from gstep.pruners import read_pruner
+from gstep.pruners.base import Pruner, Selection
+from tests.gstep.synthetic import video
+
+WRONG: dict[Any, list[Any]] = {
+    int: ["abc", 1.5, "1", True, [1], {}, b"1"],
+    float: ["abc", "0.5", True, [0.5], float("nan"), 1j],
+    str: [1, 0.5, True, ["gaussian"], b"raw"],
+}
+
+
+def wrong_values() -> Iterator[tuple[str, str, Any]]:
+    """(method, parameter, value) of a wrong type, for every parameter of every method of the table."""
+    for method, kind in gstep.PRUNERS.items():
+        hints = get_type_hints(kind)
+        for item in fields(kind):
+            accepted = get_args(hints[item.name]) or (hints[item.name],)
+            (own,) = set(accepted) - {type(None)}
+            for value in [*WRONG[own], *([] if type(None) in accepted else [None]), object()]:
+                yield method, item.name, value
+
+
+def test_every_parameter_of_the_table_is_tried() -> None:
+    tried = {(method, name) for method, name, _ in wrong_values()}
+    assert {("gstep", "radius"), ("fastvid", "tau"), ("cdpruner", "mode"), ("fastv", "K")} < tried
+    assert len(tried) == sum(len(fields(kind)) for kind in gstep.PRUNERS.values())
+
+
+@pytest.mark.parametrize(("method", "name", "value"), list(wrong_values()))
+def test_a_value_of_a_wrong_type_is_refused(method: str, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"'{method}': {name} must be .*; got "):
+        gstep.prune(video(2, 3, 4), method=method, **{name: value})
+
+
+def wrong_texts() -> Iterator[tuple[str, str, str]]:
+    """(method, parameter, text) that is no value of the parameter, of those whose type is not text."""
+    for method, kind in gstep.PRUNERS.items():
+        for name, hint in get_type_hints(kind).items():
+            if name in kind.__dataclass_fields__ and hint is not str and "ClassVar" not in str(hint):
+                yield from ((method, name, text) for text in ("abc", "", "1,5", "nan", "true"))
+
+
+@pytest.mark.parametrize(("method", "name", "text"), list(wrong_texts()))
+def test_text_that_says_no_value_is_refused(method: str, name: str, text: str) -> None:
+    with pytest.raises(ValueError, match=rf"'{method}': {name} must be .*; got '{text}'"):
+        read_pruner(method, {name: text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Typed(Pruner):
+    """A method that checks nothing by itself."""
+
+    name: ClassVar[str] = "typed"
+    nested: ClassVar[bool] = True
+
+    count: int = 1
+    share: float = 0.5
+    on: bool = False
+    word: str = "a"
+    side: Literal["left", "right"] = "left"
+    level: Literal[1, 2, "all"] = 1
+    maybe: float | None = None
+    either: int | str = 0
+    shape: tuple[int, ...] = ()
+
+    def select(self, visual: gstep.VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        return Selection(torch.arange(budget))
+
+
+TYPED = f"{__name__}:Typed"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("count", "3", 3),
+        ("count", "-3", -3),
+        ("share", "3", 3.0),
+        ("share", "1e-3", 0.001),
+        ("on", "true", True),
+        ("on", "False", False),
+        ("word", "3", "3"),
+        ("word", "007", "007"),
+        ("word", "none", "none"),
+        ("word", "", ""),
+        ("side", "right", "right"),
+        ("level", "2", 2),
+        ("level", "all", "all"),
+        ("maybe", "none", None),
+        ("maybe", "2", 2.0),
+        ("either", "2", 2),
+        ("either", "2.5", "2.5"),
+    ],
+)
+def test_text_is_read_by_the_type_of_the_field(name: str, text: str, value: Any) -> None:
+    read = getattr(read_pruner(TYPED, {name: text}), name)
+    assert (read, type(read)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "accepted"),
+    [
+        ("count", "3.0", "an integer"),
+        ("share", "inf", "a number"),
+        ("share", "none", "a number"),
+        ("on", "1", "true or false"),
+        ("side", "up", "one of left, right"),
+        ("level", "3", "one of 1, 2, all"),
+        ("maybe", "abc", "a number or none"),
+        ("shape", "1", "of type tuple.* and cannot be given as text"),
+    ],
+)
+def test_text_of_another_type_says_what_is_accepted(name: str, text: str, accepted: str) -> None:
+    with pytest.raises(ValueError, match=rf"Typed': {name} must be {accepted}; got '{text}'"):
+        read_pruner(TYPED, {name: text})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("count", "1"), ("count", True), ("share", "1"), ("on", 1), ("on", "true"), ("word", 1), ("word", None)),
+        *(("side", "up"), ("level", 3), ("level", True), ("level", "1"), ("maybe", "none"), ("either", 1.5)),
+    ],
+)
+def test_values_are_checked_for_names_and_for_objects(name: str, value: Any) -> None:
+    for method, params in ((TYPED, {name: value}), (Typed(**{name: value}), {})):
+        with pytest.raises(ValueError, match=rf"Typed': {name} must be .*; got "):
+            gstep.prune(video(2, 3, 4), method=method, **params)
+
+
+def test_values_become_those_of_the_fields_types() -> None:
+    made = gstep.make_pruner(TYPED, count=np.int64(3), share=1, maybe=np.float32(2), either="x", shape=(1, 2))
+    assert made == Typed(count=3, share=1.0, maybe=2.0, either="x", shape=(1, 2))
+    assert [type(value) for value in made.params().values()] == [int, float, bool, str, str, int, float, str, tuple]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Careless(Typed):
+    needed: int
+
+    def __post_init__(self) -> None:
+        _ = 1 / self.needed
+
+
+def test_a_check_that_the_author_forgot_a_case_of_is_a_refusal() -> None:
+    with pytest.raises(ValueError, match="Careless' needs a value of needed"):
+        gstep.make_pruner(f"{__name__}:Careless")
+    with pytest.raises(ValueError, match=r"Careless' cannot be made with .*ZeroDivisionError"):
+        gstep.make_pruner(f"{__name__}:Careless", needed=0)

@@ -1,0 +1,32 @@
+"""``--help``: complete by the tables that it is made from, and there at once."""
+
+import pytest
+
+from gstep.methods import METHODS, OF_A_QUESTION, OF_A_VIDEO
+from jobs import generate, prune
+from tests.jobs.jobs import run
+
+HEAVY = {"torch", "ray", "pyarrow", "transformers", "av", "decord"}
+
+
+def help_of(command, flag, capsys):
+    """What the help says of one flag, and the paragraph of the next flag's beginning."""
+    with pytest.raises(SystemExit, match="0"):
+        command.main(["--help"])
+    options = capsys.readouterr().out.split("\noptions:\n")[1]
+    return " ".join(options.split(f"\n  {flag} ")[1].split("\n  --")[0].split())
+
+
+@pytest.mark.parametrize(("command", "methods"), [(prune, OF_A_VIDEO), (generate, OF_A_QUESTION)])
+def test_every_method_of_the_table_is_listed_where_it_runs(command, methods, capsys):
+    said = help_of(command, "--pruner", capsys)
+    assert ", ".join(methods) in said
+    assert not [name for name in METHODS.keys() - methods.keys() if name in said.replace(",", "").split()]
+
+
+@pytest.mark.parametrize("command", ["prune", "generate"])
+def test_help_loads_nothing_heavy(command):
+    done = run("jobs." + command, "--help", PYTHONPROFILEIMPORTTIME="1")
+    assert done.returncode == 0
+    loaded = {line.rsplit("|", 1)[-1].strip() for line in done.stdout.splitlines() if line.startswith("import time:")}
+    assert f"pipeline.{command}.config" in loaded and not HEAVY & loaded

@@ -1,0 +1,171 @@
+"""A method of one's own, from the README to a cache: the block there is the file that these tests run."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+import gstep
+from jobs import generate, inspect, prune, verify
+from pipeline import TokenCache
+from tests.gstep.synthetic import assert_same, video
+from tests.jobs.jobs import environment, forbid_ray, run, run_here
+from tests.paths import ROOT
+from tests.pipeline.asking import tiny_cache, write_questions
+from tests.pipeline.rays import ray_here
+from tests.pipeline.videos import sample
+
+SECTION = (ROOT / "README.md").read_text().split("**Add a method.**")[1].split("\n## ")[0]
+CODE = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch) -> Path:
+    """A folder with the README's file, in which this process finds it."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "mine.py").write_text(CODE[0])
+    monkeypatch.syspath_prepend(folder)
+    yield folder
+    sys.modules.pop("mine", None)
+
+
+def test_the_readmes_method_prunes_as_an_object_and_by_its_path(mine):
+    assert len(CODE) == 1 and not mine.joinpath("__init__.py").exists()
+    from mine import Mine  # noqa: PLC0415
+
+    tokens = video(5, 13, 8)
+    for p in (1.0, 2.0):
+        norms = torch.linalg.vector_norm(tokens.flatten(0, 1).double(), ord=p, dim=1)
+        best = norms.argsort(descending=True)[:13]
+        own = gstep.prune(tokens, 0.2, method=Mine(p=p))
+        assert own.index[own.selection_order()].tolist() == best.tolist()
+        assert_same(gstep.prune(tokens, 0.2, "mine:Mine", p=p), own)
+        assert_same(gstep.prune(tokens, 0.6, "mine:Mine", p=p).at(0.2), own)
+    for method, params in (("mine:Mine", {"p": "abc"}), (Mine(p="abc"), {})):
+        with pytest.raises(ValueError, match=r"'mine:Mine': p must be a number; got 'abc'"):
+            gstep.prune(tokens, method=method, **params)
+
+
+def test_a_file_and_a_line_make_it_a_method_of_the_package(tmp_path):
+    """In a copy of the checkout, where the contract tests then take it in by themselves."""
+    copy = tmp_path / "copy"
+    for room in ("gstep", "tests/gstep", "pipeline", "jobs"):
+        shutil.copytree(ROOT / room, copy / room, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "gstep/pruners/mine.py").write_text(CODE[0])
+    table, line = copy / "gstep/methods.py", '"mine": "gstep.pruners.mine:Mine",'
+    assert f"`{line}`" in SECTION
+    table.write_text(table.read_text().replace('    "none":', f'    {line}\n    "none":'))
+    files = [str(copy / "tests/gstep/pruners" / name) for name in ("test_contract.py", "test_params.py")]
+    options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-k", "mine and not cuda"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *files, *options, "--rootdir", str(copy)],
+        cwd=copy,
+        env=environment(PYTHONPATH=str(copy)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert int(re.search(r"(\d+) passed", done.stdout).group(1)) > 80
+    shown = subprocess.run(
+        [sys.executable, "-m", "jobs.prune", "--help"], cwd=copy, capture_output=True, text=True, check=False
+    )
+    assert "pruning method: mine, none," in " ".join(shown.stdout.split())
+
+
+@pytest.mark.slow
+def test_a_run_records_it_and_who_reads_the_cache_needs_no_such_module(mine, tmp_path, monkeypatch):
+    (tmp_path / "videos").mkdir()
+    shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
+    cache = tmp_path / "c"
+    argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "3", "--pruner", "mine:Mine"]
+    argv += ["--pruner-param", "p=1"]
+    done = run("jobs.prune", *argv, PYTHONPATH=f"{ROOT}:{mine}")
+    assert done.returncode == 0, done.stdout
+    held = json.loads((cache / "cache.json").read_text())["identity"]["pruner"]
+    declares = {"nested": True, "merges": False, "exact": True, "reorders": False}
+    assert held == {"method": "mine:Mine", "params": {"p": 1.0}, "declares": declares}
+    stored = TokenCache(cache).get("bikes.mp4", order="selection")
+    norms = stored.tokens.double().norm(p=1, dim=1)
+    assert (norms.diff() <= 0).all() and len(norms) == 3 * 196 // 4
+
+    forbid_ray(monkeypatch)
+    assert prune.main(argv) == 0  # nothing is left to do
+    wrong = run_here(prune, [*argv, "--pruner-param", "p=2"])
+    assert wrong.returncode == 2 and "pruner.params.p: the cache has 1.0, this run 2.0" in wrong.stdout
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(mine)])
+    sys.modules.pop("mine")
+    gone = run_here(prune, argv)
+    assert gone.returncode == 2 and "method 'mine:Mine' cannot be imported: ModuleNotFoundError" in gone.stdout
+    for command, options in ((verify, []), (inspect, []), (inspect, ["bikes.mp4"])):
+        read = run_here(command, [str(cache), *options])
+        assert read.returncode == 0, read.stdout
+    assert "mine:Mine" in run_here(inspect, [str(cache)]).stdout
+    again = run_here(verify, [str(cache), "--live", "1"])
+    assert again.returncode == 2 and "what a cache says chooses no code" in " ".join(again.stdout.split())
+
+
+@pytest.mark.slow
+def test_workers_that_lack_its_module_fail_the_run_with_its_name(mine, tmp_path):
+    """The driver has it, the nodes of the cluster do not."""
+    (tmp_path / "videos").mkdir()
+    shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
+    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--num-frames", "3", "--pruner", "mine:Mine"]
+    with ray_here({"num_cpus": 2}):
+        address = ray.get_runtime_context().gcs_address
+        code = f"import sys; sys.path.insert(0, {str(mine)!r}); import mine; sys.path.pop(0); "
+        code += f"from jobs import prune; sys.exit(prune.main({argv!r}))"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment(RAY_ADDRESS=address),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+    said = " ".join((done.stdout + done.stderr).split())
+    assert done.returncode == 1, said
+    (why,) = re.findall(r"failed: (.*)", said)
+    assert "method 'mine:Mine' cannot be imported: ModuleNotFoundError" in why
+    assert "importable on every machine that prunes" in why
+
+
+WRONG = [("gstep", "radius=abc"), ("topk", "sigma=1,5"), ("fastvid", "c=2.5"), ("mine:Mine", "p=abc")]
+WRONG_LATE = [("fastv", "K=abc"), ("fastv", "K=2.0"), ("mine:Mine", "p=abc"), ("mine:Mine", "q=1")]
+
+
+@pytest.mark.parametrize(("method", "param"), [*WRONG, *WRONG_LATE])
+def test_parameters_of_a_wrong_type_are_refused_before_a_run(mine, tmp_path, monkeypatch, method, param):
+    forbid_ray(monkeypatch)
+    (tmp_path / "videos").mkdir()
+    shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
+    tiny_cache(tmp_path / "whole", ("a",), ratio=1.0, method="none")
+    questions = write_questions(tmp_path / "q.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
+    asked = [str(tmp_path / "whole"), "--questions", str(questions), "--out", str(tmp_path / "a")]
+    name, value = param.split("=")
+    for command, argv in ((prune, [str(tmp_path / "videos"), "--out", str(tmp_path / "c")]), (generate, asked)):
+        done = run_here(command, [*argv, "--retention-ratio", "0.2", "--pruner", method, "--pruner-param", param])
+        said = " ".join(done.stdout.split())
+        assert done.returncode == 2, said
+        if name == "q":
+            assert "unknown parameter q of method 'mine:Mine'; it accepts: p" in said
+        else:
+            assert re.search(rf"'{method}': {name} must be (an integer|a number)( or none)?; got '{value}'", said), said
+    assert not (tmp_path / "c").exists() and not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(("path", "why"), [("nowhere:Mine", "cannot be imported"), ("json:JSONDecoder", "no subclass")])
+def test_what_is_no_method_is_refused_before_a_run(tmp_path, monkeypatch, path, why):
+    forbid_ray(monkeypatch)
+    (tmp_path / "videos").mkdir()
+    shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
+    done = run_here(prune, [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--pruner", path])
+    assert done.returncode == 2 and f"method '{path}'" in done.stdout and why in done.stdout

@@ -1,0 +1,217 @@
+"""Late pruning goes by what a method declares: any method with the same declarations is treated the same."""
+
+import pickle
+import sys
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from rich.console import Console
+
+import gstep
+from gstep.backbones import ModelSource
+from gstep.evidence import LAST_LAYER, SINGLE_PATCHES
+from gstep.language import Visual
+from gstep.pruners.base import Pruner, Selection
+from gstep.pruners.cdpruner import CDPruner
+from gstep.pruners.fastv import FastV
+from pipeline.errors import UsageError
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.late_pruning import LatePruning
+from pipeline.generate.request import prepare
+from tests.pipeline.asking import tiny_cache, write_questions
+from tests.pipeline.evidence import tiny_cache_with_embeddings
+
+T, N, D = 5, 20, 16
+
+
+def whole_video() -> Visual:
+    rng = torch.Generator().manual_seed(0)
+    evidence = {"token_attention": torch.rand(T * N, generator=rng), "image_embedding": torch.randn(T * N, 7)}
+    tokens, levels = torch.randn(T * N, D, generator=rng).bfloat16(), (torch.randn(T * N, D, generator=rng),)
+    return Visual(tokens, torch.arange(T * N), T, N, deepstack=levels, evidence=evidence)
+
+
+@pytest.mark.parametrize(
+    ("mode", "ratio"), [("global", 0.25), ("global", 0.9), ("per_frame", 0.9), ("per_frame", 0.01)]
+)
+def test_the_size_of_a_prompt_is_foreseen(mode, ratio):
+    """CDPruner keeps no more than D of what it chooses among, and per frame at least one of each."""
+    visual = Visual(torch.randn(T * N, D), torch.arange(T * N), T, N)
+    late = LatePruning(CDPruner(mode=mode), ratio)
+    assert len(late.choose(visual, torch.randn(1, D)).index) == late.at_most(T, N, D)
+    assert LatePruning(FastV(), ratio).at_most(T, N, D) == T * N
+
+
+def test_a_question_is_pruned_for_on_the_device_of_the_model(monkeypatch):
+    seen = []
+
+    def prune(self, visual, ratio):
+        seen.extend([visual.tokens.device.type, *(value.device.type for value in visual.evidence.values())])
+        return SimpleNamespace(index=torch.tensor([1, 3]))
+
+    monkeypatch.setattr(CDPruner, "prune", prune)
+    visual = Visual(torch.randn(6, 4), torch.arange(6), 2, 3, deepstack=(torch.randn(6, 4),))
+    chosen = LatePruning(CDPruner(), 0.5).choose(visual, torch.empty(1, 4, device="meta"))
+    assert seen == ["meta"] * 3
+    assert torch.equal(chosen.tokens, visual.tokens[[1, 3]]) and chosen.index.tolist() == [1, 3]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attended(Pruner):
+    """Looks at what the cache holds and, as it says, at the question."""
+
+    name: ClassVar[str] = "attended"
+    nested: ClassVar[bool] = False
+    cacheable: ClassVar[bool] = False
+    sources: ClassVar[MappingProxyType] = MappingProxyType({"token_attention": LAST_LAYER})
+    needs: ClassVar[frozenset[str]] = frozenset(sources)
+
+    def select(self, visual, budget, ratio, seed):
+        return Selection(visual.evidence["token_attention"].flatten().argsort(descending=True, stable=True)[:budget])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turned(Attended):
+    """Merges, and has an order of its own."""
+
+    merges: ClassVar[bool] = True
+    reorders: ClassVar[bool] = True
+
+    def select(self, visual, budget, ratio, seed):
+        index = super().select(visual, budget, ratio, seed).index
+        tokens = visual.tokens.flatten(0, 1)[index].float() + 1
+        return Selection(index, tokens=tokens, merged=torch.ones_like(index, dtype=torch.bool))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matching(Attended):
+    """Compares the question with the patches, as CDPruner does."""
+
+    name: ClassVar[str] = "matching"
+    sources: ClassVar[MappingProxyType] = MappingProxyType({"image_embedding": SINGLE_PATCHES})
+    needs: ClassVar[frozenset[str]] = frozenset({"image_embedding", "text_embedding"})
+
+    def select(self, visual, budget, ratio, seed):
+        match = visual.evidence["image_embedding"] @ visual.evidence["text_embedding"].mean(dim=0)
+        return Selection(match.flatten().argsort(descending=True, stable=True)[:budget])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deep(Attended):
+    """Prunes inside the model."""
+
+    sources: ClassVar[MappingProxyType] = MappingProxyType({})
+    needs: ClassVar[frozenset[str]] = frozenset({"llm_attention"})
+
+    layer: int = 1  # a field declares it as well as a property
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unsourced(Attended):
+    sources: ClassVar[MappingProxyType] = MappingProxyType({})
+
+
+def path(kind: type[Pruner]) -> str:
+    return f"{__name__}:{kind.__name__}"
+
+
+def test_evidence_has_the_shape_of_the_video_and_no_embedding_is_made():
+    visual = whole_video()
+    late = LatePruning(Attended(), 0.1, evidence=("token_attention",))
+    chosen = late.choose(visual)
+    best = visual.evidence["token_attention"].argsort(descending=True)[:10].sort().values
+    assert torch.equal(chosen.index, best) and torch.equal(chosen.tokens, visual.tokens[best])
+    assert torch.equal(chosen.deepstack[0], visual.deepstack[0][best]) and not chosen.evidence
+    assert late.embedder(None, "cpu") is None and late.inside is None  # the model is not asked
+    assert late.at_most(T, N, D) == 10
+
+
+def test_merged_tokens_come_in_the_methods_own_order():
+    visual = whole_video()
+    chosen = LatePruning(Turned(), 0.1, evidence=("token_attention",)).choose(visual)
+    best = visual.evidence["token_attention"].argsort(descending=True)[:10]
+    assert torch.equal(chosen.index, best) and chosen.tokens.dtype == torch.bfloat16
+    assert torch.equal(chosen.tokens, (visual.tokens[best].float() + 1).bfloat16())
+
+
+def test_a_method_may_match_cached_patches_or_the_tokens_themselves():
+    visual, words = whole_video(), torch.randn(2, D)
+    chosen = LatePruning(Matching(), 0.1).choose(visual, words)
+    match = visual.tokens.float() @ words.mean(dim=0)
+    assert set(chosen.index.tolist()) == set(match.argsort(descending=True)[:10].tolist())
+    patches = LatePruning(Matching(), 0.1, evidence=("image_embedding",)).choose(visual, words[:, :7])
+    match = visual.evidence["image_embedding"] @ words[:, :7].mean(dim=0)
+    assert set(patches.index.tolist()) == set(match.argsort(descending=True)[:10].tolist())
+
+
+@pytest.fixture
+def request_for(tmp_path):
+    """A request about the video "a" of the cache in ``tmp_path / "c"``, checked."""
+
+    def make(method, *params, **options):
+        questions = write_questions(tmp_path / "q.jsonl", [{"question_id": 1, "video_id": "a", "prompt": "What?"}])
+        options = {"retention_ratio": 0.1, **options}
+        out = str(tmp_path / "o")
+        config = GenerateConfig(
+            str(tmp_path / "c"), str(questions), out, pruner=method, pruner_param=[*params], **options
+        )
+        return prepare(config, Console())
+
+    return make
+
+
+def test_what_a_method_needs_is_found_by_what_it_declares(request_for, tmp_path):
+    tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
+    job = request_for(path(Deep))
+    assert job.late.inside == (Deep(), 0.1) and job.late.evidence == ()
+    assert job.identity["pruner"]["method"] == path(Deep) and job.identity["pruner"]["params"] == {"layer": 1}
+    assert job.identity["pruner"]["declares"] == {"nested": False, "merges": False, "exact": True, "reorders": False}
+    with pytest.raises(UsageError, match=r"attended with layer=2 prunes before layer 2; this model has 2 layers"):
+        request_for(path(Deep), "layer=2")
+    with pytest.raises(UsageError, match=r"layer must be an integer; got 'deep'"):
+        request_for(path(Deep), "layer=deep")
+    with pytest.raises(UsageError, match=r"Attended needs token_attention of each .*--evidence token_attention=last_l"):
+        request_for(path(Attended))
+    with pytest.raises(UsageError, match=r"Unsourced needs token_attention .*does not say where in an encoder"):
+        request_for(path(Unsourced))
+    with pytest.raises(UsageError, match=r"Matching needs image_embedding .*--evidence image_embedding --siglip MODEL"):
+        request_for(path(Matching))
+    with pytest.raises(UsageError, match=r"--siglip: --pruner .*Deep takes nothing from a SigLIP checkpoint"):
+        request_for(path(Deep), siglip="tiny")
+
+
+def test_a_text_tower_goes_with_any_method_that_matches_patches(request_for, tmp_path):
+    head = gstep.backbones.text_tower(ModelSource.resolve("tiny"), "tiny").head.identity
+    tiny_cache_with_embeddings(tmp_path / "c", head=head)
+    late = request_for(path(Matching), siglip="tiny").late
+    assert late.evidence == ("image_embedding",) and late.text_tower.head.identity == head
+    with pytest.raises(UsageError, match="name it with --siglip"):
+        request_for(path(Matching))
+
+
+def test_on_qwen_the_language_model_embeds_the_question(request_for, tmp_path):
+    source = ModelSource.resolve("tiny-qwen2-5-vl")
+    tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none", source=source, newline=None)
+    late = request_for(path(Matching)).late
+    assert (late.evidence, late.text_tower) == ((), None) and late.embedder("the model", "cpu") == "the model"
+    with pytest.raises(UsageError, match=r"needs image_embedding .*qwen2_5_vl does not give it"):
+        request_for(path(Patches))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patches(Matching):
+    """Looks at patches, and not at the question's words."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"image_embedding"})
+
+
+def test_a_worker_without_the_methods_module_says_so(monkeypatch):
+    late = LatePruning(Attended(), 0.1, evidence=("token_attention",))
+    data = pickle.dumps(late)
+    assert pickle.loads(data) == late  # noqa: S301 - our own
+    monkeypatch.setitem(sys.modules, __name__, None)
+    with pytest.raises(ValueError, match=rf"method '{path(Attended)}' cannot be imported.*importable on every machine"):
+        pickle.loads(data)  # noqa: S301
