@@ -10,12 +10,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from gstep.errors import MissingEvidence, ModelError
-from gstep.lazy import LazyTable, load_object
-from gstep.pruners import PRUNERS, make_pruner
-from gstep.types import PrunedTokens, VisualTokens, budget_for
+from gstep.lazy import LazyTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from gstep.pruners import PRUNERS, make_pruner
+    from gstep.types import PrunedTokens, VisualTokens, budget_for
+
+    BACKBONES: LazyTable
+
+_PUBLIC = LazyTable(
+    "name",
+    {
+        "BACKBONES": "gstep.backbones:BACKBONES",
+        "PRUNERS": "gstep.pruners:PRUNERS",
+        "PrunedTokens": "gstep.types:PrunedTokens",
+        "VisualTokens": "gstep.types:VisualTokens",
+        "budget_for": "gstep.types:budget_for",
+        "make_pruner": "gstep.pruners:make_pruner",
+    },
+)
 
 __all__ = [
     "BACKBONES",
@@ -28,15 +44,6 @@ __all__ = [
     "make_pruner",
     "prune",
 ]
-
-BACKBONES: LazyTable
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name):  # importing gstep loads no model code
-        if name == "BACKBONES":
-            return load_object("gstep.backbones:BACKBONES")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def prune(
@@ -71,5 +78,16 @@ def prune(
         ValueError: an argument, or evidence, outside of what it accepts, which the message names.
         MissingEvidence: the method needs evidence that was not given.
     """
+    from gstep.pruners import make_pruner  # noqa: PLC0415 - torch loads with the first use, not with --help
+    from gstep.types import VisualTokens  # noqa: PLC0415
+
     visual = VisualTokens(tokens, {} if evidence is None else evidence)
     return make_pruner(method, **params).prune(visual, retention_ratio, budget=budget, seed=seed)
+
+
+if not TYPE_CHECKING:  # hidden from type checkers: to them every unknown attribute would look like a valid one
+
+    def __getattr__(name: str) -> Any:
+        if name in _PUBLIC:
+            return _PUBLIC[name]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import torch
-from torch import Tensor
 
-from gstep.types import PrunedTokens
 from pipeline.errors import VideoFault
+
+if TYPE_CHECKING:  # decoders and writers pass bytes on and start without torch
+    import torch
+    from torch import Tensor
+
+    from gstep.types import PrunedTokens
 
 Record = dict[str, Any]
 
@@ -78,7 +81,7 @@ def pruned_columns(pruned: PrunedTokens, record: Record) -> Record:
         "n_tokens": len(pruned.index),
         "n_total": pruned.n_total,
         "hidden_size": pruned.tokens.shape[1],
-        "kept_per_frame": torch.bincount(frame, minlength=record["n_frames"]).tolist(),
+        "kept_per_frame": frame.bincount(minlength=record["n_frames"]).tolist(),
         "temporal_density": None if density is None else density.tolist(),
     }
 
@@ -95,6 +98,8 @@ def pruned_arrays(
 ) -> dict[str, np.ndarray | None]:
     """The kept tokens as arrays, first selected first; of each deepstack level [T,N,D] and of each evidence [T,N,...]
     the same places."""
+    import torch  # noqa: PLC0415 - it made the tensors, so it is loaded
+
     order = pruned.selection_order()
     places = pruned.index[order]
 

@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from gstep.backbones import Preprocessor
 from pipeline.errors import VideoFault
 from pipeline.execution.heartbeat import Beat
 from pipeline.prune.config import PruneConfig
@@ -22,6 +21,9 @@ from pipeline.video.readers import reader_version
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from pipeline.video.source import Source, one_ahead, open_source
+
+if TYPE_CHECKING:
+    from gstep.backbones import Preprocessor
 
 
 @dataclass(frozen=True)
