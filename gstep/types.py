@@ -11,9 +11,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # what only counts or passes tokens on does not wait for torch
+    from torch import Tensor
 
 
 def budget_for(retention_ratio: float, n_total: int) -> int:
@@ -98,8 +99,10 @@ class PrunedTokens:
         if self.order is not None:
             return self.order
         if self.rank is None:
+            import torch  # noqa: PLC0415 - it made the tensors, so it is loaded
+
             return torch.arange(len(self.index), device=self.index.device)
-        return torch.argsort(self.rank)
+        return self.rank.argsort()
 
     def at(self, retention_ratio: float) -> PrunedTokens:
         """The nested smaller selection, ``retention_ratio`` being a share of all T*N tokens.

@@ -42,6 +42,12 @@ def test_top_level_is_the_four_rooms():
         ("jobs.prune", {"torch", "ray", "pyarrow", "transformers"}),
         ("jobs.generate", {"torch", "ray", "pyarrow", "transformers"}),
         ("pipeline.cache.reader", {"transformers", "ray", "av", "decord"}),
+        # What Ray's workers load each time one starts: decoders and writers never touch a tensor.
+        ("pipeline.prune.decode_stage", {"torch", "transformers", "ray.data"}),
+        ("pipeline.prune.write_stage", {"torch", "transformers", "av", "ray.data"}),
+        ("pipeline.execution.heartbeat", {"torch", "transformers", "av", "pyarrow", "ray.data"}),
+        ("gstep.backbones.preprocess.fixed", {"torch", "transformers"}),  # travels to every decoder
+        ("gstep.backbones.preprocess.qwen", {"torch", "transformers"}),
     ],
 )
 def test_importing_stays_light(module, absent):

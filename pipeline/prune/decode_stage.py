@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from gstep.backbones import Preprocessor
 from pipeline.errors import VideoFault
 from pipeline.execution.heartbeat import Heartbeat
 from pipeline.prune.batches import decoded_batch
@@ -25,6 +24,9 @@ from pipeline.video.decoders import decoder_version
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from pipeline.video.source import Source, one_ahead, open_source
+
+if TYPE_CHECKING:
+    from gstep.backbones import Preprocessor
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.jobs.jobs import environment
+from tests.waiting import wait_until
 
 RAY = Path(sys.executable).with_name("ray")
 ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
@@ -63,7 +64,7 @@ class Cluster:
         """Join one more node and wait until the cluster counts it."""
         (agent,) = _free_ports(1)
         self._start(f"--address=127.0.0.1:{self._gcs}", agent=agent, cpus=cpus, gpus=gpus, resources=resources)
-        self._wait_until(lambda: len(self._alive_nodes()) == len(self._nodes), "the node did not join")
+        self._wait_until(lambda: len(self._alive_nodes()) == len(self._nodes), "the node joins")
 
     def ray(self, *argv: str, timeout: float = 240, cwd: Path | None = None, **environ: str) -> Ended:
         """``ray <argv>`` as a user of the cluster runs it; stdout and stderr together."""
@@ -89,7 +90,9 @@ class Cluster:
 
     def wait_for(self, job: str, *states: str, timeout: float = 120) -> dict[str, Any]:
         """Wait until the job is in one of the states, by default ended; returns its info."""
-        self._wait_until(lambda: self.info(job)["status"] in (states or ENDED), f"{job} is not {states}", timeout)
+        self._wait_until(
+            lambda: self.info(job)["status"] in (states or ENDED), f"{job} is one of {states or ENDED}", timeout
+        )
         return self.info(job)
 
     def get(self, path: str) -> Any:
@@ -136,20 +139,20 @@ class Cluster:
             except (OSError, ValueError):
                 return False
 
-        self._wait_until(ready, "the job server did not answer")
+        self._wait_until(ready, "the job server answers")
 
     def _alive_nodes(self) -> list[Any]:
         nodes = self.get("/nodes?view=summary")["data"]["summary"]
         return [node for node in nodes if node["raylet"]["state"] == "ALIVE"]
 
     def _wait_until(self, condition: Any, what: str, timeout: float = 120) -> None:
-        deadline = time.monotonic() + timeout
-        while not condition():
+        def running() -> None:
             for number, node in enumerate(self._nodes):
                 log = self.folder / f"node-{number}.log"
                 assert node.poll() is None, f"node {number} ended: {log.read_text(errors='replace')}"
-            assert time.monotonic() < deadline, f"{what} within {timeout:.0f} s"
-            time.sleep(0.1)
+            time.sleep(0.1)  # a look is a request
+
+        wait_until(condition, what, timeout, meanwhile=running)
 
 
 Ended = subprocess.CompletedProcess[str]

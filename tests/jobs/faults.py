@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import committed
 from tests.pipeline.videos import add_stream, encode
+from tests.waiting import wait_until
 
 N_VIDEOS, N_FRAMES = 160, 2
 OPTIONS = ["--num-frames", str(N_FRAMES), "--log-interval", "5"]
@@ -122,13 +122,6 @@ def die_before_the_third_commit() -> None:
         return commit(store, run_id, number, rows, **more)
 
     run.commit = commit_or_die  # type: ignore[attr-defined]
-
-
-def wait_until(condition: Callable[[], object], what: str, timeout: float = 120) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout:g} s: {what}"
-        time.sleep(0.005)
 
 
 def files(cache: Path, folder: str) -> list[Path]:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -22,6 +21,7 @@ from pipeline.cache.live_rows import read_videos_shard
 from pipeline.storage.stores import Store
 from tests.paths import ROOT
 from tests.pipeline.videos import SAMPLES, sample
+from tests.waiting import wait_until
 
 
 def clips() -> list[Path]:
@@ -83,13 +83,13 @@ def stop(process: subprocess.Popen[str], number: signal.Signals) -> str:
     return output
 
 
-def wait_for_shards(cache: Path, count: int, process: subprocess.Popen[str], timeout: float = 120) -> None:
-    """Wait until ``count`` videos shards are committed, while the command still runs."""
-    deadline = time.monotonic() + timeout
-    while len(list((cache / "videos").glob("*.parquet"))) < count:
+def wait_for_files(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
+    """Wait until ``count`` files are finished in a folder, while the command still runs."""
+
+    def running() -> None:
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "no shard was committed in time"
-        time.sleep(0.02)
+
+    wait_until(lambda: len(list(folder.glob("[!.]*"))) >= count, f"{count} files in {folder.name}/", meanwhile=running)
 
 
 def committed(store: Store) -> list[str]:

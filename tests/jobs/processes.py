@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from contextlib import suppress
 from pathlib import Path
+
+from tests.waiting import wait_until
 
 
 def family(pid: int) -> dict[int, str]:
@@ -16,11 +17,15 @@ def family(pid: int) -> dict[int, str]:
             state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
             if state != "Z":
                 parents[int(folder.name)] = int(parent)
-                titles[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                titles[int(folder.name)] = _title(folder)
     found = {pid}
     while more := {child for child, parent in parents.items() if parent in found} - found:
         found |= more
     return {child: titles[child] for child in found - {pid} if child in titles}
+
+
+def _title(folder: Path) -> str:
+    return (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
 
 
 def resident_mb(pid: int) -> float:
@@ -33,20 +38,25 @@ def resident_mb(pid: int) -> float:
 
 def assert_all_gone(pids: list[int], timeout: float = 90) -> None:
     """Within ``timeout``, none of the processes is left."""
-    deadline = time.monotonic() + timeout
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        titles = [Path(f"/proc/{pid}/cmdline").read_bytes()[:80] for pid in left]
-        assert time.monotonic() < deadline, titles
-        time.sleep(0.05)
+
+    def left() -> dict[int, str]:
+        found = {}
+        for folder in (Path(f"/proc/{pid}") for pid in pids):
+            with suppress(OSError):
+                found[int(folder.name)] = _title(folder)
+        return found
+
+    wait_until(lambda: not left(), lambda: f"the end of {left()}", timeout)
 
 
 def titled(process: subprocess.Popen[str], title: str, timeout: float = 120) -> int | None:
     """A worker of a run by how its process title begins, as soon as there is one; None when the run ended."""
-    deadline = time.monotonic() + timeout
-    while process.poll() is None:
-        assert time.monotonic() < deadline, f"no process {title}"
-        for pid, name in family(process.pid).items():
-            if name.startswith(title):
-                return pid
-        time.sleep(0.02)
-    return None
+
+    def look() -> int | bool:
+        return next((pid for pid, name in family(process.pid).items() if name.startswith(title)), ended())
+
+    def ended() -> bool:
+        return process.poll() is not None
+
+    found = wait_until(look, f"a process {title}", timeout)
+    return None if found is True else found

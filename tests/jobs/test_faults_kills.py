@@ -24,12 +24,12 @@ from tests.jobs.faults import (
     die_before_the_third_commit,
     files,
     tiny_videos,
-    wait_until,
 )
 from tests.jobs.jobs import run_here
 from tests.jobs.processes import family
 from tests.paths import ROOT
 from tests.pipeline.rays import ray_here
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -10,10 +10,11 @@ import pytest
 import ray
 
 from jobs import prune
-from tests.jobs.faults import COUNTED, files, tiny_videos, wait_until
+from tests.jobs.faults import COUNTED, files, tiny_videos
 from tests.jobs.jobs import assert_complete, run_here
 from tests.jobs.processes import family
 from tests.pipeline.rays import ray_here
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -16,12 +16,13 @@ import pytest
 from jobs import prune
 from pipeline import TokenCache
 from pipeline.storage.stores import ObjectStore
-from tests.jobs.faults import OPTIONS, Visible, files, tiny_videos, wait_until
+from tests.jobs.faults import OPTIONS, Visible, files, tiny_videos
 from tests.jobs.jobs import run_here
 from tests.jobs.processes import family
 from tests.pipeline.flaky import ALWAYS, FlakyProxy
 from tests.pipeline.rays import ray_here
 from tests.pipeline.s3 import KEY, S3Server
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from pipeline.generate.config import GenerateConfig
 from pipeline.generate.run import build_graph, plan_answers
 from pipeline.storage.stores import LocalStore, store_at
 from tests.jobs.hostile import HangingAnswerer
-from tests.jobs.jobs import clips, forbid_ray, start, stop
+from tests.jobs.jobs import clips, forbid_ray, start, stop, wait_for_files
 from tests.jobs.processes import titled
 from tests.pipeline.asking import setup_of, write_questions
 from tests.pipeline.rays import ray_here
@@ -154,24 +153,15 @@ def drawn_and_scored() -> list[dict]:
     return [{"temperature": None, **row, "video_id": [row["video_id"]]} for row in rows]
 
 
-def wait_for_answers(out: Path, shards: int, process) -> None:
-    """Wait until so many shards are committed, while the command still runs."""
-    deadline = time.monotonic() + 120
-    while len(list((out / "answers").glob("*"))) < shards:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "no answers were committed in time"
-        time.sleep(0.02)
-
-
 def test_a_killed_worker_and_a_killed_driver_lose_and_double_nothing(cache, tmp_path):
     rows = [{"question_id": i, "video_id": VIDEOS[i % 2], "prompt": f"Question {i}?"} for i in range(300)]
     questions = write_questions(tmp_path / "q.jsonl", rows)
     batches = ("--questions-per-shard", "4", "--batch-size", "2")
     argv = [str(cache), "--questions", str(questions), "--out", str(tmp_path / "o"), *batches, "--max-new-tokens", "24"]
     process = start("jobs.generate", *argv)
-    wait_for_answers(tmp_path / "o", 2, process)
+    wait_for_files(tmp_path / "o/answers", 2, process)
     os.kill(titled(process, "ray::MapWorker(MapBatches(Answerer))"), signal.SIGKILL)  # Ray starts another one
-    wait_for_answers(tmp_path / "o", 20, process)
+    wait_for_files(tmp_path / "o/answers", 20, process)
     stop(process, signal.SIGKILL)
     half = rows_of(tmp_path / "o")
     assert 0 < len(half) < len(rows) and all(row["status"] == "ok" for row in half.values())

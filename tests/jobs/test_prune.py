@@ -18,7 +18,7 @@ from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.jobs.jobs import assert_complete, clips, forbid_ray, run, start, stop, wait_for_shards
+from tests.jobs.jobs import assert_complete, clips, forbid_ray, run, start, stop, wait_for_files
 from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import write_clip
 
@@ -193,7 +193,7 @@ def test_interrupted_and_run_again_gives_every_id_once(one_ray, many, tmp_path, 
     cache = tmp_path / "c"
     argv = [str(manifest), "--out", str(cache), "--num-frames", "4"]
     process = start("jobs.prune", *argv)
-    wait_for_shards(cache, 2, process)
+    wait_for_files(cache / "videos", 2, process)
     assert "running for" in inspected(cache, capsys)
     output = stop(process, signal.SIGINT)
     assert process.returncode == 130, output

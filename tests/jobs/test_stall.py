@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.jobs.jobs import clips, start, wait_for_shards
+from tests.jobs.jobs import clips, start, wait_for_files
 from tests.jobs.processes import assert_all_gone, family, titled
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ def job(tmp_path) -> list[str]:
 @pytest.mark.parametrize(("title", "stage"), [(DECODER, "decode"), (ENCODER, "encode")])
 def test_a_frozen_worker_ends_the_run_and_its_stage_is_named(job, tmp_path, title, stage):
     process = start(*job, "--stall-timeout", "20", "--decode-timeout", "10")
-    wait_for_shards(tmp_path / "c", 1, process)
+    wait_for_files(tmp_path / "c/videos", 1, process)
     worker = titled(process, title)
     os.kill(worker, signal.SIGSTOP)
     everything = family(process.pid)

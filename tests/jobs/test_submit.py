@@ -14,9 +14,11 @@ import pytest
 
 from pipeline import TokenCache
 from tests.jobs.cluster import Cluster, Ended
+from tests.jobs.faults import files
 from tests.jobs.jobs import assert_complete, clips
 from tests.paths import ROOT
 from tests.pipeline.videos import SAMPLES
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -96,11 +98,13 @@ def test_stopped_half_way_and_submitted_again_gives_every_id_once(cluster, submi
     cache = tmp_path / "c"
     argv = [str(tmp_path), "--out", str(cache), "--decode-workers", "1"]
     submit("first", *argv, "--decoder", "tests.jobs.hostile:HostileReader", "--decode-timeout", "600", wait=False)
-    deadline = time.monotonic() + 120
-    while len(list((cache / "videos").glob("*.parquet"))) < 2:
+
+    def running() -> None:
         assert cluster.info("first")["status"] in {"PENDING", "RUNNING"}, cluster.logs("first")
-        assert time.monotonic() < deadline, cluster.logs("first")
-        time.sleep(0.1)
+        time.sleep(0.1)  # a look is a request
+
+    two = "two shards of the first job: "
+    wait_until(lambda: len(files(cache, "videos")) >= 2, lambda: two + cluster.logs("first"), meanwhile=running)
 
     second = submit("second", *argv)
     assert (second.returncode, cluster.info("second")["driver_exit_code"]) == (1, 2)

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from pipeline import TokenCache
 from pipeline.video.decode import fingerprint
 from tests.jobs.jobs import clips, environment, forbid_ray, run
 from tests.pipeline.s3 import KEY, SECRET, TOKEN, S3Server
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -41,18 +41,15 @@ def cluster():
         [*command, "--disable-usage-stats", "--temp-dir", folder], env=variables, stdout=subprocess.DEVNULL
     )
     try:
-        yield wait_for(folder / "ray_current_cluster", head), folder
+        file = folder / "ray_current_cluster"
+
+        def running() -> None:
+            assert head.poll() is None, "the Ray head ended"
+
+        yield wait_until(lambda: file.is_file() and file.read_text().strip(), "the Ray head", meanwhile=running), folder
     finally:
         head.send_signal(signal.SIGTERM)  # it ends what it started
         head.wait(60)
-
-
-def wait_for(file, head, timeout=90):
-    deadline = time.monotonic() + timeout
-    while not (file.is_file() and (text := file.read_text().strip())):
-        assert head.poll() is None and time.monotonic() < deadline, "the Ray head did not start"
-        time.sleep(0.1)
-    return text
 
 
 @contextmanager

@@ -9,14 +9,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from gstep.errors import ModelError
+
+if TYPE_CHECKING:  # a decode actor hands a preprocessor to its child, which loads torch once it resizes
+    import torch
+    from torch import Tensor
 
 BICUBIC = 3  # PIL.Image.Resampling.BICUBIC, as preprocessor files write it
 
@@ -64,6 +66,8 @@ class Preprocessor(ABC):
 
     def normalise(self, frames: Tensor | NDArray[np.uint8], device: torch.device | str, dtype: torch.dtype) -> Tensor:
         """[T,h,w,3] uint8 -> pixel values [T,3,h,w] on ``device``: (x - 255 mean) / (255 std) in fp32, then cast."""
+        import torch  # noqa: PLC0415
+
         # The factor is folded into mean and std as the stock does: dividing x by 255 first is off by 5e-7.
         scale = 1.0 / (1 / 255)
         mean = (torch.tensor(self.image_mean) * scale).to(device)[:, None, None]
@@ -83,17 +87,21 @@ class Preprocessor(ABC):
 
 def resize_frames(frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
     """[T,H,W,3] uint8 -> [T,h,w,3] uint8 on the CPU, bicubic with antialias. Raises ValueError for anything else."""
+    from torch.nn.functional import interpolate  # noqa: PLC0415
+
     frames_THWC = as_frames(frames)
     if frames_THWC.shape[1:3] == size:
         return frames_THWC
     frames_TCHW = frames_THWC.permute(0, 3, 1, 2)
     # uint8 in, uint8 out: torch rounds after each of the two passes, as torchvision does; floats would differ.
-    resized = nn.functional.interpolate(frames_TCHW, size=size, mode="bicubic", antialias=True, align_corners=False)
+    resized = interpolate(frames_TCHW, size=size, mode="bicubic", antialias=True, align_corners=False)
     return resized.permute(0, 2, 3, 1).contiguous()
 
 
 def as_frames(frames: Tensor | NDArray[np.uint8]) -> Tensor:
     """``frames`` as a uint8 tensor [T,H,W,3]. Raises ValueError where they are anything else."""
+    import torch  # noqa: PLC0415
+
     if isinstance(frames, np.ndarray):
         # Arrays out of an object store are read-only, which torch does not know: it gets a copy of its own.
         frames = torch.from_numpy(frames if frames.flags.writeable else frames.copy())

@@ -12,15 +12,17 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from gstep.backbones.preprocess.base import Preprocessor, check_settings, rgb_triple
 from gstep.errors import ModelError, UnsupportedVideo
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 MAX_ASPECT_RATIO = 200
 # The pixels of the floor of a total cap, and the share of max_video_tokens that a video may take.
@@ -95,6 +97,8 @@ class DynamicSizePreprocessor(Preprocessor):
         """[t,h,w,3] uint8 -> [T*H*W, 3*temporal_patch_size*patch_size**2] on ``device``, in the order of tokens."""
         pixels = self.normalise(frames, device, dtype)
         if missing := -len(pixels) % self.temporal_patch_size:
+            import torch  # noqa: PLC0415 - it made the pixels, so it is loaded
+
             pixels = torch.cat([pixels, pixels[-1:].expand(missing, -1, -1, -1)])
         T, H, W = self.grid_thw(len(pixels), *pixels.shape[2:])
         patch, merge = self.patch_size, self.merge_size

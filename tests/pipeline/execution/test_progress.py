@@ -2,18 +2,17 @@
 
 import io
 import re
-import time
 
 from rich.console import Console
 
 from pipeline.execution.progress import LineReporter, reporter
+from tests.waiting import wait_until
 
 
 def test_a_log_gets_lines_even_while_nothing_is_committed():
     text = io.StringIO()
     with reporter(Console(file=text, width=120), 10, 0.02) as progress:
-        while text.getvalue().count("\n") < 3:
-            time.sleep(0.01)
+        wait_until(lambda: text.getvalue().count("\n") >= 3, "three lines")
         progress.advance(3, 1)
         progress.stages({"decode": 7, "encode": 5, "write": 4})
     lines = text.getvalue().splitlines()

@@ -16,6 +16,7 @@ from pipeline.execution.watchdog import Watchdog, patiently
 from pipeline.prune import graph
 from pipeline.prune.graph import PRUNING, plan_resources
 from tests.pipeline.rays import graph_of, ray_here
+from tests.waiting import wait_until
 
 STAGES = tuple(PRUNING.stages)
 
@@ -64,10 +65,7 @@ def test_at_most_one_item_is_fetched_ahead_and_closing_ends_the_iterator():
 
     items = patiently(count(), nothing, 10)
     assert next(items) == 0
-    deadline = time.monotonic() + 20
-    while len(fetched) < 3:  # one in the queue, one that waits for its place
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: len(fetched) >= 3, "one in the queue and one that waits for its place", 20)
     items.close()
     assert not threads() and len(fetched) == 3
 

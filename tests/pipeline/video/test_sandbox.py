@@ -17,6 +17,7 @@ from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox, strip_credentials
 from tests.paths import ROOT
 from tests.pipeline.videos import KeepSize, decord_killer, numbers, sample, write_clip
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +119,7 @@ def test_names_of_credentials():
 def test_a_child_killed_while_idle_is_replaced(sandbox, clip):
     pid = json.loads(fault_of(sandbox, request(clip, "Revealing")).message)["pid"]
     os.kill(pid, signal.SIGKILL)
-    while Path(f"/proc/{pid}").exists():  # the fork server reaps it
-        time.sleep(0.01)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the fork server reaps it")
     assert sandbox.decode(request(clip)).source_frames == 30
 
 
@@ -177,7 +177,8 @@ def test_nothing_outlives_a_killed_parent(clip, tmp_path, decoder):
     finally:
         parent.kill()
         parent.wait()
-    wait_until_gone(family)
+    # A moment, unless the machine is overloaded.
+    wait_until(lambda: not any(map(alive, family)), lambda: f"the end of {list(filter(alive, family))}", 20)
 
 
 def alive(pid):
@@ -186,13 +187,6 @@ def alive(pid):
     except OSError:
         return False
     return state != "Z"
-
-
-def wait_until_gone(pids, seconds=20.0):  # a moment, unless the machine is overloaded
-    deadline = time.monotonic() + seconds
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"still running: {[pid for pid in pids if alive(pid)]}"
-        time.sleep(0.02)
 
 
 def descendants(pid):
