@@ -17,10 +17,11 @@ from pipeline.execution import gpu_fault
 from pipeline.generate import answer_stage
 from pipeline.generate.answer_stage import GROW_AFTER, Answerer, BatchSize
 from pipeline.generate.config import GenerateConfig
+from pipeline.generate.graph import plan_answers
 from pipeline.generate.held_videos import HeldVideos, n_bytes, to_visual
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import Way, read_questions
-from pipeline.generate.run import plan_answers
+from pipeline.rows import QuestionRecord, without_nulls
 from tests.gstep.llms import llm
 from tests.pipeline.asking import SHAPE, setup_of, tiny_cache, write_questions
 from tests.pipeline.caches import encoded, random_tokens, write_shard
@@ -46,7 +47,7 @@ def cache(tmp_path):
 def questions(folder: Path, rows, way=WAY):
     """As the driver sends them."""
     table = read_questions(str(write_questions(folder / "q.jsonl", rows)), way)
-    return [{**row, "attempts": 1} for row in table.to_pylist()]
+    return [{**without_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]
 
 
 def open_questions(folder: Path, count=10, way=WAY, **more):
@@ -105,7 +106,7 @@ def test_choices_by_letter_and_by_text(cache, tmp_path):
     letter, text = answers["letter"], answers["loglikelihood"]
     scores = letter["choice_scores"]
     assert letter["answer"] == "ABC"[letter["choice"]] and letter["choice"] == scores.index(max(scores))
-    assert letter["choice_tokens"] == [1, 1, 1] and letter["choice_normalised"] is None
+    assert letter["choice_tokens"] == [1, 1, 1] and letter.get("choice_normalised") is None
     scores, counts = text["choice_scores"], text["choice_tokens"]
     assert text["answer"] == row["choices"][text["choice"]] and text["choice"] == scores.index(max(scores))
     assert counts[1] > counts[2] and scores[1] < scores[2]  # longer and, by its sum, less likely
