@@ -51,7 +51,7 @@ class RunProgress:
         if self.status == "starting":
             return f"{where} is starting"
         if self.status == "gone":
-            return f"{where} ended without a word: {done}; the same command goes on from there"
+            return f"{where} ended without a final record: {done}; the same command goes on from there"
         why = f": {self.error}" if self.error else ""
         return f"{where} {self.status} after {self.seconds:.0f} s: {done}{why}"
 
@@ -67,7 +67,7 @@ def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
         raise CorruptShard(f"{store}/{names[-1]}: it is no record of a run; remove it") from error
 
 
-def _progress(store: Store, ledger: Ledger, record: dict[str, Any]) -> RunProgress:
+def _progress(store: Store, ledger: Ledger, record: dict[str, Any]) -> RunProgress:  # the JSON of runs/<run_id>.json
     n_done, n_failed = ledger.of_run(record["run_id"])
     status = record["status"]
     now_at_work = holder(store) or {}
