@@ -67,7 +67,7 @@ def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
         raise CorruptShard(f"{store}/{names[-1]}: it is no record of a run; remove it") from error
 
 
-def _progress(store: Store, ledger: Ledger, record: dict[str, Any]) -> RunProgress:  # the JSON of runs/<run_id>.json
+def _progress(store: Store, ledger: Ledger, record: dict[str, Any]) -> RunProgress:
     n_done, n_failed = ledger.of_run(record["run_id"])
     status = record["status"]
     now_at_work = holder(store) or {}

@@ -65,7 +65,7 @@ class PruneConfig(RunOptions):
     )
     evidence: list[str] = option(
         [],
-        "store with each token what the encoder says of it, for methods that need it later, e.g. "
+        "store besides each token what the encoder gives of it, for methods that look at it later, e.g. "
         "image_embedding for cdpruner on LLaVA-OneVision; commas or repeated",
         metavar="NAME",
     )
