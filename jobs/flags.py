@@ -19,8 +19,6 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import yaml
-
 from pipeline.errors import UsageError
 
 T = TypeVar("T")
@@ -38,11 +36,13 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
         _add(groups[title], item, hints[item.name], getattr(config, "item", ""))
 
 
-def read_config_file(path: str, config: type) -> dict[str, Any]:
+def read_config_file(path: str, config: type) -> dict[str, object]:
     """The options of a YAML file, by field name, to be used as the flags' defaults.
 
     Raises UsageError where the file cannot be read, names an option that does not exist, or gives one the wrong type.
     """
+    import yaml  # noqa: PLC0415 - not needed for --help
+
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -111,7 +111,7 @@ class RunOptions(S3Options):
         """How many of ``total`` items may fail before the run counts as failed."""
         return max(0, total - 1) if self.max_failed is None else _count_or_share(self.max_failed.strip(), total)
 
-    def as_record(self) -> dict[str, Any]:
+    def as_record(self) -> dict[str, object]:
         """Every option as JSON-able values, for the run's record; of a secret one only that it is set."""
         values = {item.name: (getattr(self, item.name), item.metadata.get("secret")) for item in fields(self)}
         return {name: "(set)" if secret and value is not None else value for name, (value, secret) in values.items()}

@@ -127,7 +127,7 @@ def _lazy(dims: int | None) -> Form:
 
 
 def _cuda(tokens: Tensor) -> Run:
-    """What gstep.prune does with tokens on a GPU, where they lie there already."""
+    """What gstep.prune does with tokens on a GPU, where they are there already."""
     there = tokens.flatten(0, 1).cuda()
 
     def run(task: Task) -> Outcome:

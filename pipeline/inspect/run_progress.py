@@ -50,7 +50,7 @@ class RunProgress:
         if self.status == "starting":
             return f"{where} is starting"
         if self.status == "gone":
-            return f"{where} ended without a word: {done}; the same command goes on from there"
+            return f"{where} ended without a final record: {done}; the same command goes on from there"
         why = f": {self.error}" if self.error else ""
         return f"{where} {self.status} after {self.seconds:.0f} s: {done}{why}"
 

@@ -151,7 +151,7 @@ def test_a_driver_killed_twenty_times_on_one_cache_and_run_again_completes_it(ch
         assert driver.running(), f"kill {len(chain.shown)} came too late: {driver.output}"
         driver.kill()
         chain.killed(visible)
-    assert "ended without a word" in run_here(inspect, [str(chain.cache)]).stdout
+    assert "ended without a final record" in run_here(inspect, [str(chain.cache)]).stdout
     assert chain.shown == sorted(chain.shown) and len(set(chain.shown)) >= KILLS / 4, chain.shown
     assert 0 < chain.shown[-1] < len(visible.ids)
     done = run_here(prune, chain.argv)

@@ -45,7 +45,7 @@ def test_a_running_run_tells_its_rate_and_what_is_left(store):
 
 def test_a_run_that_holds_the_cache_no_more_is_gone(store):
     RunFile(store, record()).save(status="running")
-    assert "ended without a word: 2 of 10 videos" in progress(store).describe()
+    assert "ended without a final record: 2 of 10 videos" in progress(store).describe()
 
 
 def test_a_run_that_has_written_no_record_yet_is_starting(store):
