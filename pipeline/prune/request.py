@@ -185,7 +185,8 @@ def _instead(pruner: Pruner, source: ModelSource) -> str:
     if source.model_type in able:
         return ""
     free = [name for name in PRUNERS if PRUNERS[name].cacheable and not PRUNERS[name].needs]
-    return f"; models of type {' or '.join(able)} do, and {', '.join(free)} need nothing but tokens"
+    models = f"models of type {' or '.join(able)} do" if able else "no model here does"
+    return f"; {models}, and {', '.join(free)} need nothing but tokens"
 
 
 def _check_decoder(name: str) -> None:
