@@ -6,7 +6,7 @@ class ModelError(ValueError):
 
 
 class MissingEvidence(ValueError):  # noqa: N818 - the public contract's name
-    """A pruning method was given no evidence that it needs; the message names what lacks."""
+    """A pruning method was given no evidence that it needs; the message names what is missing."""
 
 
 class UnsupportedVideo(ValueError):  # noqa: N818 - beside the pipeline's VideoFault, which it becomes

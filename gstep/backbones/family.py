@@ -111,8 +111,8 @@ class ModelFamily(ABC):
     @classmethod
     def check_gives(cls, evidence: Mapping[str, str]) -> None:
         """Raise ModelError where no model of this family gives some of the evidence, name -> source."""
-        if lacking := {name: source for name, source in evidence.items() if (name, source) not in cls.gives}:
-            raise ModelError(f"the encoder of {cls.model_type} does not give {in_words(lacking)}")
+        if missing := {name: source for name, source in evidence.items() if (name, source) not in cls.gives}:
+            raise ModelError(f"the encoder of {cls.model_type} does not give {in_words(missing)}")
 
     def check_evidence(self, evidence: Mapping[str, str]) -> None:
         """Raise ModelError where this model, with the pooling head it has or has not, cannot give all the evidence."""

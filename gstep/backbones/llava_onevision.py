@@ -90,7 +90,7 @@ class LlavaOnevision(ModelFamily):
         """See :meth:`ModelFamily.static`."""
         newline = read_tensors(self.source, lambda key: key if key.removeprefix("model.") == "image_newline" else None)
         if len(newline) != 1:
-            raise ModelError(f"{self.source.name!r} lacks image_newline: download the whole checkpoint")
+            raise ModelError(f"{self.source.name!r} has no image_newline: download the whole checkpoint")
         (row,) = newline.values()
         return StaticParts(hidden_size=len(row), newline=row)
 

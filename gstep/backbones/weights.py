@@ -33,7 +33,7 @@ def load_weights(
 
     tensors = read_tensors(source, wanted, device=device, dtype=dtype)
     if missing := [name for name in expected if name not in tensors]:
-        raise ModelError(f"{source.name!r} lacks {_some(missing)}: download the whole checkpoint")
+        raise ModelError(f"{source.name!r} has no {_some(missing)}: download the whole checkpoint")
     wrong = [
         f"{name} {list(tensors[name].shape)} instead of {list(weight.shape)}"
         for name, weight in expected.items()

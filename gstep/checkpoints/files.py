@@ -1,4 +1,4 @@
-"""The files of a checkpoint, wherever it lies: in a folder, on the Hugging Face Hub, or built on the spot."""
+"""The files of a checkpoint, wherever it is: in a folder, on the Hugging Face Hub, or built on the spot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class CheckpointFiles:
     """Finds files by name. Pickles; every node finds (downloads, builds) its own copy.
 
     Attributes:
-        kind: where the checkpoint lies.
+        kind: where the checkpoint is.
         location: the absolute folder, the Hugging Face id, or the name of a tiny model.
         revision: the commit sha of a Hugging Face id, else None.
     """

@@ -80,7 +80,7 @@ class PoolingHeadSource:
         found = cls(name, "", files, find_weight_files(name, files), width, vision)
         tensors = read_head(found)
         if missing := sorted(NAMES - tensors.keys()):
-            raise ModelError(f"{name!r} lacks {', '.join(missing)}: name a SigLIP checkpoint with its pooling head")
+            raise ModelError(f"{name!r} has no {', '.join(missing)}: name a SigLIP checkpoint with its pooling head")
         if tensors["head.probe"].shape[-1] != width:
             raise ModelError(
                 f"the pooling head of {name!r} is {tensors['head.probe'].shape[-1]} channels wide, the vision tower "
@@ -92,7 +92,7 @@ class PoolingHeadSource:
         """The local path of a file, downloaded or built on this node if need be."""
         path = self.files.find(filename)
         if path is None:
-            raise ModelError(f"{self.name!r} lacks the file {filename}: download the whole checkpoint")
+            raise ModelError(f"{self.name!r} has no file {filename}: download the whole checkpoint")
         return path
 
 

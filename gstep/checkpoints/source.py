@@ -87,7 +87,7 @@ class ModelSource:
             )
         path = self.files.find(filename)
         if path is None:
-            raise ModelError(f"{self.name!r} lacks the file {filename}: download the whole checkpoint")
+            raise ModelError(f"{self.name!r} has no file {filename}: download the whole checkpoint")
         return path
 
     def pretrained(self) -> tuple[str, str | None]:

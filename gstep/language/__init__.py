@@ -57,7 +57,7 @@ def prompt_builder(source: ModelSource, positions: str | None = None, rule: str 
             original).
         rule: see :class:`~gstep.language.types.PromptPolicy`.
 
-    Raises ModelError where the checkpoint lacks a tokenizer, a chat template or a token that prompts need, and
+    Raises ModelError where a tokenizer, a chat template or a token that prompts need is missing, and
     ValueError for an unknown policy.
     """
     builder: PromptBuilder = BUILDERS[source.model_type].of(source, positions, rule)

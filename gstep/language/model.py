@@ -84,26 +84,36 @@ class LanguageModel:
         started = time.perf_counter()
         batch, cache = self._prefilled(prompts) if share_prefix else (Batch.of(prompts), None)
         clock = FirstToken()
-        processors = [SeededSampling(decodings), clock]
-        length = batch.input_ids.shape[1]
-        visuals = None if cache is not None else [v for prompt in prompts for v in prompt.visuals]
-        output = self.model.generate(
-            input_ids=batch.input_ids.to(self.device),
-            attention_mask=batch.mask.to(self.device),
-            position_ids=batch.position_ids().to(self.device),
-            past_key_values=cache,
-            generation_config=self._config(decodings),
-            logits_processor=LogitsProcessorList(processors),
-            stopping_criteria=StoppingCriteriaList([RowLimits(decodings, length)]),
-            **({} if not visuals else {"mm_encoder_outputs": encoder_outputs(visuals, self.device, self.model.dtype)}),
-        )
-        tokens = output[:, length:].cpu()
+        tokens = self._continued(batch, cache, prompts if cache is None else (), decodings, clock).cpu()
         ended, first = time.perf_counter(), clock.at
         assert first is not None
         return [
             self._answer(row, decoding, first - started, ended - first)
             for row, decoding in zip(tokens.tolist(), decodings, strict=True)
         ]
+
+    def _continued(
+        self,
+        batch: Batch,
+        past: DynamicCache | None,
+        prompts: Sequence[Prompt],
+        decodings: Sequence[Decoding],
+        clock: FirstToken,
+    ) -> Tensor:
+        """What follows each row, [B,new] ids; ``prompts`` are those whose videos ``past`` does not hold."""
+        length = batch.input_ids.shape[1]
+        visuals = [visual for prompt in prompts for visual in prompt.visuals]
+        output: Tensor = self.model.generate(
+            input_ids=batch.input_ids.to(self.device),
+            attention_mask=batch.mask.to(self.device),
+            position_ids=batch.position_ids().to(self.device),
+            past_key_values=past,
+            generation_config=self._config(decodings),
+            logits_processor=LogitsProcessorList([SeededSampling(decodings), clock]),
+            stopping_criteria=StoppingCriteriaList([RowLimits(decodings, length)]),
+            **({} if not visuals else {"mm_encoder_outputs": encoder_outputs(visuals, self.device, self.model.dtype)}),
+        )
+        return output[:, length:]
 
     @torch.inference_mode()
     def score(

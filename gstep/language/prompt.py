@@ -52,7 +52,7 @@ class PromptBuilder(ABC):
 
     @classmethod
     def of(cls, source: ModelSource, positions: str | None, rule: str) -> Self:
-        """From a checkpoint's own files. Raises ModelError where it lacks one, ValueError for an unknown policy."""
+        """From a checkpoint's own files. Raises ModelError where one is missing, ValueError for an unknown policy."""
         template = chat_template(source)
         hashed = hashlib.sha256(template.encode()).hexdigest()[:16]
         policy = PromptPolicy(positions or cls.default_positions, rule, hashed)
@@ -85,8 +85,8 @@ class PromptBuilder(ABC):
         Args:
             system: a system message; None leaves it to the template.
 
-        Raises ValueError where the text holds the model's own placeholder of an image or video, or a video lacks what
-        the family needs.
+        Raises ValueError where the text holds the model's own placeholder of an image or video, or a video comes
+        without what the family needs.
         """
         for visual in visuals:
             self.check(visual)
@@ -112,7 +112,7 @@ class PromptBuilder(ABC):
                 f"{len(visual.deepstack)} deepstack levels in the cache; this model takes {self.deepstack_levels}"
             )
         if self.needs_newline and visual.newline is None:
-            raise ValueError("the cache lacks the newline row of this model")
+            raise ValueError("the newline row of this model is missing from the cache")
 
     @abstractmethod
     def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:

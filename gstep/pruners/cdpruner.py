@@ -18,8 +18,8 @@ from gstep.types import VisualTokens, budget_for
 
 MODES = ("global", "per_frame")
 
-#: A token of which less than this share (of its squared length) is left beyond the span of the chosen ones repeats
-#: them: what is left lies within the rounding noise of float32.
+#: A token repeats the chosen ones where less than this share of its squared length lies outside of their span: that is
+#: the rounding noise of float32.
 SPANNED = 1e-5
 
 
@@ -78,7 +78,7 @@ def relevance(image_TNE: Tensor, text_QE: Tensor) -> Tensor:
 def greedy_map(direction_MD: Tensor, quality_M: Tensor, budget: int) -> Tensor:
     """At most ``budget`` places, [B] int64 in order of selection: each the token of largest remaining determinant.
 
-    A Cholesky factorisation of the cosines, of which only the rows of chosen tokens are ever made: memory M * (D + B).
+    A Cholesky factorisation of the cosines that makes the rows of chosen tokens alone: memory M * (D + B).
     The first token is the most relevant one; zero tokens have no part in it, unless there is nothing else.
     """
     n_total, hidden = direction_MD.shape

@@ -86,7 +86,8 @@ class FastVID(Pruner):
             p=check_integer("p", self.p, 1),
             **{name: check_number(name, value, "in [-1, 1]", lambda x: abs(x) <= 1) for name, value in cosines.items()},
             **{name: check_number(name, value, "in [0, 1]", lambda x: 0 <= x <= 1) for name, value in shares.items()},
-            sources=_SOURCES[variant],  # no field, as needs: it hides the class's from whoever asks this instance
+            # Not hyper-parameters, so no fields: those of the variant, in place of the class's own, which are llava's.
+            sources=_SOURCES[variant],
             needs=frozenset(_SOURCES[variant]),
         )
 

@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
 from gstep.backbones import ModelSource, choose_runtime
-from gstep.language import LanguageModel, Prompt, Visual, load_language_model
+from gstep.language import Decoding, LanguageModel, Prompt, Visual, load_language_model, prompt_builder
 from tests.pipeline.videos import sample
+
+QUESTION = "What is happening in this video?"
+GREEDY = Decoding(max_new_tokens=12)
 
 FAMILIES = ("tiny", "tiny-qwen2-5-vl", "tiny-qwen3-vl")
 SECONDS = 1.3  # of a temporal patch: no whole number, so that cutting it shows
@@ -119,3 +122,19 @@ def kept_index(encoded: Encoded, ratio: float, seed: int = 0) -> Tensor:
     total = len(encoded.visual.index)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
     return order[: max(1, int(ratio * total))].sort().values
+
+
+def ids_of(answers):
+    return [answer.token_ids for answer in answers]
+
+
+def ragged(source, video, other):
+    """Prompts of different kept counts, lengths and numbers of videos; the first two share theirs."""
+    few, fewer = video.keep(kept_index(video, 0.25)), other.keep(kept_index(other, 0.03))
+    build = prompt_builder(source).build
+    return [
+        build(QUESTION, [few]),
+        build("How many people are there, and what colour is the car?", [few]),
+        build("Why?", [fewer]),
+        build("Which of the two is longer?", [fewer, few]),
+    ]

@@ -1,10 +1,16 @@
-"""Watch which tensors of a checkpoint are read."""
+"""Watch which tensors of a checkpoint are read, and read the newline of one."""
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
+import pytest
+import torch
+
+from gstep.backbones import ModelSource, family_of
 from gstep.checkpoints import tensors
+
+INDEX = "model.safetensors.index.json"
 
 
 class CountingSafeOpen:
@@ -37,3 +43,9 @@ def count_reading(patch: pytest.MonkeyPatch) -> dict[str, int]:
     patch.setattr(CountingSafeOpen, "read", {})
     patch.setattr(tensors, "safe_open", CountingSafeOpen)
     return CountingSafeOpen.read
+
+
+def newline_of(model: str | Path) -> torch.Tensor:
+    newline = family_of(ModelSource.resolve(model)).static().newline
+    assert newline is not None
+    return newline

@@ -77,6 +77,32 @@ def test_frame_mean_and_spatial_density_of_a_video_larger_than_one_block() -> No
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", [(3, 196, 3584), (2, 17, 513), (40, 4, 511), (2, 700, 1600), (1, 1, 1)])
+def test_blocks_change_no_bit_and_not_the_tokens(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    tokens = video(*shape).to(dtype)
+    before = tokens.clone()
+    first, whole = tokens[:, 0].double(), tokens.double()
+    mean = first + (whole - first[:, None]).mean(dim=1)
+    assert torch.equal(frame_mean(tokens), mean)
+    deviation = torch.linalg.vector_norm(whole - mean[:, None], dim=-1)
+    largest = deviation.amax(dim=1, keepdim=True)
+    expected = torch.where(largest > 0, deviation / torch.where(largest > 0, largest, 1.0), 0.0)
+    assert torch.equal(spatial_density(tokens, mean), expected)
+    assert torch.equal(tokens, before)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_density_does_not_depend_on_how_tokens_lie_in_memory(dtype: torch.dtype) -> None:
+    tokens = video(6, 50, 600).to(dtype)
+    expected = spatio_temporal_density(tokens)
+    for order, back in [((1, 0, 2), (1, 0, 2)), ((2, 0, 1), (1, 2, 0)), ((0, 2, 1), (0, 2, 1))]:
+        other = tokens.permute(order).contiguous().permute(back)
+        assert not other.is_contiguous() and torch.equal(other, tokens)
+        for ours, theirs in zip(spatio_temporal_density(other), expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_spatial_density_is_equation_3(dtype: torch.dtype) -> None:
     tokens = video(5, 7, 16).to(dtype)
     values = tokens.double().numpy()

@@ -61,7 +61,7 @@ def select_batch_on_gpu(
         try:
             with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 return _select(videos, alpha, beta, start)
-        except Exception as error:  # noqa: BLE001 - whatever ails the kernels, the plain form has the answer
+        except Exception as error:  # noqa: BLE001 - whatever fails, the plain form has the answer
             _report(error)
     return [_plain(video, alpha, beta, start) for video in videos]
 
@@ -118,7 +118,7 @@ def _plain(video: Video, alpha: float, beta: float, start: str) -> Tensor:
 
 
 def _report(error: Exception) -> None:
-    """Warn once a process; after anything but a want of memory the kernels are not tried again."""
+    """Warn once a process; after any failure but running out of memory the kernels are not tried again."""
     cause = f"{type(error).__name__}: {error}"
     if not isinstance(error, torch.OutOfMemoryError):
         _broken.append(cause)

@@ -151,7 +151,7 @@ def test_missing_weights_are_named(folder):
     tensors = load_file(folder / "model.safetensors")
     del tensors["multi_modal_projector.linear_1.bias"]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ModelError, match=r"lacks multi_modal_projector\.linear_1\.bias"):
+    with pytest.raises(ModelError, match=r"has no multi_modal_projector\.linear_1\.bias"):
         family_of(ModelSource.resolve(folder)).load(FLOAT32)
 
 

@@ -208,7 +208,7 @@ def test_missing_weights_are_named(folder):
     (gone,) = [key for key in tensors if key.endswith("visual.blocks.1.attn.qkv.bias")]
     del tensors[gone]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ModelError, match=r"lacks visual\.blocks\.1\.attn\.qkv\.bias"):
+    with pytest.raises(ModelError, match=r"has no visual\.blocks\.1\.attn\.qkv\.bias"):
         family_of(ModelSource.resolve(folder)).load(FLOAT32)
 
 

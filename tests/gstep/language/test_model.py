@@ -2,48 +2,25 @@
 
 import dataclasses
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from gstep.backbones import ModelSource, choose_runtime
-from gstep.checkpoints import tiny
-from gstep.checkpoints.files import CheckpointFiles
-from gstep.errors import ModelError
 from gstep.language import Decoding, load_language_model, model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs
-from gstep.language.decoding import SeededSampling
-from gstep.language.prompt import parsed_config
-from gstep.language.weights import without_vision
-from tests.gstep.llms import FAMILIES, FLOAT32, encode, kept_index, llm, stock, stock_inputs
-from tests.gstep.qwen_configs import SIZES
-from tests.gstep.reading import count_reading
-
-QUESTION = "What is happening in this video?"
-GREEDY = Decoding(max_new_tokens=12)
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def name(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def video(name):
-    return encode(name)
-
-
-@pytest.fixture(scope="module")
-def source(name):
-    return ModelSource.resolve(name)
-
-
-def ids_of(answers):
-    return [answer.token_ids for answer in answers]
+from tests.gstep.llms import (
+    FLOAT32,
+    GREEDY,
+    QUESTION,
+    encode,
+    ids_of,
+    kept_index,
+    llm,
+    stock,
+    stock_inputs,
+)
 
 
 def stock_greedy(name, inputs, n=GREEDY.max_new_tokens, **more):
@@ -126,23 +103,6 @@ def test_what_a_call_before_left_in_the_model_does_not_matter(name, source, vide
     assert ids_of(llm(name).generate([prompt], [GREEDY])) == before
 
 
-def ragged(source, video, other):
-    """Prompts of different kept counts, lengths and numbers of videos; the first two share theirs."""
-    few, fewer = video.keep(kept_index(video, 0.25)), other.keep(kept_index(other, 0.03))
-    build = prompt_builder(source).build
-    return [
-        build(QUESTION, [few]),
-        build("How many people are there, and what colour is the car?", [few]),
-        build("Why?", [fewer]),
-        build("Which of the two is longer?", [fewer, few]),
-    ]
-
-
-@pytest.fixture(scope="module")
-def prompts(name, source, video):
-    return ragged(source, video, encode(name, "carphone_pristine.mp4", n_frames=2, grid=(4, 10)))
-
-
 @pytest.mark.parametrize("share_prefix", [True, False])
 def test_a_ragged_batch_gives_what_single_runs_give(name, prompts, share_prefix):
     decodings = [Decoding(max_new_tokens=n) for n in (12, 3, 12, 7)]
@@ -193,89 +153,6 @@ def test_only_what_is_the_same_is_shared(name, source, video):
     alone = [llm(name).generate([p], [GREEDY])[0].token_ids for p in prompts]
     assert ids_of(together) == alone
     assert alone[3] != alone[0]  # else this could not fail
-
-
-def test_a_batch_is_padded_on_the_left_with_a_token_of_the_prompt(prompts):
-    batch = Batch.of(prompts)
-    for row, prompt in enumerate(prompts):
-        start = batch.mask.shape[1] - len(prompt)
-        assert batch.mask[row].tolist() == [0] * start + [1] * len(prompt)
-        assert torch.equal(batch.input_ids[row, start:], prompt.input_ids)
-        assert torch.equal(batch.positions[:, row, start:], prompt.positions)
-        assert (batch.input_ids[row, :start] == prompt.input_ids[0]).all()
-
-
-def test_no_positions_look_like_packed_sequences(name, prompts):
-    """Transformers takes a first row that does not count up by one for several sequences and masks them apart."""
-    batch = Batch.of(prompts)
-    ids = batch.position_ids()
-    if name == "tiny":
-        assert torch.equal(ids, batch.positions[0])
-    else:
-        assert torch.equal(ids[1:], batch.positions)
-        for row, mask in zip(ids[0], batch.mask.bool(), strict=True):
-            assert torch.equal(row[mask], torch.arange(int(mask.sum())))
-
-
-def test_a_drawn_answer_depends_on_its_own_seed_alone(name, prompts):
-    def decodings(*seeds):
-        return [Decoding(max_new_tokens=8, temperature=0.9, top_p=0.95, top_k=50, seed=seed) for seed in seeds]
-
-    together = llm(name).generate([*prompts, prompts[0], prompts[0]], [*decodings(0, 1, 2, 3, 4), GREEDY])
-    alone = [llm(name).generate([p], [d])[0] for p, d in zip(prompts, decodings(0, 1, 2, 3), strict=True)]
-    assert ids_of(together[:4]) == ids_of(alone)
-    assert together[4].token_ids != together[0].token_ids
-    assert together[5].token_ids == llm(name).generate([prompts[0]], [GREEDY])[0].token_ids
-
-
-def test_draws_follow_the_distribution(name, prompts):
-    probabilities = torch.softmax(llm(name).logits([prompts[2]])[0][-1] / 0.8, dim=-1)
-    top = set(torch.topk(probabilities, 3).indices.tolist())
-    draws = [
-        a.token_ids[0]
-        for start in range(0, 600, 50)
-        for a in llm(name).generate(
-            [prompts[2]] * 50,
-            [Decoding(max_new_tokens=1, temperature=0.8, top_k=3, seed=start + i) for i in range(50)],
-        )
-        if a.token_ids
-    ]
-    assert set(draws) <= top
-    kept = probabilities[sorted(top)] / probabilities[sorted(top)].sum()
-    for token, share in zip(sorted(top), kept.tolist(), strict=True):
-        assert abs(draws.count(token) / len(draws) - share) < 0.07
-
-
-def drawn(scores, seeds=range(300), **options):
-    """What some seeds draw of one row of scores."""
-    rows = torch.tensor([scores])
-    return {
-        int(SeededSampling([Decoding(seed=seed, **options)])(torch.zeros(1, 1, dtype=torch.long), rows).argmax())
-        for seed in seeds
-    }
-
-
-@pytest.mark.parametrize(("temperature", "share"), [(0.5, 0.881), (1.0, 0.731), (4.0, 0.562)])
-def test_the_temperature_divides_the_logits(temperature, share):
-    draws = [drawn([0.0, 1.0], range(i, i + 1), temperature=temperature) for i in range(1000)]
-    assert draws.count({1}) / 1000 == pytest.approx(share, abs=0.05)
-
-
-@pytest.mark.parametrize("temperature", [1e-300, 1e-38, 1e-7])
-@pytest.mark.parametrize("options", [{}, {"top_p": 0.5, "top_k": 2}])
-def test_next_to_no_temperature_is_greedy(temperature, options):
-    assert drawn([30.0, -5.0, 31.0, 29.0], seeds=range(20), temperature=temperature, **options) == {2}
-
-
-@pytest.mark.parametrize("temperature", [1e30, 1e300])
-def test_any_heat_leaves_what_the_model_rules_out(temperature):
-    assert drawn([30.0, float("-inf"), -31.0], temperature=temperature) == {0, 2}
-
-
-@pytest.mark.parametrize(("top_p", "kept"), [(1e-9, {1}), (0.6, {1, 2}), (0.9, {0, 1, 2}), (1.0, {0, 1, 2, 3})])
-def test_only_the_likeliest_that_make_up_top_p_are_drawn(top_p, kept):
-    logits = torch.tensor([0.2, 0.4, 0.3, 0.1]).log().tolist()
-    assert drawn(logits, temperature=1.0, top_p=top_p) == kept
 
 
 @pytest.mark.parametrize("share_prefix", [True, False])
@@ -331,73 +208,6 @@ def test_two_videos_in_one_prompt_equal_the_stock_model(name, source, video):
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-def test_nothing_of_the_vision_part_is_read_or_held(name, source, monkeypatch):
-    read = count_reading(monkeypatch)
-    loaded = load_language_model(source, FLOAT32)
-    vision = ("vision_tower", "multi_modal_projector", "image_newline", "visual")
-    assert not [key for key in read if any(part in key for part in vision)]
-    text = sum(p.nbytes for key, p in stock(name).named_parameters() if not any(part in key for part in vision))
-    buffers = sum(b.nbytes for b in loaded.model.buffers())
-    assert sum(read.values()) == text == loaded.n_bytes - buffers
-    assert not any(t.is_meta or t.requires_grad for t in (*loaded.model.parameters(), *loaded.model.buffers()))
-    assert not loaded.model.training
-
-
-@pytest.fixture
-def folder(name, tmp_path):
-    return Path(shutil.copytree(tiny.build(name), tmp_path / "model"))
-
-
-def prompt_logits(source, name, video):
-    loaded = load_language_model(source, FLOAT32)
-    return loaded.logits([prompt_builder(source).build(QUESTION, [video.visual])])[0]
-
-
-def test_what_save_pretrained_writes_loads(name, folder, video):
-    expected = llm(name).logits([prompt_builder(ModelSource.resolve(folder)).build(QUESTION, [video.visual])])[0]
-    (folder / "model.safetensors").unlink()
-    stock(name).save_pretrained(folder, max_shard_size="300KB")
-    saved = ModelSource.resolve(folder)
-    assert len(saved.weight_files) > 1
-    assert torch.equal(prompt_logits(saved, name, video), expected)
-
-
-def test_keys_as_they_are_in_memory_load(name, folder, video, source):
-    save_file(
-        {key: value.contiguous() for key, value in stock(name).state_dict().items()}, folder / "model.safetensors"
-    )
-    assert torch.equal(prompt_logits(ModelSource.resolve(folder), name, video), prompt_logits(source, name, video))
-
-
-def test_a_tied_head_is_the_embedding(name, folder, video):
-    tensors = load_file(folder / "model.safetensors")
-    head = next(key for key in tensors if key.endswith("lm_head.weight"))
-    embedding = next(key for key in tensors if key.endswith("embed_tokens.weight"))
-    tensors[head] = tensors[embedding].clone()
-    save_file(tensors, folder / "model.safetensors")
-    expected = prompt_logits(ModelSource.resolve(folder), name, video)
-    del tensors[head]
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ModelError, match=r"lacks lm_head\.weight"):
-        load_language_model(ModelSource.resolve(folder), FLOAT32)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    tied = ModelSource.resolve(folder)
-    loaded = load_language_model(tied, FLOAT32)
-    assert loaded.model.lm_head.weight is loaded.model.get_input_embeddings().weight
-    assert torch.equal(prompt_logits(tied, name, video), expected)
-
-
-def test_missing_weights_are_named(name, folder):
-    tensors = load_file(folder / "model.safetensors")
-    save_file(
-        {k: t for k, t in tensors.items() if not k.endswith("layers.1.mlp.up_proj.weight")},
-        folder / "model.safetensors",
-    )
-    with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj\.weight"):
-        load_language_model(ModelSource.resolve(folder), FLOAT32)
-
-
 def test_half_precision_is_the_stock_models(name, source, video, prompts):
     loaded = load_language_model(source, choose_runtime("cpu", "bfloat16", "sdpa"))
     whole = AutoModelForImageTextToText.from_pretrained(source.pretrained()[0], dtype=torch.bfloat16).eval()
@@ -443,60 +253,3 @@ def test_the_end_of_an_answer_is_looked_up_in_the_config_where_it_is_not_set(nam
     for _ in ("a file that does not say", "no file"):
         assert load_language_model(ModelSource.resolve(folder), FLOAT32).model.generation_config.eos_token_id == 77
         path.unlink(missing_ok=True)
-
-
-def test_a_library_that_would_ignore_cached_tokens_is_refused(name, source, monkeypatch):
-    def older(self, input_ids=None, **keywords):
-        pass
-
-    monkeypatch.setattr(type(llm(name).model), "forward", older)
-    with pytest.raises(ModelError, match=r"takes no cached tokens: pip install 'transformers>=5\.18"):
-        load_language_model(source, FLOAT32)
-
-
-def llava_config(hidden, layers, heads, kv, inner, tied):
-    """What decides the language model in the config.json of LLaVA-OneVision on the hub."""
-    text = {
-        "model_type": "qwen2",
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv,
-        "max_position_embeddings": 32768,
-        "rope_theta": 1000000.0,
-        "vocab_size": 152000 if tied else 152128,
-        "tie_word_embeddings": tied,
-    }
-    vision = {"model_type": "siglip_vision_model", "hidden_size": 1152, "num_hidden_layers": 26, "image_size": 384}
-    return {"model_type": "llava_onevision", "text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
-
-
-LLMS = {
-    "LLaVA-OneVision-0.5B": llava_config(896, 24, 14, 2, 4864, tied=True),
-    "LLaVA-OneVision-7B": llava_config(3584, 28, 28, 4, 18944, tied=False),
-    **{size: config for size, (config, _, _) in SIZES.items()},
-}
-# Millions of parameters without the vision part, and whether the head is tied to the embeddings.
-LANGUAGE_PARTS = {
-    "LLaVA-OneVision-0.5B": (494, True),
-    "LLaVA-OneVision-7B": (7616, False),
-    "Qwen2.5-VL-3B": (3086, True),
-    "Qwen2.5-VL-7B": (7615, False),
-    "Qwen2.5-VL-32B": (32763, False),
-    "Qwen2.5-VL-72B": (72704, False),
-    "Qwen3-VL-2B": (1721, True),
-    "Qwen3-VL-4B": (4022, True),
-    "Qwen3-VL-8B": (8191, False),
-    "Qwen3-VL-32B": (32762, False),
-}
-
-
-@pytest.mark.parametrize("size", LLMS)
-def test_every_dense_size_on_the_hub_is_known_by_its_config(size):
-    config = LLMS[size]
-    source = ModelSource(size, config["model_type"], "none", CheckpointFiles("folder", "/none"), (), config, {})
-    model = without_vision(parsed_config(source), choose_runtime("cpu", "bfloat16", "sdpa"))
-    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in model.parameters())
-    millions = round(sum(p.numel() for p in model.parameters()) / 1e6)
-    assert (millions, model.lm_head is None) == LANGUAGE_PARTS[size]

@@ -11,38 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
-import gstep
-from gstep.density import spatio_temporal_density
-from gstep.selection import products
-from gstep.selection.dispatch import fast_density_guided_fps
 from gstep.selection.lazy import Counts, lazy_density_guided_fps
 from gstep.selection.reference import STARTS, density_guided_fps
-from gstep.selection.subspace import MARGIN, Subspace
 from tests.gstep.oracle import exact_tokens, oracle
+from tests.gstep.selection.videos import KINDS, density, video
 from tests.gstep.synthetic import FLOATS, edge_videos
 
 BLOCKS = [1, 5, 64, None]
-KINDS = ["low rank", "scenes", "random"]
-
-
-def video(kind: str, n_frames: int = 12, per_frame: int = 49, hidden: int = 384, seed: int = 0) -> Tensor:
-    """[T,N,D] bfloat16 that change slowly and cut once: low rank (a bound tells much), scenes in directions of
-    their own (it tells which picks are likeliest) or random (it tells nothing)."""
-    rng = torch.Generator().manual_seed(seed)
-    if kind == "random":
-        return torch.randn(n_frames, per_frame, hidden, generator=rng).bfloat16()
-    rank = 24 if kind == "low rank" else hidden
-    content, change = torch.randn(2, 2, per_frame, rank, generator=rng)
-    time = torch.linspace(0, 1, n_frames)[:, None, None]
-    place = torch.where(time < 0.6, content[0] + time * change[0], content[1] + time * change[1])
-    basis = torch.linalg.qr(torch.randn(hidden, rank, generator=rng))[0].T * (hidden / rank) ** 0.5
-    return (place @ basis + 0.3 * torch.randn(n_frames, per_frame, hidden, generator=rng)).bfloat16()
-
-
-def density(tokens_TND: Tensor) -> Tensor:
-    return spatio_temporal_density(tokens_TND)[0].flatten()
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -148,22 +124,6 @@ def test_extreme_magnitudes_change_nothing(scale: float) -> None:
     assert torch.equal(lazy_density_guided_fps(tokens.float() * scale, rho, 150), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_cosine_is_above_its_bound(kind: str) -> None:
-    tokens = video(kind, hidden=512).flatten(0, 1).float()
-    tokens[5], tokens[7] = 0, tokens[8]
-    unit = torch.nn.functional.normalize(tokens.double(), dim=1)
-    for dims in (1, 16, 64):
-        subspace = Subspace.of(unit[::2].float(), dims)
-        inverse = tokens.norm(dim=1).reciprocal().nan_to_num(posinf=0)
-        coordinates = subspace.coordinates(tokens, inverse)
-        slack = (coordinates @ coordinates.T).double() - unit @ unit.T
-        assert slack.min() > -MARGIN / 3
-        assert -1e-6 < subspace.residual <= 1 + 1e-6
-    if kind == "low rank":  # else a bound that is always 2 would do
-        assert slack.mean() < 0.2
-
-
 def test_few_products_where_tokens_are_alike_and_no_bound_where_they_are_not() -> None:
     for kind, ratio, most in (("low rank", 0.25, 0.25), ("low rank", 0.1, 0.16), ("scenes", 0.25, 0.25)):
         tokens = video(kind, n_frames=32, per_frame=98, hidden=512)
@@ -179,38 +139,6 @@ def test_few_products_where_tokens_are_alike_and_no_bound_where_they_are_not() -
     tokens = video("random", n_frames=32, per_frame=98, hidden=512)
     lazy_density_guided_fps(tokens.flatten(0, 1), density(tokens), 600, counts=(given_up := Counts()), dims=32)
     assert given_up.gave_up
-
-
-def test_products_of_pairs_without_the_sparse_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = np.random.default_rng(0)
-    a, b = torch.from_numpy(rng.normal(size=(2, 300, 65))).float()
-    row, column = np.sort(rng.integers(0, 300, 700)), rng.integers(0, 300, 700)
-    expected = (a[row].double() * b[column].double()).sum(dim=1).numpy()
-    assert np.abs(products.pair_products(a, b, row, column) - expected).max() < 1e-5
-    tokens = video("low rank").flatten(0, 1)
-    rho = density(tokens[None])
-    with_it = lazy_density_guided_fps(tokens, rho, 100)
-    monkeypatch.setattr(products, "_has_sampled_products", lambda: False)
-    assert np.abs(products.pair_products(a, b, row, column) - expected).max() < 1e-5
-    assert len(products.pair_products(a, b, row[:0], column[:0])) == 0
-    assert set(lazy_density_guided_fps(tokens, rho, 100).tolist()) == set(with_it.tolist())
-
-
-def test_prune_takes_it_for_large_videos(monkeypatch: pytest.MonkeyPatch) -> None:
-    large, small = video("low rank", n_frames=24, hidden=512), video("low rank", n_frames=2, hidden=32)
-    for tokens, lazily in ((large, True), (small, False)):
-        taken: list[int] = []
-
-        def lazy(*args: object, taken: list[int] = taken, **named: object) -> Tensor:
-            taken.append(1)
-            return lazy_density_guided_fps(*args, **named)  # type: ignore[arg-type]
-
-        monkeypatch.setattr("gstep.selection.dispatch.lazy_density_guided_fps", lazy)
-        pruned = gstep.prune(tokens, 0.25)
-        assert bool(taken) == lazily
-        expected = density_guided_fps(tokens.flatten(0, 1), density(tokens), len(pruned.index))
-        assert pruned.index.tolist() == sorted(expected.tolist())
-        assert fast_density_guided_fps(tokens.flatten(0, 1), density(tokens), 5).tolist() == expected[:5].tolist()
 
 
 MEMORY = """

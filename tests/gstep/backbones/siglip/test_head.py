@@ -154,7 +154,7 @@ def test_checkpoints_without_a_head_that_fits_are_refused(source, folder):
 
     tensors = load_file(folder / "model.safetensors")
     save_file({k: v for k, v in tensors.items() if "probe" not in k}, folder / "model.safetensors")
-    refused(r"lacks head\.probe: name a SigLIP checkpoint with its pooling head")
+    refused(r"has no head\.probe: name a SigLIP checkpoint with its pooling head")
     save_file({**tensors, "vision_model.head.probe": torch.zeros(1, 1, 96)}, folder / "model.safetensors")
     refused("96 channels wide, the vision tower 64: name the SigLIP checkpoint")
     (folder / "config.json").write_text(json.dumps({"model_type": "clip"}))

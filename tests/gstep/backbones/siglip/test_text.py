@@ -227,7 +227,7 @@ def test_checkpoints_without_a_tower_that_fits_are_refused(source, folder):
     (folder / "tokenizer.json").write_text("{}")
     refused("no tokenizer that can be loaded")
     (folder / "tokenizer.json").unlink()
-    refused(r"lacks the file spiece\.model")
+    refused(r"has no file spiece\.model")
     with pytest.raises(ModelError, match="for LLaVA-OneVision"):
         family_of(ModelSource.resolve("tiny-qwen3-vl")).text_tower("tiny")
 

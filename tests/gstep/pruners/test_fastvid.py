@@ -1,8 +1,7 @@
-"""The rules of the baselines where golden cases do not reach: edges, documented deviations, each part by itself."""
+"""FastVID where golden cases do not reach: segments, shares, peaks, merging, both variants."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -10,122 +9,8 @@ import pytest
 import torch
 
 import gstep
-from gstep.pruners.cdpruner import greedy_map, relevance
 from gstep.pruners.fastvid import cut, density_peaks, even_shares, keep, llava_counts, merge, qwen_counts
-from gstep.pruners.vidcom2 import calm_channels, frame_budgets
-from gstep.pruners.visionzip import evenly_strided, kept_of_frame
 from tests.gstep.synthetic import prune, video
-
-
-def test_vidcom2_gives_more_tokens_to_the_frame_that_differs() -> None:
-    tokens = video(1, 40, 32).expand(6, 40, 32) + 0.05 * video(6, 40, 32, seed=1)
-    tokens[4] = video(40, 32, seed=2) * 2
-    kept = torch.bincount(prune(tokens, 0.25, "vidcom2").index // 40, minlength=6)
-    assert kept.argmax() == 4
-    assert kept.max() > kept.min()
-
-
-def test_vidcom2_rounds_half_to_even_and_keeps_at_least_one() -> None:
-    typical = torch.ones(3, 10, dtype=torch.float64)
-    assert frame_budgets(typical, 0.25).tolist() == [2, 2, 2]
-    assert frame_budgets(typical, 0.35).tolist() == [4, 4, 4]
-    assert frame_budgets(typical, 0.001).tolist() == [1, 1, 1]
-    assert frame_budgets(torch.cat([typical, typical[:1] - 1]), 1.0).tolist() == [8, 8, 8, 10]
-
-
-def test_vidcom2_keeps_the_calm_half_of_the_channels() -> None:
-    tokens = video(4, 50, 7) * torch.tensor([5.0, 1.0, 4.0, 0.1, 3.0, 6.0, 2.0])
-    assert calm_channels(tokens).tolist() == [1, 3, 6]
-    assert calm_channels(tokens[..., :1]).tolist() == [0]
-
-
-@pytest.mark.parametrize(
-    ("size", "ratio", "kept"),
-    [
-        *[(196, 0.25, 50), (196, 0.2, 40), (196, 0.15, 30), (196, 0.1, 20), (196, 0.5, 98), (196, 784 / 3136, 50)],
-        *[(100, 0.25, 25), (16, 0.1, 2), (16, 0.001, 2), (1, 0.5, 1), (1, 1.0, 1), (49, 1.0, 49)],
-    ],
-)
-def test_visionzip_per_frame(size: int, ratio: float, kept: int) -> None:
-    assert kept_of_frame(size, ratio) == kept
-
-
-def test_visionzip_by_hand() -> None:
-    """Six tokens a frame, three kept: the two most attended to, and a sum."""
-    tokens = torch.arange(12.0).view(1, 6, 2).repeat(2, 1, 1)
-    tokens[1] *= 10
-    attention = torch.tensor([[0.1, 0.9, 0.2, 0.1, 0.8, 0.0]] * 2)
-    evidence = {"token_attention": attention, "token_key": torch.ones(2, 6, 3)}
-    pruned = gstep.prune(tokens, 0.5, "visionzip", evidence=evidence)
-    assert pruned.index.tolist() == [0, 1, 4, 6, 7, 10]
-    assert pruned.merged is not None and pruned.order is not None
-    assert pruned.merged.tolist() == [True, False, False] * 2
-    # Each frame's dominant tokens in ascending index, then its contextual one: itself plus the mean of 2, 3 and 5.
-    assert pruned.order.tolist() == [1, 2, 0, 4, 5, 3]
-    mean = tokens[:, [2, 3, 5]].mean(dim=1)
-    assert torch.allclose(pruned.tokens[[0, 3]], tokens[:, 0] + mean)
-
-
-def test_visionzip_sums_end_at_the_largest_number() -> None:
-    tokens = torch.full((1, 8, 4), 60000.0, dtype=torch.float16)
-    pruned = prune(tokens, method="visionzip", budget=2)
-    assert pruned.merged is not None
-    assert (pruned.tokens[pruned.merged] == torch.finfo(torch.float16).max).all()
-
-
-def test_visionzip_targets_are_evenly_strided() -> None:
-    cpu = torch.device("cpu")
-    assert evenly_strided(10, 3, cpu).tolist() == [0, 3, 6]
-    assert evenly_strided(3, 3, cpu).tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize(("ratio", "kept"), [(0.15, 10), (0.2, 13), (0.001, 1), (1.0, 64)])
-def test_fastv_rounds(ratio: float, kept: int) -> None:
-    attention = torch.from_numpy(np.random.default_rng(0).permutation(64)).float()
-    pruned = gstep.prune(video(4, 16, 8), ratio, "fastv", evidence={"llm_attention": attention})
-    assert pruned.index.tolist() == sorted(attention.argsort(descending=True)[:kept].tolist())
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_cdpruner_takes_the_largest_determinant_at_each_step(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    direction = torch.nn.functional.normalize(torch.from_numpy(rng.normal(size=(30, 8))), dim=1)
-    quality = torch.from_numpy(rng.uniform(0.1, 1.0, 30))
-    kernel = quality[:, None] * (direction @ direction.T) * quality
-    picks: list[int] = []
-    for _ in range(8):
-        rest = [j for j in range(30) if j not in picks]
-        volumes = [torch.linalg.det(kernel[[*picks, j]][:, [*picks, j]]) for j in rest]
-        picks.append(rest[int(torch.stack(volumes).argmax())])
-    assert greedy_map(direction, quality, 8).tolist() == picks
-    assert greedy_map(direction.float(), quality.float(), 8).tolist() == picks
-
-
-def test_cdpruner_ends_where_tokens_repeat_each_other() -> None:
-    """B above D, B above the number of different tokens, tokens that are all zero."""
-    assert prune(video(6, 10, 8), 1.0, "cdpruner").n_kept == 8
-    assert prune(video(6, 10, 8), 1.0, "cdpruner", mode="per_frame").n_kept == 6 * 8
-    copies = video(1, 5, 32).expand(6, 5, 32)
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        index = prune(copies.to(dtype), 0.5, "cdpruner").index
-        assert sorted((index % 5).tolist()) == [0, 1, 2, 3, 4]
-    images = torch.nn.functional.one_hot(torch.tensor([[0, 0, 1, 0]]), 4).float()
-    evidence = {"image_embedding": images, "text_embedding": -images[:, 2]}
-    assert gstep.prune(torch.zeros(1, 4, 8), 1.0, "cdpruner", evidence=evidence).index.tolist() == [2]
-
-
-def test_cdpruner_relevance() -> None:
-    images = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[-3.0, 0.0], [0.0, 0.0]]])
-    text = torch.tensor([[1.0, 0.0]])
-    expected = torch.tensor([[5e-7, 0.5], [1.0, 0.5]])  # low where the cosine is high, as in the official code
-    assert torch.allclose(relevance(images, text), expected, atol=1e-6)
-    assert relevance(images[:1, :1], text).tolist() == [[1.0]]
-
-
-def test_cdpruner_embeddings_must_be_of_one_size() -> None:
-    evidence = {"image_embedding": torch.ones(2, 3, 5), "text_embedding": torch.ones(2, 4)}
-    with pytest.raises(ValueError, match=r"'text_embedding' must be \[Q,De\] = \[Q, 5\] .*; got shape \[2, 4\]"):
-        gstep.prune(video(2, 3, 4), method="cdpruner", evidence=evidence)
 
 
 def test_fastvid_cuts_at_the_lowest_and_below_a_threshold() -> None:
@@ -238,9 +123,3 @@ def test_fastvid_qwen_keeps_the_last_of_similar_frames() -> None:
     kept = torch.bincount(pruned.index // 40, minlength=10).tolist()
     assert [frame for frame, count in enumerate(kept) if count] == [5, 9]
     assert kept[5] == 4 * 6 and kept[9] == 4 * 4
-
-
-def test_real_and_nominal_numbers() -> None:
-    pruned = prune(video(3, 50, 8), 0.25, "visionzip")
-    assert (pruned.n_kept, pruned.budget, pruned.retention_ratio) == (3 * 12, 37, 0.25)
-    assert math.isclose(pruned.kept_ratio, 0.24)

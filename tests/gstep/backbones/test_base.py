@@ -14,10 +14,9 @@ from transformers import (
 )
 from transformers.vision_utils import get_vision_window_index
 
-from gstep import PRUNERS, make_pruner
-from gstep.backbones import BACKBONES, ModelSource, Runtime, family_of
+from gstep.backbones import ModelSource, Runtime, family_of
 from gstep.errors import ModelError
-from gstep.evidence import LAST_LAYER, MERGED_QUERIES, SOURCES
+from gstep.evidence import LAST_LAYER, MERGED_QUERIES
 
 FLOAT32 = Runtime("cpu", torch.float32, "sdpa")
 BFLOAT16 = Runtime("cpu", torch.bfloat16, "sdpa")
@@ -197,13 +196,3 @@ def test_what_an_encoder_cannot_give_is_refused(model):
     other = MERGED if model == "tiny" else AT_LAST
     with pytest.raises(ModelError, match=source.model_type):
         family_of(source).check_gives(other)
-
-
-@pytest.mark.parametrize("method", [method for method in PRUNERS if PRUNERS[method].cacheable])
-def test_every_method_that_can_be_cached_says_where_its_evidence_is_and_some_family_has_it(method):
-    variants = [{"variant": v} for v in ("llava", "qwen")] if "variant" in make_pruner(method).params() else [{}]
-    for params in variants:
-        pruner = make_pruner(method, **params)
-        assert pruner.needs == pruner.sources.keys() and set(pruner.sources.values()) <= SOURCES.keys()
-        able = [family for family in BACKBONES.values() if family.gives >= set(pruner.sources.items())]
-        assert [family for family in able if params.get("variant", family.variant) == family.variant]

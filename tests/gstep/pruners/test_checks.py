@@ -1,0 +1,64 @@
+"""Tokens, seeds and parameters that are refused, and in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gstep
+from tests.gstep.synthetic import FLOATS, video
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_non_finite_tokens(value: float, dtype: torch.dtype) -> None:
+    tokens = video(4, 5, 6).to(dtype)
+    tokens[2, 3, 1] = tokens[2, 3, 4] = tokens[3, 0, 0] = value
+    with pytest.raises(ValueError, match=r"3 non-finite .* frame 2, token 3"):
+        gstep.prune(tokens)
+
+
+@pytest.mark.parametrize("seed", [-1, 0.5, "0", None, True])
+def test_bad_seed(seed: Any) -> None:
+    with pytest.raises(ValueError, match="seed"):
+        gstep.prune(video(2, 3, 4), method="random", seed=seed)
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    tokens = video(5, 13, 8)
+    ours = gstep.prune(tokens, np.float32(0.25), alpha=np.float64(0.5), radius=np.int64(3), seed=np.int32(0))  # type: ignore[arg-type]
+    assert ours.index.tolist() == gstep.prune(tokens).index.tolist()
+    assert gstep.prune(tokens, budget=np.int64(3)).index.shape == (3,)  # type: ignore[arg-type]
+
+
+NUMBERS = [float("nan"), float("inf"), -1, "1", True, None, [1]]
+
+
+BAD_PARAMS = [
+    *(("gstep", "alpha", value) for value in [*NUMBERS, 1.01]),
+    *(("gstep", "beta", value) for value in [*NUMBERS, 0]),
+    *(("fps", "beta", value) for value in [*NUMBERS, 0]),
+    *((method, "sigma", value) for method in ("gstep", "topk", "fps") for value in [*NUMBERS, 0, 1e9]),
+    *((method, "eps", value) for method in ("gstep", "topk", "fps") for value in [*NUMBERS, 0]),
+    *(("gstep", "radius", value) for value in [-1, 1.0, "1", True, float("nan"), 10**9]),
+    *(("gstep", "smoothing", value) for value in ["gauss", "", None, 1, ["raw"]]),
+    *(("gstep", "boundary", value) for value in ["wrap", None, 0]),
+    *(("gstep", "fusion", value) for value in ["both", None, True]),
+    *(("fps", "start", value) for value in ["random", None, 0]),
+    *(("fastvid", name, value) for name in ("c", "p") for value in [*NUMBERS, 0, 1.5]),
+    *(("fastvid", name, value) for name in ("d", "beta") for value in [*NUMBERS, 1.01]),
+    *(("fastvid", "ignore", value) for value in [float("nan"), None, -1.01, 1.01]),
+    *(("fastvid", "tau", value) for value in [float("nan"), 1.01, "1", True]),
+    *(("fastvid", "variant", value) for value in ["llama", None, 0]),
+    *(("cdpruner", "mode", value) for value in ["frame", None, 0]),
+    *(("fastv", "K", value) for value in [*NUMBERS, 0, 2.0]),
+]
+
+
+@pytest.mark.parametrize(("method", "name", "value"), BAD_PARAMS)
+def test_bad_parameters(method: str, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name} must be .*; got "):
+        gstep.prune(video(2, 3, 4), method=method, **{name: value})

@@ -1,0 +1,30 @@
+"""VidCom2 where golden cases do not reach: frame budgets, calm channels."""
+
+from __future__ import annotations
+
+import torch
+
+from gstep.pruners.vidcom2 import calm_channels, frame_budgets
+from tests.gstep.synthetic import prune, video
+
+
+def test_vidcom2_gives_more_tokens_to_the_frame_that_differs() -> None:
+    tokens = video(1, 40, 32).expand(6, 40, 32) + 0.05 * video(6, 40, 32, seed=1)
+    tokens[4] = video(40, 32, seed=2) * 2
+    kept = torch.bincount(prune(tokens, 0.25, "vidcom2").index // 40, minlength=6)
+    assert kept.argmax() == 4
+    assert kept.max() > kept.min()
+
+
+def test_vidcom2_rounds_half_to_even_and_keeps_at_least_one() -> None:
+    typical = torch.ones(3, 10, dtype=torch.float64)
+    assert frame_budgets(typical, 0.25).tolist() == [2, 2, 2]
+    assert frame_budgets(typical, 0.35).tolist() == [4, 4, 4]
+    assert frame_budgets(typical, 0.001).tolist() == [1, 1, 1]
+    assert frame_budgets(torch.cat([typical, typical[:1] - 1]), 1.0).tolist() == [8, 8, 8, 10]
+
+
+def test_vidcom2_keeps_the_calm_half_of_the_channels() -> None:
+    tokens = video(4, 50, 7) * torch.tensor([5.0, 1.0, 4.0, 0.1, 3.0, 6.0, 2.0])
+    assert calm_channels(tokens).tolist() == [1, 3, 6]
+    assert calm_channels(tokens[..., :1]).tolist() == [0]
