@@ -84,7 +84,9 @@ def check_method(kind: Any, called: str | None = None) -> type[Pruner]:
         raise ValueError(f"method {called or kind!r} is no subclass of gstep.pruners.base.Pruner")
     called = repr(called or _target(kind))
     if inspect.isabstract(kind):
-        raise ValueError(f"method {called} is abstract: it lacks {', '.join(sorted(kind.__abstractmethods__))}")
+        raise ValueError(
+            f"method {called} is abstract: it does not define {', '.join(sorted(kind.__abstractmethods__))}"
+        )
     if "__dataclass_params__" not in vars(kind):
         raise ValueError(f"method {called} is no dataclass: put @dataclass(frozen=True, kw_only=True) above its class")
     for name, wanted in (("name", str), ("nested", bool)):

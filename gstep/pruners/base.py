@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -78,7 +78,7 @@ class Pruner(ABC):
 
         Inside of the model there is ``llm_attention`` and nothing else: the row of the prompt's last token in the layer
         before, averaged over heads and cut to the visual tokens of the prompt. ``select`` gets these as one frame of M
-        tokens without values, [1,M,0]. Nothing can be merged there.
+        tokens, [1,M,D] as that layer sees them. Nothing can be merged there.
         """
         return None
 
@@ -101,7 +101,7 @@ class Pruner(ABC):
 
     def params(self) -> dict[str, Any]:
         """The hyper-parameters by name, ready for JSON."""
-        return asdict(self)
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.init}
 
     def nominal_ratio(self, retention_ratio: float) -> float:
         """The share of tokens that this method keeps when asked for ``retention_ratio``; ValueError outside (0, 1]."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
@@ -64,8 +64,6 @@ class FastVID(Pruner):
     merges: ClassVar[bool] = True
     seeded: ClassVar[bool] = True
     exact: ClassVar[bool] = False
-    sources: ClassVar[Mapping[str, str]] = _SOURCES["llava"]
-    needs: ClassVar[frozenset[str]] = frozenset(sources)
     optional: ClassVar[frozenset[str]] = frozenset({"noise"})
     family_parameter: ClassVar[str | None] = "variant"
 
@@ -77,6 +75,10 @@ class FastVID(Pruner):
     beta: float = 0.6
     ignore: float = 0.95
 
+    # Of the variant, so fields, but none that a user gives; the class shows those of the default one.
+    sources: Mapping[str, str] = field(init=False, repr=False, compare=False, default=_SOURCES["llava"])  # type: ignore[misc]
+    needs: frozenset[str] = field(init=False, repr=False, compare=False, default=frozenset(_SOURCES["llava"]))  # type: ignore[misc]
+
     def __post_init__(self) -> None:
         variant = check_choice("variant", self.variant, VARIANTS)
         cosines = {"tau": _TAU[variant] if self.tau is None else self.tau, "ignore": self.ignore}
@@ -86,7 +88,6 @@ class FastVID(Pruner):
             p=check_integer("p", self.p, 1),
             **{name: check_number(name, value, "in [-1, 1]", lambda x: abs(x) <= 1) for name, value in cosines.items()},
             **{name: check_number(name, value, "in [0, 1]", lambda x: 0 <= x <= 1) for name, value in shares.items()},
-            # Not hyper-parameters, so no fields: those of the variant, in place of the class's own, which are llava's.
             sources=_SOURCES[variant],
             needs=frozenset(_SOURCES[variant]),
         )

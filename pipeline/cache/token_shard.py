@@ -74,7 +74,7 @@ class TokenShard:
 
     def _check(self, groups: range, columns: Sequence[str], enough: bool) -> None:
         if lacking := sorted(set(columns) - set(self.parquet.schema_arrow.names)):
-            raise CorruptShard(f"{self._shown}: it lacks the columns {', '.join(lacking)}", "schema")
+            raise CorruptShard(f"{self._shown}: it has no column {', '.join(lacking)}", "schema")
         if not enough or groups.start < 0 or groups.stop > self.parquet.metadata.num_row_groups:
             raise CorruptShard(
                 f"{self._shown}: {self.parquet.metadata.num_row_groups} row groups, not {groups.start} to "

@@ -40,11 +40,12 @@ class GenerateJob:
     """A request that was checked: everything a run needs, before anything was started.
 
     Attributes:
+        held: the identity of the cache.
         live: live rows of those videos of the cache that are asked about, LIVE_COLUMNS; and ``videos`` by their id.
         builder: makes prompts.
         source: the model, the one that the cache was made with.
         questions: QUESTION_SCHEMA.
-        identity: what all answers share; others are refused.
+        way: how questions are answered that do not say otherwise.
         store: where the answers go.
         late: a method that prunes once a question is known.
         order: of the kept tokens in a prompt, as TokenCache.get takes it.
@@ -54,11 +55,12 @@ class GenerateJob:
     run_id: str
     objects: Objects
     cache: Store
+    held: CacheIdentity
     live: pa.Table
     source: ModelSource
     builder: PromptBuilder
     questions: pa.Table
-    identity: dict[str, Any]
+    way: Way
     store: Store
     late: LatePruning | None = None
     order: TokenOrder = "index"
@@ -66,6 +68,19 @@ class GenerateJob:
     @cached_property
     def videos(self) -> dict[str, VideoRecord]:
         return {row["video_id"]: without_nulls(row, VideoRecord) for row in self.live.to_pylist()}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What all answers share, JSON-able; others are refused."""
+        stored = self.held["retention_ratio"]
+        return {
+            "cache": self.held,
+            "model": {"type": self.source.model_type, "weights": self.source.identity},
+            "retention_ratio": stored if self.config.retention_ratio is None else self.config.retention_ratio,
+            "prompt": {**self.builder.policy.describe(), "order": self.order},
+            "decoding": self.way.describe(),
+            **({} if self.late is None else {"pruner": self.late.describe()}),
+        }
 
     @property
     def read_ratio(self) -> float | None:
@@ -87,9 +102,7 @@ def prepare(config: GenerateConfig, console: Console) -> GenerateJob:
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     cache, store = store_at(config.cache, objects), store_at(config.out, objects)
     check_out(store)
-    with refusing():
-        decoding = Decoding(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.seed)
-    way = Way(decoding, config.choices, config.system)
+    way = _way(config)
     assert config.questions is not None  # the config refuses it
     with store_refusing():
         header = read_header(cache)
@@ -108,33 +121,33 @@ def prepare(config: GenerateConfig, console: Console) -> GenerateJob:
     _check_tokens(cache, header, live, builder)
     with refusing():
         late = late_pruning(config, held, source, builder)
-    order = _order(config, held)
     _check_ratio(None if late else config.retention_ratio, held["retention_ratio"], live)
     job = GenerateJob(
         config=config,
         run_id=new_run_id(),
         objects=objects,
         cache=cache,
+        held=held,
         live=live,
         source=source,
         builder=builder,
         questions=questions,
-        identity={
-            "cache": held,
-            "model": {"type": source.model_type, "weights": source.identity},
-            "retention_ratio": held["retention_ratio"] if config.retention_ratio is None else config.retention_ratio,
-            "prompt": {**builder.policy.describe(), "order": order},
-            "decoding": way.describe(),
-            **({} if late is None else {"pruner": late.describe()}),
-        },
-        late=late,
-        order=order,
+        way=way,
         store=store,
+        late=late,
+        order=_order(config, held),
     )
     _check_context(job, console)
     with store_refusing():
         match_answers(job)
     return job
+
+
+def _way(config: GenerateConfig) -> Way:
+    """How questions are answered that do not say otherwise."""
+    with refusing():
+        decoding = Decoding(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.seed)
+    return Way(decoding, config.choices, config.system)
 
 
 def match_answers(job: GenerateJob) -> None:
@@ -200,7 +213,7 @@ def _check_tokens(cache: Store, header: CacheHeader, live: pa.Table, builder: Pr
             f"{cache}: it holds {levels} deepstack levels, the model takes {builder.deepstack_levels}: {again}"
         )
     if builder.needs_newline and header.get("newline") is None:
-        raise UsageError(f"{cache}: it lacks the newline row that this model puts after a video: {again}")
+        raise UsageError(f"{cache}: it has no newline row, which this model puts after a video: {again}")
     widths = pc.unique(live.filter(pc.equal(live["status"], "ok"))["hidden_size"]).to_pylist()
     if wrong := [width for width in widths if width != builder.hidden_size]:
         raise UsageError(f"{cache}: its tokens have {wrong[0]} values, the model takes {builder.hidden_size}: {again}")

@@ -1,4 +1,4 @@
-"""Files of a cache that no live row needs: what lies about, and the removal of what nothing names."""
+"""Files of a cache that no live row needs: those that were left behind, and the removal of what nothing names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``jobs.verify`` found: problems by class, what lies about, and the same as a table and as JSON."""
+"""What ``jobs.verify`` found: problems by class, files that were left behind, and the same as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 where nothing is wrong; what lies about is not."""
+        """0 where nothing is wrong; files that were left behind are no problem."""
         return 1 if self.problems else 0
 
     @property

@@ -66,7 +66,7 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
     except (OSError, pa.ArrowException) as error:
         return CheckedCommit(None, [Problem("commit", f"{store}/{name}: {error}", name)], len(data))
     if wrong := sorted(_wrong_columns(table.schema)):
-        what = f"{store}/{name}: it lacks columns, or has them of another type: {', '.join(wrong)}"
+        what = f"{store}/{name}: columns are missing or of another type: {', '.join(wrong)}"
         return CheckedCommit(None, [Problem("schema", what, name)], len(data))
     metadata = table.schema.metadata or {}
     made_with = metadata[MADE_WITH.encode()].decode() if MADE_WITH.encode() in metadata else None

@@ -1,4 +1,4 @@
-"""``jobs.verify``: whether every file of a cache holds what it was committed with, and what lies about beside them."""
+"""``jobs.verify``: whether every file of a cache holds what it was committed with, and what was left behind."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def _places(rows: pa.Table, live: pa.Table) -> dict[str, list[Place]]:
 
 
 def _sort(store: Store, files: dict[str, list[FileInfo]], rows: pa.Table, live: pa.Table, report: Report) -> None:
-    """Note what lies about, and what must have been there."""
+    """Note the files that were left behind, and the commits that must have been there."""
     sort_files(files, _token_shards(rows), _token_shards(live), report)
     commits = [file.name for file in files[VIDEOS] if file.name.endswith(".parquet")]
     for run, number, orphans in lost_commits(commits, report.orphans):

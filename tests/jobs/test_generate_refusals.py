@@ -106,7 +106,7 @@ def test_tokens_of_another_width_or_without_newline(refuse, tmp_path):
     assert "its tokens have 16 values, the model takes 64" in refuse()
     shutil.rmtree(tmp_path / "c")
     tiny_cache(tmp_path / "c", newline=None)
-    assert "lacks the newline row" in refuse()
+    assert "it has no newline row" in refuse()
 
 
 def test_tokens_without_deepstack_levels(refuse, tmp_path):

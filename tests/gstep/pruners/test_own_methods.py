@@ -76,7 +76,7 @@ BROKEN = {
     "Absent": ("", "AttributeError.*importable on every machine"),
     "NoClass": ("NoClass = 3", "is no subclass of gstep.pruners.base.Pruner"),
     "NoPruner": ("class NoPruner: ...", "is no subclass of gstep.pruners.base.Pruner"),
-    "Abstract": (f"{FROZEN}class Abstract(Pruner): {NAMED}; {ORDERED}", "is abstract: it lacks select"),
+    "Abstract": (f"{FROZEN}class Abstract(Pruner): {NAMED}; {ORDERED}", "is abstract: it does not define select"),
     "Plain": ("class Plain(Whole):\n    p: int = 3", "is no dataclass: put @dataclass"),
     "Nameless": (f"{FROZEN}class Nameless(Pruner): {ORDERED}; {SELECTS}", r"does not declare name: ClassVar\[str\]"),
     "Orderless": (f"{FROZEN}class Orderless(Pruner): {NAMED}; {SELECTS}", r"does not declare nested: ClassVar\[bool\]"),

@@ -285,7 +285,7 @@ def test_a_shard_without_a_level_that_the_cache_has_is_corrupt(tmp_path, deep):
     tokens, levels = deep
     store = write_header(tmp_path / "c", hidden_size=16, deepstack_levels=2)
     write_shard(store, "run", encoded("v", tokens, 0.25, "gstep", levels[:1]))
-    with pytest.raises(CorruptShard, match="lacks the columns deepstack_1"):
+    with pytest.raises(CorruptShard, match="has no column deepstack_1"):
         TokenCache(tmp_path / "c").get("v")
 
 

@@ -135,7 +135,7 @@ def test_what_is_not_there_is_said(tmp_path):
         TokenCache(tmp_path / "c").get("v", evidence=["image_embedding", "token_key"])
     store = LocalStore(tmp_path / "c")
     write_shard(store, "other", encoded("w", random_tokens(0, SHAPE), 0.25, "gstep"))
-    with pytest.raises(CorruptShard, match="lacks the columns image_embedding"):
+    with pytest.raises(CorruptShard, match="has no column image_embedding"):
         TokenCache(tmp_path / "c").get("w", evidence=["image_embedding"])
 
 
