@@ -66,9 +66,6 @@ class FastVID(Pruner):
     exact: ClassVar[bool] = False
     optional: ClassVar[frozenset[str]] = frozenset({"noise"})
     family_parameter: ClassVar[str | None] = "variant"
-    # Those of the default variant; an object has its own variant's (``__post_init__``).
-    sources: ClassVar[Mapping[str, str]] = _SOURCES["llava"]
-    needs: ClassVar[frozenset[str]] = frozenset(_SOURCES["llava"])
 
     variant: str = "llava"
     c: int = 8
@@ -87,9 +84,15 @@ class FastVID(Pruner):
             p=check_integer("p", self.p, 1),
             **{name: check_number(name, value, "in [-1, 1]", lambda x: abs(x) <= 1) for name, value in cosines.items()},
             **{name: check_number(name, value, "in [0, 1]", lambda x: 0 <= x <= 1) for name, value in shares.items()},
-            sources=_SOURCES[variant],
-            needs=frozenset(_SOURCES[variant]),
         )
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        return _SOURCES[self.variant]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset(self.sources)
 
     def at_most(self, n_frames: int, per_frame: int, hidden: int, retention_ratio: float) -> int:
         return n_frames * budget_for(retention_ratio, per_frame)

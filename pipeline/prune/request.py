@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 from rich.console import Console
 
-from gstep import PRUNERS
+from gstep import PRUNERS, make_pruner
 from gstep.backbones import BACKBONES, ModelSource, family_of
 from gstep.errors import ModelError
 from gstep.evidence import HEAD_SOURCES
@@ -184,7 +184,7 @@ def _instead(pruner: Pruner, source: ModelSource) -> str:
     able = [name for name in BACKBONES if BACKBONES[name].gives >= set(pruner.sources.items())]
     if source.model_type in able:
         return ""
-    free = [name for name in PRUNERS if PRUNERS[name].cacheable and not PRUNERS[name].needs]
+    free = [name for name in PRUNERS if PRUNERS[name].cacheable and not make_pruner(name).needs]
     models = f"models of type {' or '.join(able)} do" if able else "no model here does"
     return f"; {models}, and {', '.join(free)} need nothing but tokens"
 
