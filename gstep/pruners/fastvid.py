@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
@@ -66,6 +66,9 @@ class FastVID(Pruner):
     exact: ClassVar[bool] = False
     optional: ClassVar[frozenset[str]] = frozenset({"noise"})
     family_parameter: ClassVar[str | None] = "variant"
+    # Those of the default variant; an object has its own variant's (``__post_init__``).
+    sources: ClassVar[Mapping[str, str]] = _SOURCES["llava"]
+    needs: ClassVar[frozenset[str]] = frozenset(_SOURCES["llava"])
 
     variant: str = "llava"
     c: int = 8
@@ -74,10 +77,6 @@ class FastVID(Pruner):
     p: int = 4
     beta: float = 0.6
     ignore: float = 0.95
-
-    # Of the variant, so fields, but none that a user gives; the class shows those of the default one.
-    sources: Mapping[str, str] = field(init=False, repr=False, compare=False, default=_SOURCES["llava"])  # type: ignore[misc]
-    needs: frozenset[str] = field(init=False, repr=False, compare=False, default=frozenset(_SOURCES["llava"]))  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         variant = check_choice("variant", self.variant, VARIANTS)
