@@ -52,7 +52,7 @@ def test_without_triton_the_plain_form_serves_and_one_warning_says_why(monkeypat
 
 
 @pytest.mark.usefixtures("fresh_process")
-def test_a_want_of_memory_is_not_held_against_the_next_video(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_running_out_of_memory_the_next_video_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
     def run_out(*arguments: object) -> None:
