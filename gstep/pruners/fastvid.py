@@ -66,9 +66,6 @@ class FastVID(Pruner):
     exact: ClassVar[bool] = False
     optional: ClassVar[frozenset[str]] = frozenset({"noise"})
     family_parameter: ClassVar[str | None] = "variant"
-    # Those of the default variant; an object has its own variant's (``__post_init__``).
-    sources: ClassVar[Mapping[str, str]] = _SOURCES["llava"]
-    needs: ClassVar[frozenset[str]] = frozenset(_SOURCES["llava"])
 
     variant: str = "llava"
     c: int = 8
