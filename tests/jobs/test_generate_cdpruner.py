@@ -26,6 +26,7 @@ from pipeline.generate.held_videos import to_visual
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import Way, read_questions
 from pipeline.generate.request import prepare
+from pipeline.rows import QuestionRecord, without_nulls
 from tests.gstep.llms import llm
 from tests.jobs.jobs import forbid_ray
 from tests.pipeline.asking import setup_of, tiny_cache, write_questions
@@ -112,7 +113,7 @@ def ask(tower, tmp_path):
         rows = [{"question_id": i, "video_id": ["a", "a"], "prompt": text} for i, text in enumerate(prompts)]
         table = read_questions(str(write_questions(tmp_path / "q.jsonl", rows)), Way(Decoding(max_new_tokens=2)))
         actor = Answerer(setup_of(store, late=LatePruning(CDPruner(), 0.1, tower, ("image_embedding",))))
-        return list(actor.answer([{**row, "attempts": 1} for row in table.to_pylist()]))
+        return list(actor.answer([{**without_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]))
 
     return run
 
