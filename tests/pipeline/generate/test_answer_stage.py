@@ -16,9 +16,7 @@ from pipeline import TokenCache
 from pipeline.execution import gpu_fault
 from pipeline.generate import answer_stage
 from pipeline.generate.answer_stage import GROW_AFTER, Answerer, BatchSize
-from pipeline.generate.config import GenerateConfig
-from pipeline.generate.graph import plan_answers
-from pipeline.generate.held_videos import HeldVideos, n_bytes, to_visual
+from pipeline.generate.held_videos import to_visual
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import Way, read_questions
 from pipeline.rows import QuestionRecord, without_nulls
@@ -276,46 +274,3 @@ def test_a_damaged_shard_costs_the_questions_on_its_videos(tmp_path):
     rows = by_id(Answerer(setup_of(store)).answer(asked))
     assert [rows[str(i)].get("error_class") for i in range(5)] == [None, "corrupt", None, "corrupt", "corrupt"]
     assert rows["1"]["retryable"]
-
-
-def test_a_video_is_read_once_and_few_are_held(tmp_path):
-    cache = tiny_cache(tmp_path / "c", ("a", "b", "c"))
-    opened = TokenCache(str(cache), store=cache)
-    size = n_bytes(to_visual(opened.get("a"), None))
-    held = HeldVideos(opened, None, limit=2 * size)
-    a, ratio, seconds = held.get("a")
-    assert ratio == 0.25 and seconds > 0
-    assert held.get("a")[0] is a and held.get("a")[2] == 0
-    held.get("b")
-    assert held.get("a")[0] is a  # both fit
-    held.get("c")
-    assert held.get("a")[0] is a and held.get("b")[2] > 0  # the one that was not asked for longest had to go
-    small = HeldVideos(opened, None, limit=size)
-    first = small.get("a")[0]
-    small.get("b")
-    assert small.get("a")[0] is not first  # it had to go
-
-
-@pytest.mark.parametrize("cpus", [1, 2, 64])
-@pytest.mark.parametrize("gpus", [0, 1, 8])
-@pytest.mark.parametrize("n_questions", [1, 40, 10**6])
-@pytest.mark.parametrize("workers", [None, 3])
-def test_all_models_fit_a_cluster_at_once(cpus, gpus, n_questions, workers):
-    config = GenerateConfig(questions="q.jsonl", workers=workers)
-    plan = plan_answers(cpus, gpus, n_questions, config)
-    assert 1 <= plan.answer.workers <= max(gpus, 1 if workers is None else workers)
-    assert plan.cpus <= cpus and plan.gpus <= gpus
-    assert 1 <= plan.questions_per_block <= 64
-    assert plan.answer.workers * plan.questions_per_block <= max(n_questions, 8 * plan.answer.workers)
-
-
-@pytest.mark.parametrize(("batch_size", "per_shard", "block"), [(128, 64, 128), (48, 64, 48), (8, 20, 16), (1, 3, 3)])
-def test_a_block_is_whole_batches(batch_size, per_shard, block):
-    config = GenerateConfig(questions="q.jsonl", batch_size=batch_size, questions_per_shard=per_shard)
-    assert plan_answers(8, 2, 10**4, config).questions_per_block == block
-
-
-def test_every_gpu_gets_a_model():
-    config = GenerateConfig(questions="q.jsonl")
-    assert plan_answers(64, 8, 10**4, config).answer.workers == 8
-    assert plan_answers(64, 0, 10**4, config).answer.workers == 1
