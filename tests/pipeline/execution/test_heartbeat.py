@@ -43,7 +43,7 @@ class Called:
 
 @pytest.fixture
 def actor(monkeypatch) -> Heartbeats:
-    """The actor's own class behind what a worker takes for its handle; without Ray a worker has no name."""
+    """The actor's own class behind what a worker takes for its handle; asking Ray for its name would start Ray."""
     monkeypatch.setattr(heartbeat, "_worker", lambda: "w1")
     return Heartbeats(STAGES)
 
@@ -87,7 +87,7 @@ def test_what_could_not_be_said_is_said_with_the_next_statement(actor):
     assert (actor.read().left["decode"], actor.read().moves) == (1, 2)
 
 
-def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed():
+def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed(actor):
     def dead(*statement: object) -> None:
         raise ray.exceptions.RayActorError
 
