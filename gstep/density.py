@@ -33,7 +33,7 @@ def working_scale(tokens: Tensor) -> float:
     vanish: 1 unless the largest magnitude lies far out. Neither cosines nor the spatial density depend on it.
     """
     safe, furthest = (300, 1000) if work_dtype(tokens) == torch.float64 else (40, 126)
-    low, high = torch.stack(torch.aminmax(tokens)).tolist()
+    low, high = torch.stack(torch.aminmax(tokens)).tolist()  # one transfer from a GPU, not two
     exponent = math.frexp(max(-low, high))[1]
     return 1.0 if abs(exponent) <= safe else 2.0 ** max(-furthest, min(furthest, -exponent))
 
@@ -141,10 +141,10 @@ def source_frame(position: Tensor, n_frames: int, boundary: str) -> Tensor:
     if boundary == "circular":
         return position % n_frames
     if boundary == "symmetric":
-        folded = position % (2 * n_frames)
+        folded = position % (2 * n_frames)  # 0 1 2 2 1 0 | 0 1 2 ...
         return torch.minimum(folded, 2 * n_frames - 1 - folded)
     if boundary == "reflect":
-        period = max(1, 2 * (n_frames - 1))
+        period = max(1, 2 * (n_frames - 1))  # 0 1 2 1 | 0 1 2 ...
         folded = position % period
         return torch.minimum(folded, period - folded) if n_frames > 1 else torch.zeros_like(position)
     return position.clamp(0, n_frames - 1)
@@ -160,6 +160,7 @@ def smooth(change_T: Tensor, kernel_K: Tensor, boundary: str = "replicate") -> T
     kernel_K = kernel_K.to(change_T)
     frame_T1 = torch.arange(n_frames, device=change_T.device)[:, None]
     position_TK = frame_T1 + torch.arange(-radius, radius + 1, device=change_T.device)
+    # Also for zero and renorm: what their clamped positions bring in is masked below.
     smoothed_TK = change_T[source_frame(position_TK, n_frames, boundary)] * kernel_K
     if boundary not in ("zero", "renorm"):
         return smoothed_TK.sum(dim=1)

@@ -43,7 +43,7 @@ def _generate(config: GenerateConfig, console: Console) -> int:
     out = Console()
     out.print(render_answers(summary))
     rows = f'read_answers({json.dumps(config.out)}).select(["question_id", "answer"]).slice(0, 5).to_pylist()'
-    code = f'from pipeline.generate.answers import read_answers; print(*{rows}, sep="\\n")'
+    code = f'from pipeline import read_answers; print(*{rows}, sep="\\n")'
     out.print(f"\nread the first: python -c {shlex.quote(code)}", markup=False, highlight=False, soft_wrap=True)
     return summary.exit_code(config.failure_limit(summary.n_questions))
 

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from pipeline.cache.cached_video import CachedVideo
     from pipeline.cache.reader import TokenCache
     from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
+    from pipeline.generate.answers import read_answers
 
 __all__ = [
     "CachedVideo",
@@ -18,9 +19,14 @@ __all__ = [
     "RatioNotCached",
     "TokenCache",
     "UnknownVideo",
+    "read_answers",
 ]
 
-_HOMES = {"TokenCache": "pipeline.cache.reader", "CachedVideo": "pipeline.cache.cached_video"}
+_HOMES = {
+    "TokenCache": "pipeline.cache.reader",
+    "CachedVideo": "pipeline.cache.cached_video",
+    "read_answers": "pipeline.generate.answers",
+}
 
 
 def __getattr__(name: str) -> Any:  # torch and pyarrow load when the reader is asked for, not with the package

@@ -103,8 +103,8 @@ class RunOptions(S3Options):
         self.failure_limit(1)
         self.pruner_params()
 
-    def pruner_params(self) -> dict[str, Any]:
-        """``--pruner-param`` as keyword arguments: numbers as numbers, anything else as text."""
+    def pruner_params(self) -> dict[str, str]:
+        """``--pruner-param`` by name, as text: what a value means is for the method's own fields to say."""
         return pruner_params(self.pruner_param)
 
     def failure_limit(self, total: int) -> int:

@@ -61,3 +61,9 @@ def test_readme_links_and_commands_exist():
         place = ROOT / module.replace(".", "/")
         assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), module
     assert "<!-- test command -->" in text
+
+
+def test_the_files_that_readme_names_exist():
+    named = set(re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)`", (ROOT / "README.md").read_text()))
+    missing = {name for name in named if not any((ROOT / room / name).is_file() for room in ("", "tests"))}
+    assert len(named) > 15 and missing <= {"tests/gstep/pruners/test_mine.py", "gstep/pruners/mine.py"}

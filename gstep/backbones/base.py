@@ -6,14 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gstep.backbones.family import ModelFamily
 from gstep.backbones.preprocess.base import Preprocessor, as_frames
 from gstep.backbones.runtime import Runtime
 from gstep.types import VisualTokens
@@ -61,15 +60,22 @@ class SampledVideo:
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
+class Family(Protocol):
+    """What a loaded model asks of its family (:class:`gstep.backbones.family.ModelFamily`)."""
+
+    def check_evidence(self, evidence: Mapping[str, str]) -> None:
+        """Raise ModelError where the model cannot give all the evidence, name -> source."""
+
+
 class Backbone(ABC):
     """The vision part of a video LLM on one device, in eval mode; :meth:`ModelFamily.load` makes it."""
 
     pooling_head: PoolingHead | None = None
 
     def __init__(
-        self, family: ModelFamily, model: Any, preprocessor: Preprocessor, runtime: Runtime, frame_batch: int
+        self, family: Family, model: Any, preprocessor: Preprocessor, runtime: Runtime, frame_batch: int
     ) -> None:
-        self.family = family
+        self.family: Family = family
         self.model = model
         self.preprocessor = preprocessor
         self.device = runtime.device

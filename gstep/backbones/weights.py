@@ -54,7 +54,7 @@ def rebuild_position_ids(module: nn.Module, device: str) -> None:
 
 
 def check_loaded(module: nn.Module) -> None:
-    """Hold that nothing is left on the meta device: no weight, and no buffer that is computed rather than stored."""
+    """Assert that nothing is left on the meta device: no weight, and no buffer that is computed rather than stored."""
     left = [name for name, tensor in (*module.named_buffers(), *module.named_parameters()) if tensor.is_meta]
     assert not left, f"no values for {left}"
 

@@ -72,6 +72,7 @@ class PruneInside:
         layers = model.model.language_model.layers
         levels = len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
         first_short = check_layer(self.method, len(layers), levels)
+        # The layer before K shows what the last token attends to; from K on every layer gets shortened rows.
         with ExitStack() as hooks:
             before = layers[first_short - 1].self_attn
             hooks.enter_context(_removed(before.register_forward_pre_hook(self._note_query, with_kwargs=True)))
@@ -84,7 +85,8 @@ class PruneInside:
     @contextmanager
     def of(self, rows: Sequence[int]) -> Iterator[None]:
         """What goes through meanwhile goes on from these rows of the prefill, which may repeat."""
-        whole, self.kept = self.kept, self.kept and self.kept.repeated(rows)
+        whole = self.kept
+        self.kept = None if whole is None else whole.repeated(rows)
         try:
             yield
         finally:
@@ -115,7 +117,7 @@ class PruneInside:
             stays[visual] = False
             stays[visual[choose(self.method, hidden_LD[visual], row[visual], self.retention_ratio)]] = True
             places.append(stays.nonzero()[:, 0])
-        longest = max(map(len, places))
+        longest = max(map(len, places))  # rows keep different numbers: shorter ones are padded on the left again
         index = torch.zeros(len(places), longest, dtype=torch.int64, device=row_BL.device)
         valid = torch.zeros_like(index, dtype=torch.bool)
         for i, place in enumerate(places):
@@ -127,6 +129,7 @@ class PruneInside:
         """Layer K: hidden states are still whole in the prefill."""
         assert self.kept is not None
         hidden_BLD, *rest = args
+        # What follows the prefill is text, of which nothing is pruned.
         if not _held(layer, keywords):
             args = (self.kept.rows(hidden_BLD), *rest)
         return self._keep_short(layer, args, keywords)

@@ -50,11 +50,7 @@ class Pruner(ABC):
         seeded: whether a selection depends on the seed.
         exact: whether it keeps B tokens always; one that does not comes near by a rule of its own, see its docstring.
         reorders: whether its own prompt has the tokens in another order than ascending index.
-        needs: the names of the evidence that it cannot do without, with its default parameters. Ask an instance where
-            there is one: other parameters may need other evidence.
         optional: the names of the evidence that it takes where it is given.
-        sources: of the evidence that a vision encoder gives, by name, from where in the encoder (gstep.evidence). As
-            with ``needs``, ask an instance.
         family_parameter: the name of the field, if any, that takes the model family's rules (``Backbone.variant``)
             where nothing else is said.
     """
@@ -66,10 +62,20 @@ class Pruner(ABC):
     seeded: ClassVar[bool] = False
     exact: ClassVar[bool] = True
     reorders: ClassVar[bool] = False
-    needs: ClassVar[frozenset[str]] = frozenset()
     optional: ClassVar[frozenset[str]] = frozenset()
-    sources: ClassVar[Mapping[str, str]] = MappingProxyType({})
     family_parameter: ClassVar[str | None] = None
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The names of the evidence that it cannot do without; a class attribute where parameters make no
+        difference."""
+        return frozenset()
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Of the evidence that a vision encoder gives, by name, from where in the encoder (gstep.evidence). As
+        ``needs``, a class attribute in most methods."""
+        return MappingProxyType({})
 
     @property
     def layer(self) -> int | None:

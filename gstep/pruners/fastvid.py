@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple
 
@@ -66,6 +66,9 @@ class FastVID(Pruner):
     exact: ClassVar[bool] = False
     optional: ClassVar[frozenset[str]] = frozenset({"noise"})
     family_parameter: ClassVar[str | None] = "variant"
+    # Those of the default variant; an object has its own variant's (``__post_init__``).
+    sources: ClassVar[Mapping[str, str]] = _SOURCES["llava"]
+    needs: ClassVar[frozenset[str]] = frozenset(_SOURCES["llava"])
 
     variant: str = "llava"
     c: int = 8
@@ -74,10 +77,6 @@ class FastVID(Pruner):
     p: int = 4
     beta: float = 0.6
     ignore: float = 0.95
-
-    # Of the variant, so fields, but none that a user gives; the class shows those of the default one.
-    sources: Mapping[str, str] = field(init=False, repr=False, compare=False, default=_SOURCES["llava"])  # type: ignore[misc]
-    needs: frozenset[str] = field(init=False, repr=False, compare=False, default=frozenset(_SOURCES["llava"]))  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         variant = check_choice("variant", self.variant, VARIANTS)
@@ -88,9 +87,15 @@ class FastVID(Pruner):
             p=check_integer("p", self.p, 1),
             **{name: check_number(name, value, "in [-1, 1]", lambda x: abs(x) <= 1) for name, value in cosines.items()},
             **{name: check_number(name, value, "in [0, 1]", lambda x: 0 <= x <= 1) for name, value in shares.items()},
-            sources=_SOURCES[variant],
-            needs=frozenset(_SOURCES[variant]),
         )
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        return _SOURCES[self.variant]
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset(self.sources)
 
     def at_most(self, n_frames: int, per_frame: int, hidden: int, retention_ratio: float) -> int:
         return n_frames * budget_for(retention_ratio, per_frame)
@@ -161,7 +166,7 @@ def llava_counts(length: int, size: int, budget: int, d: float, p: int) -> list[
 
     Every frame keeps salient tokens; the anchors of all go to every p-th frame, from the last on, in equal shares.
     """
-    n_anchors = math.floor(budget * d + 1e-9)
+    n_anchors = math.floor(budget * d + 1e-9)  # in binary 100 * 0.29 is just below 29
     n_salient = budget - n_anchors
     anchor_frames = range(length - 1, -1, -p)
     each = min(n_anchors * length // len(anchor_frames), size - n_salient)
@@ -177,6 +182,7 @@ def qwen_counts(length: int, last: Sequence[int], size: int, budget: int, d: flo
     n_anchors = min(budget * length, max(1, math.floor(budget * length * d + 1e-9)))
     salient = even_shares(budget * length - n_anchors, len(last))
     anchors = iter(even_shares(n_anchors, math.ceil(len(last) / p)))
+    # Anchors of a whole segment may exceed a frame: they take at most half of it, and leave the rest to salient tokens.
     most = size if length == 1 else max(1, size // 2)
     counts = [(0, 0)] * length
     for place, frame in enumerate(reversed(last)):
@@ -218,11 +224,14 @@ def keep(
 
 def density_peaks(tokens_XD: Tensor, noise_X: Tensor) -> Tensor:
     """How much each token is the centre of many: its density times the distance to the nearest denser one, [X]."""
+    # Without the matrix product, whose cancellation would make up small distances between equal tokens.
     distance_XX = torch.cdist(tokens_XD, tokens_XD, compute_mode="donot_use_mm_for_euclid_dist")
     distance_XX /= math.sqrt(tokens_XD.shape[1])
     nearest_XK = distance_XX.topk(min(_NEIGHBOURS, len(tokens_XD)), largest=False).values
+    # The noise breaks ties: of tokens of equal density none would count as denser.
     density_X = torch.exp(-nearest_XK.square().mean(dim=1)) + 1e-6 * noise_X
     denser_XX = density_X[None, :] > density_X[:, None]
+    # The densest token has no denser one: it gets the largest distance of all.
     return density_X * torch.where(denser_XX, distance_XX, distance_XX.max()).amin(dim=1)
 
 
@@ -253,6 +262,7 @@ def merge(tokens_YD: Tensor, direction_YD: Tensor, giving_Y: Tensor, anchor_A: T
     """Each anchor moved towards the mean of the giving tokens whose nearest anchor, by cosine, it is: [A,D]."""
     nearest_Y = (direction_YD @ direction_YD[anchor_A].T).argmax(dim=1).masked_fill(~giving_Y, -1)
     mean_AD, count_A = assigned_mean(nearest_Y, tokens_YD, len(anchor_A))
+    # The anchor weighs as much as each token that is merged into it, but never less than beta.
     own_A1 = (1 / (count_A + 1)).clamp(min=beta)[:, None].to(mean_AD.dtype)
     anchors_AD = tokens_YD[anchor_A]
     return torch.where(count_A[:, None] > 0, anchors_AD + (1 - own_A1) * (mean_AD - anchors_AD), anchors_AD)

@@ -45,10 +45,10 @@ class VisionZip(Pruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         n_frames, size, _ = visual.tokens.shape
         kept = kept_of_frame(size, ratio)
-        n_dominant = kept * 54 // 64
+        n_dominant = kept * 54 // 64  # the published split: 54 dominant and 10 contextual tokens of 64
         ranked_TN = largest(visual.evidence["token_attention"], size)
         dominant_TS = ranked_TN[:, :n_dominant].sort(dim=1).values
-        rest_TX = ranked_TN[:, n_dominant:].sort(dim=1).values
+        rest_TX = ranked_TN[:, n_dominant:].sort(dim=1).values  # in spatial order again, for even strides
         target_C = evenly_strided(size - n_dominant, kept - n_dominant, rest_TX.device)
         local_TK = torch.cat([dominant_TS, rest_TX[:, target_C]], dim=1)
         start_T1 = torch.arange(n_frames, device=local_TK.device)[:, None] * size
@@ -91,5 +91,6 @@ def add_nearest(tokens_XD: Tensor, key_XE: Tensor, target_C: Tensor) -> Tensor:
     other_X = torch.ones(len(tokens_XD), dtype=torch.bool, device=tokens_XD.device)
     other_X[target_C] = False
     nearest_Y = (key_XE[other_X] @ key_XE[target_C].T).argmax(dim=1)
+    # Added, not averaged in, as the official code does: such a token is longer than those that went into it.
     mean_CD, _ = assigned_mean(nearest_Y, tokens_XD[other_X], len(target_C))
     return tokens_XD[target_C] + mean_CD

@@ -31,8 +31,8 @@ from gstep.selection.survey import Floats, Picks, Rows, Survey, survey
 _DENSE = 0.15
 #: The bound is given up where it leaves more than this share of candidates to be compared in full.
 _USELESS = 0.4
-_TRIAL = 8  # rounds
-_LIKELIEST = 3  # neighbours of a candidate looked at one by one
+_TRIAL = 8  # rounds before the bound may be given up
+_LIKELIEST = 3  # picks that a candidate is compared with one by one, before all others that the bound leaves
 _PICKS = 2048  # selected tokens that candidates are compared with at once
 _ROWS = 256  # candidates whose bounds with these stay in a core's cache
 _OUT_OF_REACH = 3.0  # above any cosine
@@ -179,6 +179,8 @@ class _Search:
         self._refresh(rows, places, rival)
         self.score[places] = scores = self._scores_of(places)
         left = (self.seen[places] == self.picks.count) & (scores >= rival.score) & (scores > -np.inf)
+        # The score of a candidate that has not seen all picks is only an upper bound, and one below the rival cannot be
+        # next. Where none is left, the refresh has lowered scores, and the next round takes other candidates.
         if left.any():
             self._select(rows, places[left], scores[left], rival)
 
@@ -207,6 +209,8 @@ class _Search:
 
     def _refresh(self, rows: _RoundRows, places: Places, rival: _Rival) -> None:
         """Compare the candidates with what was selected since each was last, until they fall behind the rival."""
+        # Picks in blocks: a candidate that falls behind the rival in one is spared the later ones. Products in full
+        # cost more than bounds, so without a bound the blocks are smaller.
         count, block = self.picks.count, _PICKS if self.by_bound else _PICKS // 4
         for start in range(int(self.seen[places].min()) // block * block, count, block):
             picks = slice(start, min(start + block, count))
@@ -242,6 +246,7 @@ class _Search:
         bounds = self._bound(which, picks)
         self.tried += len(which)
         row = np.arange(len(which))
+        # One product with the likeliest pick often lowers ``nearest`` so far that the bound rules out all others.
         for _ in range(_LIKELIEST):
             likeliest = bounds[row].argmax(axis=1) if len(row) < len(which) else bounds.argmax(axis=1)
             nearer = bounds[row, likeliest] > _nearer_above(self.nearest[which[row]])
@@ -309,6 +314,7 @@ class _Search:
             term[best] = score[best] = -np.inf
             nearer = np.nonzero(distance_LL[best] < nearest)[0]
             nearest[nearer] = distance_LL[best][nearer]
+            # No other score changes.
             score[nearer] = self._scores(nearest[nearer], term[nearer])
         self.picks.add(left[chosen])
         self.nearest[left], self.term[left], self.score[left] = nearest, term, score
@@ -322,6 +328,7 @@ class _Search:
             coordinates = self._coordinates(left)
             self.counts.bounds += size * (size - 1) // 2
             nearer = _nearer_above(self.nearest[left])
+            # A pair matters where either token could come nearer to the other: the lower of the two thresholds.
             near = (coordinates @ coordinates.T).numpy() > np.minimum(nearer[:, None], nearer)
             pairs = np.nonzero(np.triu(near, 1))
             if self.known.has_copies or len(pairs[0]) < _DENSE * size * size / 2:

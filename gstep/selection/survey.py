@@ -28,7 +28,7 @@ _CHUNK = 2**19  # elements of tokens that stay in a core's cache
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of any float dtype, turned into their work dtype and range a few at a time."""
+    """Tokens of any float dtype; converted to their work dtype and scaled a few at a time, so no whole copy exists."""
 
     tokens: Tensor
     scale: float
@@ -47,6 +47,7 @@ class Rows:
         return self.tokens.dtype == self.dtype and self.scale == 1.0
 
     def take(self, places: Places) -> Tensor:
+        """The rows at these places, converted."""
         return self._worked(self.tokens.index_select(0, torch.from_numpy(places)))
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -66,9 +67,10 @@ class Survey(NamedTuple):
 
     Attributes:
         inverse: [M] 1 / norm, 0 of a zero token.
-        coordinates: [M,k+1], see Subspace; None where a bound has no use.
-        has_copies: whether some tokens are the same, bit for bit; true by mistake in rare cases, never false.
-        residual: of the subspace that was looked at, whether it has a use or not.
+        coordinates: [M,k+1], see Subspace; None where a bound would not pay.
+        has_copies: whether some tokens are the same, bit for bit. In rare cases true although none are; never false
+            although some are.
+        residual: of the subspace that was tried, even if it was then rejected; None where none was.
     """
 
     rows: Rows
@@ -79,10 +81,11 @@ class Survey(NamedTuple):
 
 
 def survey(rows: Rows, dims: int | None = None) -> Survey:
-    """``dims`` of the subspace; 0 does without, None chooses."""
+    """Look at all tokens once. ``dims`` is k of the bound's subspace: 0 for no bound, None to choose by M and D."""
     n_tokens, hidden = rows.tokens.shape
     if dims is None:
         dims = 32 if n_tokens < 4096 else 48 if n_tokens < 16384 else 64
+        # A bound costs k / D of a product, so it saves little with k near D; of few tokens all would be the sample.
         dims = dims if hidden >= 8 * dims and n_tokens > _SAMPLE[0] else 0
     subspace = _subspace(rows, dims) if dims else None
     residual = None if subspace is None else subspace.residual
@@ -94,7 +97,9 @@ def survey(rows: Rows, dims: int | None = None) -> Survey:
         squared_M[part] = tokens.square().sum(dim=1)
         if subspace is not None and coordinates is not None:
             coordinates[part] = subspace.coordinates(tokens, _inverse(squared_M[part]).float())
-    ends = rows.tokens[:, [0, -1]].double()  # copies agree in these and in their length, others hardly ever
+    # Copies agree in their length and in their first and last channel; other tokens hardly ever do. Comparing three
+    # numbers a token is far cheaper than comparing tokens.
+    ends = rows.tokens[:, [0, -1]].double()
     traits = torch.cat([squared_M[:, None].double(), ends], dim=1).numpy()
     return Survey(
         rows=rows,
@@ -114,13 +119,13 @@ def _subspace(rows: Rows, dims: int) -> Subspace:
 
 
 def _inverse(squared: Tensor) -> Tensor:
-    """1 / sqrt in float64, of small integers as exact as it gets; 0 for 0."""
+    """1 / sqrt in float64, by the correctly rounded root; 0 for 0."""
     norm = rounded_sqrt(squared.double())
     return norm.reciprocal().masked_fill(norm == 0, 0.0)
 
 
 class Picks:
-    """The selected tokens in order, and what is multiplied of them."""
+    """The selected tokens in order, and their rows, lengths and coordinates: what candidates are compared with."""
 
     def __init__(self, budget: int, known: Survey) -> None:
         coordinates = known.coordinates

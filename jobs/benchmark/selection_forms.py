@@ -78,7 +78,7 @@ class Plain:
 
     @classmethod
     def of(cls, tokens_MD: Tensor) -> Plain:
-        """The copy takes 4 D bytes a token; the time it takes is not held against the form."""
+        """The copy takes 4 D bytes a token; the time it takes is not counted."""
         n_tokens, hidden = tokens_MD.shape
         unit_DM, inverse_M = torch.empty(hidden, n_tokens), torch.empty(n_tokens)
         for rows in row_slices(tokens_MD):

@@ -36,7 +36,7 @@ LIVE_COLUMNS = (
 
 
 @dataclass(frozen=True)
-class GenerateJob:
+class GenerateRequest:
     """A request that was checked: everything a run needs, before anything was started.
 
     Attributes:
@@ -97,7 +97,7 @@ class GenerateJob:
         return kept + (len(videos) if self.builder.needs_newline else 0)
 
 
-def prepare(config: GenerateConfig, console: Console) -> GenerateJob:
+def prepare(config: GenerateConfig, console: Console) -> GenerateRequest:
     """Check the whole request. Raises UsageError, and CorruptShard where the cache was damaged; starts nothing."""
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     cache, store = store_at(config.cache, objects), store_at(config.out, objects)
@@ -122,7 +122,7 @@ def prepare(config: GenerateConfig, console: Console) -> GenerateJob:
     with refusing():
         late = late_pruning(config, held, source, builder)
     _check_ratio(None if late else config.retention_ratio, held["retention_ratio"], live)
-    job = GenerateJob(
+    request = GenerateRequest(
         config=config,
         run_id=new_run_id(),
         objects=objects,
@@ -137,10 +137,10 @@ def prepare(config: GenerateConfig, console: Console) -> GenerateJob:
         late=late,
         order=_order(config, held),
     )
-    _check_context(job, console)
+    _check_context(request, console)
     with store_refusing():
-        match_answers(job)
-    return job
+        match_answers(request)
+    return request
 
 
 def _way(config: GenerateConfig) -> Way:
@@ -150,17 +150,17 @@ def _way(config: GenerateConfig) -> Way:
     return Way(decoding, config.choices, config.system)
 
 
-def match_answers(job: GenerateJob) -> None:
+def match_answers(request: GenerateRequest) -> None:
     """Refuse answers of other settings. A place without a single answer binds nothing."""
-    if not job.store.exists(HEADER):
+    if not request.store.exists(HEADER):
         return
-    held = read_answers_header(job.store)["identity"]
-    if not AnswersTable(job.store).names():
+    held = read_answers_header(request.store)["identity"]
+    if not AnswersTable(request.store).names():
         return
-    wrong = differences(held, job.identity, has="the answers have")
+    wrong = differences(held, request.identity, has="the answers have")
     if wrong:
         raise IdentityMismatch(
-            f"{job.store} holds answers made with other settings, and one place holds one kind:\n  "
+            f"{request.store} holds answers made with other settings, and one place holds one kind:\n  "
             + "\n  ".join(wrong)
             + "\nUse the settings of the answers, or another --out."
         )
@@ -230,15 +230,15 @@ def _check_ratio(ratio: float | None, stored: float, live: pa.Table) -> None:
             rows_wanted(row, ratio)
 
 
-def _check_context(job: GenerateJob, console: Console) -> None:
+def _check_context(request: GenerateRequest, console: Console) -> None:
     """Say which prompts cannot fit by their visual tokens alone; refuse where none can."""
-    videos = job.videos
+    videos = request.videos
     sizes = [
-        job.n_visual([videos[video_id] for video_id in ids])
-        for ids in job.questions["video_ids"].to_pylist()
+        request.n_visual([videos[video_id] for video_id in ids])
+        for ids in request.questions["video_ids"].to_pylist()
         if all(answerable(videos.get(video_id)) for video_id in ids)
     ]
-    context = job.builder.context_length
+    context = request.builder.context_length
     long = [size for size in sizes if size > context]
     if not long:
         return

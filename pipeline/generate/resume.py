@@ -10,13 +10,13 @@ import pyarrow.compute as pc
 
 from pipeline.errors import QuestionFault, QuestionsChanged
 from pipeline.generate.answer_stage import too_long
-from pipeline.generate.request import GenerateJob, answerable
+from pipeline.generate.request import GenerateRequest, answerable
 from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, without_nulls
 
 _COMPARED = ("video_ids", "prompt", "choices", "decoding")
 
 
-def unanswered(job: GenerateJob, live: pa.Table) -> list[QuestionRecord]:
+def unanswered(request: GenerateRequest, live: pa.Table) -> list[QuestionRecord]:
     """The questions that this run must ask, each with the number of this attempt.
 
     A failed row counts as done unless ``--retry-failed``. Raises QuestionsChanged where a question that has an answer
@@ -24,10 +24,10 @@ def unanswered(job: GenerateJob, live: pa.Table) -> list[QuestionRecord]:
     """
     answered = (without_nulls(row, AnswerRecord) for row in live.select([*_KEYS, *_COMPARED]).to_pylist())
     done = {row["question_id"]: row for row in answered}
-    videos = job.videos
+    videos = request.videos
     changed: list[str] = []
     todo: list[QuestionRecord] = []
-    for row in job.questions.to_pylist():
+    for row in request.questions.to_pylist():
         question = without_nulls(row, QuestionRecord)
         old = done.get(question["question_id"])
         if old is None:
@@ -39,11 +39,11 @@ def unanswered(job: GenerateJob, live: pa.Table) -> list[QuestionRecord]:
             changed.append(
                 f"{question['question_id']}: {name} was {_shown(old.get(name))}, is {_shown(question.get(name))}"
             )
-        elif old["status"] != "ok" and job.config.retry_failed and (different or _worth_it(job, old, videos)):
+        elif old["status"] != "ok" and request.config.retry_failed and (different or _worth_it(request, old, videos)):
             todo.append({**question, "attempts": old["attempts"] + 1})
     if changed:
         raise QuestionsChanged(
-            f"{len(changed)} questions with an answer in {job.store} are others now:\n  "
+            f"{len(changed)} questions with an answer in {request.store} are others now:\n  "
             + "\n  ".join(changed[:5])
             + "\nGive new questions new ids, or name another --out."
         )
@@ -53,27 +53,27 @@ def unanswered(job: GenerateJob, live: pa.Table) -> list[QuestionRecord]:
 _KEYS = ("question_id", "status", "attempts", "error_class")
 
 
-def _worth_it(job: GenerateJob, old: AnswerRecord, videos: Mapping[str, VideoRecord]) -> bool:
+def _worth_it(request: GenerateRequest, old: AnswerRecord, videos: Mapping[str, VideoRecord]) -> bool:
     """A failed question has attempts left, or its videos are in the cache since."""
     if old["error_class"] in {"unknown-video", "failed-video"}:
-        return all(answerable(videos.get(v)) for v in old["video_ids"]) or old["attempts"] < job.config.max_attempts
-    return old["attempts"] < job.config.max_attempts
+        return all(answerable(videos.get(v)) for v in old["video_ids"]) or old["attempts"] < request.config.max_attempts
+    return old["attempts"] < request.config.max_attempts
 
 
-def said_of_the_rest(job: GenerateJob, live: pa.Table, todo: list[QuestionRecord]) -> list[str]:
+def said_of_the_rest(request: GenerateRequest, live: pa.Table, todo: list[QuestionRecord]) -> list[str]:
     """Lines for the user about the questions that are not in ``todo``, because the answers hold a row of each."""
-    there = len(job.questions) - len(todo)
+    there = len(request.questions) - len(todo)
     if not there:
         return []
-    mine = pc.is_in(live["question_id"], value_set=job.questions["question_id"].combine_chunks())
+    mine = pc.is_in(live["question_id"], value_set=request.questions["question_id"].combine_chunks())
     bad = live.filter(pc.and_(mine, pc.not_equal(live["status"], "ok")))["question_id"].to_pylist()
     failed = len(set(bad) - {question["question_id"] for question in todo})
-    answers = f"{there} of {len(job.questions)} questions have their answers already"
+    answers = f"{there} of {len(request.questions)} questions have their answers already"
     if not failed:
         return [answers]
     lines = [f"{answers}, {failed} of them as errors"]
-    if job.config.retry_failed:
-        lines.append(f"note: they have had their {job.config.max_attempts} attempts; raise --max-attempts for more")
+    if request.config.retry_failed:
+        lines.append(f"note: they have had their {request.config.max_attempts} attempts; raise --max-attempts for more")
     return lines
 
 
@@ -82,13 +82,15 @@ def _shown(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def without_model(job: GenerateJob, todo: list[QuestionRecord]) -> tuple[list[QuestionRecord], list[AnswerRecord]]:
+def without_model(
+    request: GenerateRequest, todo: list[QuestionRecord]
+) -> tuple[list[QuestionRecord], list[AnswerRecord]]:
     """(questions for the model, rows of those that the index of the cache answers: no video, or too long a one)."""
-    videos = job.videos
+    videos = request.videos
     ask: list[QuestionRecord] = []
     rows: list[AnswerRecord] = []
     for question in todo:
-        failure = _failure(job, question, videos)
+        failure = _failure(request, question, videos)
         if failure is None:
             ask.append(question)
         else:
@@ -96,17 +98,19 @@ def without_model(job: GenerateJob, todo: list[QuestionRecord]) -> tuple[list[Qu
     return ask, rows
 
 
-def _failure(job: GenerateJob, question: QuestionRecord, videos: Mapping[str, VideoRecord]) -> AnswerRecord | None:
+def _failure(
+    request: GenerateRequest, question: QuestionRecord, videos: Mapping[str, VideoRecord]
+) -> AnswerRecord | None:
     ids = question["video_ids"]
     for video_id in ids:
         row = videos.get(video_id)
         if row is None:
-            message = f"{video_id!r} is not in the cache {job.cache}: prune it, then --retry-failed"
+            message = f"{video_id!r} is not in the cache {request.cache}: prune it, then --retry-failed"
             return failed_answer(question, QuestionFault("unknown-video", message))
         if row["status"] != "ok":
             message = f"{video_id!r} failed: {row['error_class']}: {row['error_message']}"
             return failed_answer(question, QuestionFault("failed-video", message))
-    n_visual, context = job.n_visual([videos[video_id] for video_id in ids]), job.builder.context_length
+    n_visual, context = request.n_visual([videos[video_id] for video_id in ids]), request.builder.context_length
     if n_visual > context:
         counted: AnswerRecord = {**cast(AnswerRecord, question), "n_visual_tokens": n_visual}
         return failed_answer(counted, too_long(n_visual, context))

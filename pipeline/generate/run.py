@@ -19,7 +19,7 @@ from pipeline.generate.answer_stage import AnswerSetup
 from pipeline.generate.answers import AnswersTable, commit_answers, write_answers_header
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.graph import build_graph, plan_answers
-from pipeline.generate.request import GenerateJob, match_answers, prepare
+from pipeline.generate.request import GenerateRequest, match_answers, prepare
 from pipeline.generate.resume import said_of_the_rest, unanswered, without_model
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
@@ -55,21 +55,21 @@ class Todo:
         return len(self.questions)
 
 
-class AnswerRun(Run[GenerateJob, Todo, AnswerSummary]):
+class AnswerRun(Run[GenerateRequest, Todo, AnswerSummary]):
     """questions -> answer; the driver commits. ``pipeline.generate.graph`` has the stage."""
 
     def __init__(self, config: GenerateConfig, console: Console) -> None:
         super().__init__(config, console)
         self._config = config
 
-    def prepare(self) -> GenerateJob:
+    def prepare(self) -> GenerateRequest:
         return prepare(self._config, self.console)
 
-    def match(self, request: GenerateJob) -> GenerateJob:
+    def match(self, request: GenerateRequest) -> GenerateRequest:
         match_answers(request)
         return request
 
-    def remaining(self, request: GenerateJob) -> Todo:
+    def remaining(self, request: GenerateRequest) -> Todo:
         table = AnswersTable(request.store)
         live = table.live()
         questions = unanswered(request, live)
@@ -77,7 +77,7 @@ class AnswerRun(Run[GenerateJob, Todo, AnswerSummary]):
             self.console.print(line, highlight=False)
         return Todo(questions, table)
 
-    def stream(self, request: GenerateJob, todo: Todo, lock: Lock) -> Streamed:
+    def stream(self, request: GenerateRequest, todo: Todo, lock: Lock) -> Streamed:
         """Commit what the index of the cache decides, and stream the rest; Ray starts only where something is left."""
         config, size = self._config, self._config.questions_per_shard
         ask, decided = without_model(request, todo.questions)
@@ -98,7 +98,7 @@ class AnswerRun(Run[GenerateJob, Todo, AnswerSummary]):
                 n_failed += self._answered(request, ask, len(starts), machines, run_file, lock)
         return Streamed(run_file, n_failed)
 
-    def summarise(self, request: GenerateJob, todo: Todo, n_failed: int, wall_s: float) -> AnswerSummary:
+    def summarise(self, request: GenerateRequest, todo: Todo, n_failed: int, wall_s: float) -> AnswerSummary:
         asked = {question["question_id"] for question in todo.questions}
         return summarise_answers(todo.table.live(), request.questions, asked, wall_s)
 
@@ -109,7 +109,7 @@ class AnswerRun(Run[GenerateJob, Todo, AnswerSummary]):
 
     def _answered(
         self,
-        request: GenerateJob,
+        request: GenerateRequest,
         ask: list[QuestionRecord],
         first: int,
         machines: Machines,
@@ -143,18 +143,18 @@ class AnswerRun(Run[GenerateJob, Todo, AnswerSummary]):
         )
 
 
-def answer_setup(job: GenerateJob, device: str, dtype: str) -> AnswerSetup:
+def answer_setup(request: GenerateRequest, device: str, dtype: str) -> AnswerSetup:
     return AnswerSetup(
-        source=job.source,
-        store=job.cache,
-        live=job.live,
-        retention_ratio=job.read_ratio,
-        late=job.late,
-        order=job.order,
-        positions=job.builder.policy.positions,
-        rule=job.builder.policy.rule,
-        batch_size=job.config.batch_size,
+        source=request.source,
+        store=request.cache,
+        live=request.live,
+        retention_ratio=request.read_ratio,
+        late=request.late,
+        order=request.order,
+        positions=request.builder.policy.positions,
+        rule=request.builder.policy.rule,
+        batch_size=request.config.batch_size,
         device=device,
         dtype=dtype,
-        attn=job.config.attn,
+        attn=request.config.attn,
     )

@@ -21,7 +21,7 @@ from pipeline.cache.ledger import Ledger
 from pipeline.errors import CacheLocked, UsageError
 from pipeline.execution.request import store_refusing
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.request import Job, prepare
+from pipeline.prune.request import PruneRequest, prepare
 from pipeline.prune.resume import Tally, remaining, share_of
 from pipeline.storage.lock import holder
 from pipeline.storage.stores import LocalStore, Store
@@ -63,31 +63,31 @@ def forecast(config: PruneConfig, console: Console) -> Forecast:
 
     Raises UsageError for whatever a run would refuse.
     """
-    job = prepare(config, console)
+    request = prepare(config, console)
     with store_refusing():
-        if other := holder(job.store):
-            raise CacheLocked(f"{job.store}: another run writes here: {other}")
-        _check_writable(job.store)
-        todo, counts = remaining(job.manifest, Ledger(job.store).refresh(), config, job.objects)
+        if other := holder(request.store):
+            raise CacheLocked(f"{request.store}: another run writes here: {other}")
+        _check_writable(request.store)
+        todo, counts = remaining(request.manifest, Ledger(request.store).refresh(), config, request.objects)
     todo, _ = share_of(todo, config.limit)
-    return _forecast(job, counts, todo)
+    return _forecast(request, counts, todo)
 
 
-def _forecast(job: Job, counts: Tally, todo: pa.Table) -> Forecast:
-    shape = job.decode_setup().largest_frames()
-    small = family_of(job.source).preprocessor().target_size(shape[0], 240, 240)
-    T, N = family_of(job.source).token_counts(*shape)
+def _forecast(request: PruneRequest, counts: Tally, todo: pa.Table) -> Forecast:
+    shape = request.decode_setup().largest_frames()
+    small = family_of(request.source).preprocessor().target_size(shape[0], 240, 240)
+    T, N = family_of(request.source).token_counts(*shape)
     return Forecast(
-        out=str(job.store),
+        out=str(request.store),
         tally=counts,
         n_todo=len(todo),
         n_policy=pc.sum(todo["policy"].is_valid()).as_py() or 0,
         first_ids=todo["video_id"].slice(0, _SHOWN).to_pylist(),
-        identity=job.identity(job.dtype),
+        identity=request.identity(request.dtype),
         grid=(T, N),
-        kept=budget_for(job.retention_ratio, T * N),
-        video_bytes=job.encode_setup(job.config.device, job.dtype).bytes_per_video(*shape),
-        one_size=job.sampling.fps is None and small == shape[1:],
+        kept=budget_for(request.retention_ratio, T * N),
+        video_bytes=request.encode_setup(request.config.device, request.dtype).bytes_per_video(*shape),
+        one_size=request.sampling.fps is None and small == shape[1:],
     )
 
 

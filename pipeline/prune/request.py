@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 from rich.console import Console
 
-from gstep import PRUNERS
+from gstep import PRUNERS, make_pruner
 from gstep.backbones import BACKBONES, ModelSource, family_of
 from gstep.errors import ModelError
 from gstep.evidence import HEAD_SOURCES
@@ -34,7 +34,7 @@ DEFAULT_FRAMES = 32
 
 
 @dataclass(frozen=True)
-class Job:
+class PruneRequest:
     """A request that was checked: everything a run needs, before anything was started."""
 
     config: PruneConfig
@@ -93,7 +93,7 @@ class Job:
         return identity
 
 
-def prepare(config: PruneConfig, console: Console) -> Job:
+def prepare(config: PruneConfig, console: Console) -> PruneRequest:
     """Check the whole request against the disk and the cache. Raises UsageError; starts nothing."""
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     store = store_at(config.out, objects)
@@ -102,12 +102,12 @@ def prepare(config: PruneConfig, console: Console) -> Job:
         manifest = read_manifest(config.videos, config.video_root, objects)
         if not store.exists(HEADER) and store.taken():
             raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
-    job = resolve(config, manifest, store, objects)
+    request = resolve(config, manifest, store, objects)
     with store_refusing():
-        return match_cache(job, console)
+        return match_cache(request, console)
 
 
-def resolve(config: PruneConfig, manifest: pa.Table, store: Store, objects: Objects) -> Job:
+def resolve(config: PruneConfig, manifest: pa.Table, store: Store, objects: Objects) -> PruneRequest:
     """What the options mean: the model, its frames, the method. Raises UsageError; looks at no cache and no video."""
     with refusing():
         read_pruner(config.pruner, config.pruner_params())  # what is wrong with it is no matter of the model
@@ -119,7 +119,7 @@ def resolve(config: PruneConfig, manifest: pa.Table, store: Store, objects: Obje
         evidence = evidence_sources(config.evidence, source.model_type, pruner)
         source = _with_evidence(source, pruner, evidence, config)
     _check_decoder(config.decoder)
-    return Job(
+    return PruneRequest(
         config=config,
         objects=objects,
         run_id=new_run_id(),
@@ -184,7 +184,7 @@ def _instead(pruner: Pruner, source: ModelSource) -> str:
     able = [name for name in BACKBONES if BACKBONES[name].gives >= set(pruner.sources.items())]
     if source.model_type in able:
         return ""
-    free = [name for name in PRUNERS if PRUNERS[name].cacheable and not PRUNERS[name].needs]
+    free = [name for name in PRUNERS if PRUNERS[name].cacheable and not make_pruner(name).needs]
     models = f"models of type {' or '.join(able)} do" if able else "no model here does"
     return f"; {models}, and {', '.join(free)} need nothing but tokens"
 
@@ -214,31 +214,31 @@ def sampling_settings(sampling: Sampling) -> dict[str, Any]:
     return {"fps": sampling.fps, "max_frames": sampling.max_frames}
 
 
-def match_cache(job: Job, console: Console) -> Job:
+def match_cache(request: PruneRequest, console: Console) -> PruneRequest:
     """Adopt what an existing cache leaves open (dtype, a larger ratio of a nested method); refuse another identity.
 
     A cache without a single row, from a run that ended before its first commit, binds nothing.
     """
-    if not job.store.exists(HEADER):
-        return job
-    held = read_header(job.store)["identity"]
-    if not job.store.names(VIDEOS, ".parquet"):
-        return job
-    if job.dtype == "auto":
-        job = replace(job, dtype=held["dtype"]["compute"])
+    if not request.store.exists(HEADER):
+        return request
+    held = read_header(request.store)["identity"]
+    if not request.store.names(VIDEOS, ".parquet"):
+        return request
+    if request.dtype == "auto":
+        request = replace(request, dtype=held["dtype"]["compute"])
     stored = held["retention_ratio"]
-    if job.pruner.nested and job.retention_ratio < stored:
+    if request.pruner.nested and request.retention_ratio < stored:
         console.print(
-            f"note: this cache stores retention ratio {stored}, which serves {job.retention_ratio} too; "
+            f"note: this cache stores retention ratio {stored}, which serves {request.retention_ratio} too; "
             f"new videos are stored at {stored}",
             highlight=False,
         )
-        job = replace(job, retention_ratio=stored)
-    wrong = differences(held, job.identity(job.dtype))
+        request = replace(request, retention_ratio=stored)
+    wrong = differences(held, request.identity(request.dtype))
     if wrong:
         raise IdentityMismatch(
-            f"{job.store} was made with other settings, and one cache holds one kind of rows:\n  "
+            f"{request.store} was made with other settings, and one cache holds one kind of rows:\n  "
             + "\n  ".join(wrong)
             + "\nUse the cache's settings, or another --out."
         )
-    return job
+    return request

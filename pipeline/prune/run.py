@@ -31,7 +31,7 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import Resources, build_graph, plan_resources, videos_for
-from pipeline.prune.request import Job, match_cache, prepare
+from pipeline.prune.request import PruneRequest, match_cache, prepare
 from pipeline.prune.resume import remaining, said_of_the_rest, share_of
 from pipeline.prune.summary import Summary, summarise
 from pipeline.storage.lock import Lock
@@ -64,27 +64,27 @@ class Todo(NamedTuple):
         return len(self.videos)
 
 
-class PruneRun(Run[Job, Todo, Summary]):
+class PruneRun(Run[PruneRequest, Todo, Summary]):
     """videos -> decode -> encode and prune -> write; the driver commits. ``pipeline.prune.graph`` has the stages."""
 
     def __init__(self, config: PruneConfig, console: Console) -> None:
         super().__init__(config, console)
         self._config = config
 
-    def prepare(self) -> Job:
+    def prepare(self) -> PruneRequest:
         return prepare(self._config, self.console)
 
-    def match(self, request: Job) -> Job:
+    def match(self, request: PruneRequest) -> PruneRequest:
         return match_cache(request, self.console)
 
-    def remaining(self, request: Job) -> Todo:
+    def remaining(self, request: PruneRequest) -> Todo:
         ledger = Ledger(request.store).refresh()
         todo, counts = remaining(request.manifest, ledger, self._config, request.objects)
         for line in said_of_the_rest(counts, self._config):
             self.console.print(line, highlight=False)
         return Todo(*share_of(todo, self._config.limit), ledger)
 
-    def stream(self, request: Job, todo: Todo, lock: Lock) -> Streamed:
+    def stream(self, request: PruneRequest, todo: Todo, lock: Lock) -> Streamed:
         config, n_videos = self._config, len(todo)
         cluster = connect()
         device, dtype = settle(cluster, config.device, request.dtype, config.attn)
@@ -109,7 +109,7 @@ class PruneRun(Run[Job, Todo, Summary]):
             )
         return Streamed(run_file, n_failed)
 
-    def summarise(self, request: Job, todo: Todo, n_failed: int, wall_s: float) -> Summary:
+    def summarise(self, request: PruneRequest, todo: Todo, n_failed: int, wall_s: float) -> Summary:
         return summarise(
             todo.ledger.refresh(),
             request.manifest,
@@ -160,27 +160,27 @@ def _shortfalls(config: PruneConfig, wanted: Resources, plan: Resources, n_video
         yield f"shards get {plan.videos_per_shard} videos: more would not fit Ray's object stores"
 
 
-def _write_header(job: Job, dtype: str, lock: Lock) -> None:
+def _write_header(request: PruneRequest, dtype: str, lock: Lock) -> None:
     with refusing():
-        static = family_of(job.source).static()
+        static = family_of(request.source).static()
     newline = static.newline
     bits = None if newline is None else newline.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
     header: CacheHeader = {
         "schema_version": SCHEMA_VERSION,
-        "identity": job.identity(dtype),
+        "identity": request.identity(dtype),
         "newline": None if bits is None else base64.b64encode(bits).decode(),
         "hidden_size": static.hidden_size,
         "deepstack_levels": static.deepstack_levels,
     }
     lock.check()  # starting Ray may have taken longer than a lease lasts
-    job.store.put(HEADER, header_bytes(header))
+    request.store.put(HEADER, header_bytes(header))
 
 
-def _run_record(job: Job, device: str, dtype: str, resources: Resources, n_videos: int) -> RunRecord:
+def _run_record(request: PruneRequest, device: str, dtype: str, resources: Resources, n_videos: int) -> RunRecord:
     """Provenance: recorded, never compared."""
     return {
-        **provenance(job.run_id, _RECORDED_VERSIONS),
-        "config": job.config.as_record(),
+        **provenance(request.run_id, _RECORDED_VERSIONS),
+        "config": request.config.as_record(),
         "device": device,
         "dtype": dtype,
         "resources": {"cluster": dict(ray.cluster_resources()), "plan": asdict(resources)},

@@ -61,11 +61,11 @@ class LiveCheck:
                 f"--live: this cache was pruned by {config.pruner}, a method from outside gstep; what a cache says "
                 "chooses no code, so its videos are not encoded again here"
             )
-        job = resolve(config, MANIFEST_SCHEMA.empty_table(), store, self._objects)
-        job = match_cache(job, Console(quiet=True))
-        self._decode = job.decode_setup()
+        request = resolve(config, MANIFEST_SCHEMA.empty_table(), store, self._objects)
+        request = match_cache(request, Console(quiet=True))
+        self._decode = request.decode_setup()
         with refusing():
-            self._encoder = VideoEncoder(job.encode_setup("auto", job.dtype))
+            self._encoder = VideoEncoder(request.encode_setup("auto", request.dtype))
 
     def run(self, live: pa.Table, count: int, seed: int, report: Report) -> None:
         """Encode ``count`` random ok videos of ``live`` again and note in ``report`` what came out."""

@@ -8,10 +8,10 @@ import torch
 from rich.console import Console
 
 import gstep
-from gstep.backbones import ModelSource
+from gstep.backbones import ModelSource, family_of
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.fastv import FastV
-from jobs import generate, prune
+from jobs import generate
 from pipeline import TokenCache
 from pipeline.cache.writer import PrunedVideo
 from pipeline.generate.answers import read_answers
@@ -23,6 +23,7 @@ from tests.gstep.llms import llm
 from tests.jobs.jobs import clips
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.caches import random_tokens, source_record, write_shard
+from tests.pipeline.encoding import encode_clip
 from tests.pipeline.rays import ray_here
 
 pytestmark = pytest.mark.slow
@@ -43,13 +44,13 @@ def cluster():
 
 @pytest.mark.parametrize("model", LAYER)
 def test_every_family_answers_from_what_the_method_keeps(cluster, model, tmp_path):
-    (tmp_path / "videos").mkdir()
-    shutil.copy(clips()[1], tmp_path / "videos" / "a.mp4")
     cache, questions = tmp_path / "c", write_questions(tmp_path / "q.jsonl", QUESTIONS)
-    done = prune.main(
-        [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "4", "--model", model, "--pruner", "none"]
-    )
-    assert done == 0
+    source = ModelSource.resolve(model)
+    static = {"deepstack_levels": family_of(source).static().deepstack_levels}
+    if model != "tiny":
+        static["newline"] = None
+    store = tiny_cache(cache, (), ratio=1.0, method="none", source=source, failed=("bad",), **static)
+    write_shard(store, "run", encode_clip(source, clips()[1], 4, "none", 1.0, "a.mp4")[1])
 
     def ask(out, *options):
         ways = ["--retention-ratio", "0.25", "--max-new-tokens", "6", "--choices", "loglikelihood", *options]
@@ -58,7 +59,7 @@ def test_every_family_answers_from_what_the_method_keeps(cluster, model, tmp_pat
 
     opened = TokenCache(cache)
     visual = to_visual(opened.get("a.mp4"), opened.newline)
-    build = prompt_builder(ModelSource.resolve(model)).build
+    build = prompt_builder(source).build
     prompts = [build(QUESTIONS[i]["prompt"], [visual]) for i in range(3)]
     inside = (FastV(K=LAYER[model]), 0.25)
     rows = ask("fastv", "--pruner", "fastv", "--pruner-param", f"K={LAYER[model]}")

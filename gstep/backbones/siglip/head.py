@@ -1,7 +1,7 @@
 """SigLIP's attention-pooling head, from a SigLIP checkpoint: LLaVA-OneVision is made of its tower without the head.
 
-The head runs in float32 whatever the encoder's precision: in 16 bits many
-tokens of a frame would get the same attention.
+The head runs in float32 whatever the encoder's precision: in 16 bits many tokens of a frame would get the same
+attention.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PoolingHead(nn.Module):
 
     @classmethod
     def load(cls, source: PoolingHeadSource, device: str) -> PoolingHead:
-        """Raises ModelError where this node has other weights than the one that resolved it, or the config misfits."""
+        """Raises ModelError where this node's weights are not those that were resolved, or do not fit the config."""
         from transformers import SiglipVisionConfig  # noqa: PLC0415
 
         tensors = read_head(source)
@@ -67,7 +67,7 @@ class PoolingHead(nn.Module):
 
         A patch goes through the head as if the probe saw it alone. Attention over one position is 1 whatever the probe
         asks, so that the patch's value is the result; the rest is SiglipMultiheadAttentionPoolingHead.forward
-        (transformers, models/siglip/modeling_siglip.py). CDPruner's official code, which is for CLIP alone, likewise
+        (transformers, models/siglip/modeling_siglip.py). CDPruner's official code, which is for CLIP alone, also
         sends each patch through what CLIP has for its pooled token: post_layernorm and the visual projection
         (llava/model/multimodal_encoder/clip_encoder.py).
         """

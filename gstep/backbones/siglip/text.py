@@ -95,7 +95,7 @@ class TextTower:
     def segments(self, text: str) -> Tensor:
         """[Q,L] int64: the text in as many segments as it takes, L being all positions that the tower has.
 
-        CDPruner's official code cuts longer texts likewise. Each segment here ends in the end-of-sentence token that
+        CDPruner's official code cuts longer texts too. Each segment here ends in the end-of-sentence token that
         SigLIP always saw: the tower takes its answer from the last position.
         """
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids

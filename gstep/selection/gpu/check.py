@@ -1,5 +1,5 @@
-"""Whether the GPU kernels select on this GPU what ``gstep.selection.reference`` does: asked once, before they are
-believed.
+"""Whether the GPU kernels select on this GPU what ``gstep.selection.reference`` does: checked once, before they are
+used.
 
 Importing this needs Triton. Shapes: M tokens, D hidden size, B budget.
 """
@@ -20,7 +20,7 @@ _LEVELS = 4  # few different densities, so that scores tie
 
 @cache
 def check_kernels(device: torch.device, dtype: torch.dtype, hidden: int) -> None:
-    """Raises RuntimeError where a form selects otherwise than the plain one. Passed once, it is not run again."""
+    """Raises RuntimeError where a form selects other tokens than the plain one. Once passed, it is not run again."""
     check_forms(device, dtype, hidden, _TOKENS, _BUDGET)
 
 

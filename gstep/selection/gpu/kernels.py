@@ -155,6 +155,13 @@ def refresh_kernel(
 
 
 @triton.jit
+def _highest(key: tl.tensor, place: tl.tensor, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The highest key, and the lowest place that has it."""
+    top = tl.max(key, 0)
+    return top, tl.min(tl.where(key == top, place, BLOCK), 0)
+
+
+@triton.jit
 def greedy_kernel(
     gram_ptr: tl.tensor,
     row_ptr: tl.tensor,
@@ -173,7 +180,8 @@ def greedy_kernel(
 ) -> None:
     """Eqs. (10)-(12), one pick after the other, until a video's budget is spent or no row passes the bar. Grid: (V,).
 
-    One program a video, which keeps its distances in registers; ``width`` is S, BLOCK the power of 2 from there on.
+    One program a video, which keeps its distances in registers; ``width`` is S, BLOCK the next power of 2. The loop
+    stays in one piece, for all its state would have to be passed on.
     ``gram_ptr`` [V, S, S] float32; ``distance_ptr`` [V, S] float64, -inf for what is picked or padding, is left as it
     is after the last pick; weight and inverse norm [V, S] float64. ``row_ptr`` [S]: each row's token, ascending.
     The bar is the best token that is no row here: its key in ``bar_ptr`` [1], and how many rows come before it by
@@ -196,9 +204,7 @@ def greedy_kernel(
     inverse = tl.load(inverse_ptr + place, mask=inside, other=0.0)
     going = count < budget
     while going:
-        key = (distance + beta) * weight
-        top = tl.max(key, 0)
-        best = tl.min(tl.where(key == top, place, BLOCK), 0)
+        top, best = _highest((distance + beta) * weight, place, BLOCK)
         going = (top > bar_key) | ((top == bar_key) & (best < bar_place))
         if going:
             row = gram_ptr + best.to(tl.int64) * width + place

@@ -1,4 +1,4 @@
-"""Finding a model: folders, the Hugging Face cache, what is refused; and reading single tensors."""
+"""What a model argument means: its config, its settings of frames, and what is refused."""
 
 import json
 import pickle
@@ -8,8 +8,6 @@ import pytest
 from gstep.backbones import ModelSource
 from gstep.checkpoints import tensors
 from gstep.errors import ModelError
-
-# Folders
 
 
 def test_a_folder_resolves_without_reading_weights(folder, monkeypatch):
@@ -33,20 +31,6 @@ def test_preprocessor_files_have_the_stock_precedence(folder):
     assert mean_with("video_preprocessor_config.json", {"image_mean": "video"}) == "video"
     assert mean_with("processor_config.json", {"image_token": "<image>"}) == "video"
     assert mean_with("processor_config.json", {"video_processor": {"image_mean": "nested"}}) == "nested"
-
-
-# What is refused
-
-
-def test_a_folder_that_does_not_exist():
-    for model in ("/no/such/folder", "./nowhere", "a/b/c", ""):
-        with pytest.raises(ModelError, match="no folder on this machine"):
-            ModelSource.resolve(model)
-
-
-def test_a_revision_of_something_that_has_none(folder):
-    with pytest.raises(ModelError, match="revision"):
-        ModelSource.resolve(folder, revision="main")
 
 
 def test_no_config(folder):
@@ -73,6 +57,3 @@ def test_no_preprocessor_files(folder):
         (folder / filename).unlink()
     with pytest.raises(ModelError, match=r"preprocessor_config\.json"):
         ModelSource.resolve(folder)
-
-
-# The Hugging Face Hub

@@ -116,7 +116,8 @@ def test_the_row_of_attention_is_that_of_the_eager_kernel(deep, prompts, monkeyp
     for prompt in prompts:
         weights = forward(eager, prompt, output_attentions=True).attentions[K - 1]
         inside = fast._prune_inside([prompt], FastV(K=K), RATIO)
-        monkeypatch.setattr(inside, "_select", lambda row, real=inside._select: (rows.append(row), real(row))[1])
+        real = inside._select
+        monkeypatch.setattr(inside, "_select", lambda hidden, row, real=real: (rows.append(row), real(hidden, row))[1])
         with inside.hooked(fast.model):
             forward(fast, prompt)
         torch.testing.assert_close(rows[-1][0], weights[0, :, -1].mean(0), atol=1e-6, rtol=0)
@@ -241,7 +242,8 @@ class Attended(Pruner):
 
     def select(self, visual, budget, ratio, seed):
         attention_M = visual.evidence["llm_attention"]
-        assert visual.tokens.shape == (1, len(attention_M), 0) and set(visual.evidence) == {"llm_attention"}
+        assert visual.tokens.shape[:2] == (1, len(attention_M)) and set(visual.evidence) == {"llm_attention"}
+        assert visual.tokens.any()  # what the layer before sees of them
         assert budget == budget_for(ratio, len(attention_M))
         return Selection(attention_M.argsort(descending=True, stable=True)[: round(ratio * len(attention_M))])
 

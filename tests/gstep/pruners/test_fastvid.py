@@ -110,7 +110,7 @@ def test_fastvid_uses_the_noise_up_as_the_official_variants_do(every_frame_draws
 
 def test_fastvid_variants_need_and_assume_different_things() -> None:
     llava, qwen = gstep.make_pruner("fastvid"), gstep.make_pruner("fastvid", variant="qwen")
-    assert llava.needs == gstep.PRUNERS["fastvid"].needs == {"frame_feature", "token_attention"}
+    assert llava.needs == gstep.make_pruner("fastvid").needs == {"frame_feature", "token_attention"}
     assert qwen.needs == {"token_attention"}
     assert (llava.params()["tau"], qwen.params()["tau"]) == (0.9, 0.84)
     assert gstep.make_pruner("fastvid", variant="qwen", tau=0.5).params()["tau"] == 0.5

@@ -1,16 +1,13 @@
 """The benchmark of the selection: every form is run, compared with float64, drawn and written; no time is asserted."""
 
 import json
-import math
 
 import pytest
 import torch
 
-from gstep.selection.reference import density_guided_fps
 from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark import selection
-from jobs.benchmark.selection_forms import Plain, all_forms, plain_steps
-from jobs.benchmark.selection_report import seconds_text, slope
+from jobs.benchmark.selection_forms import all_forms
 from jobs.benchmark.tokens import INPUTS
 
 SMALL = ["--frames", "6", "12", "--tokens-per-frame", "36", "--hidden", "64", "--repeats", "1"]
@@ -51,41 +48,6 @@ def test_all_forms_select_the_same(measured):
 
 def test_the_picture_is_a_png(measured):
     assert measured[1].startswith(PNG)
-
-
-@pytest.mark.parametrize("name", INPUTS)
-def test_tokens_are_seeded_finite_and_no_two_are_the_same(name):
-    tokens = INPUTS[name].make(40, 36, 48)
-    assert tokens.shape == (40, 36, 48) and tokens.dtype == torch.bfloat16
-    assert torch.equal(tokens, INPUTS[name].make(40, 36, 48))
-    assert tokens.isfinite().all()
-    assert len(torch.unique(tokens.flatten(0, 1), dim=0)) == 40 * 36
-
-
-def test_the_plain_form_is_the_oracle():
-    tokens = INPUTS["iid"].make(4, 25, 32).flatten(0, 1)
-    density = torch.rand(100, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    expected = density_guided_fps(tokens.double(), density, 50)
-    assert torch.equal(Plain.of(tokens).select(density, 49), expected)
-
-
-def test_the_plain_form_runs_whole_or_200_steps():
-    assert plain_steps(6272, 3584, 1568) == 1567
-    assert plain_steps(25088, 3584, 6272) == 200
-    assert plain_steps(75264, 3584, 100) == 99
-
-
-def test_growth_is_the_slope_of_the_logarithms():
-    assert slope([(10, 3.0), (100, 300.0), (1000, 30000.0)]) == pytest.approx(2.0)
-    assert slope([(10, 3.0), (10, 4.0)]) is None
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.001234, "0.00123"), (0.5, "0.500"), (12.345, "12.3"), (1234.5, "1234")]
-)
-def test_seconds_are_shown_with_three_digits(seconds, text):
-    assert seconds_text(seconds) == text
-    assert math.isclose(float(text), seconds, rel_tol=5e-3)
 
 
 @pytest.mark.parametrize(

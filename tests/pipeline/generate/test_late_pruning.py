@@ -10,8 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-import gstep
-from gstep.backbones import ModelSource
+from gstep.backbones import ModelSource, family_of
 from gstep.evidence import LAST_LAYER, SINGLE_PATCHES
 from gstep.language import Visual
 from gstep.pruners.base import Pruner, Selection
@@ -156,7 +155,12 @@ def request_for(tmp_path):
         options = {"retention_ratio": 0.1, **options}
         out = str(tmp_path / "o")
         config = GenerateConfig(
-            str(tmp_path / "c"), str(questions), out, pruner=method, pruner_param=[*params], **options
+            cache=str(tmp_path / "c"),
+            questions=str(questions),
+            out=out,
+            pruner=method,
+            pruner_param=[*params],
+            **options,
         )
         return prepare(config, Console())
 
@@ -184,7 +188,7 @@ def test_what_a_method_needs_is_found_by_what_it_declares(request_for, tmp_path)
 
 
 def test_a_text_tower_goes_with_any_method_that_matches_patches(request_for, tmp_path):
-    head = gstep.backbones.text_tower(ModelSource.resolve("tiny"), "tiny").head.identity
+    head = family_of(ModelSource.resolve("tiny")).text_tower("tiny").head.identity
     tiny_cache_with_embeddings(tmp_path / "c", head=head)
     late = request_for(path(Matching), siglip="tiny").late
     assert late.evidence == ("image_embedding",) and late.text_tower.head.identity == head

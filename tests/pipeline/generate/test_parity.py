@@ -8,12 +8,9 @@ from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.language import Decoding, prompt_builder
 from pipeline import TokenCache
 from pipeline.generate.held_videos import to_visual
-from pipeline.prune.decode_stage import decoded_columns
-from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
-from pipeline.video.decode import DecodeRequest, decode_video
-from pipeline.video.sampling import Sampling
 from tests.gstep.llms import FAMILIES, Encoded, llm, stock, stock_inputs
 from tests.pipeline.caches import write_header, write_shard
+from tests.pipeline.encoding import encode_clip
 from tests.pipeline.videos import sample
 
 FRAMES = 5  # odd: the last one is repeated in a temporal patch
@@ -21,21 +18,12 @@ FRAMES = 5  # odd: the last one is repeated in a temporal patch
 
 def cached(source, name, tmp_path, method, ratio, **params):
     """One real clip through decoder, encoder, pruner, writer and reader: (frames, Visual)."""
-    clip = sample("bikes.mp4")
-    decoded = decode_video(DecodeRequest(clip, Sampling(FRAMES), family_of(source).preprocessor()))
-    record = {
-        "video_id": "v",
-        "uri": str(clip),
-        "manifest": "{}",
-        "status": "ok",
-        **decoded_columns(decoded, 1),
-    }
-    encoder = VideoEncoder(EncodeSetup(source, method, ratio, pruner_params=params, device="cpu", dtype="float32"))
+    frames, row = encode_clip(source, sample("bikes.mp4"), FRAMES, method, ratio, **params)
     store = write_header(tmp_path / method, ratio, deepstack_levels=family_of(source).static().deepstack_levels)
-    write_shard(store, "run", encoder.encode_one(record, decoded.frames))
+    write_shard(store, "run", row)
     cache = TokenCache(tmp_path / method)
     newline = stock(name).model.image_newline.bfloat16() if name == "tiny" else None
-    return decoded.frames, to_visual(cache.get("v"), newline)
+    return frames, to_visual(cache.get("v"), newline)
 
 
 def pixels_of(source, name, frames, visual):

@@ -17,10 +17,6 @@ META = json.loads((GOLDEN / "preprocess.json").read_text())
 CLIP = FixedSizePreprocessor.from_settings(META["processors"]["llava_onevision"])
 
 
-def random_frames(*shape: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
-
-
 @pytest.mark.parametrize("case", [name for name in META["cases"] if name.startswith("llava_onevision/")])
 def test_pixel_values_are_the_stock_processors_bit_for_bit(case):
     golden, expected = np.load(GOLDEN / "preprocess.npz"), META["cases"][case]
@@ -36,43 +32,6 @@ def test_pixel_values_are_the_stock_processors_bit_for_bit(case):
 def test_class_defaults_are_those_of_the_stock_processor():
     stock = META["processors"]["llava_onevision"]
     assert {name: stock[name] for name in DEFAULTS} == DEFAULTS
-
-
-@pytest.mark.parametrize("shape", [(9, 90, 160, 3), (9, 500, 420, 3), (9, 384, 384, 3)])
-@pytest.mark.parametrize("chunk", [1, 2, 4])
-def test_resizing_in_chunks_equals_resizing_the_whole(shape, chunk):
-    frames = random_frames(*shape)
-    whole = CLIP.resize(frames, (384, 384))
-    parts = [CLIP.resize(frames[i : i + chunk], (384, 384)) for i in range(0, len(frames), chunk)]
-    assert torch.equal(whole, torch.cat(parts))
-    assert whole.dtype == torch.uint8 and whole.shape == (9, 384, 384, 3) and whole.is_contiguous()
-
-
-def test_tensor_array_and_read_only_array_give_the_same_without_a_warning(recwarn):
-    frames = random_frames(2, 50, 70, 3)
-    read_only = frames.copy()
-    read_only.flags.writeable = False
-    results = [CLIP.resize(f, (384, 384)) for f in (frames, torch.from_numpy(frames), read_only)]
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-    assert not recwarn
-
-
-def test_normalising_does_not_touch_its_input():
-    frames = torch.from_numpy(random_frames(1, 384, 384, 3))
-    before = frames.clone()
-    pixels = CLIP.normalise(frames, "cpu", torch.bfloat16)
-    assert pixels.dtype == torch.bfloat16 and pixels.shape == (1, 3, 384, 384) and pixels.is_contiguous()
-    assert torch.equal(frames, before)
-
-
-@pytest.mark.parametrize(
-    "frames",
-    [np.zeros((2, 8, 8, 3), np.float32), np.zeros((8, 8, 3), np.uint8), np.zeros((2, 3, 8, 8), np.uint8)],
-    ids=["float", "one frame", "channels first"],
-)
-def test_frames_of_another_form_are_refused(frames):
-    with pytest.raises(ValueError, match=r"uint8 \[T,H,W,3\]"):
-        CLIP.resize(frames, (384, 384))
 
 
 @pytest.mark.parametrize(

@@ -9,20 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
-from torch.nn.functional import interpolate
 from transformers import (
-    LlavaOnevisionForConditionalGeneration,
     PreTrainedTokenizerFast,
     SiglipConfig,
     SiglipModel,
-    SiglipVisionConfig,
-    SiglipVisionModel,
 )
 
 from gstep.backbones import ModelSource, Runtime, TextTower, family_of
 from gstep.checkpoints import tiny
 from gstep.errors import ModelError
-from gstep.evidence import POOLING_HEAD, SINGLE_PATCHES
 from tests.gstep.reading import count_reading
 
 FLOAT32 = Runtime("cpu", torch.float32, "sdpa")
@@ -107,34 +102,6 @@ def stock_features(folder, text):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     ids = tokenizer([text], padding="max_length", truncation=True, return_tensors="pt").input_ids
     return SiglipModel.from_pretrained(folder).eval().get_text_features(ids).pooler_output, ids
-
-
-@torch.no_grad()
-def test_a_patch_is_what_the_stock_head_makes_of_it_alone(source, frames):
-    backbone = family_of(family_of(source).with_pooling_head("tiny")).load(FLOAT32)
-    embedded_TNC = backbone.encode(frames, {"image_embedding": SINGLE_PATCHES}).evidence["image_embedding"]
-    assert embedded_TNC.shape == (3, 196, 64) and embedded_TNC.dtype == torch.float32
-    tower = LlavaOnevisionForConditionalGeneration.from_pretrained(source.pretrained()[0]).model.vision_tower
-    pixels = family_of(source).preprocessor().normalise(frames, "cpu", torch.float32)
-    features_TSC = tower(pixels, output_hidden_states=True, return_dict=True).hidden_states[-1]
-    config = json.loads((tiny.build("tiny-siglip") / "config.json").read_text())["vision_config"]
-    stock = SiglipVisionModel(SiglipVisionConfig(**config)).eval()
-    tensors = load_file(tiny.build("tiny-siglip") / "model.safetensors")
-    stock.load_state_dict({name.removeprefix("vision_model."): value for name, value in tensors.items()}, strict=False)
-    alone = stock.head(stock.post_layernorm(features_TSC).reshape(-1, 1, 64))  # as pictures of one patch
-    grid_TC = alone.view(3, 27, 27, 64).permute(0, 3, 1, 2)
-    expected = interpolate(grid_TC, (14, 14), mode="bilinear", align_corners=False).flatten(2).transpose(1, 2)
-    assert expected.std(dim=1).mean() > 0.1  # of equal patches any mistake would look right
-    torch.testing.assert_close(embedded_TNC, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_asking_changes_no_token_and_no_frame_another(source, frames):
-    asked = {"image_embedding": SINGLE_PATCHES, "frame_feature": POOLING_HEAD}
-    runtime = Runtime("cpu", torch.bfloat16, "sdpa")
-    visual = family_of(family_of(source).with_pooling_head("tiny")).load(runtime, frame_batch=2).encode(frames, asked)
-    assert torch.equal(visual.tokens, family_of(source).load(runtime, frame_batch=2).encode(frames).tokens)
-    assert visual.evidence["image_embedding"].dtype == torch.float32 and visual.evidence["frame_feature"].ndim == 2
-    assert len(visual.evidence["image_embedding"].flatten(0, 1).unique(dim=0)) == 3 * 196
 
 
 @pytest.mark.parametrize("text", TEXTS)

@@ -1,6 +1,7 @@
-"""The GPU kernels against ``gstep.selection.reference``: run by test_gpu_sampling.py in a process of its own.
+"""The GPU kernels against ``gstep.selection.reference``: run by test_kernels.py in a process of its own.
 
-With TRITON_INTERPRET=1, which must be set before anything imports Triton, on CPU tensors; else on CUDA ones.
+With TRITON_INTERPRET=1, which must be set before anything imports Triton, on CPU tensors; else on CUDA ones. One file
+for check, gram, kernels and lazy: nearly every test runs both forms, and both run the same kernels.
 """
 
 from __future__ import annotations

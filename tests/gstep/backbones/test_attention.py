@@ -1,0 +1,135 @@
+"""Attention of a frame by hand and by the stock towers' eager one; seeing it changes nothing and leaves no hook."""
+
+import math
+import sys
+
+import pytest
+import torch
+from transformers.vision_utils import get_vision_window_index
+
+from gstep.backbones import ModelSource, family_of
+from gstep.backbones.attention import attention_received, merged_attention, rotated, seeing
+from tests.gstep.backbones.encoders import BFLOAT16, FLOAT32, MERGED, QWEN, STOCK, asked_of, frames_for
+
+
+def stock_model(source):
+    return STOCK[source.name].from_pretrained(source.pretrained()[0], attn_implementation="eager")
+
+
+def hooks_of(backbone):
+    """Of our kind: transformers leaves forward hooks of its own in towers whose hidden states were asked for."""
+    return sum(len(module._forward_pre_hooks) for module in backbone.model.modules())
+
+
+@torch.no_grad()
+def stock_merged_queries(source, frames, monkeypatch):
+    """[T,N] in float64 from the queries and keys that the eager tower's last block attends with."""
+    tower = stock_model(source).model.visual
+    module, seen = sys.modules[type(tower).__module__], []
+    eager = module.eager_attention_forward
+
+    def recording(layer, query, key, *args, **kwargs):
+        if layer is tower.blocks[-1].attn:
+            seen.append((query[0].double(), key[0].double()))
+        return eager(layer, query, key, *args, **kwargs)
+
+    monkeypatch.setattr(module, "eager_attention_forward", recording)
+    preprocessor = family_of(source).preprocessor()
+    grid = preprocessor.grid_thw(*frames.shape[:3])
+    tower(preprocessor.patches(frames, "cpu", torch.float32), grid_thw=torch.tensor([grid]))
+    assert len(seen) == grid[0]  # each temporal patch by itself
+    place = torch.arange(grid[1] * grid[2] // 4)
+    if source.name == "tiny-qwen2-5-vl":
+        vision = tower.config
+        place, _ = get_vision_window_index(torch.tensor([[1, *grid[1:]]]), 2, vision.window_size, vision.patch_size)
+        assert not torch.equal(place, place.sort().values)  # the trap is there
+    expected_TN = torch.zeros(grid[0], len(place), dtype=torch.float64)
+    for t, (query_HSE, key_HSE) in enumerate(seen):
+        for query_SE, key_SE in zip(query_HSE, key_HSE, strict=True):
+            mean = query_SE.mean(dim=0)
+            scores = [key_SE[4 * j : 4 * j + 4].mean(dim=0) @ mean / math.sqrt(len(mean)) for j in range(len(place))]
+            expected_TN[t, place] += torch.stack(scores).softmax(dim=0) / len(query_HSE)
+    return expected_TN
+
+
+@pytest.mark.parametrize("model", QWEN)
+def test_merged_queries_of_qwen_equal_the_stock_towers_own_queries_and_keys(model, monkeypatch):
+    source = ModelSource.resolve(model)
+    frames = frames_for(source)
+    expected_TN = stock_merged_queries(source, frames, monkeypatch)
+    assert expected_TN.std() > 0.1 * expected_TN.mean()
+    for frame_batch in (32, 3, 1):
+        visual = family_of(source).load(FLOAT32, frame_batch=frame_batch).encode(frames, MERGED)
+        assert visual.evidence["token_attention"].shape == visual.tokens.shape[:2] == expected_TN.shape
+        torch.testing.assert_close(visual.evidence["token_attention"].double(), expected_TN, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("runtime", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("model", STOCK)
+def test_asking_changes_no_token_and_not_asking_hangs_no_hook(model, runtime, monkeypatch):
+    source = ModelSource.resolve(model)
+    frames, backbone = frames_for(source), family_of(source).load(runtime, frame_batch=2)
+    visual = backbone.encode(frames, asked_of(model))
+    assert hooks_of(backbone) == 0
+    for name, value in visual.evidence.items():
+        assert value.dtype == torch.float32 and value.shape[:2] == visual.tokens.shape[:2], name
+        assert value.isfinite().all()
+    assert (visual.evidence["token_attention"] > 0).all()
+    monkeypatch.setattr(torch.nn.Module, "register_forward_pre_hook", None)
+    without = backbone.encode(frames)
+    assert not without.evidence
+    for ours, plain in zip((visual.tokens, *visual.deepstack), (without.tokens, *without.deepstack), strict=True):
+        assert torch.equal(ours, plain)
+
+
+@pytest.mark.parametrize("model", STOCK)
+def test_bfloat16_stays_near_float32(model):
+    source = ModelSource.resolve(model)
+    frames = frames_for(source, 2)
+    exact, coarse = (family_of(source).load(r).encode(frames, asked_of(model)).evidence for r in (FLOAT32, BFLOAT16))
+    for name, value in exact.items():
+        assert torch.corrcoef(torch.stack([value.flatten(), coarse[name].flatten()]))[0, 1] > 0.98, name
+
+
+@pytest.mark.parametrize("model", STOCK)
+def test_a_tower_that_fails_is_left_without_hooks(model, monkeypatch):
+    source = ModelSource.resolve(model)
+    backbone = family_of(source).load(FLOAT32)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no")
+
+    last = backbone._last_attention().q_proj if model == "tiny" else backbone.model.blocks[-1].attn.qkv
+    monkeypatch.setattr(last, "forward", fail)
+    with pytest.raises(RuntimeError, match="no"):
+        backbone.encode(frames_for(source, 2), asked_of(model))
+    assert hooks_of(backbone) == 0
+
+
+def test_attention_is_the_softmax_of_each_query_over_all_keys():
+    query_HSE, key_HSE = torch.randn(2, 3, 6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    received_S, merged_N = torch.zeros(6, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+    for query_SE, key_SE in zip(query_HSE, key_HSE, strict=True):
+        for query_E in query_SE:
+            received_S += torch.stack([query_E @ key_E / 2 for key_E in key_SE]).softmax(dim=0) / (3 * 6)
+        means = [key_SE[:3].mean(dim=0), key_SE[3:].mean(dim=0)]
+        merged_N += torch.stack([query_SE.mean(dim=0) @ mean / 2 for mean in means]).softmax(dim=0) / 3
+    torch.testing.assert_close(attention_received(query_HSE, key_HSE), received_S)
+    torch.testing.assert_close(merged_attention(query_HSE, key_HSE, 3), merged_N)
+
+
+def test_a_quarter_turn_brings_the_second_half_of_the_channels_to_the_first():
+    vectors_HSE = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
+    zeros, ones = torch.zeros(1, 4), torch.ones(1, 4)
+    assert rotated(vectors_HSE, ones, zeros).tolist() == vectors_HSE.tolist()
+    assert rotated(vectors_HSE, zeros, ones).tolist() == [[[-3.0, -4.0, 1.0, 2.0]]]
+
+
+def test_seeing_is_told_of_every_call_while_it_holds():
+    module, seen = torch.nn.Identity(), []
+    with seeing(module, lambda hidden, kwargs: seen.append((hidden.item(), kwargs))):
+        module(torch.tensor(1.0))
+        with pytest.raises(TypeError):
+            module(hidden_states=torch.tensor(2.0))  # which Identity does not take; the hook comes first
+    module(torch.tensor(3.0))
+    assert [value for value, _ in seen] == [1.0, 2.0] and not module._forward_pre_hooks

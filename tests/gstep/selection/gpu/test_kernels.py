@@ -1,0 +1,68 @@
+"""The kernels: checks.py in a process of its own, and what compiles for GPUs that are not here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.paths import ROOT
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("where", "interpret"), [("interpreter", "1"), pytest.param("cuda", "0", marks=needs_cuda)], ids=["cpu", "cuda"]
+)
+def test_kernels_equal_the_plain_form(where: str, interpret: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gstep/selection/gpu/checks.py"]
+    environment = {**os.environ, "TRITON_INTERPRET": interpret}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d+ passed", done.stdout), done.stdout
+    assert (where == "cuda") != ("skipped" in done.stdout), done.stdout
+
+
+COMPILED = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from gstep.selection.gpu import kernels
+
+TILE = {"HIDDEN": 3584, "BLOCK": 128, "BLOCK_D": 64}
+CASES = {
+    "squares_kernel": (["*bf16", "*fp64", "i32"], {**TILE, "BLOCK": 16, "BLOCK_D": 128}),
+    "gram_kernel": (["*bf16", "*i64", "*fp32", "i32", "i32"], {**TILE, "GROUP": 8}),
+    "refresh_kernel": (["*bf16", "*i64", "*i64", "*fp64", "*i32", "*i64", "*i32", "*fp64", "i32"], TILE),
+    "greedy_kernel": (
+        ["*fp32", "*i64", "*fp64", "*fp64", "*fp64", "*fp64", "*i32", "*i64", "*i32", "*i32", "*fp64", "i32", "i32"],
+        {"BLOCK": 1024},
+    ),
+}
+for name, (types, constants) in CASES.items():
+    kernel = getattr(kernels, name)
+    signature = dict(zip(kernel.arg_names, types + ["constexpr"] * len(constants), strict=True))
+    for capability in (80, 90):
+        options = {"num_warps": 8, "enable_fp_fusion": False}
+        source = ASTSource(kernel, signature, constexprs=constants)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert compiled.asm["cubin"]
+        print(name, capability)
+"""
+
+
+@needs_triton
+def test_every_kernel_compiles_for_gpus_that_are_not_here(tmp_path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 4 * 2

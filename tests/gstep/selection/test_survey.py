@@ -1,0 +1,61 @@
+"""What one pass over a video's tokens tells, and what is known of the picks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gstep.selection.survey import Picks, Rows, survey
+from tests.gstep.selection.videos import video
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_lengths_and_rows_are_the_tokens_own(dtype: torch.dtype) -> None:
+    tokens = video("low rank").flatten(0, 1).to(dtype)
+    tokens[7] = 0
+    rows = Rows.of(tokens)
+    assert rows.ready == (dtype != torch.bfloat16)
+    assert torch.equal(torch.cat([part for _, part in rows.chunks()]), tokens.to(rows.dtype))
+    assert torch.equal(rows.take(np.array([5, 3])), tokens[[5, 3]].to(rows.dtype))
+    inverse = survey(rows, 0).inverse
+    assert inverse[7] == 0
+    norms = tokens.double().norm(dim=1).numpy()
+    assert np.allclose(np.delete(inverse * norms, 7), 1, atol=1e-5)
+
+
+def test_huge_tokens_are_scaled_a_few_at_a_time() -> None:
+    tokens = video("low rank").flatten(0, 1).float() * 2.0**100
+    rows = Rows.of(tokens)
+    assert not rows.ready and rows.scale < 1
+    assert np.isfinite(survey(rows, 0).inverse).all() and (survey(rows, 0).inverse > 0).all()
+
+
+def test_copies_are_found_wherever_they_are() -> None:
+    tokens = video("random").flatten(0, 1)
+    assert not survey(Rows.of(tokens)).has_copies
+    tokens[500] = tokens[3]
+    assert survey(Rows.of(tokens)).has_copies
+
+
+def test_a_subspace_is_kept_only_where_it_tells_something() -> None:
+    told, nothing = (survey(Rows.of(video(kind).flatten(0, 1)), 32) for kind in ("low rank", "random"))
+    assert told.coordinates is not None and told.coordinates.shape == (12 * 49, 33)
+    assert told.residual is not None and told.residual < 0.5
+    few = survey(Rows.of(torch.randn(600, 4096, generator=torch.Generator().manual_seed(0))), 16)
+    assert few.coordinates is None and few.residual is not None and few.residual > 0.95
+    assert nothing.residual is not None and nothing.residual > told.residual
+    assert survey(Rows.of(video("low rank").flatten(0, 1)[:384])).residual is None  # too few tokens for a sample
+
+
+def test_picks_know_what_the_survey_knows_of_them() -> None:
+    tokens = video("low rank").flatten(0, 1)
+    known = survey(Rows.of(tokens), 16)
+    picks = Picks(5, known)
+    picks.add(np.array([40]))
+    picks.add(np.array([3, 8]))
+    assert picks.count == 3 and picks.order[:3].tolist() == [40, 3, 8]
+    assert torch.equal(picks.rows[:3], tokens[[40, 3, 8]].float())
+    assert picks.inverse[:3].tolist() == known.inverse[[40, 3, 8]].tolist()
+    assert picks.coordinates is not None and known.coordinates is not None
+    assert torch.equal(picks.coordinates[:3], known.coordinates[[40, 3, 8]])
