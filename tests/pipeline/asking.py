@@ -21,7 +21,7 @@ from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import VideoFault
 from pipeline.generate.answer_stage import AnswerSetup
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.request import GenerateJob, prepare
+from pipeline.generate.request import GenerateRequest, prepare
 from pipeline.storage.stores import LocalStore, Store
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_shard
 
@@ -86,7 +86,7 @@ def setup_of(store: Store, **more: Any) -> AnswerSetup:
     return AnswerSetup(ModelSource.resolve("tiny"), store, read_live(store), device="cpu", **more)
 
 
-def request_about(cache: Path, rows: list[dict[str, Any]], **options: Any) -> GenerateJob:
+def request_about(cache: Path, rows: list[dict[str, Any]], **options: Any) -> GenerateRequest:
     """A checked request to ask ``rows`` of the cache; their file and the answers lie beside it."""
     path = write_questions(cache.parent / "q.jsonl", rows)
     config = GenerateConfig(cache=str(cache), questions=str(path), out=str(cache.parent / "o"), **options)

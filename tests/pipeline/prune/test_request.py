@@ -24,7 +24,7 @@ from tests.pipeline.videos import sample
 
 @pytest.fixture
 def request_for(tmp_path):
-    """A request to prune one clip into ``tmp_path / "c"``, checked: a Job."""
+    """A request to prune one clip into ``tmp_path / "c"``, checked: a PruneRequest."""
     (tmp_path / "videos").mkdir()
     shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
 
