@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
 from pipeline.cache.live_rows import read_live
@@ -19,6 +20,8 @@ from pipeline.cache.reader import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import VideoFault
 from pipeline.generate.answer_stage import AnswerSetup
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.request import GenerateRequest, prepare
 from pipeline.storage.stores import LocalStore, Store
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_shard
 
@@ -81,3 +84,10 @@ def tiny_cache(
 def setup_of(store: Store, **more: Any) -> AnswerSetup:
     """What an actor on the CPU needs to answer about a tiny cache."""
     return AnswerSetup(ModelSource.resolve("tiny"), store, read_live(store), device="cpu", **more)
+
+
+def request_about(cache: Path, rows: list[dict[str, Any]], **options: Any) -> GenerateRequest:
+    """A checked request to ask ``rows`` of the cache; their file and the answers lie beside it."""
+    path = write_questions(cache.parent / "q.jsonl", rows)
+    config = GenerateConfig(cache=str(cache), questions=str(path), out=str(cache.parent / "o"), **options)
+    return prepare(config, Console(quiet=True))

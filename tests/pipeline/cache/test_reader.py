@@ -16,7 +16,6 @@ import torch
 
 import gstep
 from pipeline import CorruptShard, FailedVideo, NotACache, RatioNotCached, TokenCache, UnknownVideo
-from pipeline.cache.schema import tier_row_counts
 from pipeline.errors import VideoFault
 from pipeline.storage.stores import LocalStore
 from tests.gstep import synthetic
@@ -111,14 +110,6 @@ def test_a_smaller_tier_reads_fewer_bytes(tmp_path):
     assert sizes[0.10] <= 39 * 1024 + overhead, sizes  # 39 of 98 rows of 1 KiB, and the footer
 
 
-def test_row_groups_end_at_the_tiers():
-    assert tier_row_counts(6272, 1568, 0.25, nested=True) == [627, 313, 314, 314]
-    assert tier_row_counts(6272, 6272, 1.0, nested=True) == [627, 313, 314, 314, 1568, 3136]
-    assert tier_row_counts(6272, 1568, 0.25, nested=False) == [1568]
-    assert tier_row_counts(4, 1, 0.25, nested=True) == [1]
-    assert all(n > 0 for m in range(1, 60) for n in tier_row_counts(m, max(1, m // 4), 0.25, nested=True))
-
-
 def test_unordered_methods_serve_their_own_ratio_only(tmp_path):
     make_cache(tmp_path, {"v": random_tokens(0)}, 0.25, "uniform")
     cache = TokenCache(tmp_path)
@@ -166,22 +157,6 @@ def test_what_cannot_be_served_is_said(tmp_path):
         TokenCache(tmp_path / "elsewhere")
 
 
-def test_the_live_row_is_ok_before_failed_then_most_attempts(tmp_path):
-    store = write_header(tmp_path)
-    tokens = [random_tokens(i) for i in range(3)]
-    write_shard(store, "r1", encoded("a", tokens[0], 0.25, "gstep", attempts=2))
-    write_shard(store, "r2", encoded("a", tokens[1], 0.25, "gstep", attempts=3))
-    write_shard(store, "r3", encoded_failure("a", VideoFault("crash", "x"), attempts=9))
-    write_shard(store, "r4", encoded_failure("b", VideoFault("crash", "old"), attempts=1))
-    write_shard(store, "r5", encoded_failure("b", VideoFault("timeout", "new"), attempts=2))
-    write_shard(store, "r6", encoded("c", tokens[2], 0.25, "gstep", attempts=1))
-    write_shard(store, "r7", encoded("c", tokens[0], 0.25, "gstep", attempts=1))
-    cache = TokenCache(tmp_path)
-    assert cache.metadata("a")["run_id"] == "r2"
-    assert cache.metadata("c")["run_id"] == "r6"
-    assert cache.failed == {"b": "timeout"}
-
-
 def test_orphans_are_not_visible(tmp_path):
     store = make_cache(tmp_path, {"v": random_tokens(0)})
     orphan = store.read(TokenCache(tmp_path).metadata("v")["token_shard"])
@@ -207,16 +182,6 @@ def test_damage_raises_instead_of_other_tokens(tmp_path):
     path.unlink()
     with pytest.raises(CorruptShard, match="missing"):
         TokenCache(tmp_path).get("v")
-
-
-def test_a_damaged_videos_shard_raises(tmp_path):
-    store = make_cache(tmp_path, {"v": random_tokens(0)})
-    (name,) = store.names("videos", ".parquet")
-    data = bytearray(store.read(name))
-    data[len(data) // 2] ^= 1
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(CorruptShard, match="hash in its name"):
-        TokenCache(tmp_path)
 
 
 def test_other_tools_open_it(tmp_path, videos):

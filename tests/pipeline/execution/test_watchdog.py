@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from pipeline.errors import RunFailed
-from pipeline.execution.heartbeat import Heartbeat, Heartbeats, Reading, start_heartbeats
+from pipeline.execution.heartbeat import Heartbeat, Reading, start_heartbeats
 from pipeline.execution.stages import run_graph
 from pipeline.execution.watchdog import Watchdog, patiently
 from pipeline.prune import graph
@@ -68,17 +68,6 @@ def test_at_most_one_item_is_fetched_ahead_and_closing_ends_the_iterator():
     wait_until(lambda: len(fetched) >= 3, "one in the queue and one that waits for its place", 20)
     items.close()
     assert not threads() and len(fetched) == 3
-
-
-def test_a_statement_replaces_the_one_before():
-    heartbeats = Heartbeats(STAGES)
-    heartbeats.state("decode", "a", ["v1"], 0, 1)
-    heartbeats.state("decode", "a", ["v2"], 0, 1)  # the end of v1 was lost: its actor died
-    heartbeats.state("decode", "b", ["v3"], 0, 1)
-    heartbeats.state("decode", "b", [], 1, 1)
-    reading = heartbeats.read()
-    assert reading.inside == {"decode": ["v2"], "encode": [], "write": []}
-    assert (reading.left["decode"], reading.moves) == (1, 4)
 
 
 @pytest.fixture(scope="module")

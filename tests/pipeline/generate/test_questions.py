@@ -6,7 +6,6 @@ import pytest
 
 from gstep.language import Decoding
 from pipeline.errors import QuestionsError
-from pipeline.generate.choices import lettered_prompt, parse_letter
 from pipeline.generate.questions import Instructions, Way, read_questions
 from tests.pipeline.asking import write_questions
 
@@ -146,42 +145,3 @@ def test_lists_in_a_csv(tmp_path):
     (tmp_path / "q.csv").write_text("question_id,video_id,prompt,choices\n1,a,p," + "[" * 100_000 + "\n")
     with pytest.raises(QuestionsError, match="choices must be a list of texts"):
         read_questions(str(tmp_path / "q.csv"), WAY)
-
-
-def test_letters_are_put_as_lmms_eval_puts_them():
-    assert lettered_prompt("Which?", ["a dog", "a cat"]) == (
-        "Which?\nA. a dog\nB. a cat\nAnswer with the option's letter from the given choices directly."
-    )
-
-
-@pytest.mark.parametrize(
-    ("answer", "choice"),
-    [
-        ("B", 1),
-        (" (B)", 1),
-        ("B. a cat", 1),
-        ("**B**", 1),
-        ("B\nbecause", 1),
-        ("The answer is C.", 2),
-        ("the correct option is: (C)", 2),
-        ("a cat", 1),
-        ("A Cat.", 1),
-        ("A cow.", 2),
-        ("a cow", 2),
-        ("I think B fits", 1),
-        ("A man walks", None),  # an article
-        ("I do not know", None),
-        ("The answer is a car", None),
-        ("the answer is b", 1),
-        ("Answer: (c).", 2),
-        ("E", None),  # no such choice
-        ("B or C", None),
-        ("", None),
-    ],
-)
-def test_the_letter_of_a_generated_answer(answer, choice):
-    assert parse_letter(answer, ["a dog", "a cat", "a cow."]) == choice
-
-
-def test_the_word_i_is_no_letter_among_many_choices():
-    assert parse_letter("Well, I do not know", [f"choice {i}" for i in range(9)]) is None

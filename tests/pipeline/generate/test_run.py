@@ -1,321 +1,66 @@
-"""The actor that answers: what it says is what the model says, and one question's fault costs no other question."""
+"""A run that answers, on the driver: what the index of the cache decides needs neither a model nor Ray."""
 
-import dataclasses
+import io
 import json
-import shutil
 from pathlib import Path
 
 import pytest
-import torch
+import ray
+from rich.console import Console
 
-from gstep.backbones import ModelSource
-from gstep.checkpoints import tiny
-from gstep.language import Decoding, prompt_builder
-from gstep.pruners.cdpruner import CDPruner
-from pipeline import TokenCache
-from pipeline.execution import gpu_fault
-from pipeline.generate import answer_stage
-from pipeline.generate.answer_stage import GROW_AFTER, Answerer, BatchSize
+from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.graph import plan_answers
-from pipeline.generate.held_videos import HeldVideos, n_bytes, to_visual
-from pipeline.generate.late_pruning import LatePruning
-from pipeline.generate.questions import Way, read_questions
-from pipeline.rows import QuestionRecord, without_nulls
-from tests.gstep.llms import llm
-from tests.pipeline.asking import SHAPE, setup_of, tiny_cache, write_questions
-from tests.pipeline.caches import encoded, random_tokens, write_shard
+from pipeline.generate.run import answer_questions, answer_setup
+from tests.pipeline.asking import request_about, tiny_cache, write_questions
 
-WAY = Way(Decoding(max_new_tokens=8))
-PROMPTS = ["What?", "What is happening in this video, and why?", "Who is it?", "Where?", "Say more about the end."]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As in an actor; the threads of a busy machine wait for each other much longer than they compute."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+ROWS = [
+    *({"question_id": f"gone{i}", "video_id": "gone", "prompt": "p"} for i in range(3)),
+    {"question_id": "bad", "video_id": ["a", "bad"], "prompt": "p"},
+]
 
 
 @pytest.fixture
-def cache(tmp_path):
-    return tiny_cache(tmp_path / "c", ("a", "b"))
+def folder(tmp_path) -> Path:
+    tiny_cache(tmp_path / "c", failed=("bad",))
+    write_questions(tmp_path / "q.jsonl", ROWS)
+    return tmp_path
 
 
-def questions(folder: Path, rows, way=WAY):
-    """As the driver sends them."""
-    table = read_questions(str(write_questions(folder / "q.jsonl", rows)), way)
-    return [{**without_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]
+def answered(folder: Path, said: io.StringIO | None = None, **options):
+    config = GenerateConfig(
+        cache=str(folder / "c"), questions=str(folder / "q.jsonl"), out=str(folder / "o"), **options
+    )
+    return answer_questions(config, Console(file=said or io.StringIO(), width=300))
 
 
-def open_questions(folder: Path, count=10, way=WAY, **more):
-    """On the two videos of the cache in turn."""
-    rows = [{"question_id": i, "video_id": "ab"[i % 2], "prompt": PROMPTS[i % 5] * (1 + i % 3)} for i in range(count)]
-    return questions(folder, [{**row, **more} for row in rows], way)
+def test_questions_on_videos_that_are_not_there_become_rows_and_no_ray_starts(folder):
+    summary = answered(folder, questions_per_shard=3)
+    assert not ray.is_initialized()
+    assert summary.failures == {"unknown-video": 3, "failed-video": 1}
+    assert (summary.n_ok, summary.n_new, summary.n_new_failed, summary.n_missing) == (0, 4, 4, 0)
+    rows = read_answers(folder / "o").to_pylist()
+    assert [(row["question_id"], row["attempts"]) for row in rows] == [("bad", 1), *((f"gone{i}", 1) for i in range(3))]
+    assert len(list((folder / "o" / "answers").iterdir())) == 2  # of three and of one
+    (record,) = (json.loads(file.read_text()) for file in (folder / "o" / "runs").iterdir())
+    assert (record["status"], record["questions"]) == ("finished", 4)
+    assert record["summary"]["failures"] == summary.failures
 
 
-def by_id(rows):
-    return {row["question_id"]: row for row in rows}
+def test_a_rerun_has_nothing_to_do_and_says_so(folder):
+    answered(folder)
+    said = io.StringIO()
+    summary = answered(folder, said)
+    assert (summary.n_new, summary.n_failed) == (0, 4)
+    assert "4 of 4 questions have their answers already, 4 of them as errors" in said.getvalue()
+    assert len(list((folder / "o" / "runs").iterdir())) == 1
+    again = answered(folder, retry_failed=True)
+    assert (again.n_new, again.n_new_failed) == (4, 4)
+    assert {row["attempts"] for row in read_answers(folder / "o").to_pylist()} == {2}
 
 
-def test_an_answer_is_the_models_on_the_cached_tokens(cache, tmp_path):
-    rows = by_id(Answerer(setup_of(cache, retention_ratio=0.10)).answer(open_questions(tmp_path, 2)))
-    opened = TokenCache(tmp_path / "c")
-    build = prompt_builder(ModelSource.resolve("tiny")).build
-    for name, question_id in (("a", "0"), ("b", "1")):
-        video = to_visual(opened.get(name, 0.10), opened.newline)
-        assert len(video.tokens) == SHAPE[0] * SHAPE[1] // 10
-        prompt = build(rows[question_id]["prompt"], [video])
-        (expected,) = llm("tiny").generate([prompt], [WAY.decoding])
-        row = rows[question_id]
-        assert (row["answer"], row["n_new_tokens"], row["finish"]) == (
-            expected.text, len(expected.token_ids), expected.finish
-        )  # fmt: skip
-        assert (row["n_prompt_tokens"], row["n_visual_tokens"]) == (len(prompt), len(video.tokens) + 1)
-        assert (row["retention_ratio"], row["batch_size"]) == (0.10, 2)
-
-
-def test_a_batch_of_ragged_prompts_says_what_each_alone_does(cache, tmp_path):
-    way = Way(Decoding(max_new_tokens=8), "letter")
-    asked = open_questions(tmp_path, 10)
-    asked += open_questions(tmp_path, 6, Way(Decoding(max_new_tokens=8, temperature=1.5)), max_new_tokens=5)
-    asked += open_questions(tmp_path, 4, way, choices=["yes", "no", "perhaps"])
-    asked += open_questions(tmp_path, 4, Way(Decoding(), "loglikelihood"), choices=["yes, always", "no"])
-    asked = [{**question, "question_id": str(i)} for i, question in enumerate(asked)]
-    together, alone = (by_id(Answerer(setup_of(cache, batch_size=n)).answer(asked)) for n in (8, 1))
-    assert together.keys() == alone.keys() == {str(i) for i in range(24)}
-    assert {row["batch_size"] for row in alone.values()} == {1}
-    assert max(row["batch_size"] for row in together.values()) == 8
-    assert {row["status"] for row in together.values()} == {"ok"}
-    for key in ("answer", "choice", "finish", "n_new_tokens", "choice_tokens"):
-        assert {name: row.get(key) for name, row in together.items()} == {
-            name: row.get(key) for name, row in alone.items()
-        }
-    for name, row in together.items():
-        assert row.get("choice_scores", []) == pytest.approx(alone[name].get("choice_scores", []), abs=1e-3)
-    assert len({row["answer"] for row in together.values()}) > 5  # or the comparison would say nothing
-
-
-def test_choices_by_letter_and_by_text(cache, tmp_path):
-    row = {"question_id": 1, "video_id": "a", "prompt": "Which?", "choices": ["yes", "no, never at all", "no"]}
-    answers = {}
-    for method in ("letter", "loglikelihood", "generate"):
-        (answers[method],) = Answerer(setup_of(cache)).answer(questions(tmp_path, [row], Way(Decoding(4), method)))
-    letter, text = answers["letter"], answers["loglikelihood"]
-    scores = letter["choice_scores"]
-    assert letter["answer"] == "ABC"[letter["choice"]] and letter["choice"] == scores.index(max(scores))
-    assert letter["choice_tokens"] == [1, 1, 1] and letter.get("choice_normalised") is None
-    scores, counts = text["choice_scores"], text["choice_tokens"]
-    assert text["answer"] == row["choices"][text["choice"]] and text["choice"] == scores.index(max(scores))
-    assert counts[1] > counts[2] and scores[1] < scores[2]  # longer and, by its sum, less likely
-    means = [score / count for score, count in zip(scores, counts, strict=True)]
-    assert text["choice_normalised"] == means.index(max(means))
-    assert letter["n_prompt_tokens"] > text["n_prompt_tokens"]  # the options stand in the prompt
-    assert answers["generate"]["n_prompt_tokens"] == letter["n_prompt_tokens"]
-    assert answers["generate"]["n_new_tokens"] > 0 and answers["generate"].get("choice_scores") is None
-
-
-class Failing:
-    """The real model, which fails for some batches first."""
-
-    def __init__(self, failure) -> None:
-        self._failure = failure
-        self.sizes: list[int] = []
-        self.n_bytes = 0
-
-    def generate(self, prompts, decodings, **more):
-        self.sizes.append(len(prompts))
-        self._failure(prompts)
-        return llm("tiny").generate(prompts, decodings, **more)
-
-
-@pytest.fixture
-def failing(monkeypatch, cache):
-    """An actor whose model fails as told, and that model."""
-
-    def make(failure, **more):
-        model = Failing(failure)
-        monkeypatch.setattr(answer_stage, "load_language_model", lambda *_: model)
-        return Answerer(setup_of(cache, **more)), model
-
-    return make
-
-
-def test_a_batch_that_does_not_fit_is_halved_and_so_are_the_next(failing, tmp_path):
-    def too_large(prompts):
-        if len(prompts) > 2:
-            raise torch.OutOfMemoryError("out of memory")
-
-    actor, model = failing(too_large)
-    rows = list(actor.answer(open_questions(tmp_path, 14)))
-    assert [row["status"] for row in rows] == ["ok"] * 14
-    assert model.sizes == [8, 4, 2, 2, 4, 2, 2, 2, 2, 2]
-
-
-def test_larger_batches_are_tried_again_after_a_while():
-    size = BatchSize(8)
-    size.ended(fitted=2, short=True)
-    assert size.now == 2
-    for _ in range(GROW_AFTER):
-        size.ended(fitted=2, short=False)
-    assert size.now == 4
-    for _ in range(9 * GROW_AFTER):
-        size.ended(fitted=4, short=False)
-    assert size.now == 8
-    size.ended(fitted=0, short=True)
-    assert size.now == 1
-
-
-def test_a_question_that_never_fits_is_out_of_memory_and_costs_no_other(failing, tmp_path):
-    def too_long(prompts):
-        if max(map(len, prompts)) >= 200:
-            raise torch.OutOfMemoryError("out of memory")
-
-    actor, model = failing(too_long)
-    asked = open_questions(tmp_path, 12)
-    asked[3]["prompt"] *= 100
-    rows = by_id(actor.answer(asked))
-    assert {name: row.get("error_class") for name, row in rows.items() if row["status"] != "ok"} == {
-        "3": "out-of-memory"
-    }
-    assert rows["3"]["retryable"] and len(rows) == 12
-    assert model.sizes == [8, 4, 2, 2, 1, 1, 4, 4]  # the next batch is as large as what fitted
-
-
-def test_memory_that_runs_out_while_pruning_for_a_question_is_named_so(failing, tmp_path, monkeypatch):
-    def too_large(*_):
-        raise torch.OutOfMemoryError("out of memory")
-
-    actor, model = failing(None, late=LatePruning(CDPruner(), 0.25))
-    monkeypatch.setattr(model, "embedding", too_large, raising=False)
-    (row,) = actor.answer(open_questions(tmp_path, 1))
-    assert (row["error_class"], row["retryable"]) == ("out-of-memory", True)
-
-
-def test_a_bug_that_one_question_meets_costs_no_other(failing, tmp_path):
-    def sevens(prompts):
-        if any("seven" in text for text in map(decoded, prompts)):
-            raise RuntimeError("cannot count")
-
-    actor, model = failing(sevens)
-    asked = open_questions(tmp_path, 8)
-    asked[5]["prompt"] = "seven"
-    rows = by_id(actor.answer(asked))
-    assert [name for name, row in rows.items() if row["status"] != "ok"] == ["5"]
-    assert (rows["5"]["error_class"], rows["5"]["error_message"]) == ("internal", "RuntimeError: cannot count")
-    assert model.sizes == [8] + [1] * 8
-
-
-def test_a_poisoned_gpu_ends_the_actor_so_that_ray_starts_another(failing, tmp_path, monkeypatch):
-    def poisoned(prompts):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    def exit_at_once(code):
-        raise SystemExit(code)
-
-    monkeypatch.setattr(gpu_fault.os, "_exit", exit_at_once)
-    actor, model = failing(poisoned)
-    with pytest.raises(SystemExit, match="70"):
-        list(actor.answer(open_questions(tmp_path, 4)))
-    assert model.sizes == [4]
-
-
-def decoded(prompt) -> str:
-    return llm("tiny").tokenizer.decode(prompt.input_ids)
-
-
-def test_a_prompt_that_cannot_be_built_or_does_not_fit_is_named(tmp_path):
-    folder = tmp_path / "short"
-    shutil.copytree(tiny.build("tiny"), folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["max_position_embeddings"] = 120
-    (folder / "config.json").write_text(json.dumps(config))
-    source = ModelSource.resolve(folder)
-    setup = setup_of(tiny_cache(tmp_path / "c", source=source))
-    asked = open_questions(tmp_path, 3)
-    asked[1]["prompt"] = "Why? " * 60
-    asked[2]["prompt"] = "Is this a <video> ?"
-    asked.append({**asked[0], "question_id": "3", "decoding": asked[0]["decoding"].replace("8", "60")})
-    rows = by_id(Answerer(answer_stage.AnswerSetup(**{**vars(setup), "source": source})).answer(asked))
-    assert [rows[str(i)].get("error_class") for i in range(4)] == [
-        None, "prompt-too-long", "bad-prompt", "prompt-too-long"
-    ]  # fmt: skip
-    assert "do not fit the model's 120" in rows["1"]["error_message"]
-    assert rows["1"]["n_visual_tokens"] == 50 and not rows["1"]["retryable"]
-
-
-def test_positions_that_the_model_does_not_know_are_refused(tmp_path):
-    folder = tmp_path / "short"
-    shutil.copytree(tiny.build("tiny"), folder)
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["max_position_embeddings"] = 200  # a quarter of 196 tokens fits, all of them do not
-    (folder / "config.json").write_text(json.dumps(config))
-    source = ModelSource.resolve(folder)
-    setup = setup_of(tiny_cache(tmp_path / "c", source=source))
-    for positions, error_class in (("contiguous", None), ("original", "prompt-too-long")):
-        actor = Answerer(dataclasses.replace(setup, source=source, positions=positions))
-        (row,) = actor.answer(open_questions(tmp_path, 1))
-        assert row.get("error_class") == error_class
-    assert "use --positions contiguous" in row["error_message"]
-
-
-def test_a_damaged_shard_costs_the_questions_on_its_videos(tmp_path):
-    store = tiny_cache(tmp_path / "c", ("a",))
-    before = set((tmp_path / "c" / "tokens").iterdir())
-    write_shard(store, "run2", encoded("b", random_tokens(1, SHAPE), 0.25, "gstep"))
-    write_shard(store, "run3", encoded("gone", random_tokens(2, SHAPE), 0.25, "gstep"))
-    damaged, removed = sorted(set((tmp_path / "c" / "tokens").iterdir()) - before)
-    data = bytearray(damaged.read_bytes())
-    data[len(data) // 2] ^= 1
-    damaged.write_bytes(data)
-    removed.unlink()
-    asked = open_questions(tmp_path, 4)
-    asked.append({**asked[0], "question_id": "4", "video_ids": ["gone"]})
-    rows = by_id(Answerer(setup_of(store)).answer(asked))
-    assert [rows[str(i)].get("error_class") for i in range(5)] == [None, "corrupt", None, "corrupt", "corrupt"]
-    assert rows["1"]["retryable"]
-
-
-def test_a_video_is_read_once_and_few_are_held(tmp_path):
-    cache = tiny_cache(tmp_path / "c", ("a", "b", "c"))
-    opened = TokenCache(str(cache), store=cache)
-    size = n_bytes(to_visual(opened.get("a"), None))
-    held = HeldVideos(opened, None, limit=2 * size)
-    a, ratio, seconds = held.get("a")
-    assert ratio == 0.25 and seconds > 0
-    assert held.get("a")[0] is a and held.get("a")[2] == 0
-    held.get("b")
-    assert held.get("a")[0] is a  # both fit
-    held.get("c")
-    assert held.get("a")[0] is a and held.get("b")[2] > 0  # the one that was not asked for longest had to go
-    small = HeldVideos(opened, None, limit=size)
-    first = small.get("a")[0]
-    small.get("b")
-    assert small.get("a")[0] is not first  # it had to go
-
-
-@pytest.mark.parametrize("cpus", [1, 2, 64])
-@pytest.mark.parametrize("gpus", [0, 1, 8])
-@pytest.mark.parametrize("n_questions", [1, 40, 10**6])
-@pytest.mark.parametrize("workers", [None, 3])
-def test_all_models_fit_a_cluster_at_once(cpus, gpus, n_questions, workers):
-    config = GenerateConfig(questions="q.jsonl", workers=workers)
-    plan = plan_answers(cpus, gpus, n_questions, config)
-    assert 1 <= plan.answer.workers <= max(gpus, 1 if workers is None else workers)
-    assert plan.cpus <= cpus and plan.gpus <= gpus
-    assert 1 <= plan.questions_per_block <= 64
-    assert plan.answer.workers * plan.questions_per_block <= max(n_questions, 8 * plan.answer.workers)
-
-
-@pytest.mark.parametrize(("batch_size", "per_shard", "block"), [(128, 64, 128), (48, 64, 48), (8, 20, 16), (1, 3, 3)])
-def test_a_block_is_whole_batches(batch_size, per_shard, block):
-    config = GenerateConfig(questions="q.jsonl", batch_size=batch_size, questions_per_shard=per_shard)
-    assert plan_answers(8, 2, 10**4, config).questions_per_block == block
-
-
-def test_every_gpu_gets_a_model():
-    config = GenerateConfig(questions="q.jsonl")
-    assert plan_answers(64, 8, 10**4, config).answer.workers == 8
-    assert plan_answers(64, 0, 10**4, config).answer.workers == 1
+def test_actors_get_what_was_asked_for(folder):
+    job = request_about(folder / "c", ROWS, retention_ratio=0.10, positions="original", batch_size=3)
+    setup = answer_setup(job, "cpu", "float32")
+    assert (setup.retention_ratio, setup.positions, setup.batch_size) == (0.10, "original", 3)
+    assert (setup.device, setup.dtype, setup.late, setup.order) == ("cpu", "float32", None, "index")
+    assert setup.live.equals(job.live) and setup.store is job.cache

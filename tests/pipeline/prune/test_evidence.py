@@ -1,36 +1,29 @@
 """Evidence of each token in a cache: bit for bit, read only where it is asked for, and part of what the cache is."""
 
 import json
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file, save_file
 
 import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
-from gstep.checkpoints import tiny
 from gstep.evidence import LAST_LAYER, MERGED_QUERIES, SINGLE_PATCHES
 from pipeline import CorruptShard, EvidenceNotCached, TokenCache
 from pipeline.cache.header import header_bytes
 from pipeline.cache.reader import HEADER
-from pipeline.errors import IdentityMismatch, UsageError, VideoFault
+from pipeline.errors import UsageError, VideoFault
 from pipeline.inspect.report import cache_report
-from pipeline.prune.config import PruneConfig
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.evidence import evidence_sources
-from pipeline.prune.request import prepare
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
 from tests.pipeline.cache.test_reader import CountingStore
 from tests.pipeline.caches import encoded, make_cache, random_tokens, source_record, write_shard
 from tests.pipeline.evidence import WIDTH, evidence_cache, random_evidence
 from tests.pipeline.s3 import S3Server
-from tests.pipeline.videos import sample
 
 SHAPE = (8, 49, 256)
 BOTH = ("image_embedding", "token_attention")
@@ -222,76 +215,3 @@ def test_what_can_be_stored_is_found_where_it_lies():
     assert llava == {"image_embedding": SINGLE_PATCHES, "token_attention": LAST_LAYER, "token_key": LAST_LAYER}
     assert evidence_sources(["token_attention"], "qwen3_vl", GSTEP) == {"token_attention": MERGED_QUERIES}
     assert evidence_sources([], "qwen3_vl", FASTVID) == {}
-
-
-@pytest.fixture
-def request_for(tmp_path):
-    """A request to prune one clip into ``tmp_path / "c"``, checked: a Job."""
-    (tmp_path / "videos").mkdir()
-    shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
-
-    def make(**options):
-        options = {"pruner": "none", "dtype": "float32", **options}
-        return prepare(PruneConfig(videos=str(tmp_path / "videos"), out=str(tmp_path / "c"), **options), Console())
-
-    return make
-
-
-def test_another_evidence_or_other_weights_of_its_head_are_another_cache(request_for, tmp_path):
-    asked = {"evidence": ["image_embedding"], "siglip": "tiny"}
-    job = request_for(**asked)
-    assert job.evidence == {"image_embedding": SINGLE_PATCHES} and "evidence" not in request_for().identity("float32")
-    store = LocalStore(tmp_path / "c")
-    store.make()
-    store.put(HEADER, json.dumps({"schema_version": 1, "identity": job.identity("float32")}).encode())
-    write_shard(store, "run", encoded("v", random_tokens(0), 1.0, "none"))
-    assert request_for(**asked).identity("float32") == job.identity("float32")
-    with pytest.raises(IdentityMismatch, match=r"evidence: the cache has \{'image_embedding'.*this run None"):
-        request_for()
-    with pytest.raises(IdentityMismatch, match=r"evidence\.token_key: the cache has None, this run 'last_layer'"):
-        request_for(evidence=["image_embedding", "token_key"], siglip="tiny")
-    folder = Path(shutil.copytree(tiny.build("tiny-siglip"), tmp_path / "siglip"))
-    tensors = load_file(folder / "model.safetensors")
-    tensors["vision_model.head.mlp.fc2.bias"] += 1
-    save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(IdentityMismatch, match="pooling_head: the cache has 'siglip-head:"):
-        request_for(**{**asked, "siglip": str(folder)})
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        ({"evidence": ["image_embedding"]}, "--evidence image_embedding: .*since one of llava_onevision .*--siglip"),
-        ({"siglip": "tiny"}, "this --pruner none does not, and no --evidence does"),
-        ({"pruner": "gstep", "evidence": ["token_key"], "siglip": "tiny"}, "no --evidence does"),
-        (
-            {"pruner": "fastvid", "siglip": "tiny", "pruner_param": ["variant=qwen"]},
-            "--pruner fastvid with variant=qwen: the encoder of llava_onevision does not give token_attention",
-        ),
-        ({"model": "tiny-qwen3-vl", "evidence": ["image_embedding"], "siglip": "tiny"}, "none is needed there"),
-        ({"model": "tiny-qwen3-vl", "evidence": ["token_attention"], "siglip": "tiny"}, "no --evidence does"),
-    ],
-)
-def test_a_request_says_which_flag_is_wrong(request_for, options, why):
-    with pytest.raises(UsageError, match=why):
-        request_for(**options)
-
-
-ABLATIONS = [
-    *(("gstep", f"smoothing={kernel}") for kernel in ("raw", "box", "gaussian")),
-    *(("gstep", f"fusion={factors}") for factors in ("temporal", "spatial", "full")),
-    *((method, None) for method in ("random", "uniform", "topk", "fps", "gstep")),
-]
-
-
-def test_every_row_of_the_papers_ablations_can_be_asked_for(request_for):
-    """Smoothing, fusion and sampling: each is a setting of its own, and each default is GSTEP itself."""
-    tokens, chosen = random_tokens(0, (12, 25, 16)), {}
-    for method, param in ABLATIONS:
-        job = request_for(pruner=method, pruner_param=[] if param is None else [param])
-        held = job.identity("float32")["pruner"]
-        assert held["method"] == method and (param is None or held["params"][param.split("=")[0]] in param)
-        chosen[method, param] = tuple(gstep.prune(tokens, 0.25, method, **job.pruner.params()).index.tolist())
-    own = chosen.pop(("gstep", None))
-    assert chosen.pop(("gstep", "smoothing=gaussian")) == own == chosen.pop(("gstep", "fusion=full"))
-    assert len({own, *chosen.values()}) == 1 + len(chosen) == 9

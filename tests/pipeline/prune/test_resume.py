@@ -1,18 +1,15 @@
 """Resume: the manifest minus the live rows, and nothing that changed goes unnoticed."""
 
 import json
-import resource
 
 import pytest
 
 from pipeline.cache.ledger import Ledger
-from pipeline.errors import CacheLocked, SourceChanged, UsageError, VideoFault
+from pipeline.errors import SourceChanged, UsageError, VideoFault
 from pipeline.inputs.manifest import read_manifest
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import Tally, remaining, share_of
-from pipeline.prune.sizes import Sizes
-from pipeline.storage.lock import FileLock
-from pipeline.storage.stores import LOCK, LocalStore
+from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
 
@@ -69,31 +66,6 @@ def test_a_cached_video_outlives_its_file(folder, live):
     (folder / "m.csv").write_text("video_id,uri\na.mp4,a.mp4\n")
     (folder / "a.mp4").unlink()
     assert len(remaining(read_manifest(str(folder / "m.csv")), live, PruneConfig()).todo) == 0
-
-
-def test_one_writer_a_cache(tmp_path):
-    with FileLock(LocalStore(tmp_path), "first"), pytest.raises(CacheLocked, match='"run_id": "first"'):
-        FileLock(LocalStore(tmp_path), "second").__enter__()
-    with FileLock(LocalStore(tmp_path), "third"):
-        pass
-
-
-def test_a_lock_on_a_full_disk_names_the_place_and_is_not_kept(tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
-    try:
-        with pytest.raises(UsageError, match=f"{tmp_path}: nothing can be written here: File too large"):
-            FileLock(LocalStore(tmp_path), "first").__enter__()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    with FileLock(LocalStore(tmp_path), "second"):
-        pass
-
-
-def test_a_place_that_takes_no_file_is_refused(tmp_path):
-    (tmp_path / LOCK).mkdir()  # for whoever may write anywhere, a folder in its place does what a read-only one does
-    with pytest.raises(UsageError, match="nothing can be written here"):
-        FileLock(LocalStore(tmp_path), "run").__enter__()
 
 
 def test_skipping_what_changed_looks_at_no_file(folder, live):
@@ -168,15 +140,6 @@ def test_a_store_that_never_answers_is_no_proof_that_nothing_changed(server, s3_
     with pytest.raises(UsageError, match=r"s3://.*v/.\.mp4: .*cannot be asked: 403: Forbidden.*--on-changed skip"):
         s3_left(server, s3_live, s3_manifest(server))
     assert s3_left(server, s3_live, s3_manifest(server), on_changed="skip") == ["e.mp4"]
-
-
-def test_an_outage_amid_many_questions_ends_them(server):
-    uris = [server.uri(f"{number}.mp4") for number in range(300)]
-    for number in range(40, 300):
-        server.fail("HEAD", f"{number}.mp4", 403)
-    with pytest.raises(UsageError, match=r"/71\.mp4: .*403"):
-        Sizes(server.objects()).of(uris)
-    assert len(server.requests) < 300
 
 
 def test_everything_is_counted(folder, live):

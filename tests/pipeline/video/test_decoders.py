@@ -5,7 +5,6 @@ import os
 import numpy as np
 import pytest
 
-from pipeline.errors import VideoFault
 from pipeline.video.containers import sniff
 from pipeline.video.decoders import (
     DECODERS,
@@ -20,7 +19,6 @@ from pipeline.video.probe import IndexMismatch, Orientation, probe, scan
 from tests.pipeline.videos import (
     SAMPLE_LENGTHS,
     SAMPLES,
-    audio_with_cover,
     numbered_frame,
     numbers,
     sample,
@@ -176,20 +174,6 @@ def test_what_packets_do_not_tell_decoding_does(tmp_path):
     assert len(found.timestamps) < len(index.timestamps)
     read = read_numbers("pyav", found, range(len(found.timestamps)))
     assert read == list(range(read[0], 60))
-
-
-def test_cover_art_is_no_video(tmp_path):
-    with pytest.raises(VideoFault, match="no video stream") as caught:
-        index_of(audio_with_cover(tmp_path / "a.mp4"))
-    assert caught.value.fault_class == "unsupported"
-
-
-def test_huge_frames_are_refused_before_they_are_decoded(tmp_path, monkeypatch):
-    path = write_clip(tmp_path / "a.mp4", count=2)
-    monkeypatch.setattr("pipeline.video.probe.MAX_PIXELS", 64 * 96 - 1)
-    with pytest.raises(VideoFault, match="larger than") as caught:
-        index_of(path)
-    assert caught.value.fault_class == "unsupported"
 
 
 def test_chunks_shrink_with_the_frames(tmp_path, monkeypatch):

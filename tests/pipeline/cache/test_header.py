@@ -1,0 +1,90 @@
+"""The header of a cache: sealed by a checksum, and compared leaf by leaf."""
+
+import json
+
+import pytest
+
+from pipeline.cache.header import CHECKSUM, differences, fingerprint, header_bytes, read_header_file
+from pipeline.errors import NotACache
+from pipeline.storage.stores import LocalStore
+
+HEADER = {"schema_version": 1, "identity": {"model": {"type": "m", "weights": "w"}}, "newline": None}
+
+
+def read(store: LocalStore) -> dict[str, object]:
+    return read_header_file(store, "h.json", 1, NotACache, "no cache here: name one")
+
+
+@pytest.fixture
+def store(tmp_path) -> LocalStore:
+    store = LocalStore(tmp_path)
+    store.put("h.json", header_bytes(HEADER))
+    return store
+
+
+def test_differences_name_the_leaf():
+    lines = differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}})
+    assert lines == ["a.c: the cache has 2, this run 3"]
+
+
+def test_what_only_one_of_two_has_is_a_difference_too():
+    old, new = {"x": 1, "p": {"alpha": 0.5}}, {"p": {"alpha": 0.5, "seed": 0}, "e": {"k": "l"}}
+    assert differences(old, new, has="the answers have") == [
+        "e: the answers have None, this run {'k': 'l'}",
+        "p.seed: the answers have None, this run 0",
+        "x: the answers have 1, this run None",
+    ]
+    assert differences(old, old) == []
+
+
+def test_a_header_comes_back_as_it_was_with_its_checksum(store):
+    found = read(store)
+    assert found.pop(CHECKSUM) == fingerprint(HEADER) and found == HEADER
+    assert header_bytes(read(store)) == header_bytes(HEADER)  # the old checksum is no part of the new one
+
+
+def test_a_fingerprint_is_of_what_is_said_and_not_how():
+    assert fingerprint({"a": 1, "b": [1.0]}) == fingerprint({"b": [1.0], "a": 1})
+    assert len({fingerprint(x) for x in ({"a": 1}, {"a": "1"}, {"a": 1.5}, {"b": 1}, {"a": None}, {})}) == 6
+
+
+def test_no_flipped_bit_goes_unseen(store):
+    whole = store.read("h.json")
+    for at in range(len(whole)):
+        data = bytearray(whole)
+        data[at] ^= 1
+        store.put("h.json", bytes(data))
+        try:
+            found = read(store)
+        except NotACache:
+            continue
+        assert {name: found[name] for name in HEADER} == HEADER, at  # in white space, or in the checksum's own name
+
+
+def test_a_header_without_a_checksum_is_taken_as_it_is(store):
+    store.put("h.json", json.dumps(HEADER).encode())
+    assert read(store) == HEADER
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"{", "not JSON"),
+        (b"\xff\xfe\x00", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "schema version None; this program reads version 1"),
+        (b"{}", "schema version None"),
+        (b'{"schema_version": 2, "identity": {}}', "schema version 2; this program reads version 1"),
+        (b'{"schema_version": 1, "identity": []}', "it holds no identity"),
+        (b'{"schema_version": 1, "identity": {}, "checksum": "blake2b:00"}', "does not have the checksum in it"),
+    ],
+)
+def test_what_is_no_header_of_this_version_is_refused(store, data, why):
+    store.put("h.json", data)
+    with pytest.raises(NotACache, match=why):
+        read(store)
+
+
+def test_a_place_without_one_is_refused_with_the_remedy(tmp_path):
+    with pytest.raises(NotACache, match=f"{tmp_path}: no cache here: name one"):
+        read(LocalStore(tmp_path))

@@ -1,0 +1,62 @@
+"""What stages are made of: finite retries, and words for what they do."""
+
+import inspect
+
+import ray.data
+
+from pipeline.execution.stages import (
+    BLOCK_BYTES,
+    RESTARTS,
+    TASK_RETRIES,
+    Stage,
+    StageWords,
+    Wording,
+    actors,
+    configure_ray_data,
+)
+
+
+def test_restarts_are_finite():
+    assert 0 < RESTARTS < TASK_RETRIES < 100
+
+
+WORDING = Wording(
+    "pruning",
+    "video",
+    {name: StageWords(f"{name}d", "") for name in ("decode", "encode", "write")},
+    "--workers",
+)
+
+
+def test_what_is_ahead_of_the_last_stage_is_never_less_than_what_is_done():
+    left = {"decode": 9, "encode": 5, "write": 4}
+    assert WORDING.ahead(left, 4) == ", 9 decoded, 5 encoded"
+    assert WORDING.ahead(left, 7) == ", 9 decoded, 7 encoded"
+    assert WORDING.ahead({}, 7) == ""
+
+
+def test_of_a_single_stage_what_went_through_it_is_told():
+    one = Wording("answering", "question", {"answer": StageWords("asked", "")}, "--workers")
+    assert one.ahead({"answer": 3}, 1) == ", 3 asked"
+
+
+def test_actors_are_options_of_map_batches():
+    """Ray takes them: the names are those of the installed version, and as many actors start as are planned."""
+    options = actors(Stage(0.5, 1, 3, "why"), batch_size=4)
+    accepted = set(inspect.signature(ray.data.Dataset.map_batches).parameters)
+    assert options.keys() - {"max_restarts", "max_task_retries"} <= accepted  # those go to the actors themselves
+    assert (options["num_cpus"], options["num_gpus"], options["batch_size"]) == (0.5, 1, 4)
+    assert (options["max_restarts"], options["max_task_retries"]) == (RESTARTS, TASK_RETRIES)
+    assert (options["compute"].min_size, options["compute"].max_size) == (3, 3)
+
+
+def test_ray_data_shows_nothing_and_swallows_nothing():
+    context = ray.data.DataContext.get_current()
+    before = context.enable_progress_bars, context.max_errored_blocks, context.target_max_block_size
+    try:
+        context.max_errored_blocks = 7
+        configure_ray_data()
+        assert (context.enable_progress_bars, context.max_errored_blocks) == (False, 0)
+        assert context.target_max_block_size == BLOCK_BYTES
+    finally:
+        context.enable_progress_bars, context.max_errored_blocks, context.target_max_block_size = before

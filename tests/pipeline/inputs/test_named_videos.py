@@ -1,0 +1,63 @@
+"""Rows of a manifest: checked together they are what each is alone, and no secret stays in a URI."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import csv
+
+from pipeline.inputs.named_videos import NamedVideos, Roots, without_secrets
+from pipeline.inputs.tables import read_parts
+from tests.pipeline.inputs.test_manifest import write_jsonl
+
+NAMES = st.text(st.sampled_from("ab./ \u3000\n:?é7"), max_size=8) | st.sampled_from(
+    ["a/b.mp4", "/m/a.mp4", "/else/a.mp4", "s3://bucket/p/a.mp4", "s3://bucket/q/a.mp4", "s3://bucket/p/../a", "../a"]
+)
+TIMES = st.sampled_from([None, 0, 1.5, "2.5", "", "soon", float("nan"), 10**400, True])
+
+
+@pytest.mark.parametrize("base", [Path("/m"), "s3://bucket/p/"])
+@settings(max_examples=300, deadline=None)
+@given(rows=st.lists(st.fixed_dictionaries({"video_id": NAMES, "uri": NAMES}, optional={"end_s": TIMES, "x": NAMES})))
+def test_rows_that_are_checked_together_are_what_each_is_alone(base, rows):
+    roots = Roots([], ["s3://bucket/p/"])
+    named = NamedVideos("m", base, roots)
+    parts = [read_parts("m.jsonl", io.BytesIO("\n".join(map(json.dumps, rows)).encode()), "")]
+    with contextlib.suppress(pa.ArrowException, OverflowError):  # columns of many types, which Parquet does not take
+        sink = pa.BufferOutputStream()
+        pq.write_table(pa.Table.from_pylist(rows), sink)
+        parts.append(read_parts("m.parquet", pa.BufferReader(sink.getvalue()), ""))
+    for part in (one for read in parts for one in read):
+        plain = named._plain(part)
+        if plain is not None:
+            assert plain.to_pylist() == named._one_by_one(part).to_pylist()
+
+
+def test_plain_manifests_are_checked_as_a_whole(tmp_path):
+    (tmp_path / "link.mp4").symlink_to("/etc/hostname")
+    rows = [{"video_id": f"v{i}", "uri": f"a/{i}.mp4", "start_s": i, "label": "x"} for i in range(3)]
+    rows += [{"video_id": "out", "uri": "/etc/hostname"}, {"video_id": "link", "uri": "link.mp4"}]
+    for name in ("m.jsonl", "m.csv", "m.parquet"):
+        path = tmp_path / name
+        table = pa.Table.from_pylist(rows)
+        if name == "m.jsonl":
+            write_jsonl(path, rows)
+        elif name == "m.csv":
+            csv.write_csv(table, path)
+        else:
+            pq.write_table(table, path)
+        named = NamedVideos(name, tmp_path, Roots([], []))
+        with path.open("rb") as file:
+            (found,) = [named._plain(part) for part in read_parts(name, file, "")]
+        assert [row["policy"] is None for row in found.to_pylist()] == [True] * 3 + [False] * 2
+        assert found["start_s"].to_pylist() == [0.0, 1.0, 2.0, None, None]
+
+
+def test_secrets_leave_a_uri():
+    assert without_secrets("https://user:pw@host:1/a/b.mp4?token=t#f") == "https://host:1/a/b.mp4"

@@ -1,0 +1,43 @@
+"""The decode actor: a row in, a row out, whatever the video is."""
+
+import pyarrow as pa
+import pytest
+
+from pipeline.prune.decode_stage import Decoder, DecodeSetup
+from pipeline.prune.resume import TODO_SCHEMA
+from pipeline.video.sampling import Sampling
+from tests.pipeline.s3 import KEY, SECRET, S3Server
+from tests.pipeline.videos import KeepSize, write_clip
+
+
+@pytest.fixture(scope="module")
+def server():
+    with S3Server() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    return write_clip(tmp_path_factory.mktemp("clips") / "a.mp4")
+
+
+def todo(*uris, policy=None, size=None):
+    rows = [{"video_id": uri, "uri": uri, "path": uri, "policy": policy, "size": size, "attempts": 1} for uri in uris]
+    return pa.Table.from_pylist(rows, schema=TODO_SCHEMA)
+
+
+def test_a_decoder_fetches_with_what_its_setup_holds_and_asks_nothing_else(server, clip, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL", "AWS_REGION"):
+        monkeypatch.delenv(name, raising=False)
+    uris = [server.upload(f"{number}.mp4", clip.read_bytes()) for number in range(4)]
+    setup = DecodeSetup(Sampling(num_frames=2), KeepSize(), objects=server.objects())
+    assert SECRET not in repr(setup) and KEY not in repr(setup)
+    decoder = Decoder(setup)
+    table = pa.concat_tables([todo(*uris, str(clip), server.uri("gone.mp4"), size=7), todo("s3://x/y", policy="no")])
+    records = [row["record"][0].as_py() for row in decoder(table)]
+    assert [record["status"] for record in records] == ["ok"] * 5 + ["failed"] * 2
+    assert [record["error_class"] for record in records[5:]] == ["io", "policy"]
+    assert [record["source_size"] for record in records] == [clip.stat().st_size] * 5 + [7, None]
+    assert {record["source_hash"] for record in records[:5]} == {records[4]["source_hash"]}
+    assert server.counts() == {"GET": 5}  # each object, and the one that is gone
+    decoder.close()

@@ -1,0 +1,102 @@
+"""A request to prune: refused before anything is started, and bound by the cache that is there."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+
+import gstep
+from gstep.backbones import BACKBONES
+from gstep.checkpoints import tiny
+from gstep.evidence import SINGLE_PATCHES
+from pipeline.cache.reader import HEADER
+from pipeline.errors import IdentityMismatch, UsageError
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.request import prepare, sampling_of
+from pipeline.storage.stores import LocalStore
+from pipeline.video.sampling import Sampling
+from tests.pipeline.caches import encoded, random_tokens, write_shard
+from tests.pipeline.videos import sample
+
+
+@pytest.fixture
+def request_for(tmp_path):
+    """A request to prune one clip into ``tmp_path / "c"``, checked: a PruneRequest."""
+    (tmp_path / "videos").mkdir()
+    shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
+
+    def make(**options):
+        options = {"pruner": "none", "dtype": "float32", **options}
+        return prepare(PruneConfig(videos=str(tmp_path / "videos"), out=str(tmp_path / "c"), **options), Console())
+
+    return make
+
+
+def test_another_evidence_or_other_weights_of_its_head_are_another_cache(request_for, tmp_path):
+    asked = {"evidence": ["image_embedding"], "siglip": "tiny"}
+    job = request_for(**asked)
+    assert job.evidence == {"image_embedding": SINGLE_PATCHES} and "evidence" not in request_for().identity("float32")
+    store = LocalStore(tmp_path / "c")
+    store.make()
+    store.put(HEADER, json.dumps({"schema_version": 1, "identity": job.identity("float32")}).encode())
+    write_shard(store, "run", encoded("v", random_tokens(0), 1.0, "none"))
+    assert request_for(**asked).identity("float32") == job.identity("float32")
+    with pytest.raises(IdentityMismatch, match=r"evidence: the cache has \{'image_embedding'.*this run None"):
+        request_for()
+    with pytest.raises(IdentityMismatch, match=r"evidence\.token_key: the cache has None, this run 'last_layer'"):
+        request_for(evidence=["image_embedding", "token_key"], siglip="tiny")
+    folder = Path(shutil.copytree(tiny.build("tiny-siglip"), tmp_path / "siglip"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["vision_model.head.mlp.fc2.bias"] += 1
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(IdentityMismatch, match="pooling_head: the cache has 'siglip-head:"):
+        request_for(**{**asked, "siglip": str(folder)})
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"evidence": ["image_embedding"]}, "--evidence image_embedding: .*since one of llava_onevision .*--siglip"),
+        ({"siglip": "tiny"}, "this --pruner none does not, and no --evidence does"),
+        ({"pruner": "gstep", "evidence": ["token_key"], "siglip": "tiny"}, "no --evidence does"),
+        (
+            {"pruner": "fastvid", "siglip": "tiny", "pruner_param": ["variant=qwen"]},
+            "--pruner fastvid with variant=qwen: the encoder of llava_onevision does not give token_attention",
+        ),
+        ({"model": "tiny-qwen3-vl", "evidence": ["image_embedding"], "siglip": "tiny"}, "none is needed there"),
+        ({"model": "tiny-qwen3-vl", "evidence": ["token_attention"], "siglip": "tiny"}, "no --evidence does"),
+    ],
+)
+def test_a_request_says_which_flag_is_wrong(request_for, options, why):
+    with pytest.raises(UsageError, match=why):
+        request_for(**options)
+
+
+ABLATIONS = [
+    *(("gstep", f"smoothing={kernel}") for kernel in ("raw", "box", "gaussian")),
+    *(("gstep", f"fusion={factors}") for factors in ("temporal", "spatial", "full")),
+    *((method, None) for method in ("random", "uniform", "topk", "fps", "gstep")),
+]
+
+
+def test_every_row_of_the_papers_ablations_can_be_asked_for(request_for):
+    """Smoothing, fusion and sampling: each is a setting of its own, and each default is GSTEP itself."""
+    tokens, chosen = random_tokens(0, (12, 25, 16)), {}
+    for method, param in ABLATIONS:
+        job = request_for(pruner=method, pruner_param=[] if param is None else [param])
+        held = job.identity("float32")["pruner"]
+        assert held["method"] == method and (param is None or held["params"][param.split("=")[0]] in param)
+        chosen[method, param] = tuple(gstep.prune(tokens, 0.25, method, **job.pruner.params()).index.tolist())
+    own = chosen.pop(("gstep", None))
+    assert chosen.pop(("gstep", "smoothing=gaussian")) == own == chosen.pop(("gstep", "fusion=full"))
+    assert len({own, *chosen.values()}) == 1 + len(chosen) == 9
+
+
+def test_the_limit_of_frames_is_the_model_familys():
+    defaults = {name: backbone.default_max_frames for name, backbone in BACKBONES.items()}
+    assert defaults == {"llava_onevision": 32, "qwen2_5_vl": 768, "qwen3_vl": 768}
+    assert sampling_of(PruneConfig(fps=2.0), 768) == Sampling(None, fps=2.0, max_frames=768)
+    assert sampling_of(PruneConfig(), 768) == Sampling(32)

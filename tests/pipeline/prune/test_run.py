@@ -1,0 +1,26 @@
+"""A prune run on the driver: what it asks of the cluster, and what it says of what it does not get."""
+
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.run import _plan, _shortfalls
+
+
+def test_a_number_of_videos_a_shard_wins_over_its_size():
+    def planned(**options):
+        cluster = {"CPU": 64.0, "GPU": 8.0}
+        return _plan(PruneConfig(**options), cluster, "cuda", 10**5, 11_239_424, 32).videos_per_shard
+
+    assert (planned(), planned(target_shard_mb=1000), planned(target_shard_mb=1)) == (22, 88, 1)
+    assert planned(videos_per_shard=3) == planned(videos_per_shard=3, target_shard_mb=1000) == 3
+
+
+def test_what_was_asked_for_and_is_not_to_be_had_is_said():
+    def said(cluster_cpus: float, n_videos: int, store_bytes: float = 1e12, **options) -> list[str]:
+        config = PruneConfig(**options)
+        wanted = _plan(config, {"CPU": cluster_cpus}, "cpu", n_videos, 10**6, 32)
+        return list(_shortfalls(config, wanted, wanted.fitting(store_bytes, 10**6), n_videos))
+
+    assert said(64, 10**4) == said(64, 10**4, decode_workers=4, encode_workers=2) == []
+    assert said(4, 10**4, decode_workers=9) == ["the cluster has room for 3 of --decode-workers 9"]
+    assert said(64, 2, decode_workers=9) == []  # no more than videos are needed
+    (note,) = said(64, 10**4, store_bytes=10**8)
+    assert note == "shards get 1 videos: more would not fit Ray's object stores"

@@ -1,0 +1,80 @@
+"""What a cache holds for a manifest: counted from its rows, whatever a run believes."""
+
+import io
+
+import pyarrow as pa
+import pytest
+from rich.console import Console
+
+from pipeline.cache.ledger import Ledger
+from pipeline.errors import FAULTS, VideoFault
+from pipeline.prune.summary import render, summarise
+from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+
+SHAPE = (4, 25, 16)  # 100 tokens, of which 25 are kept
+
+
+def manifest(*ids: str) -> pa.Table:
+    return pa.table({"video_id": list(ids)})
+
+
+@pytest.fixture
+def ledger(tmp_path) -> Ledger:
+    """a and b are ok, b with warnings; c and e failed as damaged, d timed out, and c once before."""
+    store = write_header(tmp_path)
+    corrupt = VideoFault("corrupt", "torn")
+    write_shard(store, "r1", encoded_failure("c", VideoFault("crash", "x")))
+    write_shard(
+        store,
+        "r2",
+        encoded("a", random_tokens(0, SHAPE), 0.25, "gstep", decode_s=1.0, encode_s=2.0),
+        encoded("b", random_tokens(1, SHAPE), 0.25, "gstep", decode_s=3.0, decode_warnings=2),
+        encoded_failure("c", corrupt, attempts=2, decode_s=0.5),
+        encoded_failure("d", VideoFault("timeout", "slow")),
+        encoded_failure("e", corrupt),
+    )
+    return Ledger(store).refresh()
+
+
+def test_a_whole_cache(ledger):
+    summary = summarise(ledger)
+    assert (summary.n_videos, summary.n_ok, summary.n_missing, summary.n_warned) == (5, 2, 0, 1)
+    assert list(summary.failures.items()) == [("corrupt", 2), ("timeout", 1)]  # c's older row counts no more
+    assert summary.examples["corrupt"] in {("c", "torn"), ("e", "torn")}
+    assert summary.examples["timeout"] == ("d", "slow")
+    assert (summary.tokens_in, summary.tokens_kept, summary.token_bytes) == (200, 50, 50 * 16 * 2)
+    assert (summary.seconds["decode"], summary.seconds["encode"]) == (4.5, 2.0)
+
+
+def test_the_videos_of_a_manifest_alone(ledger):
+    summary = summarise(ledger, manifest("a", "d", "new", "later"), n_waiting=1, n_new=2, n_new_failed=1, wall_s=3.0)
+    assert (summary.n_videos, summary.n_ok, summary.n_failed, summary.n_missing, summary.n_waiting) == (3, 1, 1, 1, 1)
+    assert (summary.tokens_kept, summary.n_warned, summary.failures) == (25, 0, {"timeout": 1})
+    assert (summary.n_new, summary.n_new_failed, summary.wall_s) == (2, 1, 3.0)
+    assert summary.exit_code(9) == 1 and summarise(ledger, manifest("a", "d")).exit_code(1) == 0
+
+
+def test_deepstack_levels_count_as_bytes(ledger):
+    assert summarise(ledger, deepstack_levels=3).token_bytes == 4 * summarise(ledger).token_bytes
+
+
+def test_an_empty_cache_has_nothing(tmp_path):
+    ledger = Ledger(write_header(tmp_path)).refresh()
+    summary = summarise(ledger, manifest("a"))
+    assert (summary.n_ok, summary.n_missing, summary.tokens_in, summary.failures) == (0, 1, 0, {})
+    assert shown(summary).startswith("videos 0 ok, 0 failed, 1 without a row")
+
+
+def shown(summary) -> str:
+    text = io.StringIO()
+    Console(file=text, width=200).print(render(summary))
+    return " ".join(text.getvalue().split())
+
+
+def test_it_is_shown_with_the_remedies(ledger):
+    said = shown(summarise(ledger, manifest(*"abcde", "f"), n_waiting=1, n_new=4, n_new_failed=1, wall_s=2.0))
+    assert "2 ok, 3 failed, 0 without a row, 1 wait for another run (--limit)" in said
+    assert "50 kept of 200 (25.0%)" in said and "1,600 of tokens" in said
+    assert "1 videos decoded with warnings" in said and "4 videos (1 failed) in 2.0 s" in said
+    assert FAULTS["timeout"].remedy in said and "d: slow" in said
+    assert "this run" not in shown(summarise(ledger))

@@ -1,0 +1,63 @@
+"""The write actor: some videos become one token shard, and a disk that fails is no video's fault."""
+
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+
+from pipeline import TokenCache
+from pipeline.cache.writer import commit
+from pipeline.errors import VideoFault
+from pipeline.execution import heartbeat
+from pipeline.execution.heartbeat import Heartbeats
+from pipeline.prune.batches import WRITTEN, encoded_batch, written_records
+from pipeline.prune.graph import PRUNING
+from pipeline.prune.write_stage import Writer
+from pipeline.storage.stores import LocalStore
+from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header
+
+
+def batch_of(*videos) -> pa.Table:
+    return pa.concat_tables([encoded_batch(video) for video in videos])
+
+
+def test_videos_become_one_shard_that_can_be_committed_and_read(tmp_path):
+    store = write_header(tmp_path)
+    good = [encoded(name, random_tokens(i), 0.25, "gstep") for i, name in enumerate("ab")]
+    written = Writer(store, "run")(batch_of(good[0], encoded_failure("bad", VideoFault("corrupt", "torn")), good[1]))
+    assert written.schema.equals(WRITTEN)
+    rows = written_records(written)
+    assert [(row["video_id"], row["status"]) for row in rows] == [("a", "ok"), ("bad", "failed"), ("b", "ok")]
+    assert len(store.names("tokens", ".parquet")) == 1 and "token_shard" not in rows[1]
+    commit(store, "run", 0, rows)
+    cache = TokenCache(tmp_path)
+    assert cache.failed == {"bad": "corrupt"}
+    for video in good:
+        found = cache.get(video.record["video_id"], order="selection")
+        assert found.index.tolist() == video.kept.index.tolist()
+
+
+def test_the_same_videos_again_are_the_same_file(tmp_path):
+    store = write_header(tmp_path)
+    batch = batch_of(encoded("a", random_tokens(0), 0.25, "gstep"))
+    first, again = (written_records(Writer(store, "run")(batch))[0] for _ in range(2))
+    assert first["token_shard"] == again["token_shard"] and first["footer_hash"] == again["footer_hash"]
+    assert len(store.names("tokens", ".parquet")) == 1
+
+
+def test_failed_videos_alone_write_nothing(tmp_path):
+    store = write_header(tmp_path)
+    (row,) = written_records(Writer(store, "run")(batch_of(encoded_failure("bad", VideoFault("io", "gone")))))
+    assert row["error_class"] == "io" and store.names("tokens", "") == []
+
+
+def test_a_disk_that_fails_ends_the_run_with_its_reason(tmp_path, monkeypatch):
+    # Both would start Ray: the name of a worker, and the answer to what it said.
+    monkeypatch.setattr(heartbeat, "_worker", lambda: "w1")
+    monkeypatch.setattr(heartbeat.ray, "get", lambda answer, timeout: answer)
+    (tmp_path / "tokens").write_text("in the way")
+    actor = Heartbeats(tuple(PRUNING.stages))
+    handle = SimpleNamespace(state=SimpleNamespace(remote=actor.state), fail=SimpleNamespace(remote=actor.fail))
+    with pytest.raises(OSError, match=r"exists|directory"):
+        Writer(LocalStore(tmp_path), "run", handle)(batch_of(encoded("a", random_tokens(0), 0.25, "gstep")))
+    assert actor.read().failure.partition(":")[0] in {"FileExistsError", "NotADirectoryError"}

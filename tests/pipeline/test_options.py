@@ -1,0 +1,22 @@
+"""Options that several commands share: checked by name, recorded without their secrets."""
+
+import pytest
+
+from pipeline.errors import UsageError
+from pipeline.prune.config import PruneConfig
+
+
+@pytest.mark.parametrize(("text", "limit"), [(None, 9), ("3", 3), ("0", 0), ("0.25", 2), ("50%", 5), ("1.0", 10)])
+def test_failure_limit(text, limit):
+    assert PruneConfig(max_failed=text).failure_limit(10) == limit
+
+
+def test_a_record_tells_no_secret():
+    record = PruneConfig(s3_endpoint="http://store.example:9000", s3_region="eu").as_record()
+    assert (record["s3_endpoint"], record["s3_region"]) == ("(set)", "eu")
+    assert PruneConfig().as_record()["s3_endpoint"] is None
+
+
+def test_choices_hold_without_flags_too():
+    with pytest.raises(UsageError, match="--dtype must be one of"):
+        PruneConfig(dtype="int8")

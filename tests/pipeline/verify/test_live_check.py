@@ -1,0 +1,104 @@
+"""A video that was encoded again: what is the same, what is rounding, and what is neither."""
+
+import dataclasses
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline import TokenCache
+from pipeline.cache.writer import KeptTokens
+from pipeline.errors import UsageError
+from pipeline.verify.live_check import LiveCheck, _config, _suspicion, _todo, _versions, compare
+from pipeline.verify.report import LiveResult
+from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
+
+TOKENS = random_tokens(0)
+
+
+@pytest.fixture
+def stored(tmp_path):
+    write_shard(write_header(tmp_path), "run", encoded("v", TOKENS, 0.25, "gstep"))
+    return TokenCache(tmp_path).get("v", order="selection")
+
+
+def again(tokens: torch.Tensor = TOKENS, ratio: float = 0.25, method: str = "gstep") -> KeptTokens:
+    kept = encoded("v", tokens, ratio, method).kept
+    assert kept is not None
+    return kept
+
+
+def test_the_same_is_the_same_to_the_bit(stored):
+    result = compare(stored, again())
+    assert (result.state, result.same_indices) == ("same", 1.0)
+    assert (result.max_difference, result.relative_difference) == (0.0, 0.0) and _suspicion(result) == ""
+
+
+def test_a_single_bit_is_a_difference_that_other_versions_may_explain(stored):
+    kept = again()
+    bits = kept.tokens.copy()
+    bits[3, 5] ^= 1
+    result = compare(stored, dataclasses.replace(kept, tokens=bits))
+    assert (result.state, result.same_indices) == ("different", 1.0) and 0 < result.relative_difference < 0.01
+    assert "by the same versions, it is not the same" in _suspicion(result)
+    assert _suspicion(dataclasses.replace(result, versions={"torch": ("1", "2")})) == ""
+
+
+def test_other_tokens_are_beyond_rounding_whatever_the_versions(stored):
+    kept = again()
+    result = compare(stored, dataclasses.replace(kept, tokens=kept.tokens ^ -(2**15)))  # every sign
+    assert result.relative_difference == pytest.approx(2.0)
+    assert "beyond rounding" in _suspicion(dataclasses.replace(result, versions={"torch": ("1", "2")}))
+
+
+def test_positions_are_compared_by_what_both_have(stored):
+    fewer = compare(stored, again(ratio=0.10))
+    assert (fewer.state, fewer.max_difference) == ("different", 0.0)  # a prefix: the tokens that both have agree
+    assert fewer.same_indices == 10 / 25 and "beyond rounding" in _suspicion(fewer)
+
+
+def test_nothing_in_common_and_another_size_are_told(stored):
+    kept = again()
+    others = sorted(set(range(100)) - set(stored.index.tolist()))
+    moved = dataclasses.replace(kept, index=np.array(others[: len(kept.index)], np.int32))
+    result = compare(stored, moved)
+    assert (result.same_indices, result.max_difference) == (0.0, None) and "beyond rounding" in _suspicion(result)
+    wide = compare(stored, again(random_tokens(0, (4, 25, 32))))
+    assert (wide.state, wide.note, wide.same_indices) == ("different", "tokens of another size", 0.0)
+    assert "beyond rounding" in _suspicion(wide)
+
+
+@pytest.mark.parametrize("state", ["same", "source-gone", "failed"])
+def test_what_is_not_different_is_not_suspicious(state):
+    assert _suspicion(LiveResult("v", state)) == ""
+
+
+def test_a_row_becomes_the_video_that_a_run_would_do(stored):
+    row = _todo(stored.metadata)
+    assert (row["video_id"], row["path"], row["policy"], row["attempts"]) == ("v", "/videos/v", None, 1)
+
+
+def test_versions_that_differ_are_named_then_and_now(stored):
+    run = {"versions": {"torch": "0.1", "no-such-package": None}}
+    found = _versions({**stored.metadata, "backend": "decord"}, run, {"backend": "pyav"})
+    assert found["torch"] == ("0.1", version("torch"))
+    assert found["backend"] == ("decord", "pyav") and "no-such-package" not in found
+
+
+def test_options_of_a_run_that_are_none_here_are_left_out(tmp_path, stored):
+    cache = TokenCache(tmp_path)
+    run = {"config": {"pruner": "uniform", "decoder": "not_here:Mine", "device": "cuda", "of_later": 1}}
+    config = _config(cache, run, "tiny")
+    assert (config.pruner, config.decoder, config.device, config.model) == ("uniform", "auto", "auto", "tiny")
+    assert config.out == str(tmp_path)
+
+
+def test_a_cache_that_does_not_say_how_it_was_made_is_refused(tmp_path, stored):
+    with pytest.raises(UsageError, match="no record of a run says which model"):
+        LiveCheck(TokenCache(tmp_path), None)
+    store = TokenCache(tmp_path).store
+    store.put("runs/r1.json", b'{"run_id": "r1", "config": {"pruner": "not_here:Mine"}}')
+    store.put("runs/r2.json", b"torn")  # the newest that can be read counts
+    with pytest.raises(UsageError, match="what a cache says chooses no code"):
+        LiveCheck(TokenCache(tmp_path), None)

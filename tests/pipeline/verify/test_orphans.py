@@ -1,0 +1,92 @@
+"""Files that no live row needs: listed, no problem, and removed only where nothing may name them."""
+
+import shutil
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from pipeline import TokenCache
+from pipeline.storage.lock import cache_lock
+from pipeline.storage.stores import ObjectStore
+from pipeline.verify.orphans import UPLOAD_AGE, clean, list_uploads
+from pipeline.verify.report import Report
+from tests.pipeline.caches import encoded, make_cache, random_tokens, write_shard
+from tests.pipeline.damage import flip, shards
+from tests.pipeline.verifying import SHAPE, check_damage, kinds, verified
+
+
+def test_what_lies_about_is_listed_and_no_problem(store):
+    (one, two) = shards(store)
+    shutil.copy(one, store.root / "tokens" / "run0-orphan.parquet")
+    for folder in ("tokens", "videos", "runs", "."):
+        (store.root / folder).mkdir(exist_ok=True)
+        (store.root / folder / ".tmp-x-1").write_bytes(b"PAR1")
+    (store.root / "answers").mkdir()
+    (store.root / "answers" / "run-000000-aa.parquet").write_bytes(b"not ours")
+    write_shard(store, "run2", encoded("a", random_tokens(2, SHAPE), 0.25, "gstep", attempts=2))
+    report = verified(store)
+    assert report.exit_code == 0
+    assert [name for name, _ in report.orphans] == ["tokens/run0-orphan.parquet"]
+    assert report.orphans[0].size == one.stat().st_size
+    assert sorted(name for name, _ in report.leftovers) == [
+        ".tmp-x-1",
+        *(f"{f}/.tmp-x-1" for f in ("runs", "tokens", "videos")),
+    ]
+    superseded = {TokenCache(store.root).metadata("b")["token_shard"]} ^ {f"tokens/{file.name}" for file in (one, two)}
+    assert {name for name, _ in report.superseded} == superseded
+    before = {file for file in store.root.rglob("*") if file.is_file()}
+    cleaned = verified(store, clean=True)
+    gone = before - {file for file in store.root.rglob("*") if file.is_file()}
+    assert sorted(cleaned.removed) == sorted(file.relative_to(store.root).as_posix() for file in gone)
+    assert {*report.orphans, *report.leftovers} == {(n, s) for n, s in (*cleaned.orphans, *cleaned.leftovers)}
+    assert len(gone) == 5 and verified(store).orphans == []
+    assert TokenCache(store.root).get("a").metadata["run_id"] == "run2"
+
+
+COMMITS = {
+    "a commit deleted": lambda s: shards(s, "videos")[0].unlink(),
+    "a flipped bit in a commit": lambda s: flip(shards(s, "videos")[0], 600),
+}
+
+
+@pytest.mark.parametrize("damage", ["a commit deleted"])
+def test_damage_is_found_and_named(store, damage):
+    check_damage(store, COMMITS[damage], {"lost"}, {None})
+
+
+@pytest.mark.parametrize("damage", COMMITS)
+def test_what_a_damaged_commit_may_name_is_not_removed(store, damage):
+    COMMITS[damage](store)
+    report = verified(store, clean=True)
+    assert len(report.orphans) == 1 and report.removed == []
+    assert any("may name it" in note for note in report.notes)
+    assert len(shards(store)) == 2
+
+
+def test_the_same_on_s3(server):
+    store = ObjectStore(server.uri("c"), server.objects())
+    make_cache(store, {f"v{i}": random_tokens(i, SHAPE) for i in range(3)})
+    assert verified(store).problems == []
+    (name,) = store.names("tokens", ".parquet")
+    store.put("tokens/run-orphan.parquet", store.read(name))
+    pending = server.client.create_multipart_upload(Bucket=server.bucket, Key="c/tokens/half.parquet")
+    server.client.create_multipart_upload(Bucket=server.bucket, Key="elsewhere/half.parquet")
+    report = verified(store)
+    assert [n for n, _ in report.orphans] == ["tokens/run-orphan.parquet"] and report.exit_code == 0
+    assert [(u.uri, u.upload_id) for u in report.uploads] == [
+        (server.uri("c/tokens/half.parquet"), pending["UploadId"])
+    ]
+    young = Report(str(store), uploads=report.uploads)
+    with cache_lock(store, "r", print) as lock:
+        clean(store, young, lock, now=report.uploads[0].started + UPLOAD_AGE / 2)
+    assert young.removed == []
+    assert datetime.now(UTC) - report.uploads[0].started > timedelta(hours=1)  # by the server's clock
+    cleaned = verified(store, clean=True)
+    assert cleaned.removed[0] == "tokens/run-orphan.parquet" and "half.parquet" in cleaned.removed[1]
+    after = verified(store)
+    assert (after.orphans, after.uploads, after.problems) == ([], [], [])
+    store.put(name, store.read(name)[:-50])
+    assert kinds(verified(store)) == ["footer"]
+    left = Report(str(store))
+    list_uploads(ObjectStore(server.uri("elsewhere"), server.objects()), left)
+    assert len(left.uploads) == 1  # not below the cache's prefix

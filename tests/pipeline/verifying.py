@@ -1,0 +1,57 @@
+"""Small caches to verify, and verification as a test asks for it."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline.errors import VideoFault
+from pipeline.storage.stores import LocalStore, ObjectStore
+from pipeline.verify.report import Report
+from pipeline.verify.verify import Request, verify
+from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+
+SHAPE = (4, 9, 8)
+
+
+def verified(store: LocalStore | ObjectStore, **more: object) -> Report:
+    return verify(store, Request(**more), Console(file=io.StringIO()))
+
+
+def kinds(report: Report) -> list[str]:
+    return [problem.kind for problem in report.problems]
+
+
+def two_shards(out: Path) -> LocalStore:
+    """The videos a and b in a shard each, of one run, and one that failed."""
+    store = write_header(out, hidden_size=8)
+    write_shard(store, "run", encoded("a", random_tokens(0, SHAPE), 0.25, "gstep"))
+    fault = VideoFault("corrupt", "moov atom not found")
+    write_shard(store, "run", encoded("b", random_tokens(1, SHAPE), 0.25, "gstep"), encoded_failure("bad", fault))
+    assert isinstance(store, LocalStore)
+    return store
+
+
+def by_an_own_method(out: Path, **pruner: object) -> LocalStore:
+    """A cache of random tokens that names a method whose module is not importable here."""
+    identity = {"model": {"weights": "none"}, "pruner": {"method": "not_here:Mine", **pruner}, "retention_ratio": 0.25}
+    store = write_header(out, hidden_size=8, identity=identity)
+    write_shard(store, "run", encoded("a", random_tokens(0, SHAPE), 0.25, "random"))
+    assert isinstance(store, LocalStore)
+    return store
+
+
+def check_damage(
+    store: LocalStore, act: Callable[[LocalStore], object], expected: set[str], blamed: Collection[str | None]
+) -> None:
+    """Damage of ``two_shards`` is found as problems of these classes, which blame nothing but what was damaged."""
+    act(store)
+    report = verified(store)
+    assert set(kinds(report)) == expected and report.exit_code == 1, report.problems
+    for problem in report.problems:
+        record = problem.as_record()
+        assert record["class"] == problem.kind and record["what"] and record["shard"] and record["remedy"]
+        assert problem.video_id in blamed

@@ -1,0 +1,48 @@
+"""What a file holds, found without decoding it: which stream, which frames at which times, and what is refused."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipeline.errors import VideoFault
+from pipeline.video.containers import sniff
+from pipeline.video.probe import probe, scan
+from tests.pipeline.videos import audio_with_cover, write_clip
+
+
+def index_of(path):
+    return probe(str(path), sniff(path))
+
+
+def test_cover_art_is_no_video(tmp_path):
+    with pytest.raises(VideoFault, match="no video stream") as caught:
+        index_of(audio_with_cover(tmp_path / "a.mp4"))
+    assert caught.value.fault_class == "unsupported"
+
+
+def test_huge_frames_are_refused_before_they_are_decoded(tmp_path, monkeypatch):
+    path = write_clip(tmp_path / "a.mp4", count=2)
+    monkeypatch.setattr("pipeline.video.probe.MAX_PIXELS", 64 * 96 - 1)
+    with pytest.raises(VideoFault, match="larger than") as caught:
+        index_of(path)
+    assert caught.value.fault_class == "unsupported"
+
+
+def test_an_index_is_found_without_decoding_and_decoding_finds_the_same(tmp_path):
+    index = index_of(write_clip(tmp_path / "a.mp4", count=30, gop=10, fps=25))
+    assert (index.codec, index.demuxer, index.stream, index.fps) == ("h264", "mov", 0, 25.0)
+    assert np.abs(index.timestamps - np.arange(30) / 25).max() < 1e-6 and index.duration_s == pytest.approx(1.2)
+    places = np.searchsorted(index.pts, index.keyframes)  # an encoder may set more than one every 10 frames
+    assert len(index.pts) == 30 and np.array_equal(index.pts[places], index.keyframes)
+    assert places[0] == 0 and np.diff([*places, 30]).max() <= 10
+    decoded = scan(index)
+    assert np.array_equal(decoded.timestamps, index.timestamps) and decoded.duration_s == index.duration_s
+    assert decoded.pts is None and decoded.not_for_decord  # frames that were counted cannot be told by their times
+
+
+def test_a_file_that_does_not_hold_the_half_of_what_it_promises_is_corrupt(tmp_path):
+    index = index_of(write_clip(tmp_path / "a.mp4", count=10))
+    with pytest.raises(VideoFault, match="only 10 of 30 frames can be decoded") as caught:
+        scan(replace(index, timestamps=np.arange(30) / 25))
+    assert caught.value.fault_class == "corrupt"
