@@ -19,6 +19,8 @@ def refusing() -> Iterator[None]:
     """What gstep says of a model or a method that cannot be used (ModelError, ValueError) refuses the request."""
     try:
         yield
+    except UsageError:  # which is a ValueError too, and says more by its class
+        raise
     except ValueError as error:
         raise UsageError(str(error)) from error
 

@@ -41,7 +41,7 @@ def decoded_batch(record: VideoRecord, frames: NDArray[np.uint8] | None = None) 
 def decoded_frames(batch: pa.Table, row: int) -> NDArray[np.uint8]:
     """The frames of a video that was decoded, [t,h,w,3]."""
     record = records(batch)[row]
-    frames = _unwrapped(batch["frames"][row], np.uint8)
+    frames = _unwrapped(batch["frames"], row, np.uint8)
     assert frames is not None
     return frames.reshape(len(record["frame_indices"]), record["height"], record["width"], 3)
 
@@ -81,26 +81,27 @@ def records(batch: pa.Table) -> list[VideoRecord]:
 
 def _kept(batch: pa.Table, row: int) -> KeptTokens | None:
     def numbers(name: str, dtype: Any) -> Any:
-        return _unwrapped(batch[name][row], dtype)
+        return _unwrapped(batch[name], row, dtype)
 
     index = numbers("index", np.int32)
     if index is None:
         return None
 
-    def vectors(cell: pa.Scalar) -> Bits:
-        values = _unwrapped(cell, np.int16)
+    def vectors(column: pa.ChunkedArray | pa.Array, place: int) -> Bits:
+        values = _unwrapped(column, place, np.int16)
         assert values is not None
         return values.reshape(len(index), -1)
 
-    evidence = batch["evidence"][row].values
+    levels = batch["deepstack"][row].values
+    names, cells = batch["evidence"][row].values.flatten()
     return KeptTokens(
-        tokens=vectors(batch["tokens"][row]),
+        tokens=vectors(batch["tokens"], row),
         index=index,
         rank=numbers("rank", np.int32),
         merged=numbers("merged", np.bool_),
         density=numbers("density", np.float32),
-        deepstack=[vectors(cell) for cell in batch["deepstack"][row].values],
-        evidence={str(name): vectors(cell) for name, cell in zip(*evidence.flatten(), strict=True)},
+        deepstack=[vectors(levels, place) for place in range(len(levels))],
+        evidence={name: vectors(cells, place) for place, name in enumerate(names.to_pylist())},
     )
 
 
@@ -121,6 +122,14 @@ def _wrapped(arrays: Iterable[NDArray[Any] | None]) -> pa.Array:
     return pa.Array.from_buffers(BYTES, len(present), [None, pa.py_buffer(offsets), pa.py_buffer(data)])
 
 
-def _unwrapped(cell: pa.Scalar, dtype: Any) -> NDArray[Any] | None:
-    """What ``_wrapped`` put into a cell, as a flat read-only view."""
-    return np.frombuffer(cell.as_buffer(), dtype=dtype) if cell.is_valid else None
+def _unwrapped(column: pa.ChunkedArray | pa.Array, row: int, dtype: Any) -> NDArray[Any] | None:
+    """What ``_wrapped`` put into a cell, as a flat read-only view. (A scalar of it would be a copy.)"""
+    for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
+        if row < len(chunk):
+            break
+        row -= len(chunk)
+    if chunk.slice(row, 1).null_count:
+        return None
+    _, offsets, data = chunk.buffers()
+    start, end = np.frombuffer(offsets, np.int64)[chunk.offset + row : chunk.offset + row + 2].tolist()
+    return np.frombuffer(data.slice(start, end - start), dtype)

@@ -50,7 +50,7 @@ def holder(store: Store) -> Holder | None:
     if isinstance(store, ObjectStore):
         return lease_holder(store)
     assert isinstance(store, LocalStore)
-    with suppress(FileNotFoundError, PermissionError):
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         descriptor = os.open(store.root / LOCK, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

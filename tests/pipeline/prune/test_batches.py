@@ -70,9 +70,6 @@ def buffers(array: Any) -> set[int]:
     return {buffer.address for chunk in array.chunks for buffer in chunk.buffers() if buffer is not None}
 
 
-COPIES = pytest.mark.xfail(strict=True, reason="Arrow copies the bytes of a cell where it makes a scalar of it")
-
-
 def test_frames_are_wrapped_without_a_copy_and_come_back():
     batch = decoded_batch(record(), FRAMES)
     assert batch.schema.equals(DECODED) and records(batch) == [record()]
@@ -80,7 +77,6 @@ def test_frames_are_wrapped_without_a_copy_and_come_back():
     assert np.array_equal(decoded_frames(batch, 0), FRAMES)
 
 
-@COPIES
 def test_frames_are_views_into_the_batch():
     frames = decoded_frames(decoded_batch(record(), FRAMES), 0)
     assert frames.ctypes.data == FRAMES.ctypes.data and not frames.flags.writeable
@@ -146,7 +142,6 @@ def test_tokens_are_wrapped_without_a_copy():
         assert getattr(FIVE.kept, name).ctypes.data in buffers(batch[name]), name
 
 
-@COPIES
 def test_tokens_are_views_into_the_batch():
     (again,) = encoded_videos(encoded_batch(FIVE))
     for name in NAMES:
