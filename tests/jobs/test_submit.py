@@ -146,7 +146,7 @@ def test_the_installed_package_needs_no_checkout(cluster, checkout, tmp_path):
     shutil.rmtree(tmp_path / "source")
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as held:
-        assert {"pipeline/inspect/page.html", "pipeline/py.typed", "gstep/py.typed"} <= set(held.namelist())
+        assert {"pipeline/inspect/templates/page.html", "pipeline/py.typed", "gstep/py.typed"} <= set(held.namelist())
         held.extractall(tmp_path / "site")
     environ = json.dumps({"env_vars": {"PYTHONPATH": str(tmp_path / "site")}})
     options = ("--runtime-env-json", environ)

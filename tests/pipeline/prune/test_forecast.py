@@ -76,7 +76,7 @@ def test_what_a_run_would_refuse_is_refused(folder):
     with cache_lock(LocalStore(folder / "c"), "r9", print), pytest.raises(CacheLocked, match="r9"):
         told(folder)
     (folder / "file").write_text("x")
-    with pytest.raises(UsageError, match=rf"{folder}/file/c.*Not a directory"):
+    with pytest.raises(UsageError, match=rf"{folder}/file/c: nothing can be written here: .*file is no folder"):
         told(folder, out=str(folder / "file" / "c"))
 
 
