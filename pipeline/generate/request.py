@@ -108,10 +108,7 @@ def prepare(config: GenerateConfig, console: Console) -> GenerateRequest:
         header = read_header(cache)
         questions = read_questions(config.questions, way, objects, config.limit)
         live = _asked_about(questions, read_live(cache, LIVE_COLUMNS))
-        if not store.exists(HEADER) and store.taken():
-            raise NotAnswers(
-                f"{store} exists and holds no answers (it has no {HEADER}): name an empty place with --out"
-            )
+        _check_free(store)
     held = header["identity"]
     with refusing():
         source = ModelSource.resolve(*_model(config, held["model"]["weights"]))
@@ -141,6 +138,12 @@ def prepare(config: GenerateConfig, console: Console) -> GenerateRequest:
     with store_refusing():
         match_answers(request)
     return request
+
+
+def _check_free(store: Store) -> None:
+    """Refuse a place that holds something else."""
+    if not store.exists(HEADER) and store.taken():
+        raise NotAnswers(f"{store} exists and holds no answers (it has no {HEADER}): name an empty place with --out")
 
 
 def _way(config: GenerateConfig) -> Way:
