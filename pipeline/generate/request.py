@@ -103,7 +103,7 @@ def prepare(config: GenerateConfig, console: Console) -> GenerateRequest:
     cache, store = store_at(config.cache, objects), store_at(config.out, objects)
     check_out(store)
     way = _way(config)
-    assert config.questions is not None  # the config refuses it
+    assert config.questions  # the config refuses a request without
     with store_refusing():
         header = read_header(cache)
         questions = read_questions(config.questions, way, objects, config.limit)
