@@ -110,11 +110,7 @@ def prepare(config: GenerateConfig, console: Console) -> GenerateRequest:
         live = _asked_about(questions, read_live(cache, LIVE_COLUMNS))
         _check_free(store)
     held = header["identity"]
-    with refusing():
-        source = ModelSource.resolve(*_model(config, held["model"]["weights"]))
-        _check_model(cache, held["model"], source)
-        positions = None if config.positions == "auto" else config.positions
-        builder = prompt_builder(source, positions, config.rule)
+    source, builder = _resolved(config, cache, held)
     _check_tokens(cache, header, live, builder)
     with refusing():
         late = late_pruning(config, held, source, builder)
@@ -138,6 +134,15 @@ def prepare(config: GenerateConfig, console: Console) -> GenerateRequest:
     with store_refusing():
         match_answers(request)
     return request
+
+
+def _resolved(config: GenerateConfig, cache: Store, held: CacheIdentity) -> tuple[ModelSource, PromptBuilder]:
+    """The model, which must be the cache's, and what makes prompts for it."""
+    with refusing():
+        source = ModelSource.resolve(*_model(config, held["model"]["weights"]))
+        _check_model(cache, held["model"], source)
+        positions = None if config.positions == "auto" else config.positions
+        return source, prompt_builder(source, positions, config.rule)
 
 
 def _check_free(store: Store) -> None:
