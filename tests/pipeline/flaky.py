@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import threading
+import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -33,6 +34,7 @@ class Fault:
     kind: int | str
     times: int
     paths: list[str] = field(default_factory=list)
+    first_at: float = 0.0  # when the first one failed, by the monotonic clock
 
     def takes(self, method: str, path: str) -> bool:
         mine = path in self.paths if self.paths and self.times < ALWAYS else True
@@ -79,6 +81,7 @@ class FlakyProxy:
             met = [fault for fault in self._faults if (fault.method, path) in {(method, p) for p in fault.paths}]
             for fault in met or self._faults:
                 if fault.takes(method, path):
+                    fault.first_at = fault.first_at or time.monotonic()
                     fault.paths.append(path)
                     return fault.kind
         return None
