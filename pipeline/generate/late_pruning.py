@@ -24,7 +24,6 @@ from pipeline.cache.header import CacheIdentity
 from pipeline.cache.method import declared_method, describe_method
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.generate.config import GenerateConfig
-from pipeline.options import pruner_params
 
 
 @dataclass(frozen=True)
@@ -125,7 +124,7 @@ def late_pruning(
                 raise UsageError(f"--{name.replace('_', '-')} goes with --pruner")
         return None
     method, ratio = config.pruner, config.retention_ratio
-    pruner = read_pruner(method, pruner_params(config.pruner_param), family=family_of(source).variant)
+    pruner = read_pruner(method, config.pruner_params(), family=family_of(source).variant)
     describe_method(pruner)  # it must go into the identity of the answers
     if pruner.cacheable:
         raise UsageError(
