@@ -2,6 +2,9 @@
 
 A pruner lists its evidence from the vision encoder in ``Pruner.sources``, a model family what it can give in
 ``ModelFamily.gives``. Evidence is float32, its axes are those of :data:`gstep.pruners.checks.EVIDENCE_SHAPES`.
+
+Who asks for evidence gives a mapping from a label to a source. A label is the evidence's name, or
+``<name>_<source>`` (:func:`label`) where one name is asked for from several sources: :func:`name_of` tells.
 """
 
 from __future__ import annotations
@@ -30,9 +33,34 @@ SOURCES: Mapping[str, str] = {
 }
 
 
+#: Evidence of a frame, not of each token.
+PER_FRAME = frozenset({"frame_feature"})
+
+
+def is_per_frame(labelled: str) -> bool:
+    """Whether evidence, by its label, is of frames."""
+    return any(labelled == name or labelled.startswith(f"{name}_") for name in PER_FRAME)
+
+
+def label(name: str, source: str) -> str:
+    """What tells a name from the same one of another source: ``token_attention_last_layer``."""
+    return f"{name}_{source}"
+
+
+def name_of(labelled: str, source: str) -> str:
+    """The name of evidence from its label, which may be the name itself."""
+    return labelled.removesuffix(f"_{source}")
+
+
+def pairs(evidence: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+    """(name, source) of evidence, label -> source."""
+    return frozenset((name_of(labelled, source), source) for labelled, source in evidence.items())
+
+
 def in_words(evidence: Mapping[str, str]) -> str:
     """``frame_feature, token_attention from SigLIP's attention-pooling head``."""
     return "; ".join(
-        f"{', '.join(sorted(name for name in evidence if evidence[name] == source))} from {SOURCES.get(source, source)}"
+        f"{', '.join(sorted(name for name, other in pairs(evidence) if other == source))} from "
+        f"{SOURCES.get(source, source)}"
         for source in sorted(set(evidence.values()))
     )

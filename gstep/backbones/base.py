@@ -64,7 +64,7 @@ class Family(Protocol):
     """What a loaded model asks of its family (:class:`gstep.backbones.family.ModelFamily`)."""
 
     def check_evidence(self, evidence: Mapping[str, str]) -> None:
-        """Raise ModelError where the model cannot give all the evidence, name -> source."""
+        """Raise ModelError where the model cannot give all the evidence, label -> source."""
 
 
 class Backbone(ABC):
@@ -121,7 +121,8 @@ class Backbone(ABC):
         nor on ``frame_batch``. On one machine, that is: other kinds of CPU or GPU round otherwise.
 
         Args:
-            evidence: name -> source, as in ``Pruner.sources``: what the result holds besides the tokens, in float32.
+            evidence: label -> source (gstep.evidence), as in ``Pruner.sources``: what the result holds besides the
+                tokens, by its label, in float32.
 
         Raises ValueError for anything but at least one uint8 frame, ModelError for evidence that cannot be given.
         """

@@ -14,7 +14,7 @@ from gstep.backbones.preprocess.base import Preprocessor
 from gstep.backbones.siglip.text import TextTowerSource
 from gstep.checkpoints.source import ModelSource
 from gstep.errors import ModelError
-from gstep.evidence import HEAD_SOURCES, in_words
+from gstep.evidence import HEAD_SOURCES, in_words, name_of
 
 if TYPE_CHECKING:
     from gstep.backbones.base import Backbone
@@ -110,8 +110,10 @@ class ModelFamily(ABC):
 
     @classmethod
     def check_gives(cls, evidence: Mapping[str, str]) -> None:
-        """Raise ModelError where no model of this family gives some of the evidence, name -> source."""
-        if missing := {name: source for name, source in evidence.items() if (name, source) not in cls.gives}:
+        """Raise ModelError where no model of this family gives some of the evidence, label -> source."""
+        if missing := {
+            key: source for key, source in evidence.items() if (name_of(key, source), source) not in cls.gives
+        }:
             raise ModelError(f"the encoder of {cls.model_type} does not give {in_words(missing)}")
 
     def check_evidence(self, evidence: Mapping[str, str]) -> None:
@@ -138,7 +140,8 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
-        """Bytes of all visual tokens and of that evidence of them, in bfloat16, for frames as in ``token_counts``.
+        """Bytes of all visual tokens and of that evidence (by names) of them, in bfloat16, for frames as in
+        ``token_counts``.
 
         Known from the config alone, for planning; a family's default stands in for what the config leaves out.
         """

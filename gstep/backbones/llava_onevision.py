@@ -29,7 +29,7 @@ from gstep.checkpoints.pooling_head import PoolingHeadSource
 from gstep.checkpoints.source import ModelSource
 from gstep.checkpoints.tensors import read_tensors
 from gstep.errors import ModelError
-from gstep.evidence import HEAD_SOURCES, LAST_LAYER, POOLING_HEAD, SINGLE_PATCHES
+from gstep.evidence import HEAD_SOURCES, LAST_LAYER, PER_FRAME, POOLING_HEAD, SINGLE_PATCHES, name_of
 from gstep.types import VisualTokens
 
 # Class defaults of LlavaOnevisionVideoProcessor (video_processing_llava_onevision.py), for what a file leaves out.
@@ -103,9 +103,9 @@ class LlavaOnevision(ModelFamily):
         channels = self._vision("hidden_size", 1152)
         widths = {"image_embedding": channels, "token_key": channels // self._vision("num_attention_heads", 16)}
         numbers = self.source.config.get("text_config", {}).get("hidden_size", 4096)
-        numbers += sum(widths.get(name, 1) for name in evidence)
+        numbers += sum(widths.get(name, 1) for name in evidence if name not in PER_FRAME)
         T, N = self.token_counts(n_frames, height, width)
-        return T * N * int(numbers) * 2
+        return T * (N * int(numbers) + channels * sum(name in PER_FRAME for name in evidence)) * 2
 
     def _vision(self, name: str, default: int) -> int:
         """A number of the vision part of config.json, or the stock configuration's default."""
@@ -138,11 +138,12 @@ class LlavaOnevisionBackbone(Backbone):
             features = self.model.get_video_features(pixels[None], return_dict=True).pooler_output[0]
         # Some versions of transformers append the newline here and some later: counting rows leaves it out of both.
         tokens = features[: len(pixels) * tokens_per_frame]
-        seen = {name: observers[source].seen()[name] for name, source in evidence.items()}
-        return VisualTokens(
-            tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size),
-            {name: value if name == "frame_feature" else self._pooled(value) for name, value in seen.items()},
-        )
+        seen = {source: observer.seen() for source, observer in observers.items()}
+        found: dict[str, Tensor] = {}
+        for key, source in evidence.items():
+            name = name_of(key, source)
+            found[key] = seen[source][name] if name in PER_FRAME else self._pooled(seen[source][name])
+        return VisualTokens(tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size), found)
 
     def _observer(self, source: str) -> LastLayer | Probe | SinglePatches:
         if source == LAST_LAYER:

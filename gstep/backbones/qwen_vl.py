@@ -187,7 +187,8 @@ class QwenBackbone(Backbone):
             return VisualTokens(tokens, deepstack=tuple(deepstack))
         order = self.family.tower_order(grid[1] // merge, grid[2] // merge, self.model.config)
         spatial = torch.argsort(order).to(self.device)
-        return VisualTokens(tokens, {"token_attention": last.attention()[:, spatial]}, tuple(deepstack))
+        attention = last.attention()[:, spatial]  # all that these families give
+        return VisualTokens(tokens, dict.fromkeys(evidence, attention), tuple(deepstack))
 
     def model_extra(self, video: SampledVideo) -> dict[str, Any]:
         """The grid in patches, as the stock processors give it, what merges patches to tokens, and the family's own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,12 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
+from gstep.evidence import is_per_frame
 from gstep.pruners.checks import EVIDENCE_SHAPES
 from pipeline.rows import VideoRow
+
+#: Evidence of one number a token: its labels begin so.
+ONE_NUMBER = tuple(name for name, axes in EVIDENCE_SHAPES.items() if axes == ("T", "N"))
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ class CachedVideo:
         density: [K] float32 (Eq. 8), or None for a method without one.
         metadata: the video's row of the videos table (see pipeline.cache.schema), JSON columns decoded.
         deepstack: [K,D] bfloat16 each, the same rows at each deepstack level; none where the model has no levels.
-        evidence: what was asked for besides, by name, bfloat16: [K,width], or [K] where it is one number a token.
+        evidence: what was asked for besides, as it was asked for, bfloat16: [K,width], [K] where it is one number a
+            token, [T,width] where it is of frames.
     """
 
     video_id: str
@@ -45,8 +50,12 @@ class CachedVideo:
     evidence: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def to_video(row: VideoRow, table: pa.Table, deepstack_levels: int, evidence: Sequence[str]) -> CachedVideo:
-    """The token rows of a video, in their order; ``row`` is its row of the videos table."""
+def to_video(row: VideoRow, table: pa.Table, deepstack_levels: int, evidence: Mapping[str, str]) -> CachedVideo:
+    """The token rows of a video, in their order; ``row`` is its row of the videos table.
+
+    Args:
+        evidence: the column of each by the name that it gets.
+    """
 
     def numbers(name: str, dtype: Any) -> Tensor | None:
         column = table[name]
@@ -64,7 +73,7 @@ def to_video(row: VideoRow, table: pa.Table, deepstack_levels: int, evidence: Se
         density=numbers("density", np.float32),
         metadata=row,
         deepstack=tuple(_vectors(table[f"deepstack_{i}"]) for i in range(deepstack_levels)),
-        evidence={name: _evidence(name, _vectors(table[name])) for name in evidence},
+        evidence={name: _evidence(column, table[column]) for name, column in evidence.items()},
     )
 
 
@@ -85,13 +94,15 @@ def by_index(video: CachedVideo) -> CachedVideo:
         density=ordered(video.density),
         metadata=video.metadata,
         deepstack=tuple(level[order] for level in video.deepstack),
-        evidence={name: value[order] for name, value in video.evidence.items()},
+        evidence={name: v if is_per_frame(name) else v[order] for name, v in video.evidence.items()},
     )
 
 
-def _evidence(name: str, values_KE: Tensor) -> Tensor:
-    """[K] where the evidence is [T,N], else [K,width]."""
-    return values_KE.squeeze(1) if EVIDENCE_SHAPES[name] == ("T", "N") else values_KE
+def _evidence(labelled: str, column: pa.ChunkedArray) -> Tensor:
+    """[K] where the evidence is [T,N], [T,width] where it is of frames, else [K,width]."""
+    if is_per_frame(labelled):
+        return _vectors(column.drop_null())
+    return _vectors(column).squeeze(1) if labelled.startswith(ONE_NUMBER) else _vectors(column)
 
 
 def _vectors(column: pa.ChunkedArray) -> Tensor:

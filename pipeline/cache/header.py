@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NotRequired, TypedDict
 
 from pipeline.cache.schema import digest
@@ -37,8 +37,9 @@ class CacheIdentity(TypedDict):
     Attributes:
         preprocessing: the family's own settings.
         sampling: num_frames, or fps and max_frames.
-        dtype: of the arithmetic ("compute") and of what is stored ("stored").
-        evidence: stored besides the tokens, name -> where in the encoder it is from.
+        dtype: of the arithmetic ("compute"), of what is stored ("stored"), and of evidence as methods see it
+            ("evidence"), where there is any.
+        evidence: stored besides the tokens, label -> where in the encoder it is from (gstep.evidence).
     """
 
     model: ModelIdentity
@@ -78,12 +79,13 @@ def header_bytes(header: Mapping[str, Any]) -> bytes:
 
 
 def read_header_file(
-    store: Store, name: str, version: int, error: type[UsageError], absent: str, of: str = ""
+    store: Store, name: str, versions: Collection[int], error: type[UsageError], absent: str, of: str = ""
 ) -> dict[str, Any]:
-    """The object in ``name``: schema_version, identity and more. Raises ``error`` where it is none of that version,
-    or damaged. A header without a checksum, as they were once written, is taken as it is.
+    """The object in ``name``: schema_version, identity and more. Raises ``error`` where it is of none of those
+    versions, or damaged. A header without a checksum, as they were once written, is taken as it is.
 
     Args:
+        versions: that are understood, ascending.
         absent: what is said of a place without the file, with the remedy.
         of: what the version is of, in words.
     """
@@ -97,8 +99,9 @@ def read_header_file(
     if sealed and fingerprint(_without_checksum(header)) != header[CHECKSUM]:
         raise error(f"{store}/{name}: its content does not have the checksum in it; restore the file")
     found = header.get("schema_version") if isinstance(header, dict) else None
-    if found != version:
-        raise error(f"{store}: {of}schema version {found!r}; this program reads version {version}")
+    if found not in versions:
+        known = " and ".join(map(str, versions))
+        raise error(f"{store}: {of}schema version {found!r}; this program reads version {known}")
     if not isinstance(header.get("identity"), dict):
         raise error(f"{store}/{name}: it holds no identity; restore the file")
     return dict(header)

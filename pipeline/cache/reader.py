@@ -13,11 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from torch import Tensor
 
+from gstep.evidence import name_of
 from gstep.types import budget_for
 from pipeline.cache.cached_video import CachedVideo, bfloat16, by_index, to_video
 from pipeline.cache.header import CacheHeader, CacheIdentity, read_header_file
 from pipeline.cache.live_rows import VideoRows, read_live
-from pipeline.cache.schema import SCHEMA_VERSION, token_schema
+from pipeline.cache.schema import READABLE_VERSIONS, token_schema
 from pipeline.cache.token_shard import TokenShard
 from pipeline.errors import EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
 from pipeline.rows import VideoRow
@@ -30,7 +31,7 @@ TokenOrder = Literal["index", "selection"]
 def read_header(store: Store) -> CacheHeader:
     """The cache's header (schema version, identity, newline, shape of a token). Raises NotACache."""
     absent = f"not a pruned-token cache (no {HEADER}); make one with python -m jobs.prune"
-    return cast(CacheHeader, read_header_file(store, HEADER, SCHEMA_VERSION, NotACache, absent))
+    return cast(CacheHeader, read_header_file(store, HEADER, READABLE_VERSIONS, NotACache, absent))
 
 
 class TokenCache:
@@ -107,8 +108,24 @@ class TokenCache:
 
     @property
     def evidence(self) -> dict[str, str]:
-        """What is stored of each token besides the token, name -> where in the encoder it is from (gstep.evidence)."""
+        """What is stored besides the tokens, label -> where in the encoder it is from (gstep.evidence)."""
         return dict(self.identity.get("evidence", {}))
+
+    def _columns(self, asked: Sequence[str]) -> dict[str, str]:
+        """The columns of evidence by what they were asked for as: a label, or a name that has one source here."""
+        held = self.evidence
+        columns: dict[str, str] = {}
+        for key in asked:
+            found = [column for column, source in held.items() if key in (column, name_of(column, source))]
+            if not found:
+                raise EvidenceNotCached(
+                    f"{self.store} holds no {key} of its tokens (of evidence it has {', '.join(held) or 'none'}): "
+                    f"prune into another --out with --evidence {key}"
+                )
+            if len(found) > 1 and key not in found:
+                raise EvidenceNotCached(f"{self.store} holds {key} as {' and as '.join(found)}: name one of them")
+            columns[key] = key if key in found else found[0]
+        return columns
 
     def get(
         self,
@@ -123,24 +140,21 @@ class TokenCache:
         selection (of a method without one: of its own prompt), as they are stored: the tokens then are a read-only
         view into what Arrow read, without a copy.
 
-        ``evidence`` names what is read of the same rows besides, of what the cache has; nothing of it otherwise.
+        ``evidence`` names what is read of the same rows besides, of what the cache has (a label, or a name that has one
+        source there); nothing of it otherwise.
 
         Raises UnknownVideo, FailedVideo (with the class of the error), RatioNotCached, EvidenceNotCached, CorruptShard,
         OSError where the store fails, and ValueError for an order or ratio that makes no sense.
         """
         if order not in ("index", "selection"):
             raise ValueError(f'order must be "index" or "selection", got {order!r}')
-        if lacking := sorted(set(evidence) - self.evidence.keys()):
-            raise EvidenceNotCached(
-                f"{self.store} holds no {', '.join(lacking)} of its tokens (of evidence it has "
-                f"{', '.join(self.evidence) or 'none'}): prune into another --out with --evidence {','.join(lacking)}"
-            )
+        columns = self._columns(evidence)
         row = self.metadata(video_id)
         if row["status"] != "ok":
             raise FailedVideo(f"{video_id!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"])
-        evidence = tuple(dict.fromkeys(evidence))
         keep = rows_wanted(row, retention_ratio)
-        video = to_video(row, self._read(row, keep, evidence), self.deepstack_levels, evidence)
+        table = self._read(row, keep, tuple(dict.fromkeys(columns.values())))
+        video = to_video(row, table, self.deepstack_levels, columns)
         return video if order == "selection" else by_index(video)
 
     def _read(self, row: VideoRow, keep: int, evidence: Sequence[str]) -> pa.Table:

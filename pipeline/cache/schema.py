@@ -14,9 +14,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from gstep.evidence import is_per_frame
 from gstep.types import budget_for
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+# Of version 1 the columns of evidence have its name alone, and methods saw it before it was rounded.
+READABLE_VERSIONS = (1, SCHEMA_VERSION)
 MADE_WITH = "made_with"  # in the metadata of a videos shard: the fingerprint of the identity that its rows share
 # A reader that wants 10 % of the tokens reads no more than the row groups that end at 10 %.
 TIERS = (0.10, 0.15, 0.20, 0.25, 0.50)
@@ -33,7 +36,8 @@ def token_schema(
     """Columns of a token shard for tokens of [hidden_size] bfloat16, rows in order of selection within a video.
 
     Without such an order, in that of the method's own prompt (VisionZip: a frame's merged tokens last), else by index.
-    ``evidence``, name -> numbers a token, comes last, so that who does not ask for it reads none of its bytes.
+    ``evidence``, label -> numbers a token (a frame), comes last, so that who does not ask for it reads none of its
+    bytes. That of a frame stands beside the first of its tokens and is null beside the others.
     """
     vector = pa.binary(2 * hidden_size)
     return pa.schema(
@@ -49,12 +53,16 @@ def token_schema(
                 column(f"deepstack_{level}", vector, "the token at this deepstack level", nullable=False)
                 for level in range(deepstack_levels)
             ),
-            *(
-                column(name, pa.binary(2 * width), "evidence of the token, little-endian bfloat16", nullable=False)
-                for name, width in evidence.items()
-            ),
+            *(_evidence_column(name, width) for name, width in evidence.items()),
         ]
     )
+
+
+def _evidence_column(labelled: str, width: int) -> pa.Field:
+    of_frame = is_per_frame(labelled)
+    whose = "frame, beside the first of its tokens" if of_frame else "token"
+    meaning = f"evidence of the {whose}, little-endian bfloat16"
+    return column(labelled, pa.binary(2 * width), meaning, nullable=of_frame)
 
 
 VIDEO_SCHEMA = pa.schema(

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from gstep.evidence import is_per_frame
 from pipeline.cache.live_rows import TOKENS, VIDEOS, shard_name
 from pipeline.cache.schema import (
     MADE_WITH,
@@ -42,7 +43,7 @@ class KeptTokens:
         merged: [B] bool, or None where the method never merges.
         density: [B] float32, or None for a method without one.
         deepstack: [B,D] bits of bfloat16 of each level.
-        evidence: [B,width] bits of bfloat16 by name.
+        evidence: [B,width] bits of bfloat16 by label, [T,width] of evidence of frames.
     """
 
     tokens: Bits
@@ -142,8 +143,19 @@ def _token_rows(record: VideoRecord, kept: KeptTokens, schema: pa.Schema) -> pa.
     }
     for name, values in _vectors(kept).items():
         data = pa.py_buffer(np.ascontiguousarray(values))
-        columns[name] = pa.FixedSizeBinaryArray.from_buffers(schema.field(name).type, n, [None, data])
+        column = pa.FixedSizeBinaryArray.from_buffers(schema.field(name).type, len(values), [None, data])
+        columns[name] = _beside_first(column, columns["frame"].to_numpy()) if is_per_frame(name) else column
     return pa.table([columns[name] for name in schema.names], schema=schema)
+
+
+def _beside_first(frames: pa.Array, frame_of_row: NDArray[np.int32]) -> pa.Array:
+    """[T] values of frames beside the first token of each, null beside the others."""
+    known, first = np.unique(frame_of_row, return_index=True)
+    if not np.array_equal(known, np.arange(len(frames))):
+        raise ValueError("evidence of frames is stored with all tokens alone: a frame without a token has no place")
+    others = np.ones(len(frame_of_row), dtype=bool)
+    others[first] = False
+    return frames.take(pa.array(frame_of_row, mask=others))
 
 
 def _or_null(values: NDArray[np.generic] | None, kind: pa.DataType, n: int) -> pa.Array:

@@ -30,7 +30,7 @@ def cache_report(cache: TokenCache) -> RenderableType:
     head.add_row("pruner", Text(f"{identity['pruner']['method']}  {flat(identity['pruner']['params'])}"))
     head.add_row("stored", f"retention ratio {identity['retention_ratio']}, {identity['dtype']['stored']}")
     if cache.evidence:
-        head.add_row("evidence", Text(f"of each token {in_words(cache.evidence)}"))
+        head.add_row("evidence", Text(in_words(cache.evidence)))
     head.add_row("sampling", Text(flat(identity["sampling"])))
     ledger = Ledger(cache.store).refresh()
     run = latest_run(cache.store, ledger)

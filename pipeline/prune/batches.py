@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from gstep.evidence import is_per_frame
 from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo
 from pipeline.rows import VideoRecord, without_nulls
@@ -38,9 +39,8 @@ def decoded_batch(record: VideoRecord, frames: NDArray[np.uint8] | None = None) 
     return pa.table([_records([record]), _wrapped([frames])], schema=DECODED)
 
 
-def decoded_frames(batch: pa.Table, row: int) -> NDArray[np.uint8]:
-    """The frames of a video that was decoded, [t,h,w,3]."""
-    record = records(batch)[row]
+def decoded_frames(batch: pa.Table, row: int, record: VideoRecord) -> NDArray[np.uint8]:
+    """The frames of a video that was decoded, whose record is ``record``, [t,h,w,3]."""
     frames = _unwrapped(batch["frames"], row, np.uint8)
     assert frames is not None
     return frames.reshape(len(record["frame_indices"]), record["height"], record["width"], 3)
@@ -61,7 +61,7 @@ def encoded_batch(video: PrunedVideo) -> pa.Table:
 
 def encoded_videos(batch: pa.Table) -> list[PrunedVideo]:
     """The videos of rows of ENCODED, their arrays views into the batch."""
-    return [PrunedVideo(record, _kept(batch, row)) for row, record in enumerate(records(batch))]
+    return [PrunedVideo(record, _kept(batch, row, record)) for row, record in enumerate(records(batch))]
 
 
 def written_batch(rows: Sequence[VideoRecord]) -> pa.Table:
@@ -79,7 +79,7 @@ def records(batch: pa.Table) -> list[VideoRecord]:
     return [without_nulls(row, VideoRecord) for row in batch["record"].to_pylist()]
 
 
-def _kept(batch: pa.Table, row: int) -> KeptTokens | None:
+def _kept(batch: pa.Table, row: int, record: VideoRecord) -> KeptTokens | None:
     def numbers(name: str, dtype: Any) -> Any:
         return _unwrapped(batch[name], row, dtype)
 
@@ -87,21 +87,24 @@ def _kept(batch: pa.Table, row: int) -> KeptTokens | None:
     if index is None:
         return None
 
-    def vectors(column: pa.ChunkedArray | pa.Array, place: int) -> Bits:
+    def vectors(column: pa.ChunkedArray | pa.Array, place: int, rows: int) -> Bits:
         values = _unwrapped(column, place, np.int16)
         assert values is not None
-        return values.reshape(len(index), -1)
+        return values.reshape(rows, -1)
 
     levels = batch["deepstack"][row].values
     names, cells = batch["evidence"][row].values.flatten()
     return KeptTokens(
-        tokens=vectors(batch["tokens"], row),
+        tokens=vectors(batch["tokens"], row, len(index)),
         index=index,
         rank=numbers("rank", np.int32),
         merged=numbers("merged", np.bool_),
         density=numbers("density", np.float32),
-        deepstack=[vectors(levels, place) for place in range(len(levels))],
-        evidence={name: vectors(cells, place) for place, name in enumerate(names.to_pylist())},
+        deepstack=[vectors(levels, place, len(index)) for place in range(len(levels))],
+        evidence={
+            name: vectors(cells, place, record["n_frames"] if is_per_frame(name) else len(index))
+            for place, name in enumerate(names.to_pylist())
+        },
     )
 
 

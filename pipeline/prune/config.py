@@ -70,6 +70,12 @@ class PruneConfig(RunOptions):
         "once a question is asked; commas or repeated",
         metavar="NAME",
     )
+    evidence_for: list[str] = option(
+        [],
+        "store what these methods look at besides tokens, so that python -m jobs.generate --pruner can prune by them; "
+        "commas or repeated",
+        metavar="METHOD",
+    )
     seed: int = option(0, "seed of the methods that draw random numbers", metavar="N")
     pruner: str = option(
         "gstep",

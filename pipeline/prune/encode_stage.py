@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import ModelSource, SampledVideo, choose_runtime, family_of
+from gstep.evidence import is_per_frame, name_of
 from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo
 from pipeline.errors import VideoFault
 from pipeline.execution.gpu_fault import exit_after_gpu_fault
@@ -33,15 +34,19 @@ class EncodeSetup:
     retention_ratio: float
     seed: int = 0
     pruner_params: dict[str, Any] = field(default_factory=dict)  # as the method's class takes them
-    evidence: dict[str, str] = field(default_factory=dict)  # to be stored, name -> where in the encoder
+    evidence: dict[str, str] = field(default_factory=dict)  # to be stored, label -> where in the encoder
     device: str = "auto"
     dtype: str = "auto"
     attn: str = "auto"
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
         """About what the kept tokens of [n_frames, height, width] pixels take as they are stored."""
-        whole = family_of(self.source).token_bytes(n_frames, height, width, tuple(self.evidence))
+        whole = family_of(self.source).token_bytes(n_frames, height, width, self._names())
         return round(self.retention_ratio * whole)
+
+    def _names(self) -> tuple[str, ...]:
+        """Of the evidence that is stored; one of two sources is there twice."""
+        return tuple(name_of(labelled, source) for labelled, source in self.evidence.items())
 
 
 class VideoEncoder:
@@ -95,16 +100,17 @@ class VideoEncoder:
         return PrunedVideo(done, kept_tokens(pruned, visual, self._setup.evidence))
 
     def _encoded(self, frames: NDArray[np.uint8]) -> VisualTokens:
-        """All tokens in storage precision, with the evidence that pruning or the cache wants."""
+        """All tokens and the evidence that pruning or the cache wants, in storage precision."""
         visual = self.backbone.encode(frames, {**self._pruner.sources, **self._setup.evidence})
         self._wait()
-        # Storage precision first, then prune: a selection can be derived again from what is stored.
+        # Storage precision first, then prune: every selection can be derived again from what is stored.
         tokens_TND, *deepstack = (level.to(torch.bfloat16) for level in (visual.tokens, *visual.deepstack))
         for level, values_TND in enumerate(deepstack):  # of the tokens themselves pruning finds it out
             _check_finite(f"deepstack level {level}", values_TND)
+        evidence = {name: values.to(torch.bfloat16) for name, values in visual.evidence.items()}
         for name in self._setup.evidence:
-            _check_finite(f"the evidence {name}", visual.evidence[name])
-        return replace(visual, tokens=tokens_TND, deepstack=tuple(deepstack))
+            _check_finite(f"the evidence {name}", evidence[name])
+        return VisualTokens(tokens_TND, evidence, tuple(deepstack))
 
     def _pruned(self, visual: VisualTokens) -> PrunedTokens:
         try:
@@ -139,7 +145,7 @@ class Encoder:
             return PrunedVideo(record)
         started = time.perf_counter()
         try:
-            return self.encoder.encode_one(record, decoded_frames(batch, row))
+            return self.encoder.encode_one(record, decoded_frames(batch, row, record))
         except VideoFault as error:
             fault = error.with_traceback(None)  # which holds the frames of the video
         except Exception as error:  # noqa: BLE001 - a record that does not fit its frames
@@ -166,8 +172,8 @@ def pruned_columns(pruned: PrunedTokens, visual: VisualTokens) -> VideoRecord:
 
 
 def kept_tokens(pruned: PrunedTokens, visual: VisualTokens, evidence: Iterable[str] = ()) -> KeptTokens:
-    """What is stored of a video: the kept tokens, first selected first, and of each deepstack level [T,N,D] and each
-    evidence [T,N,...] the same places."""
+    """What is stored of a video: the kept tokens, first selected first, of each deepstack level [T,N,D] and each
+    evidence [T,N,...] the same places, and evidence of frames [T,...] whole."""
     order = pruned.selection_order()
     places = pruned.index[order]
 
@@ -181,8 +187,13 @@ def kept_tokens(pruned: PrunedTokens, visual: VisualTokens, evidence: Iterable[s
         merged=ordered(pruned.merged, torch.bool),
         density=ordered(pruned.density, torch.float32),
         deepstack=[_bits(level.flatten(0, 1)[places]) for level in visual.deepstack],
-        evidence={name: _bits(visual.evidence[name].flatten(0, 1)[places].view(len(places), -1)) for name in evidence},
+        evidence={name: _evidence_bits(name, visual.evidence[name], places) for name in evidence},
     )
+
+
+def _evidence_bits(labelled: str, values: Tensor, places: Tensor) -> Bits:
+    rows = values if is_per_frame(labelled) else values.flatten(0, 1)[places]
+    return _bits(rows.reshape(len(rows), -1))
 
 
 def _bits(values: Tensor) -> Bits:

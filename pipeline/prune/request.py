@@ -11,7 +11,7 @@ from rich.console import Console
 from gstep import PRUNERS, make_pruner
 from gstep.backbones import BACKBONES, ModelSource, family_of
 from gstep.errors import ModelError
-from gstep.evidence import HEAD_SOURCES
+from gstep.evidence import HEAD_SOURCES, name_of
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
 from pipeline.cache.header import CacheIdentity, ModelIdentity, PrunerIdentity, differences
@@ -44,7 +44,7 @@ class PruneRequest:
     retention_ratio: float
     dtype: str  # "auto" only where the cache does not exist yet and the cluster decides
     sampling: Sampling
-    evidence: dict[str, str]  # stored besides the tokens, name -> where in the encoder it is from
+    evidence: dict[str, str]  # stored besides the tokens, label -> where in the encoder it is from
     manifest: pa.Table
     store: Store
     objects: Objects  # how S3 is reached
@@ -90,6 +90,8 @@ class PruneRequest:
         }
         if self.evidence:
             identity["evidence"] = self.evidence
+        if self.evidence or self.pruner.sources:
+            identity["dtype"]["evidence"] = "bfloat16"  # caches of version 1 were pruned by evidence in float32
         return identity
 
 
@@ -116,7 +118,7 @@ def resolve(config: PruneConfig, manifest: pa.Table, store: Store, objects: Obje
         # Refuses a number of frames that the model takes of no video.
         family_of(source).preprocessor().target_size(sampling.num_frames or sampling.max_frames or 0, 1080, 1920)
         pruner = _pruner_for(config, source)
-        evidence = evidence_sources(config.evidence, source.model_type, pruner)
+        evidence = evidence_sources(config.evidence, config.evidence_for, source.model_type, pruner)
         source = _with_evidence(source, pruner, evidence, config)
     _check_decoder(config.decoder)
     return PruneRequest(
@@ -172,7 +174,7 @@ def _with_evidence(source: ModelSource, pruner: Pruner, stored: dict[str, str], 
             source = family_of(source).with_pooling_head(config.siglip)
         family_of(source).check_evidence(pruner.sources)
         if stored:
-            who = f"--evidence {','.join(stored)}"
+            who = "--evidence " + ",".join(sorted({name_of(key, where) for key, where in stored.items()}))
             family_of(source).check_evidence(stored)
     except ModelError as error:
         raise UsageError(f"{who}: {error}{_instead(pruner, source)}") from error

@@ -18,7 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from rich.console import Console
+from torch import Tensor
 
+from gstep.evidence import is_per_frame
 from pipeline.cache.cached_video import CachedVideo, bfloat16
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.writer import KeptTokens, PrunedVideo
@@ -113,12 +115,17 @@ class LiveCheck:
 
 def compare(stored: CachedVideo, again: KeptTokens) -> LiveResult:
     """A stored video, in order of selection, and what is kept of it now: all vectors of the tokens that both have."""
-    old = [part.view(len(part), -1) for part in (stored.tokens, *stored.deepstack, *stored.evidence.values())]
-    new = [bfloat16(part).view(part.shape) for part in (again.tokens, *again.deepstack, *again.evidence.values())]
+    of_tokens = [name for name in stored.evidence if not is_per_frame(name)]
+    of_frames = [name for name in stored.evidence if is_per_frame(name)]
+    old = _rows(stored.tokens, *stored.deepstack, *(stored.evidence[name] for name in (*of_tokens, *of_frames)))
+    parts = (again.tokens, *again.deepstack, *(again.evidence[name] for name in (*of_tokens, *of_frames)))
+    new = [bfloat16(part).view(part.shape) for part in parts]
     if [part.shape[1] for part in old] != [part.shape[1] for part in new]:
         return LiveResult(stored.video_id, "different", "tokens of another size", same_indices=0.0)
     common, ours, theirs = np.intersect1d(stored.index.numpy(), again.index, return_indices=True)
-    pairs = [(a[ours].float(), b[theirs].float()) for a, b in zip(old, new, strict=True)]
+    n_shared = len(old) - len(of_frames)
+    pairs = [(a[ours].float(), b[theirs].float()) for a, b in zip(old[:n_shared], new[:n_shared], strict=True)]
+    pairs += [(a.float(), b.float()) for a, b in zip(old[n_shared:], new[n_shared:], strict=True)]
     same = np.array_equal(stored.index.numpy(), again.index) and all(
         torch.equal(a.contiguous().view(torch.int16), b.view(torch.int16)) for a, b in zip(old, new, strict=True)
     )
@@ -129,6 +136,10 @@ def compare(stored: CachedVideo, again: KeptTokens) -> LiveResult:
         max_difference=max(float((a - b).abs().max()) for a, b in pairs) if len(common) else None,
         relative_difference=max(float((a - b).norm() / a.norm().clamp(min=1e-30)) for a, b in pairs),
     )
+
+
+def _rows(*parts: Tensor) -> list[Tensor]:
+    return [part.view(len(part), -1) for part in parts]
 
 
 def _suspicion(result: LiveResult) -> str:

@@ -12,7 +12,7 @@ HEADER = {"schema_version": 1, "identity": {"model": {"type": "m", "weights": "w
 
 
 def read(store: LocalStore) -> dict[str, object]:
-    return read_header_file(store, "h.json", 1, NotACache, "no cache here: name one")
+    return read_header_file(store, "h.json", (1,), NotACache, "no cache here: name one")
 
 
 @pytest.fixture

@@ -74,29 +74,29 @@ def test_frames_are_wrapped_without_a_copy_and_come_back():
     batch = decoded_batch(record(), FRAMES)
     assert batch.schema.equals(DECODED) and records(batch) == [record()]
     assert FRAMES.ctypes.data in buffers(batch["frames"])
-    assert np.array_equal(decoded_frames(batch, 0), FRAMES)
+    assert np.array_equal(decoded_frames(batch, 0, record()), FRAMES)
 
 
 def test_frames_are_views_into_the_batch():
-    frames = decoded_frames(decoded_batch(record(), FRAMES), 0)
+    frames = decoded_frames(decoded_batch(record(), FRAMES), 0, record())
     assert frames.ctypes.data == FRAMES.ctypes.data and not frames.flags.writeable
 
 
 def test_frames_that_do_not_lie_in_a_row_are_laid_out():
     turned = FRAMES[:, :, ::-1]
-    assert np.array_equal(decoded_frames(decoded_batch(record(), turned), 0), turned)
+    assert np.array_equal(decoded_frames(decoded_batch(record(), turned), 0, record()), turned)
 
 
 def test_a_video_that_failed_has_no_frames():
     failed = failed_video(record("bad"), VideoFault("corrupt", "torn"))
     both = pa.concat_tables([decoded_batch(failed), decoded_batch(record(), FRAMES)])
     assert both["frames"].is_valid().to_pylist() == [False, True]
-    assert records(both) == [failed, record()] and np.array_equal(decoded_frames(both, 1), FRAMES)
+    assert records(both) == [failed, record()] and np.array_equal(decoded_frames(both, 1, record()), FRAMES)
 
 
 def test_frames_that_are_not_as_many_as_the_record_says_are_refused():
     with pytest.raises(ValueError, match="reshape"):
-        decoded_frames(decoded_batch(record(), FRAMES[:2]), 0)
+        decoded_frames(decoded_batch(record(), FRAMES[:2]), 0, record())
 
 
 FULL = {

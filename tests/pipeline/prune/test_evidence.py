@@ -10,16 +10,19 @@ from rich.console import Console
 
 import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
-from gstep.evidence import LAST_LAYER, MERGED_QUERIES, SINGLE_PATCHES
+from gstep.evidence import LAST_LAYER, MERGED_QUERIES, POOLING_HEAD, SINGLE_PATCHES
 from pipeline import CorruptShard, EvidenceNotCached, TokenCache
 from pipeline.cache.header import header_bytes
-from pipeline.cache.reader import HEADER
+from pipeline.cache.live_rows import VideoRows
+from pipeline.cache.reader import HEADER, read_header
 from pipeline.errors import UsageError, VideoFault
 from pipeline.inspect.report import cache_report
+from pipeline.prune.batches import encoded_batch, encoded_videos
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.evidence import evidence_sources
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
+from pipeline.verify.tokens import check_token_shard
 from tests.pipeline.cache.test_reader import CountingStore
 from tests.pipeline.caches import encoded, make_cache, random_tokens, source_record, write_shard
 from tests.pipeline.evidence import WIDTH, evidence_cache, random_evidence
@@ -141,7 +144,7 @@ def test_an_inspection_says_what_there_is(tmp_path, capsys):
     store.put(HEADER, header_bytes(header))
     Console(width=200).print(cache_report(TokenCache(tmp_path)))
     said = " ".join(capsys.readouterr().out.split())
-    assert "evidence of each token token_attention from the encoder's last layer; image_embedding from SigLIP's" in said
+    assert "evidence token_attention from the encoder's last layer; image_embedding from SigLIP's" in said
 
 
 FRAMES = np.random.default_rng(0).integers(0, 256, (2, 384, 384, 3), dtype=np.uint8)
@@ -183,23 +186,29 @@ def test_evidence_that_is_not_finite_is_a_fault(source):
     assert (caught.value.fault_class, caught.value.stage) == ("internal", "encode")
 
 
-GSTEP, FASTVID = gstep.make_pruner("gstep"), gstep.make_pruner("fastvid")
+GSTEP, FASTVID, NONE = (gstep.make_pruner(name) for name in ("gstep", "fastvid", "none"))
 
 
 @pytest.mark.parametrize(
     ("asked", "model", "pruner", "why"),
     [
-        (["magic"], "llava_onevision", GSTEP, "'magic' is no evidence; known: token_attention, token_key, image_emb"),
-        (["frame_feature"], "llava_onevision", GSTEP, "'frame_feature' is not given for each token"),
+        (
+            ["magic"],
+            "llava_onevision",
+            GSTEP,
+            "'magic' is no evidence; known: frame_feature, token_attention, token_ke",
+        ),
+        (["vidcom2"], "llava_onevision", GSTEP, r"no evidence; known: .*methods go with --evidence-for vidcom2"),
+        (["llm_attention"], "llava_onevision", GSTEP, "'llm_attention' comes from no vision encoder"),
+        (
+            ["frame_feature"],
+            "llava_onevision",
+            GSTEP,
+            "is of frames and stored with all tokens alone, since --pruner gs",
+        ),
         (["image_embedding,"], "llava_onevision", GSTEP, "'' is no evidence"),
         (["token_attention"], "llava_onevision", GSTEP, r"last_layer \(.*\) or pooling_head \(.*\): name one"),
         (["token_attention=x"], "llava_onevision", GSTEP, "gives it from last_layer or pooling_head"),
-        (
-            ["token_attention=last_layer,token_attention=pooling_head"],
-            "llava_onevision",
-            GSTEP,
-            "from last_layer and pooling_head: a cache holds one",
-        ),
         (["image_embedding"], "llava_onevision", FASTVID, "--pruner fastvid merges tokens"),
         (["image_embedding"], "qwen3_vl", GSTEP, "qwen3_vl does not give it; none is needed there: methods compare"),
         (["token_key"], "qwen2_5_vl", GSTEP, "qwen2_5_vl does not give it; models of type llava_onevision do"),
@@ -207,11 +216,90 @@ GSTEP, FASTVID = gstep.make_pruner("gstep"), gstep.make_pruner("fastvid")
 )
 def test_what_cannot_be_stored_is_refused(asked, model, pruner, why):
     with pytest.raises(UsageError, match=why):
-        evidence_sources(asked, model, pruner)
+        evidence_sources(asked, [], model, pruner)
 
 
 def test_what_can_be_stored_is_found_where_it_lies():
-    llava = evidence_sources(["image_embedding", "token_attention=last_layer, token_key"], "llava_onevision", GSTEP)
-    assert llava == {"image_embedding": SINGLE_PATCHES, "token_attention": LAST_LAYER, "token_key": LAST_LAYER}
-    assert evidence_sources(["token_attention"], "qwen3_vl", GSTEP) == {"token_attention": MERGED_QUERIES}
-    assert evidence_sources([], "qwen3_vl", FASTVID) == {}
+    asked = ["image_embedding", "token_attention=last_layer, token_key", "token_attention=pooling_head"]
+    assert evidence_sources(asked, [], "llava_onevision", GSTEP) == {
+        "image_embedding_single_patches": SINGLE_PATCHES,
+        "token_attention_last_layer": LAST_LAYER,
+        "token_attention_pooling_head": POOLING_HEAD,
+        "token_key_last_layer": LAST_LAYER,
+    }
+    assert evidence_sources(["token_attention"], [], "qwen3_vl", GSTEP) == {
+        "token_attention_merged_queries": MERGED_QUERIES
+    }
+    assert evidence_sources([], [], "qwen3_vl", FASTVID) == {}
+
+
+def test_methods_name_what_they_look_at():
+    llava = evidence_sources([], ["gstep,fastvid", "visionzip", "cdpruner,fastv"], "llava_onevision", NONE)
+    assert llava == {
+        "frame_feature_pooling_head": POOLING_HEAD,
+        "image_embedding_single_patches": SINGLE_PATCHES,
+        "token_attention_last_layer": LAST_LAYER,
+        "token_attention_pooling_head": POOLING_HEAD,
+        "token_key_last_layer": LAST_LAYER,
+    }
+    qwen = evidence_sources([], ["gstep,fastvid,cdpruner,fastv,visionzip"], "qwen2_5_vl", NONE)
+    assert qwen == {"token_attention_merged_queries": MERGED_QUERIES}
+    with pytest.raises(ValueError, match="unknown method 'magic'"):
+        evidence_sources([], ["magic"], "qwen2_5_vl", NONE)
+    with pytest.raises(UsageError, match="frame_feature is of frames"):
+        evidence_sources([], ["fastvid"], "llava_onevision", GSTEP)
+
+
+def test_one_name_of_two_sources_and_evidence_of_frames_come_back_bit_for_bit(source, tmp_path):
+    """Every method's evidence of LLaVA-OneVision beside all tokens; a name that has two sources must be told apart."""
+    asked = evidence_sources([], ["fastvid,visionzip"], "llava_onevision", NONE)
+    setup = EncodeSetup(source, "none", 1.0, device="cpu", evidence=asked)
+    plain = EncodeSetup(source, "none", 1.0, device="cpu")
+    more = setup.bytes_per_video(2, 384, 384) - plain.bytes_per_video(2, 384, 384)
+    assert more == 2 * 2 * (196 * (1 + 1 + 32) + 64)  # two attentions and a key a token, a feature a frame
+    store = LocalStore(tmp_path)
+    identity = {"pruner": {"method": "none"}, "retention_ratio": 1.0, "evidence": asked}
+    store.put(HEADER, json.dumps({"schema_version": 2, "identity": identity}).encode())
+    video = VideoEncoder(setup).encode_one(*decoded())
+    assert video.kept is not None
+    commit = write_shard(store, "run", *encoded_videos(encoded_batch(video)))  # as it crosses the object store
+    stored = TokenCache(tmp_path).get("v", evidence=(*asked, "frame_feature"))
+    seen = family_of(source).load(choose_runtime("cpu", "float32")).encode(FRAMES, asked).evidence
+    assert stored.evidence["frame_feature"].shape == (2, 64)
+    for name, values in seen.items():
+        expected = values.bfloat16() if name.startswith("frame_feature") else values.bfloat16().flatten(0, 1)
+        assert torch.equal(bits(stored.evidence[name]), bits(expected)), name
+    assert not torch.equal(seen["token_attention_last_layer"], seen["token_attention_pooling_head"])
+    with pytest.raises(
+        EvidenceNotCached, match="token_attention as token_attention_last_layer and as token_attention_p"
+    ):
+        TokenCache(tmp_path).get("v", evidence=["token_attention"])
+    row = VideoRows(store)(commit, 0)
+    assert not check_token_shard(store, row["token_shard"], [(commit, row)], read_header(store)).problems
+
+
+def test_the_feature_of_a_frame_stands_beside_its_first_token_alone(source, tmp_path):
+    asked = {"frame_feature_pooling_head": POOLING_HEAD}
+    store = LocalStore(tmp_path)
+    write_shard_of(store, VideoEncoder(EncodeSetup(source, "none", 1.0, device="cpu", evidence=asked)), asked)
+    (name,) = store.names("tokens", ".parquet")
+    column = pq.read_table(tmp_path / name, columns=["frame_feature_pooling_head"]).column(0)
+    assert np.flatnonzero(column.is_valid().to_numpy()).tolist() == [0, 196]
+
+
+def test_methods_see_evidence_as_it_is_stored(source):
+    """Rounded before they choose, so that a cache of all tokens serves the very same selection later."""
+    setup = EncodeSetup(source, "visionzip", 0.25, device="cpu")
+    exact = (
+        family_of(source).load(choose_runtime("cpu", "float32")).encode(FRAMES, gstep.make_pruner("visionzip").sources)
+    )
+    rounded = {name: value.bfloat16() for name, value in exact.evidence.items()}
+    expected = gstep.prune(exact.tokens.bfloat16(), 0.25, "visionzip", evidence=rounded)
+    kept = VideoEncoder(setup).encode_one(*decoded()).kept
+    assert kept is not None and kept.index.tolist() == expected.index[expected.selection_order()].tolist()
+
+
+def write_shard_of(store, encoder, asked):
+    identity = {"pruner": {"method": "none"}, "retention_ratio": 1.0, "evidence": asked}
+    store.put(HEADER, json.dumps({"schema_version": 2, "identity": identity}).encode())
+    write_shard(store, "run", encoder.encode_one(*decoded()))

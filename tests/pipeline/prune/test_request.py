@@ -38,15 +38,21 @@ def request_for(tmp_path):
 def test_another_evidence_or_other_weights_of_its_head_are_another_cache(request_for, tmp_path):
     asked = {"evidence": ["image_embedding"], "siglip": "tiny"}
     job = request_for(**asked)
-    assert job.evidence == {"image_embedding": SINGLE_PATCHES} and "evidence" not in request_for().identity("float32")
+    assert job.evidence == {
+        "image_embedding_single_patches": SINGLE_PATCHES
+    } and "evidence" not in request_for().identity("float32")
     store = LocalStore(tmp_path / "c")
     store.make()
     store.put(HEADER, json.dumps({"schema_version": 1, "identity": job.identity("float32")}).encode())
     write_shard(store, "run", encoded("v", random_tokens(0), 1.0, "none"))
     assert request_for(**asked).identity("float32") == job.identity("float32")
-    with pytest.raises(IdentityMismatch, match=r"evidence: the cache has \{'image_embedding'.*this run None"):
+    with pytest.raises(
+        IdentityMismatch, match=r"evidence: the cache has \{'image_embedding_single_patches'.*this run None"
+    ):
         request_for()
-    with pytest.raises(IdentityMismatch, match=r"evidence\.token_key: the cache has None, this run 'last_layer'"):
+    with pytest.raises(
+        IdentityMismatch, match=r"evidence\.token_key_last_layer: the cache has None, this run 'last_layer'"
+    ):
         request_for(evidence=["image_embedding", "token_key"], siglip="tiny")
     folder = Path(shutil.copytree(tiny.build("tiny-siglip"), tmp_path / "siglip"))
     tensors = load_file(folder / "model.safetensors")
