@@ -98,14 +98,16 @@ class VideoRecord(TypedDict, total=False):
 
 
 class QuestionRecord(TypedDict, total=False):
-    """A question that is to be asked: a row of the questions file, and which attempt this is."""
+    """A question that is to be asked: a row of the questions file, under which pruning, and which attempt this is."""
 
     question_id: str
     video_ids: list[str]
     prompt: str
     choices: list[str]
+    target: str
     decoding: str
     question_extra: str
+    pruning: str
     attempts: int
 
 
@@ -125,6 +127,8 @@ class AnswerRecord(QuestionRecord, total=False):
     finish: str
     n_prompt_tokens: int
     n_visual_tokens: int
+    n_total: int
+    kept_per_frame: list[int]
     n_new_tokens: int
     retention_ratio: float
     load_s: float

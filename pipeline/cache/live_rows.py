@@ -85,14 +85,15 @@ def best_first(
     return np.lexsort((shards, -attempts.astype(np.int64), failed, *reversed(ids)))
 
 
-def live_rows(rows: pa.Table, key: str = "video_id") -> pa.Table:
-    """Of rows with ``key``, status, attempts and shard: each video's (question's) live one, sorted by ``key``."""
+def live_rows(rows: pa.Table, keys: Sequence[str] = ("video_id",)) -> pa.Table:
+    """Of rows with ``keys``, status, attempts and shard: each video's (question's) live one, sorted by ``keys``."""
     if len(rows) == 0:
         return rows
-    ids, shards = (pc.rank(rows[name], tiebreaker="dense").to_numpy() for name in (key, "shard"))
+    *ids, shards = (pc.rank(rows[name], tiebreaker="dense").to_numpy() for name in (*keys, "shard"))
     failed = pc.not_equal(rows["status"], "ok").to_numpy()
-    order = best_first([ids], failed, rows["attempts"].to_numpy(), shards)
-    first = np.append(True, ids[order][1:] != ids[order][:-1])
+    order = best_first(ids, failed, rows["attempts"].to_numpy(), shards)
+    others = [column[order][1:] != column[order][:-1] for column in ids]
+    first = np.append(True, np.logical_or.reduce(others))
     return rows.take(pa.array(order[first]))
 
 

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pyarrow as pa
 import torch
+from torch import Tensor
 
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import LanguageModel, Prompt, Visual, load_language_model, prompt_builder
+from gstep.pruners.base import Pruner
 from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.errors import CorruptShard, FailedVideo, QuestionFault, UnknownVideo
 from pipeline.execution.gpu_fault import exit_after_gpu_fault
 from pipeline.execution.heartbeat import Heartbeat
 from pipeline.generate.answers import ANSWER_SCHEMA
 from pipeline.generate.choices import lettered_prompt, letters, parse_letter
-from pipeline.generate.held_videos import HeldVideos
-from pipeline.generate.late_pruning import LatePruning
+from pipeline.generate.held_videos import ChosenVideos, HeldVideos
+from pipeline.generate.late_pruning import LatePruning, embedder_of
 from pipeline.generate.questions import QUESTION_SCHEMA, Instructions
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, without_nulls
 from pipeline.storage.stores import Store
@@ -28,7 +30,8 @@ from pipeline.storage.stores import Store
 STAGE = "answer"
 GROW_AFTER = 16  # batches after one that did not fit
 # A block of questions is one row, which Ray can neither split nor join with another.
-ASKED = pa.schema([pa.field("questions", pa.list_(pa.struct([*QUESTION_SCHEMA, pa.field("attempts", pa.int32())])))])
+TO_ASK = pa.schema([*QUESTION_SCHEMA, pa.field("pruning", pa.string()), pa.field("attempts", pa.int32())])
+ASKED = pa.schema([pa.field("questions", pa.list_(pa.struct(list(TO_ASK))))])
 # ``runtime``: JSON of what computed an answer.
 ANSWERED = pa.schema([*(field.with_nullable(True) for field in ANSWER_SCHEMA), pa.field("runtime", pa.string())])
 
@@ -45,7 +48,10 @@ class AnswerSetup:
     Attributes:
         live: the live rows of the videos that are asked about, so that no actor reads the whole index.
         retention_ratio: None reads all that is stored.
-        late: a method that prunes once the question is known.
+        prunings: what the tokens are pruned by before they go into a prompt, by the names that questions use (their
+            ``pruning``); None leaves them as they are stored. Questions that name nothing have "".
+        order: in which tokens are read from the cache.
+        own_order: whether a method's own order in a prompt is kept of what is pruned here.
         positions: None is the family's default.
     """
 
@@ -53,8 +59,9 @@ class AnswerSetup:
     store: Store
     live: pa.Table
     retention_ratio: float | None = None
-    late: LatePruning | None = None
+    prunings: Mapping[str, LatePruning | None] = field(default_factory=lambda: {"": None})
     order: TokenOrder = "index"
+    own_order: bool = True
     positions: str | None = None
     rule: str = "transformers-5"
     batch_size: int = 8
@@ -65,11 +72,16 @@ class AnswerSetup:
 
 @dataclass(frozen=True)
 class Asked:
-    """A question that is ready for the model, its row as far as that is known."""
+    """A question that is ready for the model, its row as far as that is known.
+
+    Attributes:
+        inside: a method that prunes inside the model, and the share that it keeps.
+    """
 
     row: AnswerRecord
     prompt: Prompt
     how: Instructions
+    inside: tuple[Pruner, float] | None = None
 
     def continuations(self) -> list[str]:
         """What is scored."""
@@ -95,6 +107,20 @@ class BatchSize:
             self.now, self._calm = min(self._largest, 2 * self.now), 0
 
 
+class Embedders:
+    """What embeds questions for the methods that ask for it, each loaded once."""
+
+    def __init__(self, model: LanguageModel, device: str, lates: Sequence[LatePruning]) -> None:
+        towers = dict.fromkeys(late.text_tower for late in lates if "text_embedding" in late.pruner.needs)
+        self._by_tower = {tower: embedder_of(tower, model, device) for tower in towers}
+
+    def embedding(self, late: LatePruning, text: str) -> Tensor | None:
+        """[Q,De] for a method that asks for one."""
+        if "text_embedding" not in late.pruner.needs:
+            return None
+        return self._by_tower[late.text_tower].embedding(text)
+
+
 class Answerer:
     """Holds one language model; never a vision tower."""
 
@@ -102,17 +128,18 @@ class Answerer:
         self._heartbeat = Heartbeat(STAGE, heartbeats)
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._builder = prompt_builder(setup.source, setup.positions, setup.rule)
+        self._prunings = setup.prunings
+        lates = [late for late in setup.prunings.values() if late is not None]
         cache = TokenCache(str(setup.store), store=setup.store, live=setup.live)
-        self._late = setup.late
-        evidence = () if setup.late is None else setup.late.evidence
-        self._videos = HeldVideos(
-            cache, setup.retention_ratio, setup.order, heartbeat=self._heartbeat, evidence=evidence
+        columns = dict.fromkeys(column for late in lates for _, column in late.evidence)
+        videos = HeldVideos(
+            cache, setup.retention_ratio, setup.order, heartbeat=self._heartbeat, evidence=tuple(columns)
         )
-        self._inside = None if setup.late is None else setup.late.inside
+        self._videos = ChosenVideos(videos, lates, self._runtime.device, own_order=setup.own_order)
         self._size = BatchSize(setup.batch_size)
         with self._heartbeat.busy("the model, being loaded"):
             self._model: LanguageModel = load_language_model(setup.source, self._runtime)
-            self._embedder = None if setup.late is None else setup.late.embedder(self._model, self._runtime.device)
+            self._embedders = Embedders(self._model, self._runtime.device, lates)
         self._provenance = json.dumps({**self._runtime.describe(), "model_bytes": self._model.n_bytes})
 
     def __call__(self, batch: pa.Table) -> pa.Table:
@@ -121,12 +148,14 @@ class Answerer:
         return pa.Table.from_pylist([{**answer, "runtime": self._provenance} for answer in answers], schema=ANSWERED)
 
     def answer(self, questions: Sequence[QuestionRecord]) -> Iterator[AnswerRecord]:
-        """A row for each question. Those that are scored and those that are generated make batches of their own."""
+        """A row for each question. Those that are scored, those that are generated, and those for which the model
+        prunes inside itself make batches of their own."""
         understood = [(question, Instructions.parse(question["decoding"])) for question in questions]
-        for scored in (False, True):
+        kinds = [(how.scored, self._inside(question)) for question, how in understood]
+        for kind in sorted(dict.fromkeys(kinds), key=lambda kind: kind[0]):
             waiting: list[Asked] = []
-            for question, how in understood:
-                if how.scored is not scored:
+            for (question, how), other in zip(understood, kinds, strict=True):
+                if other != kind:
                     continue
                 asked = self._ask(question, how)
                 if isinstance(asked, Asked):
@@ -138,6 +167,13 @@ class Answerer:
                     waiting = []
             if waiting:
                 yield from self._answer_held(waiting)
+
+    def _pruning(self, question: QuestionRecord) -> LatePruning | None:
+        return self._prunings[question.get("pruning", "")]
+
+    def _inside(self, question: QuestionRecord) -> tuple[Pruner, float] | None:
+        late = self._pruning(question)
+        return None if late is None else late.inside
 
     def _ask(self, question: QuestionRecord, how: Instructions) -> Asked | AnswerRecord:
         """The question with its prompt, or its error row."""
@@ -163,29 +199,27 @@ class Answerer:
         return failed_answer(question, fault)
 
     def _prepare(self, question: QuestionRecord, how: Instructions) -> Asked | AnswerRecord:
-        read = [self._videos.get(video_id) for video_id in question["video_ids"]]
-        visuals = self._chosen([visual for visual, _, _ in read], question)
+        late = self._pruning(question)
+        words = None if late is None else self._embedders.embedding(late, question["prompt"])
+        held = [self._videos.get(video_id, late, words) for video_id in question["video_ids"]]
+        visuals = [video.visual for video in held]
         prompt = self._builder.build(_text(question, how), visuals, how.system)
         row: AnswerRecord = {
             **cast(AnswerRecord, question),
             "n_prompt_tokens": len(prompt),
             "n_visual_tokens": self._builder.n_visual(visuals),
-            "retention_ratio": self._late.retention_ratio if self._late else min(ratio for _, ratio, _ in read),
-            "load_s": sum(seconds for _, _, seconds in read),
+            "n_total": sum(visual.n_frames * visual.tokens_per_frame for visual in visuals),
+            "retention_ratio": late.retention_ratio if late else min(video.retention_ratio for video in held),
+            "load_s": sum(video.seconds for video in held),
         }
+        if late is None or late.inside is None:  # which tokens the model drops inside itself it does not tell
+            row["kept_per_frame"] = [count for visual in visuals for count in kept_per_frame(visual)]
         context, more = self._builder.context_length, 1 if how.scored else how.decoding.max_new_tokens
         if len(prompt) + more > context:
             return failed_answer(row, too_long(len(prompt), context))
         if prompt.extent + more > context:
             return failed_answer(row, too_far(prompt.extent, context))
-        return Asked(row, prompt, how)
-
-    def _chosen(self, visuals: list[Visual], question: QuestionRecord) -> list[Visual]:
-        """What a method that prunes late keeps of videos; all of them where the model prunes by itself."""
-        if self._late is None or self._inside is not None:
-            return visuals
-        words = None if self._embedder is None else self._embedder.embedding(question["prompt"])
-        return [self._late.choose(visual, words) for visual in visuals]
+        return Asked(row, prompt, how, self._inside(question))
 
     def _answer_held(self, batch: list[Asked]) -> list[AnswerRecord]:
         with self._heartbeat.holding(*(asked.row["question_id"] for asked in batch)):
@@ -219,7 +253,7 @@ class Answerer:
 
     def _generate(self, batch: list[Asked]) -> list[AnswerRecord]:
         decodings = [asked.how.decoding for asked in batch]
-        answers = self._model.generate([asked.prompt for asked in batch], decodings, inside=self._inside)
+        answers = self._model.generate([asked.prompt for asked in batch], decodings, inside=batch[0].inside)
         rows = []
         for asked, answer in zip(batch, answers, strict=True):
             row: AnswerRecord = {
@@ -240,7 +274,7 @@ class Answerer:
 
     def _score(self, batch: list[Asked], started: float) -> list[AnswerRecord]:
         texts = [asked.continuations() for asked in batch]
-        all_scores = self._model.score([asked.prompt for asked in batch], texts, inside=self._inside)
+        all_scores = self._model.score([asked.prompt for asked in batch], texts, inside=batch[0].inside)
         seconds = time.perf_counter() - started
         rows = []
         for asked, names, scores in zip(batch, texts, all_scores, strict=True):
@@ -260,6 +294,12 @@ class Answerer:
                 row["choice_normalised"] = _largest([score.logprob / score.n_tokens for score in scores])
             rows.append(row)
         return rows
+
+
+def kept_per_frame(visual: Visual) -> list[int]:
+    """How many of a video's tokens are of each frame, [T]."""
+    counts: list[int] = torch.bincount(visual.index // visual.tokens_per_frame, minlength=visual.n_frames).tolist()
+    return counts
 
 
 def too_long(n_tokens: int, context_length: int) -> QuestionFault:

@@ -2,7 +2,7 @@
 
 ``answers.json`` says what all rows share, ``answers/<shard>.parquet`` or ``.jsonl`` hold a row a question (failed ones
 too), ``runs/<run_id>.json`` is provenance. A question's live row is chosen as a video's is
-(``pipeline.cache.live_rows``).
+(``pipeline.cache.live_rows``); where several prunings are asked, it has one under each.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from pipeline.errors import NotAnswers
 from pipeline.rows import AnswerRecord
 from pipeline.storage.stores import Store, store_at
 
-ANSWERS_VERSION = 1
+ANSWERS_VERSION = 2
+READABLE_VERSIONS = (1, ANSWERS_VERSION)  # rows of version 1 have fewer columns
+KEYS = ("question_id", "pruning")
 HEADER = "answers.json"
 ANSWERS = "answers"
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
@@ -36,6 +38,8 @@ ANSWER_SCHEMA = pa.schema(
             "prompt", pa.string(), "the question as it was asked, without what a chat template adds", nullable=False
         ),
         column("choices", pa.list_(pa.string()), "its choices; null for an open question"),
+        column("target", pa.string(), "the right answer, as the questions file says it (its column answer)"),
+        column("pruning", pa.string(), "method@ratio that pruned for this answer; null where the cache holds it so"),
         column("status", pa.string(), "'ok' or 'failed'", nullable=False),
         column(
             "error_class",
@@ -53,6 +57,8 @@ ANSWER_SCHEMA = pa.schema(
         column("finish", pa.string(), "'stop': the model ended the answer; 'length': max_new_tokens did"),
         column("n_prompt_tokens", pa.int32(), "tokens of the prompt, text and visual"),
         column("n_visual_tokens", pa.int32(), "placeholders of visual tokens (and newlines) among them"),
+        column("n_total", pa.int32(), "visual tokens of its videos before pruning"),
+        column("kept_per_frame", pa.list_(pa.int32()), "visual tokens of each frame that went into the prompt"),
         column("n_new_tokens", pa.int32(), "tokens that were generated; null where choices were scored"),
         column("retention_ratio", pa.float64(), "nominal share of the visual tokens that was read"),
         column("load_s", pa.float64(), "seconds reading tokens for this question; 0 where they were in memory"),
@@ -78,7 +84,7 @@ def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
 def read_answers_header(store: Store) -> dict[str, Any]:
     """Schema version and identity. Raises NotAnswers."""
     absent = f"no answers (no {HEADER}); python -m jobs.generate makes some"
-    return read_header_file(store, HEADER, ANSWERS_VERSION, NotAnswers, absent, of="answers of ")
+    return read_header_file(store, HEADER, READABLE_VERSIONS, NotAnswers, absent, of="answers of ")
 
 
 def write_answers_header(store: Store, identity: Mapping[str, Any]) -> None:
@@ -107,8 +113,8 @@ class AnswersTable:
         return pa.concat_tables([empty, *(self._tables[name] for name in names)])
 
     def live(self) -> pa.Table:
-        """The live row of every question, by question_id."""
-        return live_rows(self.rows(), "question_id")
+        """The live row of every question (under every pruning), by question_id."""
+        return live_rows(self.rows(), KEYS)
 
 
 def commit_answers(store: Store, run_id: str, number: int, rows: Sequence[AnswerRecord], form: str = "parquet") -> None:
@@ -130,6 +136,10 @@ def _json_lines(table: pa.Table) -> bytes:
 def _parse(store: Store, name: str, data: bytes) -> pa.Table:
     check_content(store, name, data)
     if PurePosixPath(name).suffix == SUFFIXES["parquet"]:
-        return open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS).cast(ANSWER_SCHEMA)
+        table = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)
+        for field in ANSWER_SCHEMA:
+            if field.name not in table.schema.names:  # of version 1
+                table = table.append_column(field, pa.nulls(len(table), field.type))
+        return table.select(ANSWER_SCHEMA.names).cast(ANSWER_SCHEMA)
     lines = data.decode().split("\n")  # splitlines would cut at characters that JSON leaves as they are
     return pa.Table.from_pylist([json.loads(line) for line in lines if line], schema=ANSWER_SCHEMA)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gstep.methods import OF_A_QUESTION
+from gstep.methods import METHODS
 from pipeline.errors import UsageError
 from pipeline.options import DTYPES, RunOptions, check, option
 
@@ -49,10 +49,11 @@ class GenerateConfig(RunOptions):
     )
     pruner: str | None = option(
         None,
-        "a method that chooses anew for every question from a cache of all tokens: "
-        f"{', '.join(OF_A_QUESTION)}, or the import path module:Class of one of your own",
+        "prune a cache of all tokens now, by this method at --retention-ratio; those that look at the question choose "
+        f"anew for every one: {', '.join(METHODS)}, or the import path module:Class of one of your own",
         metavar="METHOD",
     )
+    pruner_seed: int = option(0, "with --pruner: seed of the methods that draw random numbers", metavar="N")
     positions: str = option(
         "auto",
         "positions of the kept tokens: as before pruning (original) or counted anew (contiguous); auto is the model "
@@ -98,6 +99,15 @@ class GenerateConfig(RunOptions):
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         ratio = self.retention_ratio
         check(ratio is None or 0.0 < ratio <= 1.0, "retention_ratio", "in (0, 1]", ratio)
+        check(self.pruner_seed >= 0, "pruner_seed", "at least 0", self.pruner_seed)
+        if self.pruner is None:
+            for name in ("pruner_param", "siglip", "pruner_seed"):
+                if getattr(self, name):
+                    raise UsageError(f"--{name.replace('_', '-')} goes with --pruner")
+        elif ratio is None:
+            raise UsageError(
+                f"--pruner {self.pruner} needs --retention-ratio, the share of visual tokens that it keeps"
+            )
         for name in ("batch_size", "questions_per_shard"):
             check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         for name in ("workers", "limit"):

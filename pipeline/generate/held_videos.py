@@ -1,23 +1,62 @@
-"""Cached videos as prompts take them, the last few kept in memory."""
+"""Cached videos as prompts take them: the last few in memory, and of whole ones what methods select of them."""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
+from gstep import PrunedTokens
 from gstep.language import Visual
+from gstep.pruners.base import Pruner
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.execution.heartbeat import Heartbeat
+from pipeline.generate.late_pruning import LatePruning
 
 _HELD_BYTES = 2**30  # of cached tokens that an actor keeps for the questions to come
+_SELECTED_BYTES = 2**29  # of what methods select of them, in selections and in prompts
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class LastUsed(Generic[K, V]):
+    """The values that were used last, up to a number of bytes; always the very last one."""
+
+    def __init__(self, limit: int, size: Callable[[V], int]) -> None:
+        self._limit = limit
+        self._size = size
+        self._held: OrderedDict[K, V] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, key: K) -> V | None:
+        if key in self._held:
+            self._held.move_to_end(key)
+        return self._held.get(key)
+
+    def put(self, key: K, value: V) -> V:
+        self._held[key] = value
+        self._bytes += self._size(value)
+        while self._bytes > self._limit and len(self._held) > 1:
+            _, old = self._held.popitem(last=False)
+            self._bytes -= self._size(old)
+        return value
+
+
+class Held(NamedTuple):
+    """A video as a prompt takes it, the nominal ratio of its tokens, and the seconds that reading them took now."""
+
+    visual: Visual
+    retention_ratio: float
+    seconds: float
 
 
 class HeldVideos:
-    """The last videos that were read, up to a number of bytes; a video is one Visual, which its questions share."""
+    """The last videos that were read; a video is one Visual, which its questions share."""
 
     def __init__(
         self,
@@ -32,27 +71,68 @@ class HeldVideos:
         self._heartbeat = heartbeat or Heartbeat("answer")
         self._ratio = retention_ratio
         self._order: TokenOrder = order
-        self._limit = limit
         self._evidence = evidence
-        self._held: OrderedDict[str, tuple[Visual, float]] = OrderedDict()
-        self._bytes = 0
+        self._held: LastUsed[str, Held] = LastUsed(limit, lambda held: n_bytes(held.visual))
 
-    def get(self, video_id: str) -> tuple[Visual, float, float]:
-        """The tokens, the nominal ratio they were read at, and the seconds that took. Raises as TokenCache.get."""
+    def get(self, video_id: str) -> Held:
+        """Raises as TokenCache.get."""
+        if (held := self._held.get(video_id)) is not None:
+            return held._replace(seconds=0.0)
         started = time.perf_counter()
-        if video_id in self._held:
-            self._held.move_to_end(video_id)
-            return *self._held[video_id], 0.0
         with self._heartbeat.busy(f"the tokens of {video_id}, being read"):
             video = self._cache.get(video_id, self._ratio, self._order, self._evidence)
-        visual = to_visual(video, self._cache.newline)
         ratio = self._ratio if self._ratio is not None else float(video.metadata["retention_ratio"])
-        self._held[video_id] = visual, ratio
-        self._bytes += n_bytes(visual)
-        while self._bytes > self._limit and len(self._held) > 1:
-            _, (old, _) = self._held.popitem(last=False)
-            self._bytes -= n_bytes(old)
-        return visual, ratio, time.perf_counter() - started
+        visual = to_visual(video, self._cache.newline)
+        return self._held.put(video_id, Held(visual, ratio, time.perf_counter() - started))
+
+
+class ChosenVideos:
+    """Videos under any of some prunings. A method that looks at the video alone selects once for each video: where it
+    is nested at its largest ratio, of which smaller ones are the beginning."""
+
+    def __init__(
+        self, videos: HeldVideos, prunings: Iterable[LatePruning | None], device: str, *, own_order: bool = True
+    ) -> None:
+        self._videos = videos
+        self._device = device
+        self._own_order = own_order
+        self._largest: dict[Hashable, LatePruning] = {}
+        for late in filter(None, prunings):
+            other = self._largest.setdefault(_selects(late), late)
+            if late.retention_ratio > other.retention_ratio:
+                self._largest[_selects(late)] = late
+        self._selected: LastUsed[Hashable, PrunedTokens] = LastUsed(_SELECTED_BYTES, lambda p: int(p.tokens.nbytes))
+        self._visuals: LastUsed[Hashable, Visual] = LastUsed(_SELECTED_BYTES, n_bytes)
+
+    def get(self, video_id: str, late: LatePruning | None, words: Tensor | None = None) -> Held:
+        """A video under a pruning; None leaves it as the cache holds it. ``words`` is the question's embedding, for a
+        method that asks for one. Raises as TokenCache.get, and ValueError where a method cannot prune the tokens."""
+        held = self._videos.get(video_id)
+        if late is None or late.inside is not None:
+            return held
+        if not late.pruner.cacheable:
+            pruned = late.select(held.visual, self._device, words)
+            return Held(self._kept(late, held, pruned), late.retention_ratio, held.seconds)
+        visual = self._visuals.get((video_id, late))
+        if visual is None:
+            visual = self._visuals.put((video_id, late), self._kept(late, held, self._select(video_id, held, late)))
+        return Held(visual, late.retention_ratio, held.seconds)
+
+    def _select(self, video_id: str, held: Held, late: LatePruning) -> PrunedTokens:
+        largest = self._largest.get(_selects(late), late)
+        pruned = self._selected.get((video_id, _selects(largest)))
+        if pruned is None:
+            pruned = largest.select(held.visual, self._device)
+            self._selected.put((video_id, _selects(largest)), pruned)
+        return pruned.at(late.retention_ratio) if late.pruner.nested else pruned
+
+    def _kept(self, late: LatePruning, held: Held, pruned: PrunedTokens) -> Visual:
+        return late.kept(held.visual, pruned, own_order=self._own_order)
+
+
+def _selects(late: LatePruning) -> tuple[Pruner, int, float | None]:
+    """Prunings that share this share one selection of a video."""
+    return late.pruner, late.seed, None if late.pruner.nested else late.retention_ratio
 
 
 def to_visual(video: CachedVideo, newline: torch.Tensor | None) -> Visual:

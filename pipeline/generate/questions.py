@@ -29,6 +29,7 @@ QUESTION_SCHEMA = pa.schema(
         pa.field("video_ids", pa.list_(pa.string()), nullable=False),
         pa.field("prompt", pa.string(), nullable=False),
         pa.field("choices", pa.list_(pa.string())),
+        pa.field("target", pa.string()),  # the right answer as the file says it; nobody shows it to the model
         pa.field("decoding", pa.string(), nullable=False),
         pa.field("question_extra", pa.string()),
     ]
@@ -40,7 +41,7 @@ _OPTIONS: Mapping[str, type] = {
     "top_k": int,
     "seed": int,
 }
-_OWN = {"question_id", "video_id", "prompt", "choices", "system", *_OPTIONS}
+_OWN = {"question_id", "video_id", "prompt", "choices", "answer", "system", *_OPTIONS}
 _NEEDS = "question_id, video_id and prompt"
 
 
@@ -163,10 +164,12 @@ def _question(row: UserRow, where: str, way: Way) -> dict[str, str | list[str] |
         "video_ids": video_ids,
         "prompt": prompt,
         "choices": choices,
+        "target": _target(row, where),
         "decoding": _instructions(row, where, way, choices is not None).describe(),
         "question_extra": carried_json(carried) if carried else None,
     }
-    for text in (str(question_id), prompt, str(question["decoding"]), *video_ids, *(choices or ())):
+    texts = (str(question_id), prompt, str(question["decoding"]), str(question["target"]), *video_ids)
+    for text in (*texts, *(choices or ())):
         if not is_text(text):
             raise QuestionsError(f"{where}: not valid text: {text!r}")
     return question
@@ -197,6 +200,16 @@ def _choices(row: UserRow, where: str, way: Way) -> list[str] | None:
             f"{where}: {len(choices)} choices, and there are {MAX_LETTERS} letters: use --choices loglikelihood"
         )
     return choices
+
+
+def _target(row: UserRow, where: str) -> str | None:
+    """The right answer as text: of one that is a number its digits."""
+    value = row.get("answer")
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise QuestionsError(f"{where}: answer must be text or a number, got {value!r}")
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _json_list(text: str) -> list[Any] | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -21,12 +21,13 @@ from pipeline.errors import IdentityMismatch, NotAnswers, UsageError
 from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.generate.answers import HEADER, AnswersTable, read_answers_header
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.late_pruning import LatePruning, late_pruning
+from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
 from pipeline.generate.questions import Way, read_questions
 from pipeline.rows import VideoRecord, without_nulls
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
+PRUNINGS = "prunings"  # in the identity of answers that were asked for under several
 # What is asked of the index of the cache, beside what TokenCache needs of it.
 LIVE_COLUMNS = (
     *INDEX_COLUMNS,
@@ -47,8 +48,10 @@ class GenerateRequest:
         questions: QUESTION_SCHEMA.
         way: how questions are answered that do not say otherwise.
         store: where the answers go.
-        late: a method that prunes once a question is known.
-        order: of the kept tokens in a prompt, as TokenCache.get takes it.
+        prunings: what tokens are pruned by before they go into a prompt, by name; None leaves them as they are
+            stored. Every question is asked under each. The name is "" where there is but one.
+        order: of the stored tokens in a prompt, as TokenCache.get takes it.
+        about: of what the answers are for, what is part of their identity.
     """
 
     config: GenerateConfig
@@ -62,8 +65,9 @@ class GenerateRequest:
     questions: pa.Table
     way: Way
     store: Store
-    late: LatePruning | None = None
+    prunings: Mapping[str, LatePruning | None] = field(default_factory=lambda: {"": None})
     order: TokenOrder = "index"
+    about: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def videos(self) -> dict[str, VideoRecord]:
@@ -71,25 +75,42 @@ class GenerateRequest:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What all answers share, JSON-able; others are refused."""
-        stored = self.held["retention_ratio"]
+        """What all answers share, JSON-able; others are refused. PRUNINGS describes each of several, and may grow."""
+        stored, late = self.held["retention_ratio"], self.prunings.get("")
         return {
             "cache": self.held,
             "model": {"type": self.source.model_type, "weights": self.source.identity},
             "retention_ratio": stored if self.config.retention_ratio is None else self.config.retention_ratio,
-            "prompt": {**self.builder.policy.describe(), "order": self.order},
+            "prompt": {**self.builder.policy.describe(), "order": self._order_said()},
             "decoding": self.way.describe(),
-            **({} if self.late is None else {"pruner": self.late.describe()}),
+            **({} if late is None else {"pruner": late.describe()}),
+            **({} if "" in self.prunings else {PRUNINGS: self._described()}),
+            **self.about,
         }
+
+    def _described(self) -> dict[str, Any]:
+        return {name: None if late is None else late.describe() for name, late in self.prunings.items()}
+
+    def _order_said(self) -> str:
+        """A method's own order is what its tokens are read in, or what they are given where they are pruned here."""
+        if "" not in self.prunings:  # more methods may come
+            return "own" if self.own_order else "index"
+        late = self.prunings[""]
+        return "selection" if late is not None and late.pruner.reorders and self.own_order else self.order
+
+    @property
+    def own_order(self) -> bool:
+        """Whether a method's own order in a prompt is kept."""
+        return self.config.order != "index"
 
     @property
     def read_ratio(self) -> float | None:
         """The share of tokens that is read from the cache; None is all."""
-        return None if self.late else self.config.retention_ratio
+        return self.config.retention_ratio if self.prunings.get("", ...) is None else None
 
-    def n_visual(self, videos: Sequence[VideoRecord]) -> int:
-        """Visual tokens that go into a prompt on these rows of the videos table, at most."""
-        late, hidden = self.late, self.builder.hidden_size
+    def n_visual(self, videos: Sequence[VideoRecord], pruning: str = "") -> int:
+        """Visual tokens that go into a prompt on these rows of the videos table under a pruning, at most."""
+        late, hidden = self.prunings[pruning], self.builder.hidden_size
         if late is not None:
             kept = sum(late.at_most(row["n_frames"], row["tokens_per_frame"], hidden) for row in videos)
         else:
@@ -100,21 +121,49 @@ class GenerateRequest:
 def prepare(config: GenerateConfig, console: Console) -> GenerateRequest:
     """Check the whole request. Raises UsageError, and CorruptShard where the cache was damaged; starts nothing."""
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
-    cache, store = store_at(config.cache, objects), store_at(config.out, objects)
-    check_out(store)
-    way = _way(config)
+    way = way_of(config)
     assert config.questions  # the config refuses a request without
     with store_refusing():
-        header = read_header(cache)
         questions = read_questions(config.questions, way, objects, config.limit)
+    return checked(config, questions, way, {"": _asked_for(config)}, console)
+
+
+def _asked_for(config: GenerateConfig) -> LateAsked | None:
+    """The pruning that the options name."""
+    if config.pruner is None:
+        return None
+    assert config.retention_ratio is not None  # the config refuses a method without
+    return LateAsked(config.pruner, config.retention_ratio, config.pruner_params(), config.siglip, config.pruner_seed)
+
+
+def checked(
+    config: GenerateConfig,
+    questions: pa.Table,
+    way: Way,
+    asked: Mapping[str, LateAsked | None],
+    console: Console,
+    about: Mapping[str, Any] | None = None,
+) -> GenerateRequest:
+    """The request to ask questions, QUESTION_SCHEMA, each under every pruning that is ``asked``, checked against cache,
+    model and answers. Raises as ``prepare``."""
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+    cache, store = store_at(config.cache, objects), store_at(config.out, objects)
+    check_out(store)
+    with store_refusing():
+        header = read_header(cache)
         live = _asked_about(questions, read_live(cache, LIVE_COLUMNS))
         _check_free(store)
     held = header["identity"]
     source, builder = _resolved(config, cache, held)
     _check_tokens(cache, header, live, builder)
     with refusing():
-        late = late_pruning(config, held, source, builder)
-    _check_ratio(None if late else config.retention_ratio, held["retention_ratio"], live)
+        prunings = {
+            name: None if one is None else late_pruning(one, held, source, builder) for name, one in asked.items()
+        }
+    takes_siglip = any(late is not None and late.text_tower is not None for late in prunings.values())
+    if config.siglip is not None and not takes_siglip:
+        raise UsageError("--siglip: no method that is asked takes anything from a SigLIP checkpoint here")
+    _check_ratio(config.retention_ratio if prunings.get("", ...) is None else None, held["retention_ratio"], live)
     request = GenerateRequest(
         config=config,
         run_id=new_run_id(),
@@ -127,8 +176,9 @@ def prepare(config: GenerateConfig, console: Console) -> GenerateRequest:
         questions=questions,
         way=way,
         store=store,
-        late=late,
-        order=_order(config, held),
+        prunings=prunings,
+        order=_order(config, held, prunings),
+        about=about or {},
     )
     _check_context(request, console)
     with store_refusing():
@@ -151,7 +201,7 @@ def _check_free(store: Store) -> None:
         raise NotAnswers(f"{store} exists and holds no answers (it has no {HEADER}): name an empty place with --out")
 
 
-def _way(config: GenerateConfig) -> Way:
+def way_of(config: GenerateConfig) -> Way:
     """How questions are answered that do not say otherwise."""
     with refusing():
         decoding = Decoding(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.seed)
@@ -165,7 +215,13 @@ def match_answers(request: GenerateRequest) -> None:
     held = read_answers_header(request.store)["identity"]
     if not AnswersTable(request.store).names():
         return
-    wrong = differences(held, request.identity, has="the answers have")
+    wanted = request.identity
+    if PRUNINGS in held and PRUNINGS in wanted:  # answers under other prunings may be there, or come to be
+        both = held[PRUNINGS].keys() & wanted[PRUNINGS].keys()
+        held, wanted = (
+            {**identity, PRUNINGS: {name: identity[PRUNINGS][name] for name in both}} for identity in (held, wanted)
+        )
+    wrong = differences(held, wanted, has="the answers have")
     if wrong:
         raise IdentityMismatch(
             f"{request.store} holds answers made with other settings, and one place holds one kind:\n  "
@@ -174,13 +230,14 @@ def match_answers(request: GenerateRequest) -> None:
         )
 
 
-def _order(config: GenerateConfig, held: CacheIdentity) -> TokenOrder:
+def _order(config: GenerateConfig, held: CacheIdentity, prunings: Mapping[str, LatePruning | None]) -> TokenOrder:
     declared = declared_method(held)
     own = declared is not None and declared.reorders
-    if config.order == "own" and not own:
+    late = any(late is not None and late.pruner.reorders for late in prunings.values())
+    if config.order == "own" and not (own or late):
         raise UsageError(
-            f"--order own: {held['pruner']['method']}, which this cache was pruned with, has no order of its own in a "
-            "prompt"
+            f"--order own: {config.pruner or held['pruner']['method']}, which prunes the tokens, has no order of its "
+            "own in a prompt"
         )
     return "selection" if own and config.order != "index" else "index"
 
@@ -242,9 +299,10 @@ def _check_context(request: GenerateRequest, console: Console) -> None:
     """Say which prompts cannot fit by their visual tokens alone; refuse where none can."""
     videos = request.videos
     sizes = [
-        request.n_visual([videos[video_id] for video_id in ids])
+        request.n_visual([videos[video_id] for video_id in ids], pruning)
         for ids in request.questions["video_ids"].to_pylist()
         if all(answerable(videos.get(video_id)) for video_id in ids)
+        for pruning in request.prunings
     ]
     context = request.builder.context_length
     long = [size for size in sizes if size > context]

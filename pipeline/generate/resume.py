@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import pyarrow as pa
@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from pipeline.errors import QuestionFault, QuestionsChanged
 from pipeline.generate.answer_stage import too_long
+from pipeline.generate.answers import KEYS
 from pipeline.generate.request import GenerateRequest, answerable
 from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, without_nulls
 
@@ -17,19 +18,18 @@ _COMPARED = ("video_ids", "prompt", "choices", "decoding")
 
 
 def unanswered(request: GenerateRequest, live: pa.Table) -> list[QuestionRecord]:
-    """The questions that this run must ask, each with the number of this attempt.
+    """The questions that this run must ask, under each pruning, with the number of this attempt.
 
     A failed row counts as done unless ``--retry-failed``. Raises QuestionsChanged where a question that has an answer
     is another one now.
     """
     answered = (without_nulls(row, AnswerRecord) for row in live.select([*_KEYS, *_COMPARED]).to_pylist())
-    done = {row["question_id"]: row for row in answered}
+    done = {(row["question_id"], row.get("pruning", "")): row for row in answered}
     videos = request.videos
     changed: list[str] = []
     todo: list[QuestionRecord] = []
-    for row in request.questions.to_pylist():
-        question = without_nulls(row, QuestionRecord)
-        old = done.get(question["question_id"])
+    for question in _questions(request):
+        old = done.get((question["question_id"], question.get("pruning", "")))
         if old is None:
             todo.append({**question, "attempts": 1})
             continue
@@ -50,7 +50,15 @@ def unanswered(request: GenerateRequest, live: pa.Table) -> list[QuestionRecord]
     return todo
 
 
-_KEYS = ("question_id", "status", "attempts", "error_class")
+_KEYS = ("question_id", "pruning", "status", "attempts", "error_class")
+
+
+def _questions(request: GenerateRequest) -> Iterator[QuestionRecord]:
+    """Every question under every pruning; those of one question side by side."""
+    for row in request.questions.to_pylist():
+        for pruning in request.prunings:
+            question = without_nulls(row, QuestionRecord)
+            yield {**question, "pruning": pruning} if pruning else question
 
 
 def _worth_it(request: GenerateRequest, old: AnswerRecord, videos: Mapping[str, VideoRecord]) -> bool:
@@ -62,19 +70,28 @@ def _worth_it(request: GenerateRequest, old: AnswerRecord, videos: Mapping[str, 
 
 def said_of_the_rest(request: GenerateRequest, live: pa.Table, todo: list[QuestionRecord]) -> list[str]:
     """Lines for the user about the questions that are not in ``todo``, because the answers hold a row of each."""
-    there = len(request.questions) - len(todo)
+    total = len(request.questions) * len(request.prunings)
+    there = total - len(todo)
     if not there:
         return []
-    mine = pc.is_in(live["question_id"], value_set=request.questions["question_id"].combine_chunks())
-    bad = live.filter(pc.and_(mine, pc.not_equal(live["status"], "ok")))["question_id"].to_pylist()
-    failed = len(set(bad) - {question["question_id"] for question in todo})
-    answers = f"{there} of {len(request.questions)} questions have their answers already"
+    mine = asked_rows(request, live)
+    bad = mine.filter(pc.not_equal(mine["status"], "ok"))
+    again = {(question["question_id"], question.get("pruning")) for question in todo}
+    failed = len(set(zip(*(bad[name].to_pylist() for name in KEYS), strict=True)) - again)
+    answers = f"{there} of {total} questions have their answers already"
     if not failed:
         return [answers]
     lines = [f"{answers}, {failed} of them as errors"]
     if request.config.retry_failed:
         lines.append(f"note: they have had their {request.config.max_attempts} attempts; raise --max-attempts for more")
     return lines
+
+
+def asked_rows(request: GenerateRequest, live: pa.Table) -> pa.Table:
+    """Of live rows of the answers those of the questions and prunings of a request."""
+    mine = pc.is_in(live["question_id"], value_set=request.questions["question_id"].combine_chunks())
+    prunings = pa.array([name or None for name in request.prunings], pa.string())
+    return live.filter(pc.and_(mine, pc.is_in(live["pruning"], value_set=prunings)))
 
 
 def _shown(value: object) -> str:
@@ -110,7 +127,8 @@ def _failure(
         if row["status"] != "ok":
             message = f"{video_id!r} failed: {row['error_class']}: {row['error_message']}"
             return failed_answer(question, QuestionFault("failed-video", message))
-    n_visual, context = request.n_visual([videos[video_id] for video_id in ids]), request.builder.context_length
+    rows = [videos[video_id] for video_id in ids]
+    n_visual, context = request.n_visual(rows, question.get("pruning", "")), request.builder.context_length
     if n_visual > context:
         counted: AnswerRecord = {**cast(AnswerRecord, question), "n_visual_tokens": n_visual}
         return failed_answer(counted, too_long(n_visual, context))
@@ -118,9 +136,12 @@ def _failure(
 
 
 def in_blocks(questions: Sequence[QuestionRecord], size: int) -> list[list[QuestionRecord]]:
-    """Questions in blocks of about ``size``, those on the same videos together, unless they are more than that."""
+    """Questions in blocks of about ``size``, those on the same videos together, unless they are more than that.
+
+    Of the same videos, those under the same pruning stand together, which share what goes before the question."""
     groups: dict[tuple[str, ...], list[QuestionRecord]] = {}
-    for question in sorted(questions, key=lambda row: tuple(row["video_ids"])):
+    places = {name: place for place, name in enumerate(dict.fromkeys(row.get("pruning", "") for row in questions))}
+    for question in sorted(questions, key=lambda row: (tuple(row["video_ids"]), places[row.get("pruning", "")])):
         groups.setdefault(tuple(question["video_ids"]), []).append(question)
     blocks: list[list[QuestionRecord]] = [[]]
     for group in groups.values():

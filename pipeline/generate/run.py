@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -16,11 +17,11 @@ from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile
 from pipeline.execution.stream import Graph, stream
 from pipeline.generate.answer_stage import AnswerSetup
-from pipeline.generate.answers import AnswersTable, commit_answers, write_answers_header
+from pipeline.generate.answers import AnswersTable, commit_answers, read_answers_header, write_answers_header
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.graph import build_graph, plan_answers
-from pipeline.generate.request import GenerateRequest, match_answers, prepare
-from pipeline.generate.resume import said_of_the_rest, unanswered, without_model
+from pipeline.generate.request import PRUNINGS, GenerateRequest, match_answers, prepare
+from pipeline.generate.resume import asked_rows, said_of_the_rest, unanswered, without_model
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 from pipeline.storage.lock import Lock
@@ -56,14 +57,20 @@ class Todo:
 
 
 class AnswerRun(Run[GenerateRequest, Todo, AnswerSummary]):
-    """questions -> answer; the driver commits. ``pipeline.generate.graph`` has the stage."""
+    """questions -> answer; the driver commits. ``pipeline.generate.graph`` has the stage.
 
-    def __init__(self, config: GenerateConfig, console: Console) -> None:
+    ``make`` gives the request, by default what the options say.
+    """
+
+    def __init__(
+        self, config: GenerateConfig, console: Console, make: Callable[[], GenerateRequest] | None = None
+    ) -> None:
         super().__init__(config, console)
         self._config = config
+        self._make = make or partial(prepare, config, console)
 
     def prepare(self) -> GenerateRequest:
-        return prepare(self._config, self.console)
+        return self._make()
 
     def match(self, request: GenerateRequest) -> GenerateRequest:
         match_answers(request)
@@ -84,8 +91,7 @@ class AnswerRun(Run[GenerateRequest, Todo, AnswerSummary]):
         # Before any row is written: the cluster may not be able to do what the flags ask.
         machines = self._machines() if ask else None
         lock.check()
-        if not todo.table.names():
-            write_answers_header(request.store, request.identity)
+        write_answers_header(request.store, self._identity(request, todo))
         about = {"config": config.as_record(), "questions": len(todo)}
         run_file = RunFile(request.store, {**provenance(request.run_id, _RECORDED_VERSIONS), **about})
         n_failed = len(decided)
@@ -98,9 +104,19 @@ class AnswerRun(Run[GenerateRequest, Todo, AnswerSummary]):
                 n_failed += self._answered(request, ask, len(starts), machines, run_file, lock)
         return Streamed(run_file, n_failed)
 
+    @staticmethod
+    def _identity(request: GenerateRequest, todo: Todo) -> dict[str, Any]:
+        """What the answers are from now on: prunings that others asked for stay, while there are answers under them."""
+        identity = request.identity
+        if PRUNINGS in identity and todo.table.names():
+            held = read_answers_header(request.store)["identity"]
+            identity[PRUNINGS] = {**held.get(PRUNINGS, {}), **identity[PRUNINGS]}
+        return identity
+
     def summarise(self, request: GenerateRequest, todo: Todo, n_failed: int, wall_s: float) -> AnswerSummary:
-        asked = {question["question_id"] for question in todo.questions}
-        return summarise_answers(todo.table.live(), request.questions, asked, wall_s)
+        new = {(question["question_id"], question.get("pruning")) for question in todo.questions}
+        total = len(request.questions) * len(request.prunings)
+        return summarise_answers(asked_rows(request, todo.table.live()), total, new, wall_s)
 
     def _machines(self) -> Machines:
         """Joins or starts the cluster. Raises UsageError where it cannot do what the flags ask."""
@@ -149,8 +165,9 @@ def answer_setup(request: GenerateRequest, device: str, dtype: str) -> AnswerSet
         store=request.cache,
         live=request.live,
         retention_ratio=request.read_ratio,
-        late=request.late,
+        prunings=request.prunings,
         order=request.order,
+        own_order=request.own_order,
         positions=request.builder.policy.positions,
         rule=request.builder.policy.rule,
         batch_size=request.config.batch_size,

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -15,7 +14,16 @@ from pipeline.errors import QUESTION_FAULTS
 from pipeline.execution.outcome import Outcome, count_failures
 
 _COLUMNS = (
-    *("question_id", "status", "error_class", "error_message", "n_visual_tokens", "n_prompt_tokens", "n_new_tokens"),
+    *(
+        "question_id",
+        "pruning",
+        "status",
+        "error_class",
+        "error_message",
+        "n_visual_tokens",
+        "n_prompt_tokens",
+        "n_new_tokens",
+    ),
     *("load_s", "prefill_s", "decode_s", "batch_size"),
 )
 
@@ -39,22 +47,29 @@ class AnswerSummary(Outcome):
     seconds: dict[str, float]
 
 
-def summarise_answers(live: pa.Table, questions: pa.Table, new: Set[str], wall_s: float) -> AnswerSummary:
-    """Count the live rows of the questions of a file; ``new`` are the ids that this run asked."""
-    wanted = live.filter(pc.is_in(live["question_id"], value_set=questions["question_id"].combine_chunks()))
-    rows = wanted.select(list(_COLUMNS)).to_pylist()
+def summarise_answers(
+    live: pa.Table, n_questions: int, new: Set[tuple[str, str | None]], wall_s: float
+) -> AnswerSummary:
+    """Count the live rows of what was asked for.
+
+    Args:
+        live: those rows of the answers.
+        n_questions: that were asked for, each as often as there are prunings.
+        new: (question_id, pruning) of what this run asked.
+    """
+    rows = live.select(list(_COLUMNS)).to_pylist()
     good = [row for row in rows if row["status"] == "ok"]
     bad = [row for row in rows if row["status"] != "ok"]
     failures, examples = count_failures(bad, "question_id")
-    mine = [row for row in good if row["question_id"] in new]
+    mine = [row for row in good if (row["question_id"], row["pruning"]) in new]
     return AnswerSummary(
-        n_questions=len(questions),
+        n_questions=n_questions,
         n_ok=len(good),
         failures=failures,
         examples=examples,
-        n_missing=len(questions) - len(rows),
+        n_missing=n_questions - len(rows),
         n_new=len(new),
-        n_new_failed=sum(row["question_id"] in new for row in bad),
+        n_new_failed=sum((row["question_id"], row["pruning"]) in new for row in bad),
         wall_s=wall_s,
         visual_tokens=_mean(good, "n_visual_tokens"),
         prompt_tokens=_mean(good, "n_prompt_tokens"),

@@ -104,6 +104,9 @@ def test_two_questions_on_one_video_are_answered_from_tokens_of_their_own(source
         assert row["choice_scores"] != pytest.approx(scores(question, kept[other["question_id"]]), abs=1e-2)
 
 
+EMBEDDED = (("image_embedding", "image_embedding"),)
+
+
 @pytest.fixture
 def ask(tower, tmp_path):
     """Answer these prompts about the video of a made-up cache; returns the rows."""
@@ -112,7 +115,7 @@ def ask(tower, tmp_path):
         store = tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
         rows = [{"question_id": i, "video_id": ["a", "a"], "prompt": text} for i, text in enumerate(prompts)]
         table = read_questions(str(write_questions(tmp_path / "q.jsonl", rows)), Way(Decoding(max_new_tokens=2)))
-        actor = Answerer(setup_of(store, late=LatePruning(CDPruner(), 0.1, tower, ("image_embedding",))))
+        actor = Answerer(setup_of(store, prunings={"": LatePruning(CDPruner(), 0.1, tower, EMBEDDED)}))
         return list(actor.answer([{**without_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]))
 
     return run
@@ -143,10 +146,10 @@ def test_who_holds_no_such_method_reads_no_evidence(tmp_path, tower):
     store = tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
     for late, evidence in (
         (None, {}),
-        (LatePruning(CDPruner(), 0.1, tower, ("image_embedding",)), {"image_embedding"}),
+        (LatePruning(CDPruner(), 0.1, tower, EMBEDDED), {"image_embedding"}),
     ):
-        visual, _, _ = Answerer(setup_of(store, late=late))._videos.get("a")
-        assert set(visual.evidence) == set(evidence)
+        videos = Answerer(setup_of(store, prunings={"": late}))._videos
+        assert set(videos.get("a", None).visual.evidence) == set(evidence)
 
 
 @pytest.fixture
@@ -167,10 +170,10 @@ def refuse(tmp_path, capsys, monkeypatch):
 def test_what_lacks_is_named_with_its_remedy(refuse, tmp_path, tower):
     tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
     said = refuse(*LATE, "--siglip", "tiny")
-    assert "python -m jobs.prune --pruner none --evidence image_embedding --siglip MODEL" in said
+    assert "python -m jobs.prune --pruner none --evidence-for cdpruner --siglip MODEL" in said
     assert "--siglip goes with --pruner" in refuse("--siglip", "tiny")
     fastv = ["--pruner", "fastv", "--pruner-param", "K=1", "--retention-ratio", "0.5", "--siglip", "tiny"]
-    assert "--pruner fastv takes nothing from a SigLIP checkpoint on llava_onevision" in refuse(*fastv)
+    assert "no method that is asked takes anything from a SigLIP checkpoint" in refuse(*fastv)
     shutil.rmtree(tmp_path / "c")
     tiny_cache_with_embeddings(tmp_path / "c", head=tower.head.identity)
     assert "name it with --siglip, for the published models google/siglip" in refuse(*LATE)

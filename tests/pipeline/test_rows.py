@@ -9,8 +9,8 @@ import pytest
 
 from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.errors import QuestionFault, VideoFault
+from pipeline.generate.answer_stage import TO_ASK
 from pipeline.generate.answers import ANSWER_SCHEMA
-from pipeline.generate.questions import QUESTION_SCHEMA
 from pipeline.prune.resume import TODO_SCHEMA
 from pipeline.rows import (
     AnswerRecord,
@@ -48,7 +48,7 @@ def accepted(hint: Any) -> set[pa.DataType]:
         (VideoRecord, VIDEO_SCHEMA),
         (AnswerRecord, ANSWER_SCHEMA),
         (TodoRow, TODO_SCHEMA),
-        (QuestionRecord, QUESTION_SCHEMA.append(pa.field("attempts", pa.int32()))),
+        (QuestionRecord, TO_ASK),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -109,8 +109,11 @@ def test_the_rule_goes_for_questions_too():
         {"question_id": "q", "status": "failed", "attempts": 2, "shard": "s1"},
         {"question_id": "q", "status": "ok", "attempts": 1, "shard": "s2"},
     ]
-    assert live_rows(pa.Table.from_pylist(rows), "question_id").to_pylist() == rows[1:]
-    assert len(live_rows(pa.Table.from_pylist(rows).slice(0, 0), "question_id")) == 0
+    assert live_rows(pa.Table.from_pylist(rows), ["question_id"]).to_pylist() == rows[1:]
+    both = [{**rows[0], "pruning": "a"}, {**rows[1], "pruning": None}, {**rows[1], "pruning": "a"}]
+    live = live_rows(pa.Table.from_pylist(both), ["question_id", "pruning"])
+    assert {(row["pruning"], row["status"]) for row in live.to_pylist()} == {("a", "ok"), (None, "ok")}
+    assert len(live_rows(pa.Table.from_pylist(rows).slice(0, 0), ["question_id"])) == 0
 
 
 def test_a_cache_without_a_commit_has_columns_and_no_rows(tmp_path):

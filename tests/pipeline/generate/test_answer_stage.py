@@ -186,7 +186,7 @@ def test_memory_that_runs_out_while_pruning_for_a_question_is_named_so(failing, 
     def too_large(*_):
         raise torch.OutOfMemoryError("out of memory")
 
-    actor, model = failing(None, late=LatePruning(CDPruner(), 0.25))
+    actor, model = failing(None, prunings={"": LatePruning(CDPruner(), 0.25)})
     monkeypatch.setattr(model, "embedding", too_large, raising=False)
     (row,) = actor.answer(open_questions(tmp_path, 1))
     assert (row["error_class"], row["retryable"]) == ("out-of-memory", True)

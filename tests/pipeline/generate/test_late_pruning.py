@@ -17,8 +17,9 @@ from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.cdpruner import CDPruner
 from gstep.pruners.fastv import FastV
 from pipeline.errors import UsageError
+from pipeline.generate.answer_stage import Embedders
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.late_pruning import LatePruning
+from pipeline.generate.late_pruning import LatePruning, embedder_of
 from pipeline.generate.request import prepare
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.evidence import tiny_cache_with_embeddings
@@ -33,6 +34,10 @@ def whole_video() -> Visual:
     return Visual(tokens, torch.arange(T * N), T, N, deepstack=levels, evidence=evidence)
 
 
+def chosen_by(late: LatePruning, visual: Visual, words: torch.Tensor | None = None) -> Visual:
+    return late.kept(visual, late.select(visual, "cpu", words))
+
+
 @pytest.mark.parametrize(
     ("mode", "ratio"), [("global", 0.25), ("global", 0.9), ("per_frame", 0.9), ("per_frame", 0.01)]
 )
@@ -40,20 +45,21 @@ def test_the_size_of_a_prompt_is_foreseen(mode, ratio):
     """CDPruner keeps no more than D of what it chooses among, and per frame at least one of each."""
     visual = Visual(torch.randn(T * N, D), torch.arange(T * N), T, N)
     late = LatePruning(CDPruner(mode=mode), ratio)
-    assert len(late.choose(visual, torch.randn(1, D)).index) == late.at_most(T, N, D)
+    assert len(chosen_by(late, visual, torch.randn(1, D)).index) == late.at_most(T, N, D)
     assert LatePruning(FastV(), ratio).at_most(T, N, D) == T * N
 
 
 def test_a_question_is_pruned_for_on_the_device_of_the_model(monkeypatch):
     seen = []
 
-    def prune(self, visual, ratio):
+    def prune(self, visual, ratio, seed):
         seen.extend([visual.tokens.device.type, *(value.device.type for value in visual.evidence.values())])
         return SimpleNamespace(index=torch.tensor([1, 3]))
 
     monkeypatch.setattr(CDPruner, "prune", prune)
     visual = Visual(torch.randn(6, 4), torch.arange(6), 2, 3, deepstack=(torch.randn(6, 4),))
-    chosen = LatePruning(CDPruner(), 0.5).choose(visual, torch.empty(1, 4, device="meta"))
+    late = LatePruning(CDPruner(), 0.5)
+    chosen = late.kept(visual, late.select(visual, "meta", torch.empty(1, 4, device="meta")))
     assert seen == ["meta"] * 3
     assert torch.equal(chosen.tokens, visual.tokens[[1, 3]]) and chosen.index.tolist() == [1, 3]
 
@@ -119,18 +125,18 @@ def path(kind: type[Pruner]) -> str:
 
 def test_evidence_has_the_shape_of_the_video_and_no_embedding_is_made():
     visual = whole_video()
-    late = LatePruning(Attended(), 0.1, evidence=("token_attention",))
-    chosen = late.choose(visual)
+    late = LatePruning(Attended(), 0.1, evidence=(("token_attention", "token_attention"),))
+    chosen = chosen_by(late, visual)
     best = visual.evidence["token_attention"].argsort(descending=True)[:10].sort().values
     assert torch.equal(chosen.index, best) and torch.equal(chosen.tokens, visual.tokens[best])
     assert torch.equal(chosen.deepstack[0], visual.deepstack[0][best]) and not chosen.evidence
-    assert late.embedder(None, "cpu") is None and late.inside is None  # the model is not asked
+    assert Embedders(None, "cpu", [late]).embedding(late, "What?") is None and late.inside is None  # nobody is asked
     assert late.at_most(T, N, D) == 10
 
 
 def test_merged_tokens_come_in_the_methods_own_order():
     visual = whole_video()
-    chosen = LatePruning(Turned(), 0.1, evidence=("token_attention",)).choose(visual)
+    chosen = chosen_by(LatePruning(Turned(), 0.1, evidence=(("token_attention", "token_attention"),)), visual)
     best = visual.evidence["token_attention"].argsort(descending=True)[:10]
     assert torch.equal(chosen.index, best) and chosen.tokens.dtype == torch.bfloat16
     assert torch.equal(chosen.tokens, (visual.tokens[best].float() + 1).bfloat16())
@@ -138,10 +144,11 @@ def test_merged_tokens_come_in_the_methods_own_order():
 
 def test_a_method_may_match_cached_patches_or_the_tokens_themselves():
     visual, words = whole_video(), torch.randn(2, D)
-    chosen = LatePruning(Matching(), 0.1).choose(visual, words)
+    chosen = chosen_by(LatePruning(Matching(), 0.1), visual, words)
     match = visual.tokens.float() @ words.mean(dim=0)
     assert set(chosen.index.tolist()) == set(match.argsort(descending=True)[:10].tolist())
-    patches = LatePruning(Matching(), 0.1, evidence=("image_embedding",)).choose(visual, words[:, :7])
+    late = LatePruning(Matching(), 0.1, evidence=(("image_embedding", "image_embedding"),))
+    patches = chosen_by(late, visual, words[:, :7])
     match = visual.evidence["image_embedding"] @ words[:, :7].mean(dim=0)
     assert set(patches.index.tolist()) == set(match.argsort(descending=True)[:10].tolist())
 
@@ -170,28 +177,28 @@ def request_for(tmp_path):
 def test_what_a_method_needs_is_found_by_what_it_declares(request_for, tmp_path):
     tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
     job = request_for(path(Deep))
-    assert job.late.inside == (Deep(), 0.1) and job.late.evidence == ()
+    assert job.prunings[""].inside == (Deep(), 0.1) and job.prunings[""].evidence == ()
     assert job.identity["pruner"]["method"] == path(Deep) and job.identity["pruner"]["params"] == {"layer": 1}
     assert job.identity["pruner"]["declares"] == {"nested": False, "merges": False, "exact": True, "reorders": False}
     with pytest.raises(UsageError, match=r"attended with layer=2 prunes before layer 2; this model has 2 layers"):
         request_for(path(Deep), "layer=2")
     with pytest.raises(UsageError, match=r"layer must be an integer; got 'deep'"):
         request_for(path(Deep), "layer=deep")
-    with pytest.raises(UsageError, match=r"Attended needs token_attention of each .*--evidence token_attention=last_l"):
+    with pytest.raises(UsageError, match=r"Attended needs token_attention on llava.*--evidence-for .*Attended$"):
         request_for(path(Attended))
     with pytest.raises(UsageError, match=r"Unsourced needs token_attention .*does not say where in an encoder"):
         request_for(path(Unsourced))
-    with pytest.raises(UsageError, match=r"Matching needs image_embedding .*--evidence image_embedding --siglip MODEL"):
+    with pytest.raises(UsageError, match=r"Matching needs image_embedding .*--evidence-for .*Matching --siglip MODEL"):
         request_for(path(Matching))
-    with pytest.raises(UsageError, match=r"--siglip: --pruner .*Deep takes nothing from a SigLIP checkpoint"):
+    with pytest.raises(UsageError, match=r"--siglip: no method that is asked takes anything from a SigLIP checkpoint"):
         request_for(path(Deep), siglip="tiny")
 
 
 def test_a_text_tower_goes_with_any_method_that_matches_patches(request_for, tmp_path):
     head = family_of(ModelSource.resolve("tiny")).text_tower("tiny").head.identity
     tiny_cache_with_embeddings(tmp_path / "c", head=head)
-    late = request_for(path(Matching), siglip="tiny").late
-    assert late.evidence == ("image_embedding",) and late.text_tower.head.identity == head
+    late = request_for(path(Matching), siglip="tiny").prunings[""]
+    assert late.evidence == (("image_embedding", "image_embedding"),) and late.text_tower.head.identity == head
     with pytest.raises(UsageError, match="name it with --siglip"):
         request_for(path(Matching))
 
@@ -199,8 +206,8 @@ def test_a_text_tower_goes_with_any_method_that_matches_patches(request_for, tmp
 def test_on_qwen_the_language_model_embeds_the_question(request_for, tmp_path):
     source = ModelSource.resolve("tiny-qwen2-5-vl")
     tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none", source=source, newline=None)
-    late = request_for(path(Matching)).late
-    assert (late.evidence, late.text_tower) == ((), None) and late.embedder("the model", "cpu") == "the model"
+    late = request_for(path(Matching)).prunings[""]
+    assert (late.evidence, late.text_tower) == ((), None) and embedder_of(None, "the model", "cpu") == "the model"
     with pytest.raises(UsageError, match=r"needs image_embedding .*qwen2_5_vl does not give it"):
         request_for(path(Patches))
 
@@ -213,7 +220,7 @@ class Patches(Matching):
 
 
 def test_a_worker_without_the_methods_module_says_so(monkeypatch):
-    late = LatePruning(Attended(), 0.1, evidence=("token_attention",))
+    late = LatePruning(Attended(), 0.1, evidence=(("token_attention", "token_attention"),))
     data = pickle.dumps(late)
     assert pickle.loads(data) == late  # noqa: S301 - our own
     monkeypatch.setitem(sys.modules, __name__, None)

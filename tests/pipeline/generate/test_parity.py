@@ -80,7 +80,8 @@ def test_the_baselines_get_their_evidence_and_are_answered_from(name, method, pa
     frames, pruned = cached(source, name, tmp_path, method, 0.25, **params)
     sources = gstep.make_pruner(method, **params).sources
     visual = family_of(source).load(choose_runtime("cpu", "float32")).encode(frames, sources)
-    expected = gstep.prune(visual.tokens.bfloat16(), 0.25, method, evidence=visual.evidence, **params)
+    evidence = {name: value.bfloat16() for name, value in visual.evidence.items()}
+    expected = gstep.prune(visual.tokens.bfloat16(), 0.25, method, evidence=evidence, **params)
     assert torch.equal(pruned.index, expected.index)
     assert torch.equal(pruned.tokens, expected.tokens)
     for ours, level in zip(pruned.deepstack, visual.deepstack, strict=True):

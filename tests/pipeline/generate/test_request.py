@@ -28,7 +28,7 @@ def cache(tmp_path):
 def test_only_the_videos_that_are_asked_about_are_kept(cache):
     job = request_about(cache, ROWS)
     assert job.videos.keys() == {"a", "b"} and len(job.questions) == 3
-    assert (job.source.name, job.order, job.late, job.read_ratio) == ("tiny", "index", None, None)
+    assert (job.source.name, job.order, job.prunings[""], job.read_ratio) == ("tiny", "index", None, None)
 
 
 def test_tokens_of_a_prompt_are_foreseen(cache):

@@ -62,5 +62,5 @@ def test_actors_get_what_was_asked_for(folder):
     job = request_about(folder / "c", ROWS, retention_ratio=0.10, positions="original", batch_size=3)
     setup = answer_setup(job, "cpu", "float32")
     assert (setup.retention_ratio, setup.positions, setup.batch_size) == (0.10, "original", 3)
-    assert (setup.device, setup.dtype, setup.late, setup.order) == ("cpu", "float32", None, "index")
+    assert (setup.device, setup.dtype, setup.prunings[""], setup.order) == ("cpu", "float32", None, "index")
     assert setup.live.equals(job.live) and setup.store is job.cache

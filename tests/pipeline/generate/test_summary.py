@@ -1,8 +1,11 @@
 """What the answers hold for a file of questions, counted from their rows."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipeline.generate.answers import AnswersTable, commit_answers
+from pipeline.generate.resume import asked_rows
 from pipeline.generate.summary import summarise_answers
 from tests.pipeline.asking import request_about, tiny_cache
 
@@ -23,9 +26,10 @@ def test_seconds_of_a_batch_count_once(job):
         for i, r in enumerate(job.questions.to_pylist())
     ]
     commit_answers(job.store, "run", 0, rows)
-    summary = summarise_answers(AnswersTable(job.store).live(), job.questions, {"ok", "bad"}, 2.0)
+    summary = summarise_answers(AnswersTable(job.store).live(), 2, {("ok", None), ("bad", None)}, 2.0)
     assert summary.seconds == {"load": 1.0, "prefill": 4.0, "decode": 2.0}
     assert (summary.visual_tokens, summary.prompt_tokens, summary.new_tokens) == (10, 25, 6)
     assert (summary.n_ok, summary.n_new, summary.exit_code(0)) == (2, 2, 0)
-    part = summarise_answers(AnswersTable(job.store).live(), job.questions.slice(0, 1), {"ok"}, 2.0)
+    first = replace(job, questions=job.questions.slice(0, 1))
+    part = summarise_answers(asked_rows(first, AnswersTable(job.store).live()), 1, {("ok", None)}, 2.0)
     assert (part.n_ok, part.n_missing, part.new_tokens) == (1, 0, 3)  # of this file of questions alone

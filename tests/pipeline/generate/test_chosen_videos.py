@@ -1,0 +1,163 @@
+"""A cache of all tokens, pruned when it is asked: what prompts get is what a cache pruned by the method would give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import gstep
+from gstep.backbones import ModelSource, family_of
+from gstep.language import prompt_builder
+from gstep.methods import OF_A_VIDEO
+from gstep.pruners.base import Pruner
+from pipeline import TokenCache
+from pipeline.cache.method import describe_method
+from pipeline.generate.held_videos import ChosenVideos, HeldVideos, LastUsed, to_visual
+from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
+from pipeline.prune.decode_stage import decoded_columns
+from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
+from pipeline.prune.evidence import evidence_sources
+from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.sampling import Sampling
+from tests.pipeline.asking import tiny_cache
+from tests.pipeline.caches import write_shard
+from tests.pipeline.videos import sample
+
+RATIOS = (0.25, 0.2, 0.1, 0.02)
+FAMILIES = ("tiny", "tiny-qwen2-5-vl", "tiny-qwen3-vl")
+
+
+class Made:
+    """One clip, its frames, and caches that methods make of it."""
+
+    def __init__(self, model: str, folder: Path) -> None:
+        self.source, self.folder = ModelSource.resolve(model), folder
+        if model == "tiny":
+            self.source = family_of(self.source).with_pooling_head("tiny")
+        decoded = decode_video(
+            DecodeRequest(sample("carphone_pristine.mp4"), Sampling(4), family_of(self.source).preprocessor())
+        )
+        self.frames = decoded.frames
+        self.record = {"video_id": "v", "uri": "v.mp4", "status": "ok", **decoded_columns(decoded, 1)}
+        static = family_of(self.source).static()
+        self.header = {"deepstack_levels": static.deepstack_levels}
+        if static.newline is None:
+            self.header["newline"] = None
+
+    def cache(self, name: str, method: str, ratio: float, seed: int = 0) -> TokenCache:
+        variant = family_of(self.source).variant
+        pruner = gstep.make_pruner(method)
+        if pruner.family_parameter is not None:
+            pruner = gstep.make_pruner(method, **{pruner.family_parameter: variant})
+        whole = method == "none"
+        evidence = evidence_sources([], [",".join(OF_A_VIDEO)], self.source.model_type, pruner) if whole else {}
+        setup = EncodeSetup(self.source, method, ratio, seed, pruner.params(), evidence, device="cpu", dtype="float32")
+        identity = {
+            "model": {"type": self.source.model_type, "weights": self.source.identity},
+            "pruner": describe_method(pruner),
+            "retention_ratio": ratio,
+            "dtype": {"stored": "bfloat16"},
+            "evidence": evidence,
+        }
+        store = tiny_cache(self.folder / name, (), source=self.source, identity=identity, **self.header)
+        write_shard(store, "run", VideoEncoder(setup).encode_one(self.record, self.frames))
+        return TokenCache(self.folder / name)
+
+    def late(self, cache: TokenCache, method: str, ratio: float, seed: int = 0) -> LatePruning:
+        asked = LateAsked(method, ratio, seed=seed)
+        return late_pruning(asked, cache.identity, self.source, prompt_builder(self.source))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def made(request, tmp_path_factory):
+    return Made(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def whole(made):
+    return made.cache("whole", "none", 1.0)
+
+
+@pytest.mark.parametrize("method", sorted(OF_A_VIDEO.keys() - {"none"}))
+def test_late_and_early_pruning_give_the_same_tokens_bit_for_bit(made, whole, method):
+    ratios = RATIOS if gstep.make_pruner(method).nested else RATIOS[::2]
+    lates = {ratio: made.late(whole, method, ratio, seed=7) for ratio in ratios}
+    columns = tuple({column for late in lates.values() for _, column in late.evidence})
+    videos = ChosenVideos(HeldVideos(whole, None, evidence=columns), lates.values(), "cpu")
+    nested = gstep.make_pruner(method).nested
+    early = made.cache(f"{method}-{RATIOS[0]}", method, RATIOS[0], seed=7)
+    for ratio, late in lates.items():
+        if not nested and ratio != RATIOS[0]:
+            early = made.cache(f"{method}-{ratio}", method, ratio, seed=7)
+        reorders = late.pruner.reorders
+        order = "selection" if reorders else "index"
+        expected = to_visual(early.get("v", ratio if nested else None, order), early.newline)
+        got = videos.get("v", late).visual
+        assert torch.equal(got.index, expected.index), ratio
+        for ours, theirs in zip((got.tokens, *got.deepstack), (expected.tokens, *expected.deepstack), strict=True):
+            assert torch.equal(ours.contiguous().view(torch.int16), theirs.contiguous().view(torch.int16)), ratio
+        assert (got.n_frames, got.extra) == (expected.n_frames, expected.extra) and not got.evidence
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often methods selected, by name."""
+    seen: list[str] = []
+    original = Pruner.prune
+
+    def prune(self, *args, **keywords):
+        seen.append(self.name)
+        return original(self, *args, **keywords)
+
+    monkeypatch.setattr(Pruner, "prune", prune)
+    return seen
+
+
+def test_a_video_is_read_once_and_selected_from_once_a_method(made, whole, counted):
+    lates = [made.late(whole, method, ratio) for method in ("gstep", "random", "uniform") for ratio in RATIOS]
+    videos = ChosenVideos(HeldVideos(whole, None), lates, "cpu")
+    first = [videos.get("v", late) for late in lates]
+    assert sum(held.seconds > 0 for held in first) == 1  # reading the video
+    assert all(videos.get("v", late).visual is held.visual for late, held in zip(lates, first, strict=True))
+    assert counted == ["gstep", "random", *["uniform"] * len(RATIOS)]
+    assert videos.get("v", None).visual.tokens.shape[0] == first[0].visual.n_frames * first[0].visual.tokens_per_frame
+
+
+def test_seeds_and_parameters_are_selections_of_their_own(made, whole):
+    videos = ChosenVideos(HeldVideos(whole, None), [], "cpu")
+    one, other = (videos.get("v", made.late(whole, "random", 0.1, seed)).visual for seed in (0, 1))
+    assert not torch.equal(one.index, other.index)
+    assert (
+        made.late(whole, "random", 0.1, 1).describe()["seed"] == 1
+        and "seed" not in made.late(whole, "gstep", 0.1).describe()
+    )
+
+
+def test_a_cache_of_version_1_whose_evidence_has_bare_names_serves_too():
+    source = ModelSource.resolve("tiny")
+    identity = {
+        "model": {"type": source.model_type, "weights": source.identity},
+        "pruner": {"method": "none", "params": {}},
+        "retention_ratio": 1.0,
+        "evidence": {"token_attention": "last_layer", "token_key": "last_layer"},
+    }
+    late = late_pruning(LateAsked("visionzip", 0.25), identity, source, prompt_builder(source))
+    assert dict(late.evidence) == {"token_attention": "token_attention", "token_key": "token_key"}
+
+
+def test_what_was_not_used_for_longest_goes_first():
+    held: LastUsed[str, int] = LastUsed(10, lambda value: value)
+    for name, size in (("a", 4), ("b", 4)):
+        held.put(name, size)
+    assert held.get("a") == 4
+    held.put("c", 4)
+    assert (held.get("a"), held.get("b"), held.get("c")) == (4, None, 4)
+    held.put("large", 99)
+    assert held.get("large") == 99 and held.get("a") is None  # the very last one stays whatever it takes
+
+
+def test_labels_say_the_parameters_in_one_order():
+    asked = LateAsked("fastv", 0.25, {"b": "2", "K": "3"})
+    assert (asked.method_label, asked.label) == ("fastv,K=3,b=2", "fastv,K=3,b=2@0.25")
