@@ -69,15 +69,17 @@ def _checked(value: Any, hint: Any, where: str) -> Any:
     if value is None and get_origin(kind) is list:
         return []
     if get_origin(kind) is list:
-        if not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
-            raise UsageError(f"{where} must be a list of texts, got {value!r}")
-        return value
+        (of,) = get_args(kind)
+        if not isinstance(value, list) or (of is str and not all(isinstance(item, str) for item in value)):
+            raise UsageError(f"{where} must be a list of {_LISTED[of]}, got {value!r}")
+        return [_checked(item, of, where) for item in value]
     accepted = {float: (int, float), str: (str, int, float)}.get(kind, (kind,))
     if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise UsageError(f"{where} must be {_WORDS[kind]}, got {value!r}")
     return kind(value)
 
 
+_LISTED = {str: "texts", float: "numbers"}
 _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
 
 
@@ -103,7 +105,9 @@ def _add(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, about: str
     if kind is bool:
         keywords["action"] = argparse.BooleanOptionalAction  # a flag must be able to overrule a file
     elif get_origin(hint) is list:
-        keywords["action"] = "append"
+        keywords["type"] = get_args(hint)[0]
+        # One flag may take several values, where nothing positional can follow it.
+        keywords |= {"action": "extend", "nargs": "+"} if item.metadata.get("several") else {"action": "append"}
     else:
         keywords["type"] = kind
     if item.metadata.get("positional"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -17,7 +17,8 @@ ATTN = ("auto", "flash_attention_2", "sdpa", "eager")
 def option(default: Any, help_text: str, **extra: Any) -> Any:
     """A dataclass field that is also a flag; ``{item}`` in its help is what the command works on, "video" say.
 
-    ``extra`` may hold metavar, choices, positional and secret, as well as group: the title under which ``--help`` shows
+    ``extra`` may hold metavar, choices, positional, several (of a list: many values after one flag) and secret, as well
+    as group: the title under which ``--help`` shows
     this option and those that follow it, up to the next group.
     """
     metadata = {"help": help_text, **extra}
@@ -39,13 +40,13 @@ def check_choices(config: Any) -> None:
         check(not choices or value in choices, item.name, f"one of {choices}", value)
 
 
-def pruner_params(given: Sequence[str]) -> dict[str, str]:
-    """``--pruner-param`` by name, as text: what a value means is for the method's own fields to say."""
+def named_values(given: Iterable[str], flag: str) -> dict[str, str]:
+    """NAME=VALUE by name, as text: what a value means is for a method's own fields to say."""
     params: dict[str, str] = {}
     for item in given:
         name, equals, value = item.partition("=")
         if not (name and equals):
-            raise UsageError(f"--pruner-param takes NAME=VALUE, got {item!r}")
+            raise UsageError(f"{flag} takes NAME=VALUE, got {item!r}")
         params[name.strip().replace("-", "_")] = value.strip()
     return params
 
@@ -70,16 +71,13 @@ class S3Options:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(S3Options):
-    """What jobs.prune and jobs.generate can both be told. Raises UsageError where a value makes no sense."""
+    """What every run can be told. Raises UsageError where a value makes no sense."""
 
     item: ClassVar[str]
 
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV", group="model")
     device: str = option("auto", "where the model runs; auto is cuda if the cluster has GPUs", choices=DEVICES)
     attn: str = option("auto", "attention kernel; auto is flash-attn where it is installed, else sdpa", choices=ATTN)
-    pruner_param: list[str] = option(
-        [], "a parameter of the method, e.g. alpha=0.5 or K=3; may be repeated", metavar="NAME=VALUE", group="pruning"
-    )
     retry_failed: bool = option(False, "try failed {item}s again", group="failures and progress")
     max_attempts: int = option(2, "with --retry-failed: attempts a {item} gets in all", metavar="N")
     max_failed: str | None = option(
@@ -101,11 +99,6 @@ class RunOptions(S3Options):
         for name in ("stall_timeout", "log_interval"):
             check(positive(getattr(self, name)), name, "a positive number of seconds", getattr(self, name))
         self.failure_limit(1)
-        self.pruner_params()
-
-    def pruner_params(self) -> dict[str, str]:
-        """``--pruner-param`` by name, as text: what a value means is for the method's own fields to say."""
-        return pruner_params(self.pruner_param)
 
     def failure_limit(self, total: int) -> int:
         """How many of ``total`` items may fail before the run counts as failed."""
@@ -115,6 +108,23 @@ class RunOptions(S3Options):
         """Every option as JSON-able values, for the run's record; of a secret one only that it is set."""
         values = {item.name: (getattr(self, item.name), item.metadata.get("secret")) for item in fields(self)}
         return {name: "(set)" if secret and value is not None else value for name, (value, secret) in values.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrunerOptions(RunOptions):
+    """What runs by one pruning method can be told besides."""
+
+    pruner_param: list[str] = option(
+        [], "a parameter of the method, e.g. alpha=0.5 or K=3; may be repeated", metavar="NAME=VALUE", group="pruning"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.pruner_params()
+
+    def pruner_params(self) -> dict[str, str]:
+        """``--pruner-param`` by name, as text."""
+        return named_values(self.pruner_param, "--pruner-param")
 
 
 def _count_or_share(text: str, total: int) -> int:

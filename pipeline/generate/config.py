@@ -7,13 +7,13 @@ from typing import ClassVar
 
 from gstep.methods import METHODS
 from pipeline.errors import UsageError
-from pipeline.options import DTYPES, RunOptions, check, option
+from pipeline.options import DTYPES, PrunerOptions, check, option
 
 CHOICE_METHODS = ("letter", "loglikelihood", "generate")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(RunOptions):
+class GenerateConfig(PrunerOptions):
     """Everything that ``python -m jobs.generate`` can be told. Raises UsageError where a value makes no sense."""
 
     item: ClassVar[str] = "question"

@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from gstep.methods import OF_A_VIDEO
 from pipeline.errors import UsageError
-from pipeline.options import DTYPES, RunOptions, check, option, positive
+from pipeline.options import DTYPES, PrunerOptions, check, option, positive
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneConfig(RunOptions):
+class PruneConfig(PrunerOptions):
     """Everything that ``python -m jobs.prune`` can be told. Raises UsageError where a value makes no sense."""
 
     item: ClassVar[str] = "video"
@@ -88,6 +88,12 @@ class PruneConfig(RunOptions):
         metavar="T",
         group="sampling",
     )
+    frame_rule: str = option(
+        "truncate",
+        "with --num-frames: truncate as LLaVA-OneVision's code does, a short video repeats frames; or round-even as "
+        "qwen-vl-utils does, which takes an even number and no more than there are",
+        choices=("truncate", "round-even"),
+    )
     fps: float | None = option(None, "sample by time instead: frames a second of video", metavar="F")
     max_frames: int | None = option(
         None, "with --fps: at most this many frames, uniform beyond (default: the model family's)", metavar="K"
@@ -149,5 +155,7 @@ class PruneConfig(RunOptions):
         check(self.fps is None or positive(self.fps), "fps", "a positive number", self.fps)
         if self.fps is not None and self.num_frames is not None:
             raise UsageError("--num-frames and --fps are two ways of sampling: give one of them")
+        if self.fps is not None and self.frame_rule != "truncate":
+            raise UsageError("--frame-rule goes with --num-frames, not with --fps")
         if self.max_frames is not None and self.fps is None:
             raise UsageError("--max-frames goes with --fps; --num-frames is the count for uniform sampling")

@@ -28,7 +28,7 @@ from pipeline.prune.evidence import evidence_sources
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 from pipeline.video.decoders import DECODERS, load_decoder
-from pipeline.video.sampling import Sampling
+from pipeline.video.sampling import TRUNCATE, Sampling
 
 DEFAULT_FRAMES = 32
 
@@ -205,14 +205,15 @@ def _check_decoder(name: str) -> None:
 def sampling_of(config: PruneConfig, max_frames: int) -> Sampling:
     """How frames are sampled; ``max_frames`` is the model family's limit where the configuration sets none."""
     if config.fps is None:
-        return Sampling(num_frames=config.num_frames or DEFAULT_FRAMES)
+        return Sampling(num_frames=config.num_frames or DEFAULT_FRAMES, rule=config.frame_rule)
     return Sampling(num_frames=None, fps=config.fps, max_frames=config.max_frames or max_frames)
 
 
 def sampling_settings(sampling: Sampling) -> dict[str, Any]:
     """What the fingerprint keeps of it: a limit that cannot bite is no difference."""
     if sampling.fps is None:
-        return {"num_frames": sampling.num_frames}
+        rule = {} if sampling.rule == TRUNCATE else {"rule": sampling.rule}
+        return {"num_frames": sampling.num_frames, **rule}
     return {"fps": sampling.fps, "max_frames": sampling.max_frames}
 
 

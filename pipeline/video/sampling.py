@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,12 @@ from numpy.typing import NDArray
 
 from pipeline.errors import VideoFault
 
+TRUNCATE, ROUND_EVEN = "truncate", "round-even"
+#: What a rule of uniform sampling does, in words.
+FRAME_RULES: Mapping[str, str] = {
+    TRUNCATE: "places are cut to the frame before, as lmms-eval does for LLaVA-OneVision; a short video repeats frames",
+    ROUND_EVEN: "places are rounded, and no more frames are taken than there are, an even number, as qwen-vl-utils does",
+}
 # Times are quotients of integers; a frame at 0.1 s must count as on screen at 0.1 s. No video has frames this close.
 _EPSILON = 1e-6
 
@@ -22,6 +29,8 @@ class Sampling:
         num_frames: how many frames; None with ``fps``.
         fps: frames a second, by time; None with ``num_frames``.
         max_frames: with ``fps``: where it gives more than this, this many are spread evenly instead; None: no limit.
+        rule: of ``num_frames``, a name of FRAME_RULES: what becomes of a place between two frames, and of a video that
+            has too few.
 
     Raises ValueError unless exactly one of the two ways is chosen, with positive numbers.
     """
@@ -29,8 +38,13 @@ class Sampling:
     num_frames: int | None = 32
     fps: float | None = None
     max_frames: int | None = 768
+    rule: str = TRUNCATE
 
     def __post_init__(self) -> None:
+        if self.rule not in FRAME_RULES:
+            raise ValueError(f"rule must be one of {', '.join(FRAME_RULES)}, got {self.rule!r}")
+        if self.rule != TRUNCATE and self.fps is not None:
+            raise ValueError(f"the rule {self.rule} is of num_frames, and does not go with fps")
         if (self.num_frames is None) == (self.fps is None):
             raise ValueError("sampling goes by num_frames or by fps: give one of them and set the other to None")
         if self.num_frames is not None and self.num_frames < 1:
@@ -75,7 +89,8 @@ def choose_frames(
 ) -> NDArray[np.int64]:
     """[T] indices of the frames to use, ascending; an index repeats where the clip has fewer frames than asked for.
 
-    Uniform sampling is the integer ``linspace`` over the clip's frames that lmms-eval uses for LLaVA-OneVision.
+    Uniform sampling goes by ``sampling.rule``, by default the integer ``linspace`` over the clip's frames that lmms-eval
+    uses for LLaVA-OneVision.
     Sampling by fps takes, for k = 0, 1, ..., the frame on screen at start + k / fps: the last one whose timestamp is
     not later, so the first one may have come up just before the clip starts.
 
@@ -96,7 +111,8 @@ def choose_frames(
     first, stop = clip_range(timestamps, start_s, end_s, duration_s)
     if sampling.fps is None:
         assert sampling.num_frames is not None
-        return _spread(first, stop, sampling.num_frames)
+        spread = _spread if sampling.rule == TRUNCATE else _rounded
+        return spread(first, stop, sampling.num_frames)
     start = float(timestamps[0]) if start_s is None else max(start_s, float(timestamps[0]))
     end = duration_s if end_s is None else min(end_s, duration_s)
     count = max(1, math.ceil((end - start) * sampling.fps - _EPSILON))
@@ -113,6 +129,16 @@ def count_repeated(indices: NDArray[np.int64]) -> int:
 
 def _spread(first: int, stop: int, count: int) -> NDArray[np.int64]:
     return first + np.linspace(0, stop - first - 1, count, dtype=int).astype(np.int64)
+
+
+def _rounded(first: int, stop: int, count: int) -> NDArray[np.int64]:
+    """``torch.linspace(0, n - 1, k).round()`` of smart_nframes (qwen-vl-utils 0.0.14, vision_process.py), in its float32:
+    from the start up to the middle, from the end behind it."""
+    count = max(2, min(count, stop - first) // 2 * 2)
+    last = np.float32(stop - first - 1)
+    step, places = last / np.float32(count - 1), np.arange(count // 2, dtype=np.float32)
+    halves = (step * places, (last - step * places)[::-1])
+    return first + np.rint(np.concatenate(halves)).astype(np.int64)
 
 
 def _seconds(value: float | None, none: str) -> str:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.errors import VideoFault
 from pipeline.video.sampling import Sampling, choose_frames, clip_range, count_repeated
@@ -85,3 +86,23 @@ def test_a_video_without_frames_is_unsupported():
 def test_sampling_goes_one_way_only(wrong):
     with pytest.raises(ValueError):
         Sampling(**wrong)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 32, 33, 64, 768])
+def test_rounded_places_are_those_of_torch(count):
+    """qwen-vl-utils: ``torch.linspace(0, n - 1, k).round().long()`` with k even, at least 2 and at most n."""
+    for total in [*range(1, 70), 100, 333, 900, 4500, 54_001, 107_892]:
+        k = max(2, min(count, total) // 2 * 2)
+        expected = torch.linspace(0, total - 1, k).round().long().tolist()
+        timestamps = np.arange(total) / 25
+        assert choose_frames(timestamps, Sampling(num_frames=count, rule="round-even")).tolist() == expected, total
+
+
+def test_rounding_is_of_the_clip_and_differs_from_cutting():
+    cut, rounded = (choose_frames(TS, Sampling(num_frames=32, rule=rule)) for rule in ("truncate", "round-even"))
+    assert len(cut) == len(rounded) == 32 and (cut != rounded).any()
+    assert choose_frames(TS, Sampling(num_frames=4, rule="round-even"), 2.0, 2.11).tolist() == [50, 52]
+    with pytest.raises(ValueError, match="rule must be one of truncate, round-even, got 'nearest'"):
+        Sampling(rule="nearest")
+    with pytest.raises(ValueError, match="round-even is of num_frames"):
+        Sampling(None, fps=1.0, rule="round-even")
