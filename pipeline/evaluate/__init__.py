@@ -1,0 +1,1 @@
+"""What ``python -m jobs.evaluate`` does: score pruning methods on benchmarks from one encode."""

@@ -1,0 +1,223 @@
+"""Rules that turn a model's reply into the option that it names, each with the results of the published code.
+
+A benchmark's number depends on the rule: "Answer: B" is B to one and A to another. The rules by version, every one held
+against the code that it follows (github.com/EvolvingLMMs-Lab/lmms-eval, wheels 0.7.3 and 0.5.0, ``tasks/*/utils.py``):
+
+| benchmark | lmms-eval-0.7.3 | lmms-eval-0.5 | official |
+|---|---|---|---|
+| VideoMME | extract-mcq-answer | videomme-0.5 | videomme-0.5 |
+| MLVU | extract-mcq-answer | mlvu-0.5 | mlvu-official |
+| LongVideoBench | longvideobench | longvideobench | - |
+| MVBench | mvbench | mvbench | - |
+| EgoSchema | egoschema | egoschema | - |
+
+VideoMME's own script (BradyFU/Video-MME, ``evaluation/eval_your_results.py``) has the function of 0.5, but leaves
+replies that name no letter out of its mean. MVBench's own check (OpenGVLab/Ask-Anything, ``video_chat2/mvbench.ipynb``)
+names no option: a reply counts where its first word is a part of the right option's "(b)", so an empty one is always
+right. LongVideoBench's repository has no rule (lmms-eval calls its own that of the paper); EgoSchema takes indices.
+
+Options may carry their letters ("A. a dog", all of them) or not: the two rules that read their texts, ``egoschema`` and
+``letter``, bring them into the form that they compare.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from pipeline.generate.choices import letters, parse_letter
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a rule makes of a reply."""
+
+    choice: int | None  # index of the option that the reply names; None where it names none of the question's
+    drawn: bool = False  # the published code draws one of the question's options at random
+
+    def score(self, answer: int | None, n_options: int) -> float:
+        """1.0 where the option named is the right one; 1/``n_options``, the expectation, where the rule draws.
+
+        An ``answer`` of None (no option is right) is never met.
+        """
+        if answer is None:
+            return 0.0
+        return 1 / n_options if self.drawn else float(self.choice == answer)
+
+
+Rule = Callable[[str, Sequence[str]], Parsed]
+_DRAWN = Parsed(None, drawn=True)
+
+
+def parse(rule: str, reply: str, options: Sequence[str]) -> Parsed:
+    """What the rule named ``rule`` makes of ``reply``, given the texts of the question's options.
+
+    White space around the reply is removed first, as lmms-eval does for every task. A letter that the rule reads but
+    the question does not have ("E" of four options) is no choice, and not drawn either. ValueError for an unknown rule.
+    """
+    if rule not in RULES:
+        raise ValueError(f"unknown rule {rule!r} for replies; the rules are {', '.join(sorted(RULES))}")
+    return RULES[rule](reply.strip(), options)
+
+
+# What may come before the letter, in small letters: looked for in a reply whose case is folded away.
+_ANSWERS = ("answer", "correct answer", "best answer", "correct option", "best option", "choice", "correct choice")
+_ENGLISH = [f"{article}{answer} is" for article, answer in product(("", "the "), _ANSWERS)]
+_FIRST_PERSON = ["i choose", "i select", "i pick", "my answer is", "my choice is"]
+_KOREAN, _CHINESE, _JAPANESE = ["옵션", "정답은", "답은", "답:"], ["答案是", "答案为", "选"], ["答えは"]
+_INTRODUCTIONS = [*_ENGLISH, *_FIRST_PERSON, *_KOREAN, *_CHINESE, *_JAPANESE]
+
+
+def _extract_mcq_answer(reply: str, options: Sequence[str]) -> Parsed:
+    """``extract_mcq_answer`` of ``tasks/_task_utils/mcq_extract.py``, as VideoMME and MLVU call it: with A to D only.
+
+    The first of these that is there: a letter that begins the reply; one that ends it; one behind words such as "the
+    answer is"; "(B)"; "B."; "B:"; "B)"; "B "; any capital A to D. Of several of a kind the last, hence A in "The answer
+    is B because A shows a cat"; small letters never count.
+    """
+    known = letters(4)
+    text = _padded(reply, ",.!?;:'\"")
+    bare = text.strip()
+    if bare[:1] in known and not bare[1:2].isalpha():
+        return _named(bare[0], options)
+    if bare[-1:] in known and not bare[-2:-1].isalpha():
+        return _named(bare[-1], options)
+    folded = text.lower()
+    behind = [folded.find(words) + len(words) for words in _INTRODUCTIONS if words in folded]
+    introduced = {text.find(letter, start) for letter in known for start in behind} - {-1}
+    if introduced:
+        return _named(text[max(introduced)], options)
+    for form in ("({})", "{}.", "{}:", "{})", "{} ", "{}"):
+        last, letter = max((text.rfind(form.format(letter)), letter) for letter in known)
+        if last >= 0:
+            return _named(letter, options)
+    return Parsed(None)
+
+
+def _videomme_05(reply: str, options: Sequence[str]) -> Parsed:
+    """The first capital A to D, be it in a word: "Based on the video, C" is B, "Answer: B" is A.
+
+    The code removes "The answer is" and the like before, which hold no such letter. A missing comma keeps it from
+    removing "Best answer:", so "Best answer: C" is B.
+    """
+    return _named(_first(reply.replace("Best answer:Best option:", ""), "ABCD"), options)
+
+
+def _mlvu_05(reply: str, options: Sequence[str]) -> Parsed:
+    """The character before the first ")", else the whole reply: "B) a dog" is B, "B." is none."""
+    before, bracket, _ = reply.partition(")")
+    return _named(before[-1:] if bracket else reply, options)
+
+
+def _mlvu_official(reply: str, options: Sequence[str]) -> Parsed:
+    """All that stands before the first ")", else the whole reply: "B) a dog" is B, "(B)" is none.
+
+    ``check_ans`` of JUNJIE99/MLVU, ``videochat2/choice_bench.py``, whose prompt already ends with an open bracket.
+    """
+    return _named(reply.partition(")")[0], options)
+
+
+def _longvideobench(reply: str, options: Sequence[str]) -> Parsed:
+    """The first capital A to E, be it in a word, however many options there are; drawn where there is none.
+
+    Of the phrases that the code removes before only these two hold such a letter.
+    """
+    letter = _first(reply.replace("Best answer:", "").replace("Best option:", ""), "ABCDE")
+    return _named(letter, options) if letter else _DRAWN
+
+
+_MARKS = ';/[]"{}()=+\\_-><@`,?!'
+
+
+def _mvbench(reply: str, options: Sequence[str]) -> Parsed:
+    """``mcq_acc``: "B. a dog" in one line; else the first a to e of either case that stands alone, articles too.
+
+    MVBench has at most five options. Its mean over a task leaves empty replies out.
+    """
+    if lettered := re.fullmatch(r"([a-e])\.\s*.+", reply, re.IGNORECASE):
+        return _named(lettered[1].upper(), options)
+    alone = re.search(r"\b[a-e]\b", _unpunctuated(re.sub(r"[\n\t]", " ", reply)).lower())
+    return _named(alone[0].upper() if alone else "", options)
+
+
+def _unpunctuated(text: str) -> str:
+    """The text without punctuation marks; one that stands beside no space anywhere becomes a space.
+
+    A number such as 1,000 takes all marks away without a space.
+    """
+    thousands = re.search(r"\d,\d", text)
+    cleaned = text
+    for mark in _MARKS:
+        beside_space = f"{mark} " in text or f" {mark}" in text
+        cleaned = cleaned.replace(mark, "" if beside_space or thousands else " ")
+    return re.sub(r"\.(?!\d)", "", cleaned, count=32)  # the code passes a flag, of value 32, for the count
+
+
+def _egoschema(reply: str, options: Sequence[str]) -> Parsed:
+    """MMMU's rule: "(B)", "B " or "B." anywhere, "AND " too; of several the one whose last place comes first.
+
+    Without one, and from six words on, an option's text with its letter, in any case; else drawn: "B) a dog" is.
+    """
+    text = _padded(reply, ",.!?;:'")
+    names = [[f"({letter})", f"{letter} ", f"{letter}."] for letter in letters(len(options))]
+    places = _last_places(text, names)
+    if not places and len(text.split()) > 5:
+        places = _last_places(text.lower(), [[option.lower()] for option in _with_letters(options)])
+    return Parsed(min(places)[1]) if places else _DRAWN
+
+
+def _last_places(text: str, names: Iterable[Iterable[str]]) -> list[tuple[int, int]]:
+    """(last place in the text, index of the option) for every name of an option that is there."""
+    pairs = [(text.rfind(name), option) for option, its_names in enumerate(names) for name in its_names]
+    return [(place, option) for place, option in pairs if place >= 0]
+
+
+def _letter(reply: str, options: Sequence[str]) -> Parsed:
+    """The rule of ``jobs.generate`` (:func:`pipeline.generate.choices.parse_letter`): none rather than a guess."""
+    return Parsed(parse_letter(reply, _without_letters(options)))
+
+
+RULES: Mapping[str, Rule] = {
+    "extract-mcq-answer": _extract_mcq_answer,
+    "videomme-0.5": _videomme_05,
+    "mlvu-0.5": _mlvu_05,
+    "mlvu-official": _mlvu_official,
+    "longvideobench": _longvideobench,
+    "mvbench": _mvbench,
+    "egoschema": _egoschema,
+    "letter": _letter,
+}
+
+
+def _named(letter: str, options: Sequence[str]) -> Parsed:
+    known = letters(len(options))
+    return Parsed(known.index(letter) if letter in known else None)
+
+
+def _first(text: str, known: str) -> str:
+    return next((character for character in text if character in known), "")
+
+
+def _padded(text: str, marks: str) -> str:
+    """Between spaces, the text without each mark at its ends, in turn: of "'B.'" the quotes go, the full stop stays."""
+    for mark in marks:
+        text = text.strip(mark)
+    return f" {text} "
+
+
+def _with_letters(options: Sequence[str]) -> list[str]:
+    stripped = [option.strip() for option in options]
+    if _have_letters(stripped):
+        return stripped
+    return [f"{letter}. {option}" for letter, option in zip(letters(len(stripped)), stripped, strict=True)]
+
+
+def _without_letters(options: Sequence[str]) -> list[str]:
+    stripped = [option.strip() for option in options]
+    return [option[2:].strip() for option in stripped] if _have_letters(stripped) else stripped
+
+
+def _have_letters(options: Sequence[str]) -> bool:
+    return all(option.startswith(f"{letter}.") for option, letter in zip(options, letters(len(options)), strict=True))
