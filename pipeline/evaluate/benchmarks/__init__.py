@@ -1,0 +1,35 @@
+"""The benchmarks: one a file, each a record that says where its questions and videos are and how they are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gstep.lazy import LazyTable
+from pipeline.errors import UsageError
+from pipeline.evaluate.benchmarks.base import Benchmark
+from pipeline.evaluate.benchmarks.own import own_benchmark
+from pipeline.inputs.listings import suffix_of
+from pipeline.inputs.tables import TABLE_SUFFIXES
+
+#: Name -> benchmark; a new one is a file and a line.
+BENCHMARKS: Mapping[str, Benchmark] = LazyTable(
+    "benchmark",
+    {
+        "videomme": "pipeline.evaluate.benchmarks.videomme:VIDEOMME",
+    },
+)
+
+
+def find_benchmark(name: str) -> Benchmark:
+    """The benchmark of this name, or the questions of one's own in a file; nothing is read yet.
+
+    Raises UsageError that lists what there is.
+    """
+    if name in BENCHMARKS:
+        return BENCHMARKS[name]
+    if suffix_of(name) in TABLE_SUFFIXES:
+        return own_benchmark(name)
+    raise UsageError(
+        f"--benchmark {name}: unknown; known are {', '.join(BENCHMARKS)}, and a file of your own questions named "
+        f"{', '.join(sorted(TABLE_SUFFIXES))}"
+    )

@@ -1,0 +1,174 @@
+"""What a benchmark is: one record, by which its annotations become questions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from string import Formatter
+
+from pipeline.errors import UsageError
+from pipeline.evaluate.benchmarks.annotations import (
+    AnswerRule,
+    LeftOut,
+    Videos,
+    answer_index,
+    data_folder,
+    options_of,
+    seconds_of,
+    text_of,
+)
+from pipeline.evaluate.benchmarks.items import Collected, Item, Loaded
+from pipeline.evaluate.protocols import QUESTIONS, Protocol
+from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow, read_rows
+
+
+@dataclass(frozen=True)
+class Split:
+    """A column by which scores are told apart: its title, and its values with theirs, in order ({}: any value)."""
+
+    name: str
+    title: str
+    parts: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """Where the questions and videos of a benchmark are, and the protocols that they are asked by.
+
+    Attributes:
+        name: on the command line.
+        title: in tables.
+        protocols: the first is the default.
+        source: what the data folder must hold and where that is from, for errors.
+        files: globs of the annotations below the data folder; the first that matches anything counts.
+        adapt: makes a row of what the columns below name, given a row of a file and the file's name, for layouts that
+            have an option a column, say, or the task in the file's name.
+        paths: templates, over columns, of a video's path below the data folder; the first that is there counts.
+        question_id, question, options, answer, cluster: columns; ``options`` holds lists of texts.
+        clip: the columns of a clip's start and end in seconds.
+        lettered: whether options carry their letters.
+        answer_rule: what ``answer`` is: a letter, an index counted from 0, or an option's text.
+        splits: by which columns scores are told apart; the first one is the main table's.
+        n_questions: of a complete data set.
+
+    Raises ValueError where a protocol's metric is the mean over a split that is not there.
+    """
+
+    name: str
+    title: str
+    protocols: tuple[Protocol, ...]
+    source: str = ""
+    files: tuple[str, ...] = ()
+    adapt: Callable[[UserRow, str], UserRow] | None = None
+    paths: tuple[str, ...] = ()
+    question_id: str = "question_id"
+    question: str = "question"
+    options: str = "options"
+    answer: str = "answer"
+    cluster: str = ""
+    clip: tuple[str, str] | None = None
+    lettered: bool = False
+    answer_rule: AnswerRule = "letter"
+    splits: tuple[Split, ...] = ()
+    n_questions: int | None = None
+
+    def __post_init__(self) -> None:
+        known = [QUESTIONS, *(split.name for split in self.splits)]
+        if odd := [protocol.metric for protocol in self.protocols if protocol.metric not in known]:
+            raise ValueError(f"benchmark {self.name}: the metric {odd[0]!r} is none of {', '.join(known)}")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that every row needs."""
+        own = (self.question_id, self.question, self.options, self.answer, self.cluster)
+        return tuple(dict.fromkeys([*own, *self._in_paths, *(split.name for split in self.splits)]))
+
+    def protocol(self, name: str | None = None) -> Protocol:
+        """The protocol of this name, by default the first. Raises UsageError that lists them."""
+        if name is None:
+            return self.protocols[0]
+        known = {protocol.name: protocol for protocol in self.protocols}
+        if name not in known:
+            raise UsageError(f"--protocol {name}: {self.title} has {', '.join(known)}")
+        return known[name]
+
+    def load(self, data: Path | str | None) -> Loaded:
+        """The questions whose videos are below the folder ``data``, and all faults.
+
+        Raises UsageError, naming the file or folder and the remedy: no such folder, no annotations in it, a file that
+        cannot be read or has not all columns, no question left.
+        """
+        remedy = f"the folder must hold {self.source}"
+        if data is None:
+            raise UsageError(f"--data must name the folder of {self.title}; {remedy}")
+        folder = data_folder(data, remedy)
+        videos, collected = Videos(folder), Collected()
+        for path in self._files(folder):
+            for where, row in self._rows(path, path.relative_to(folder).as_posix()):
+                try:
+                    item = self._item(row, videos)
+                except LeftOut as fault:
+                    collected.leave_out(where, row.get(self.question_id), fault)
+                else:
+                    collected.keep(where, item)
+        return collected.loaded(str(folder), remedy)
+
+    @property
+    def _in_paths(self) -> list[str]:
+        return [name for path in self.paths for _, name, _, _ in Formatter().parse(path) if name]
+
+    def _files(self, folder: Path) -> list[Path]:
+        for pattern in self.files:
+            if found := sorted(folder.glob(pattern)):
+                return found
+        raise UsageError(
+            f"{folder}: no annotations of {self.title} in it (looked for {', '.join(self.files)}); the folder must "
+            f"hold {self.source}"
+        )
+
+    def _rows(self, path: Path, name: str) -> list[tuple[str, UserRow]]:
+        """The rows of a file with the words that say where they stand, its columns checked."""
+        try:
+            with path.open("rb") as file:
+                rows = [(f"{name}, {where}", row) for where, row in read_rows(name, file, ", ".join(self.columns))]
+        except (BadRow, *UNREADABLE) as error:
+            raise UsageError(f"{path}: cannot be read: {error}; fetch it again from {self.source}") from error
+        if self.adapt is not None:
+            rows = [(where, self.adapt(row, name)) for where, row in rows]
+        present = dict.fromkeys(column for _, row in rows for column in row)
+        if rows and (missing := [column for column in self.columns if column not in present]):
+            raise UsageError(
+                f"{path}: {self.title} needs the columns {', '.join(missing)}, and this file has only "
+                f"{', '.join(present)}; take the files of {self.source}"
+            )
+        return rows
+
+    def _item(self, row: UserRow, videos: Videos) -> Item:
+        options = options_of(row, self.options)
+        expected = text_of(row, self.answer)
+        start_s, end_s = (seconds_of(row, column) for column in self.clip or ("", ""))
+        named = {name: text_of(row, name) for name in self._in_paths}
+        checked = {
+            "question_id": text_of(row, self.question_id),
+            "question": text_of(row, self.question),
+            "cluster": text_of(row, self.cluster),
+        }
+        splits = {split.name: _part(row, split) for split in self.splits}
+        return Item(
+            **checked,
+            video_ids=(videos.find([path.format_map(named) for path in self.paths], named.values()),),
+            start_s=start_s,
+            end_s=end_s,
+            options=options,
+            answer=answer_index(self.answer_rule, expected, options),
+            expected=expected,
+            splits=splits,
+        )
+
+
+def _part(row: UserRow, split: Split) -> str:
+    part = text_of(row, split.name)
+    if split.parts and part not in split.parts:
+        raise LeftOut("bad-row", f"{split.name} must be one of {', '.join(split.parts)}, got {part!r}")
+    return part

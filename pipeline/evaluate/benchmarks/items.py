@@ -1,0 +1,135 @@
+"""Questions and faults: nothing of the annotations is dropped without a word.
+
+A data set has faults, and everyone's copy has others. A row that cannot be asked is left out as a fault that says why;
+one that is odd is kept, and its oddity is listed. The questions and what was left out are all rows of the files.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pipeline.errors import UsageError, printable
+from pipeline.evaluate.benchmarks.annotations import FaultKind, LeftOut, without_letter
+
+
+@dataclass(frozen=True)
+class AnnotationFault:
+    """Something is wrong with a row of the annotations.
+
+    Attributes:
+        kind: bad-row (a needed column is empty or of another type), missing-video, policy (its path leads outside the
+            data folder), repeated-question (an id again, or the same question on the same video under another id),
+            repeated-candidate, answer-no-candidate (the right answer is none of the options: no reply can be right).
+        question_id: whose; None where the row has none.
+        message: at most 1 KB, printable; names the row.
+        left_out: whether the question is not asked.
+    """
+
+    kind: FaultKind
+    question_id: str | None
+    message: str
+    left_out: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A question of a benchmark.
+
+    Attributes:
+        question_id: unique in the benchmark; may begin with "-".
+        video_ids: the videos in the order of the prompt: POSIX paths relative to the data folder, as jobs.prune names
+            those of a folder. A benchmark has one; questions of one's own may have several.
+        start_s, end_s: the clip in seconds; None: that side of the video is open.
+        question: its text, as in the file.
+        options: as in the file, with their letters where they carry them; () for a free answer.
+        answer: index of the right option; None where none is right, and for a free answer.
+        expected: the answer as the file has it.
+        splits: name of a split -> which part of it the question is in.
+        cluster: what must be drawn together when the error of a score is estimated; mostly the video.
+    """
+
+    question_id: str
+    video_ids: tuple[str, ...]
+    start_s: float | None = None
+    end_s: float | None = None
+    question: str
+    options: tuple[str, ...] = ()
+    answer: int | None = None
+    expected: str
+    splits: Mapping[str, str] = field(default_factory=dict)
+    cluster: str
+
+    @property
+    def video_id(self) -> str:
+        """The video, or the first of several."""
+        return self.video_ids[0]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """Questions to ask, in the order of the files, and what was wrong.
+
+    ``n_annotated`` rows are ``items`` and as many faults that are ``left_out``.
+    """
+
+    items: tuple[Item, ...]
+    faults: tuple[AnnotationFault, ...]
+    n_annotated: int
+
+
+class Collected:
+    """Questions and faults as they are found, row by row."""
+
+    def __init__(self) -> None:
+        self._items: list[Item] = []
+        self._faults: list[AnnotationFault] = []
+        self._n_annotated = 0
+        self._ids: set[str] = set()
+        self._asked: dict[tuple[object, ...], str] = {}
+
+    def leave_out(self, where: str, question_id: object, fault: LeftOut) -> None:
+        """A row that cannot be asked."""
+        self._n_annotated += 1
+        known = isinstance(question_id, str | int) and not isinstance(question_id, bool)
+        self._fault(fault.kind, str(question_id) if known else None, f"{where}: {fault}", left_out=True)
+
+    def keep(self, where: str, item: Item) -> None:
+        """A question to ask, unless its id was there before."""
+        if item.question_id in self._ids:
+            self.leave_out(where, item.question_id, LeftOut("repeated-question", "this question_id was there before"))
+            return
+        self._n_annotated += 1
+        self._ids.add(item.question_id)
+        self._items.append(item)
+        for kind, oddity in self._oddities(item):
+            self._fault(kind, item.question_id, f"{where}: {oddity}", left_out=False)
+
+    def loaded(self, place: str, remedy: str) -> Loaded:
+        """All of it. Raises UsageError, with an example, where no question is left."""
+        if self._items:
+            return Loaded(tuple(self._items), tuple(self._faults), self._n_annotated)
+        if not self._faults:
+            raise UsageError(f"{place}: there is no question in it; {remedy}")
+        counts = Counter(fault.kind for fault in self._faults)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in counts.most_common())
+        raise UsageError(
+            f"{place}: none of the {self._n_annotated} questions can be asked ({kinds}), e.g. "
+            f"{self._faults[0].message}; {remedy}"
+        )
+
+    def _oddities(self, item: Item) -> list[tuple[FaultKind, str]]:
+        found: list[tuple[FaultKind, str]] = []
+        asked = (item.video_ids, item.start_s, item.end_s, item.question)
+        if (first := self._asked.setdefault(asked, item.question_id)) != item.question_id:
+            found.append(("repeated-question", f"the same question on the same video as {first!r}"))
+        counts = Counter(map(without_letter, item.options))
+        if repeated := [text for text, count in counts.items() if count > 1]:
+            found.append(("repeated-candidate", f"the option {repeated[0]!r} is there {counts[repeated[0]]} times"))
+        if item.options and item.answer is None:
+            found.append(("answer-no-candidate", f"the answer {item.expected!r} is none of the options {item.options}"))
+        return found
+
+    def _fault(self, kind: FaultKind, question_id: str | None, message: str, *, left_out: bool) -> None:
+        self._faults.append(AnnotationFault(kind, question_id, printable(message), left_out))

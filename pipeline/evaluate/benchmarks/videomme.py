@@ -1,0 +1,54 @@
+"""Video-MME (Fu et al., CVPR 2025): 900 videos of 11 s to an hour, three questions each, four options each.
+
+The layout is that of the data set on the Hugging Face hub; ``videos_*.zip`` hold a folder ``data``. Prompts:
+``tasks/videomme/utils.py`` and ``videomme.yaml`` of lmms-eval, and the README of github.com/MME-Benchmarks/Video-MME.
+"""
+
+from __future__ import annotations
+
+from pipeline.evaluate.benchmarks.base import Benchmark, Split
+from pipeline.evaluate.protocols import LMMS_EVAL_0_5, LMMS_EVAL_0_7, Prompt, Protocol
+
+_TASK = "Select the best answer to the following multiple-choice question based on the video{}. Respond with only the "
+_LETTERS = "letter (A, B, C, or D) of the correct option.\n{{question}}\n{{options}}\n{}"
+# It speaks of subtitles, though the task gives none.
+_LMMS_EVAL = Prompt(
+    _TASK.format(" and the subtitles")
+    + _LETTERS.format("\nAnswer with the option's letter from the given choices directly.")
+)
+_QWEN3 = {"qwen3_vl": Prompt("Question: {question}\nOptions:\n{options}\nAnswer with the option letter only.")}
+_OFFICIAL = Prompt(_TASK.format("") + _LETTERS.format("The best answer is:"))
+
+VIDEOMME = Benchmark(
+    name="videomme",
+    title="VideoMME",
+    protocols=(
+        Protocol(
+            name="lmms-eval-0.7.3",
+            prompt=_LMMS_EVAL,
+            prompts=_QWEN3,
+            models=LMMS_EVAL_0_7,
+            parser="extract-mcq-answer",
+        ),
+        Protocol(name="lmms-eval-0.5", prompt=_LMMS_EVAL, prompts=_QWEN3, models=LMMS_EVAL_0_5, parser="videomme-0.5"),
+        # The authors leave frames, sizes and decoding to each model; those of lmms-eval make the numbers comparable.
+        Protocol(name="official", prompt=_OFFICIAL, models=LMMS_EVAL_0_7, parser="videomme-0.5"),
+    ),
+    source="the data set lmms-eval/Video-MME of the Hugging Face hub, with its videos_*.zip unpacked",
+    files=("videomme/test-*.parquet", "test-*.parquet"),
+    paths=tuple(
+        f"{folder}{{videoID}}{suffix}"
+        for folder in ("data/", "videos/", "video/", "")
+        for suffix in (".mp4", ".MP4", ".mkv")
+    ),
+    lettered=True,
+    answer_rule="letter",
+    splits=(
+        Split("duration", "Duration", {"short": "Short", "medium": "Medium", "long": "Long"}),
+        Split("domain", "Domain"),
+        Split("sub_category", "Sub-category"),
+        Split("task_type", "Task"),
+    ),
+    cluster="videoID",
+    n_questions=2700,
+)

@@ -1,0 +1,172 @@
+"""How a benchmark is asked: prompt, system text, frames, sizes, decoding and the rule that reads the replies, as data.
+
+A published number belongs to a protocol, not to a benchmark alone. What ``lmms-eval`` does to all its video tasks is
+written down here, once a version; the prompts are each benchmark's own. Sources: github.com/EvolvingLMMs-Lab/lmms-eval,
+wheels 0.7.3 and 0.5.0, of ``models/`` the files ``simple/llava_onevision.py``, ``chat/qwen2_5_vl.py`` and
+``chat/qwen3_vl.py``; ``vision_process.py`` of qwen-vl-utils 0.0.14 (github.com/QwenLM/Qwen3-VL) for sizes and rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from pipeline.generate.choices import INSTRUCTION, letters
+
+if TYPE_CHECKING:
+    from pipeline.evaluate.benchmarks.items import Item
+
+#: How a question with options is answered: a reply is generated and read, or options are scored.
+ChoicesMethod = Literal["generate", "letter", "loglikelihood"]
+#: The metric that is the plain mean over all questions.
+QUESTIONS = "questions"
+_HELPFUL = "You are a helpful assistant."
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The text of a user's message.
+
+    Attributes:
+        template: with ``{question}`` and ``{options}``, the options' lines.
+        option: the line of one option, with ``{letter}`` and ``{text}``.
+        free: of a question without options, with ``{question}``.
+    """
+
+    template: str
+    option: str = "{text}"
+    free: str = "{question}"
+
+    def text(self, question: str, options: Sequence[str]) -> str:
+        """The whole text; braces in a question or an option stay as they are."""
+        if not options:
+            return self.free.format(question=question)
+        named = zip(letters(len(options)), options, strict=True)
+        lines = "\n".join(self.option.format(letter=letter, text=text) for letter, text in named)
+        return self.template.format(question=question, options=lines)
+
+
+@dataclass(frozen=True)
+class FrameRule:
+    """Which frames of a video are taken: ``num_frames`` spread evenly from the first to the last.
+
+    Attributes:
+        num_frames: how many.
+        rounding: what becomes of places between two frames.
+        even: an even number, and no more than the video has; else a short video repeats frames.
+    """
+
+    num_frames: int = 32
+    rounding: Literal["truncate", "round"] = "truncate"
+    even: bool = False
+
+    def count(self, n_frames: int) -> int:
+        """How many frames are taken of a video that has ``n_frames``."""
+        return max(2, min(self.num_frames, n_frames) // 2 * 2) if self.even else self.num_frames
+
+
+@dataclass(frozen=True)
+class PixelLimits:
+    """The least and the most pixels of what ``--min-pixels`` and ``--max-pixels`` of jobs.prune count on that model: a
+    frame on Qwen2.5-VL, all frames together on Qwen3-VL."""
+
+    min_pixels: int
+    max_pixels: int
+
+
+@dataclass(frozen=True)
+class ModelRules:
+    """What a protocol does with one type of model; as it stands, with one that it says nothing about.
+
+    Attributes:
+        system: the system message; None is the chat template's own.
+        frames: which frames.
+        pixels: their sizes; None leaves them to the checkpoint's settings.
+    """
+
+    system: str | None = None
+    frames: FrameRule = FrameRule()
+    pixels: PixelLimits | None = None
+
+
+# lmms-eval's own bounds come to the processor and to qwen-vl-utils, which lets no frame have more than 768 tokens.
+_MIN = 256 * 28 * 28
+_ROUNDED = FrameRule(32, "round", even=True)
+_QWEN2_5_VL = ModelRules(None, _ROUNDED, PixelLimits(_MIN, 768 * 28 * 28))
+# Our bounds of Qwen3-VL are those of all frames together, lmms-eval's those of a frame.
+_QWEN3_PIXELS = PixelLimits(_ROUNDED.num_frames * _MIN, _ROUNDED.num_frames * 768 * 32 * 32)
+
+#: lmms-eval 0.7.3, the classes that ``--model llava_onevision``, ``qwen2_5_vl`` and ``qwen3_vl`` run (chat before
+#: simple). Of Qwen2.5-VL's template the system text is the same one. A video with fewer than 32 frames ends in an error
+#: on Qwen3-VL there; here it is treated as on Qwen2.5-VL.
+LMMS_EVAL_0_7: Mapping[str, ModelRules] = {
+    "llava_onevision": ModelRules(_HELPFUL),
+    "qwen2_5_vl": _QWEN2_5_VL,
+    "qwen3_vl": ModelRules(_HELPFUL, _ROUNDED, _QWEN3_PIXELS),
+}
+#: lmms-eval 0.5.0: the same frames and sizes (a short video ends in an error on both Qwen models). 0.5.0 itself has no
+#: Qwen3-VL; the class that came after it under the same number gives no system text. It is the one of
+#: github.com/xuyang-liu16/VidCom2, branch qwen.
+LMMS_EVAL_0_5: Mapping[str, ModelRules] = {**LMMS_EVAL_0_7, "qwen3_vl": ModelRules(None, _ROUNDED, _QWEN3_PIXELS)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """Everything between a question and its score.
+
+    Attributes:
+        name: e.g. "lmms-eval-0.7.3"; with the benchmark's name it says what a number means.
+        prompt: the user's message.
+        prompts: the same by model type, where it differs.
+        models: what goes by the type of the model; a type that is not there gets ``ModelRules()``.
+        max_new_tokens: a reply's length at most.
+        temperature: 0 is greedy.
+        parser: name of the rule in :mod:`pipeline.evaluate.parsers` that reads a reply.
+        choices: how questions with options are answered.
+        metric: "questions", the plain mean over them, or a split of the benchmark: the mean of its parts' means.
+    """
+
+    name: str
+    prompt: Prompt
+    prompts: Mapping[str, Prompt] = field(default_factory=dict)
+    models: Mapping[str, ModelRules] = field(default_factory=dict)
+    max_new_tokens: int = 16
+    temperature: float = 0.0
+    parser: str
+    choices: ChoicesMethod = "generate"
+    metric: str = QUESTIONS
+
+    def text(self, item: Item, model_type: str) -> str:
+        """The whole text of the user's message, the options in it; visual tokens and chat template come around it."""
+        return self._prompt(model_type).text(item.question, item.options)
+
+    def rules(self, model_type: str) -> ModelRules:
+        """System text, frames and sizes for a type of model."""
+        return self.models.get(model_type, ModelRules())
+
+    def describe(self, model_type: str) -> dict[str, Any]:
+        """All of it for a type of model, JSON-able, for the identity of results."""
+        return {
+            "protocol": self.name,
+            "prompt": asdict(self._prompt(model_type)),
+            **asdict(self.rules(model_type)),
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "parser": self.parser,
+            "choices": self.choices,
+            "metric": self.metric,
+        }
+
+    def _prompt(self, model_type: str) -> Prompt:
+        return self.prompts.get(model_type, self.prompt)
+
+
+#: Questions of one's own: asked as ``jobs.generate --questions`` asks them, with its frames and its length of replies.
+LETTER = Protocol(
+    name="letter",
+    prompt=Prompt(f"{{question}}\n{{options}}\n{INSTRUCTION}", "{letter}. {text}"),
+    max_new_tokens=64,
+    parser="letter",
+    choices="letter",
+)

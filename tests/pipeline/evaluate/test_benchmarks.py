@@ -1,0 +1,495 @@
+"""Benchmarks: every row of the annotations is a question or a fault, and no path leads out of the data folder."""
+
+import csv
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import av
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.errors import QuestionsError, UsageError
+from pipeline.evaluate.benchmarks import BENCHMARKS, find_benchmark
+from pipeline.evaluate.benchmarks.base import Benchmark, Split
+from pipeline.evaluate.benchmarks.own import same_text
+from pipeline.evaluate.protocols import LETTER
+from pipeline.inputs.manifest import read_manifest
+from tests.pipeline.evaluate.videomme import LEFT_OUT, MISSING, OUTSIDE, video_id, write_rows, write_videomme
+
+VIDEOMME = BENCHMARKS["videomme"]
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_videomme(tmp_path / "videomme", videos=False)
+
+
+def rows_of(folder):
+    return pq.read_table(folder / "videomme" / "test-00000-of-00001.parquet").to_pylist()
+
+
+def plain_rows(tmp_path, n_videos=2):
+    """The rows of a VideoMME without faults, to put one in."""
+    return rows_of(write_videomme(tmp_path / "v", n_videos=n_videos, faults=False, videos=False))
+
+
+def reload(tmp_path, rows):
+    write_rows(tmp_path / "v", rows)
+    return VIDEOMME.load(tmp_path / "v")
+
+
+def frames_of(path):
+    with av.open(str(path)) as file:
+        return sum(1 for _ in file.decode(video=0))
+
+
+def test_a_question_is_what_its_row_says(tmp_path):
+    (row, *_), folder = plain_rows(tmp_path), tmp_path / "v"
+    item = VIDEOMME.load(folder).items[0]
+    assert (item.question_id, item.question, item.options) == ("001-1", row["question"], tuple(row["options"]))
+    assert item.video_ids == ("data/-Ab0xYz_9Qk.mp4",) and item.video_id == "data/-Ab0xYz_9Qk.mp4"
+    assert (item.start_s, item.end_s) == (None, None)
+    assert (item.expected, item.answer) == (row["answer"], "ABCD".index(row["answer"]))
+    assert item.cluster == "-Ab0xYz_9Qk"
+    assert item.splits == {
+        "duration": "short", "domain": "Knowledge", "sub_category": "Geography", "task_type": "OCR Problems"
+    }  # fmt: skip
+
+
+def test_without_faults_every_row_is_a_question(tmp_path):
+    write_videomme(tmp_path, faults=False, videos=False)
+    loaded = VIDEOMME.load(tmp_path)
+    assert loaded.n_annotated == len(loaded.items) == 18 and not loaded.faults
+    assert Counter(item.splits["duration"] for item in loaded.items) == {"short": 6, "medium": 6, "long": 6}
+    assert [item.question_id for item in loaded.items] == [row["question_id"] for row in rows_of(tmp_path)]
+    assert {item.answer for item in loaded.items} == {0, 1, 2, 3}
+
+
+def test_every_fault_is_listed_and_the_rows_add_up(data):
+    loaded = VIDEOMME.load(data)
+    assert Counter((fault.kind, fault.left_out) for fault in loaded.faults) == {
+        ("missing-video", True): 3,
+        ("bad-row", True): 1,
+        ("policy", True): 1,
+        ("repeated-candidate", False): 1,
+        ("answer-no-candidate", False): 1,
+    }
+    assert loaded.n_annotated == len(rows_of(data)) == len(loaded.items) + LEFT_OUT
+    assert len(loaded.items) == 18
+
+
+def test_a_fault_names_its_row_and_its_question(data):
+    faults = {fault.kind: fault for fault in VIDEOMME.load(data).faults}
+    rows = rows_of(data)
+    for kind, place, said in (
+        ("repeated-candidate", 1, "the option 'A cup.' is there 2 times"),
+        ("answer-no-candidate", 2, "the answer 'E' is none of the options"),
+        ("missing-video", 5, f"there is no 'data/{MISSING}.mp4' in the data folder"),
+        ("bad-row", 6, "options must be a list of texts, got None"),
+        ("policy", 7, f"{OUTSIDE!r} leads outside"),
+    ):
+        assert faults[kind].question_id == rows[place]["question_id"]
+        assert f"videomme/test-00000-of-00001.parquet, row {place}: " in faults[kind].message
+        assert said in faults[kind].message
+
+
+def test_a_question_that_nobody_can_get_right_is_kept_without_an_answer(data):
+    item = next(item for item in VIDEOMME.load(data).items if item.question_id == "001-3")
+    assert item.answer is None and item.expected == "E" and len(item.options) == 4
+
+
+def test_videos_are_found_with_any_of_their_suffixes_under_the_ids_that_pruning_gives_them(tmp_path):
+    write_videomme(tmp_path, n_videos=4)
+    found = list(dict.fromkeys(item.video_id for item in VIDEOMME.load(tmp_path).items))
+    assert found == [video_id(number) for number in range(4)]
+    assert {Path(name).suffix for name in found} == {".mp4", ".MP4", ".mkv"}
+    assert sorted(found) == sorted(read_manifest(str(tmp_path))["video_id"].to_pylist())
+    assert [frames_of(tmp_path / name) for name in found] == [16, 17, 18, 19]
+
+
+def test_the_fixture_is_the_same_every_time_and_another_with_another_seed(tmp_path):
+    folders = [write_videomme(tmp_path / name, n_videos=1, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1))]
+    first, again, other = ((folder / video_id(0)).read_bytes() for folder in folders)
+    assert first == again != other
+    assert rows_of(folders[0]) == rows_of(folders[1]) != rows_of(folders[2])
+
+
+@pytest.mark.parametrize("videos", ["videos", "video", "."])
+def test_other_layouts_are_found_too(tmp_path, videos):
+    write_videomme(tmp_path, n_videos=1, faults=False, videos=False)
+    (tmp_path / "videomme" / "test-00000-of-00001.parquet").rename(tmp_path / "test-00000-of-00001.parquet")
+    (tmp_path / videos).mkdir(exist_ok=True)
+    (tmp_path / video_id(0)).rename(tmp_path / videos / Path(video_id(0)).name)
+    items = VIDEOMME.load(tmp_path).items
+    assert items[0].video_id == str(Path(videos) / "-Ab0xYz_9Qk.mp4") and len(items) == 3
+
+
+def test_all_parts_of_the_annotations_are_read(tmp_path):
+    first, *others = plain_rows(tmp_path)
+    path = write_rows(tmp_path / "v", others)
+    second = tmp_path / "v" / "videomme" / "test-00001-of-00002.parquet"
+    path.rename(second)
+    write_rows(tmp_path / "v", [first])
+    assert [item.question_id for item in VIDEOMME.load(tmp_path / "v").items] == [
+        row["question_id"] for row in (first, *others)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        ({"question_id": None}, "question_id must be text"),
+        ({"question": " "}, "question must be text"),
+        ({"videoID": None}, "videoID must be text"),
+        ({"answer": ""}, "answer must be text"),
+        ({"domain": None}, "domain must be text"),
+        ({"options": []}, "options must be a list of texts"),
+        ({"options": ["A. x", None]}, "options must be a list of texts"),
+        ({"options": [f"option {i}" for i in range(27)]}, "there are 26 letters"),
+        ({"duration": "tiny"}, "duration must be one of short, medium, long, got 'tiny'"),
+    ],
+)
+def test_a_bad_cell_costs_its_row_alone(tmp_path, cell, said):
+    rows = plain_rows(tmp_path)
+    loaded = reload(tmp_path, [rows[0], rows[1] | cell, *rows[2:]])
+    assert [fault.kind for fault in loaded.faults] == ["bad-row"] and said in loaded.faults[0].message
+    assert loaded.faults[0].question_id == (None if "question_id" in cell else "001-2")
+    assert len(loaded.items) == len(rows) - 1
+
+
+def test_an_id_counts_once(tmp_path):
+    rows = plain_rows(tmp_path)
+    loaded = reload(tmp_path, [*rows, rows[0] | {"question": "Another?"}])
+    (fault,) = loaded.faults
+    assert (fault.kind, fault.question_id, fault.left_out) == ("repeated-question", "001-1", True)
+    assert len(loaded.items) == len(rows) and loaded.n_annotated == len(rows) + 1
+    assert loaded.items[0].question == rows[0]["question"]
+
+
+def test_a_question_under_two_ids_is_kept_and_listed(tmp_path):
+    rows = plain_rows(tmp_path)
+    loaded = reload(tmp_path, [*rows, rows[0] | {"question_id": "x"}, rows[3] | {"question_id": "y", "question": "Q"}])
+    (fault,) = loaded.faults
+    assert (fault.kind, fault.question_id, fault.left_out) == ("repeated-question", "x", False)
+    assert "'001-1'" in fault.message and len(loaded.items) == len(rows) + 2
+
+
+@pytest.mark.parametrize("answer", ["b", " B "])
+def test_a_letter_counts_in_either_case(tmp_path, answer):
+    rows = plain_rows(tmp_path)
+    loaded = reload(tmp_path, [rows[0] | {"answer": answer}])
+    assert (loaded.items[0].answer, loaded.items[0].expected) == (1, answer)
+
+
+@pytest.mark.parametrize("answer", ["Both", "A.", "AB", "1", "E"])
+def test_what_is_no_letter_of_an_option_is_no_candidate(tmp_path, answer):
+    loaded = reload(tmp_path, [plain_rows(tmp_path)[0] | {"answer": answer}])
+    assert loaded.items[0].answer is None and [fault.kind for fault in loaded.faults] == ["answer-no-candidate"]
+
+
+@pytest.mark.parametrize("key", ["../../outside", "..", "a/../../../outside", "/etc/passwd", "x\0y", "a\nb"])
+def test_no_path_leads_out_of_the_data_folder(tmp_path, key):
+    (tmp_path / "outside.mp4").touch()
+    rows = plain_rows(tmp_path)
+    loaded = reload(tmp_path, [rows[0], rows[1] | {"videoID": key}])
+    assert [fault.kind for fault in loaded.faults] == ["policy"] and len(loaded.items) == 1
+    assert loaded.faults[0].message.isprintable()
+
+
+def test_no_link_leads_out_of_the_data_folder(tmp_path):
+    rows, data = plain_rows(tmp_path), tmp_path / "v"
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("secret.mp4", "elsewhere/other.mp4"):
+        (tmp_path / name).touch()
+    (data / "data" / "link.mp4").symlink_to(tmp_path / "secret.mp4")
+    (data / "videos").symlink_to(tmp_path / "elsewhere")
+    (data / "data" / "within.mp4").symlink_to(data / video_id(0))
+    keys = ["link", "other", "within"]
+    loaded = reload(tmp_path, [row | {"videoID": key} for row, key in zip(rows, keys, strict=False)])
+    assert [fault.kind for fault in loaded.faults] == ["policy", "policy"]
+    assert "'data/link.mp4'" in loaded.faults[0].message and "'videos/other.mp4'" in loaded.faults[1].message
+    assert [item.video_id for item in loaded.items] == ["data/within.mp4"]
+
+
+def test_a_name_that_no_file_can_have_is_a_missing_video(tmp_path):
+    rows = plain_rows(tmp_path)
+    loaded = reload(tmp_path, [rows[0], rows[1] | {"videoID": "x" * 5000}])
+    assert [fault.kind for fault in loaded.faults] == ["missing-video"] and len(loaded.faults[0].message) <= 1024
+
+
+def test_a_folder_that_is_none_is_refused_with_the_remedy(tmp_path):
+    (tmp_path / "file").touch()
+    for data, said in (
+        (tmp_path / "none", "no such folder; the folder must hold the data set lmms-eval/Video-MME"),
+        (tmp_path / "file", "is a file; name the folder"),
+        ("s3://bucket/videomme", "only local folders are read"),
+        (Path("s3://bucket/videomme"), "only local folders are read"),
+        (None, "--data must name the folder of VideoMME"),
+        (tmp_path, r"looked for videomme/test-\*.parquet, test-\*.parquet\); the folder must hold the data set"),
+    ):
+        with pytest.raises(UsageError, match=said) as error:
+            VIDEOMME.load(data)
+        assert data is None or str(data) in str(error.value)
+
+
+def test_annotations_that_are_none_are_refused_with_the_remedy(tmp_path, data):
+    path = data / "videomme" / "test-00000-of-00001.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.drop_columns(["options", "videoID"]), path)
+    with pytest.raises(UsageError, match=r"needs the columns options, videoID, and this file has only video_id, dur"):
+        VIDEOMME.load(data)
+    pq.write_table(table.slice(0, 0), path)
+    with pytest.raises(UsageError, match="there is no question in it"):
+        VIDEOMME.load(data)
+    path.write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(UsageError, match=r"test-00000-of-00001.parquet: cannot be read: .*; fetch it again"):
+        VIDEOMME.load(data)
+
+
+def test_where_no_question_is_left_it_is_said_why(tmp_path):
+    rows = plain_rows(tmp_path)
+    for path in (tmp_path / "v" / "data").iterdir():
+        path.unlink()
+    with pytest.raises(UsageError, match=r"none of the 7 .* \(6 missing-video, 1 policy\), e.g. .*Ab0xYz.*unpacked"):
+        reload(tmp_path, [*rows, rows[0] | {"videoID": "../x"}])
+
+
+def test_videomme_is_told_apart_as_it_is_published():
+    assert VIDEOMME.splits[0] == Split("duration", "Duration", {"short": "Short", "medium": "Medium", "long": "Long"})
+    assert [split.name for split in VIDEOMME.splits] == ["duration", "domain", "sub_category", "task_type"]
+    assert VIDEOMME.n_questions == 2700 and VIDEOMME.lettered
+    assert [protocol.name for protocol in VIDEOMME.protocols] == ["lmms-eval-0.7.3", "lmms-eval-0.5", "official"]
+
+
+def test_a_protocol_is_asked_for_by_name_and_the_first_by_none():
+    assert VIDEOMME.protocol().name == "lmms-eval-0.7.3"
+    assert VIDEOMME.protocol("official").name == "official"
+    with pytest.raises(UsageError, match=r"--protocol x: VideoMME has lmms-eval-0\.7\.3, lmms-eval-0\.5, official"):
+        VIDEOMME.protocol("x")
+
+
+def test_benchmarks_are_found_by_name_and_questions_by_their_file(tmp_path):
+    assert find_benchmark("videomme") is VIDEOMME
+    own = find_benchmark(str(tmp_path / "mine.csv"))
+    assert (own.name, own.title, own.protocols) == ("mine.csv", "mine", (LETTER,))
+    with pytest.raises(UsageError, match="--benchmark vidoemme: unknown; known are videomme, and a file of your own"):
+        find_benchmark("vidoemme")
+
+
+CLIPS = Benchmark(
+    name="clips",
+    title="Clips",
+    protocols=(replace(LETTER, metric="task"),),
+    source="clips",
+    files=("json/*.jsonl",),
+    adapt=lambda row, name: {
+        **row,
+        "task": Path(name).stem,
+        "candidates": [row[f"option{i}"] for i in range(3) if row[f"option{i}"] != "N/A"],
+    },
+    paths=("video/{task}/{video}",),
+    question_id="id",
+    options="candidates",
+    cluster="video",
+    clip=("start", "end"),
+    answer_rule="text",
+    splits=(Split("task", "Task"),),
+)
+CLIP = {
+    "id": 1, "video": "a.mp4", "question": "Q", "option0": "x", "option1": "y", "option2": "N/A", "answer": "y",
+    "start": 1.5, "end": 9,
+}  # fmt: skip
+
+
+def write_clips(tmp_path, rows):
+    for task in ("count", "order"):
+        (tmp_path / "video" / task).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "video" / task / "a.mp4").touch()
+    (tmp_path / "json").mkdir(exist_ok=True)
+    (tmp_path / "json" / "count.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "json" / "order.jsonl").write_text(json.dumps(CLIP | {"id": "last", "start": None}))
+
+
+def test_another_layout_is_another_record(tmp_path):
+    """Clips, an option a column, answers as text, the task in the file's name, one file name in two folders."""
+    write_clips(tmp_path, [CLIP, CLIP | {"id": 2, "start": 2, "option2": "y"}])
+    first, second, last = CLIPS.load(tmp_path).items
+    assert (first.question_id, first.video_id, first.start_s, first.end_s) == ("1", "video/count/a.mp4", 1.5, 9.0)
+    assert (first.options, first.answer, second.options, second.answer) == (("x", "y"), 1, ("x", "y", "y"), 1)
+    assert (last.video_id, last.start_s, last.splits) == ("video/order/a.mp4", None, {"task": "order"})
+    assert [fault.kind for fault in CLIPS.load(tmp_path).faults] == ["repeated-candidate"]
+
+
+@pytest.mark.parametrize("start", ["1.5", -1, True, float("nan")])
+def test_a_clip_that_starts_nowhere_is_a_bad_row(tmp_path, start):
+    write_clips(tmp_path, [CLIP | {"start": start}])
+    loaded = CLIPS.load(tmp_path)
+    assert [(fault.kind, fault.question_id) for fault in loaded.faults] == [("bad-row", "1")]
+    assert "json/count.jsonl, line 1: start must be seconds" in loaded.faults[0].message
+
+
+def test_answers_may_be_indices(tmp_path):
+    write_clips(tmp_path, [CLIP | {"id": i, "answer": answer} for i, answer in enumerate(["1", 0, 2, -1])])
+    items = replace(CLIPS, answer_rule="index").load(tmp_path).items
+    assert [item.answer for item in items] == [1, 0, None, None, None]
+
+
+def test_a_metric_over_a_split_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="the metric 'task' is none of questions, topic"):
+        replace(CLIPS, splits=(Split("topic", "Topic"),))
+
+
+OWN = [
+    {"question_id": 7, "video_id": "a.mp4", "prompt": "What?", "choices": ["a dog", "a cat"], "answer": "a cat"},
+    {"question_id": "8", "video_id": ["a.mp4", "-b.mp4"], "prompt": "Which?", "choices": ["x", "y"], "answer": "A",
+     "split": "hard", "cluster": "both", "note": "not looked at"},
+    {"question_id": "9", "video_id": "-b.mp4", "prompt": "How many?", "answer": "Three dogs."},
+]  # fmt: skip
+
+
+def write_own(path, rows):
+    if path.suffix == ".jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in rows))
+    elif path.suffix == ".csv":
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, names)
+            writer.writeheader()
+            writer.writerows(
+                {name: json.dumps(cell) if isinstance(cell, list) else cell for name, cell in row.items()}
+                for row in rows
+            )
+    else:
+        texts = [row | {"question_id": str(row["question_id"]), "video_id": _listed(row["video_id"])} for row in rows]
+        names = list(dict.fromkeys(name for row in texts for name in row))
+        pq.write_table(pa.Table.from_pylist([{name: row.get(name) for name in names} for row in texts]), path)
+    return str(path)
+
+
+def _listed(video_id):
+    return video_id if isinstance(video_id, list) else [video_id]
+
+
+def own(tmp_path, rows, data=None):
+    return find_benchmark(write_own(tmp_path / "own.jsonl", rows)).load(data)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_own_questions_are_read_from_every_kind_of_file(tmp_path, suffix):
+    loaded = find_benchmark(write_own(tmp_path / f"own{suffix}", OWN)).load(None)
+    first, second, third = loaded.items
+    assert (first.question_id, first.video_ids, first.question) == ("7", ("a.mp4",), "What?")
+    assert (first.options, first.answer, first.expected, first.splits) == (("a dog", "a cat"), 1, "a cat", {})
+    assert (second.video_ids, second.answer, second.splits) == (("a.mp4", "-b.mp4"), 0, {"split": "hard"})
+    assert (third.options, third.answer, third.expected) == ((), None, "Three dogs.")
+    assert not loaded.faults and loaded.n_annotated == 3
+
+
+def test_videos_that_a_question_ties_together_are_one_cluster_unless_the_file_says_otherwise(tmp_path):
+    asked = [["a"], ["b", "c"], ["c", "d"], ["e"], ["d"], ["b"]]
+    rows = [OWN[2] | {"question_id": i, "video_id": ids, "prompt": f"{i}?"} for i, ids in enumerate(asked)]
+    clusters = [item.cluster for item in own(tmp_path, rows).items]
+    assert clusters == ["a", "b", "b", "e", "b", "b"]
+    assert [item.cluster for item in own(tmp_path, OWN).items] == ["-b.mp4", "both", "-b.mp4"]
+
+
+@pytest.mark.parametrize(
+    ("choices", "answer", "index"),
+    [
+        (["a dog", "a cat"], "a cat", 1),
+        (["a dog", "a cat"], " A Cat ", 1),
+        (["cat", "Cat"], "Cat", 1),  # exact before folded
+        (["B", "A"], "A", 1),  # a text before a letter
+        (["x", "y"], "b", 1),
+        (["2", "1", "0"], 0, 2),  # a text before an index
+        (["x", "y", "z"], 2, 2),
+        (["x", "y", "z"], "0", 0),
+        (["x", "y"], 2, None),
+        (["x", "y"], -1, None),
+        (["x", "y"], "C", None),
+        (["x", "y"], "both", None),
+    ],
+)
+def test_the_right_choice_is_named_by_text_then_letter_then_index(tmp_path, choices, answer, index):
+    loaded = own(tmp_path, [OWN[0] | {"choices": choices, "answer": answer}])
+    assert loaded.items[0].answer == index and loaded.items[0].expected == str(answer)
+    assert [fault.kind for fault in loaded.faults] == ([] if index is not None else ["answer-no-candidate"])
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected", "same"),
+    [
+        ("three  dogs", "Three dogs.", True),
+        (" «Three dogs»! ", "three dogs", True),
+        ("STRASSE", "Straße", True),
+        ("three cats", "three dogs", False),
+        ("", "three", False),
+        ("", "?!", False),
+        (" ?! ", "?!", True),
+        ("don't know", "dont know", True),
+    ],
+)
+def test_a_free_answer_is_right_but_for_case_spaces_and_punctuation(reply, expected, same):
+    assert same_text(reply, expected) is same
+
+
+def test_own_videos_are_looked_for_below_the_data_folder_and_nowhere_else(tmp_path):
+    data = tmp_path / "data"
+    (data / "sub").mkdir(parents=True)
+    (data / "sub" / "a.mp4").touch()
+    (tmp_path / "out.mp4").touch()
+    ids = ["sub/a.mp4", "./sub//a.mp4", "gone.mp4", "../out.mp4", ["sub/a.mp4", "gone.mp4"], str(data / "sub/a.mp4")]
+    rows = [OWN[0] | {"question_id": i, "video_id": video, "prompt": f"{i}?"} for i, video in enumerate(ids)]
+    loaded = own(tmp_path, rows, data)
+    assert [item.video_ids for item in loaded.items] == [("sub/a.mp4",), ("sub/a.mp4",)]
+    assert [fault.kind for fault in loaded.faults] == ["missing-video", "policy", "missing-video", "policy"]
+    assert loaded.n_annotated == 6 == len(loaded.items) + sum(fault.left_out for fault in loaded.faults)
+    assert len(own(tmp_path, rows).items) == 6  # of a cache: ids are not paths
+    with pytest.raises(UsageError, match=r"none of the 1 .*every question needs its videos below --data"):
+        own(tmp_path, rows[2:3], data)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"question_id": None}, "question_id must be text or a whole number, got None"),
+        ({"video_id": []}, "video_id must be a video's id or a list of them"),
+        ({"prompt": " "}, "every row needs question_id, video_id, prompt and answer"),
+        ({"answer": None}, "answer must be a choice, its letter or its index"),
+        ({"answer": True}, "answer must be a choice"),
+        ({"answer": ["a cat"]}, "answer must be a choice"),
+        ({"choices": ["x"]}, "choices must be 2 to 26"),
+        ({"choices": [str(i) for i in range(27)]}, "choices must be 2 to 26"),
+        ({"choices": "x or y"}, "choices must be a list of texts"),
+        ({"choices": ["x", " "]}, "choices must be a list of texts"),
+        ({"split": ["x"]}, "split must be text"),
+        ({"cluster": True}, "cluster must be text"),
+        ({"prompt": "\ud800"}, "not valid text"),
+        ({"system": "Be brief."}, "system is of jobs.generate; here the protocol says"),
+        ({"max_new_tokens": 5}, "max_new_tokens is of jobs.generate"),
+        ({"question_id": 7}, "1 question_ids repeat, e.g. '7'"),
+    ],
+)
+def test_what_is_wrong_with_a_row_of_ones_own_is_said_with_its_place(tmp_path, row, said):
+    with pytest.raises(QuestionsError) as error:
+        own(tmp_path, [OWN[0], OWN[1] | row])
+    place = "" if "repeat" in said else ", line 2"
+    assert f"{tmp_path / 'own.jsonl'}{place}: " in str(error.value) and said in str(error.value)
+
+
+def test_a_file_of_ones_own_that_is_none(tmp_path):
+    for name, content, said in (
+        ("q.parquet", b"PAR", "cannot be read as questions"),
+        ("q.jsonl", b"{", "line 1: not JSON"),
+        ("q.jsonl", b"\n", "there is no question in it"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UsageError, match=said):
+            find_benchmark(str(tmp_path / name)).load(None)
+    with pytest.raises(QuestionsError, match=r"none.csv: cannot be read: No such file"):
+        find_benchmark(str(tmp_path / "none.csv")).load(None)
+    with pytest.raises(QuestionsError, match="only local files are read"):
+        find_benchmark("s3://bucket/q.csv").load(None)

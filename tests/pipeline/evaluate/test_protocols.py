@@ -1,0 +1,156 @@
+"""Protocols: what a model is told and shown is what the published code tells and shows, character by character."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from gstep.families import FAMILIES
+from pipeline.evaluate.benchmarks import BENCHMARKS
+from pipeline.evaluate.benchmarks.items import Item
+from pipeline.evaluate.parsers import RULES
+from pipeline.evaluate.protocols import LETTER, FrameRule, ModelRules, PixelLimits, Prompt, Protocol
+from pipeline.generate.choices import lettered_prompt
+
+VIDEOMME = BENCHMARKS["videomme"]
+ITEM = Item(
+    question_id="007-2",
+    video_ids=("data/-Ab3.mp4",),
+    question="Which year is on the {map}?",
+    options=("A. 1900.", "B. 1950 {0}.", "C. 1980.", "D. 2001."),
+    answer=1,
+    expected="B",
+    cluster="-Ab3",
+)
+DEFAULT = (
+    "Select the best answer to the following multiple-choice question based on the video and the subtitles. Respond "
+    "with only the letter (A, B, C, or D) of the correct option.\n"
+    "Which year is on the {map}?\nA. 1900.\nB. 1950 {0}.\nC. 1980.\nD. 2001.\n"
+    "\nAnswer with the option's letter from the given choices directly."
+)
+QWEN3 = (
+    "Question: Which year is on the {map}?\nOptions:\nA. 1900.\nB. 1950 {0}.\nC. 1980.\nD. 2001.\n"
+    "Answer with the option letter only."
+)
+OFFICIAL = (
+    "Select the best answer to the following multiple-choice question based on the video. Respond with only the letter "
+    "(A, B, C, or D) of the correct option.\n"
+    "Which year is on the {map}?\nA. 1900.\nB. 1950 {0}.\nC. 1980.\nD. 2001.\nThe best answer is:"
+)
+
+
+@pytest.mark.parametrize("name", ["lmms-eval-0.7.3", "lmms-eval-0.5"])
+def test_videomme_is_asked_in_the_words_of_lmms_eval(name):
+    protocol = VIDEOMME.protocol(name)
+    assert protocol.text(ITEM, "llava_onevision") == DEFAULT
+    assert protocol.text(ITEM, "qwen2_5_vl") == DEFAULT
+    assert protocol.text(ITEM, "qwen3_vl") == QWEN3
+    assert protocol.text(ITEM, "another") == DEFAULT
+
+
+def test_videomme_is_asked_in_the_words_of_its_authors():
+    assert {VIDEOMME.protocol("official").text(ITEM, kind) for kind in FAMILIES} == {OFFICIAL}
+
+
+def test_own_questions_are_asked_as_jobs_generate_asks_them():
+    bare = replace(ITEM, options=("1900", "1950 {0}", "1980"))
+    assert LETTER.text(bare, "qwen3_vl") == lettered_prompt(bare.question, bare.options)
+    assert LETTER.text(replace(ITEM, options=()), "qwen3_vl") == ITEM.question
+    assert LETTER.choices == "letter" and LETTER.rules("llava_onevision") == ModelRules()
+
+
+def test_options_get_letters_where_a_prompt_says_so():
+    prompt = Prompt("Question:{question}\nOption:\n{options}\nOnly give the best option.\n", "({letter}) {text}")
+    assert prompt.text("Why?", ["x", "y"]) == "Question:Why?\nOption:\n(A) x\n(B) y\nOnly give the best option.\n"
+
+
+def test_the_system_text_is_the_one_that_lmms_eval_gives():
+    rules = VIDEOMME.protocol().rules
+    assert rules("llava_onevision").system == "You are a helpful assistant."
+    assert rules("qwen2_5_vl").system is None
+    assert rules("qwen3_vl").system == "You are a helpful assistant."
+    assert VIDEOMME.protocol("lmms-eval-0.5").rules("qwen3_vl").system is None
+
+
+def test_frames_are_those_of_lmms_eval():
+    for protocol in VIDEOMME.protocols:
+        llava, *qwens = (protocol.rules(kind).frames for kind in ("llava_onevision", "qwen2_5_vl", "qwen3_vl"))
+        assert llava == FrameRule(32, "truncate", even=False)
+        assert qwens == [FrameRule(32, "round", even=True)] * 2
+
+
+@pytest.mark.parametrize(("n_frames", "taken"), [(1000, 32), (33, 32), (32, 32), (31, 30), (3, 2), (2, 2), (1, 2)])
+def test_a_short_video_gives_an_even_number_of_frames_where_the_rule_says_so(n_frames, taken):
+    assert FrameRule(32, "round", even=True).count(n_frames) == taken
+    assert FrameRule(32).count(n_frames) == 32
+
+
+def test_sizes_are_those_of_a_frame_and_on_qwen3_of_all_frames_together():
+    rules = VIDEOMME.protocol().rules
+    assert rules("llava_onevision").pixels is None
+    assert rules("qwen2_5_vl").pixels == PixelLimits(200_704, 602_112)
+    assert rules("qwen3_vl").pixels == PixelLimits(32 * 200_704, 25_165_824)
+
+
+@pytest.mark.parametrize(
+    ("kind", "preprocessor", "size", "tokens"),
+    [
+        ("qwen2_5_vl", "PerFramePreprocessor", (560, 1008), 11_520),
+        ("qwen3_vl", "PerVideoPreprocessor", (640, 1152), 11_520),
+    ],
+)
+def test_a_720p_video_has_as_many_tokens_as_in_lmms_eval(kind, preprocessor, size, tokens):
+    qwen = pytest.importorskip("gstep.backbones.preprocess.qwen")
+    patch, pixels = {"qwen2_5_vl": 14, "qwen3_vl": 16}[kind], VIDEOMME.protocol().rules(kind).pixels
+    settings = {
+        **{"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "patch_size": patch, "temporal_patch_size": 2},
+        **{"merge_size": 2, "size": {"shortest_edge": pixels.min_pixels, "longest_edge": pixels.max_pixels}},
+    }
+    sizes = getattr(qwen, preprocessor).from_settings(settings)
+    height, width = sizes.target_size(32, 720, 1280)
+    assert (height, width) == size
+    assert 16 * (height // sizes.factor) * (width // sizes.factor) == tokens
+
+
+def test_every_protocol_names_a_rule_for_replies_that_there_is():
+    protocols = [protocol for benchmark in BENCHMARKS.values() for protocol in benchmark.protocols]
+    assert {protocol.parser for protocol in [*protocols, LETTER]} <= set(RULES)
+    assert [protocol.parser for protocol in VIDEOMME.protocols] == [
+        "extract-mcq-answer",
+        "videomme-0.5",
+        "videomme-0.5",
+    ]
+
+
+def test_replies_are_greedy_and_short():
+    for protocol in VIDEOMME.protocols:
+        assert (protocol.max_new_tokens, protocol.temperature, protocol.choices) == (16, 0.0, "generate")
+        assert protocol.metric == "questions"
+
+
+def test_a_protocol_describes_itself_for_the_identity_of_results():
+    described = VIDEOMME.protocol().describe("qwen3_vl")
+    assert json.loads(json.dumps(described)) == {
+        "protocol": "lmms-eval-0.7.3",
+        "prompt": {
+            "template": "Question: {question}\nOptions:\n{options}\nAnswer with the option letter only.",
+            "option": "{text}",
+            "free": "{question}",
+        },
+        "system": "You are a helpful assistant.",
+        "frames": {"num_frames": 32, "rounding": "round", "even": True},
+        "pixels": {"min_pixels": 6_422_528, "max_pixels": 25_165_824},
+        "max_new_tokens": 16,
+        "temperature": 0.0,
+        "parser": "extract-mcq-answer",
+        "choices": "generate",
+        "metric": "questions",
+    }
+
+
+def test_descriptions_differ_wherever_protocols_do():
+    for kind in FAMILIES:
+        described = [json.dumps(protocol.describe(kind)) for protocol in [*VIDEOMME.protocols, LETTER]]
+        assert len(set(described)) == 4
+    other = Protocol(name="letter", prompt=LETTER.prompt, max_new_tokens=65, parser="letter", choices="letter")
+    assert other.describe("qwen3_vl") != LETTER.describe("qwen3_vl")
