@@ -1,0 +1,175 @@
+"""Scores on videos drawn anew: how far they vary, and whether two differ by more than that.
+
+Whole clusters are drawn with replacement, and one draw serves all methods, ratios and columns, so that differences are
+paired. On every draw the published number is computed again, with its own denominators. Shapes: R draws, and those of
+``statistics``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.evaluate.statistics import OUTSIDE, TINY, Floats, Ints, cluster_sums, part_means, weighted_residuals
+
+Counts = NDArray[np.integer]  # how often each cluster is in each draw, [R, G]
+
+_MAX_ENUMERATED = 7  # 7^7 = 823,543 draws
+_CHUNK = 512  # draws at a time: their counts as floats are what takes memory
+
+
+class Difference(NamedTuple):
+    """One arm minus another, on the same questions.
+
+    Attributes:
+        value: of the scores as they are.
+        low: lower end of the 95 % interval; nan, like all below, where there are not two clusters to draw from.
+        high: its upper end.
+        error: sandwich standard error (delta method where the number is a ratio).
+        p: two-sided.
+    """
+
+    value: float
+    low: float
+    high: float
+    error: float
+    p: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """One number of each arm; nan throughout where an arm was not scored.
+
+    Attributes:
+        value: the number itself, [A].
+        drawn: the number on each draw, [R, A]; nan where it is undefined there (no question of a split was drawn).
+        residual: what each cluster adds to its error, [G, A]: the sum of squares is the sandwich variance, that of the
+            difference of two arms the variance of their difference.
+    """
+
+    value: Floats
+    drawn: Floats
+    residual: Floats
+
+    def interval(self, arm: int) -> tuple[float, float]:
+        """95 % interval of one arm's number."""
+        return interval(self.drawn[:, arm])
+
+    def difference(self, arm: int, reference: int, *, exact: bool = False) -> Difference:
+        """Compare two arms; ``exact`` where the draws are all that there are."""
+        drawn_R = self.drawn[:, arm] - self.drawn[:, reference]
+        residual_G = self.residual[:, arm] - self.residual[:, reference]
+        return Difference(
+            float(self.value[arm] - self.value[reference]),
+            *interval(drawn_R),
+            error=math.sqrt(np.sum(residual_G**2)),
+            p=two_sided_p(drawn_R, exact=exact),
+        )
+
+
+def draw_counts(n_clusters: int, draws: int, generator: np.random.Generator) -> Counts:
+    """How often each cluster is in each draw, [R, G]; every row sums to G. The same generator, the same draws."""
+    counts_RG = np.empty((draws, n_clusters), np.int32)  # a quarter of a GB at the largest size as int64
+    for start in range(0, draws, _CHUNK):
+        n = min(_CHUNK, draws - start)
+        flat = generator.integers(max(n_clusters, 1), size=(n, n_clusters)) + np.arange(n)[:, None] * n_clusters
+        counts_RG[start : start + n] = np.bincount(flat.ravel(), minlength=n * n_clusters).reshape(n, n_clusters)
+    return counts_RG
+
+
+def every_draw(n_clusters: int) -> Counts:
+    """The counts of all G^G draws, each as likely as another. Raises ValueError for more than 7 clusters."""
+    if n_clusters > _MAX_ENUMERATED:
+        raise ValueError(f"{n_clusters} clusters have {n_clusters}^{n_clusters} draws, too many: use draw_counts")
+    drawn = np.arange(n_clusters**n_clusters)[:, None] // n_clusters ** np.arange(n_clusters) % n_clusters
+    return np.stack([(drawn == cluster).sum(1) for cluster in range(n_clusters)], axis=1)
+
+
+def estimate(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints, counts_RG: Counts) -> Estimate:
+    """The mean over parts of every arm.
+
+    Args:
+        scores_AQ: scores; an arm that was not scored is nan throughout.
+        cluster_Q: cluster of each question, 0 to G-1.
+        part_Q: part of each question, 0 to P-1, none of them empty; OUTSIDE where the column leaves it out.
+        counts_RG: of draw_counts or every_draw.
+    """
+    n_clusters = len(np.unique(cluster_Q[part_Q != OUTSIDE]))
+    residual_GA = cluster_sums(weighted_residuals(scores_AQ, part_Q), cluster_Q, counts_RG.shape[1])
+    spread = math.sqrt(n_clusters / (n_clusters - 1)) if n_clusters > 1 else math.nan
+    drawn_RA = resampled(scores_AQ, cluster_Q, part_Q, counts_RG)
+    return Estimate(
+        value=part_means(scores_AQ, part_Q).mean(1) if n_clusters else np.full(len(scores_AQ), math.nan),
+        drawn=drawn_RA if n_clusters > 1 else np.full_like(drawn_RA, math.nan),  # one cluster shows no variation
+        residual=residual_GA * spread,
+    )
+
+
+def resampled(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints, counts_RG: Counts) -> Floats:
+    """The mean over parts on each draw, [R, A]; nan where a part has no question in the draw."""
+    inside_Q = part_Q != OUTSIDE
+    part = part_Q[inside_Q]
+    present, cluster = np.unique(cluster_Q[inside_Q], return_inverse=True)
+    n_arms, n_parts = len(scores_AQ), int(part.max(initial=OUTSIDE)) + 1
+    cell, n_cells = cluster * n_parts + part, len(present) * n_parts
+    sum_GPA = cluster_sums(scores_AQ[:, inside_Q], cell, n_cells).reshape(len(present), n_parts * n_arms)
+    count_GP = np.bincount(cell, minlength=n_cells).reshape(len(present), n_parts).astype(float)
+    drawn_RA = np.empty((len(counts_RG), n_arms))
+    for start in range(0, len(counts_RG), _CHUNK):
+        count = counts_RG[start : start + _CHUNK, present].astype(float)
+        with np.errstate(invalid="ignore"):  # 0 / 0
+            mean = (count @ sum_GPA).reshape(len(count), n_parts, n_arms) / (count @ count_GP)[:, :, None]
+        drawn_RA[start : start + _CHUNK] = mean.sum(1) / max(n_parts, 1)
+    return drawn_RA
+
+
+def relative(estimates: Sequence[Estimate], full: int) -> Estimate:
+    """Rel.: the mean over benchmarks of an arm's score relative to that of arm ``full``, from unrounded scores.
+
+    The r-th draws of the benchmarks are combined, so each must have been drawn on its own. The residuals are those of
+    the delta method, var(m/f) = (m/f)^2 (var m/m^2 + var f/f^2 - 2 cov/(m f)), and add up over benchmarks. Undefined
+    (nan) where a benchmark's ``full`` is 0.
+    """
+    terms = [_relative_to(one, full) for one in estimates]
+    return Estimate(
+        value=np.mean([term.value for term in terms], axis=0),
+        drawn=np.mean([term.drawn for term in terms], axis=0),
+        residual=np.concatenate([term.residual for term in terms]) / len(terms),
+    )
+
+
+def _relative_to(one: Estimate, full: int) -> Estimate:
+    base = one.value[full] or math.nan
+    drawn_R1 = one.drawn[:, [full]]
+    return Estimate(
+        value=one.value / base,
+        drawn=one.drawn / np.where(drawn_R1 == 0, math.nan, drawn_R1),
+        residual=(one.residual - one.value / base * one.residual[:, [full]]) / base,
+    )
+
+
+def interval(drawn_R: Floats) -> tuple[float, float]:
+    """The middle 95 % of the draws: percentiles by the inverse of their distribution function, no interpolation."""
+    drawn = drawn_R[np.isfinite(drawn_R)]
+    if not len(drawn):
+        return math.nan, math.nan
+    low, high = np.quantile(drawn, [0.025, 0.975], method="inverted_cdf")
+    return float(low), float(high)
+
+
+def two_sided_p(drawn_R: Floats, *, exact: bool = False) -> float:
+    """p of a difference from its draws: twice the smaller of the shares at or below, and at or above, 0; at most 1.
+
+    A share is (k + 1) / (R + 1) of drawn ones, so that p is never 0, and k / R where they are all (``exact``).
+    """
+    drawn = drawn_R[np.isfinite(drawn_R)]
+    if not len(drawn):
+        return math.nan
+    smaller = min(np.sum(drawn <= TINY), np.sum(drawn >= -TINY))
+    share = smaller / len(drawn) if exact else (smaller + 1) / (len(drawn) + 1)
+    return min(1.0, 2 * float(share))

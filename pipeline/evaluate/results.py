@@ -1,0 +1,130 @@
+"""A table of results: its rows and columns, each number with its error. ``tables`` makes it, ``render`` shows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Mark = Literal["best", "second", ""]
+SIGNIFICANT = 0.05  # an adjusted p below it is no noise
+OVERALL = "overall"  # key of a benchmark's last column
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of scores.
+
+    Attributes:
+        key: "SPLIT=VALUE" (``duration=short``), or "overall".
+        title: as printed.
+        benchmark: title of its benchmark; results_table fills it in.
+    """
+
+    key: str
+    title: str
+    benchmark: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versus:
+    """A score minus that of another arm on the same questions; percentages, before rounding.
+
+    Attributes:
+        difference: in points.
+        low: lower end of its 95 % interval, from whole clusters drawn anew; None, like all below, where all questions
+            belong to one cluster.
+        high: its upper end.
+        error: sandwich standard error.
+        p: two-sided, by the same draws.
+        p_holm: p adjusted for the other methods of the block.
+        noise: p_holm is 0.05 or more.
+    """
+
+    difference: float
+    low: float | None = None
+    high: float | None = None
+    error: float | None = None
+    p: float | None = None
+    p_holm: float | None = None
+    noise: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A number of the table, in percent.
+
+    Attributes:
+        score: before rounding; of Rel. the mean of ratios of printed scores, as in the paper.
+        printed: to one decimal; Rel. with its %.
+        mark: "best" of its block and column, "second" the next distinct printed value; ties share it.
+        low: lower end of the score's 95 % interval (of Rel. from unrounded scores); None with a single cluster.
+        high: its upper end.
+        full: compared with full retention.
+        gstep: compared with GSTEP at the same ratio.
+    """
+
+    score: float
+    printed: str
+    mark: Mark = ""
+    low: float | None = None
+    high: float | None = None
+    full: Versus | None = None
+    gstep: Versus | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A method at a ratio; the counts are over all benchmarks.
+
+    Attributes:
+        cells: of each column; None where the method was not run.
+        rel: Rel.; None where a benchmark is missing, or its full retention is (or scores 0).
+        kept_share: visual tokens really kept, mean over answers of their share; None where unknown.
+        unparsed_share: replies that named no option.
+        n_failed: questions that ended as an error, and score 0.
+    """
+
+    method: str
+    ratio: float
+    cells: tuple[Cell | None, ...]
+    rel: Cell | None
+    kept_share: float | None
+    unparsed_share: float | None
+    n_failed: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """The methods at one retention ratio."""
+
+    ratio: float
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Bootstrap:
+    """How the intervals were drawn."""
+
+    draws: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultsTable:
+    """Everything that is shown.
+
+    Attributes:
+        columns: of all benchmarks; Rel. is not among them.
+        n_questions: of each column.
+        n_clusters: of each column: videos that are drawn together.
+        original: full retention.
+        blocks: by falling ratio.
+    """
+
+    title: str
+    columns: tuple[Column, ...]
+    n_questions: tuple[int, ...]
+    n_clusters: tuple[int, ...]
+    original: Row
+    blocks: tuple[Block, ...]
+    bootstrap: Bootstrap

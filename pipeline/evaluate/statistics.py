@@ -1,0 +1,149 @@
+"""Standard errors and tests of scores whose questions are not independent: several may be about the same video.
+
+Formulas: Miller 2024, "Adding Error Bars to Evals" (arXiv 2411.00640), and the cluster-robust sandwich. Every error is
+also the paired one: give it differences. Shapes: A arms (a method at a ratio), Q questions, G clusters (videos that are
+drawn together), P parts (questions that are averaged before the average over parts is taken: MLVU's tasks).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+OUTSIDE = -1  # the part of a question that a column leaves out
+_MAX_FLIPPED = 20  # clusters whose 2^G signs are all tried
+TINY = 1e-9  # differences below it are rounding: scores differ by 1/n or not at all
+
+
+def part_means(scores_AQ: Floats, part_Q: Ints) -> Floats:
+    """Mean of the questions of each part, [A, P]; a part without questions is nan."""
+    member_PQ = part_Q == np.arange(part_Q.max(initial=OUTSIDE) + 1)[:, None]
+    with np.errstate(invalid="ignore"):
+        means_AP: Floats = scores_AQ @ member_PQ.T.astype(float) / member_PQ.sum(1)
+    return means_AP
+
+
+def weighted_residuals(scores_AQ: Floats, part_Q: Ints) -> Floats:
+    """w_i (s_i - mean of its part), [A, Q], with w_i = 1 / (P n_part): what each question adds to the mean's error.
+
+    One part is the plain mean, w_i = 1/n. Questions OUTSIDE get 0.
+    """
+    inside_Q = part_Q != OUTSIDE
+    part = part_Q[inside_Q]
+    n_P = np.bincount(part)
+    residual_AQ = np.zeros_like(scores_AQ)
+    residual = scores_AQ[:, inside_Q] - part_means(scores_AQ, part_Q)[:, part]
+    residual_AQ[:, inside_Q] = residual / (len(n_P) * n_P[part])
+    return residual_AQ
+
+
+def cluster_sums(values_AQ: Floats, cluster_Q: Ints, n_clusters: int) -> Floats:
+    """Sums of each cluster's questions, [G, A]."""
+    return np.stack([np.bincount(cluster_Q, row, n_clusters) for row in values_AQ], axis=1)
+
+
+def plain_error(scores_Q: Floats) -> float:
+    """Standard error of a mean of independent questions: sqrt(sum (s_i - m)^2 / (n (n - 1))); nan for a single one."""
+    n = len(scores_Q)
+    return math.nan if n < 2 else float(np.std(scores_Q, ddof=1)) / math.sqrt(n)
+
+
+def clustered_error(scores_Q: Floats, cluster_Q: Ints) -> float:
+    """Standard error by Miller's equation 4, which lmms-eval prints as ``Stderr_Clustered``.
+
+    With few clusters it can come near 0, where the questions of each happen to cancel out.
+    """
+    if len(scores_Q) < 2:
+        return math.nan
+    residual_Q = scores_Q - scores_Q.mean()
+    between = np.sum(np.bincount(cluster_Q, residual_Q) ** 2) - np.sum(residual_Q**2)
+    return math.sqrt(max(0.0, plain_error(scores_Q) ** 2 + float(between) / len(scores_Q) ** 2))
+
+
+def sandwich_error(scores_Q: Floats, cluster_Q: Ints, part_Q: Ints | None = None, *, corrected: bool = True) -> float:
+    """Cluster-robust standard error of a mean, or of a mean over parts; never negative. nan for a single cluster.
+
+    SE^2 = G/(G-1) sum over clusters of (sum of w_i e_i)^2; ``corrected=False`` leaves G/(G-1) out.
+    """
+    part_Q = np.zeros(len(scores_Q), np.int64) if part_Q is None else part_Q
+    clusters, cluster = np.unique(cluster_Q[part_Q != OUTSIDE], return_inverse=True)
+    n = len(clusters)
+    if n < 2:
+        return math.nan
+    residual_AQ = weighted_residuals(scores_Q[None], part_Q)[:, part_Q != OUTSIDE]
+    variance = float(np.sum(cluster_sums(residual_AQ, cluster, n) ** 2))
+    return math.sqrt(variance * (n / (n - 1) if corrected else 1))
+
+
+def paired_t(difference_Q: Floats) -> tuple[float, float]:
+    """t and two-sided p of independent differences, as lmms-eval's ``paired_ttest``: blind to clusters.
+
+    Differences that are all the same have no error: t is then infinite (p = 0), or 0 (p = 1) where all are 0.
+    """
+    mean, error = float(difference_Q.mean()), plain_error(difference_Q)
+    if error == 0:
+        return (math.copysign(math.inf, mean), 0.0) if mean else (0.0, 1.0)
+    return mean / error, _student_p(mean / error, len(difference_Q) - 1)
+
+
+def _student_p(t: float, df: int) -> float:
+    """P(|T| >= |t|) for a whole number of degrees of freedom (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
+    angle = math.atan(abs(t) / math.sqrt(df))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    odd = df % 2
+    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
+    for k in range(1 + odd, df, 2):
+        total += term
+        term *= cosine**2 * k / (k + 1)
+    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return min(1.0, max(0.0, 1 - inside))
+
+
+def mcnemar_p(n_gained: int, n_lost: int) -> float:
+    """Exact two-sided p of McNemar's test: questions that only the one, and that only the other arm has right.
+
+    Blind to clusters.
+    """
+    n = n_gained + n_lost
+    term, total = 1, 0
+    for k in range(min(n_gained, n_lost) + 1):
+        total += term  # C(n, k), in whole numbers
+        term = term * (n - k) // (k + 1)
+    return min(1.0, float(2 * total / 2**n))
+
+
+def sign_flip_p(difference_Q: Floats, cluster_Q: Ints, *, draws: int = 10_000, seed: int = 0) -> float:
+    """Two-sided p if the sign of each cluster's summed difference were a coin's: exact with clusters of any size.
+
+    All signs are tried where at most 20 clusters differ; else ``draws`` of them, and p = (k + 1) / (draws + 1).
+    """
+    sum_G = np.bincount(cluster_Q, difference_Q)
+    sum_G = sum_G[np.abs(sum_G) > TINY]  # flipping 0 changes nothing
+    extreme = abs(sum_G.sum()) - TINY
+    if len(sum_G) <= _MAX_FLIPPED:
+        flipped = np.zeros(1)
+        for one in sum_G:
+            flipped = np.concatenate([flipped + one, flipped - one])
+        return float(np.mean(np.abs(flipped) >= extreme))
+    generator, n_extreme = np.random.default_rng(seed), 0
+    for start in range(0, draws, 256):
+        signs = generator.integers(0, 2, (min(256, draws - start), len(sum_G))) * 2 - 1
+        n_extreme += int(np.sum(np.abs(signs @ sum_G) >= extreme))
+    return (n_extreme + 1) / (draws + 1)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """p adjusted for as many tests as the family has (Holm 1979, step-down); a nan stays nan and is no test."""
+    adjusted = np.full(len(p), math.nan)
+    tests = [i for i in np.argsort(p, kind="stable") if not math.isnan(p[i])]
+    largest = 0.0
+    for rank, i in enumerate(tests):
+        largest = max(largest, (len(tests) - rank) * p[i])
+        adjusted[i] = min(1.0, largest)
+    return adjusted.tolist()

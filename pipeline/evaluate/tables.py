@@ -1,0 +1,258 @@
+"""The results of pruning methods in the layout of the GSTEP paper's Tables 1 and 2, each number with its error.
+
+Rows are full retention, then a block of methods for each retention ratio; columns the splits and the overall score of
+each benchmark, and Rel. at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import ROUND_HALF_UP, Decimal
+from typing import NamedTuple
+from zlib import crc32
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.evaluate.bootstrap import Difference, Estimate, draw_counts, estimate, relative
+from pipeline.evaluate.results import (
+    OVERALL,
+    SIGNIFICANT,
+    Block,
+    Bootstrap,
+    Cell,
+    Column,
+    Mark,
+    ResultsTable,
+    Row,
+    Versus,
+)
+from pipeline.evaluate.score_matrix import ORIGINAL, Arm, ScoreMatrix, Tally, arms_of, score_matrix
+from pipeline.evaluate.statistics import OUTSIDE, Ints, holm
+
+_GSTEP = "gstep"
+_FULL = 0  # index of the arm of full retention
+
+
+@dataclass(frozen=True)
+class ScoredBenchmark:
+    """The scores of a benchmark and how they are shown.
+
+    Attributes:
+        title: as printed.
+        scores: rows of ``scores.parquet``.
+        columns: splits to show, before the overall score.
+        mean_over: a split whose values weigh the same in the overall score, however many questions each has (MLVU's and
+            MVBench's tasks); None: all questions weigh the same.
+    """
+
+    title: str
+    scores: pa.Table
+    columns: Sequence[Column] = ()
+    mean_over: str | None = None
+
+
+class Shown(NamedTuple):
+    """A number and how it is printed."""
+
+    score: float
+    printed: str
+
+
+class _Measured(NamedTuple):
+    column: Column
+    n_questions: int
+    n_clusters: int
+    estimate: Estimate
+
+
+class _BlockArms(NamedTuple):
+    arms: list[int]
+    gstep: int | None  # the arm of GSTEP at this ratio
+
+
+def results_table(
+    title: str,
+    benchmarks: Sequence[ScoredBenchmark],
+    *,
+    methods: Sequence[str] | None = None,
+    draws: int = 10_000,
+    seed: int = 0,
+) -> ResultsTable:
+    """Compute the table.
+
+    Args:
+        title: what was pruned: the model.
+        benchmarks: in the order of their columns.
+        methods: in the order of rows, others are left out; None: all, in order of first appearance.
+        draws: of whole clusters. A benchmark's draws depend on the seed and its title alone.
+        seed: of the draws.
+
+    Raises ValueError where two benchmarks share a title, or the scores of one are not paired (score_matrix).
+    """
+    titles = [benchmark.title for benchmark in benchmarks]
+    if not titles or len(set(titles)) < len(titles):
+        raise ValueError(f"benchmarks need different titles, for each is drawn on its own: {titles}")
+    arms = [ORIGINAL, *_arms_by_block(benchmarks, methods)]
+    matrices = [score_matrix(benchmark.scores, arms) for benchmark in benchmarks]
+    measured = [
+        one
+        for benchmark, matrix in zip(benchmarks, matrices, strict=True)
+        for one in _measure(benchmark, matrix, draws, seed)
+    ]
+    blocks = _blocks(arms)
+    columns = [_cells(one.estimate, _shown(one.estimate), blocks) for one in measured]
+    overall = [one.estimate for one in measured if one.column.key == OVERALL]
+    rel = _cells(relative(overall, _FULL), _shown_rel(overall), blocks)
+    tallies = [sum(of_arm, Tally()) for of_arm in zip(*(matrix.tallies for matrix in matrices), strict=True)]
+    rows = [_row(arm, [cells[a] for cells in columns], rel[a], tallies[a]) for a, arm in enumerate(arms)]
+    return ResultsTable(
+        title=title,
+        columns=tuple(one.column for one in measured),
+        n_questions=tuple(one.n_questions for one in measured),
+        n_clusters=tuple(one.n_clusters for one in measured),
+        original=rows[_FULL],
+        blocks=tuple(Block(arms[block.arms[0]].ratio, tuple(rows[a] for a in block.arms)) for block in blocks),
+        bootstrap=Bootstrap(draws, seed),
+    )
+
+
+def printed(percent: float) -> str:
+    """A percentage to one decimal, halves upwards: 58.65 is 58.7, however its floating-point sum came out."""
+    return str(Decimal(repr(round(percent, 9))).quantize(Decimal("0.1"), ROUND_HALF_UP))
+
+
+def rel_of(scores: Sequence[Shown | None], originals: Sequence[Shown | None]) -> Shown | None:
+    """Rel. by the paper's rule: the mean over benchmarks of printed score / printed score of full retention, in %.
+
+    None where a number is missing or an original is 0.0.
+    """
+    ratios = []
+    for score, original in zip(scores, originals, strict=True):
+        if score is None or original is None or float(original.printed) == 0:
+            return None
+        ratios.append(float(score.printed) / float(original.printed))
+    rel = 100 * math.fsum(ratios) / len(ratios)
+    return Shown(rel, f"{printed(rel)}%")
+
+
+def marks(shown: Sequence[Shown | None]) -> list[Mark]:
+    """The mark of each number of a column in a block: the best printed value, and the next distinct one."""
+    value = [float(one.printed.rstrip("%")) if one else None for one in shown]
+    ranked = sorted({number for number in value if number is not None}, reverse=True)
+    mark: dict[float | None, Mark] = dict(zip(ranked, ("best", "second"), strict=False))
+    return [mark.get(number, "") for number in value]
+
+
+def _arms_by_block(benchmarks: Sequence[ScoredBenchmark], methods: Sequence[str] | None) -> list[Arm]:
+    found = dict.fromkeys(arm for benchmark in benchmarks for arm in arms_of(benchmark.scores) if arm != ORIGINAL)
+    order = list(dict.fromkeys(arm.method for arm in found) if methods is None else methods)
+    return sorted((arm for arm in found if arm.method in order), key=lambda arm: (-arm.ratio, order.index(arm.method)))
+
+
+def _blocks(arms: Sequence[Arm]) -> list[_BlockArms]:
+    by_ratio: dict[float, list[int]] = {}
+    for a, arm in enumerate(arms):
+        if a != _FULL:
+            by_ratio.setdefault(arm.ratio, []).append(a)
+    return [
+        _BlockArms(block, next((a for a in block if arms[a].method == _GSTEP), None)) for block in by_ratio.values()
+    ]
+
+
+def _measure(benchmark: ScoredBenchmark, matrix: ScoreMatrix, draws: int, seed: int) -> Iterator[_Measured]:
+    generator = np.random.default_rng([seed, crc32(benchmark.title.encode())])
+    counts_RG = draw_counts(matrix.n_clusters, draws, generator)
+    for column, part_Q in _columns(benchmark, matrix):
+        inside_Q = part_Q != OUTSIDE
+        n_clusters = len(np.unique(matrix.clusters[inside_Q]))
+        numbers = estimate(matrix.scores, matrix.clusters, part_Q, counts_RG)
+        yield _Measured(replace(column, benchmark=benchmark.title), int(inside_Q.sum()), n_clusters, numbers)
+
+
+def _columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> Iterator[tuple[Column, Ints]]:
+    for column in benchmark.columns:
+        name, is_split, value = column.key.partition("=")
+        if not is_split:
+            raise ValueError(f"column {column.key!r} of {benchmark.title} is no SPLIT=VALUE, such as duration=short")
+        yield column, matrix.split(name, value)
+    overall = Column(OVERALL, "Overall" if benchmark.columns else benchmark.title)
+    yield overall, matrix.whole() if benchmark.mean_over is None else matrix.by(benchmark.mean_over)
+
+
+def _shown(numbers: Estimate) -> list[Shown | None]:
+    return [None if math.isnan(v) else Shown(100 * v, printed(100 * v)) for v in numbers.value.tolist()]
+
+
+def _shown_rel(overall: Sequence[Estimate]) -> list[Shown | None]:
+    shown_A = list(zip(*(_shown(numbers) for numbers in overall), strict=True))
+    return [rel_of(shown, shown_A[_FULL]) for shown in shown_A]
+
+
+def _cells(numbers: Estimate, shown: Sequence[Shown | None], blocks: Sequence[_BlockArms]) -> list[Cell | None]:
+    """The cells of a column, of every arm."""
+    cells: list[Cell | None] = [None] * len(shown)
+    plain = _BlockArms([_FULL], None)
+    for block in (plain, *blocks):
+        others = [a for a in block.arms if a != _FULL]
+        full = _versus(numbers, others, _FULL)
+        gstep = {} if block.gstep is None else _versus(numbers, [a for a in others if a != block.gstep], block.gstep)
+        marked = marks([shown[a] for a in others])
+        mark = dict(zip(others, marked, strict=True))
+        for a in block.arms:
+            if one := shown[a]:
+                low, high = (_points(end) for end in numbers.interval(a))
+                cells[a] = Cell(
+                    score=one.score,
+                    printed=one.printed,
+                    mark=mark.get(a, ""),
+                    low=low,
+                    high=high,
+                    full=full.get(a),
+                    gstep=gstep.get(a),
+                )
+    return cells
+
+
+def _versus(numbers: Estimate, arms: Sequence[int], other: int) -> Mapping[int, Versus]:
+    """Each arm compared with another; those arms are one family of tests."""
+    differences = {a: numbers.difference(a, other) for a in arms}
+    adjusted = holm([difference.p for difference in differences.values()])
+    return {
+        a: _in_points(difference, p_holm)
+        for (a, difference), p_holm in zip(differences.items(), adjusted, strict=True)
+        if not math.isnan(difference.value)
+    }
+
+
+def _in_points(difference: Difference, p_holm: float) -> Versus:
+    points = 100 * difference.value
+    if math.isnan(difference.p):
+        return Versus(difference=points)
+    return Versus(
+        difference=points,
+        low=_points(difference.low),
+        high=_points(difference.high),
+        error=_points(difference.error),
+        p=difference.p,
+        p_holm=p_holm,
+        noise=p_holm >= SIGNIFICANT,
+    )
+
+
+def _points(share: float) -> float | None:
+    return None if math.isnan(share) else 100 * share
+
+
+def _row(arm: Arm, cells: Sequence[Cell | None], rel: Cell | None, tally: Tally) -> Row:
+    return Row(
+        method=arm.method,
+        ratio=arm.ratio,
+        cells=tuple(cells),
+        rel=rel,
+        kept_share=tally.kept_share,
+        unparsed_share=tally.unparsed_share,
+        n_failed=tally.n_failed,
+    )
