@@ -84,12 +84,12 @@ def test_a_pruner_that_selects_for_each_question(refuse, videos, tmp_path, prune
     [
         (
             "tiny-qwen2-5-vl",
-            ["visionzip"],
+            ["visionzip", "--pruner-param", "variant=llava"],
             "qwen2_5_vl does not give token_attention, token_key from the encoder's last",
         ),
         (
             "tiny-qwen3-vl",
-            ["visionzip"],
+            ["visionzip", "--pruner-param", "variant=llava"],
             "models of type llava_onevision do, and none, random, uniform, topk, fps, gstep, vidcom2 need",
         ),
         (

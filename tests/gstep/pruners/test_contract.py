@@ -21,6 +21,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {}) for name in METHODS),
     ("fps", {"start": "isolated"}),
     ("fastvid", {"variant": "qwen"}),
+    ("visionzip", {"variant": "qwen"}),
     ("cdpruner", {"mode": "per_frame"}),
 ]
 NEEDY = [(name, params) for name, params in CASES if gstep.make_pruner(name, **params).needs]

@@ -1,13 +1,15 @@
-"""VisionZip where golden cases do not reach: counts, sums, targets."""
+"""VisionZip where golden cases do not reach: counts, sums, targets, and the rules for Qwen."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
 import gstep
-from gstep.pruners.visionzip import evenly_strided, kept_of_frame
-from tests.gstep.synthetic import prune
+from gstep.pruners.visionzip import densest, evenly_strided, kept_of_frame, mean_of_nearest
+from tests.gstep.synthetic import assert_same, prune, video
 
 
 @pytest.mark.parametrize(
@@ -48,3 +50,182 @@ def test_visionzip_targets_are_evenly_strided() -> None:
     cpu = torch.device("cpu")
     assert evenly_strided(10, 3, cpu).tolist() == [0, 3, 6]
     assert evenly_strided(3, 3, cpu).tolist() == [0, 1, 2]
+
+
+def test_visionzip_share_of_dominant_tokens() -> None:
+    """Of four kept ones: three by the published split, two by half; and one is contextual whatever the share."""
+    for share, n_dominant in ((None, 3), (0.5, 2), (0, 0), (1 - 1e-12, 3)):
+        pruned = prune(video(2, 16, 4), 0.25, "visionzip", dominant_share=share)
+        assert pruned.merged is not None
+        assert pruned.merged.view(2, 4).sum(dim=1).tolist() == [4 - n_dominant] * 2
+
+
+def test_visionzip_variants_need_and_assume_different_things() -> None:
+    llava, qwen = gstep.make_pruner("visionzip"), gstep.make_pruner("visionzip", variant="qwen")
+    assert llava.needs == {"token_attention", "token_key"}
+    assert qwen.needs == frozenset() and dict(qwen.sources) == {}
+    assert llava.params() == {"variant": "llava", "dominant_share": 54 / 64, "neighbours": 5}
+    assert qwen.params() == {"variant": "qwen", "dominant_share": 0.6, "neighbours": 5}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("variant", value) for value in ["llama", None, 0]),
+        *(("dominant_share", value) for value in [-0.1, 1, 1.5, float("nan"), "0.5", True]),
+        *(("neighbours", value) for value in [0, -1, 1.5, "5", True, None]),
+    ],
+)
+def test_visionzip_bad_parameters(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{name} must be .*; got "):
+        gstep.make_pruner("visionzip", **{"variant": "qwen", name: value})
+
+
+# Two long tokens, and three on each side of the origin whose cosines are 0.8 and 0.28 (those to the other side: -0.28,
+# -0.8 and -1).
+UP, MIDDLE, DOWN = [1.6, 1.2], [5.0, 0.0], [4.0, -3.0]
+BACK_UP, BACK, BACK_DOWN = [-4.0, 3.0], [-5.0, 0.0], [-0.8, -0.6]
+FRAME = [UP, [0.0, 9.0], MIDDLE, DOWN, BACK_UP, [10.0, 0.0], BACK, BACK_DOWN]
+
+
+def mean(*rows: list[float]) -> list[float]:
+    average: list[float] = torch.tensor(rows, dtype=torch.float64).mean(dim=0).tolist()
+    return average
+
+
+def directions(*degrees: float) -> torch.Tensor:
+    angle = torch.deg2rad(torch.tensor(degrees, dtype=torch.float64))
+    return torch.stack([angle.cos(), angle.sin()], dim=1)
+
+
+def test_visionzip_qwen_by_hand() -> None:
+    """Four of eight: two long ones, and the middle of each side. The second frame is the first one backwards."""
+    tokens = torch.tensor([FRAME, FRAME[::-1]])
+    pruned = gstep.prune(tokens, 0.5, "visionzip", variant="qwen", neighbours=2)
+    assert pruned.index.tolist() == [1, 2, 5, 6, *(8 + place for place in (1, 2, 5, 6))]
+    assert pruned.merged is not None
+    assert pruned.merged.tolist() == [False, True, False, True, True, False, True, False]
+    front, back = mean(UP, MIDDLE, DOWN), mean(BACK_UP, BACK, BACK_DOWN)
+    expected = [[0.0, 9.0], front, [10.0, 0.0], back, back, [10.0, 0.0], front, [0.0, 9.0]]
+    assert torch.allclose(pruned.tokens, torch.tensor(expected))
+
+
+def test_visionzip_qwen_ties_go_to_the_lowest_index() -> None:
+    """With all five others as neighbours the six are equally dense: the sum of their directions is zero."""
+    pruned = gstep.prune(torch.tensor([FRAME]), 0.5, "visionzip", variant="qwen")
+    assert pruned.index.tolist() == [0, 1, 2, 5]
+    # BACK is nearer to UP (-0.8) than to MIDDLE (-1), and DOWN nearer to MIDDLE (0.8) than to UP (0.28).
+    expected = [mean(UP, BACK_UP, BACK), [0.0, 9.0], mean(MIDDLE, DOWN, BACK_DOWN), [10.0, 0.0]]
+    assert torch.allclose(pruned.tokens, torch.tensor(expected))
+    equal = gstep.prune(video(1, 1, 8).expand(2, 37, 8), 0.25, "visionzip", variant="qwen")
+    assert equal.index.tolist() == [*range(9), *range(37, 46)]
+
+
+# Recorded from compress_features of the official code (core.py at a85d485) on video(*shape, seed=7).double(): indices,
+# which of the kept rows differ from the token at their index, and the mean of each row.
+RECORDED = [
+    (
+        (3, 20, 8),
+        0.25,
+        [1, 6, 9, 12, 16, 24, 25, 31, 32, 34, 42, 43, 45, 51, 52],
+        [0, 2, 5, 8, 11, 13],
+        [
+            *[0.139034, 0.558406, 0.076713, -0.132918, 0.328639, 0.317614, 0.489036, -0.596874],
+            *[0.147363, 0.480586, 0.993521, 0.028278, 0.096038, 0.153385, 0.599387],
+        ],
+    ),
+    (
+        (2, 30, 6),
+        0.15,
+        [6, 11, 13, 21, 32, 34, 41, 50],
+        [0, 2, 4, 7],
+        [0.164581, 0.063383, 0.105259, -0.089637, 0.398175, 0.355247, -1.144052, 0.226773],
+    ),
+]
+
+
+@pytest.mark.parametrize(("shape", "ratio", "index", "changed", "means"), RECORDED)
+def test_visionzip_qwen_keeps_what_the_official_code_keeps(
+    shape: tuple[int, ...], ratio: float, index: list[int], changed: list[int], means: list[float]
+) -> None:
+    tokens = video(*shape, seed=7)
+    pruned = gstep.prune(tokens, ratio, "visionzip", variant="qwen")
+    assert pruned.index.tolist() == index
+    assert pruned.merged is not None and pruned.merged.nonzero().flatten().tolist() == changed
+    assert (pruned.tokens != tokens.flatten(0, 1)[index]).any(dim=1).nonzero().flatten().tolist() == changed
+    assert torch.allclose(pruned.tokens.mean(dim=1), torch.tensor(means), atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("size", "ratio", "kept", "contextual"),
+    [
+        *[(20, 0.25, 5, 2), (20, 0.15, 3, 2), (20, 0.1, 2, 1), (49, 0.25, 12, 5), (90, 0.7, 63, 26)],
+        *[(20, 0.05, 1, 0), (20, 0.001, 1, 0), (1, 0.25, 1, 0), (1, 1.0, 1, 0), (2, 1.0, 2, 1), (9, 1.0, 9, 4)],
+    ],
+)
+def test_visionzip_qwen_counts(size: int, ratio: float, kept: int, contextual: int) -> None:
+    pruned = gstep.prune(video(3, size, 8), ratio, "visionzip", variant="qwen")
+    assert pruned.n_kept == 3 * kept == gstep.make_pruner("visionzip", variant="qwen").at_most(3, size, 8, ratio)
+    assert pruned.merged is not None
+    assert pruned.merged.view(3, kept).sum(dim=1).tolist() == [contextual] * 3
+
+
+def test_visionzip_qwen_keeps_the_longest_where_it_keeps_one() -> None:
+    tokens = video(4, 9, 8)
+    pruned = gstep.prune(tokens, 0.12, "visionzip", variant="qwen")
+    assert (pruned.index % 9).tolist() == tokens.norm(dim=2).argmax(dim=1).tolist()
+    assert torch.equal(pruned.tokens, tokens.flatten(0, 1)[pruned.index])
+
+
+def test_visionzip_qwen_of_all_tokens_changes_none() -> None:
+    """Nor where all are parallel, so that each is as near to one as to another."""
+    tokens = video(2, 1, 8) * torch.arange(1.0, 10.0)[:, None]
+    pruned = gstep.prune(tokens, 1.0, "visionzip", variant="qwen")
+    assert torch.equal(pruned.tokens, tokens.flatten(0, 1))
+
+
+def test_visionzip_qwen_frames_do_not_touch_each_other() -> None:
+    tokens = video(5, 30, 16)
+    whole = gstep.prune(tokens, 0.2, "visionzip", variant="qwen")
+    alone = [gstep.prune(frame[None], 0.2, "visionzip", variant="qwen") for frame in tokens]
+    assert torch.equal(whole.tokens, torch.cat([pruned.tokens for pruned in alone]))
+    assert whole.index.tolist() == [30 * frame + place for frame in range(5) for place in alone[frame].index.tolist()]
+
+
+def test_visionzip_qwen_prompts_in_ascending_index() -> None:
+    pruned = gstep.prune(video(3, 20, 8), 0.25, "visionzip", variant="qwen")
+    assert pruned.selection_order().tolist() == list(range(15))
+
+
+def test_visionzip_qwen_asks_for_no_evidence_and_looks_at_none() -> None:
+    tokens = video(3, 20, 8)
+    evidence = {"token_attention": torch.rand(3, 20), "token_key": torch.rand(3, 20, 4)}
+    plain = gstep.prune(tokens, 0.25, "visionzip", variant="qwen")
+    assert_same(gstep.prune(tokens, 0.25, "visionzip", evidence=evidence, variant="qwen"), plain)
+
+
+def test_visionzip_densest_counts_no_token_as_its_own_neighbour() -> None:
+    """A pair that is close beats a token in the middle of three others at a distance, until it needs more company."""
+    direction = directions(0, 20, 35, 50, 200, 205)
+    assert densest(direction, 2, neighbours=1).tolist() == [4, 5]
+    assert densest(direction, 1, neighbours=2).tolist() == [2]
+    assert densest(direction, 2, neighbours=2).tolist() == [1, 2]
+    # A zero token has cosine 0 with everything, which is more than two opposite ones have on average.
+    opposite = torch.cat([directions(0, 180), torch.zeros(1, 2)])
+    assert densest(opposite, 1, neighbours=2).tolist() == [2]
+
+
+def test_visionzip_rounding_decides_no_tie() -> None:
+    """The second pair is nearer by a part in 10^14, and the second anchor to what lies in the middle."""
+    assert densest(directions(0, 10, 90, 100 - 1e-11), 2, neighbours=1).tolist() == [0, 1]
+    direction = directions(0, 20 - 1e-11, 10)
+    means = mean_of_nearest(direction, direction, torch.tensor([0, 1]))
+    assert means.tolist() == [mean(*direction[[0, 2]].tolist()), direction[1].tolist()]
+
+
+def test_visionzip_of_equal_anchors_the_first_gets_everything() -> None:
+    tokens = torch.tensor([[1.0, 0.0], [1.0, 0.0], [4.0, 3.0], [0.0, 0.0], [-1.0, 0.0]], dtype=torch.float64)
+    direction = torch.nn.functional.normalize(tokens, dim=1)
+    means = mean_of_nearest(tokens, direction, torch.tensor([0, 1, 4]))
+    # The zero token, of cosine 0 with every anchor, goes to the first one too.
+    assert means.tolist() == [mean(*tokens[:4].tolist()), [1.0, 0.0], [-1.0, 0.0]]
