@@ -97,6 +97,10 @@ class NotACache(UsageError):  # noqa: N818
     """The folder is not a pruned-token cache (it is missing, holds something else, or has another schema version)."""
 
 
+class NotResults(UsageError):  # noqa: N818
+    """The folder does not hold results of jobs.evaluate (it holds something else, or another version)."""
+
+
 class NotAnswers(UsageError):  # noqa: N818
     """The folder does not hold answers of jobs.generate (it is missing, holds something else, or another version)."""
 

@@ -128,6 +128,7 @@ class AnswerRecord(QuestionRecord, total=False):
     n_prompt_tokens: int
     n_visual_tokens: int
     n_total: int
+    n_kept: int
     kept_per_frame: list[int]
     n_new_tokens: int
     retention_ratio: float

@@ -212,8 +212,11 @@ class Answerer:
             "retention_ratio": late.retention_ratio if late else min(video.retention_ratio for video in held),
             "load_s": sum(video.seconds for video in held),
         }
-        if late is None or late.inside is None:  # which tokens the model drops inside itself it does not tell
+        if late is None or late.inside is None:
+            row["n_kept"] = sum(len(visual.index) for visual in visuals)
             row["kept_per_frame"] = [count for visual in visuals for count in kept_per_frame(visual)]
+        else:  # the model chooses among the tokens of all videos
+            row["n_kept"] = late.kept_inside(row["n_total"])
         context, more = self._builder.context_length, 1 if how.scored else how.decoding.max_new_tokens
         if len(prompt) + more > context:
             return failed_answer(row, too_long(len(prompt), context))

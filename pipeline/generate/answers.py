@@ -58,7 +58,12 @@ ANSWER_SCHEMA = pa.schema(
         column("n_prompt_tokens", pa.int32(), "tokens of the prompt, text and visual"),
         column("n_visual_tokens", pa.int32(), "placeholders of visual tokens (and newlines) among them"),
         column("n_total", pa.int32(), "visual tokens of its videos before pruning"),
-        column("kept_per_frame", pa.list_(pa.int32()), "visual tokens of each frame that went into the prompt"),
+        column("n_kept", pa.int32(), "of those, how many were kept; by the model itself where it prunes inside"),
+        column(
+            "kept_per_frame",
+            pa.list_(pa.int32()),
+            "of each frame; null where the model prunes inside, which does not say",
+        ),
         column("n_new_tokens", pa.int32(), "tokens that were generated; null where choices were scored"),
         column("retention_ratio", pa.float64(), "nominal share of the visual tokens that was read"),
         column("load_s", pa.float64(), "seconds reading tokens for this question; 0 where they were in memory"),

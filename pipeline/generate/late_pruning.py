@@ -96,6 +96,10 @@ class LatePruning:
             return n_frames * per_frame
         return self.pruner.at_most(n_frames, per_frame, hidden, self.retention_ratio)
 
+    def kept_inside(self, n_total: int) -> int:
+        """How many of a prompt's visual tokens a method keeps that prunes inside the model."""
+        return self.pruner.at_most(1, n_total, n_total, self.retention_ratio)
+
     def select(self, visual: Visual, device: str, text_embedding: Tensor | None = None) -> PrunedTokens:
         """What the method keeps of a whole video, worked out on the device.
 

@@ -12,6 +12,7 @@ import pyarrow.compute as pc
 from rich.console import Console
 
 from gstep.backbones import ModelSource
+from gstep.evidence import HEAD_SOURCES
 from gstep.language import Decoding, PromptBuilder, prompt_builder
 from pipeline.cache.header import CacheHeader, CacheIdentity, ModelIdentity, differences
 from pipeline.cache.live_rows import INDEX_COLUMNS, read_live
@@ -78,7 +79,7 @@ class GenerateRequest:
         """What all answers share, JSON-able; others are refused. PRUNINGS describes each of several, and may grow."""
         stored, late = self.held["retention_ratio"], self.prunings.get("")
         return {
-            "cache": self.held,
+            "cache": self.held if "" in self.prunings else without_evidence(self.held),
             "model": {"type": self.source.model_type, "weights": self.source.identity},
             "retention_ratio": stored if self.config.retention_ratio is None else self.config.retention_ratio,
             "prompt": {**self.builder.policy.describe(), "order": self._order_said()},
@@ -89,7 +90,12 @@ class GenerateRequest:
         }
 
     def _described(self) -> dict[str, Any]:
-        return {name: None if late is None else late.describe() for name, late in self.prunings.items()}
+        """Each pruning, with the weights of the pooling head where it looks through that."""
+        head = {"pooling_head": self.held["model"].get("pooling_head")}
+        return {
+            name: None if late is None else {**late.describe(), **(head if _of_head(late) else {})}
+            for name, late in self.prunings.items()
+        }
 
     def _order_said(self) -> str:
         """A method's own order is what its tokens are read in, or what they are given where they are pruned here."""
@@ -116,6 +122,19 @@ class GenerateRequest:
         else:
             kept = sum(rows_wanted(row, self.read_ratio) for row in videos)
         return kept + (len(videos) if self.builder.needs_newline else 0)
+
+
+def _of_head(late: LatePruning) -> bool:
+    taken = {name for name, _ in late.evidence}
+    return bool(HEAD_SOURCES & {where for name, where in late.pruner.sources.items() if name in taken})
+
+
+def without_evidence(held: CacheIdentity) -> dict[str, Any]:
+    """What decides a cache's tokens: evidence beside them, and where it is from, does not."""
+    model = {name: value for name, value in held["model"].items() if name != "pooling_head"}
+    dtype = {name: value for name, value in held["dtype"].items() if name != "evidence"}
+    rest = {name: value for name, value in held.items() if name != "evidence"}
+    return {**rest, "model": model, "dtype": dtype}
 
 
 def prepare(config: GenerateConfig, console: Console) -> GenerateRequest:
@@ -189,7 +208,7 @@ def checked(
 def _resolved(config: GenerateConfig, cache: Store, held: CacheIdentity) -> tuple[ModelSource, PromptBuilder]:
     """The model, which must be the cache's, and what makes prompts for it."""
     with refusing():
-        source = ModelSource.resolve(*_model(config, held["model"]["weights"]))
+        source = ModelSource.resolve(*model_of(config.model, config.revision, held["model"]["weights"]))
         _check_model(cache, held["model"], source)
         positions = None if config.positions == "auto" else config.positions
         return source, prompt_builder(source, positions, config.rule)
@@ -247,17 +266,17 @@ def _asked_about(questions: pa.Table, live: pa.Table) -> pa.Table:
     return live.filter(pc.is_in(live["video_id"], value_set=ids))
 
 
-def _model(config: GenerateConfig, weights: str) -> tuple[str, str | None]:
-    """(model, revision): as asked for, else as the cache's identity tells."""
+def model_of(model: str | None, revision: str | None, weights: str) -> tuple[str, str | None]:
+    """(model, revision): as asked for, else as the ``weights`` in the cache's identity tell. Raises UsageError."""
     kind, _, rest = weights.partition(":")
     hub_id, _, sha = rest.rpartition("@") if kind == "hub" else ("", "", "")
-    if config.model is not None:
+    if model is not None:
         # The weights that the cache was made with, wherever the branch is now.
-        return config.model, config.revision or (sha if config.model == hub_id else None)
+        return model, revision or (sha if model == hub_id else None)
     if kind == "hub":
-        return hub_id, config.revision or sha
+        return hub_id, revision or sha
     if kind.startswith("tiny"):
-        return kind, config.revision
+        return kind, revision
     raise UsageError(f"--model is missing: the cache was made with a folder ({weights}), and does not say where it is")
 
 

@@ -13,8 +13,9 @@ from pipeline.generate.answer_stage import too_long
 from pipeline.generate.answers import KEYS
 from pipeline.generate.request import GenerateRequest, answerable
 from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, without_nulls
+from pipeline.storage.stores import Store
 
-_COMPARED = ("video_ids", "prompt", "choices", "decoding")
+COMPARED = ("video_ids", "prompt", "choices", "decoding")
 
 
 def unanswered(request: GenerateRequest, live: pa.Table) -> list[QuestionRecord]:
@@ -23,7 +24,7 @@ def unanswered(request: GenerateRequest, live: pa.Table) -> list[QuestionRecord]
     A failed row counts as done unless ``--retry-failed``. Raises QuestionsChanged where a question that has an answer
     is another one now.
     """
-    answered = (without_nulls(row, AnswerRecord) for row in live.select([*_KEYS, *_COMPARED]).to_pylist())
+    answered = (without_nulls(row, AnswerRecord) for row in live.select([*_KEYS, *COMPARED]).to_pylist())
     done = {(row["question_id"], row.get("pruning", "")): row for row in answered}
     videos = request.videos
     changed: list[str] = []
@@ -33,21 +34,32 @@ def unanswered(request: GenerateRequest, live: pa.Table) -> list[QuestionRecord]
         if old is None:
             todo.append({**question, "attempts": 1})
             continue
-        different = [name for name in _COMPARED if question.get(name) != old.get(name)]
+        different = difference(question, old)
         if different and old["status"] == "ok":
-            name = different[0]
-            changed.append(
-                f"{question['question_id']}: {name} was {_shown(old.get(name))}, is {_shown(question.get(name))}"
-            )
+            changed.append(different)
         elif old["status"] != "ok" and request.config.retry_failed and (different or _worth_it(request, old, videos)):
             todo.append({**question, "attempts": old["attempts"] + 1})
+    refuse_changed(changed, request.store)
+    return todo
+
+
+def difference(question: QuestionRecord, old: AnswerRecord) -> str | None:
+    """What a question asks that its answer was not given to, in words; None where it is the same."""
+    different = [name for name in COMPARED if question.get(name) != old.get(name)]
+    if not different:
+        return None
+    name = different[0]
+    return f"{question['question_id']}: {name} was {_shown(old.get(name))}, is {_shown(question.get(name))}"
+
+
+def refuse_changed(changed: Sequence[str], store: Store) -> None:
+    """Raises QuestionsChanged where there are ``changed`` questions, each in words."""
     if changed:
         raise QuestionsChanged(
-            f"{len(changed)} questions with an answer in {request.store} are others now:\n  "
+            f"{len(changed)} questions with an answer in {store} are others now:\n  "
             + "\n  ".join(changed[:5])
             + "\nGive new questions new ids, or name another --out."
         )
-    return todo
 
 
 _KEYS = ("question_id", "pruning", "status", "attempts", "error_class")

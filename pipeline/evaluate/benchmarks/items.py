@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pipeline.errors import UsageError, printable
 from pipeline.evaluate.benchmarks.annotations import FaultKind, LeftOut, without_letter
@@ -77,6 +77,10 @@ class Loaded:
     items: tuple[Item, ...]
     faults: tuple[AnnotationFault, ...]
     n_annotated: int
+
+    def first(self, count: int | None) -> Loaded:
+        """The first so many questions, with the same faults; None is all."""
+        return self if count is None else replace(self, items=self.items[:count])
 
 
 class Collected:

@@ -60,7 +60,7 @@ class OwnQuestions(Benchmark):
         """
         file = self.files[0]
         videos = None if data is None else Videos(data_folder(data, "name the one that the videos are in"))
-        rows = [(where, _item(row, f"{file}, {where}")) for where, row in _rows(file)]
+        rows = [(where, read_question(row, f"{file}, {where}")) for where, row in _rows(file)]
         _check_ids(file, [item.question_id for _, item in rows])
         groups = _groups([item.video_ids for _, item in rows])
         collected = Collected()
@@ -73,6 +73,12 @@ class OwnQuestions(Benchmark):
                 cluster = item.cluster or groups[item.video_id]
                 collected.keep(where, replace(item, video_ids=found, cluster=cluster))
         return collected.loaded(file, "every question needs its videos below --data")
+
+
+def clusters_of(items: Sequence[Item]) -> list[Item]:
+    """The same questions, each with a cluster: the one it names, else the videos that questions tie together."""
+    groups = _groups([item.video_ids for item in items])
+    return [replace(item, cluster=item.cluster or groups[item.video_id]) for item in items]
 
 
 def same_text(reply: str, expected: str) -> bool:
@@ -110,8 +116,9 @@ def _check_ids(file: str, question_ids: Sequence[str]) -> None:
         raise QuestionsError(f"{file}: {len(repeated)} question_ids repeat, e.g. {shown}; ids must be unique")
 
 
-def _item(row: UserRow, where: str) -> Item:
-    """The question as its row has it: ids of videos unchecked, no cluster unless it names one."""
+def read_question(row: UserRow, where: str) -> Item:
+    """The question as its row has it: ids of videos unchecked, no cluster unless it names one. Raises QuestionsError
+    that says ``where``."""
     for name in _DECODING:
         if row.get(name) is not None:
             raise QuestionsError(

@@ -1,0 +1,49 @@
+"""Score pruning methods on a benchmark: each video is encoded once, every method and ratio answers from that."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from jobs.command import EXIT_CODES, run_command
+from pipeline.evaluate.config import EvaluateConfig
+
+EPILOG = """\
+examples:
+  python -m jobs.evaluate --benchmark videomme --data Video-MME --model llava-hf/llava-onevision-qwen2-7b-ov-hf \\
+      --method gstep vidcom2 fps --retention-ratio .10 .15 .20 .25 --out results
+  python -m jobs.evaluate --benchmark questions.jsonl --data videos --method gstep fastv,K=3
+  python -m jobs.evaluate --score answers answers-10            score what jobs.generate answered
+
+The same command again goes on where the last one stopped; more methods or ratios are answered beside those that are
+there. --out gets scores.parquet, tables.md, tables.tex and report.html.
+
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m jobs.evaluate",
+        description=__doc__,
+        epilog=EPILOG + EXIT_CODES.format(item="question"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return run_command(parser, EvaluateConfig, _evaluate, argv)
+
+
+def _evaluate(config: EvaluateConfig, console: Console) -> int:
+    # Ray, torch and the decoders load only now: --help and a mistyped flag answer at once.
+    from pipeline.evaluate.evaluate import evaluate, render_evaluation  # noqa: PLC0415
+
+    done = evaluate(config, console)
+    out = Console()
+    out.print(render_evaluation(done))
+    return done.exit_code(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

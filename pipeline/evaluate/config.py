@@ -1,0 +1,132 @@
+"""The options of an evaluation: one dataclass that flags and the run's record come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gstep.methods import METHODS
+from pipeline.errors import UsageError
+from pipeline.generate.late_pruning import LateAsked
+from pipeline.options import DTYPES, RunOptions, check, named_values, option, positive
+
+DEFAULT_METHODS = ("gstep", "vidcom2", "uniform", "random")
+DEFAULT_RATIOS = (0.25, 0.20, 0.15, 0.10)
+FULL = "none"  # every token: what methods are compared with
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(RunOptions):
+    """Everything that ``python -m jobs.evaluate`` can be told. Raises UsageError where a value makes no sense."""
+
+    item: ClassVar[str] = "question"
+
+    benchmark: str | None = option(
+        None,
+        "videomme, or a file of your own questions (.jsonl/.parquet/.csv with question_id, video_id, prompt, answer; "
+        "optional choices, split, cluster)",
+        metavar="NAME",
+        group="benchmark",
+    )
+    data: str | None = option(
+        None,
+        "the folder with the benchmark's annotations and videos; of your own questions that of the videos (default: "
+        "their ids are those of --cache)",
+        metavar="DIR",
+    )
+    protocol: str | None = option(
+        None,
+        "whose prompt, frames and rule for replies: lmms-eval-0.7.3, lmms-eval-0.5 or official for videomme, letter "
+        "for your own (default: the benchmark's first)",
+        metavar="NAME",
+    )
+    limit: int | None = option(None, "only the first so many questions", metavar="N")
+    score: list[str] = option(
+        [],
+        "ask nothing: score answers that jobs.generate gave to questions with an answer; several places are compared",
+        metavar="ANSWERS",
+        several=True,
+    )
+    model: str | None = option(
+        None,
+        "a Hugging Face id or folder with safetensors, or one of the seeded random 'tiny', 'tiny-qwen2-5-vl' and "
+        "'tiny-qwen3-vl' (default: the one that the cache names, else tiny)",
+        metavar="MODEL",
+        group="model",
+    )
+    siglip: str | None = option(
+        None,
+        "for fastvid and cdpruner on LLaVA-OneVision: the SigLIP checkpoint that its vision tower was made of",
+        metavar="MODEL",
+    )
+    dtype: str = option("auto", "the model's arithmetic; auto is bfloat16 on GPUs and float32 on CPUs", choices=DTYPES)
+    method: list[str] = option(
+        [],
+        f"pruning methods: {', '.join(METHODS)}, or module:Class of your own; parameters behind commas, fastv,K=3 "
+        f"(default: {' '.join(DEFAULT_METHODS)}); full retention is always there",
+        metavar="METHOD",
+        several=True,
+        group="methods",
+    )
+    retention_ratio: list[float] = option(
+        [],
+        f"shares of the visual tokens to keep (default: {' '.join(map(str, DEFAULT_RATIOS))})",
+        metavar="R",
+        several=True,
+    )
+    seed: int = option(0, "seed of the methods that draw random numbers, and of the intervals", metavar="N")
+    out: str = option(
+        "results",
+        "the results to create or to continue: a folder or s3://bucket/prefix",
+        metavar="DIR",
+        group="results",
+    )
+    cache: str | None = option(
+        None, "the cache of all tokens to make or to use again (default: cache in --out)", metavar="CACHE"
+    )
+    drop_tokens: bool = option(False, "delete the cache in --out once every question is answered")
+    draws: int = option(10_000, "samples of videos that intervals and p-values are made of", metavar="N")
+    num_frames: int | None = option(None, "frames a video (default: the protocol's)", metavar="T", group="videos")
+    decode_timeout: float = option(120.0, "seconds one video may take to decode before it is given up", metavar="S")
+    decode_workers: int | None = option(None, "decode processes at most (default: by the CPUs)", metavar="N")
+    encode_workers: int | None = option(None, "encoders at most (default: one a GPU)", metavar="N")
+    batch_size: int = option(8, "questions that the model answers at once", metavar="N", group="answers")
+    workers: int | None = option(None, "language models at most (default: one a GPU; one on CPUs)", metavar="N")
+    questions_per_shard: int = option(
+        64, "answers in one file at most; what a killed run loses of each worker", metavar="N"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.benchmark is None) == (not self.score):
+            raise UsageError("name what to ask, --benchmark NAME, or answers to score, --score ANSWERS: one of them")
+        check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
+        for ratio in self.retention_ratio:
+            check(0.0 < ratio <= 1.0, "retention_ratio", "in (0, 1]", ratio)
+        for name in ("batch_size", "questions_per_shard"):
+            check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        for name in ("limit", "num_frames", "decode_workers", "encode_workers", "workers"):
+            value = getattr(self, name)
+            check(value is None or value >= 1, name, "at least 1", value)
+        check(self.seed >= 0, "seed", "at least 0", self.seed)
+        check(self.draws >= 100, "draws", "at least 100", self.draws)
+        check(positive(self.decode_timeout), "decode_timeout", "a positive number of seconds", self.decode_timeout)
+        if self.drop_tokens and self.cache is not None:
+            raise UsageError("--drop-tokens deletes the cache in --out; one that --cache names is yours to delete")
+        self.grid()
+
+    def grid(self) -> dict[str, LateAsked | None]:
+        """What every question is answered under, by label: full retention (None), then each method at each ratio, from
+        the largest. Raises UsageError for a method that is no METHOD[,NAME=VALUE...]."""
+        asked: dict[str, LateAsked | None] = {FULL_LABEL: None}
+        ratios = sorted(set(self.retention_ratio or DEFAULT_RATIOS), reverse=True)
+        for spec in self.method or DEFAULT_METHODS:
+            method, *given = (part.strip() for part in spec.split(","))
+            params = named_values(given, f"--method {spec}: a parameter")
+            for ratio in ratios if method != FULL else ():
+                one = LateAsked(method, ratio, params, self.siglip, self.seed)
+                asked[one.label] = one
+        return asked
+
+
+FULL_LABEL = f"{FULL}@1"

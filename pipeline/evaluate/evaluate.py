@@ -1,0 +1,157 @@
+"""One evaluation from its options to its files: the page to read first."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from statistics import fmean
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.cache.reader import HEADER
+from pipeline.errors import RunFailed
+from pipeline.evaluate.benchmarks.base import Benchmark, Split
+from pipeline.evaluate.benchmarks.items import Loaded
+from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.protocols import LETTER
+from pipeline.evaluate.render import method_title
+from pipeline.evaluate.request import EvaluateRequest, prepare
+from pipeline.evaluate.results import ResultsTable
+from pipeline.evaluate.results_files import Shown, main_table, write_results
+from pipeline.evaluate.run import Evaluated, answer_and_score, score_answers
+from pipeline.generate.summary import render_answers
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import store_at
+
+_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What an evaluation made: ``files`` below ``out``."""
+
+    done: Evaluated
+    table: ResultsTable
+    out: str
+    files: Sequence[str]
+
+    def exit_code(self, config: EvaluateConfig) -> int:
+        """As of the answers; 1 too where a video failed by a bug."""
+        answers, videos = self.done.answers, self.done.videos
+        if answers is None:
+            return 0
+        bug = videos is not None and "internal" in videos.failures
+        return 1 if bug else answers.exit_code(config.failure_limit(answers.n_questions))
+
+
+def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
+    """Load, encode, answer, score, write.
+
+    Raises UsageError (nothing was started) or RunFailed (what was committed stays; a rerun goes on).
+    """
+    if config.score:
+        done = score_answers(config)
+        shown = _shown_of_answers(config)
+    else:
+        request = prepare(config, console)
+        for line in said_of_the_data(request.loaded, request.benchmark):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        done = answer_and_score(request, console)
+        shown = _shown(request, done)
+    store = store_at(config.out, Objects.from_environment(config.s3_endpoint, config.s3_region))
+    store.make()
+    try:
+        files = write_results(store, done, shown)
+    except OSError as error:
+        raise RunFailed(f"{store}: the results cannot be written: {error.strerror or error}") from error
+    return Evaluation(done=done, table=main_table(done, shown), out=config.out, files=files)
+
+
+def said_of_the_data(loaded: Loaded, benchmark: Benchmark) -> Iterator[str]:
+    """Lines about what was found: how many questions, and every kind of fault with an example."""
+    whole = f" of {benchmark.n_questions:,} in the whole benchmark" if benchmark.n_questions else ""
+    yield f"{benchmark.title}: {len(loaded.items):,} questions to ask; {loaded.n_annotated:,} annotated{whole}"
+    counts = Counter((fault.kind, fault.left_out) for fault in loaded.faults)
+    for (kind, left_out), count in counts.items():
+        example = next(fault.message for fault in loaded.faults if (fault.kind, fault.left_out) == (kind, left_out))
+        yield f"note: {count} {kind}, {'left out' if left_out else 'kept'}, e.g. {example}"
+
+
+def _shown(request: EvaluateRequest, done: Evaluated) -> Shown:
+    return Shown(
+        title=request.title,
+        benchmark=request.benchmark,
+        protocol=request.protocol,
+        described=request.identity,
+        facts=[*_facts(request, done), *_machine()],
+        draws=request.config.draws,
+        seed=request.config.seed,
+    )
+
+
+def _shown_of_answers(config: EvaluateConfig) -> Shown:
+    own = Benchmark(name="answers", title="Answers", protocols=(LETTER,), splits=(Split("split", "Split"),))
+    title = ", ".join(config.score)
+    described = {"protocol": "as jobs.generate asked", "parser": LETTER.parser}
+    return Shown(
+        title=title,
+        benchmark=own,
+        protocol=LETTER,
+        described=described,
+        facts=_machine(),
+        draws=config.draws,
+        seed=config.seed,
+    )
+
+
+def _facts(request: EvaluateRequest, done: Evaluated) -> Iterator[tuple[str, str]]:
+    yield "model", request.source.name
+    yield "weights", request.source.identity
+    yield "videos", f"{len({video for item in request.loaded.items for video in item.video_ids}):,}"
+    cache = store_at(request.cache, request.objects)
+    if done.videos is not None and cache.exists(HEADER):
+        size = sum(file.size for file in cache.listed("tokens"))
+        shares = sum(one.retention_ratio for one in request.grid.values() if one is not None)
+        yield "all tokens", f"{size / max(1, done.videos.n_ok) / 1e6:.1f} MB a video, evidence included"
+        yield "as pruned caches", f"about {shares * done.videos.token_bytes / max(1, done.videos.n_ok) / 1e6:.1f} MB"
+        seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in done.videos.seconds.items())
+        yield "seconds of encoding", seconds
+    if done.answers is not None and done.answers.n_new:
+        yield "seconds of answering", ", ".join(f"{name} {value:.1f}" for name, value in done.answers.seconds.items())
+    totals = [row for row in done.scores["n_total"].to_pylist() if row is not None]
+    if totals:
+        yield "visual tokens", f"{fmean(totals):,.0f} a question on average before pruning"
+
+
+def _machine() -> list[tuple[str, str]]:
+    return [
+        ("machine", f"{platform.machine()}, {platform.system()}"),
+        ("versions", ", ".join(f"{name} {version(name)}" for name in _VERSIONS)),
+    ]
+
+
+def render_evaluation(done: Evaluation) -> RenderableType:
+    """The table for the terminal, the failures by class, and the files."""
+    table = Table(title=done.table.title, title_justify="left", show_edge=False)
+    table.add_column("method")
+    for name in ("kept", *(column.title for column in done.table.columns), "Rel."):
+        table.add_column(name, justify="right")
+    for block in (None, *done.table.blocks):
+        for row in (done.table.original,) if block is None else block.rows:
+            cells = [cell.printed if cell else "-" for cell in (*row.cells, row.rel)]
+            table.add_row(
+                Text(method_title(row.method)), f"{100 * row.ratio:g} %", *cells, end_section=row is _last(block)
+            )
+    parts: list[RenderableType] = [table]
+    if done.done.answers is not None:
+        parts += ["", render_answers(done.done.answers)]
+    return Group(*parts, "", Text(f"{done.out}: {', '.join(done.files)}"))
+
+
+def _last(block: object) -> object:
+    return None if block is None else block.rows[-1]  # type: ignore[attr-defined]

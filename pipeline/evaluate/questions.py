@@ -1,0 +1,62 @@
+"""A benchmark's questions as ``jobs.generate`` asks them, by a protocol; and answers that were given there, as a
+benchmark."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from gstep.language import Decoding
+from pipeline.evaluate.benchmarks.items import Item
+from pipeline.evaluate.benchmarks.own import read_question
+from pipeline.evaluate.protocols import Protocol
+from pipeline.generate.questions import QUESTION_SCHEMA, Instructions, Way
+from pipeline.inputs.tables import UserRow
+from pipeline.rows import AnswerRecord
+
+
+def way_of(protocol: Protocol, model_type: str) -> Way:
+    """How all questions are answered."""
+    decoding = Decoding(max_new_tokens=protocol.max_new_tokens, temperature=protocol.temperature)
+    return Way(decoding, protocol.choices, protocol.rules(model_type).system)
+
+
+def question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -> pa.Table:
+    """QUESTION_SCHEMA, a row an item. Where a reply is generated the prompt is the protocol's whole text, which goes
+    through untouched."""
+    way = way_of(protocol, model_type)
+    rows = [_question(item, protocol, model_type, way) for item in items]
+    return pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
+
+
+def _question(item: Item, protocol: Protocol, model_type: str, way: Way) -> dict[str, Any]:
+    scored = bool(item.options) and protocol.choices != "generate"
+    how = Instructions(way.choices if scored else "generate", way.system, way.decoding)
+    return {
+        "question_id": item.question_id,
+        "video_ids": list(item.video_ids),
+        "prompt": item.question if scored else protocol.text(item, model_type),
+        "choices": list(item.options) if scored else None,
+        "target": item.expected,
+        "decoding": how.describe(),
+        "question_extra": None,
+    }
+
+
+def answered_item(row: AnswerRecord) -> Item | None:
+    """The question of an answer of jobs.generate; None where nobody said what is right."""
+    if "target" not in row:
+        return None
+    extra = json.loads(row.get("question_extra") or "{}")
+    question: UserRow = {
+        "question_id": row["question_id"],
+        "video_id": row["video_ids"],
+        "prompt": row["prompt"],
+        "choices": row.get("choices"),
+        "answer": row["target"],
+        **{name: extra.get(name) for name in ("split", "cluster")},
+    }
+    return read_question(question, f"question {row['question_id']}")

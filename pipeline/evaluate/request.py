@@ -1,0 +1,243 @@
+"""A request to evaluate, checked before anything is started: questions, protocol, model, methods, what is there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from rich.console import Console
+
+from gstep.backbones import ModelSource
+from gstep.evidence import HEAD_SOURCES, pairs
+from gstep.language import prompt_builder
+from pipeline.cache.header import CacheIdentity, differences, header_bytes, read_header_file
+from pipeline.cache.reader import HEADER, read_header
+from pipeline.errors import IdentityMismatch, NotResults, UsageError
+from pipeline.evaluate.benchmarks import find_benchmark
+from pipeline.evaluate.benchmarks.base import Benchmark
+from pipeline.evaluate.benchmarks.items import Loaded
+from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.protocols import FrameRule, Protocol
+from pipeline.evaluate.questions import question_table
+from pipeline.execution.request import check_out, refusing, store_refusing
+from pipeline.generate.late_pruning import LateAsked, is_whole, late_pruning
+from pipeline.generate.request import model_of
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.evidence import needed_by
+from pipeline.prune.request import resolve
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import Store, store_at
+from pipeline.video.sampling import ROUND_EVEN, TRUNCATE
+
+RESULTS_VERSION = 1
+RESULTS_HEADER = "evaluation.json"
+ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"
+_PASSED_ON = (
+    *("revision", "dtype", "device", "attn", "retry_failed", "max_attempts", "stall_timeout", "log_interval"),
+    *("s3_endpoint", "s3_region"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateRequest:
+    """A request that was checked.
+
+    Attributes:
+        grid: what every question is answered under, by label; None is full retention.
+        questions: QUESTION_SCHEMA.
+        store: where the results go.
+        cache: the cache of all tokens.
+        videos: how jobs.prune makes that cache, without its manifest; None where it is there and only read.
+    """
+
+    config: EvaluateConfig
+    benchmark: Benchmark
+    protocol: Protocol
+    loaded: Loaded
+    source: ModelSource
+    grid: Mapping[str, LateAsked | None]
+    questions: pa.Table
+    store: Store
+    cache: str
+    videos: PruneConfig | None
+    objects: Objects
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What all results in one place share, JSON-able."""
+        return {
+            "benchmark": self.benchmark.name,
+            "model": {"type": self.source.model_type, "weights": self.source.identity},
+            "num_frames": self.config.num_frames,
+            **self.protocol.describe(self.source.model_type),
+        }
+
+    @property
+    def title(self) -> str:
+        return f"{self.benchmark.title}, {self.source.name}"
+
+    def passed_on(self) -> dict[str, Any]:
+        """The options that the runs of this evaluation take as they are."""
+        return {name: getattr(self.config, name) for name in _PASSED_ON}
+
+
+def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
+    """Check the whole request. Raises UsageError; starts nothing, reads no weights and no video."""
+    assert config.benchmark is not None  # the config refuses a request without
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+    store, cache = store_at(config.out, objects), config.cache or f"{config.out.rstrip('/')}/{CACHE_FOLDER}"
+    check_out(store)
+    benchmark = find_benchmark(config.benchmark)
+    protocol = benchmark.protocol(config.protocol)
+    loaded = benchmark.load(config.data).first(config.limit)
+    with store_refusing():
+        cached = store_at(cache, objects)
+        held = read_header(cached)["identity"] if cached.exists(HEADER) else None
+    source = _model(config, held)
+    videos = _videos(config, protocol, source, cache, held)
+    grid = config.grid()
+    with refusing():
+        made = held if videos is None or held is not None else _identity(videos, cached, objects)
+        _check_methods(grid, made, source, cache)
+    request = EvaluateRequest(
+        config=config,
+        benchmark=benchmark,
+        protocol=protocol,
+        loaded=loaded,
+        source=source,
+        grid=grid,
+        questions=question_table(loaded.items, protocol, source.model_type),
+        store=store,
+        cache=cache,
+        videos=videos,
+        objects=objects,
+    )
+    with store_refusing():
+        match_results(request)
+    return request
+
+
+def match_results(request: EvaluateRequest) -> None:
+    """Refuse a place with results of other settings, or with something else. Raises UsageError."""
+    store = request.store
+    if not store.exists(RESULTS_HEADER):
+        if store.taken():
+            raise NotResults(f"{store} exists and holds no results (it has no {RESULTS_HEADER}): name an empty place")
+        return
+    absent = f"no results (no {RESULTS_HEADER})"
+    held = read_header_file(store, RESULTS_HEADER, (RESULTS_VERSION,), NotResults, absent, of="results of ")
+    wanted = json.loads(json.dumps(request.identity))
+    if wrong := differences(held["identity"], wanted, has="the results have"):
+        raise IdentityMismatch(
+            f"{store} holds results of other settings, and one place holds one kind:\n  "
+            + "\n  ".join(wrong)
+            + "\nUse the settings of the results, or another --out."
+        )
+
+
+def write_results_header(request: EvaluateRequest) -> None:
+    header = {"schema_version": RESULTS_VERSION, "identity": request.identity}
+    request.store.put(RESULTS_HEADER, header_bytes(header))
+
+
+def _model(config: EvaluateConfig, held: CacheIdentity | None) -> ModelSource:
+    with refusing():
+        if held is None:
+            return ModelSource.resolve(config.model or "tiny", config.revision)
+        return ModelSource.resolve(*model_of(config.model, config.revision, held["model"]["weights"]))
+
+
+def _videos(
+    config: EvaluateConfig, protocol: Protocol, source: ModelSource, cache: str, held: CacheIdentity | None
+) -> PruneConfig | None:
+    """How the protocol's frames become a cache of all tokens with what the methods look at; None where there are no
+    videos to add to it. A cache that is there goes on as it is."""
+    evidence = _evidence(config, source, cache, held)
+    heads = HEAD_SOURCES & {where for _, where in evidence}
+    if config.siglip is not None and not heads:
+        raise UsageError("--siglip: none of the methods takes anything from a SigLIP checkpoint")
+    if config.data is None or (held is not None and heads and config.siglip is None):
+        return None
+    rules = protocol.rules(source.model_type)
+    pixels = {} if rules.pixels is None else vars(rules.pixels)
+    return PruneConfig(
+        out=cache,
+        video_root=[str(config.data)],
+        model=source.name,
+        siglip=config.siglip,
+        pruner="none",
+        retention_ratio=1.0,
+        evidence=[f"{name}={where}" for name, where in sorted(evidence)],
+        num_frames=config.num_frames or rules.frames.num_frames,
+        frame_rule=frame_rule(rules.frames),
+        decode_timeout=config.decode_timeout,
+        decode_workers=config.decode_workers,
+        encode_workers=config.encode_workers,
+        **pixels,
+        **{name: getattr(config, name) for name in _PASSED_ON},
+    )
+
+
+def _evidence(
+    config: EvaluateConfig, source: ModelSource, cache: str, held: CacheIdentity | None
+) -> frozenset[tuple[str, str]]:
+    """What the methods look at besides tokens; of a cache that is there, what it holds. Raises UsageError where that is
+    less."""
+    needed: dict[tuple[str, str], str] = {}
+    with refusing():
+        for one in config.grid().values():
+            if one is not None:
+                needed |= dict.fromkeys(needed_by(one.method, source.model_type), one.method)
+    if held is None:
+        return frozenset(needed)
+    stored = pairs(held.get("evidence", {}))
+    if missing := sorted(needed.keys() - stored):
+        raise UsageError(
+            f"{cache} holds no {' and '.join(name for name, _ in missing)} for {needed[missing[0]]}: name another "
+            "place with --cache, where all tokens are made again with it; the answers that are there stay"
+        )
+    return stored
+
+
+def frame_rule(rule: FrameRule) -> str:
+    """The name of a protocol's rule in jobs.prune. Raises UsageError for one that it does not have."""
+    names = {("truncate", False): TRUNCATE, ("round", True): ROUND_EVEN}
+    if (rule.rounding, rule.even) not in names:
+        raise UsageError(f"frames that are {rule} are not sampled here")
+    return names[rule.rounding, rule.even]
+
+
+def _identity(videos: PruneConfig, cached: Store, objects: Objects) -> CacheIdentity:
+    """What the cache will be; nothing is looked at but the model's files."""
+    job = resolve(videos, MANIFEST_SCHEMA.empty_table(), cached, objects)
+    return job.identity("float32" if job.dtype == "auto" else job.dtype)
+
+
+def _check_methods(
+    grid: Mapping[str, LateAsked | None], held: CacheIdentity | None, source: ModelSource, cache: str
+) -> None:
+    """Refuse a method that cannot prune what the cache holds, before it is made."""
+    if held is None:
+        raise UsageError(
+            f"{cache} is no cache, and there is nothing to make one of: name the videos with --data, or with --cache "
+            "one that python -m jobs.prune --pruner none made"
+        )
+    if not is_whole(held):
+        raise UsageError(
+            f"{cache} holds what {held['pruner']['method']} kept at {held['retention_ratio']:g}, and methods are "
+            "compared with full retention: make one with python -m jobs.prune --pruner none"
+        )
+    builder = prompt_builder(source)
+    for one in grid.values():
+        if one is not None:
+            late_pruning(one, held, source, builder)
+
+
+def data_folder(request: EvaluateRequest) -> Path:
+    """The folder that ids of videos are relative to."""
+    return Path(str(request.config.data)).absolute()

@@ -1,0 +1,90 @@
+"""What an evaluation leaves behind: the scores, the tables as Markdown and LaTeX, and the report page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pipeline.cache.schema import write_parquet
+from pipeline.evaluate.benchmarks.base import Benchmark, Split
+from pipeline.evaluate.protocols import QUESTIONS, Protocol
+from pipeline.evaluate.render import latex, markdown
+from pipeline.evaluate.report import Report, report_page
+from pipeline.evaluate.results import Column, ResultsTable
+from pipeline.evaluate.run import Evaluated
+from pipeline.evaluate.tables import ScoredBenchmark, results_table
+from pipeline.storage.stores import Store
+
+SCORES, TABLES_MD, TABLES_TEX, REPORT = "scores.parquet", "tables.md", "tables.tex", "report.html"
+_MOST_PARTS = 30  # of a split that is shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """How results are shown.
+
+    Attributes:
+        title: of tables and page.
+        facts: (name, value) about model, cache and run.
+        protocol: described, JSON-able.
+        pages: of videos, by id: (label, relative address).
+    """
+
+    title: str
+    benchmark: Benchmark
+    protocol: Protocol
+    described: Mapping[str, object]
+    facts: Sequence[tuple[str, str]] = ()
+    pages: Mapping[str, Sequence[tuple[str, str]]] | None = None
+    draws: int = 10_000
+    seed: int = 0
+
+
+def main_table(done: Evaluated, shown: Shown) -> ResultsTable:
+    """The table in the paper's layout: the first split's parts, then the whole."""
+    splits = shown.benchmark.splits
+    return _table(done, shown, splits[0] if splits else None)
+
+
+def write_results(store: Store, done: Evaluated, shown: Shown) -> list[str]:
+    """Write all files; returns their names. Raises OSError."""
+    table = main_table(done, shown)
+    splits = [_table(done, shown, split) for split in shown.benchmark.splits[1:] if _parts(done, split)]
+    report = Report(
+        title=shown.title,
+        table=table,
+        splits=tuple(splits),
+        scores=done.scores,
+        items={item.question_id: item for item in done.loaded.items},
+        faults=done.loaded.faults,
+        n_annotated=done.loaded.n_annotated,
+        protocol=shown.described,
+        facts=shown.facts,
+        pages=shown.pages or {},
+    )
+    texts = {
+        TABLES_MD: "\n".join(markdown(one) for one in (table, *splits)),
+        TABLES_TEX: latex(table),
+        REPORT: report_page(report),
+    }
+    store.put(SCORES, write_parquet(done.scores))
+    for name, text in texts.items():
+        store.put(name, text.encode())
+    return [SCORES, *texts]
+
+
+def _table(done: Evaluated, shown: Shown, split: Split | None) -> ResultsTable:
+    columns = [] if split is None else [Column(f"{split.name}={part}", title) for part, title in _parts(done, split)]
+    metric = shown.protocol.metric
+    scored = ScoredBenchmark(shown.benchmark.title, done.scores, columns, None if metric == QUESTIONS else metric)
+    title = shown.title if split is None or not columns else f"{shown.title}: {split.title}"
+    return results_table(title, [scored], draws=shown.draws, seed=shown.seed)
+
+
+def _parts(done: Evaluated, split: Split) -> list[tuple[str, str]]:
+    """(part, title) of a split, of those that questions are in; none where there are too many to show."""
+    present = dict.fromkeys(item.splits[split.name] for item in done.loaded.items if split.name in item.splits)
+    named = [(part, title) for part, title in split.parts.items() if part in present]
+    others = [(part, part) for part in sorted(present) if part not in split.parts]
+    found = [*named, *others]
+    return found if len(found) <= _MOST_PARTS else []

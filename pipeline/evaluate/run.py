@@ -1,0 +1,223 @@
+"""An evaluation, on the driver: encode each video once, answer the whole grid in one run, score.
+
+Both runs are those of jobs.prune and jobs.generate, and resume as they do: a video that is cached is not encoded again,
+and nothing is answered twice.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from rich.console import Console
+
+from pipeline.cache.live_rows import TOKENS, VIDEOS
+from pipeline.cache.reader import HEADER
+from pipeline.errors import NotAnswers, RunFailed, UsageError
+from pipeline.evaluate.benchmarks.items import Item, Loaded
+from pipeline.evaluate.benchmarks.own import clusters_of
+from pipeline.evaluate.config import FULL, EvaluateConfig
+from pipeline.evaluate.questions import answered_item, way_of
+from pipeline.evaluate.request import (
+    ANSWERS_FOLDER,
+    EvaluateRequest,
+    data_folder,
+    match_results,
+    write_results_header,
+)
+from pipeline.evaluate.score_matrix import Arm
+from pipeline.evaluate.scores import score_table
+from pipeline.execution.request import new_run_id
+from pipeline.execution.run_record import RUNS
+from pipeline.generate.answers import HEADER as ANSWERS_HEADER
+from pipeline.generate.answers import AnswersTable, read_answers, read_answers_header
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.request import checked
+from pipeline.generate.resume import difference, refuse_changed
+from pipeline.generate.run import AnswerRun
+from pipeline.generate.summary import AnswerSummary, summarise_answers
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.run import PruneRun
+from pipeline.prune.summary import Summary
+from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
+from pipeline.storage.lock import cache_lock
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import LocalStore, Store, store_at
+
+MANIFEST = "videos.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """What came out.
+
+    Attributes:
+        loaded: the questions, and what was wrong with the annotations.
+        scores: SCORE_SCHEMA.
+        answers: counts of the answers; None where only scored.
+        videos: counts of the videos; None where none had to be encoded.
+        n_left_out: of questions whose answers were given, those without a right answer.
+    """
+
+    loaded: Loaded
+    scores: pa.Table
+    answers: AnswerSummary | None = None
+    videos: Summary | None = None
+    n_left_out: int = 0
+
+
+def answer_and_score(request: EvaluateRequest, console: Console) -> Evaluated:
+    """Bring the answers of a request up to date and score them.
+
+    Raises UsageError (nothing was started) or RunFailed (what was committed stays; a rerun goes on).
+    """
+    match_results(request)
+    write_results_header(request)
+    todo = _unanswered(request)
+    videos = _encode(request, todo, console) if todo and request.videos is not None else None
+    answers = _answer(request, console) if todo else _there(request)
+    live = _live(request)
+    if request.config.drop_tokens and not answers.n_missing:
+        _drop(store_at(request.cache, request.objects), new_run_id(), console)
+    scores = score_table(request.loaded.items, arms_of(request), live, request.protocol.parser)
+    return Evaluated(loaded=request.loaded, scores=scores, answers=answers, videos=videos)
+
+
+def arms_of(request: EvaluateRequest) -> dict[str, Arm]:
+    """The rows of the tables, by the label that the answers have."""
+    return {
+        label: Arm(FULL, 1.0) if one is None else Arm(one.method_label, one.retention_ratio)
+        for label, one in request.grid.items()
+    }
+
+
+def _answers_store(request: EvaluateRequest) -> Store:
+    return store_at(f"{request.config.out.rstrip('/')}/{ANSWERS_FOLDER}", request.objects)
+
+
+def _live(request: EvaluateRequest) -> pa.Table:
+    """The live answers to the questions of a request, under its grid."""
+    live = AnswersTable(_answers_store(request)).live()
+    mine = pc.is_in(live["question_id"], value_set=request.questions["question_id"].combine_chunks())
+    return live.filter(pc.and_(mine, pc.is_in(live["pruning"], value_set=pa.array(list(request.grid), pa.string()))))
+
+
+def _unanswered(request: EvaluateRequest) -> list[Item]:
+    """The questions that lack an answer somewhere in the grid; failed ones too where they are to be asked again."""
+    if not _answers_store(request).exists(ANSWERS_HEADER):
+        return list(request.loaded.items)
+    rows = [without_nulls(row, AnswerRecord) for row in _live(request).to_pylist()]
+    asked = {row["question_id"]: without_nulls(row, QuestionRecord) for row in request.questions.to_pylist()}
+    good = [row for row in rows if row["status"] == "ok"]
+    refuse_changed([text for row in good if (text := difference(asked[row["question_id"]], row))], request.store)
+    counts = Counter(row["question_id"] for row in (good if request.config.retry_failed else rows))
+    return [item for item in request.loaded.items if counts[item.question_id] < len(request.grid)]
+
+
+def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Summary:
+    """Cache all tokens of the videos that questions are left of."""
+    assert request.videos is not None
+    folder = data_folder(request)
+    ids = sorted({video_id for item in items for video_id in item.video_ids})
+    lines = [json.dumps({"video_id": video_id, "uri": str(folder / video_id)}) for video_id in ids]
+    request.store.put(MANIFEST, ("\n".join(lines) + "\n").encode())
+    config = PruneConfig(**{**vars(request.videos), "videos": f"{request.config.out.rstrip('/')}/{MANIFEST}"})
+    console.print(f"{len(ids)} videos, every token of each once", highlight=False)
+    summary = PruneRun(config, console).carry_out()
+    if not summary.n_ok:
+        reasons = "; ".join(f"{name}: {count}, {summary.examples[name][1]}" for name, count in summary.failures.items())
+        raise RunFailed(f"none of {len(ids)} videos could be encoded: {reasons}")
+    return summary
+
+
+def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
+    """Answer every question under the whole grid, in one run."""
+    way = way_of(request.protocol, request.source.model_type)
+    options = request.config
+    config = GenerateConfig(
+        cache=request.cache,
+        questions=options.benchmark,
+        out=f"{options.out.rstrip('/')}/{ANSWERS_FOLDER}",
+        model=request.source.name,
+        choices=way.choices,
+        system=way.system,
+        max_new_tokens=way.decoding.max_new_tokens,
+        temperature=way.decoding.temperature,
+        batch_size=options.batch_size,
+        workers=options.workers,
+        questions_per_shard=options.questions_per_shard,
+        **request.passed_on(),
+    )
+    about = {"benchmark": request.benchmark.name, "protocol": request.identity}
+    make = partial(checked, config, request.questions, way, request.grid, console, about)
+    n_asked = len(request.questions) * len(request.grid)
+    console.print(f"{len(request.questions)} questions under {len(request.grid)} prunings: {n_asked} answers")
+    return AnswerRun(config, console, make).carry_out()
+
+
+def _there(request: EvaluateRequest) -> AnswerSummary:
+    """The answers that are there, where nothing is left to ask."""
+    return summarise_answers(_live(request), len(request.questions) * len(request.grid), set(), 0.0)
+
+
+def _drop(cache: Store, run_id: str, console: Console) -> None:
+    """Delete a cache: its header first, so that a part of one is no cache to anybody."""
+    if not cache.exists(HEADER):
+        return
+    folders = (VIDEOS, TOKENS, RUNS)
+    with cache_lock(cache, run_id, partial(console.print, highlight=False, markup=False)):
+        names = [HEADER, *(file.name for folder in folders for file in cache.listed(folder))]
+        for name in names:
+            cache.delete(name)
+        if isinstance(cache, LocalStore):  # elsewhere there are no empty folders
+            for folder in folders:
+                with suppress(OSError):
+                    (cache.root / folder).rmdir()
+    console.print(
+        f"{cache}: {len(names)} files deleted (--drop-tokens); the answers stay", highlight=False, soft_wrap=True
+    )
+
+
+def score_answers(config: EvaluateConfig) -> Evaluated:
+    """Score answers that jobs.generate gave to questions with an answer; several places are compared.
+
+    Raises UsageError for a place without answers, and where not all hold the same questions.
+    """
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+    tables, items, n_left_out = [], dict[str, Item](), 0
+    arms: dict[str, Arm] = {}
+    for place in config.score:
+        store = store_at(place, objects)
+        live, label, arm = read_answers(place, store=store), place, _arm(read_answers_header(store)["identity"])
+        if arm in arms.values():
+            raise UsageError(f"--score {place}: {arm.method} at {arm.ratio:g} is there twice; name each once")
+        found = {}
+        for row in live.to_pylist():
+            item = answered_item(without_nulls(row, AnswerRecord))
+            n_left_out += item is None
+            if item is not None:
+                found[item.question_id] = item
+        if not found:
+            raise UsageError(f"--score {place}: no question has an answer to compare with; give them a column answer")
+        if items and items != found:
+            raise UsageError(f"--score {place}: other questions than in {config.score[0]}; score them by themselves")
+        items, arms[label] = found, arm
+        tables.append(live.set_column(live.schema.get_field_index("pruning"), "pruning", pa.repeat(label, len(live))))
+    kept = clusters_of(list(items.values()))
+    scores = score_table(kept, arms, pa.concat_tables(tables), "letter")
+    return Evaluated(loaded=Loaded(tuple(kept), (), len(kept)), scores=scores, n_left_out=n_left_out)
+
+
+def _arm(identity: Mapping[str, Any]) -> Arm:
+    """What pruned the tokens of answers: late, or before they were cached."""
+    if "prunings" in identity:
+        raise NotAnswers("these are answers of jobs.evaluate, which scores them itself: run it again with its options")
+    described = identity.get("pruner") or identity["cache"]["pruner"]
+    return Arm(described["method"], float(identity["retention_ratio"]))

@@ -1,0 +1,90 @@
+"""From answers to scores: ``scores.parquet``, a row for each question, method and ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from pipeline.cache.schema import column
+from pipeline.evaluate.benchmarks.items import Item
+from pipeline.evaluate.benchmarks.own import same_text
+from pipeline.evaluate.parsers import Parsed, parse
+from pipeline.evaluate.score_matrix import Arm
+from pipeline.rows import AnswerRecord, without_nulls
+
+SCORE_SCHEMA = pa.schema(
+    [
+        column("question_id", pa.string(), "the id in the benchmark", nullable=False),
+        column("video_id", pa.string(), "the video, or the first of several", nullable=False),
+        column("cluster", pa.string(), "what is drawn together when errors are estimated", nullable=False),
+        column("splits", pa.map_(pa.string(), pa.string()), "split of the benchmark -> the part of it", nullable=False),
+        column("method", pa.string(), "pruning method with its parameters; none: full retention", nullable=False),
+        column("retention_ratio", pa.float64(), "nominal share of the visual tokens", nullable=False),
+        column("status", pa.string(), "'ok' or 'failed'", nullable=False),
+        column("error_class", pa.string(), "why there is no reply"),
+        column("reply", pa.string(), "what the model said; the letter or text of the likeliest option where scored"),
+        column("parsed", pa.int32(), "index of the option that the reply names; null where it names none"),
+        column("answer", pa.int32(), "index of the right option; null where none is, or there are no options"),
+        column("n_options", pa.int32(), "options of the question", nullable=False),
+        column("right", pa.bool_(), "whether the reply is right; of a rule that draws: false", nullable=False),
+        column("score", pa.float64(), "1 or 0; where the rule draws at random its expectation", nullable=False),
+        column("choice_scores", pa.list_(pa.float64()), "natural log-probability of each option, where scored"),
+        column("n_kept", pa.int32(), "visual tokens that were kept"),
+        column("n_total", pa.int32(), "visual tokens before pruning"),
+        column("kept_per_frame", pa.list_(pa.int32()), "kept tokens of each frame; null where the model prunes inside"),
+    ]
+)
+
+
+class Reply(NamedTuple):
+    """A reply that was read: the option it names, whether it is right, and what that scores."""
+
+    parsed: int | None
+    right: bool
+    score: float
+
+
+def score_table(items: Sequence[Item], arms: Mapping[str, Arm], answers: pa.Table, rule: str) -> pa.Table:
+    """Rows of SCORE_SCHEMA: each question under each arm, in this order; one without an answer counts as failed.
+
+    Args:
+        arms: by the label that the answers have as their ``pruning``.
+        answers: live rows of ANSWER_SCHEMA.
+        rule: that reads replies (pipeline.evaluate.parsers).
+    """
+    rows = {(row["question_id"], row["pruning"]): without_nulls(row, AnswerRecord) for row in answers.to_pylist()}
+    scored = [
+        _row(item, arm, rows.get((item.question_id, label)), rule) for label, arm in arms.items() for item in items
+    ]
+    return pa.Table.from_pylist(scored, schema=SCORE_SCHEMA)
+
+
+def read_reply(item: Item, row: AnswerRecord, rule: str) -> Reply:
+    """What an answer scores: a scored choice as it is, a reply by the rule, a free answer by its text."""
+    if not item.options:
+        right = same_text(row["answer"], item.expected)
+        return Reply(None, right, float(right))
+    parsed = Parsed(row["choice"]) if "choice_scores" in row else parse(rule, row["answer"], item.options)
+    score = parsed.score(item.answer, len(item.options))
+    return Reply(parsed.choice, not parsed.drawn and score == 1.0, score)
+
+
+def _row(item: Item, arm: Arm, row: AnswerRecord | None, rule: str) -> dict[str, Any]:
+    common = {
+        "question_id": item.question_id,
+        "video_id": item.video_id,
+        "cluster": item.cluster,
+        "splits": list(item.splits.items()),
+        "method": arm.method,
+        "retention_ratio": arm.ratio,
+        "answer": item.answer,
+        "n_options": len(item.options),
+    }
+    if row is None or row["status"] != "ok":
+        why = "unanswered" if row is None else row["error_class"]
+        return {**common, "status": "failed", "error_class": why, "right": False, "score": 0.0}
+    reply = read_reply(item, row, rule)
+    counts = {name: row.get(name) for name in ("choice_scores", "n_kept", "n_total", "kept_per_frame")}
+    return {**common, "status": "ok", "reply": row["answer"], **reply._asdict(), **counts}

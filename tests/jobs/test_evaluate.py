@@ -1,0 +1,387 @@
+"""A benchmark scored end to end: VideoMME with its faults, real videos, a real Ray, one encode for the whole grid."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from gstep.backbones import ModelSource, family_of
+from gstep.language import prompt_builder
+from gstep.methods import METHODS
+from jobs import evaluate, generate, prune
+from pipeline import TokenCache, read_answers
+from pipeline.evaluate.benchmarks import find_benchmark
+from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.scores import SCORE_SCHEMA
+from pipeline.generate.answers import AnswersTable
+from pipeline.generate.held_videos import to_visual
+from pipeline.storage.stores import LocalStore
+from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.sampling import Sampling
+from tests.gstep.llms import FAMILIES, Encoded, stock, stock_inputs
+from tests.jobs.jobs import committed, forbid_models, forbid_ray, run_here, start, stop, wait_for_files
+from tests.pipeline.asking import write_questions
+from tests.pipeline.evaluate.videomme import LEFT_OUT, PER_VIDEO, video_id, write_rows, write_videomme
+from tests.pipeline.rays import ray_here
+from tests.pipeline.videos import sample
+
+pytestmark = pytest.mark.slow
+
+N_VIDEOS = 4
+GRID = ("--method", "gstep", "vidcom2", "fastv,K=1", "--retention-ratio", "0.25", "0.1")
+ARMS = ["none@1", *(f"{name}@{ratio}" for name in ("gstep", "vidcom2", "fastv,K=1") for ratio in (0.25, 0.1))]
+CHOICES = ["a dog", "a cat", "a kite"]
+LIGHT = ("--num-frames", "4", "--draws", "200")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_ray():
+    with ray_here({"num_cpus": 2}):
+        yield
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return write_videomme(tmp_path_factory.mktemp("videomme"), n_videos=N_VIDEOS)
+
+
+def evaluated(data: Path, out: Path, *options: str, code: int = 0) -> str:
+    """What the command says."""
+    argv = ["--benchmark", "videomme", "--data", str(data), "--out", str(out), *LIGHT, *options]
+    done = run_here(evaluate, argv)
+    assert done.returncode == code, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def results(data, tmp_path_factory) -> Path:
+    """GRID on all videos."""
+    out = tmp_path_factory.mktemp("results") / "r"
+    evaluated(data, out, *GRID)
+    return out
+
+
+def scores_of(out: Path) -> pa.Table:
+    return pq.read_table(out / "scores.parquet")
+
+
+def everything_asked(out: Path) -> Counter:
+    """(question, pruning) of every row of every shard of answers."""
+    rows = AnswersTable(LocalStore(out / "answers")).rows()
+    return Counter(zip(rows["question_id"].to_pylist(), rows["pruning"].to_pylist(), strict=True))
+
+
+def test_every_question_is_answered_under_every_pruning_from_one_encode(results, data):
+    questions = N_VIDEOS * PER_VIDEO
+    scores = scores_of(results)
+    assert scores.schema.equals(SCORE_SCHEMA) and len(scores) == questions * len(ARMS)
+    assert set(scores["status"].to_pylist()) == {"ok"}
+    assert set(everything_asked(results).values()) == {1} and len(everything_asked(results)) == questions * len(ARMS)
+    cache = TokenCache(results / "cache")
+    assert sorted(committed(cache.store)) == sorted(video_id(number) for number in range(N_VIDEOS))  # decoded once each
+    assert len(list((results / "cache" / "runs").iterdir())) == len(list((results / "answers" / "runs").iterdir())) == 1
+    kept = {(row["method"], row["retention_ratio"], row["n_kept"]) for row in scores.to_pylist()}
+    total = 4 * 196
+    assert {("none", 1.0, total), ("gstep", 0.25, total // 4), ("gstep", 0.1, total // 10)} < kept
+    assert {("fastv,K=1", 0.25, total // 4), ("fastv,K=1", 0.1, round(total / 10))} < kept
+    for row in scores.to_pylist():
+        inside = row["method"].startswith("fastv")
+        assert (row["kept_per_frame"] is None) == inside and (inside or sum(row["kept_per_frame"]) == row["n_kept"])
+        assert row["right"] == (row["parsed"] is not None and row["parsed"] == row["answer"])
+
+
+def test_the_faults_of_the_annotations_are_counted_and_shown(results, data):
+    said = evaluated(data, results, *GRID)
+    assert f"{N_VIDEOS * PER_VIDEO} questions to ask; {N_VIDEOS * PER_VIDEO + LEFT_OUT} annotated of 2,700" in said
+    for line in ("3 missing-video, left out", "1 repeated-candidate, kept", "1 answer-no-candidate, kept", "1 policy"):
+        assert line in said
+    never = [row for row in scores_of(results).to_pylist() if row["answer"] is None]
+    assert len(never) == len(ARMS) and not any(row["right"] for row in never)
+
+
+def test_tables_and_page_are_written(results):
+    markdown, latex = (results / "tables.md").read_text(), (results / "tables.tex").read_text()
+    for name in ("Original Model", "GSTEP", "VidCom2", "FastV, K=1", "Short", "Medium", "Long", "Overall", "Rel."):
+        assert name in markdown and name in latex
+    page = (results / "report.html").read_text()
+    assert "VideoMME" in page and "missing-video" in page and "http://" not in page.replace("http://www.w3.org", "")
+
+
+def test_the_same_command_again_asks_nothing_and_more_methods_join_those_there(results, data, tmp_path, monkeypatch):
+    out = tmp_path / "r"
+    shutil.copytree(results, out)
+    before = scores_of(out)
+    with monkeypatch.context() as patch:
+        forbid_ray(patch)
+        forbid_models(patch)
+        evaluated(data, out, *GRID)
+    assert scores_of(out).equals(before)
+    asked = everything_asked(out)
+    evaluated(data, out, "--method", "gstep", "uniform", "--retention-ratio", "0.25")
+    more = everything_asked(out)
+    assert {pruning for _, pruning in (more - asked)} == {"uniform@0.25"} and set(more.values()) == {1}
+    assert {row["method"] for row in scores_of(out).to_pylist()} == {"none", "gstep", "uniform"}
+    evaluated(data, out, *GRID)  # nothing is lost by having asked for less in between
+    assert everything_asked(out) == more and scores_of(out).equals(before)
+
+
+def test_a_grid_that_is_killed_goes_on_and_answers_nothing_twice(results, data, tmp_path):
+    out = tmp_path / "r"
+    argv = ["--benchmark", "videomme", "--data", str(data), "--out", str(out), *LIGHT, *GRID]
+    argv += ["--questions-per-shard", "8"]
+    process = start("jobs.evaluate", *argv)
+    wait_for_files(out / "answers" / "answers", 2, process)
+    stop(process, signal.SIGKILL)
+    held = everything_asked(out)
+    assert 0 < len(held) < N_VIDEOS * PER_VIDEO * len(ARMS)
+    said = evaluated(data, out, *GRID, "--questions-per-shard", "8")
+    assert f"{len(held)} of {N_VIDEOS * PER_VIDEO * len(ARMS)} questions have their answers already" in said
+    assert everything_asked(out) == everything_asked(results)
+    assert (out / "tables.md").read_text() == (results / "tables.md").read_text()
+    assert (out / "tables.tex").read_text() == (results / "tables.tex").read_text()
+    drawn = ["choice_scores"]  # none here; the rest does not depend on what was asked beside it
+    assert scores_of(out).drop_columns(drawn).equals(scores_of(results).drop_columns(drawn))
+
+
+def test_answers_are_those_of_caches_that_the_methods_made(results, data, tmp_path):
+    """gstep and vidcom2 as jobs.prune stores them, asked by jobs.generate: the same replies from the same counts."""
+    items = find_benchmark("videomme").load(data).items
+    protocol = find_benchmark("videomme").protocol()
+    rows = [
+        {"question_id": i.question_id, "video_id": i.video_id, "prompt": protocol.text(i, "llava_onevision")}
+        for i in items
+    ]
+    questions = write_questions(tmp_path / "q.jsonl", rows)
+    late = {(row["question_id"], row["pruning"]): row for row in read_answers(results / "answers").to_pylist()}
+    for method, ratio in (("gstep", 0.25), ("gstep", 0.1), ("vidcom2", 0.25)):
+        cache, out = tmp_path / method, tmp_path / f"{method}-{ratio}"
+        made = [str(results / "videos.jsonl"), "--video-root", str(data), "--out", str(cache), "--num-frames", "4"]
+        assert prune.main([*made, "--pruner", method]) == 0
+        way = ["--retention-ratio", str(ratio), "--max-new-tokens", "16", "--system", "You are a helpful assistant."]
+        assert generate.main([str(cache), "--questions", str(questions), "--out", str(out), *way]) == 0
+        for row in read_answers(out).to_pylist():
+            same = late[row["question_id"], f"{method}@{ratio}"]
+            assert (row["answer"], row["n_kept"], row["kept_per_frame"], row["n_prompt_tokens"]) == (
+                same["answer"], same["n_kept"], same["kept_per_frame"], same["n_prompt_tokens"],
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+def test_full_retention_replies_as_the_stock_model_does_on_pixels(model, tmp_path):
+    """Reply by reply, the stock model's own visual features in bfloat16, as the cache stores them."""
+    data, out = tmp_path / "data", tmp_path / "r"
+    write_videomme(data, n_videos=2, faults=False)
+    for number, clip in enumerate(("bikes.mp4", "carphone_pristine.mp4")):  # noise alone would make replies alike
+        shutil.copy(sample(clip), data / video_id(number))
+    argv = ["--benchmark", "videomme", "--data", str(data), "--model", model, "--out", str(out), "--draws", "200"]
+    done = run_here(evaluate, [*argv, "--num-frames", "4", "--method", "none"])
+    assert done.returncode == 0, done.stdout
+    source, benchmark = ModelSource.resolve(model), find_benchmark("videomme")
+    protocol, cache = benchmark.protocol(), TokenCache(out / "cache")
+    rules = protocol.rules(source.model_type)
+    family = family_of(source)
+    if rules.pixels is not None:
+        family = family_of(family.limited(rules.pixels.min_pixels, rules.pixels.max_pixels, None))
+    preprocessor = family.preprocessor()
+    rule = "round-even" if rules.frames.even else "truncate"
+    replies = {row["question_id"]: row["answer"] for row in read_answers(out / "answers").to_pylist()}
+    stored = torch.bfloat16
+    whole = stock(model).model
+    features = whole.get_video_features
+    for item in benchmark.load(data).items:
+        frames = decode_video(DecodeRequest(data / item.video_id, Sampling(4, rule=rule), preprocessor)).frames
+        visual = to_visual(cache.get(item.video_id), cache.newline)
+        pixels = {"pixel_values_videos": preprocessor.normalise(frames, "cpu", torch.float32)[None]}
+        if model != "tiny":
+            pixels = {
+                "pixel_values_videos": preprocessor.patches(frames, "cpu", torch.float32),
+                "video_grid_thw": torch.tensor([visual.extra["video_grid_thw"]]),
+            }
+        if model == "tiny-qwen2-5-vl":
+            pixels["second_per_grid_ts"] = torch.tensor([visual.extra["second_per_grid_ts"]])
+        prompt = prompt_builder(source).build(protocol.text(item, source.model_type), [visual], rules.system)
+
+        @functools.wraps(features)  # generate looks at its signature
+        def rounded(*args, **keywords):
+            seen = features(*args, **keywords)
+            kinds = [name for name in ("pooler_output", "deepstack_features") if getattr(seen, name, None) is not None]
+            for name in kinds:
+                setattr(seen, name, _rounded(getattr(seen, name), stored))
+            return seen
+
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            patch.setattr(whole, "get_video_features", rounded)
+            inputs = stock_inputs(model, prompt, Encoded(visual, pixels))
+            made = stock(model).generate(**inputs, max_new_tokens=protocol.max_new_tokens, do_sample=False)
+        text = prompt_builder(source).tokenizer.decode(made[0, len(prompt) :], skip_special_tokens=True)
+        assert replies[item.question_id] == text
+    assert len(set(replies.values())) > 2  # they do depend on what is asked and seen
+
+
+def _rounded(values, dtype):
+    if isinstance(values, torch.Tensor):
+        return values.to(dtype).to(values.dtype)
+    return type(values)(_rounded(value, dtype) for value in values)
+
+
+def test_whole_tokens_are_deleted_once_they_are_answered_from(results, data, tmp_path):
+    out = tmp_path / "r"
+    shutil.copytree(results, out)
+    before = scores_of(out)
+    said = evaluated(data, out, *GRID, "--drop-tokens")
+    assert "files deleted (--drop-tokens); the answers stay" in said
+    assert not any(path.is_file() for path in (out / "cache").rglob("*.parquet"))
+    evaluated(data, out, *GRID)
+    assert scores_of(out).equals(before)
+    evaluated(data, out, "--method", "fps", "--retention-ratio", "0.1")  # encoded again
+    assert {row["method"] for row in scores_of(out).to_pylist()} == {"none", "fps"}
+    assert set(everything_asked(out).values()) == {1}
+
+
+def test_a_method_that_needs_evidence_joins_by_another_cache(results, data, tmp_path):
+    """Evidence beside the tokens changes none of them: the answers that are there stay, and none is asked again."""
+    out = tmp_path / "r"
+    shutil.copytree(results, out)
+    zipped = ("--method", "gstep", "visionzip", "--retention-ratio", "0.25")
+    said = " ".join(evaluated(data, out, *zipped, code=2).split())
+    assert "holds no token_attention and token_key for visionzip: name another place with --cache" in said
+    evaluated(data, out, *zipped, "--cache", str(tmp_path / "c"))
+    assert {pruning for _, pruning in everything_asked(out) - everything_asked(results)} == {"visionzip@0.25"}
+    evaluated(data, out, "--method", "uniform", "--retention-ratio", "0.25", "--cache", str(tmp_path / "c"))
+    assert set(everything_asked(out).values()) == {1}  # a cache with more than is needed serves too
+
+
+def test_questions_of_ones_own_on_a_cache_that_is_there(results, tmp_path):
+    ids = TokenCache(results / "cache").video_ids
+    rows = [
+        {
+            "question_id": i,
+            "video_id": video,
+            "prompt": "What?",
+            "choices": CHOICES,
+            "answer": "a cat",
+            "split": f"s{i % 2}",
+        }
+        for i, video in enumerate(ids)
+    ]
+    rows.append({"question_id": "free", "video_id": ids[0], "prompt": "Say something.", "answer": "something"})
+    file = write_questions(tmp_path / "mine.jsonl", rows)
+    argv = ["--benchmark", str(file), "--cache", str(results / "cache"), "--out", str(tmp_path / "r"), "--draws", "200"]
+    done = run_here(evaluate, [*argv, "--method", "gstep", "--retention-ratio", "0.25"])
+    assert done.returncode == 0, done.stdout
+    scores = scores_of(tmp_path / "r").to_pylist()
+    assert len(scores) == 2 * len(rows)
+    chosen = [row for row in scores if row["question_id"] != "free"]
+    for row in chosen:  # the likeliest letter
+        assert row["parsed"] == row["choice_scores"].index(max(row["choice_scores"]))
+        assert row["right"] == (row["parsed"] == 1)
+    assert "s1" in (tmp_path / "r" / "tables.md").read_text()
+    done = run_here(evaluate, [*argv[:2], "--out", str(tmp_path / "other")])
+    assert done.returncode == 2 and "is no cache, and there is nothing to make one of" in done.stdout
+
+
+def test_answers_of_jobs_generate_are_scored(results, tmp_path):
+    ids = TokenCache(results / "cache").video_ids
+    rows = [
+        {"question_id": i, "video_id": video, "prompt": "What?", "choices": CHOICES, "answer": "B", "topic": "x"}
+        for i, video in enumerate(ids)
+    ]
+    file = write_questions(tmp_path / "q.jsonl", rows)
+    ask = [str(results / "cache"), "--questions", str(file)]
+    assert generate.main([*ask, "--out", str(tmp_path / "full")]) == 0
+    assert generate.main([*ask, "--out", str(tmp_path / "g"), "--pruner", "gstep", "--retention-ratio", "0.1"]) == 0
+    answered = read_answers(tmp_path / "g").to_pylist()
+    assert {row["target"] for row in answered} == {"B"} and json.loads(answered[0]["question_extra"]) == {"topic": "x"}
+    argv = ["--score", str(tmp_path / "full"), str(tmp_path / "g"), "--out", str(tmp_path / "r"), "--draws", "200"]
+    done = run_here(evaluate, argv)
+    assert done.returncode == 0, done.stdout
+    scores = scores_of(tmp_path / "r").to_pylist()
+    assert {(row["method"], row["retention_ratio"]) for row in scores} == {("none", 1.0), ("gstep", 0.1)}
+    expected = {row["question_id"]: row["choice"] == 1 for row in answered}
+    assert {row["question_id"]: row["right"] for row in scores if row["method"] == "gstep"} == expected
+
+
+@pytest.fixture
+def refuse(monkeypatch):
+    """A request that must be refused before Ray starts, a model is read or anything is written; returns why."""
+    forbid_ray(monkeypatch)
+    forbid_models(monkeypatch)
+
+    def check(out: Path, *options: str) -> str:
+        before = sorted(out.rglob("*")) if out.exists() else None
+        done = run_here(evaluate, ["--out", str(out), *options])
+        assert done.returncode == 2, done.stdout
+        assert (sorted(out.rglob("*")) if out.exists() else None) == before
+        return " ".join(done.stdout.split())
+
+    return check
+
+
+def test_what_cannot_be_evaluated_is_refused_before_anything_is_encoded(refuse, data, results, tmp_path):
+    out, asked = tmp_path / "r", ["--benchmark", "videomme", "--data", str(data)]
+    assert "--benchmark NAME, or answers to score" in refuse(out)
+    assert "known are videomme" in refuse(out, "--benchmark", "magic")
+    assert "no such folder" in refuse(out, "--benchmark", "videomme", "--data", str(tmp_path / "gone"))
+    assert "VideoMME has lmms-eval-0.7.3, lmms-eval-0.5, official" in refuse(out, *asked, "--protocol", "mine")
+    assert "unknown method 'magic'" in refuse(out, *asked, "--method", "magic")
+    assert "unknown parameter alpha" in refuse(out, *asked, "--method", "vidcom2,alpha=1")
+    assert "a parameter takes NAME=VALUE, got 'K'" in refuse(out, *asked, "--method", "fastv,K")
+    assert "this model has 2 layers" in refuse(out, *asked, "--method", "fastv,K=7")
+    assert "name it with --siglip" in refuse(out, *asked, "--method", "fastvid")
+    assert "none of the methods takes anything from a SigLIP" in refuse(out, *asked, "--siglip", "tiny")
+    assert "--retention-ratio must be in (0, 1], got 1.5" in refuse(out, *asked, "--retention-ratio", "1.5")
+    assert "results of other settings" in refuse(results, *asked, "--protocol", "official", *LIGHT)
+    assert "holds no results" in refuse(data, *asked)
+    assert "yours to delete" in refuse(out, *asked, "--cache", str(tmp_path / "c"), "--drop-tokens")
+
+
+def test_a_video_that_cannot_be_decoded_costs_its_own_questions_alone(tmp_path):
+    data, out = write_videomme(tmp_path / "d", n_videos=3, faults=False), tmp_path / "r"
+    (data / video_id(1)).write_bytes(b"no video at all" * 99)
+    evaluated(data, out, "--method", "gstep", "--retention-ratio", "0.25")
+    scores = scores_of(out).to_pylist()
+    failed = Counter((row["video_id"], row["error_class"]) for row in scores if row["status"] == "failed")
+    assert failed == {(video_id(1), "failed-video"): 2 * PER_VIDEO}
+    assert all(row["score"] == 0 for row in scores if row["status"] == "failed") and len(scores) == 3 * PER_VIDEO * 2
+    shutil.copy(sample("bikes.mp4"), data / video_id(1))
+    evaluated(data, out, "--method", "gstep", "--retention-ratio", "0.25", "--retry-failed")
+    assert {row["status"] for row in scores_of(out).to_pylist()} == {"ok"}
+
+
+def test_every_method_of_the_table_can_be_evaluated_by_its_name(data, tmp_path):
+    """On LLaVA-OneVision, with the pooling head and the text tower that some need; and their labels in the config."""
+    methods = [name if name != "fastv" else "fastv,K=1" for name in METHODS if name != "none"]
+    out = tmp_path / "r"
+    evaluated(data, out, "--method", *methods, "--retention-ratio", "0.25", "--siglip", "tiny", "--limit", "2")
+    scores = scores_of(out)
+    assert set(scores["method"].to_pylist()) == {"none", *methods} and set(scores["status"].to_pylist()) == {"ok"}
+    assert set(EvaluateConfig(benchmark="x", method=methods, retention_ratio=[0.25]).grid()) == {
+        "none@1", *(f"{name}@0.25" for name in methods)
+    }  # fmt: skip
+
+
+def test_annotations_that_change_are_noticed(results, data, tmp_path):
+    """A corrected answer is scored anew without asking; a question with another text is refused."""
+    out, changed = tmp_path / "r", tmp_path / "d"
+    shutil.copytree(results, out)
+    shutil.copytree(data, changed)
+    rows = pq.read_table(next(changed.glob("videomme/*.parquet"))).to_pylist()
+    reply = next(row for row in scores_of(out).to_pylist() if row["method"] == "none")
+    first = next(row for row in rows if row["question_id"] == reply["question_id"])
+    first["answer"] = "A" if reply["answer"] != 0 else "B"
+    write_rows(changed, rows)
+    evaluated(changed, out, *GRID)
+    again = next(row for row in scores_of(out).to_pylist() if row["method"] == "none")
+    assert again["answer"] != reply["answer"] and everything_asked(out) == everything_asked(results)
+    first["question"] = "Something else?"
+    write_rows(changed, rows)
+    assert "are others now" in evaluated(changed, out, *GRID, code=2)
