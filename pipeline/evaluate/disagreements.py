@@ -1,0 +1,157 @@
+"""Questions that one method gets right and another one wrong at the same retention ratio.
+
+Full retention takes part at every ratio: with one method alone, what it lost and gained is what there is to see. An
+answer that failed is neither right nor wrong.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pipeline.evaluate.score_matrix import ORIGINAL, Arm
+from pipeline.evaluate.statistics import Ints
+
+_GSTEP = "gstep"
+
+Outcomes = NDArray[np.int8]  # 1 right, 0 wrong, -1 neither
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Where the answer of each arm to each question stands in the scores, and whether it is right.
+
+    Attributes:
+        questions: their ids, in order of first appearance.
+        row: number of the row, [A, Q]; -1 where there is none.
+        outcome: [A, Q].
+    """
+
+    arms: Sequence[Arm]
+    questions: Sequence[str]
+    row: Ints
+    outcome: Outcomes
+
+    def of_arm(self, arm: Arm, question: int) -> int | None:
+        """The row of an answer."""
+        row = int(self.row[self.arms.index(arm), question]) if arm in self.arms else -1
+        return None if row < 0 else row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disagreement:
+    """A question at a ratio; methods are numbers in ``Disagreements.methods``.
+
+    Attributes:
+        question: its number in ``Answers.questions``.
+        right, wrong: methods.
+    """
+
+    question: int
+    ratio: float
+    right: Ints
+    wrong: Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disagreements:
+    """What to show of all of them.
+
+    Attributes:
+        methods: full retention first.
+        shown: the most telling first.
+        counts: of all at each ratio, [1 + n, 1 + n]: at [i, j] those that method i - 1 gets right and j - 1 wrong; 0
+            stands for any method.
+        n_total: questions at a ratio, over all ratios.
+        per_question: at how many ratios methods disagree on it.
+    """
+
+    methods: Sequence[str]
+    shown: Sequence[Disagreement]
+    counts: Mapping[float, Ints]
+    n_total: int
+    per_question: Counter[int]
+
+
+def answers_of(scores: pa.Table, arms: Sequence[Arm]) -> Answers:
+    """Index the rows of ``scores.parquet`` by arm and question; other arms are left out."""
+    ids = scores["question_id"].to_pylist()
+    number = {question: q for q, question in enumerate(dict.fromkeys(ids))}
+    place = {arm: a for a, arm in enumerate(arms)}
+    known = {name: scores[name].to_pylist() for name in ("method", "retention_ratio", "status", "right")}
+    row_AQ = np.full((len(arms), len(number)), -1, np.int64)
+    outcome_AQ = np.full(row_AQ.shape, -1, np.int8)
+    for row, (question, method, ratio, status, right) in enumerate(zip(ids, *known.values(), strict=True)):
+        arm = ORIGINAL if method == ORIGINAL.method else Arm(method, ratio)
+        if (a := place.get(arm)) is not None:
+            row_AQ[a, number[question]] = row
+            outcome_AQ[a, number[question]] = bool(right) if status == "ok" else -1
+    return Answers(arms, list(number), row_AQ, outcome_AQ)
+
+
+def disagreements(answers: Answers, most: int = 200) -> Disagreements:
+    """Find all, and choose at most ``most`` to show."""
+    methods = list(dict.fromkeys([ORIGINAL.method, *(arm.method for arm in answers.arms)]))
+    found: list[Disagreement] = []
+    counts = {}
+    for ratio in dict.fromkeys(arm.ratio for arm in answers.arms if arm != ORIGINAL):
+        outcome_MQ = _at_ratio(answers, methods, ratio)
+        counts[ratio] = _pairs(outcome_MQ)
+        found += _found(outcome_MQ, ratio)
+    gstep = methods.index(_GSTEP) if _GSTEP in methods else -1
+    found.sort(key=lambda one: _telling(one, gstep), reverse=True)
+    return Disagreements(
+        methods=methods,
+        shown=[found[i] for i in _chosen(found, len(methods), most)],
+        counts=counts,
+        n_total=len(found),
+        per_question=Counter(one.question for one in found),
+    )
+
+
+def _at_ratio(answers: Answers, methods: Sequence[str], ratio: float) -> Outcomes:
+    """Outcomes of each method at a ratio, [M, Q]."""
+    outcome_MQ = np.full((len(methods), len(answers.questions)), -1, np.int8)
+    for a, arm in enumerate(answers.arms):
+        if arm == ORIGINAL or arm.ratio == ratio:
+            outcome_MQ[methods.index(arm.method)] = answers.outcome[a]
+    return outcome_MQ
+
+
+def _pairs(outcome_MQ: Outcomes) -> Ints:
+    right_MQ, wrong_MQ = ((outcome_MQ == value).astype(np.int64) for value in (1, 0))
+    split_Q = (right_MQ.any(0) & wrong_MQ.any(0)).astype(np.int64)
+    with_any = [np.vstack([split_Q, one * split_Q]) for one in (right_MQ, wrong_MQ)]
+    counts: Ints = with_any[0] @ with_any[1].T
+    return counts
+
+
+def _found(outcome_MQ: Outcomes, ratio: float) -> Iterable[Disagreement]:
+    right_MQ, wrong_MQ = outcome_MQ == 1, outcome_MQ == 0
+    for q in np.flatnonzero(right_MQ.any(0) & wrong_MQ.any(0)).tolist():
+        right, wrong = np.flatnonzero(right_MQ[:, q]), np.flatnonzero(wrong_MQ[:, q])
+        yield Disagreement(question=q, ratio=ratio, right=right, wrong=wrong)
+
+
+def _telling(one: Disagreement, gstep: int) -> tuple[int, int]:
+    """How many methods differ from GSTEP, then how many pairs differ."""
+    against = len(one.wrong) if gstep in one.right else len(one.right) if gstep in one.wrong else 0
+    return against, len(one.right) * len(one.wrong)
+
+
+def _chosen(found: Sequence[Disagreement], n_methods: int, most: int) -> list[int]:
+    """Numbers of what is shown: something of every two methods at every ratio, then the most telling."""
+    seen: dict[float, NDArray[np.bool_]] = {}
+    chosen: list[int] = []
+    passed: list[int] = []
+    for i, one in enumerate(found):
+        seen_MM = seen.setdefault(one.ratio, np.zeros((n_methods, n_methods), bool))
+        pairs = np.ix_(one.right, one.wrong)
+        (passed if seen_MM[pairs].all() else chosen).append(i)
+        seen_MM[pairs] = True
+    return sorted([*chosen, *passed[: max(0, most - len(chosen))]][:most])

@@ -1,0 +1,186 @@
+"""What ``jobs.evaluate`` writes for readers: one self-contained page about the scores of a benchmark on a model."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any
+from urllib.parse import urlsplit
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from pipeline.evaluate import report_text
+from pipeline.evaluate.benchmarks.items import AnnotationFault, Item
+from pipeline.evaluate.disagreements import Disagreements, answers_of, disagreements
+from pipeline.evaluate.kept_frames import kept_videos
+from pipeline.evaluate.render import NOISE
+from pipeline.evaluate.report_cards import Links, cards
+from pipeline.evaluate.report_charts import line_charts, styles
+from pipeline.evaluate.report_faults import failure_counts, fault_counts
+from pipeline.evaluate.results import SIGNIFICANT, ResultsTable
+from pipeline.evaluate.score_matrix import ORIGINAL, Arm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What the page is made of.
+
+    Attributes:
+        title: e.g. "VideoMME, llava-hf/llava-onevision-qwen2-7b-ov-hf".
+        table: the main table; its methods and ratios are those of the whole page.
+        splits: the same scores with the columns of further splits, each with that split's title.
+        scores: rows of ``scores.parquet``.
+        items: the questions, by their id.
+        faults: of the annotations.
+        n_annotated: rows of the annotations.
+        protocol: of Protocol.describe.
+        facts: (name, value) of the model, the cache, the machine.
+        pages: video_id -> (label, relative link) of pages that show its tokens.
+    """
+
+    title: str
+    table: ResultsTable
+    splits: tuple[ResultsTable, ...] = ()
+    scores: pa.Table
+    items: Mapping[str, Item]
+    faults: Sequence[AnnotationFault]
+    n_annotated: int
+    protocol: Mapping[str, Any]
+    facts: Sequence[tuple[str, str]] = ()
+    pages: Mapping[str, Links] = field(default_factory=dict)
+
+
+def report_page(report: Report) -> str:
+    """The page in HTML: it holds its own style and script, and loads nothing.
+
+    Raises ValueError where the scores have a question that is not among the items, or a link of ``pages`` is not
+    relative.
+    """
+    _check(report)
+    table = report.table
+    arms = [ORIGINAL, *(Arm(row.method, block.ratio) for block in table.blocks for row in block.rows)]
+    answers = answers_of(report.scores, arms)
+    found = disagreements(answers)
+    style = styles(list(dict.fromkeys(arm.method for arm in arms)))
+    per_question = {answers.questions[q]: count for q, count in found.per_question.items()}
+    script = _asset("report.js")
+    return (
+        templates()
+        .get_template("report.html")
+        .render(
+            report=report,
+            table=table,
+            style=_asset("report.css"),
+            script=script,
+            script_hash=_policy_hash(f"\n{script}"),
+            noise=NOISE,
+            significant=SIGNIFICANT,
+            styles=style,
+            ratios=[block.ratio for block in table.blocks],
+            one_benchmark=len({column.benchmark for column in table.columns}) == 1,
+            compares_gstep=_compares_gstep(table),
+            has_intervals=any(n > 1 for n in table.n_clusters),
+            too_few_draws=_too_few_draws(table),
+            has_options=any(item.options for item in report.items.values()),
+            charts=line_charts(table, style),
+            heats=[(split.title.removeprefix(f"{report.title}: "), split, _deepest(split)) for split in report.splits],
+            kept=kept_videos(report.scores, arms, per_question),
+            found=found,
+            cards=cards(found, answers, report.scores, report.items, report.pages),
+            n_scored=len(answers.questions),
+            faults=fault_counts(report.faults),
+            n_askable=report.n_annotated - sum(fault.left_out for fault in report.faults),
+            failures=list(failure_counts(report.scores, answers)),
+            protocol=list(_flat(report.protocol)),
+            data=_data(found),
+        )
+    )
+
+
+@cache
+def templates() -> Environment:
+    """The templates of this room. Every value is escaped, and a name without a value is an error."""
+    environment = Environment(
+        loader=PackageLoader("pipeline.evaluate"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    words = (
+        report_text.title_of,
+        report_text.ratio_text,
+        report_text.share_text,
+        report_text.signed,
+        report_text.p_text,
+    )
+    environment.filters |= {word.__name__: word for word in words}
+    environment.globals |= {"bracket": report_text.bracket, "column_title": report_text.column_title}
+    return environment
+
+
+def _asset(name: str) -> Markup:
+    """A file that stands beside the template, as it is."""
+    return Markup((files("pipeline.evaluate") / "templates" / name).read_text(encoding="utf-8"))
+
+
+def _policy_hash(script: str) -> str:
+    """What the page's policy lets run: its own script, so nothing that an annotation or a reply may carry."""
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _check(report: Report) -> None:
+    asked = pc.unique(report.scores["question_id"]).to_pylist()
+    if odd := [question for question in asked if question not in report.items]:
+        raise ValueError(f"the scores have {len(odd)} questions that are not among the items, e.g. {odd[0]!r}")
+    for links in report.pages.values():
+        for _, link in links:
+            if urlsplit(link).scheme or urlsplit(link).netloc:
+                raise ValueError(f"the link {link!r} leads outside: begin one to a file beside the page with ./")
+
+
+def _compares_gstep(table: ResultsTable) -> bool:
+    return any(cell and cell.gstep for block in table.blocks for row in block.rows for cell in row.cells)
+
+
+def _too_few_draws(table: ResultsTable) -> bool:
+    """Whether the smallest p that the draws allow is noise once it is adjusted for the largest block."""
+    largest = max((len(block.rows) for block in table.blocks), default=0)
+    return largest * 2 / (table.bootstrap.draws + 1) >= SIGNIFICANT
+
+
+def _deepest(split: ResultsTable) -> float:
+    """Points that stand for the full colour: the largest difference of the table, between 5 and 30."""
+    cells = [cell for block in split.blocks for row in block.rows for cell in row.cells]
+    largest = max((abs(cell.full.difference) for cell in cells if cell and cell.full), default=0.0)
+    return min(30.0, max(5.0, largest))
+
+
+def _flat(described: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """(name, value) of every leaf; names of nested ones with dots."""
+    for name, value in described.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", _leaf(value)
+
+
+def _leaf(value: object) -> str:
+    if value is None:
+        return "not set: the checkpoint's own"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _data(found: Disagreements) -> dict[str, Any]:
+    """What the script needs: how many disagreements there are in all, by ratio, right and wrong method."""
+    return {"counts": {f"{ratio:g}": counts.tolist() for ratio, counts in found.counts.items()}}

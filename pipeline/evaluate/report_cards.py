@@ -1,0 +1,135 @@
+"""What the page shows of each disagreement: the question, its options, and every method's reply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from pipeline.evaluate.benchmarks.items import Item
+from pipeline.evaluate.disagreements import Answers, Disagreement, Disagreements
+from pipeline.evaluate.report_text import cut, lettered, share_text, title_of
+from pipeline.evaluate.score_matrix import ORIGINAL, Arm
+from pipeline.generate.choices import letters
+
+_QUESTION, _OPTION, _REPLY = 2000, 500, 300  # characters shown
+_COLUMNS = ("status", "error_class", "reply", "parsed", "right", "n_kept", "n_total")
+
+Links = Sequence[tuple[str, str]]
+
+
+class Answer(NamedTuple):
+    """A method's answer.
+
+    Attributes:
+        outcome: "right", "wrong" or "failed".
+        reply: None where there is none; of a failed one its class.
+        read_as: what the reply was taken for, where that is not the reply itself.
+        kept: visual tokens kept, in words.
+    """
+
+    method: str
+    title: str
+    outcome: str
+    reply: str | None
+    read_as: str
+    kept: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Card:
+    """A question at a ratio.
+
+    Attributes:
+        options: (text, whether it is right); empty for a free answer.
+        right, wrong: numbers of methods, which the filter asks for.
+    """
+
+    ratio: float
+    question_id: str
+    videos: Sequence[str]
+    clip: str
+    splits: Sequence[str]
+    question: str
+    options: Sequence[tuple[str, bool]]
+    expected: str
+    answers: Sequence[Answer]
+    links: Links
+    right: Sequence[int]
+    wrong: Sequence[int]
+
+
+def cards(
+    found: Disagreements, answers: Answers, scores: pa.Table, items: Mapping[str, Item], pages: Mapping[str, Links]
+) -> list[Card]:
+    """A card for each disagreement that is shown."""
+    return [_card(one, found.methods, answers, scores, items, pages) for one in found.shown]
+
+
+def _card(
+    one: Disagreement,
+    methods: Sequence[str],
+    answers: Answers,
+    scores: pa.Table,
+    items: Mapping[str, Item],
+    pages: Mapping[str, Links],
+) -> Card:
+    item = items[answers.questions[one.question]]
+    options = [cut(option, _OPTION) for option in lettered(item.options)]
+    rows = {
+        method: answers.of_arm(ORIGINAL if method == ORIGINAL.method else Arm(method, one.ratio), one.question)
+        for method in methods
+    }
+    return Card(
+        ratio=one.ratio,
+        question_id=item.question_id,
+        videos=item.video_ids,
+        clip=_clip(item),
+        splits=[part for part in item.splits.values() if part],
+        question=cut(item.question, _QUESTION),
+        options=[(option, i == item.answer) for i, option in enumerate(options)],
+        expected=cut(item.expected, _OPTION),
+        answers=[_answer(method, scores, row, item) for method, row in rows.items() if row is not None],
+        links=[link for video in item.video_ids for link in pages.get(video, ())],
+        right=one.right.tolist(),
+        wrong=one.wrong.tolist(),
+    )
+
+
+def _answer(method: str, scores: pa.Table, row: int, item: Item) -> Answer:
+    cells = {name: scores[name][row].as_py() for name in _COLUMNS}
+    failed = cells["status"] != "ok"
+    reply = None if cells["reply"] is None else cut(cells["reply"].strip(), _REPLY)
+    return Answer(
+        method,
+        title_of(method),
+        "failed" if failed else "right" if cells["right"] else "wrong",
+        cells["error_class"] if failed else reply,
+        "" if failed else _read_as(reply, cells["parsed"], item),
+        _kept(cells),
+    )
+
+
+def _read_as(reply: str | None, parsed: int | None, item: Item) -> str:
+    if not item.options:
+        return ""
+    if parsed is None:
+        return "names no option"
+    letter = letters(len(item.options))[parsed]
+    return "" if reply == letter else f"read as {letter}"
+
+
+def _kept(cells: Mapping[str, Any]) -> str:
+    kept, total = cells["n_kept"], cells["n_total"]
+    if kept is None:
+        return "–"
+    return f"{kept:,} ({share_text(kept / total)})" if total else f"{kept:,}"
+
+
+def _clip(item: Item) -> str:
+    if item.start_s is None and item.end_s is None:
+        return ""
+    start, end = (("" if s is None else f"{s:g}") for s in (item.start_s, item.end_s))
+    return f"{start or '0'}–{end or 'end'} s"

@@ -1,0 +1,79 @@
+"""What the page of results says about questions that could not be asked and answers that failed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.evaluate.benchmarks.annotations import FaultKind
+from pipeline.evaluate.benchmarks.items import AnnotationFault
+from pipeline.evaluate.disagreements import Answers
+from pipeline.evaluate.report_text import ratio_text, title_of
+from pipeline.evaluate.score_matrix import ORIGINAL, Arm
+
+_EXAMPLES = 5
+_WORDS: Mapping[FaultKind, str] = {
+    "bad-row": "a needed column is empty or of another type",
+    "missing-video": "the video is not in the data folder",
+    "policy": "the path of the video leads outside the data folder",
+    "repeated-question": "an id again, or the same question on the same video under another id",
+    "repeated-candidate": "an option is there more than once",
+    "answer-no-candidate": "the right answer is none of the options: no reply can be right",
+}
+
+
+class FaultCount(NamedTuple):
+    """The faults of a kind."""
+
+    kind: str
+    words: str
+    left_out: int
+    kept: int
+    examples: Sequence[str]
+
+
+class FailureCount(NamedTuple):
+    """The failed answers of a class."""
+
+    error_class: str
+    n_answers: int
+    n_questions: int
+    by_arm: Sequence[tuple[str, int]]
+
+
+def fault_counts(faults: Sequence[AnnotationFault]) -> list[FaultCount]:
+    """By kind, the most frequent first."""
+    counts = Counter(fault.kind for fault in faults)
+    return [_fault_count(kind, [fault for fault in faults if fault.kind == kind]) for kind, _ in counts.most_common()]
+
+
+def _fault_count(kind: FaultKind, faults: Sequence[AnnotationFault]) -> FaultCount:
+    left_out = sum(fault.left_out for fault in faults)
+    examples = [
+        f"{fault.question_id}: {fault.message}" if fault.question_id else fault.message for fault in faults[:_EXAMPLES]
+    ]
+    return FaultCount(kind, _WORDS.get(kind, ""), left_out, len(faults) - left_out, examples)
+
+
+def failure_counts(scores: pa.Table, answers: Answers) -> Iterator[FailureCount]:
+    """By class, the most first; of the arms that the page shows."""
+    failed = scores.filter(pc.not_equal(scores["status"], "ok"))
+    columns = [failed[name].to_pylist() for name in ("error_class", "question_id", "method", "retention_ratio")]
+    by_class: dict[str, list[tuple[str, Arm]]] = {}
+    for error_class, question, method, ratio in zip(*columns, strict=True):
+        arm = ORIGINAL if method == ORIGINAL.method else Arm(method, ratio)
+        if arm in answers.arms:
+            by_class.setdefault(error_class or "unknown", []).append((question, arm))
+    for error_class, rows in sorted(by_class.items(), key=lambda item: -len(item[1])):
+        by_arm = Counter(arm for _, arm in rows).most_common()
+        named = [(_arm_text(arm), count) for arm, count in by_arm]
+        yield FailureCount(error_class, len(rows), len({question for question, _ in rows}), named)
+
+
+def _arm_text(arm: Arm) -> str:
+    title = title_of(arm.method)
+    return title if arm == ORIGINAL else f"{title} at {ratio_text(arm.ratio)}"
