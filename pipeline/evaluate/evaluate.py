@@ -18,12 +18,12 @@ from pipeline.errors import RunFailed
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import Loaded
 from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.files import Shown, main_table, write_results
 from pipeline.evaluate.protocols import LETTER
-from pipeline.evaluate.render import method_title
 from pipeline.evaluate.request import EvaluateRequest, prepare
-from pipeline.evaluate.results import ResultsTable
-from pipeline.evaluate.results_files import Shown, main_table, write_results
 from pipeline.evaluate.run import Evaluated, answer_and_score, score_answers
+from pipeline.evaluate.statistics.render import method_title
+from pipeline.evaluate.statistics.results import ResultsTable
 from pipeline.generate.summary import render_answers
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at

@@ -32,8 +32,8 @@ from pipeline.evaluate.request import (
     match_results,
     write_results_header,
 )
-from pipeline.evaluate.score_matrix import Arm
 from pipeline.evaluate.scores import score_table
+from pipeline.evaluate.statistics.score_matrix import Arm
 from pipeline.execution.request import new_run_id
 from pipeline.execution.run_record import RUNS
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER

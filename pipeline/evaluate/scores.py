@@ -11,7 +11,7 @@ from pipeline.cache.schema import column
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.benchmarks.own import same_text
 from pipeline.evaluate.parsers import Parsed, parse
-from pipeline.evaluate.score_matrix import Arm
+from pipeline.evaluate.statistics.score_matrix import Arm
 from pipeline.rows import AnswerRecord, without_nulls
 
 SCORE_SCHEMA = pa.schema(

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.evaluate.score_matrix import ORIGINAL, Arm, arms_of, score_matrix
-from pipeline.evaluate.statistics import OUTSIDE
-from tests.pipeline.evaluate.score_tables import score_rows, score_table
+from pipeline.evaluate.statistics.errors import OUTSIDE
+from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm, arms_of, score_matrix
+from tests.pipeline.evaluate.statistics.score_tables import score_rows, score_table
 
 GSTEP, FASTV = Arm("gstep", 0.25), Arm("fastv,K=3", 0.25)
 SPLITS = [{"duration": "short", "task": "b"}, {"duration": "long", "task": "a"}, {"task": "b"}]

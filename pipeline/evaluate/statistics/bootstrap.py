@@ -15,7 +15,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline.evaluate.statistics import OUTSIDE, TINY, Floats, Ints, cluster_sums, part_means, weighted_residuals
+from pipeline.evaluate.statistics.errors import (
+    OUTSIDE,
+    TINY,
+    Floats,
+    Ints,
+    cluster_sums,
+    part_means,
+    weighted_residuals,
+)
 
 Counts = NDArray[np.integer]  # how often each cluster is in each draw, [R, G]
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from pipeline.evaluate.benchmarks.items import Item
-from pipeline.evaluate.disagreements import Answers, Disagreement, Disagreements
-from pipeline.evaluate.report_text import cut, lettered, share_text, title_of
-from pipeline.evaluate.score_matrix import ORIGINAL, Arm
+from pipeline.evaluate.report.disagreements import Answers, Disagreement, Disagreements
+from pipeline.evaluate.report.text import cut, lettered, share_text, title_of
+from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
 from pipeline.generate.choices import letters
 
 _QUESTION, _OPTION, _REPLY = 2000, 500, 300  # characters shown

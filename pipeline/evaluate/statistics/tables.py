@@ -16,8 +16,9 @@ from zlib import crc32
 import numpy as np
 import pyarrow as pa
 
-from pipeline.evaluate.bootstrap import Difference, Estimate, draw_counts, estimate, relative
-from pipeline.evaluate.results import (
+from pipeline.evaluate.statistics.bootstrap import Difference, Estimate, draw_counts, estimate, relative
+from pipeline.evaluate.statistics.errors import OUTSIDE, Ints, holm
+from pipeline.evaluate.statistics.results import (
     OVERALL,
     SIGNIFICANT,
     Block,
@@ -29,8 +30,7 @@ from pipeline.evaluate.results import (
     Row,
     Versus,
 )
-from pipeline.evaluate.score_matrix import ORIGINAL, Arm, ScoreMatrix, Tally, arms_of, score_matrix
-from pipeline.evaluate.statistics import OUTSIDE, Ints, holm
+from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm, ScoreMatrix, Tally, arms_of, score_matrix
 
 _GSTEP = "gstep"
 _FULL = 0  # index of the arm of full retention

@@ -12,9 +12,9 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
-from pipeline.evaluate.report_text import bracket, column_title, ratio_text, signed, tick_text, title_of
-from pipeline.evaluate.results import OVERALL, Cell, ResultsTable
-from pipeline.evaluate.score_matrix import ORIGINAL
+from pipeline.evaluate.report.text import bracket, column_title, ratio_text, signed, tick_text, title_of
+from pipeline.evaluate.statistics.results import OVERALL, Cell, ResultsTable
+from pipeline.evaluate.statistics.score_matrix import ORIGINAL
 
 _GSTEP = "gstep"
 _COLOURS = 5  # of methods other than GSTEP: --c1 to --c5 of report.css

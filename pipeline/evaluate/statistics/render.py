@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from pipeline.evaluate.results import SIGNIFICANT, Block, Cell, Column, ResultsTable, Row, Versus
+from pipeline.evaluate.statistics.results import SIGNIFICANT, Block, Cell, Column, ResultsTable, Row, Versus
 
 NOISE = "≈"
 _TITLES = {

@@ -17,16 +17,16 @@ import pyarrow.compute as pc
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from pipeline.evaluate import report_text
 from pipeline.evaluate.benchmarks.items import AnnotationFault, Item
-from pipeline.evaluate.disagreements import Disagreements, answers_of, disagreements
-from pipeline.evaluate.kept_frames import kept_videos
-from pipeline.evaluate.render import NOISE
-from pipeline.evaluate.report_cards import Links, cards
-from pipeline.evaluate.report_charts import line_charts, styles
-from pipeline.evaluate.report_faults import failure_counts, fault_counts
-from pipeline.evaluate.results import SIGNIFICANT, ResultsTable
-from pipeline.evaluate.score_matrix import ORIGINAL, Arm
+from pipeline.evaluate.report import text
+from pipeline.evaluate.report.cards import Links, cards
+from pipeline.evaluate.report.charts import line_charts, styles
+from pipeline.evaluate.report.disagreements import Disagreements, answers_of, disagreements
+from pipeline.evaluate.report.faults import failure_counts, fault_counts
+from pipeline.evaluate.report.kept_frames import kept_videos
+from pipeline.evaluate.statistics.render import NOISE
+from pipeline.evaluate.statistics.results import SIGNIFICANT, ResultsTable
+from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def report_page(report: Report) -> str:
 def templates() -> Environment:
     """The templates of this room. Every value is escaped, and a name without a value is an error."""
     environment = Environment(
-        loader=PackageLoader("pipeline.evaluate"),
+        loader=PackageLoader("pipeline.evaluate.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -118,20 +118,20 @@ def templates() -> Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     words = (
-        report_text.title_of,
-        report_text.ratio_text,
-        report_text.share_text,
-        report_text.signed,
-        report_text.p_text,
+        text.title_of,
+        text.ratio_text,
+        text.share_text,
+        text.signed,
+        text.p_text,
     )
     environment.filters |= {word.__name__: word for word in words}
-    environment.globals |= {"bracket": report_text.bracket, "column_title": report_text.column_title}
+    environment.globals |= {"bracket": text.bracket, "column_title": text.column_title}
     return environment
 
 
 def _asset(name: str) -> Markup:
     """A file that stands beside the template, as it is."""
-    return Markup((files("pipeline.evaluate") / "templates" / name).read_text(encoding="utf-8"))
+    return Markup((files("pipeline.evaluate.report") / "templates" / name).read_text(encoding="utf-8"))
 
 
 def _policy_hash(script: str) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.evaluate.statistics import OUTSIDE, Floats, Ints
+from pipeline.evaluate.statistics.errors import OUTSIDE, Floats, Ints
 
 
 class Arm(NamedTuple):

@@ -7,10 +7,10 @@ from functools import cache
 import numpy as np
 import pytest
 
-from pipeline.evaluate.results import Column, Versus
-from pipeline.evaluate.tables import ScoredBenchmark, Shown, marks, printed, rel_of, results_table
-from tests.pipeline.evaluate.paper_tables import COLUMNS, TABLES, paper_rows
-from tests.pipeline.evaluate.score_tables import bits, score_rows, score_table
+from pipeline.evaluate.statistics.results import Column, Versus
+from pipeline.evaluate.statistics.tables import ScoredBenchmark, Shown, marks, printed, rel_of, results_table
+from tests.pipeline.evaluate.statistics.paper_tables import COLUMNS, TABLES, paper_rows
+from tests.pipeline.evaluate.statistics.score_tables import bits, score_rows, score_table
 
 BENCHMARKS = slice(COLUMNS.index("VideoMME"), COLUMNS.index("Rel."))
 FULL, PRUNED = bits("110 101 011 110"), bits("100 101 111 000")  # the worked case of test_statistics

@@ -13,10 +13,10 @@ import pyarrow as pa
 
 from pipeline.evaluate.benchmarks.items import AnnotationFault, Item
 from pipeline.evaluate.protocols import LMMS_EVAL_0_7, Prompt, Protocol
-from pipeline.evaluate.report import Report
-from pipeline.evaluate.results import Column
+from pipeline.evaluate.report.page import Report
 from pipeline.evaluate.scores import SCORE_SCHEMA
-from pipeline.evaluate.tables import ScoredBenchmark, results_table
+from pipeline.evaluate.statistics.results import Column
+from pipeline.evaluate.statistics.tables import ScoredBenchmark, results_table
 
 TITLE = "VideoMME, llava-hf/llava-onevision-qwen2-7b-ov-hf"
 METHODS = ("fastv,K=3", "fastvid", "cdpruner", "visionzip", "vidcom2", "gstep")

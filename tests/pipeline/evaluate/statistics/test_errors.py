@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from pipeline.evaluate.statistics import (
+from pipeline.evaluate.statistics.errors import (
     OUTSIDE,
     clustered_error,
     holm,
@@ -16,7 +16,7 @@ from pipeline.evaluate.statistics import (
     sandwich_error,
     sign_flip_p,
 )
-from tests.pipeline.evaluate.score_tables import bits
+from tests.pipeline.evaluate.statistics.score_tables import bits
 
 # Four videos of three questions each; checked against lmms-eval's clustered_stderr and paired_ttest.
 FULL, PRUNED = np.array(bits("110 101 011 110")), np.array(bits("100 101 111 000"))

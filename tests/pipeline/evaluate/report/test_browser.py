@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.evaluate.report import Report, report_page
-from pipeline.evaluate.results import Block
-from tests.pipeline.evaluate.report_data import METHODS, data_of, items_of, report_of, scores_of
+from pipeline.evaluate.report.page import Report, report_page
+from pipeline.evaluate.statistics.results import Block
+from tests.pipeline.evaluate.report.report_data import METHODS, data_of, items_of, report_of, scores_of
 
 
 @pytest.fixture(scope="module")

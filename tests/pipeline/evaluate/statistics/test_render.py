@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.evaluate.render import latex, markdown, method_title
-from pipeline.evaluate.results import Block, Column
-from pipeline.evaluate.tables import ScoredBenchmark, results_table
-from tests.pipeline.evaluate.score_tables import bits, score_rows, score_table
+from pipeline.evaluate.statistics.render import latex, markdown, method_title
+from pipeline.evaluate.statistics.results import Block, Column
+from pipeline.evaluate.statistics.tables import ScoredBenchmark, results_table
+from tests.pipeline.evaluate.statistics.score_tables import bits, score_rows, score_table
 
 FULL, PRUNED = bits("110 101 011 110"), bits("100 101 111 000")
 VIDEOS = [f"v{i // 3}" for i in range(12)]

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from pipeline.evaluate.disagreements import Answers, answers_of, disagreements
-from pipeline.evaluate.score_matrix import ORIGINAL, Arm, arms_of
-from tests.pipeline.evaluate.report_data import items_of, scores_of
+from pipeline.evaluate.report.disagreements import Answers, answers_of, disagreements
+from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm, arms_of
+from tests.pipeline.evaluate.report.report_data import items_of, scores_of
 
 FPS, GSTEP, VIDCOM2 = Arm("fps", 0.25), Arm("gstep", 0.25), Arm("vidcom2", 0.25)
 ARMS = [ORIGINAL, FPS, GSTEP, VIDCOM2]

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.evaluate.report_text import title_of
-from pipeline.evaluate.score_matrix import ORIGINAL, Arm
-from pipeline.evaluate.statistics import Floats
+from pipeline.evaluate.report.text import title_of
+from pipeline.evaluate.statistics.errors import Floats
+from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
 
 _MOST_BARS = 128  # more would be thinner than a pixel
 _COLUMNS = ["question_id", "video_id", "method", "retention_ratio", "kept_per_frame"]

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pipeline.cache.schema import write_parquet
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.protocols import QUESTIONS, Protocol
-from pipeline.evaluate.render import latex, markdown
-from pipeline.evaluate.report import Report, report_page
-from pipeline.evaluate.results import Column, ResultsTable
+from pipeline.evaluate.report.page import Report, report_page
 from pipeline.evaluate.run import Evaluated
-from pipeline.evaluate.tables import ScoredBenchmark, results_table
+from pipeline.evaluate.statistics.render import latex, markdown
+from pipeline.evaluate.statistics.results import Column, ResultsTable
+from pipeline.evaluate.statistics.tables import ScoredBenchmark, results_table
 from pipeline.storage.stores import Store
 
 SCORES, TABLES_MD, TABLES_TEX, REPORT = "scores.parquet", "tables.md", "tables.tex", "report.html"

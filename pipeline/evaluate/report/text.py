@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.evaluate.benchmarks.annotations import without_letter
-from pipeline.evaluate.render import method_title
-from pipeline.evaluate.results import SIGNIFICANT, Column
-from pipeline.evaluate.score_matrix import ORIGINAL
+from pipeline.evaluate.statistics.render import method_title
+from pipeline.evaluate.statistics.results import SIGNIFICANT, Column
+from pipeline.evaluate.statistics.score_matrix import ORIGINAL
 from pipeline.generate.choices import letters
 
 FULL_RETENTION = "Full retention"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from pipeline.evaluate.report_charts import line_charts, ratio_places, styles, ticks
-from pipeline.evaluate.tables import ScoredBenchmark, results_table
-from tests.pipeline.evaluate.score_tables import bits, score_rows, score_table
+from pipeline.evaluate.report.charts import line_charts, ratio_places, styles, ticks
+from pipeline.evaluate.statistics.tables import ScoredBenchmark, results_table
+from tests.pipeline.evaluate.statistics.score_tables import bits, score_rows, score_table
 
 FULL = bits("1111 1111 00")
 ARMS = {("gstep", 0.1): bits("1111 0000 00"), ("gstep", 0.2): bits("1111 1100 00"), ("fps", 0.2): bits("1100 0000 00")}

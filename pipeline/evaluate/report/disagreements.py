@@ -14,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipeline.evaluate.score_matrix import ORIGINAL, Arm
-from pipeline.evaluate.statistics import Ints
+from pipeline.evaluate.statistics.errors import Ints
+from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
 
 _GSTEP = "gstep"
 

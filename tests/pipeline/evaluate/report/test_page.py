@@ -11,9 +11,9 @@ import pytest
 from jinja2 import UndefinedError
 
 from pipeline.evaluate.benchmarks.items import AnnotationFault
-from pipeline.evaluate.report import report_page, templates
-from pipeline.evaluate.results import Block
-from tests.pipeline.evaluate.report_data import HOSTILE, METHODS, RATIOS, data_of, items_of, report_of, scores_of
+from pipeline.evaluate.report.page import report_page, templates
+from pipeline.evaluate.statistics.results import Block
+from tests.pipeline.evaluate.report.report_data import HOSTILE, METHODS, RATIOS, data_of, items_of, report_of, scores_of
 
 ITEMS = items_of(12)
 SECTIONS = ["results", "retention", "splits", "frames", "disagreements", "faults", "protocol"]

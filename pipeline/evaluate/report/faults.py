@@ -11,9 +11,9 @@ import pyarrow.compute as pc
 
 from pipeline.evaluate.benchmarks.annotations import FaultKind
 from pipeline.evaluate.benchmarks.items import AnnotationFault
-from pipeline.evaluate.disagreements import Answers
-from pipeline.evaluate.report_text import ratio_text, title_of
-from pipeline.evaluate.score_matrix import ORIGINAL, Arm
+from pipeline.evaluate.report.disagreements import Answers
+from pipeline.evaluate.report.text import ratio_text, title_of
+from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
 
 _EXAMPLES = 5
 _WORDS: Mapping[FaultKind, str] = {

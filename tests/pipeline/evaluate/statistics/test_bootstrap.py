@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from pipeline.evaluate.bootstrap import (
+from pipeline.evaluate.statistics.bootstrap import (
     draw_counts,
     estimate,
     every_draw,
@@ -15,8 +15,8 @@ from pipeline.evaluate.bootstrap import (
     resampled,
     two_sided_p,
 )
-from pipeline.evaluate.statistics import OUTSIDE, sandwich_error
-from tests.pipeline.evaluate.score_tables import bits
+from pipeline.evaluate.statistics.errors import OUTSIDE, sandwich_error
+from tests.pipeline.evaluate.statistics.score_tables import bits
 
 # The worked case of test_statistics: four videos of three questions, full retention first.
 SCORES = np.array([bits("110 101 011 110"), bits("100 101 111 000")])
