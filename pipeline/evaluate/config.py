@@ -86,6 +86,11 @@ class EvaluateConfig(RunOptions):
     )
     drop_tokens: bool = option(False, "delete the cache in --out once every question is answered")
     draws: int = option(10_000, "samples of videos that intervals and p-values are made of", metavar="N")
+    pages: int = option(
+        6,
+        "videos, those on which methods disagree most, that get a page with the tokens each method keeps",
+        metavar="N",
+    )
     num_frames: int | None = option(None, "frames a video (default: the protocol's)", metavar="T", group="videos")
     decode_timeout: float = option(120.0, "seconds one video may take to decode before it is given up", metavar="S")
     decode_workers: int | None = option(None, "decode processes at most (default: by the CPUs)", metavar="N")
@@ -109,6 +114,7 @@ class EvaluateConfig(RunOptions):
             value = getattr(self, name)
             check(value is None or value >= 1, name, "at least 1", value)
         check(self.seed >= 0, "seed", "at least 0", self.seed)
+        check(self.pages >= 0, "pages", "at least 0", self.pages)
         check(self.draws >= 100, "draws", "at least 100", self.draws)
         check(positive(self.decode_timeout), "decode_timeout", "a positive number of seconds", self.decode_timeout)
         if self.drop_tokens and self.cache is not None:

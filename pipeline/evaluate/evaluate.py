@@ -13,15 +13,17 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.cache.reader import HEADER
+from pipeline.cache.live_rows import TOKENS
+from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.errors import RunFailed
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import Loaded
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.files import Shown, main_table, write_results
+from pipeline.evaluate.pages import video_pages
 from pipeline.evaluate.protocols import LETTER
-from pipeline.evaluate.request import EvaluateRequest, prepare
-from pipeline.evaluate.run import Evaluated, answer_and_score, score_answers
+from pipeline.evaluate.request import EvaluateRequest, match_results, prepare, write_results_header
+from pipeline.evaluate.run import Evaluated, answer_and_score, arms_of, drop_tokens, score_answers
 from pipeline.evaluate.statistics.render import method_title
 from pipeline.evaluate.statistics.results import ResultsTable
 from pipeline.generate.summary import render_answers
@@ -54,22 +56,34 @@ def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
 
     Raises UsageError (nothing was started) or RunFailed (what was committed stays; a rerun goes on).
     """
-    if config.score:
-        done = score_answers(config)
-        shown = _shown_of_answers(config)
-    else:
-        request = prepare(config, console)
-        for line in said_of_the_data(request.loaded, request.benchmark):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-        done = answer_and_score(request, console)
-        shown = _shown(request, done)
-    store = store_at(config.out, Objects.from_environment(config.s3_endpoint, config.s3_region))
-    store.make()
     try:
-        files = write_results(store, done, shown)
+        return _scored(config) if config.score else _asked(config, console)
     except OSError as error:
-        raise RunFailed(f"{store}: the results cannot be written: {error.strerror or error}") from error
+        raise RunFailed(f"{config.out}: the results cannot be written: {error.strerror or error}") from error
+
+
+def _asked(config: EvaluateConfig, console: Console) -> Evaluation:
+    """Of a benchmark, whose questions are asked."""
+    request = prepare(config, console)
+    for line in said_of_the_data(request.loaded, request.benchmark):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    done = answer_and_score(request, console)
+    shown = _shown(request, done)
+    files = write_results(request.store, done, shown)
+    if config.drop_tokens and not (done.answers and done.answers.n_missing):
+        drop_tokens(request, console)
     return Evaluation(done=done, table=main_table(done, shown), out=config.out, files=files)
+
+
+def _scored(config: EvaluateConfig) -> Evaluation:
+    """Of answers that are there."""
+    store = store_at(config.out, Objects.from_environment(config.s3_endpoint, config.s3_region))
+    identity = {"scored": config.score}
+    match_results(store, identity)
+    done, shown = score_answers(config), _shown_of_answers(config)
+    store.make()
+    write_results_header(store, identity)
+    return Evaluation(done=done, table=main_table(done, shown), out=config.out, files=write_results(store, done, shown))
 
 
 def said_of_the_data(loaded: Loaded, benchmark: Benchmark) -> Iterator[str]:
@@ -89,6 +103,7 @@ def _shown(request: EvaluateRequest, done: Evaluated) -> Shown:
         protocol=request.protocol,
         described=request.identity,
         facts=[*_facts(request, done), *_machine()],
+        pages=video_pages(request, done.scores, list(arms_of(request).values())),
         draws=request.config.draws,
         seed=request.config.seed,
     )
@@ -114,11 +129,10 @@ def _facts(request: EvaluateRequest, done: Evaluated) -> Iterator[tuple[str, str
     yield "weights", request.source.identity
     yield "videos", f"{len({video for item in request.loaded.items for video in item.video_ids}):,}"
     cache = store_at(request.cache, request.objects)
-    if done.videos is not None and cache.exists(HEADER):
-        size = sum(file.size for file in cache.listed("tokens"))
-        shares = sum(one.retention_ratio for one in request.grid.values() if one is not None)
-        yield "all tokens", f"{size / max(1, done.videos.n_ok) / 1e6:.1f} MB a video, evidence included"
-        yield "as pruned caches", f"about {shares * done.videos.token_bytes / max(1, done.videos.n_ok) / 1e6:.1f} MB"
+    if cache.exists(HEADER):
+        size, n_videos = sum(file.size for file in cache.listed(TOKENS)), len(TokenCache(request.cache, store=cache))
+        yield "all tokens", f"{size / max(1, n_videos) / 1e6:.1f} MB a video, evidence included"
+    if done.videos is not None:
         seconds = ", ".join(f"{stage} {value:.1f}" for stage, value in done.videos.seconds.items())
         yield "seconds of encoding", seconds
     if done.answers is not None and done.answers.n_new:

@@ -118,20 +118,19 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
         objects=objects,
     )
     with store_refusing():
-        match_results(request)
+        match_results(store, request.identity)
     return request
 
 
-def match_results(request: EvaluateRequest) -> None:
-    """Refuse a place with results of other settings, or with something else. Raises UsageError."""
-    store = request.store
+def match_results(store: Store, identity: Mapping[str, Any]) -> None:
+    """Refuse a place with results of another identity, or with something else. Raises UsageError."""
     if not store.exists(RESULTS_HEADER):
         if store.taken():
             raise NotResults(f"{store} exists and holds no results (it has no {RESULTS_HEADER}): name an empty place")
         return
     absent = f"no results (no {RESULTS_HEADER})"
     held = read_header_file(store, RESULTS_HEADER, (RESULTS_VERSION,), NotResults, absent, of="results of ")
-    wanted = json.loads(json.dumps(request.identity))
+    wanted = json.loads(json.dumps(identity))
     if wrong := differences(held["identity"], wanted, has="the results have"):
         raise IdentityMismatch(
             f"{store} holds results of other settings, and one place holds one kind:\n  "
@@ -140,9 +139,8 @@ def match_results(request: EvaluateRequest) -> None:
         )
 
 
-def write_results_header(request: EvaluateRequest) -> None:
-    header = {"schema_version": RESULTS_VERSION, "identity": request.identity}
-    request.store.put(RESULTS_HEADER, header_bytes(header))
+def write_results_header(store: Store, identity: Mapping[str, Any]) -> None:
+    store.put(RESULTS_HEADER, header_bytes({"schema_version": RESULTS_VERSION, "identity": identity}))
 
 
 def _model(config: EvaluateConfig, held: CacheIdentity | None) -> ModelSource:

@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
 
+from gstep.backbones import family_of
 from pipeline.cache.live_rows import TOKENS, VIDEOS
 from pipeline.cache.reader import HEADER
 from pipeline.errors import NotAnswers, RunFailed, UsageError
@@ -43,7 +44,9 @@ from pipeline.generate.request import checked
 from pipeline.generate.resume import difference, refuse_changed
 from pipeline.generate.run import AnswerRun
 from pipeline.generate.summary import AnswerSummary, summarise_answers
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.config import PruneConfig
+from pipeline.prune.request import resolve
 from pipeline.prune.run import PruneRun
 from pipeline.prune.summary import Summary
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
@@ -78,14 +81,13 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> Evaluated:
 
     Raises UsageError (nothing was started) or RunFailed (what was committed stays; a rerun goes on).
     """
-    match_results(request)
-    write_results_header(request)
+    request.store.make()
+    match_results(request.store, request.identity)
+    write_results_header(request.store, request.identity)
     todo = _unanswered(request)
     videos = _encode(request, todo, console) if todo and request.videos is not None else None
     answers = _answer(request, console) if todo else _there(request)
     live = _live(request)
-    if request.config.drop_tokens and not answers.n_missing:
-        _drop(store_at(request.cache, request.objects), new_run_id(), console)
     scores = score_table(request.loaded.items, arms_of(request), live, request.protocol.parser)
     return Evaluated(loaded=request.loaded, scores=scores, answers=answers, videos=videos)
 
@@ -129,12 +131,27 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
     lines = [json.dumps({"video_id": video_id, "uri": str(folder / video_id)}) for video_id in ids]
     request.store.put(MANIFEST, ("\n".join(lines) + "\n").encode())
     config = PruneConfig(**{**vars(request.videos), "videos": f"{request.config.out.rstrip('/')}/{MANIFEST}"})
-    console.print(f"{len(ids)} videos, every token of each once", highlight=False)
+    console.print(f"{len(ids)} videos, all tokens of each once: {_size(request)}", highlight=False, soft_wrap=True)
     summary = PruneRun(config, console).carry_out()
     if not summary.n_ok:
         reasons = "; ".join(f"{name}: {count}, {summary.examples[name][1]}" for name, count in summary.failures.items())
         raise RunFailed(f"none of {len(ids)} videos could be encoded: {reasons}")
     return summary
+
+
+def _size(request: EvaluateRequest) -> str:
+    """What a video takes in the cache, in words, beside what it would take in a cache for each method and ratio."""
+    assert request.videos is not None
+    job = resolve(request.videos, MANIFEST_SCHEMA.empty_table(), store_at(request.cache), request.objects)
+    shape = job.decode_setup().largest_frames()
+    whole = job.encode_setup("cpu", "float32").bytes_per_video(*shape)
+    tokens = family_of(job.source).token_bytes(*shape)
+    pruned = tokens * sum(one.retention_ratio for one in request.grid.values() if one is not None)
+    n_caches = len(request.grid) - 1
+    return (
+        f"at most about {whole / 1e6:.1f} MB a video with evidence ({n_caches} pruned caches would take "
+        f"{pruned / 1e6:.1f} MB)"
+    )
 
 
 def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
@@ -167,8 +184,9 @@ def _there(request: EvaluateRequest) -> AnswerSummary:
     return summarise_answers(_live(request), len(request.questions) * len(request.grid), set(), 0.0)
 
 
-def _drop(cache: Store, run_id: str, console: Console) -> None:
-    """Delete a cache: its header first, so that a part of one is no cache to anybody."""
+def drop_tokens(request: EvaluateRequest, console: Console) -> None:
+    """Delete the cache of all tokens: its header first, so that a part of one is no cache to anybody."""
+    cache, run_id = store_at(request.cache, request.objects), new_run_id()
     if not cache.exists(HEADER):
         return
     folders = (VIDEOS, TOKENS, RUNS)

@@ -90,7 +90,17 @@ def video_page(
         cache.get(video_id, retention_ratio)  # refuses what the cache cannot serve
     video = cache.get(video_id, order="selection")
     pictures = source_pictures(video.metadata, cache.identity["sampling"], objects or Objects.from_environment())
-    return Page(_render(video, cache.identity, pictures, retention_ratio), pictures.missing)
+    return draw_page(video, cache.identity, pictures, retention_ratio)
+
+
+def draw_page(
+    video: CachedVideo, identity: CacheIdentity, pictures: Pictures, retention_ratio: float | None = None
+) -> Page:
+    """The page of a video that was read in order of selection, with pictures of its frames.
+
+    ``identity`` is that of its cache.
+    """
+    return Page(_render(video, identity, pictures, retention_ratio), pictures.missing)
 
 
 def grid_of(row: VideoRow) -> tuple[int, int] | None:

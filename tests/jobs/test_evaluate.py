@@ -116,6 +116,14 @@ def test_tables_and_page_are_written(results):
     assert "VideoMME" in page and "missing-video" in page and "http://" not in page.replace("http://www.w3.org", "")
 
 
+def test_videos_that_methods_disagree_on_get_pages_that_the_report_links_to(results):
+    pages = sorted(path.name for path in (results / "pages").iterdir())
+    assert pages and all(name.endswith(("-gstep-0.25.html", "-vidcom2-0.25.html")) for name in pages)
+    page, report = (results / "pages" / pages[0]).read_text(), (results / "report.html").read_text()
+    assert "196 tokens" in page and "Sampled frames" in page and "data:image/jpeg" in page
+    assert all(f'href="pages/{name}"' in report for name in pages)
+
+
 def test_the_same_command_again_asks_nothing_and_more_methods_join_those_there(results, data, tmp_path, monkeypatch):
     out = tmp_path / "r"
     shutil.copytree(results, out)
