@@ -40,15 +40,16 @@ class Streamed(NamedTuple):
     n_failed: int
 
 
+O = TypeVar("O", bound=RunOptions)  # noqa: E741 - beside R, T and S
 R = TypeVar("R", bound=Request)
 T = TypeVar("T", bound=Sized)
 S = TypeVar("S", bound=Outcome)
 
 
-class Run(ABC, Generic[R, T, S]):
-    """One run on the driver: of a request R, which leaves T to do, and ends as the summary S."""
+class Run(ABC, Generic[O, R, T, S]):
+    """One run on the driver: with the options O, of a request R, which leaves T to do, and ends as the summary S."""
 
-    def __init__(self, options: RunOptions, console: Console) -> None:
+    def __init__(self, options: O, console: Console) -> None:
         self.options = options
         self.console = console
 

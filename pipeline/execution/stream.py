@@ -19,6 +19,7 @@ from pipeline.execution.heartbeat import start_heartbeats
 from pipeline.execution.progress import Reporter, reporter
 from pipeline.execution.stages import Plan, run_graph
 from pipeline.execution.watchdog import Watchdog, patiently
+from pipeline.options import RunOptions
 from pipeline.storage.lock import Lock
 
 
@@ -39,17 +40,17 @@ class Graph:
     total: int
 
 
-def stream(graph: Graph, lock: Lock, console: Console, *, stall_timeout: float, log_interval: float) -> int:
+def stream(graph: Graph, lock: Lock, console: Console, options: RunOptions) -> int:
     """Run the graph and commit every shard; returns how many items failed.
 
-    Raises RunFailed where the graph, the store or the lock fails, nothing moves for ``stall_timeout`` seconds, or rows
-    are missing.
+    Raises RunFailed where the graph, the store or the lock fails, nothing moves for ``options.stall_timeout`` seconds,
+    or rows are missing.
     """
     wording = graph.plan.wording
     heartbeats = start_heartbeats(tuple(wording.stages))
     dataset = graph.build(heartbeats)
-    with reporter(console, graph.total, log_interval, wording) as progress:
-        watchdog = Watchdog(heartbeats, stall_timeout, graph.plan, graph.total, progress.stages)
+    with reporter(console, graph.total, options.log_interval, wording) as progress:
+        watchdog = Watchdog(heartbeats, options.stall_timeout, graph.plan, graph.total, progress.stages)
         with closing(patiently(run_graph(dataset), watchdog.look, watchdog.every_s)) as shards:
             return _commit_all(shards, graph, lock, watchdog, progress)
 

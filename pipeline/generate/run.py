@@ -56,7 +56,7 @@ class Todo:
         return len(self.questions)
 
 
-class AnswerRun(Run[GenerateRequest, Todo, AnswerSummary]):
+class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
     """questions -> answer; the driver commits. ``pipeline.generate.graph`` has the stage.
 
     ``make`` gives the request, by default what the options say.
@@ -66,7 +66,6 @@ class AnswerRun(Run[GenerateRequest, Todo, AnswerSummary]):
         self, config: GenerateConfig, console: Console, make: Callable[[], GenerateRequest] | None = None
     ) -> None:
         super().__init__(config, console)
-        self._config = config
         self._make = make or partial(prepare, config, console)
 
     def prepare(self) -> GenerateRequest:
@@ -86,7 +85,7 @@ class AnswerRun(Run[GenerateRequest, Todo, AnswerSummary]):
 
     def stream(self, request: GenerateRequest, todo: Todo, lock: Lock) -> Streamed:
         """Commit what the index of the cache decides, and stream the rest; Ray starts only where something is left."""
-        config, size = self._config, self._config.questions_per_shard
+        config, size = self.options, self.options.questions_per_shard
         ask, decided = without_model(request, todo.questions)
         # Before any row is written: the cluster may not be able to do what the flags ask.
         machines = self._machines() if ask else None
@@ -121,7 +120,7 @@ class AnswerRun(Run[GenerateRequest, Todo, AnswerSummary]):
     def _machines(self) -> Machines:
         """Joins or starts the cluster. Raises UsageError where it cannot do what the flags ask."""
         cluster = connect()
-        return Machines(cluster, *settle(cluster, self._config.device, self._config.dtype, self._config.attn))
+        return Machines(cluster, *settle(cluster, self.options.device, self.options.dtype, self.options.attn))
 
     def _answered(
         self,
@@ -133,7 +132,7 @@ class AnswerRun(Run[GenerateRequest, Todo, AnswerSummary]):
         lock: Lock,
     ) -> int:
         """Answer ``ask`` on the cluster; its shards are numbered from ``first``. Returns how many failed."""
-        config, (cluster, device, dtype) = self._config, machines
+        config, (cluster, device, dtype) = self.options, machines
         plan = plan_answers(cluster["CPU"], cluster.get("GPU", 0.0) if device == "cuda" else 0.0, len(ask), config)
         if config.workers is not None and plan.answer.workers < min(config.workers, len(ask)):
             room = f"the cluster has room for {plan.answer.workers} of --workers {config.workers}"
@@ -150,13 +149,7 @@ class AnswerRun(Run[GenerateRequest, Todo, AnswerSummary]):
             commit_answers(request.store, request.run_id, first + number, answers, config.format)
 
         build = partial(build_graph, ask, answer_setup(request, device, dtype), plan)
-        return stream(
-            Graph(build, commit, plan, len(ask)),
-            lock,
-            self.console,
-            stall_timeout=config.stall_timeout,
-            log_interval=config.log_interval,
-        )
+        return stream(Graph(build, commit, plan, len(ask)), lock, self.console, config)
 
 
 def answer_setup(request: GenerateRequest, device: str, dtype: str) -> AnswerSetup:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import NamedTuple
 
 import pyarrow as pa
 import ray
@@ -47,7 +46,8 @@ def prune_videos(config: PruneConfig, console: Console) -> Summary:
     return PruneRun(config, console).carry_out()
 
 
-class Todo(NamedTuple):
+@dataclass(frozen=True)
+class Todo:
     """What is left to do.
 
     Attributes:
@@ -64,28 +64,24 @@ class Todo(NamedTuple):
         return len(self.videos)
 
 
-class PruneRun(Run[PruneRequest, Todo, Summary]):
+class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
     """videos -> decode -> encode and prune -> write; the driver commits. ``pipeline.prune.graph`` has the stages."""
 
-    def __init__(self, config: PruneConfig, console: Console) -> None:
-        super().__init__(config, console)
-        self._config = config
-
     def prepare(self) -> PruneRequest:
-        return prepare(self._config, self.console)
+        return prepare(self.options, self.console)
 
     def match(self, request: PruneRequest) -> PruneRequest:
         return match_cache(request, self.console)
 
     def remaining(self, request: PruneRequest) -> Todo:
         ledger = Ledger(request.store).refresh()
-        todo, counts = remaining(request.manifest, ledger, self._config, request.objects)
-        for line in said_of_the_rest(counts, self._config):
+        todo, counts = remaining(request.manifest, ledger, self.options, request.objects)
+        for line in said_of_the_rest(counts, self.options):
             self.console.print(line, highlight=False)
-        return Todo(*share_of(todo, self._config.limit), ledger)
+        return Todo(*share_of(todo, self.options.limit), ledger)
 
     def stream(self, request: PruneRequest, todo: Todo, lock: Lock) -> Streamed:
-        config, n_videos = self._config, len(todo)
+        config, n_videos = self.options, len(todo)
         cluster = connect()
         device, dtype = settle(cluster, config.device, request.dtype, config.attn)
         if not request.store.names(VIDEOS, ".parquet"):
@@ -100,13 +96,7 @@ class PruneRun(Run[PruneRequest, Todo, Summary]):
         build = partial(build_graph, todo.videos, decode, encode, plan, request.store, request.run_id)
         run_file = RunFile(request.store, _run_record(request, device, dtype, plan, n_videos))
         with run_file:
-            n_failed = stream(
-                Graph(build, write, plan, n_videos),
-                lock,
-                self.console,
-                stall_timeout=config.stall_timeout,
-                log_interval=config.log_interval,
-            )
+            n_failed = stream(Graph(build, write, plan, n_videos), lock, self.console, config)
         return Streamed(run_file, n_failed)
 
     def summarise(self, request: PruneRequest, todo: Todo, n_failed: int, wall_s: float) -> Summary:
@@ -126,9 +116,9 @@ class PruneRun(Run[PruneRequest, Todo, Summary]):
         """The shares of the cluster; what was asked for and is not to be had is said."""
         shape = decode.largest_frames()
         token_bytes = encode.bytes_per_video(*shape)
-        wanted = _plan(self._config, cluster, device, n_videos, token_bytes, shape[0])
+        wanted = _plan(self.options, cluster, device, n_videos, token_bytes, shape[0])
         plan = wanted.fitting(cluster.get("object_store_memory", math.inf), token_bytes)
-        for note in _shortfalls(self._config, wanted, plan, n_videos):
+        for note in _shortfalls(self.options, wanted, plan, n_videos):
             self.console.print(f"note: {note}", highlight=False, markup=False)
         return plan
 

@@ -14,8 +14,8 @@ from pipeline.errors import VideoFault
 TRUNCATE, ROUND_EVEN = "truncate", "round-even"
 #: What a rule of uniform sampling does, in words.
 FRAME_RULES: Mapping[str, str] = {
-    TRUNCATE: "places are cut to the frame before, as lmms-eval does for LLaVA-OneVision; a short video repeats frames",
-    ROUND_EVEN: "places are rounded, and no more frames are taken than there are, an even number, as qwen-vl-utils does",
+    TRUNCATE: "places are cut to the frame before, as in lmms-eval for LLaVA-OneVision; a short video repeats frames",
+    ROUND_EVEN: "places are rounded, and an even number of frames is taken, no more than there are (qwen-vl-utils)",
 }
 # Times are quotients of integers; a frame at 0.1 s must count as on screen at 0.1 s. No video has frames this close.
 _EPSILON = 1e-6
@@ -89,8 +89,8 @@ def choose_frames(
 ) -> NDArray[np.int64]:
     """[T] indices of the frames to use, ascending; an index repeats where the clip has fewer frames than asked for.
 
-    Uniform sampling goes by ``sampling.rule``, by default the integer ``linspace`` over the clip's frames that lmms-eval
-    uses for LLaVA-OneVision.
+    Uniform sampling goes by ``sampling.rule``, by default the integer ``linspace`` over the clip's frames that
+    lmms-eval uses for LLaVA-OneVision.
     Sampling by fps takes, for k = 0, 1, ..., the frame on screen at start + k / fps: the last one whose timestamp is
     not later, so the first one may have come up just before the clip starts.
 
@@ -132,8 +132,8 @@ def _spread(first: int, stop: int, count: int) -> NDArray[np.int64]:
 
 
 def _rounded(first: int, stop: int, count: int) -> NDArray[np.int64]:
-    """``torch.linspace(0, n - 1, k).round()`` of smart_nframes (qwen-vl-utils 0.0.14, vision_process.py), in its float32:
-    from the start up to the middle, from the end behind it."""
+    """``torch.linspace(0, n - 1, k).round()`` as in vision_process.py of qwen-vl-utils 0.0.14, in its float32: from the
+    start up to the middle, from the end behind it."""
     count = max(2, min(count, stop - first) // 2 * 2)
     last = np.float32(stop - first - 1)
     step, places = last / np.float32(count - 1), np.arange(count // 2, dtype=np.float32)

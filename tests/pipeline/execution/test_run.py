@@ -26,7 +26,7 @@ class Words:
     run_id: str = "r1"
 
 
-class WordRun(Run[Words, list[str], Outcome]):
+class WordRun(Run[RunOptions, Words, list[str], Outcome]):
     """Writes the words that are not there yet; it notes each step and who holds the lock meanwhile."""
 
     def __init__(self, root: Path, *words: str) -> None:
