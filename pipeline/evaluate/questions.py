@@ -59,4 +59,5 @@ def answered_item(row: AnswerRecord) -> Item | None:
         "answer": row["target"],
         **{name: extra.get(name) for name in ("split", "cluster")},
     }
-    return read_question(question, f"question {row['question_id']}")
+    # Choices that were scored by their texts may be more than there are letters.
+    return read_question(question, f"question {row['question_id']}", most_choices=None)

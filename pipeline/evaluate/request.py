@@ -24,8 +24,10 @@ from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.protocols import FrameRule, Protocol
 from pipeline.evaluate.questions import question_table
 from pipeline.execution.request import check_out, refusing, store_refusing
+from pipeline.generate.answers import HEADER as ANSWERS_HEADER
+from pipeline.generate.answers import read_answers_header
 from pipeline.generate.late_pruning import LateAsked, is_whole, late_pruning
-from pipeline.generate.request import model_of
+from pipeline.generate.request import PRUNINGS, describe_prunings, model_of, refuse_others
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.evidence import needed_by
@@ -103,7 +105,9 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     grid = config.grid()
     with refusing():
         made = held if videos is None or held is not None else _identity(videos, cached, objects)
-        _check_methods(grid, made, source, cache)
+        described = _check_methods(grid, made, source, cache)
+    with store_refusing():
+        _match_answers(store_at(answers_place(config), objects), described)
     request = EvaluateRequest(
         config=config,
         benchmark=benchmark,
@@ -218,8 +222,8 @@ def _identity(videos: PruneConfig, cached: Store, objects: Objects) -> CacheIden
 
 def _check_methods(
     grid: Mapping[str, LateAsked | None], held: CacheIdentity | None, source: ModelSource, cache: str
-) -> None:
-    """Refuse a method that cannot prune what the cache holds, before it is made."""
+) -> dict[str, Any]:
+    """Refuse a method that cannot prune what the cache holds, before it is made. Returns what each is, by label."""
     if held is None:
         raise UsageError(
             f"{cache} is no cache, and there is nothing to make one of: name the videos with --data, or with --cache "
@@ -231,9 +235,21 @@ def _check_methods(
             "compared with full retention: make one with python -m jobs.prune --pruner none"
         )
     builder = prompt_builder(source)
-    for one in grid.values():
-        if one is not None:
-            late_pruning(one, held, source, builder)
+    prunings = {label: None if one is None else late_pruning(one, held, source, builder) for label, one in grid.items()}
+    return describe_prunings(prunings, held)
+
+
+def answers_place(config: EvaluateConfig) -> str:
+    """Where the answers of an evaluation lie, as jobs.generate leaves them."""
+    return f"{config.out.rstrip('/')}/{ANSWERS_FOLDER}"
+
+
+def _match_answers(answers: Store, described: Mapping[str, Any]) -> None:
+    """Refuse a method that the answers know by the same label with another seed, or other weights: nothing may be left
+    to ask that would tell."""
+    if answers.exists(ANSWERS_HEADER):
+        held = read_answers_header(answers)["identity"]
+        refuse_others(answers, {PRUNINGS: held.get(PRUNINGS, {})}, {PRUNINGS: json.loads(json.dumps(described))})
 
 
 def data_folder(request: EvaluateRequest) -> Path:

@@ -27,8 +27,8 @@ from pipeline.evaluate.benchmarks.own import clusters_of
 from pipeline.evaluate.config import FULL, EvaluateConfig
 from pipeline.evaluate.questions import answered_item, way_of
 from pipeline.evaluate.request import (
-    ANSWERS_FOLDER,
     EvaluateRequest,
+    answers_place,
     data_folder,
     match_results,
     write_results_header,
@@ -41,7 +41,7 @@ from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import AnswersTable, read_answers, read_answers_header
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.request import checked
-from pipeline.generate.resume import difference, refuse_changed
+from pipeline.generate.resume import COMPARED, answer_rows, difference, refuse_changed
 from pipeline.generate.run import AnswerRun
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
@@ -101,7 +101,7 @@ def arms_of(request: EvaluateRequest) -> dict[str, Arm]:
 
 
 def _answers_store(request: EvaluateRequest) -> Store:
-    return store_at(f"{request.config.out.rstrip('/')}/{ANSWERS_FOLDER}", request.objects)
+    return store_at(answers_place(request.config), request.objects)
 
 
 def _live(request: EvaluateRequest) -> pa.Table:
@@ -115,11 +115,14 @@ def _unanswered(request: EvaluateRequest) -> list[Item]:
     """The questions that lack an answer somewhere in the grid; failed ones too where they are to be asked again."""
     if not _answers_store(request).exists(ANSWERS_HEADER):
         return list(request.loaded.items)
-    rows = [without_nulls(row, AnswerRecord) for row in _live(request).to_pylist()]
     asked = {row["question_id"]: without_nulls(row, QuestionRecord) for row in request.questions.to_pylist()}
-    good = [row for row in rows if row["status"] == "ok"]
-    refuse_changed([text for row in good if (text := difference(asked[row["question_id"]], row))], request.store)
-    counts = Counter(row["question_id"] for row in (good if request.config.retry_failed else rows))
+    counts, changed = Counter[str](), list[str]()
+    for row in answer_rows(_live(request).select(["question_id", "status", *COMPARED])):
+        good = row["status"] == "ok"
+        if good and (text := difference(asked[row["question_id"]], row)):
+            changed.append(text)
+        counts[row["question_id"]] += good or not request.config.retry_failed
+    refuse_changed(changed, request.store)
     return [item for item in request.loaded.items if counts[item.question_id] < len(request.grid)]
 
 
@@ -161,7 +164,7 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
     config = GenerateConfig(
         cache=request.cache,
         questions=options.benchmark,
-        out=f"{options.out.rstrip('/')}/{ANSWERS_FOLDER}",
+        out=answers_place(options),
         model=request.source.name,
         choices=way.choices,
         system=way.system,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.cache.schema import column
 from pipeline.evaluate.benchmarks.items import Item
@@ -38,6 +39,12 @@ SCORE_SCHEMA = pa.schema(
 )
 
 
+_NEEDED = [
+    *("question_id", "status", "error_class", "answer", "choice", "choice_scores"),
+    *("n_kept", "n_total", "kept_per_frame"),
+]
+
+
 class Reply(NamedTuple):
     """A reply that was read: the option it names, whether it is right, and what that scores."""
 
@@ -54,10 +61,15 @@ def score_table(items: Sequence[Item], arms: Mapping[str, Arm], answers: pa.Tabl
         answers: live rows of ANSWER_SCHEMA.
         rule: that reads replies (pipeline.evaluate.parsers).
     """
-    rows = {(row["question_id"], row["pruning"]): without_nulls(row, AnswerRecord) for row in answers.to_pylist()}
-    scored = [
-        _row(item, arm, rows.get((item.question_id, label)), rule) for label, arm in arms.items() for item in items
-    ]
+    empty = SCORE_SCHEMA.empty_table()
+    return pa.concat_tables([empty, *(_scored(items, arm, label, answers, rule) for label, arm in arms.items())])
+
+
+def _scored(items: Sequence[Item], arm: Arm, label: str, answers: pa.Table, rule: str) -> pa.Table:
+    """The questions under one arm."""
+    mine = answers.filter(pc.equal(answers["pruning"], label)).select(_NEEDED)
+    rows = {row["question_id"]: without_nulls(row, AnswerRecord) for row in mine.to_pylist()}
+    scored = [_row(item, arm, rows.get(item.question_id), rule) for item in items]
     return pa.Table.from_pylist(scored, schema=SCORE_SCHEMA)
 
 

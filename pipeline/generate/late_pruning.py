@@ -45,7 +45,7 @@ class LateAsked:
     @property
     def label(self) -> str:
         """What tells it from others in one set of answers: ``fastv,K=3@0.25``."""
-        return f"{self.method_label}@{self.retention_ratio:g}"
+        return f"{self.method_label}@{self.retention_ratio:.12g}"
 
     @property
     def method_label(self) -> str:

@@ -164,7 +164,7 @@ def _question(row: UserRow, where: str, way: Way) -> dict[str, str | list[str] |
         "video_ids": video_ids,
         "prompt": prompt,
         "choices": choices,
-        "target": _target(row, where),
+        "target": target_of(row, where),
         "decoding": _instructions(row, where, way, choices is not None).describe(),
         "question_extra": carried_json(carried) if carried else None,
     }
@@ -202,14 +202,17 @@ def _choices(row: UserRow, where: str, way: Way) -> list[str] | None:
     return choices
 
 
-def _target(row: UserRow, where: str) -> str | None:
-    """The right answer as text: of one that is a number its digits."""
+def target_of(row: UserRow, where: str) -> str | None:
+    """The right answer (the column ``answer``) as text: a whole number without a point, which pandas adds to a column
+    with gaps. None where there is none. Raises QuestionsError."""
     value = row.get("answer")
-    if value is None or isinstance(value, str):
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    if isinstance(value, str):
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise QuestionsError(f"{where}: answer must be text or a number, got {value!r}")
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
 def _json_list(text: str) -> list[Any] | None:

@@ -85,16 +85,8 @@ class GenerateRequest:
             "prompt": {**self.builder.policy.describe(), "order": self._order_said()},
             "decoding": self.way.describe(),
             **({} if late is None else {"pruner": late.describe()}),
-            **({} if "" in self.prunings else {PRUNINGS: self._described()}),
+            **({} if "" in self.prunings else {PRUNINGS: describe_prunings(self.prunings, self.held)}),
             **self.about,
-        }
-
-    def _described(self) -> dict[str, Any]:
-        """Each pruning, with the weights of the pooling head where it looks through that."""
-        head = {"pooling_head": self.held["model"].get("pooling_head")}
-        return {
-            name: None if late is None else {**late.describe(), **(head if _of_head(late) else {})}
-            for name, late in self.prunings.items()
         }
 
     def _order_said(self) -> str:
@@ -122,6 +114,16 @@ class GenerateRequest:
         else:
             kept = sum(rows_wanted(row, self.read_ratio) for row in videos)
         return kept + (len(videos) if self.builder.needs_newline else 0)
+
+
+def describe_prunings(prunings: Mapping[str, LatePruning | None], held: CacheIdentity) -> dict[str, Any]:
+    """Each of several prunings of a cache of this identity, JSON-able; with the weights of the pooling head where a
+    method looks through that."""
+    head = {"pooling_head": held["model"].get("pooling_head")}
+    return {
+        name: None if late is None else {**late.describe(), **(head if _of_head(late) else {})}
+        for name, late in prunings.items()
+    }
 
 
 def _of_head(late: LatePruning) -> bool:
@@ -232,18 +234,21 @@ def match_answers(request: GenerateRequest) -> None:
     if not request.store.exists(HEADER):
         return
     held = read_answers_header(request.store)["identity"]
-    if not AnswersTable(request.store).names():
-        return
-    wanted = request.identity
-    if PRUNINGS in held and PRUNINGS in wanted:  # answers under other prunings may be there, or come to be
+    if AnswersTable(request.store).names():
+        refuse_others(request.store, held, request.identity)
+
+
+def refuse_others(store: Store, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raises IdentityMismatch where answers with the identity ``held`` are not of the one ``wanted``: whatever differs,
+    but for prunings that only one of the two has."""
+    if PRUNINGS in held and PRUNINGS in wanted:
         both = held[PRUNINGS].keys() & wanted[PRUNINGS].keys()
         held, wanted = (
             {**identity, PRUNINGS: {name: identity[PRUNINGS][name] for name in both}} for identity in (held, wanted)
         )
-    wrong = differences(held, wanted, has="the answers have")
-    if wrong:
+    if wrong := differences(held, wanted, has="the answers have"):
         raise IdentityMismatch(
-            f"{request.store} holds answers made with other settings, and one place holds one kind:\n  "
+            f"{store} holds answers made with other settings, and one place holds one kind:\n  "
             + "\n  ".join(wrong)
             + "\nUse the settings of the answers, or another --out."
         )

@@ -15,7 +15,7 @@ from pipeline.generate.request import GenerateRequest, answerable
 from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, without_nulls
 from pipeline.storage.stores import Store
 
-COMPARED = ("video_ids", "prompt", "choices", "decoding")
+COMPARED = ("video_ids", "prompt", "choices", "decoding")  # of a question: what its answer depends on
 
 
 def unanswered(request: GenerateRequest, live: pa.Table) -> list[QuestionRecord]:
@@ -24,18 +24,20 @@ def unanswered(request: GenerateRequest, live: pa.Table) -> list[QuestionRecord]
     A failed row counts as done unless ``--retry-failed``. Raises QuestionsChanged where a question that has an answer
     is another one now.
     """
-    answered = (without_nulls(row, AnswerRecord) for row in live.select([*_KEYS, *COMPARED]).to_pylist())
-    done = {(row["question_id"], row.get("pruning", "")): row for row in answered}
-    videos = request.videos
-    changed: list[str] = []
+    asked = {row["question_id"]: without_nulls(row, QuestionRecord) for row in request.questions.to_pylist()}
+    done: dict[tuple[str, str], tuple[AnswerRecord, str | None]] = {}
+    for row in answer_rows(live.select(list(dict.fromkeys([*_KEPT, *COMPARED])))):
+        question = asked.get(row["question_id"])
+        if question is not None:  # of an answer no more is kept than decides: there may be a hundred for each question
+            kept = cast(AnswerRecord, {name: value for name, value in row.items() if name in _KEPT})
+            done[row["question_id"], row.get("pruning", "")] = kept, difference(question, row)
+    videos, changed = request.videos, list[str]()
     todo: list[QuestionRecord] = []
     for question in _questions(request):
-        old = done.get((question["question_id"], question.get("pruning", "")))
+        old, different = done.get((question["question_id"], question.get("pruning", "")), (None, None))
         if old is None:
             todo.append({**question, "attempts": 1})
-            continue
-        different = difference(question, old)
-        if different and old["status"] == "ok":
+        elif different and old["status"] == "ok":
             changed.append(different)
         elif old["status"] != "ok" and request.config.retry_failed and (different or _worth_it(request, old, videos)):
             todo.append({**question, "attempts": old["attempts"] + 1})
@@ -62,7 +64,15 @@ def refuse_changed(changed: Sequence[str], store: Store) -> None:
         )
 
 
-_KEYS = ("question_id", "pruning", "status", "attempts", "error_class")
+_KEPT = ("question_id", "pruning", "status", "attempts", "error_class", "video_ids")
+_ROWS_AT_ONCE = 4096
+
+
+def answer_rows(table: pa.Table) -> Iterator[AnswerRecord]:
+    """The rows of answers, a few at a time in memory as Python objects."""
+    for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
+        for row in batch.to_pylist():
+            yield without_nulls(row, AnswerRecord)
 
 
 def _questions(request: GenerateRequest) -> Iterator[QuestionRecord]:

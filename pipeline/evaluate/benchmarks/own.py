@@ -6,6 +6,7 @@ import json
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import Collected, Item, Loaded
 from pipeline.evaluate.protocols import LETTER
 from pipeline.generate.choices import MAX_LETTERS
+from pipeline.generate.questions import target_of
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, UserRow, is_text, read_rows
 from pipeline.storage.s3 import is_object
@@ -116,7 +118,7 @@ def _check_ids(file: str, question_ids: Sequence[str]) -> None:
         raise QuestionsError(f"{file}: {len(repeated)} question_ids repeat, e.g. {shown}; ids must be unique")
 
 
-def read_question(row: UserRow, where: str) -> Item:
+def read_question(row: UserRow, where: str, most_choices: int | None = MAX_LETTERS) -> Item:
     """The question as its row has it: ids of videos unchecked, no cluster unless it names one. Raises QuestionsError
     that says ``where``."""
     for name in _DECODING:
@@ -131,7 +133,7 @@ def read_question(row: UserRow, where: str) -> Item:
     prompt = row.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
         raise QuestionsError(f"{where}: prompt must be text, got {prompt!r}; every row needs {_NEEDS}")
-    options, expected, split = _choices(row, where), _answer(row, where), _label(row, "split", where)
+    options, expected, split = _choices(row, where, most_choices), _answer(row, where), _label(row, "split", where)
     item = Item(
         question_id=str(question_id),
         video_ids=_video_ids(row, where),
@@ -159,15 +161,15 @@ def _video_ids(row: UserRow, where: str) -> tuple[str, ...]:
     return tuple(ids)
 
 
-def _choices(row: UserRow, where: str) -> tuple[str, ...]:
+def _choices(row: UserRow, where: str, most: int | None) -> tuple[str, ...]:
     value = row.get("choices")
     if value is None:
         return ()
     choices = _json_list(value) if isinstance(value, str) else value
     if not isinstance(choices, list) or not all(isinstance(text, str) and text.strip() for text in choices):
         raise QuestionsError(f"{where}: choices must be a list of texts (in .csv as JSON), got {value!r}")
-    if not 2 <= len(choices) <= MAX_LETTERS:
-        raise QuestionsError(f"{where}: choices must be 2 to {MAX_LETTERS}, as there are letters, got {len(choices)}")
+    if len(choices) < 2 or (most is not None and len(choices) > most):
+        raise QuestionsError(f"{where}: choices must be 2 to {most}, as there are letters, got {len(choices)}")
     return tuple(choices)
 
 
@@ -180,13 +182,13 @@ def _json_list(text: str) -> list[Any] | None:
 
 
 def _answer(row: UserRow, where: str) -> str:
-    value = row.get("answer")
-    if isinstance(value, bool) or not isinstance(value, str | int | float) or not str(value).strip():
-        raise QuestionsError(
-            f"{where}: answer must be a choice, its letter or its index, or a text where there are no choices, got "
-            f"{value!r}; every row needs {_NEEDS}"
-        )
-    return str(value)
+    with suppress(QuestionsError):
+        if (expected := target_of(row, where)) is not None:
+            return expected
+    raise QuestionsError(
+        f"{where}: answer must be a choice, its letter or its index, or a text where there are no choices, got "
+        f"{row.get('answer')!r}; every row needs {_NEEDS}"
+    )
 
 
 def _right(answer: str, options: Sequence[str]) -> int | None:
