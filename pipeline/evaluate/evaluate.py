@@ -30,6 +30,7 @@ from pipeline.generate.summary import render_answers
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
+_MAY_SUCCEED = ("corrupt", "io", "out-of-memory", "internal")  # of the classes of a question's faults
 _VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "numpy")
 
 
@@ -70,9 +71,18 @@ def _asked(config: EvaluateConfig, console: Console) -> Evaluation:
     done = answer_and_score(request, console)
     shown = _shown(request, done)
     files = write_results(request.store, done, shown)
-    if config.drop_tokens and not (done.answers and done.answers.n_missing):
-        drop_tokens(request, console)
+    if config.drop_tokens:
+        if again := _to_ask_again(done):
+            console.print(f"note: {again} questions may be asked again (--retry-failed): their tokens stay")
+        else:
+            drop_tokens(request, console)
     return Evaluation(done=done, table=main_table(done, shown), out=config.out, files=files)
+
+
+def _to_ask_again(done: Evaluated) -> int:
+    """Answers that are missing, or failed for a reason that may go while the tokens are there."""
+    assert done.answers is not None
+    return done.answers.n_missing + sum(done.answers.failures.get(name, 0) for name in _MAY_SUCCEED)
 
 
 def _scored(config: EvaluateConfig) -> Evaluation:
@@ -151,10 +161,10 @@ def _machine() -> list[tuple[str, str]]:
 
 def render_evaluation(done: Evaluation) -> RenderableType:
     """The table for the terminal, the failures by class, and the files."""
-    table = Table(title=done.table.title, title_justify="left", show_edge=False)
+    table = Table(title=Text(done.table.title), title_justify="left", show_edge=False)
     table.add_column("method")
     for name in ("kept", *(column.title for column in done.table.columns), "Rel."):
-        table.add_column(name, justify="right")
+        table.add_column(Text(name), justify="right")
     for block in (None, *done.table.blocks):
         for row in (done.table.original,) if block is None else block.rows:
             cells = [cell.printed if cell else "-" for cell in (*row.cells, row.rel)]

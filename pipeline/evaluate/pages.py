@@ -72,7 +72,7 @@ def most_disputed(scores: pa.Table, arms: Sequence[Arm], most: int) -> list[str]
 def page_name(video_id: str, one: LateAsked) -> str:
     """Where the page of a video under a method at its largest ratio lies; ids may hold anything."""
     kind = digest(video_id.encode()).partition(":")[2][:12]
-    return f"{PAGES}/{kind}-{re.sub(r'[^A-Za-z0-9=.]+', '-', one.label)}.html"
+    return f"{PAGES}/{kind}-{re.sub(r'[^A-Za-z0-9=.+-]+', '-', one.label)}.html"
 
 
 def _drawn(
@@ -113,6 +113,5 @@ def chosen_video(whole: CachedVideo, pruned: PrunedTokens) -> CachedVideo:
 
 def described(held: CacheIdentity, late: LatePruning) -> CacheIdentity:
     """The identity of a cache of what a method keeps."""
-    made = late.describe()
-    pruner = {"method": made["method"], "params": made["params"]}
+    pruner = {name: value for name, value in late.describe().items() if name != "text_tower"}
     return {**held, "pruner": pruner, "retention_ratio": late.retention_ratio}  # type: ignore[typeddict-item]

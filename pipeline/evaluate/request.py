@@ -27,11 +27,11 @@ from pipeline.execution.request import check_out, refusing, store_refusing
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import read_answers_header
 from pipeline.generate.late_pruning import LateAsked, is_whole, late_pruning
-from pipeline.generate.request import PRUNINGS, describe_prunings, model_of, refuse_others
+from pipeline.generate.request import PRUNINGS, check_model, describe_prunings, model_of, refuse_others
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.evidence import needed_by
-from pipeline.prune.request import resolve
+from pipeline.prune.request import match_cache, resolve
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 from pipeline.video.sampling import ROUND_EVEN, TRUNCATE
@@ -75,7 +75,7 @@ class EvaluateRequest:
         return {
             "benchmark": self.benchmark.name,
             "model": {"type": self.source.model_type, "weights": self.source.identity},
-            "num_frames": self.config.num_frames,
+            "num_frames": self.config.num_frames or self.protocol.rules(self.source.model_type).frames.num_frames,
             **self.protocol.describe(self.source.model_type),
         }
 
@@ -101,10 +101,12 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
         cached = store_at(cache, objects)
         held = read_header(cached)["identity"] if cached.exists(HEADER) else None
     source = _model(config, held)
+    if held is not None:
+        check_model(cached, held["model"], source)
     videos = _videos(config, protocol, source, cache, held)
     grid = config.grid()
     with refusing():
-        made = held if videos is None or held is not None else _identity(videos, cached, objects)
+        made = held if videos is None else _identity(videos, cached, objects, console)
         described = _check_methods(grid, made, source, cache)
     with store_refusing():
         _match_answers(store_at(answers_place(config), objects), described)
@@ -214,9 +216,11 @@ def frame_rule(rule: FrameRule) -> str:
     return names[rule.rounding, rule.even]
 
 
-def _identity(videos: PruneConfig, cached: Store, objects: Objects) -> CacheIdentity:
-    """What the cache will be; nothing is looked at but the model's files."""
+def _identity(videos: PruneConfig, cached: Store, objects: Objects, console: Console) -> CacheIdentity:
+    """What the cache will be. Raises IdentityMismatch where one that is there is something else."""
     job = resolve(videos, MANIFEST_SCHEMA.empty_table(), cached, objects)
+    with store_refusing():
+        job = match_cache(job, console)
     return job.identity("float32" if job.dtype == "auto" else job.dtype)
 
 

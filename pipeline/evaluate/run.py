@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from rich.console import Console
 
+from gstep import PRUNERS, make_pruner
 from gstep.backbones import family_of
 from pipeline.cache.live_rows import TOKENS, VIDEOS
 from pipeline.cache.reader import HEADER
@@ -189,21 +190,20 @@ def _there(request: EvaluateRequest) -> AnswerSummary:
 
 def drop_tokens(request: EvaluateRequest, console: Console) -> None:
     """Delete the cache of all tokens: its header first, so that a part of one is no cache to anybody."""
-    cache, run_id = store_at(request.cache, request.objects), new_run_id()
-    if not cache.exists(HEADER):
+    cache, folders = store_at(request.cache, request.objects), (VIDEOS, TOKENS, RUNS)
+    notify = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    if not cache.taken():
         return
-    folders = (VIDEOS, TOKENS, RUNS)
-    with cache_lock(cache, run_id, partial(console.print, highlight=False, markup=False)):
-        names = [HEADER, *(file.name for folder in folders for file in cache.listed(folder))]
+    with cache_lock(cache, new_run_id(), notify):
+        names = [HEADER] if cache.exists(HEADER) else []  # gone where a run ended in the middle of this
+        names += [file.name for folder in folders for file in cache.listed(folder)]
         for name in names:
             cache.delete(name)
         if isinstance(cache, LocalStore):  # elsewhere there are no empty folders
             for folder in folders:
                 with suppress(OSError):
                     (cache.root / folder).rmdir()
-    console.print(
-        f"{cache}: {len(names)} files deleted (--drop-tokens); the answers stay", highlight=False, soft_wrap=True
-    )
+    notify(f"{cache}: {len(names)} files deleted (--drop-tokens); the answers stay")
 
 
 def score_answers(config: EvaluateConfig) -> Evaluated:
@@ -212,7 +212,7 @@ def score_answers(config: EvaluateConfig) -> Evaluated:
     Raises UsageError for a place without answers, and where not all hold the same questions.
     """
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
-    tables, items, n_left_out = [], dict[str, Item](), 0
+    tables, items, left_out = [], dict[str, Item](), set[str]()
     arms: dict[str, Arm] = {}
     for place in config.score:
         store = store_at(place, objects)
@@ -222,8 +222,9 @@ def score_answers(config: EvaluateConfig) -> Evaluated:
         found = {}
         for row in live.to_pylist():
             item = answered_item(without_nulls(row, AnswerRecord))
-            n_left_out += item is None
-            if item is not None:
+            if item is None:
+                left_out.add(row["question_id"])
+            else:
                 found[item.question_id] = item
         if not found:
             raise UsageError(f"--score {place}: no question has an answer to compare with; give them a column answer")
@@ -233,7 +234,7 @@ def score_answers(config: EvaluateConfig) -> Evaluated:
         tables.append(live.set_column(live.schema.get_field_index("pruning"), "pruning", pa.repeat(label, len(live))))
     kept = clusters_of(list(items.values()))
     scores = score_table(kept, arms, pa.concat_tables(tables), "letter")
-    return Evaluated(loaded=Loaded(tuple(kept), (), len(kept)), scores=scores, n_left_out=n_left_out)
+    return Evaluated(loaded=Loaded(tuple(kept), (), len(kept)), scores=scores, n_left_out=len(left_out))
 
 
 def _arm(identity: Mapping[str, Any]) -> Arm:
@@ -241,4 +242,15 @@ def _arm(identity: Mapping[str, Any]) -> Arm:
     if "prunings" in identity:
         raise NotAnswers("these are answers of jobs.evaluate, which scores them itself: run it again with its options")
     described = identity.get("pruner") or identity["cache"]["pruner"]
-    return Arm(described["method"], float(identity["retention_ratio"]))
+    return Arm(_label(described["method"], described["params"]), float(identity["retention_ratio"]))
+
+
+def _label(method: str, params: Mapping[str, Any]) -> str:
+    """The method with those parameters that are not its default; of a method from elsewhere, whose code is nothing that
+    answers may load, all of them."""
+    usual: Mapping[str, Any] = {}
+    if method in PRUNERS:
+        rules = PRUNERS[method].family_parameter
+        usual = make_pruner(method, **{name: params[name] for name in params if name == rules}).params()
+    told = [f"{name}={value}" for name, value in sorted(params.items()) if name not in usual or usual[name] != value]
+    return ",".join([method, *told])

@@ -211,7 +211,7 @@ def _resolved(config: GenerateConfig, cache: Store, held: CacheIdentity) -> tupl
     """The model, which must be the cache's, and what makes prompts for it."""
     with refusing():
         source = ModelSource.resolve(*model_of(config.model, config.revision, held["model"]["weights"]))
-        _check_model(cache, held["model"], source)
+        check_model(cache, held["model"], source)
         positions = None if config.positions == "auto" else config.positions
         return source, prompt_builder(source, positions, config.rule)
 
@@ -285,7 +285,8 @@ def model_of(model: str | None, revision: str | None, weights: str) -> tuple[str
     raise UsageError(f"--model is missing: the cache was made with a folder ({weights}), and does not say where it is")
 
 
-def _check_model(cache: Store, held: ModelIdentity, source: ModelSource) -> None:
+def check_model(cache: Store, held: ModelIdentity, source: ModelSource) -> None:
+    """Raises IdentityMismatch where a cache was made with other weights."""
     if (held["type"], held["weights"]) != (source.model_type, source.identity):
         raise IdentityMismatch(
             f"{cache} was made with the weights {held['weights']} ({held['type']}), --model {source.name} has "

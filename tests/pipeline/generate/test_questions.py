@@ -145,3 +145,42 @@ def test_lists_in_a_csv(tmp_path):
     (tmp_path / "q.csv").write_text("question_id,video_id,prompt,choices\n1,a,p," + "[" * 100_000 + "\n")
     with pytest.raises(QuestionsError, match="choices must be a list of texts"):
         read_questions(str(tmp_path / "q.csv"), WAY)
+
+
+def targets(path, *answers):
+    """What the file of a kind says is right, a question an answer."""
+    rows = [{**GOOD, "question_id": i, "answer": answer} for i, answer in enumerate(answers)]
+    return [row["target"] for row in read(path, rows)]
+
+
+def test_the_right_answer_is_kept_as_text_and_is_not_carried_along_twice(tmp_path):
+    assert targets(tmp_path / "q.jsonl", "B", "a dog, or two", " B ", 3, -1, 0.5, None) == [
+        "B", "a dog, or two", " B ", "3", "-1", "0.5", None
+    ]  # fmt: skip
+    (row,) = read(tmp_path / "q.jsonl", [{**GOOD, "answer": "B", "topic": "x"}])
+    assert json.loads(row["question_extra"]) == {"topic": "x"}
+    assert "answer" not in row["decoding"]
+
+
+def test_whole_numbers_are_the_same_answer_from_every_kind_of_file(tmp_path):
+    assert targets(tmp_path / "q.csv", 3, 12345678) == ["3", "12345678"]
+    assert targets(tmp_path / "q.parquet", 3, 12345678) == ["3", "12345678"]
+    assert targets(tmp_path / "gaps.parquet", 3.0, None) == ["3", None]  # as pandas writes a column with gaps
+
+
+@pytest.mark.parametrize("number", [2.5, 1234567.0, 0.1234567, 1e20])
+def test_a_number_keeps_its_digits(tmp_path, number):
+    (target,) = targets(tmp_path / "q.jsonl", number)
+    assert float(target) == number and "e" not in target
+
+
+@pytest.mark.parametrize("answer", [True, ["B"], {"right": "B"}])
+def test_an_answer_that_is_neither_text_nor_a_number_is_refused(tmp_path, answer):
+    with pytest.raises(QuestionsError) as error:
+        targets(tmp_path / "q.jsonl", "fine", answer)
+    assert f"line 2: answer must be text or a number, got {answer!r}" in str(error.value)
+
+
+def test_an_answer_that_is_no_text_is_refused(tmp_path):
+    with pytest.raises(QuestionsError, match="line 1: not valid text"):
+        targets(tmp_path / "q.jsonl", "\ud800")

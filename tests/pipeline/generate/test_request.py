@@ -1,16 +1,24 @@
 """A request to answer: checked against questions, cache, model and answers before anything is started."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import ray
+from rich.console import Console
 
-from gstep.backbones import ModelSource
+from gstep.backbones import ModelSource, family_of
 from pipeline.cache.header import header_bytes
 from pipeline.errors import IdentityMismatch, NotACache, NotAnswers, UsageError
-from pipeline.generate.answers import commit_answers, write_answers_header
-from pipeline.generate.request import match_answers
+from pipeline.generate.answers import commit_answers, read_answers_header, write_answers_header
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.late_pruning import LateAsked
+from pipeline.generate.questions import read_questions
+from pipeline.generate.request import PRUNINGS, GenerateRequest, checked, match_answers, way_of
+from pipeline.generate.run import AnswerRun
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.asking import request_about, tiny_cache
+from tests.pipeline.asking import request_about, tiny_cache, write_questions
+from tests.pipeline.evidence import tiny_cache_with_embeddings
 
 ROWS = [
     {"question_id": "1", "video_id": "a", "prompt": "p"},
@@ -111,3 +119,143 @@ def test_answers_bind_once_there_is_one(cache):
 def test_the_model_is_the_one_of_the_cache(cache):
     source = request_about(cache, ROWS, model="tiny").source
     assert source.identity == ModelSource.resolve("tiny").identity == request_about(cache, ROWS).source.identity
+
+
+def test_a_pruning_is_told_from_others_by_method_parameters_and_ratio():
+    asked = LateAsked("fastvid", 0.25, {"c": "3", "b": "0.5"}, seed=7)
+    assert (asked.label, asked.method_label) == ("fastvid,b=0.5,c=3@0.25", "fastvid,b=0.5,c=3")
+    assert LateAsked("fastvid", 0.25, {"b": "0.5", "c": "3"}).label == asked.label  # in whatever order they are named
+    assert (LateAsked("none", 1.0).label, LateAsked("mine:Own", 0.10).label) == ("none@1", "mine:Own@0.1")
+
+
+FULL = {"none@1": None}
+
+
+def late(method, ratio=0.25, seed=0, siglip=None, **params):
+    one = LateAsked(method, ratio, params, siglip, seed)
+    return {one.label: one}
+
+
+@pytest.fixture
+def whole(tmp_path):
+    tiny_cache(tmp_path / "w", ("a", "b"), ratio=1.0, method="none")
+    return tmp_path / "w"
+
+
+def grid_config(cache, **options):
+    file = write_questions(cache.parent / "q.jsonl", ROWS)
+    return GenerateConfig(cache=str(cache), questions=str(file), out=str(cache.parent / "o"), **options)
+
+
+def grid_request(config, grid, about=None) -> GenerateRequest:
+    way = way_of(config)
+    return checked(config, read_questions(config.questions, way), way, grid, Console(quiet=True), about)
+
+
+def under(cache, grid, about=None, **options):
+    """A checked request to ask ROWS under each pruning of a grid."""
+    return grid_request(grid_config(cache, **options), grid, about)
+
+
+def answered(job, pruning):
+    """The answers of a job, with one row."""
+    write_answers_header(job.store, job.identity)
+    question = job.questions.to_pylist()[0]
+    commit_answers(job.store, "run", 0, [{**question, "pruning": pruning, "status": "ok", "attempts": 1}])
+
+
+def test_a_grid_says_what_each_of_its_prunings_is(whole):
+    job = under(whole, {**FULL, **late("gstep", alpha="0.5"), **late("random", seed=3)}, {"protocol": "mine"})
+    described = job.identity[PRUNINGS]
+    assert described["none@1"] is None and described["gstep,alpha=0.5@0.25"]["params"]["alpha"] == 0.5
+    assert described["random@0.25"]["seed"] == 3 and "seed" not in described["gstep,alpha=0.5@0.25"]
+    assert job.identity["protocol"] == "mine" and "pruner" not in job.identity
+    assert json.loads(json.dumps(job.identity)) == job.identity
+
+
+def test_tokens_of_a_prompt_are_foreseen_under_each_pruning(whole):
+    job = under(whole, {**FULL, **late("gstep"), **late("fastv", K="1")})
+    a = [job.videos["a"]]
+    assert (job.n_visual(a, "none@1"), job.n_visual(a, "gstep@0.25")) == (196 + 1, 49 + 1)
+    assert job.n_visual(a, "fastv,K=1@0.25") == 196 + 1  # the model itself drops them
+
+
+def test_answers_of_a_grid_grow_by_methods_and_ratios(whole):
+    answered(under(whole, {**FULL, **late("gstep")}), "none@1")
+    match_answers(under(whole, {**FULL, **late("gstep"), **late("gstep", 0.1), **late("uniform")}))
+    match_answers(under(whole, late("uniform")))  # and by others alone
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "why"),
+    [
+        (
+            late("random", seed=0),
+            late("random", seed=1),
+            r"prunings\.random@0\.25\.seed: the answers have 0, this run 1",
+        ),
+        (
+            {"mine": LateAsked("gstep", 0.25, {"alpha": "0.5"})},
+            {"mine": LateAsked("gstep", 0.25, {"alpha": "0.3"})},
+            r"prunings\.mine\.params\.alpha: the answers have 0\.5, this run 0\.3",
+        ),
+    ],
+)
+def test_a_pruning_that_means_something_else_under_its_name_is_refused(whole, before, after, why):
+    answered(under(whole, {**FULL, **before}), "none@1")
+    with pytest.raises(IdentityMismatch, match=why):
+        under(whole, {**FULL, **after})
+    under(whole, late("uniform"))  # whose answers are not touched by it
+
+
+def test_what_a_grid_shares_binds_it_as_ever(whole):
+    answered(under(whole, FULL, {"protocol": "mine"}), "none@1")
+    for options, about, why in (
+        ({"max_new_tokens": 3}, {"protocol": "mine"}, r"decoding\.max_new_tokens: the answers have 64, this run 3"),
+        ({"order": "index"}, {"protocol": "mine"}, r"prompt\.order: the answers have 'own', this run 'index'"),
+        ({}, {"protocol": "yours"}, "protocol: the answers have 'mine', this run 'yours'"),
+    ):
+        with pytest.raises(IdentityMismatch, match=why):
+            under(whole, {**FULL, **late("gstep")}, about, **options)
+
+
+def test_answers_of_a_grid_and_those_of_one_pruning_do_not_mix(whole):
+    answered(under(whole, FULL), "none@1")
+    with pytest.raises(IdentityMismatch, match="prunings: the answers have"):
+        grid_request(grid_config(whole), {"": None})
+
+
+def test_evidence_beside_the_tokens_is_no_difference_to_a_grid(whole):
+    """It changes no token: a cache that holds more serves the answers that are there."""
+    plain = under(whole, {**FULL, **late("gstep")})
+    held = {
+        **plain.held,
+        "evidence": {"token_attention": "last_layer"},
+        "model": {**plain.held["model"], "pooling_head": "hub:siglip@1"},
+        "dtype": {**plain.held["dtype"], "evidence": "bfloat16"},
+    }
+    richer = replace(plain, held=held)
+    assert richer.identity == plain.identity
+    alone = request_about(whole, ROWS)
+    assert replace(alone, held=held).identity != alone.identity  # where there is but one, the cache is taken as it is
+    other = {**held, "dtype": {"stored": "float16"}}
+    assert replace(plain, held=other).identity != plain.identity
+
+
+def test_a_method_that_looks_through_the_pooling_head_says_whose(tmp_path):
+    head = family_of(ModelSource.resolve("tiny")).text_tower("tiny").head.identity
+    tiny_cache_with_embeddings(tmp_path / "c", head=head)
+    described = under(tmp_path / "c", {**late("cdpruner", siglip="tiny"), **late("gstep")}).identity[PRUNINGS]
+    assert described["cdpruner@0.25"]["pooling_head"] == head and "pooling_head" not in described["gstep@0.25"]
+
+
+def test_what_others_asked_for_stays_in_the_header_while_there_are_answers_under_it(whole):
+    config = grid_config(whole)
+    stale = grid_request(config, {**FULL, **late("topk")})
+    write_answers_header(stale.store, stale.identity)  # of a run that ended before its first answer
+    for grid in ({**FULL, **late("gstep")}, {**FULL, **late("uniform")}):
+        gone = [{"question_id": "3", "video_id": "gone", "prompt": "p"}]
+        write_questions(whole.parent / "q.jsonl", gone)  # which needs no model
+        AnswerRun(config, Console(quiet=True), lambda grid=grid: grid_request(config, grid)).carry_out()
+    held = read_answers_header(stale.store)["identity"][PRUNINGS]
+    assert held.keys() == {"none@1", "gstep@0.25", "uniform@0.25"} and not ray.is_initialized()

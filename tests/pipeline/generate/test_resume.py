@@ -1,12 +1,25 @@
 """What is left to ask: the questions minus their live rows, and nothing that changed goes unnoticed."""
 
 import pytest
+from rich.console import Console
 
 from pipeline.errors import QuestionFault, QuestionsChanged
 from pipeline.generate.answers import AnswersTable, commit_answers, write_answers_header
-from pipeline.generate.resume import in_blocks, said_of_the_rest, unanswered, without_model
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.late_pruning import LateAsked
+from pipeline.generate.questions import read_questions
+from pipeline.generate.request import checked, way_of
+from pipeline.generate.resume import (
+    asked_rows,
+    difference,
+    in_blocks,
+    refuse_changed,
+    said_of_the_rest,
+    unanswered,
+    without_model,
+)
 from pipeline.rows import failed_answer
-from tests.pipeline.asking import request_about, tiny_cache
+from tests.pipeline.asking import request_about, tiny_cache, write_questions
 
 ROWS = [
     {"question_id": "ok", "video_id": "a", "prompt": "p"},
@@ -112,3 +125,95 @@ def test_questions_on_a_video_stay_together_unless_they_are_many():
     assert ids(in_blocks(rows, 100)) == [[0, 3, 6, 8, 9, 1, 4, 7, 2, 5]]
     assert sorted(i for (i,) in ids(in_blocks(rows, 1))) == list(range(10))
     assert in_blocks([], 4) == []
+
+
+def test_a_question_that_is_the_same_has_no_difference(job_of):
+    question = job_of().questions.to_pylist()[0]
+    answer = {**question, "status": "ok", "answer": "yes", "target": "no", "question_extra": "{}", "pruning": "none@1"}
+    assert difference(question, answer) is None  # a corrected answer, and what is carried along, ask nothing else
+    assert difference({**question, "prompt": "q" * 200}, answer).startswith("ok: prompt was 'p', is 'qqq")
+    assert len(difference({**question, "prompt": "q" * 200}, answer)) < 150
+
+
+def test_questions_that_changed_are_named_up_to_five(job_of):
+    store = job_of().store
+    refuse_changed([], store)
+    with pytest.raises(QuestionsChanged) as error:
+        refuse_changed([f"{i}: prompt was 'p', is 'q'" for i in range(7)], store)
+    said = str(error.value)
+    assert said.startswith(f"7 questions with an answer in {store}") and "name another --out" in said
+    assert "\n  4: prompt" in said and "5: prompt" not in said
+
+
+GRID = {"none@1": None, "gstep@0.25": LateAsked("gstep", 0.25), "fastv,K=1@0.1": LateAsked("fastv", 0.1, {"K": "1"})}
+
+
+@pytest.fixture
+def grid_job(tmp_path):
+    """A checked request about a cache of all tokens, under every pruning of GRID."""
+    tiny_cache(tmp_path / "c", ratio=1.0, method="none")
+
+    def job(rows=ROWS[:2], **options):
+        file = str(write_questions(tmp_path / "q.jsonl", rows))
+        config = GenerateConfig(cache=str(tmp_path / "c"), questions=file, out=str(tmp_path / "o"), **options)
+        way = way_of(config)
+        return checked(config, read_questions(file, way), way, GRID, Console(quiet=True))
+
+    return job
+
+
+def under(questions):
+    return [(question["question_id"], question.get("pruning")) for question in questions]
+
+
+@pytest.fixture
+def grid_answers(grid_job):
+    """The first of ROWS answered without pruning, and failed under gstep; the second one has a row of another grid."""
+    job = grid_job()
+    first, second = job.questions.to_pylist()
+    rows = [{**first, "pruning": "none@1", "status": "ok", "attempts": 1}]
+    rows.append({**failed_answer(first, QuestionFault("io", "why")), "pruning": "gstep@0.25", "attempts": 1})
+    rows.append({**second, "pruning": "uniform@0.5", "status": "ok", "attempts": 1})
+    write_answers_header(job.store, job.identity)
+    commit_answers(job.store, "run", 0, rows)
+    return AnswersTable(job.store).live()
+
+
+def test_every_question_is_left_under_each_pruning_that_it_has_no_row_of(grid_job, grid_answers):
+    left = [("ok", "fastv,K=1@0.1"), *(("bad", pruning) for pruning in GRID)]
+    assert under(unanswered(grid_job(), grid_answers)) == left
+    again = unanswered(grid_job(retry_failed=True), grid_answers)
+    assert under(again) == [("ok", "gstep@0.25"), *left] and [row["attempts"] for row in again] == [2, 1, 1, 1, 1]
+
+
+def test_rows_under_other_prunings_are_not_counted(grid_job, grid_answers):
+    job = grid_job()
+    assert under(asked_rows(job, grid_answers).to_pylist()) == [("ok", "gstep@0.25"), ("ok", "none@1")]
+    said = said_of_the_rest(job, grid_answers, unanswered(job, grid_answers))
+    assert said == ["2 of 6 questions have their answers already, 1 of them as errors"]
+
+
+def test_a_question_that_changed_under_one_pruning_is_refused(grid_job, grid_answers):
+    with pytest.raises(QuestionsChanged, match="1 questions with an answer"):
+        unanswered(grid_job([{**ROWS[0], "prompt": "q"}]), grid_answers)
+
+
+def test_what_the_index_decides_it_decides_under_every_pruning(grid_job):
+    job = grid_job(ROWS[3:4])
+    ask, rows = without_model(job, unanswered(job, AnswersTable(job.store).live()))
+    assert ask == [] and under(rows) == [("gone", pruning) for pruning in GRID]
+    assert {row["error_class"] for row in rows} == {"unknown-video"}
+
+
+def test_of_the_questions_on_a_video_those_under_one_pruning_stand_together():
+    """Whoever answers them shares what goes before the question: the tokens that the pruning keeps."""
+    rows = [
+        {"question_id": f"{video}{i}", "video_ids": [video], "pruning": pruning}
+        for video in "ba"
+        for i in range(2)
+        for pruning in ("z", "y")
+    ]
+    both = [("a0", "z"), ("a1", "z"), ("a0", "y"), ("a1", "y"), ("b0", "z"), ("b1", "z"), ("b0", "y"), ("b1", "y")]
+    assert [under(block) for block in in_blocks(rows, 100)] == [both]
+    assert [under(block) for block in in_blocks(rows, 4)] == [both[:4], both[4:]]
+    assert [under(block) for block in in_blocks(rows, 2)] == [both[i : i + 2] for i in range(0, 8, 2)]

@@ -1,0 +1,82 @@
+"""The options of an evaluation: nonsense is refused by name, and the grid is all that every question is asked under."""
+
+import pytest
+
+from pipeline.errors import UsageError
+from pipeline.evaluate.config import DEFAULT_METHODS, DEFAULT_RATIOS, FULL_LABEL, EvaluateConfig
+from pipeline.generate.late_pruning import LateAsked
+
+
+def grid(*methods, ratios=(0.25,), **options):
+    return EvaluateConfig(benchmark="x", method=[*methods], retention_ratio=[*ratios], **options).grid()
+
+
+def test_full_retention_is_always_there_and_comes_first():
+    assert list(grid("gstep")) == [FULL_LABEL, "gstep@0.25"] and grid("gstep")[FULL_LABEL] is None
+    assert list(grid("none")) == [FULL_LABEL] == list(grid("none", ratios=(0.5, 0.1)))
+
+
+def test_methods_come_in_the_order_they_are_named_in_and_ratios_from_the_largest():
+    assert list(grid("uniform", "gstep", ratios=(0.1, 0.25))) == [
+        FULL_LABEL, "uniform@0.25", "uniform@0.1", "gstep@0.25", "gstep@0.1"
+    ]  # fmt: skip
+
+
+def test_what_is_named_twice_is_asked_once():
+    assert list(grid("gstep", "gstep", ratios=(0.1, 0.10))) == [FULL_LABEL, "gstep@0.1"]
+
+
+def test_the_default_is_every_default_method_at_every_default_ratio():
+    labels = list(EvaluateConfig(benchmark="x").grid())
+    assert labels == [FULL_LABEL, *(f"{name}@{ratio:g}" for name in DEFAULT_METHODS for ratio in DEFAULT_RATIOS)]
+    assert len(labels) == 17
+
+
+def test_parameters_stand_behind_commas_and_are_part_of_the_label():
+    asked = grid("fastv, K=3", "fastvid,c=4,a-b=0.5", "fastv,K=1")
+    assert asked["fastv,K=3@0.25"] == LateAsked("fastv", 0.25, {"K": "3"})
+    assert asked["fastvid,a_b=0.5,c=4@0.25"].params == {"c": "4", "a_b": "0.5"}
+    assert asked["fastv,K=1@0.25"] != asked["fastv,K=3@0.25"] and len(asked) == 4
+
+
+def test_seed_and_siglip_go_to_every_method():
+    asked = grid("random", "fastvid", seed=5, siglip="tiny")
+    assert {(one.seed, one.siglip) for one in asked.values() if one} == {(5, "tiny")}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"benchmark": None}, "--benchmark NAME, or answers to score, --score ANSWERS: one of them"),
+        ({"score": ["answers"]}, "--score ANSWERS: one of them"),
+        ({"out": " "}, "--out must be a folder"),
+        ({"retention_ratio": [0.25, 0.0]}, r"--retention-ratio must be in \(0, 1\], got 0.0"),
+        ({"retention_ratio": [1.5]}, "--retention-ratio must be in"),
+        ({"retention_ratio": [float("nan")]}, "--retention-ratio must be in"),
+        ({"method": ["fastv,K"]}, "--method fastv,K: a parameter takes NAME=VALUE, got 'K'"),
+        ({"method": ["fastv,=3"]}, "--method fastv,=3: a parameter takes NAME=VALUE, got '=3'"),
+        ({"batch_size": 0}, "--batch-size must be at least 1"),
+        ({"questions_per_shard": 0}, "--questions-per-shard must be at least 1"),
+        ({"limit": 0}, "--limit must be at least 1"),
+        ({"num_frames": 0}, "--num-frames must be at least 1"),
+        ({"decode_workers": 0}, "--decode-workers must be at least 1"),
+        ({"encode_workers": 0}, "--encode-workers must be at least 1"),
+        ({"workers": 0}, "--workers must be at least 1"),
+        ({"seed": -1}, "--seed must be at least 0"),
+        ({"pages": -1}, "--pages must be at least 0"),
+        ({"draws": 99}, "--draws must be at least 100"),
+        ({"decode_timeout": 0.0}, "--decode-timeout must be a positive number of seconds"),
+        ({"dtype": "int8"}, "--dtype must be one of"),
+        ({"max_attempts": 0}, "--max-attempts must be at least 1"),  # of all runs
+        ({"drop_tokens": True, "cache": "c"}, "--drop-tokens deletes the cache in --out"),
+    ],
+)
+def test_nonsense_is_refused_by_name(options, message):
+    with pytest.raises(UsageError, match=message):
+        EvaluateConfig(**{"benchmark": "x", **options})
+
+
+def test_what_is_at_the_edge_is_taken():
+    options = {"retention_ratio": [1.0], "draws": 100, "pages": 0, "seed": 0, "limit": 1, "drop_tokens": True}
+    assert list(EvaluateConfig(benchmark="x", method=["gstep"], **options).grid()) == [FULL_LABEL, "gstep@1"]
+    assert EvaluateConfig(score=["a", "b"]).benchmark is None

@@ -1,0 +1,258 @@
+"""One evaluation from its options to its files and its exit code; what is said of it on the way."""
+
+import io
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import ray
+from rich.console import Console
+
+from pipeline.errors import IdentityMismatch, NotResults, QuestionFault, RunFailed, UsageError
+from pipeline.evaluate.benchmarks import BENCHMARKS
+from pipeline.evaluate.benchmarks.base import Benchmark
+from pipeline.evaluate.benchmarks.items import AnnotationFault, Loaded
+from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.evaluate import Evaluation, evaluate, render_evaluation, said_of_the_data
+from pipeline.evaluate.files import Shown, main_table
+from pipeline.evaluate.protocols import LETTER
+from pipeline.evaluate.request import prepare, write_results_header
+from pipeline.evaluate.run import Evaluated
+from pipeline.generate.answers import commit_answers, write_answers_header
+from pipeline.generate.summary import AnswerSummary
+from pipeline.prune.summary import Summary
+from pipeline.rows import failed_answer
+from pipeline.storage.stores import LocalStore
+from tests.pipeline.asking import request_about, tiny_cache, write_questions
+from tests.pipeline.evaluate.report.report_data import items_of, scores_of
+
+QUIET = Console(quiet=True)
+OWN = Benchmark(name="q", title="Q", protocols=(LETTER,))
+
+
+def fault(kind, message, *, left_out=True):
+    return AnnotationFault(kind, "1", message, left_out)
+
+
+def test_how_many_questions_there_are_is_said_with_what_is_missing():
+    loaded = Loaded(tuple(items_of(500).values()), (), 2100)
+    assert list(said_of_the_data(loaded, BENCHMARKS["videomme"])) == [
+        "VideoMME: 1,500 questions to ask; 2,100 annotated of 2,700 in the whole benchmark"
+    ]
+    assert list(said_of_the_data(loaded, OWN)) == ["Q: 1,500 questions to ask; 2,100 annotated"]
+
+
+def test_every_kind_of_fault_is_said_once_with_its_first_example():
+    faults = (
+        fault("missing-video", "row 1"),
+        fault("repeated-question", "row 2", left_out=False),
+        fault("missing-video", "row 3"),
+        fault("repeated-question", "row 4"),
+    )
+    _, *lines = said_of_the_data(Loaded((), faults, 4), OWN)
+    assert lines == [
+        "note: 2 missing-video, left out, e.g. row 1",
+        "note: 1 repeated-question, kept, e.g. row 2",
+        "note: 1 repeated-question, left out, e.g. row 4",
+    ]
+
+
+def answers(n_ok=10, n_missing=0, **failures) -> AnswerSummary:
+    n_questions = n_ok + n_missing + sum(failures.values())
+    return AnswerSummary(
+        n_ok=n_ok, failures=failures, examples=dict.fromkeys(failures, ("q", "why")), n_missing=n_missing,
+        n_questions=n_questions, visual_tokens=0.0, prompt_tokens=0.0, new_tokens=0, seconds={"load": 1.5},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def done() -> Evaluation:
+    """Made-up scores of a few questions, as scored alone."""
+    items = items_of(6)
+    scores = scores_of(items, ["gstep", "fastv,K=3"], [0.25, 0.1])
+    evaluated = Evaluated(loaded=Loaded(tuple(items.values()), (), len(items)), scores=scores)
+    shown = Shown(title="T", benchmark=OWN, protocol=LETTER, described={}, draws=100)
+    return Evaluation(done=evaluated, table=main_table(evaluated, shown), out="there", files=["a.md", "b.html"])
+
+
+def code(done, asked: AnswerSummary | None, videos: Summary | None = None, **options) -> int:
+    """The exit code of an evaluation with these counts."""
+    counted = replace(done, done=replace(done.done, answers=asked, videos=videos))
+    return counted.exit_code(EvaluateConfig(benchmark="x", **options))
+
+
+def test_an_evaluation_ends_as_its_answers_did(done):
+    assert code(done, answers()) == code(done, answers(9, io=1)) == code(done, answers(1, io=9)) == 0
+    assert (
+        code(done, answers(0, io=10)) == code(done, answers(9, n_missing=1)) == code(done, answers(9, internal=1)) == 1
+    )
+    assert code(done, None) == 0  # nothing was asked
+
+
+def test_failures_are_counted_against_the_limit(done):
+    assert code(done, answers(9, io=1), max_failed="1") == 0 == code(done, answers(9, io=1), max_failed="10%")
+    assert code(done, answers(9, io=1), max_failed="0") == 1 == code(done, answers(8, io=2), max_failed="10%")
+
+
+def videos(**failures) -> Summary:
+    return Summary(**{**dict.fromkeys(Summary.__dataclass_fields__), "n_ok": 1, "failures": failures})
+
+
+def test_a_video_that_failed_by_a_bug_is_no_success(done):
+    assert code(done, answers(), videos(corrupt=3)) == 0
+    assert code(done, answers(), videos(internal=1)) == 1
+
+
+def printed(shown) -> str:
+    said = io.StringIO()
+    Console(file=said, width=200).print(render_evaluation(shown))
+    return said.getvalue()
+
+
+def test_the_terminal_shows_every_method_with_its_share_and_the_files(done):
+    lines = printed(done).splitlines()
+    rows = [line.split("│") for line in lines if "│" in line]
+    assert [row[0].strip() for row in rows] == ["none", "GSTEP", "FastV, K=3", "GSTEP", "FastV, K=3"]
+    assert [row[1].strip() for row in rows] == ["100 %", "25 %", "25 %", "10 %", "10 %"]
+    cells = [row.cells[0].printed for block in done.table.blocks for row in block.rows]
+    assert [row[2].strip() for row in rows[1:]] == cells
+    assert lines[0].strip() == "T" and lines[-1] == "there: a.md, b.html"
+    assert not any("answered" in line for line in lines)
+
+
+def test_answers_that_failed_are_shown_by_class(done):
+    asked = replace(done, done=replace(done.done, answers=answers(9, io=2)))
+    text = printed(asked)
+    assert "9 answered, 2 failed, 0 without a row" in text and "q: why" in text
+
+
+def test_what_cannot_be_computed_is_a_dash(done):
+    """Nothing is relative to full retention that got nothing right."""
+    table = replace(done.table, original=replace(done.table.original, rel=None, cells=(None,)))
+    (line,) = [line for line in printed(replace(done, table=table)).splitlines() if line.startswith(" none")]
+    assert [cell.strip() for cell in line.split("│")] == ["none", "100 %", "-", "-"]
+
+
+@pytest.mark.parametrize("text", ["[/easy]", "[red]"])
+def test_what_users_named_is_shown_as_it_is(done, text):
+    column = replace(done.table.columns[0], title=f"{text} part")
+    shown = printed(replace(done, table=replace(done.table, columns=(column,), title=f"{text} file")))
+    assert f"{text} part" in shown and f"{text} file" in shown
+
+
+ROWS = [
+    {"question_id": i, "video_id": "ab"[i % 2], "prompt": "What?", "choices": ["x", "y"], "answer": "y"}
+    for i in range(4)
+]
+
+
+@pytest.fixture
+def places(tmp_path) -> list[str]:
+    """Answers of jobs.generate from all tokens, and from what gstep kept of them."""
+    tiny_cache(tmp_path / "c", ("a", "b"), ratio=1.0, method="none")
+    found = []
+    for name, replies, options in (("full", "BBBA", {}), ("gstep", "BAAA", {"pruner": "gstep"})):
+        ratio = {"retention_ratio": 0.25} if options else {}
+        job, store = request_about(tmp_path / "c", ROWS, **options, **ratio), LocalStore(tmp_path / name)
+        asked = zip(job.questions.to_pylist(), replies, strict=True)
+        write_answers_header(store, job.identity)
+        commit_answers(store, "run", 0, [{**row, "status": "ok", "attempts": 1, "answer": text} for row, text in asked])
+        found.append(str(tmp_path / name))
+    return found
+
+
+def scored(places, out: Path, **options) -> Evaluation:
+    return evaluate(EvaluateConfig(score=places, out=str(out), draws=100, **options), QUIET)
+
+
+def test_answers_that_are_there_become_results_without_ray(places, tmp_path):
+    done = scored(places, tmp_path / "r")
+    written = {path.name for path in (tmp_path / "r").iterdir()}
+    assert written == {*done.files, "evaluation.json"} and done.files[0] == "scores.parquet"
+    assert [row.cells[-1].printed for row in (done.table.original, *done.table.blocks[0].rows)] == ["75.0", "25.0"]
+    assert pq.read_table(tmp_path / "r" / "scores.parquet").num_rows == 8
+    assert done.exit_code(EvaluateConfig(score=places)) == 0 and not ray.is_initialized()
+    assert places[0] in done.table.title and done.out == str(tmp_path / "r")
+
+
+def test_the_same_answers_may_be_scored_again_and_others_need_another_place(places, tmp_path):
+    scored(places, tmp_path / "r")
+    scored(places, tmp_path / "r", seed=3)
+    with pytest.raises(IdentityMismatch, match="scored: the results have"):
+        scored(places[:1], tmp_path / "r")
+
+
+def test_what_is_refused_writes_nothing(places, tmp_path):
+    with pytest.raises(UsageError, match="is there twice"):
+        scored([places[0], places[0]], tmp_path / "r")
+    assert not (tmp_path / "r").exists()
+    before = sorted(path.name for path in Path(places[0]).rglob("*"))
+    with pytest.raises(NotResults):
+        scored(places, Path(places[0]))  # the place of the answers themselves
+    assert sorted(path.name for path in Path(places[0]).rglob("*")) == before
+
+
+def test_results_that_cannot_be_written_fail_the_run(places, tmp_path):
+    scored(places, tmp_path / "r")
+    (tmp_path / "r" / "report.html").unlink()
+    (tmp_path / "r" / "report.html").mkdir()
+    with pytest.raises(RunFailed, match=r"r: the results cannot be written: Is a directory"):
+        scored(places, tmp_path / "r")
+
+
+@pytest.fixture
+def gone(tmp_path):
+    """Evaluates questions about a video that nothing is cached of; returns what came out and what was said."""
+    tiny_cache(tmp_path / "c", ("a",), ratio=1.0, method="none")
+    rows = [{**row, "video_id": "gone"} for row in ROWS]
+    file = write_questions(tmp_path / "q.jsonl", rows)
+
+    def run(**options):
+        said, places = io.StringIO(), {"cache": str(tmp_path / "c"), "out": str(tmp_path / "r")}
+        given = {"benchmark": str(file), "method": ["gstep"], "retention_ratio": [0.25], "draws": 100, **places}
+        done = evaluate(EvaluateConfig(**given, **options), Console(file=said, width=300))
+        return done, said.getvalue()
+
+    return run
+
+
+def test_questions_that_all_fail_are_results_too_and_no_success(gone, tmp_path):
+    done, said = gone()
+    assert said.startswith("q: 4 questions to ask; 4 annotated\n") and "4 questions under 2 prunings: 8 answers" in said
+    assert done.exit_code(EvaluateConfig(benchmark="x")) == 1 and not ray.is_initialized()
+    assert (done.table.original.n_failed, done.table.original.cells[-1].printed) == (4, "0.0")
+    assert {*done.files} < {path.name for path in (tmp_path / "r").iterdir()}
+    page = (tmp_path / "r" / "report.html").read_text()
+    assert "q, tiny" in page and "unknown-video" in page
+
+
+def dropped(folder: Path, replies: str) -> bool:
+    """Whether the cache in a place of results is gone once its questions are scored; replies to ROWS (-: it failed)."""
+    tiny_cache(folder / "c", ("a", "b"), ratio=1.0, method="none")
+    file, out = write_questions(folder / "q.jsonl", ROWS), folder / "r"
+    given = {"benchmark": str(file), "out": str(out), "method": ["none"], "draws": 100}
+    request = prepare(EvaluateConfig(**given, cache=str(folder / "c")), QUIET)
+    write_results_header(request.store, request.identity)
+    answers = LocalStore(out / "answers")
+    write_answers_header(answers, {})
+    asked = [{**row, "pruning": "none@1", "attempts": 1} for row in request.questions.to_pylist()]
+    good = {"status": "ok", "n_visual_tokens": 1, "n_prompt_tokens": 2}
+    rows = [
+        failed_answer(row, QuestionFault("out-of-memory", "why")) if text == "-" else {**row, **good, "answer": text}
+        for row, text in zip(asked, replies, strict=True)
+    ]
+    commit_answers(answers, "run", 0, rows)
+    shutil.move(folder / "c", out / "cache")
+    assert evaluate(EvaluateConfig(**given, drop_tokens=True), QUIET).done.answers.n_missing == 0
+    return not (out / "cache" / "cache.json").exists()
+
+
+def test_the_cache_in_the_results_is_dropped_once_every_question_is_answered(tmp_path):
+    assert dropped(tmp_path, "BBAA")
+    assert (tmp_path / "r" / "report.html").exists()
+
+
+def test_tokens_stay_while_a_question_failed_that_may_be_asked_again(tmp_path):
+    assert not dropped(tmp_path, "BBA-")

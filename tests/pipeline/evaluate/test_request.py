@@ -1,0 +1,254 @@
+"""A request to evaluate: checked against benchmark, model, cache and results before anything is started or written."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+from rich.console import Console
+
+from gstep.backbones import ModelSource
+from pipeline.cache.header import header_bytes
+from pipeline.errors import IdentityMismatch, NotResults, UsageError
+from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.protocols import FrameRule
+from pipeline.evaluate.request import (
+    RESULTS_HEADER,
+    data_folder,
+    frame_rule,
+    match_results,
+    prepare,
+    write_results_header,
+)
+from pipeline.generate.questions import QUESTION_SCHEMA
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.prune.request import resolve
+from pipeline.storage.stores import LocalStore
+from tests.pipeline.asking import tiny_cache, write_questions
+from tests.pipeline.evaluate.videomme import LEFT_OUT, PER_VIDEO, write_videomme
+
+ROWS = [
+    {"question_id": 1, "video_id": "a", "prompt": "What?", "choices": ["x", "y"], "answer": "y"},
+    {"question_id": 2, "video_id": ["a", "b"], "prompt": "Why?", "answer": "because"},
+]
+
+
+def whole(folder, name="c", **header):
+    """A cache of all tokens of the videos a and b."""
+    tiny_cache(folder / name, ("a", "b"), ratio=1.0, method="none", **header)
+    return folder / name
+
+
+def own(folder, **options):
+    """A checked request to ask ROWS of the cache in the folder."""
+    file = write_questions(folder / "q.jsonl", ROWS)
+    given = {"method": ["gstep"], "retention_ratio": [0.25], "cache": str(folder / "c"), "out": str(folder / "r")}
+    return prepare(EvaluateConfig(**{"benchmark": str(file), **given, **options}), Console(quiet=True))
+
+
+def videomme(folder, **options):
+    """A checked request to evaluate a small VideoMME, whose videos are there by name only."""
+    data = write_videomme(folder / "d", n_videos=2, videos=False)
+    given = {"benchmark": "videomme", "data": str(data), "out": str(folder / "r"), "method": ["gstep"]}
+    return prepare(EvaluateConfig(**{**given, **options}), Console(quiet=True))
+
+
+def test_own_questions_go_to_the_model_of_the_cache_under_the_grid(tmp_path):
+    whole(tmp_path, source=ModelSource.resolve("tiny-qwen2-5-vl"), newline=None)
+    request = own(tmp_path)
+    assert request.source.name == "tiny-qwen2-5-vl" and request.title == "q, tiny-qwen2-5-vl"
+    assert list(request.grid) == ["none@1", "gstep@0.25"] and request.grid["none@1"] is None
+    assert request.questions.schema == QUESTION_SCHEMA and request.questions["question_id"].to_pylist() == ["1", "2"]
+    assert request.videos is None and request.cache == str(tmp_path / "c")  # nothing says where videos are
+
+
+def test_checking_starts_and_writes_nothing(tmp_path):
+    whole(tmp_path)
+    own(tmp_path)
+    videomme(tmp_path)
+    assert not (tmp_path / "r").exists() and not ray.is_initialized()
+
+
+def test_only_the_first_so_many_questions_are_asked_and_all_faults_are_kept(tmp_path):
+    request = videomme(tmp_path, limit=2)
+    assert len(request.questions) == len(request.loaded.items) == 2
+    assert request.loaded.n_annotated == 2 * PER_VIDEO + LEFT_OUT
+    assert sum(fault.left_out for fault in request.loaded.faults) == LEFT_OUT
+
+
+def test_videos_are_cached_whole_with_the_protocols_frames(tmp_path):
+    videos = videomme(tmp_path).videos
+    assert (videos.pruner, videos.retention_ratio, videos.out) == ("none", 1.0, str(tmp_path / "r" / "cache"))
+    assert (videos.num_frames, videos.frame_rule, videos.max_pixels) == (32, "truncate", None)
+    assert videos.video_root == [str(tmp_path / "d")] and videos.evidence == []
+
+
+@pytest.mark.parametrize(("model", "per_frame"), [("tiny-qwen2-5-vl", 768 * 28 * 28), ("tiny-qwen3-vl", 768 * 32 * 32)])
+def test_frames_and_their_sizes_go_by_the_model(tmp_path, model, per_frame):
+    """The limits of Qwen3-VL are of all frames together."""
+    videos = videomme(tmp_path, model=model).videos
+    assert (videos.num_frames, videos.frame_rule) == (32, "round-even")
+    assert videos.max_pixels == per_frame * (32 if model == "tiny-qwen3-vl" else 1) > videos.min_pixels > 0
+
+
+def test_fewer_frames_may_be_asked_for_under_the_protocols_rule(tmp_path):
+    videos = videomme(tmp_path, model="tiny-qwen2-5-vl", num_frames=8).videos
+    assert (videos.num_frames, videos.frame_rule) == (8, "round-even")
+
+
+def test_options_that_the_runs_share_are_passed_on_to_both(tmp_path):
+    options = {"device": "cpu", "dtype": "float32", "max_attempts": 3, "retry_failed": True, "stall_timeout": 600.0}
+    request = videomme(tmp_path, decode_timeout=9.0, decode_workers=2, encode_workers=1, **options)
+    for name, value in options.items():
+        assert getattr(request.videos, name) == request.passed_on()[name] == value, name
+    assert (request.videos.decode_timeout, request.videos.decode_workers, request.videos.encode_workers) == (9.0, 2, 1)
+
+
+@pytest.mark.parametrize(("rounding", "even", "name"), [("truncate", False, "truncate"), ("round", True, "round-even")])
+def test_a_rule_for_frames_has_its_name_in_jobs_prune(rounding, even, name):
+    assert frame_rule(FrameRule(8, rounding, even)) == name
+
+
+@pytest.mark.parametrize(("rounding", "even"), [("truncate", True), ("round", False)])
+def test_a_rule_for_frames_that_jobs_prune_does_not_have_is_refused(rounding, even):
+    with pytest.raises(UsageError, match="are not sampled here"):
+        frame_rule(FrameRule(8, rounding, even))
+
+
+def test_what_the_methods_look_at_is_stored_with_the_tokens(tmp_path):
+    assert videomme(tmp_path, method=["vidcom2", "fastv,K=1"]).videos.evidence == []
+    videos = videomme(tmp_path, method=["gstep", "visionzip"]).videos
+    assert videos.evidence == ["token_attention=last_layer", "token_key=last_layer"] and videos.siglip is None
+    videos = videomme(tmp_path, method=["cdpruner", "visionzip"], siglip="tiny").videos
+    assert "image_embedding=single_patches" in videos.evidence and len(videos.evidence) == 3
+    assert videos.siglip == "tiny"
+
+
+def test_a_cache_without_what_a_method_looks_at_is_refused_by_the_methods_name(tmp_path):
+    whole(tmp_path)
+    with pytest.raises(UsageError, match="holds no token_attention and token_key for visionzip: name another"):
+        own(tmp_path, method=["gstep", "visionzip"])
+
+
+def begun(folder: Path, **options) -> None:
+    """A cache as the evaluation with these options would have begun it."""
+    request = videomme(folder, **options)
+    job = resolve(request.videos, MANIFEST_SCHEMA.empty_table(), request.store, request.objects)
+    tiny_cache(folder / "c", ("x",), ratio=1.0, method="none", identity=job.identity("float32"))
+
+
+def test_a_cache_goes_on_with_the_evidence_it_was_begun_with(tmp_path):
+    """Methods that need less of it must not make it another cache."""
+    begun(tmp_path, method=["visionzip"])
+    for methods in (["gstep"], ["visionzip"]):
+        videos = videomme(tmp_path, cache=str(tmp_path / "c"), method=methods).videos
+        assert videos.evidence == ["token_attention=last_layer", "token_key=last_layer"]
+
+
+def test_a_cache_made_through_a_pooling_head_is_only_read_unless_the_head_is_named(tmp_path):
+    begun(tmp_path, method=["cdpruner"], siglip="tiny")
+    assert videomme(tmp_path, cache=str(tmp_path / "c")).videos is None
+    assert videomme(tmp_path, cache=str(tmp_path / "c"), siglip="tiny").videos.siglip == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"cache": None}, "is no cache, and there is nothing to make one of: name the videos with --data"),
+        ({"method": ["magic"]}, "unknown method 'magic'"),
+        ({"method": ["gstep,magic=1"]}, "unknown parameter magic"),
+        ({"method": ["fastv,K=9"]}, "this model has 2 layers"),
+        ({"siglip": "tiny"}, "none of the methods takes anything from a SigLIP checkpoint"),
+        ({"protocol": "official"}, "q has letter"),
+        ({"benchmark": "magic"}, "--benchmark magic: unknown"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(tmp_path, options, why):
+    whole(tmp_path)
+    with pytest.raises(UsageError, match=why):
+        own(tmp_path, **options)
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(("method", "ratio"), [("gstep", 0.25), ("vidcom2", 1.0)])
+def test_a_cache_of_what_a_method_kept_is_refused(tmp_path, method, ratio):
+    tiny_cache(tmp_path / "c", method=method, ratio=ratio)
+    with pytest.raises(UsageError, match=rf"holds what {method} kept at {ratio:g}, .* jobs\.prune --pruner none"):
+        own(tmp_path)
+
+
+def test_another_model_than_that_of_the_cache_is_refused(tmp_path):
+    whole(tmp_path)
+    with pytest.raises(IdentityMismatch):
+        own(tmp_path, model="tiny-qwen3-vl")
+
+
+def test_the_identity_is_of_what_decides_a_score(tmp_path):
+    whole(tmp_path)
+    plain = own(tmp_path).identity
+    assert (plain["benchmark"], plain["protocol"], plain["parser"]) == ("q.jsonl", "letter", "letter")
+    assert plain["model"]["weights"] == ModelSource.resolve("tiny").identity
+    assert json.loads(json.dumps(plain)) == plain
+    same = {"method": ["uniform"], "retention_ratio": [0.1], "seed": 1, "draws": 500, "batch_size": 2, "limit": 1}
+    assert own(tmp_path, **same).identity == plain  # more methods and more questions join those that are there
+    assert own(tmp_path, num_frames=4).identity != plain
+    first, second = (videomme(tmp_path, protocol=name).identity for name in ("lmms-eval-0.7.3", "official"))
+    assert {name for name in first if first[name] != second[name]} == {"protocol", "prompt", "parser"}
+
+
+def test_to_name_the_protocols_own_number_of_frames_is_no_difference(tmp_path):
+    assert videomme(tmp_path, num_frames=32).identity == videomme(tmp_path).identity
+
+
+def test_results_bind_the_place_they_are_in(tmp_path):
+    whole(tmp_path)
+    request = own(tmp_path)
+    match_results(request.store, request.identity)  # nothing is there
+    write_results_header(request.store, request.identity)
+    assert own(tmp_path, method=["uniform"]).identity == request.identity
+    with pytest.raises(IdentityMismatch) as error:
+        own(tmp_path, num_frames=4)
+    assert "num_frames: the results have 32, this run 4" in str(error.value)
+    assert "another --out" in str(error.value)
+
+
+def test_an_identity_is_compared_as_it_is_stored(tmp_path):
+    store = LocalStore(tmp_path)
+    write_results_header(store, {"places": ("a", "b")})
+    match_results(store, {"places": ("a", "b")})
+    with pytest.raises(IdentityMismatch, match=r"places: the results have \['a', 'b'\], this run \['a'\]"):
+        match_results(store, {"places": ("a",)})
+
+
+def test_a_place_that_holds_something_else_is_refused(tmp_path):
+    whole(tmp_path)
+    (tmp_path / "r").mkdir()
+    assert own(tmp_path)  # an empty folder is fine
+    (tmp_path / "r" / "letter.txt").write_text("mine")
+    with pytest.raises(NotResults, match=r"holds no results \(it has no evaluation\.json\)"):
+        own(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"{", "not JSON"),
+        (header_bytes({"schema_version": 2, "identity": {}}), "results of schema version 2; this program reads"),
+        (header_bytes({"schema_version": 1}), "it holds no identity"),
+        (header_bytes({"schema_version": 1, "identity": {"a": 1}}).replace(b'"a": 1', b'"a": 2'), "does not have the"),
+    ],
+)
+def test_a_header_that_cannot_be_trusted_is_refused(tmp_path, content, why):
+    store = LocalStore(tmp_path)
+    store.put(RESULTS_HEADER, content)
+    with pytest.raises(NotResults, match=why):
+        match_results(store, {})
+
+
+def test_ids_of_videos_are_paths_below_the_data(tmp_path, monkeypatch):
+    request = videomme(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    relative = replace(request, config=replace(request.config, data="d"))
+    assert data_folder(request) == data_folder(relative) == tmp_path / "d"
+    assert all((data_folder(request) / item.video_id).is_file() for item in request.loaded.items)

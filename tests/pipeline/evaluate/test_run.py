@@ -1,0 +1,310 @@
+"""An evaluation on the driver: what is there is scored as it is, and needs neither a model nor Ray."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+from rich.console import Console
+
+from pipeline.cache.reader import HEADER, TokenCache
+from pipeline.errors import CacheLocked, IdentityMismatch, NotAnswers, QuestionFault, QuestionsChanged, UsageError
+from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.request import EvaluateRequest, prepare, write_results_header
+from pipeline.evaluate.run import answer_and_score, arms_of, drop_tokens, score_answers
+from pipeline.evaluate.scores import SCORE_SCHEMA
+from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
+from pipeline.generate.answers import AnswersTable, commit_answers, write_answers_header
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.prune.request import resolve
+from pipeline.rows import failed_answer
+from pipeline.storage.lock import cache_lock
+from pipeline.storage.stores import LocalStore
+from tests.pipeline.asking import request_about, tiny_cache, write_questions
+from tests.pipeline.evaluate.videomme import write_videomme
+
+QUIET = Console(quiet=True)
+CHOICES = ["a dog", "a cat"]
+ROWS = [
+    {"question_id": "1", "video_id": "a", "prompt": "What?", "choices": CHOICES, "answer": "a cat"},
+    {"question_id": "2", "video_id": ["a", "b"], "prompt": "Who?", "choices": CHOICES, "answer": "A"},
+]
+GRID = ("none@1", "gstep@0.25", "fastv,K=1@0.25")
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """A checked request to ask questions of a cache of all tokens of a and b, under GRID."""
+    tiny_cache(tmp_path / "c", ("a", "b"), ratio=1.0, method="none")
+
+    def request(rows=ROWS, **options) -> EvaluateRequest:
+        file = write_questions(tmp_path / "q.jsonl", rows)
+        given = {"method": ["gstep", "fastv,K=1"], "retention_ratio": [0.25], "cache": str(tmp_path / "c")}
+        given |= {"benchmark": str(file), "out": str(tmp_path / "r"), "draws": 100}
+        return prepare(EvaluateConfig(**{**given, **options}), QUIET)
+
+    return request
+
+
+def answers_there(request, replies) -> LocalStore:
+    """Results with an answer to each question under every pruning: (question, pruning) -> reply, else "B"."""
+    write_results_header(request.store, request.identity)
+    store = LocalStore(f"{request.config.out}/answers")
+    counts = {"n_visual_tokens": 50, "n_prompt_tokens": 80, "status": "ok", "attempts": 1}
+    rows = [
+        {**question, **counts, "pruning": pruning, "answer": replies.get((question["question_id"], pruning), "B")}
+        for question in request.questions.to_pylist()
+        for pruning in request.grid
+    ]
+    write_answers_header(store, {})
+    commit_answers(store, "run", 0, rows)
+    return store
+
+
+def rights(done):
+    return {(row["question_id"], row["method"]): row["right"] for row in done.scores.to_pylist()}
+
+
+def test_rows_of_the_tables_have_the_labels_of_the_answers(asked):
+    assert arms_of(asked()) == {
+        "none@1": ORIGINAL, "gstep@0.25": Arm("gstep", 0.25), "fastv,K=1@0.25": Arm("fastv,K=1", 0.25)
+    }  # fmt: skip
+
+
+def test_answers_that_are_there_are_scored_without_a_model_and_without_ray(asked):
+    request = asked()
+    store = answers_there(request, {("1", "gstep@0.25"): "A"})
+    done = answer_and_score(request, QUIET)
+    assert rights(done) == {
+        ("1", "none"): True, ("1", "gstep"): False, ("1", "fastv,K=1"): True,
+        ("2", "none"): False, ("2", "gstep"): False, ("2", "fastv,K=1"): False,
+    }  # fmt: skip
+    assert (done.answers.n_ok, done.answers.n_new, done.answers.n_missing, done.videos) == (6, 0, 0, None)
+    assert not ray.is_initialized() and not (store.root / "runs").exists()
+    assert done.scores.schema == SCORE_SCHEMA
+
+
+def test_answers_of_a_larger_grid_and_of_more_questions_are_left_where_they_are(asked):
+    answers_there(asked(), {})
+    done = answer_and_score(asked(method=["gstep"], limit=1), QUIET)
+    assert rights(done) == {("1", "none"): True, ("1", "gstep"): True} and done.answers.n_questions == 2
+
+
+def test_a_corrected_answer_is_scored_anew(asked):
+    answers_there(asked(), {})
+    corrected = asked([{**ROWS[0], "answer": "a dog"}, ROWS[1]])
+    assert not any(rights(answer_and_score(corrected, QUIET)).values())
+
+
+def test_an_answered_question_that_changed_is_refused(asked):
+    answers_there(asked(), {})
+    with pytest.raises(QuestionsChanged, match=r"1: prompt was 'What\?', is 'Where\?'"):
+        answer_and_score(asked([{**ROWS[0], "prompt": "Where?"}, ROWS[1]]), QUIET)
+
+
+GONE = [{**ROWS[0], "video_id": "gone"}]
+
+
+def test_questions_on_videos_that_nothing_is_cached_of_become_rows_and_no_ray_starts(asked):
+    done = answer_and_score(asked(GONE), QUIET)
+    assert {(row["method"], row["error_class"], row["score"]) for row in done.scores.to_pylist()} == {
+        (name, "unknown-video", 0.0) for name in ("none", "gstep", "fastv,K=1")
+    }
+    assert (done.answers.failures, done.answers.n_new, done.answers.n_missing) == ({"unknown-video": 3}, 3, 0)
+    assert not ray.is_initialized()
+
+
+def test_failed_questions_are_asked_again_on_request_alone(asked):
+    answer_and_score(asked(GONE), QUIET)
+    assert answer_and_score(asked(GONE), QUIET).answers.n_new == 0
+    assert answer_and_score(asked(GONE, retry_failed=True), QUIET).answers.n_new == 3
+    live = AnswersTable(LocalStore(f"{asked(GONE).config.out}/answers")).live()
+    assert live["attempts"].to_pylist() == [2, 2, 2]
+
+
+def test_what_a_method_lacks_is_asked_beside_the_answers_there(asked):
+    first = answer_and_score(asked(GONE, method=["gstep"]), QUIET)
+    second = answer_and_score(asked(GONE, method=["gstep", "uniform"]), QUIET)
+    assert (first.answers.n_new, second.answers.n_new, second.answers.n_failed) == (2, 1, 3)
+
+
+def test_a_request_that_is_refused_binds_nothing(tmp_path):
+    """One with other frames than the cache has; the right one must find the place as it was."""
+    data = write_videomme(tmp_path / "d", n_videos=2, faults=False, videos=False)
+
+    def request(num_frames):
+        places = {"data": str(data), "cache": str(tmp_path / "c"), "out": str(tmp_path / "r")}
+        return prepare(EvaluateConfig(benchmark="videomme", num_frames=num_frames, **places), QUIET)
+
+    right = request(4)
+    job = resolve(right.videos, MANIFEST_SCHEMA.empty_table(), LocalStore(tmp_path / "c"), right.objects)
+    tiny_cache(tmp_path / "c", ("x",), ratio=1.0, method="none", identity=job.identity("float32"))
+    with pytest.raises(IdentityMismatch, match=r"sampling\.num_frames: the cache has 4, this run 7"):
+        answer_and_score(request(7), QUIET)
+    assert request(4).identity == right.identity
+
+
+def said_of(act, *arguments) -> str:
+    said = io.StringIO()
+    act(*arguments, Console(file=said, width=300))
+    return said.getvalue()
+
+
+def test_dropping_tokens_leaves_no_cache_and_all_answers(asked):
+    request = asked()
+    answers = answers_there(request, {})
+    cache = LocalStore(request.cache)
+    shards = [*cache.names("tokens", ".parquet"), *cache.names("videos", ".parquet")]
+    assert len(shards) == 2
+    assert f"{cache}: 3 files deleted (--drop-tokens); the answers stay" in said_of(drop_tokens, request)
+    assert not cache.taken() and answers.names("answers", ".parquet")
+
+
+def test_only_what_a_cache_is_made_of_is_deleted(asked):
+    request = asked()
+    (Path(request.cache) / "notes.txt").write_text("mine")
+    (Path(request.cache) / "tokens" / "mine").mkdir()
+    drop_tokens(request, QUIET)
+    assert sorted(path.name for path in Path(request.cache).iterdir() if path.name != ".lock") == [
+        "notes.txt",
+        "tokens",
+    ]
+
+
+def test_where_no_cache_is_nothing_is_dropped_or_said(asked, tmp_path):
+    assert said_of(drop_tokens, replace(asked(), cache=str(tmp_path / "none"))) == ""
+    assert not (tmp_path / "none").exists()
+
+
+def test_tokens_that_another_run_works_on_are_not_dropped(asked):
+    request = asked()
+    with cache_lock(LocalStore(request.cache), "other", print), pytest.raises(CacheLocked):
+        drop_tokens(request, QUIET)
+    assert TokenCache(request.cache).video_ids == ["a", "b"]
+
+
+@pytest.fixture
+def half_dropped(asked, monkeypatch) -> EvaluateRequest:
+    """A request whose tokens were being dropped when the second file could not be deleted."""
+    request, delete, deleted = asked(), LocalStore.delete, []
+
+    def failing(store, name):
+        if deleted:
+            raise OSError(5, "Input/output error", name)
+        deleted.append(name)
+        delete(store, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "delete", failing)
+        with pytest.raises(OSError, match="Input/output error"):
+            drop_tokens(request, QUIET)
+    return request
+
+
+def test_a_part_of_a_cache_is_no_cache_to_anybody(half_dropped):
+    store = LocalStore(half_dropped.cache)
+    assert not store.exists(HEADER) and len(store.names("tokens", ".parquet")) == 1
+
+
+def test_what_is_left_of_a_cache_is_dropped_by_the_next_run(half_dropped):
+    drop_tokens(half_dropped, QUIET)
+    assert not LocalStore(half_dropped.cache).taken()
+
+
+def test_the_name_of_a_cache_is_said_as_it_is(asked, tmp_path):
+    tiny_cache(tmp_path / "[red]", ("a",), ratio=1.0, method="none")
+    assert f"{tmp_path}/[red]: 3 files" in said_of(drop_tokens, replace(asked(), cache=str(tmp_path / "[red]")))
+
+
+@pytest.fixture
+def answered(tmp_path):
+    """Answers of jobs.generate, as in a place of their own: replies to ROWS (None: it failed)."""
+    tiny_cache(tmp_path / "c", ("a", "b"), ratio=1.0, method="none")
+    tiny_cache(tmp_path / "pruned", ("a", "b"), ratio=0.25, method="gstep")
+
+    def place(name, replies="BB", rows=ROWS, cache="c", **options) -> str:
+        job, store = request_about(tmp_path / cache, rows, **options), LocalStore(tmp_path / name)
+        answers = [
+            failed_answer({**question, "attempts": 1}, QuestionFault("io", "why"))
+            if reply == "-"
+            else {**question, "status": "ok", "attempts": 1, "answer": reply}
+            for question, reply in zip(job.questions.to_pylist(), replies, strict=True)
+        ]
+        write_answers_header(store, job.identity)
+        commit_answers(store, "run", 0, answers)
+        return str(tmp_path / name)
+
+    return place
+
+
+def scored(*places):
+    return score_answers(EvaluateConfig(score=[*places]))
+
+
+def test_answers_of_several_places_are_compared_by_what_pruned_their_tokens(answered):
+    """A method prunes before tokens are cached, or when they are asked about."""
+    late = {"pruner": "uniform", "retention_ratio": 0.1}
+    done = scored(answered("full"), answered("early", "BA", cache="pruned"), answered("late", "A-", **late))
+    found = [(r["method"], r["retention_ratio"], r["question_id"], r["right"]) for r in done.scores.to_pylist()]
+    assert found == [
+        ("none", 1.0, "1", True), ("none", 1.0, "2", False),
+        ("gstep", 0.25, "1", True), ("gstep", 0.25, "2", True),
+        ("uniform", 0.1, "1", False), ("uniform", 0.1, "2", False),
+    ]  # fmt: skip
+    assert [row["status"] for row in done.scores.to_pylist()] == ["ok"] * 5 + ["failed"]
+    assert (done.answers, done.videos, done.loaded.n_annotated) == (None, None, 2)
+
+
+def test_a_part_of_what_is_cached_counts_at_its_own_ratio(answered):
+    done = scored(answered("less", cache="pruned", retention_ratio=0.1))
+    assert set(done.scores["retention_ratio"].to_pylist()) == {0.1}
+
+
+def test_questions_that_share_a_video_are_drawn_together(answered):
+    done = scored(answered("full"))
+    assert done.scores["cluster"].to_pylist() == ["a", "a"]
+    named = [{**row, "cluster": row["question_id"], "split": "s"} for row in ROWS]
+    done = scored(answered("named", rows=named))
+    assert done.scores["cluster"].to_pylist() == ["1", "2"]
+    assert [dict(splits) for splits in done.scores["splits"].to_pylist()] == [{"split": "s"}] * 2
+
+
+def test_questions_without_a_right_answer_are_left_out_and_counted(answered):
+    done = scored(answered("full", rows=[ROWS[0], {**ROWS[1], "answer": None}]))
+    assert (done.n_left_out, done.scores["question_id"].to_pylist()) == (1, ["1"])
+
+
+def test_a_question_that_is_left_out_counts_once_however_many_places_hold_it(answered):
+    rows = [ROWS[0], {**ROWS[1], "answer": None}]
+    assert scored(answered("full", rows=rows), answered("early", rows=rows, cache="pruned")).n_left_out == 1
+
+
+def test_places_that_cannot_be_compared_are_refused(answered, tmp_path):
+    full = answered("full")
+    other = answered("other", rows=[ROWS[0], {**ROWS[1], "answer": "B"}], cache="pruned")
+    fewer = answered("fewer", "B", rows=ROWS[:1], cache="pruned")
+    unsaid = answered("unsaid", rows=[{**row, "answer": None} for row in ROWS], cache="pruned")
+    for places, why in (
+        ((full, other), f"--score {other}: other questions than in {full}; score them by themselves"),
+        ((full, fewer), f"--score {fewer}: other questions than in"),
+        ((full, full), f"--score {full}: none at 1 is there twice"),
+        ((unsaid,), f"--score {unsaid}: no question has an answer to compare with"),
+        ((str(tmp_path / "c"),), "no answers (no answers.json)"),
+    ):
+        with pytest.raises(UsageError) as error:
+            scored(*places)
+        assert why in str(error.value)
+
+
+def test_one_method_under_two_settings_is_two_places(answered):
+    settings = [{"pruner": "gstep", "pruner_param": [f"alpha={a}"], "retention_ratio": 0.1} for a in (0.3, 0.5)]
+    done = scored(*(answered(f"p{i}", **options) for i, options in enumerate(settings)))
+    assert len(set(done.scores["method"].to_pylist())) == 2
+
+
+def test_answers_of_an_evaluation_are_scored_by_itself(asked):
+    request = asked(GONE)
+    answer_and_score(request, QUIET)
+    with pytest.raises(NotAnswers, match=r"answers of jobs\.evaluate, which scores them itself"):
+        scored(f"{request.config.out}/answers")
