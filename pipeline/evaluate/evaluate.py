@@ -58,7 +58,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
     Raises UsageError (nothing was started) or RunFailed (what was committed stays; a rerun goes on).
     """
     try:
-        return _scored(config) if config.score else _asked(config, console)
+        return _scored(config, console) if config.score else _asked(config, console)
     except OSError as error:
         raise RunFailed(f"{config.out}: the results cannot be written: {error.strerror or error}") from error
 
@@ -85,12 +85,14 @@ def _to_ask_again(done: Evaluated) -> int:
     return done.answers.n_missing + sum(done.answers.failures.get(name, 0) for name in _MAY_SUCCEED)
 
 
-def _scored(config: EvaluateConfig) -> Evaluation:
+def _scored(config: EvaluateConfig, console: Console) -> Evaluation:
     """Of answers that are there."""
     store = store_at(config.out, Objects.from_environment(config.s3_endpoint, config.s3_region))
     identity = {"scored": config.score}
     match_results(store, identity)
     done, shown = score_answers(config), _shown_of_answers(config)
+    if done.n_left_out:
+        console.print(f"note: {done.n_left_out} questions have no answer to compare with, and are left out")
     store.make()
     write_results_header(store, identity)
     return Evaluation(done=done, table=main_table(done, shown), out=config.out, files=write_results(store, done, shown))

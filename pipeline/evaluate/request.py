@@ -16,7 +16,7 @@ from gstep.evidence import HEAD_SOURCES, pairs
 from gstep.language import prompt_builder
 from pipeline.cache.header import CacheIdentity, differences, header_bytes, read_header_file
 from pipeline.cache.reader import HEADER, read_header
-from pipeline.errors import IdentityMismatch, NotResults, UsageError
+from pipeline.errors import IdentityMismatch, NotACache, NotResults, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import Loaded
@@ -25,7 +25,7 @@ from pipeline.evaluate.protocols import FrameRule, Protocol
 from pipeline.evaluate.questions import question_table
 from pipeline.execution.request import check_out, refusing, store_refusing
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
-from pipeline.generate.answers import read_answers_header
+from pipeline.generate.answers import AnswersTable, read_answers_header
 from pipeline.generate.late_pruning import LateAsked, is_whole, late_pruning
 from pipeline.generate.request import PRUNINGS, check_model, describe_prunings, model_of, refuse_others
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
@@ -100,6 +100,8 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     with store_refusing():
         cached = store_at(cache, objects)
         held = read_header(cached)["identity"] if cached.exists(HEADER) else None
+        if held is None and config.cache is not None and cached.taken():
+            raise NotACache(f"--cache {cache} exists and is no cache (it has no {HEADER}): name an empty place")
     source = _model(config, held)
     if held is not None:
         check_model(cached, held["model"], source)
@@ -251,7 +253,7 @@ def answers_place(config: EvaluateConfig) -> str:
 def _match_answers(answers: Store, described: Mapping[str, Any]) -> None:
     """Refuse a method that the answers know by the same label with another seed, or other weights: nothing may be left
     to ask that would tell."""
-    if answers.exists(ANSWERS_HEADER):
+    if answers.exists(ANSWERS_HEADER) and AnswersTable(answers).names():  # without an answer it binds nothing
         held = read_answers_header(answers)["identity"]
         refuse_others(answers, {PRUNINGS: held.get(PRUNINGS, {})}, {PRUNINGS: json.loads(json.dumps(described))})
 

@@ -86,6 +86,9 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> Evaluated:
     match_results(request.store, request.identity)
     write_results_header(request.store, request.identity)
     todo = _unanswered(request)
+    cache = store_at(request.cache, request.objects)
+    if todo and request.config.cache is None and not cache.exists(HEADER):
+        drop_tokens(request, console)  # what a run left that ended in the middle of that
     videos = _encode(request, todo, console) if todo and request.videos is not None else None
     answers = _answer(request, console) if todo else _there(request)
     live = _live(request)

@@ -228,8 +228,8 @@ def test_questions_that_all_fail_are_results_too_and_no_success(gone, tmp_path):
     assert "q, tiny" in page and "unknown-video" in page
 
 
-def dropped(folder: Path, replies: str) -> bool:
-    """Whether the cache in a place of results is gone once its questions are scored; replies to ROWS (-: it failed)."""
+def dropped(folder: Path, replies: str, fault="out-of-memory") -> bool:
+    """Whether the cache in a place of results is gone once its questions are scored; replies to ROWS (-: a fault)."""
     tiny_cache(folder / "c", ("a", "b"), ratio=1.0, method="none")
     file, out = write_questions(folder / "q.jsonl", ROWS), folder / "r"
     given = {"benchmark": str(file), "out": str(out), "method": ["none"], "draws": 100}
@@ -240,7 +240,7 @@ def dropped(folder: Path, replies: str) -> bool:
     asked = [{**row, "pruning": "none@1", "attempts": 1} for row in request.questions.to_pylist()]
     good = {"status": "ok", "n_visual_tokens": 1, "n_prompt_tokens": 2}
     rows = [
-        failed_answer(row, QuestionFault("out-of-memory", "why")) if text == "-" else {**row, **good, "answer": text}
+        failed_answer(row, QuestionFault(fault, "why")) if text == "-" else {**row, **good, "answer": text}
         for row, text in zip(asked, replies, strict=True)
     ]
     commit_answers(answers, "run", 0, rows)
@@ -256,3 +256,8 @@ def test_the_cache_in_the_results_is_dropped_once_every_question_is_answered(tmp
 
 def test_tokens_stay_while_a_question_failed_that_may_be_asked_again(tmp_path):
     assert not dropped(tmp_path, "BBA-")
+
+
+@pytest.mark.parametrize("fault", ["prompt-too-long", "bad-prompt", "unknown-video", "failed-video"])
+def test_tokens_go_where_asking_again_would_not_help(tmp_path, fault):
+    assert dropped(tmp_path, "BBA-", fault)

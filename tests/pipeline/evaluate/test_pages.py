@@ -162,10 +162,13 @@ def test_a_method_that_looks_at_the_video_alone_has_a_page_at_its_largest_ratio(
 
 
 def test_pages_that_are_there_stay_as_they_are(asked):
-    request = asked("gstep")
-    ((_, name),) = pages_of(request)["a"]
-    request.store.put(name, b"mine")
-    assert pages_of(request) == {"a": [("gstep", name)]} and request.store.read(name) == b"mine"
+    request = asked("gstep", "uniform")
+    links = pages_of(request)
+    (_, gstep), (_, uniform) = links["a"]
+    request.store.put(gstep, b"mine")
+    request.store.delete(uniform)
+    assert pages_of(request) == links
+    assert request.store.read(gstep) == b"mine" and request.store.exists(uniform)
 
 
 def test_once_the_tokens_are_gone_pages_are_linked_and_no_new_ones_come(asked):

@@ -9,7 +9,9 @@ import ray
 from rich.console import Console
 
 from gstep.backbones import ModelSource
+from gstep.language import prompt_builder
 from pipeline.cache.header import header_bytes
+from pipeline.cache.reader import read_header
 from pipeline.errors import IdentityMismatch, NotResults, UsageError
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.protocols import FrameRule
@@ -21,7 +23,10 @@ from pipeline.evaluate.request import (
     prepare,
     write_results_header,
 )
+from pipeline.generate.answers import commit_answers, write_answers_header
+from pipeline.generate.late_pruning import late_pruning
 from pipeline.generate.questions import QUESTION_SCHEMA
+from pipeline.generate.request import PRUNINGS, describe_prunings
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.request import resolve
 from pipeline.storage.stores import LocalStore
@@ -150,6 +155,46 @@ def test_a_cache_made_through_a_pooling_head_is_only_read_unless_the_head_is_nam
     begun(tmp_path, method=["cdpruner"], siglip="tiny")
     assert videomme(tmp_path, cache=str(tmp_path / "c")).videos is None
     assert videomme(tmp_path, cache=str(tmp_path / "c"), siglip="tiny").videos.siglip == "tiny"
+
+
+def test_a_cache_of_other_frames_is_refused_before_anything_is_written(tmp_path):
+    begun(tmp_path, num_frames=4)
+    with pytest.raises(IdentityMismatch, match=r"sampling\.num_frames: the cache has 4, this run 32"):
+        videomme(tmp_path, cache=str(tmp_path / "c"))
+    assert videomme(tmp_path, cache=str(tmp_path / "c"), num_frames=4).videos.num_frames == 4
+    assert not (tmp_path / "r").exists()
+
+
+def answers_of(request, *question_ids) -> None:
+    """Results with answers to these questions without pruning; their header describes the whole grid."""
+    write_results_header(request.store, request.identity)
+    store, held = LocalStore(f"{request.config.out}/answers"), read_header(LocalStore(request.cache))["identity"]
+    builder = prompt_builder(request.source)
+    prunings = {
+        label: None if one is None else late_pruning(one, held, request.source, builder)
+        for label, one in request.grid.items()
+    }
+    write_answers_header(store, {PRUNINGS: describe_prunings(prunings, held)})
+    asked = [row for row in request.questions.to_pylist() if row["question_id"] in question_ids]
+    if asked:
+        rows = [{**row, "pruning": "none@1", "status": "ok", "attempts": 1} for row in asked]
+        commit_answers(store, "run", 0, rows)
+
+
+def test_a_method_that_means_something_else_than_in_the_answers_is_refused(tmp_path):
+    """Nothing might be left to ask under it, and old answers would be shown as those of another seed."""
+    whole(tmp_path)
+    answers_of(own(tmp_path, method=["random", "gstep"]), "1")
+    with pytest.raises(IdentityMismatch, match=r"prunings\.random@0\.25\.seed: the answers have 0, this run 1"):
+        own(tmp_path, method=["random"], seed=1)
+    assert own(tmp_path, method=["gstep", "uniform"], seed=1).config.seed == 1  # methods that draw nothing
+
+
+def test_answers_without_a_single_row_bind_no_method(tmp_path):
+    """Those of a run that ended before its first answer, as in jobs.generate."""
+    whole(tmp_path)
+    answers_of(own(tmp_path, method=["random"]))
+    assert own(tmp_path, method=["random"], seed=1).config.seed == 1
 
 
 @pytest.mark.parametrize(

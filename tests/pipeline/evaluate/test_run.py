@@ -88,7 +88,7 @@ def test_answers_that_are_there_are_scored_without_a_model_and_without_ray(asked
 def test_answers_of_a_larger_grid_and_of_more_questions_are_left_where_they_are(asked):
     answers_there(asked(), {})
     done = answer_and_score(asked(method=["gstep"], limit=1), QUIET)
-    assert rights(done) == {("1", "none"): True, ("1", "gstep"): True} and done.answers.n_questions == 2
+    assert rights(done) == {("1", "none"): True, ("1", "gstep"): True} and done.answers.n_ok == 2
 
 
 def test_a_corrected_answer_is_scored_anew(asked):
@@ -125,8 +125,10 @@ def test_failed_questions_are_asked_again_on_request_alone(asked):
 
 def test_what_a_method_lacks_is_asked_beside_the_answers_there(asked):
     first = answer_and_score(asked(GONE, method=["gstep"]), QUIET)
-    second = answer_and_score(asked(GONE, method=["gstep", "uniform"]), QUIET)
-    assert (first.answers.n_new, second.answers.n_new, second.answers.n_failed) == (2, 1, 3)
+    other = answer_and_score(asked(GONE, method=["uniform"]), QUIET)
+    assert (first.answers.n_new, other.answers.n_new, other.answers.n_failed) == (2, 1, 2)
+    both = answer_and_score(asked(GONE, method=["gstep", "uniform"]), QUIET)
+    assert (both.answers.n_new, both.answers.n_failed) == (0, 3)
 
 
 def test_a_request_that_is_refused_binds_nothing(tmp_path):
@@ -297,10 +299,15 @@ def test_places_that_cannot_be_compared_are_refused(answered, tmp_path):
         assert why in str(error.value)
 
 
-def test_one_method_under_two_settings_is_two_places(answered):
-    settings = [{"pruner": "gstep", "pruner_param": [f"alpha={a}"], "retention_ratio": 0.1} for a in (0.3, 0.5)]
-    done = scored(*(answered(f"p{i}", **options) for i, options in enumerate(settings)))
-    assert len(set(done.scores["method"].to_pylist())) == 2
+def test_parameters_tell_methods_apart_where_they_are_not_the_methods_own(answered):
+    def place(name, method, *params) -> str:
+        return answered(name, pruner=method, pruner_param=[*params], retention_ratio=0.1)
+
+    plain, set_so = place("plain", "gstep"), place("set", "gstep", "alpha=0.3", "beta=2")
+    done = scored(plain, set_so, place("deep", "fastv", "K=1"))
+    assert list(dict.fromkeys(done.scores["method"].to_pylist())) == ["gstep", "gstep,alpha=0.3,beta=2.0", "fastv,K=1"]
+    with pytest.raises(UsageError, match=r"gstep at 0\.1 is there twice"):
+        scored(plain, place("same", "gstep", "alpha=0.5"))  # as it is anyway
 
 
 def test_answers_of_an_evaluation_are_scored_by_itself(asked):

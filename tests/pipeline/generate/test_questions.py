@@ -154,8 +154,8 @@ def targets(path, *answers):
 
 
 def test_the_right_answer_is_kept_as_text_and_is_not_carried_along_twice(tmp_path):
-    assert targets(tmp_path / "q.jsonl", "B", "a dog, or two", " B ", 3, -1, 0.5, None) == [
-        "B", "a dog, or two", " B ", "3", "-1", "0.5", None
+    assert targets(tmp_path / "q.jsonl", "B", "a dog, or two", " B ", 3, -1, 0.5, None, "", " ") == [
+        "B", "a dog, or two", " B ", "3", "-1", "0.5", None, None, None
     ]  # fmt: skip
     (row,) = read(tmp_path / "q.jsonl", [{**GOOD, "answer": "B", "topic": "x"}])
     assert json.loads(row["question_extra"]) == {"topic": "x"}
@@ -172,6 +172,11 @@ def test_whole_numbers_are_the_same_answer_from_every_kind_of_file(tmp_path):
 def test_a_number_keeps_its_digits(tmp_path, number):
     (target,) = targets(tmp_path / "q.jsonl", number)
     assert float(target) == number and "e" not in target
+
+
+def test_what_is_not_a_number_is_no_answer(tmp_path):
+    """As a column of floats may hold where there is none."""
+    assert targets(tmp_path / "q.parquet", 1.0, float("nan")) == ["1", None]
 
 
 @pytest.mark.parametrize("answer", [True, ["B"], {"right": "B"}])
