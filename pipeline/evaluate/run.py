@@ -149,7 +149,9 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
 def _size(request: EvaluateRequest) -> str:
     """What a video takes in the cache, in words, beside what it would take in a cache for each method and ratio."""
     assert request.videos is not None
-    job = resolve(request.videos, MANIFEST_SCHEMA.empty_table(), store_at(request.cache), request.objects)
+    job = resolve(
+        request.videos, MANIFEST_SCHEMA.empty_table(), store_at(request.cache, request.objects), request.objects
+    )
     shape = job.decode_setup().largest_frames()
     whole = job.encode_setup("cpu", "float32").bytes_per_video(*shape)
     tokens = family_of(job.source).token_bytes(*shape)
