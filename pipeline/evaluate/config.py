@@ -23,8 +23,8 @@ class EvaluateConfig(RunOptions):
 
     benchmark: str | None = option(
         None,
-        "videomme, or a file of your own questions (.jsonl/.parquet/.csv with question_id, video_id, prompt, answer; "
-        "optional choices, split, cluster)",
+        "videomme, shapes (see jobs.testbed), or a file of your own questions (.jsonl/.parquet/.csv with question_id, "
+        "video_id, prompt, answer; optional choices, split, cluster)",
         metavar="NAME",
         group="benchmark",
     )
@@ -37,7 +37,7 @@ class EvaluateConfig(RunOptions):
     protocol: str | None = option(
         None,
         "whose prompt, frames and rule for replies: lmms-eval-0.7.3, lmms-eval-0.5 or official for videomme, letter "
-        "for your own (default: the benchmark's first)",
+        "for shapes and your own (default: the benchmark's first)",
         metavar="NAME",
     )
     limit: int | None = option(None, "only the first so many questions", metavar="N")

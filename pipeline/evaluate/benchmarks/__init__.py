@@ -16,6 +16,7 @@ BENCHMARKS: Mapping[str, Benchmark] = LazyTable(
     "benchmark",
     {
         "videomme": "pipeline.evaluate.benchmarks.videomme:VIDEOMME",
+        "shapes": "pipeline.evaluate.benchmarks.shapes:SHAPES",
     },
 )
 

@@ -1,0 +1,45 @@
+"""Videos made by ``python -m jobs.testbed make``: shapes on textures, whose place and time in a video are known.
+
+The layout is VideoMME's (:mod:`pipeline.evaluate.shapes.layout`). It is a toy world: it can show what a method loses
+and why, and says nothing about how a model fares on real videos.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gstep.families import FAMILIES
+from pipeline.evaluate.benchmarks.annotations import without_letter
+from pipeline.evaluate.benchmarks.base import Benchmark, Split
+from pipeline.evaluate.protocols import LETTER, FrameRule, ModelRules
+from pipeline.inputs.tables import UserRow
+
+# A frame is a second, and 32 are the longest: every video gives all of its frames, each once.
+_EVERY_FRAME = ModelRules(frames=FrameRule(32, "round", even=True))
+
+
+def _bare(row: UserRow, name: str) -> UserRow:
+    """Options without their letters: the protocol puts letters before them."""
+    options = row.get("options")
+    if not isinstance(options, list):
+        return row
+    return {**row, "options": [without_letter(text) if isinstance(text, str) else text for text in options]}
+
+
+SHAPES = Benchmark(
+    name="shapes",
+    title="Shapes",
+    protocols=(replace(LETTER, models=dict.fromkeys(FAMILIES, _EVERY_FRAME)),),
+    source="what python -m jobs.testbed make DIR writes",
+    files=("videomme/test-*.parquet",),
+    adapt=_bare,
+    paths=("data/{videoID}.mp4",),
+    answer_rule="letter",
+    splits=(
+        Split("duration", "Duration", {"short": "Short", "medium": "Medium", "long": "Long"}),
+        Split("task_type", "Question"),
+        Split("sub_category", "Thing"),
+        Split("domain", "Hardness"),
+    ),
+    cluster="videoID",
+)

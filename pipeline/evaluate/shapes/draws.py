@@ -1,0 +1,27 @@
+"""Random draws as Python's own numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+def shuffled(rng: np.random.Generator, items: Sequence[T]) -> list[T]:
+    return [items[i] for i in rng.permutation(len(items)).tolist()]
+
+
+def one_of(rng: np.random.Generator, items: Sequence[T]) -> T:
+    return items[int(rng.integers(len(items)))]
+
+
+def whole(rng: np.random.Generator, limits: tuple[int, int]) -> int:
+    """A whole number from a range, both ends included."""
+    return int(rng.integers(limits[0], limits[1] + 1))
+
+
+def real(rng: np.random.Generator, limits: tuple[float, float]) -> float:
+    return float(rng.uniform(*limits))

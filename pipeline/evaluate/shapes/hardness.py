@@ -1,0 +1,69 @@
+"""How hard videos are to answer questions about: a record of knobs, with names for settings of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+#: How a thing that questions name is seen: for a moment, from its onset to the end of its scene, or on its way.
+Kind = Literal["brief", "static", "moving"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardness:
+    """Knobs; a range (low, high) is drawn from evenly, both ends included.
+
+    Attributes:
+        name: in tables and file rows.
+        size: pixels of a thing's side, a thing each.
+        contrast: share of a thing's colour that covers the ground, a thing each; 1 hides the ground.
+        specks: spots of 4 x 4 pixels in the colours of things, in other places in every frame; a video each.
+        pan: pixels that the whole picture moves from a frame to the next, to and fro; a video each.
+        noise: standard deviation of each frame's own noise, of 255; a video each.
+        kinds: of the four things that questions name, in any order.
+        brief: frames that a brief thing is there.
+        standing: share of videos in which all four stay from their onset to the end of the video, so that only the
+            frame of its onset says when a thing came.
+        scenes: how many, as far as the video is long enough.
+    """
+
+    name: str
+    size: tuple[int, int] = (14, 20)
+    contrast: tuple[float, float] = (1.0, 1.0)
+    specks: tuple[int, int] = (0, 0)
+    pan: tuple[int, int] = (0, 0)
+    noise: tuple[float, float] = (0.0, 0.0)
+    kinds: tuple[Kind, Kind, Kind, Kind] = ("brief", "brief", "static", "moving")
+    brief: tuple[int, int] = (1, 2)
+    standing: float = 0.25
+    scenes: tuple[int, int] = (1, 4)
+
+    def __post_init__(self) -> None:
+        for name in ("size", "contrast", "specks", "pan", "noise", "brief", "scenes"):
+            low, high = getattr(self, name)
+            if not 0 <= low <= high:
+                raise ValueError(f"hardness {self.name}: {name} must be a range from 0 upwards, got {(low, high)}")
+        limits = {"size": (6, 24), "contrast": (0.05, 1.0), "brief": (1, 8), "scenes": (1, 4), "pan": (0, 8)}
+        for name, (least, most) in limits.items():
+            low, high = getattr(self, name)
+            if low < least or high > most:
+                raise ValueError(f"hardness {self.name}: {name} must lie in {(least, most)}, got {(low, high)}")
+        if not 0.0 <= self.standing <= 1.0:
+            raise ValueError(f"hardness {self.name}: standing must be a share in [0, 1], got {self.standing}")
+
+
+PLAIN = Hardness(name="plain")
+_ALL = (
+    PLAIN,
+    Hardness(name="dim", contrast=(0.25, 0.4)),
+    Hardness(name="small", size=(9, 12)),
+    Hardness(name="clutter", specks=(4, 8)),
+    Hardness(name="pan", pan=(3, 5)),
+    Hardness(name="noise", noise=(6.0, 12.0)),
+    Hardness(name="standing", standing=1.0),
+    Hardness(name="needle", kinds=("brief", "brief", "brief", "brief"), brief=(1, 1), standing=0.0, scenes=(1, 2)),
+    Hardness(name="mixed", size=(10, 20), contrast=(0.3, 1.0), specks=(0, 6), pan=(0, 4), noise=(0.0, 8.0)),
+)
+#: Name -> setting. "plain" is the one that nothing disturbs; each of the others but "mixed" turns one knob.
+HARDNESS: Mapping[str, Hardness] = {one.name: one for one in _ALL}

@@ -1,0 +1,209 @@
+"""A folder of videos with questions, as VideoMME is published, and what only made-up videos have beside it.
+
+| file | |
+|---|---|
+| ``data/shapes-SEED.mp4`` | the videos |
+| ``videomme/test-00000-of-00001.parquet`` | a row a question, the columns of Video-MME; ``domain`` is the hardness, \
+``sub_category`` the kind of the thing that is asked about |
+| ``questions.jsonl`` | the same questions for ``jobs.generate --questions`` and as questions of one's own |
+| ``manifest.jsonl`` | a row a video for ``jobs.prune``: its seed, frames and hardness |
+| ``evidence.jsonl`` | a row a question: the boxes in which frames that show the answer |
+| ``recipe.json`` | what all of it follows from |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.errors import UsageError
+from pipeline.evaluate.shapes.evidence import Evidence
+from pipeline.evaluate.shapes.files import ENCODER, FPS, write_mp4
+from pipeline.evaluate.shapes.hardness import HARDNESS, Hardness
+from pipeline.evaluate.shapes.making import make_video
+from pipeline.evaluate.shapes.questions import Question, ask
+from pipeline.evaluate.shapes.render import render
+from pipeline.evaluate.shapes.seeds import SPLIT_NAMES, SplitName, benchmark_seeds
+from pipeline.evaluate.shapes.world import DURATIONS, Video
+
+#: Counts up when a seed gives another video or other questions.
+WORLD_VERSION = 1
+RECIPE, EVIDENCE = "recipe.json", "evidence.jsonl"
+ANNOTATIONS = "videomme/test-00000-of-00001.parquet"
+_TEXTS = ("video_id", "duration", "domain", "sub_category", "url", "videoID", "question_id", "task_type", "question")
+_COLUMNS = pa.schema(
+    [*((name, pa.string()) for name in _TEXTS), ("options", pa.list_(pa.string())), ("answer", pa.string())]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Which videos a benchmark has; they take the durations in turn, and then the hardnesses.
+
+    Raises UsageError for names that are not there, or more videos than a seed has.
+    """
+
+    split: SplitName = "development"
+    seed: int = 0
+    n_videos: int = 200
+    durations: tuple[str, ...] = tuple(DURATIONS)
+    hardness: tuple[str, ...] = ("plain",)
+
+    def __post_init__(self) -> None:
+        for what, given, known in (
+            ("--split", (self.split,), SPLIT_NAMES),
+            ("--durations", self.durations, tuple(DURATIONS)),
+            ("--hardness", self.hardness, tuple(HARDNESS)),
+        ):
+            if odd := [name for name in given if name not in known]:
+                raise UsageError(f"{what} {odd[0]}: unknown; known are {', '.join(known)}")
+            if not given:
+                raise UsageError(f"{what} must name at least one of {', '.join(known)}")
+        benchmark_seeds(self.split, self.seed, self.n_videos)
+
+    def videos(self) -> Iterator[Film]:
+        """One after the other."""
+        for number, seed in enumerate(benchmark_seeds(self.split, self.seed, self.n_videos)):
+            turn, place = divmod(number, len(self.durations))
+            duration, hardness = self.durations[place], HARDNESS[self.hardness[turn % len(self.hardness)]]
+            video = make_video(seed, split=self.split, n_frames=DURATIONS[duration], hardness=hardness)
+            yield Film(f"{number + 1:03}", duration, self.split, video)
+
+    def as_record(self) -> dict[str, Any]:
+        """All that the folder's content follows from, JSON-able."""
+        settings: dict[str, Hardness] = {name: HARDNESS[name] for name in self.hardness}
+        made = asdict(self) | {"hardness": {name: asdict(one) for name, one in settings.items()}}
+        record = {"world_version": WORLD_VERSION, "fps": FPS, "encoder": ENCODER, **made}
+        return dict(json.loads(json.dumps(record)))
+
+
+@dataclass(frozen=True)
+class Film:
+    """A video of a benchmark, with the number that VideoMME calls video_id."""
+
+    number: str
+    duration: str
+    split: SplitName
+    video: Video
+
+    @property
+    def key(self) -> str:
+        return f"shapes-{self.video.seed}"
+
+    @property
+    def path(self) -> str:
+        """Below the folder; what jobs.prune calls it too."""
+        return f"data/{self.key}.mp4"
+
+    def questions(self) -> list[tuple[str, Question]]:
+        """With their ids."""
+        return [(f"{self.number}-{place}", question) for place, question in enumerate(ask(self.video), 1)]
+
+
+def write_benchmark(folder: Path, recipe: Recipe, progress: Callable[[int], None] = lambda done: None) -> int:
+    """Make the videos and write all files; returns the number of questions.
+
+    A folder of the same recipe is written anew, so that one that was left half-way becomes whole. Raises UsageError
+    where the folder holds something else.
+
+    Args:
+        progress: gets the number of videos that are done.
+    """
+    _claim(folder, recipe.as_record())
+    films = []
+    for film in recipe.videos():
+        write_mp4(folder / film.path, render(film.video))
+        films.append(film)
+        progress(len(films))
+    asked = [(film, question_id, question) for film in films for question_id, question in film.questions()]
+    _write_lines(folder / "manifest.jsonl", [_manifest_row(film) for film in films])
+    _write_lines(folder / "questions.jsonl", [_own_row(*one) for one in asked])
+    _write_lines(folder / EVIDENCE, [_evidence_row(*one) for one in asked])
+    # Last: until it is there, the folder has no annotations, and is refused by that name.
+    table = pa.Table.from_pylist([_videomme_row(*one) for one in asked], schema=_COLUMNS)
+    pq.write_table(table, folder / ANNOTATIONS)
+    return len(asked)
+
+
+def read_evidence(folder: Path) -> dict[str, Evidence]:
+    """By question_id, in the order of the questions. Raises UsageError where the folder has none."""
+    if not (folder / EVIDENCE).is_file():
+        raise UsageError(f"{folder}: there is no {EVIDENCE} in it; make it with python -m jobs.testbed make {folder}")
+    lines = (folder / EVIDENCE).read_text(encoding="utf-8").splitlines()
+    return {row["question_id"]: Evidence.from_record(row) for row in map(json.loads, lines)}
+
+
+def _claim(folder: Path, record: Mapping[str, Any]) -> None:
+    path = folder / RECIPE
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file: name a folder")
+    if path.is_file():
+        try:
+            held = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            held = None
+        if held != record:
+            raise UsageError(f"{folder} holds videos of another recipe (see {RECIPE} in it): name another folder")
+    elif folder.is_dir() and any(folder.iterdir()):
+        raise UsageError(f"{folder} holds something else (it has no {RECIPE}): name an empty folder or a new one")
+    for part in (folder / "data", (folder / ANNOTATIONS).parent):
+        part.mkdir(parents=True, exist_ok=True)
+    (folder / ANNOTATIONS).unlink(missing_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def _videomme_row(film: Film, question_id: str, question: Question) -> dict[str, Any]:
+    return {
+        "video_id": film.number,
+        "duration": film.duration,
+        "domain": film.video.hardness.name,
+        "sub_category": question.kind,
+        "url": "",
+        "videoID": film.key,
+        "question_id": question_id,
+        "task_type": question.type,
+        "question": question.prompt,
+        "options": [f"{letter}. {text}" for letter, text in zip("ABCD", question.choices, strict=True)],
+        "answer": "ABCD"[question.answer],
+    }
+
+
+def _own_row(film: Film, question_id: str, question: Question) -> dict[str, Any]:
+    return {
+        "question_id": question_id,
+        "video_id": film.path,
+        "prompt": question.prompt,
+        "choices": list(question.choices),
+        "answer": question.right,
+        "split": question.type,
+        "duration": film.duration,
+        "hardness": film.video.hardness.name,
+        "kind": question.kind,
+    }
+
+
+def _evidence_row(film: Film, question_id: str, question: Question) -> dict[str, Any]:
+    about = {"question_id": question_id, "video_id": film.path, "task_type": question.type, "kind": question.kind}
+    return about | {"specks": film.video.specks, "noise": film.video.noise} | question.evidence.as_record()
+
+
+def _manifest_row(film: Film) -> dict[str, Any]:
+    return {
+        "video_id": film.path,
+        "uri": film.path,
+        "seed": film.video.seed,
+        "seeds": film.split,
+        "n_frames": film.video.n_frames,
+        "duration": film.duration,
+        "hardness": film.video.hardness.name,
+    }

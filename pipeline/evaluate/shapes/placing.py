@@ -1,0 +1,88 @@
+"""Where the things of a story are, so that none touches another, and the way of the camera."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from pipeline.evaluate.shapes.story import Role, Sight
+from pipeline.evaluate.shapes.world import SIDE
+
+#: Pixels that the camera goes to each side, and that things then keep from the border of their corner, so that no pan
+#: carries one out of its corner.
+REACH = 6
+_HALF = SIDE // 2
+_APART = 2  # pixels between two things
+_FAR = 30  # pixels that a moving thing goes, at least
+_TRIES = 200
+Place = tuple[int, int]
+
+
+class NoRoom(Exception):  # noqa: N818
+    """A thing found no free place among those that were there before it."""
+
+
+class Floor:
+    """Where things are, frame by frame, before the camera moves.
+
+    Args:
+        margin: pixels that things keep from the border of their corner.
+    """
+
+    def __init__(self, rng: np.random.Generator, margin: int) -> None:
+        self._rng, self._margin = rng, margin
+        self._taken: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+
+    def place(self, role: Role, size: int) -> list[list[Place]]:
+        """The top left corner of a thing of ``size`` pixels, a frame of each of its sights. Raises NoRoom."""
+        return [self._place(sight, size) for sight in role.sights]
+
+    def _place(self, sight: Sight, size: int) -> list[Place]:
+        for _ in range(_TRIES):
+            if sight.walk is None:
+                places = self._stand(size, sight.corner) * len(sight.frames)
+            else:
+                places = self._walk(size, sight.walk)[: len(sight.frames)]
+            if self._free(sight.frames, places, size):
+                for frame, (x, y) in zip(sight.frames, places, strict=True):
+                    self._taken[frame].append((x, y, size))
+                return places
+        raise NoRoom
+
+    def _stand(self, size: int, corner: int | None) -> list[Place]:
+        """One place, wholly in a corner."""
+        at = int(self._rng.integers(4)) if corner is None else corner
+        x, y = self._rng.integers(self._margin, _HALF - size - self._margin + 1, 2).tolist()
+        return [(x + _HALF * (at % 2), y + _HALF * (at // 2))]
+
+    def _walk(self, size: int, n_frames: int) -> list[Place]:
+        """A place a frame on a straight line."""
+        while True:
+            start, end = self._rng.integers(self._margin, SIDE - size - self._margin + 1, (2, 2))
+            if np.abs(end - start).max() >= _FAR:
+                break
+        way = np.rint(start + (end - start) * np.linspace(0, 1, n_frames)[:, None]).astype(int)
+        return [(x, y) for x, y in way.tolist()]
+
+    def _free(self, frames: Sequence[int], places: Sequence[Place], size: int) -> bool:
+        return all(
+            x >= other_x + other + _APART
+            or other_x >= x + size + _APART
+            or y >= other_y + other + _APART
+            or other_y >= y + size + _APART
+            for frame, (x, y) in zip(frames, places, strict=True)
+            for other_x, other_y, other in self._taken[frame]
+        )
+
+
+def camera_way(rng: np.random.Generator, pan: int, n_frames: int) -> tuple[Place, ...]:
+    """(right, down) a frame: to and fro by ``pan`` pixels a frame, half as fast up and down."""
+    start, turn = rng.integers(4 * REACH, size=2), rng.choice((-1, 1), size=2)
+    if pan == 0:
+        return ((0, 0),) * n_frames
+    times = np.arange(n_frames)
+    gone = start[:, None] + np.stack([pan * times, pan * times // 2])
+    swing = REACH - np.abs((gone + REACH) % (4 * REACH) - 2 * REACH)
+    return tuple((x, y) for x, y in (turn[:, None] * swing).T.tolist())

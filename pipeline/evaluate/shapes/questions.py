@@ -1,0 +1,194 @@
+"""Questions about a video, each with four choices and with what of the video answers it.
+
+| type | question | choices | what it asks of the tokens that are kept |
+|---|---|---|---|
+| color | What color is the star? | colours of the named things | one token of the thing |
+| shape | What shape is colored red? | their shapes | one token of the thing |
+| corner | Which corner has the star? | corners | one token of the thing, and its place |
+| scene | Which scene has the star? | four, with those of the video | one token of the thing, and the ground |
+| quarter | Which quarter introduces the star? | quarters | a token of the frame in which it is first seen |
+| order | Which of these appears first? | the shapes of the named things | such a token of each |
+| onset | (the same, where all four stay to the end) | | likewise: one of the many later ones will not do |
+| count | How many corners have the ring? | one to four | a token of each copy |
+| change | What color is the moon before (after) the cut? | colours that no named thing has | a token of that side |
+| sign | What does the sign say? | four words | tokens of small letters |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from pipeline.evaluate.shapes.draws import one_of
+from pipeline.evaluate.shapes.evidence import Evidence, Needs, Part, part_of
+from pipeline.evaluate.shapes.words import CORNERS, NUMBERS, QUARTERS
+from pipeline.evaluate.shapes.world import Thing, ThingKind, Video, corner_of
+
+QuestionType = Literal["color", "shape", "corner", "scene", "quarter", "order", "onset", "count", "change", "sign"]
+_QUESTIONS = 4  # this generator among those of a seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question with four choices, one of them right.
+
+    Attributes:
+        type: of TYPES.
+        prompt: the question.
+        choices: four different ones, in random order.
+        answer: index of the right one.
+        kind: of the thing that is asked about; "several" where it is all named ones.
+        subject: the word of the prompt that says which thing; "" where none does.
+        evidence: where the video shows the answer.
+    """
+
+    type: QuestionType
+    prompt: str
+    choices: tuple[str, ...]
+    answer: int
+    kind: ThingKind | Literal["several"]
+    subject: str
+    evidence: Evidence
+
+    @property
+    def right(self) -> str:
+        return self.choices[self.answer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """A question whose choices have no order yet."""
+
+    prompt: str
+    right: str
+    choices: Sequence[str]
+    kind: ThingKind | Literal["several"]
+    parts: Sequence[Part]
+    needs: Needs = "any"
+    subject: str = ""
+
+
+def ask(video: Video, *, draw: int = 0, types: Sequence[QuestionType] | None = None) -> list[Question]:
+    """A question of each type that the video can be asked, in the order of TYPES.
+
+    Args:
+        draw: another number asks others of the same types, as far as there are any.
+        types: only these.
+    """
+    rng = np.random.default_rng([video.seed, _QUESTIONS, video.n_frames, draw])
+    # All are drawn, so that a question does not depend on which others are wanted.
+    made = [(name, make(video, rng), rng.permutation(4).tolist()) for name, make in _MAKERS.items()]
+    wanted = TYPES if types is None else types
+    return [_question(video, name, asked, order) for name, asked, order in made if asked is not None and name in wanted]
+
+
+def _question(video: Video, name: QuestionType, asked: _Asked, order: Sequence[int]) -> Question:
+    choices = tuple(asked.choices[i] for i in order)
+    return Question(
+        type=name,
+        prompt=asked.prompt,
+        choices=choices,
+        answer=choices.index(asked.right),
+        kind=asked.kind,
+        subject=asked.subject,
+        evidence=Evidence(video.n_frames, asked.needs, tuple(asked.parts)),
+    )
+
+
+def _about(thing: Thing, prompt: str, right: str, choices: Sequence[str], needs: Needs = "any") -> _Asked:
+    """A question about one thing; ``{}`` in the prompt is its name."""
+    return _Asked(
+        prompt=prompt.format(thing.name),
+        right=right,
+        choices=choices,
+        kind=thing.kind,
+        parts=[part_of(thing)],
+        needs=needs,
+        subject=thing.name,
+    )
+
+
+def _color(video: Video, rng: np.random.Generator) -> _Asked:
+    thing = one_of(rng, video.named)
+    return _about(thing, "What color is the {}?", thing.color, [other.color for other in video.named])
+
+
+def _shape(video: Video, rng: np.random.Generator) -> _Asked:
+    thing = one_of(rng, video.named)
+    asked = _about(thing, f"What shape is colored {thing.color}?", thing.name, [other.name for other in video.named])
+    return replace(asked, subject=thing.color)
+
+
+def _corner(video: Video, rng: np.random.Generator) -> _Asked:
+    thing = one_of(rng, [thing for thing in video.named if thing.kind != "moving"])
+    return _about(thing, "Which corner has the {}?", CORNERS[corner_of(thing.box(thing.shots[0]))], CORNERS)
+
+
+def _scene(video: Video, rng: np.random.Generator) -> _Asked | None:
+    if not video.cuts or video.standing:  # things that stay are in several
+        return None
+    thing = one_of(rng, video.named)
+    return _about(thing, "Which scene has the {}?", video.scene_at(thing.first), video.scene_choices)
+
+
+def _quarter(video: Video, rng: np.random.Generator) -> _Asked:
+    thing = one_of(rng, video.named)
+    right = QUARTERS[video.quarter_at(thing.first)]
+    return _about(thing, "Which quarter introduces the {}?", right, QUARTERS, needs="first")
+
+
+def _first(video: Video, *, standing: bool) -> _Asked | None:
+    if video.standing != standing:
+        return None
+    return _Asked(
+        prompt="Which of these appears first?",
+        right=min(video.named, key=lambda thing: thing.first).name,
+        choices=[thing.name for thing in video.named],
+        kind="static" if standing else "several",
+        parts=[part_of(thing) for thing in video.named],
+        needs="first",
+    )
+
+
+def _count(video: Video, rng: np.random.Generator) -> _Asked | None:
+    thing = video.extra("copies")
+    if thing is None:
+        return None
+    copies = [[shot for shot in thing.shots if corner_of(thing.box(shot)) == corner] for corner in range(4)]
+    parts = [part_of(thing, shots) for shots in copies if shots]
+    return replace(_about(thing, "How many corners have the {}?", NUMBERS[len(parts) - 1], NUMBERS), parts=parts)
+
+
+def _change(video: Video, rng: np.random.Generator) -> _Asked | None:
+    thing, side = video.extra("changing"), int(rng.integers(2))
+    if thing is None:
+        return None
+    color = (thing.shots[0].color, thing.shots[-1].color)[side]
+    prompt = "What color is the {} " + ("before the cut?", "after the cut?")[side]
+    shown = [shot for shot in thing.shots if shot.color == color]
+    return replace(_about(thing, prompt, color, video.spare_colors), parts=[part_of(thing, shown)])
+
+
+def _sign(video: Video, rng: np.random.Generator) -> _Asked | None:
+    thing = video.extra("sign")
+    if thing is None:
+        return None
+    return replace(_about(thing, "What does the sign say?", thing.name, video.sign_choices), subject="sign")
+
+
+_MAKERS: Mapping[QuestionType, Callable[[Video, np.random.Generator], _Asked | None]] = {
+    "color": _color,
+    "shape": _shape,
+    "corner": _corner,
+    "scene": _scene,
+    "quarter": _quarter,
+    "order": lambda video, rng: _first(video, standing=False),
+    "onset": lambda video, rng: _first(video, standing=True),
+    "count": _count,
+    "change": _change,
+    "sign": _sign,
+}
+TYPES: tuple[QuestionType, ...] = tuple(_MAKERS)

@@ -1,0 +1,154 @@
+"""A video's frames, by numpy."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.evaluate.shapes.placing import REACH
+from pipeline.evaluate.shapes.words import COLORS, SHAPES
+from pipeline.evaluate.shapes.world import SIDE, Thing, Video
+
+Image = NDArray[np.float32]
+#: Brighter than any ground: that alone then says where a thing is and what shape it has.
+RGB = dict(
+    zip(
+        COLORS,
+        (
+            *((255, 65, 65), (50, 215, 75), (85, 115, 255), (245, 230, 45)),
+            *((210, 75, 240), (55, 225, 235), (255, 150, 35), (250, 250, 250)),
+        ),
+        strict=True,
+    )
+)
+_LOOKS, _FLICKER = 2, 3  # these generators among those of a seed
+_FINE = 4  # samples of a mask a pixel and side
+_SPECK = 4  # pixels
+_TINT = 12.0  # a thing's own shade of its colour, of 255
+_GRAIN = 1.5  # the ground's, of 255
+_INK, _PLATE = 225.0, 8.0
+# 3 x 5 dots a letter.
+_LETTERS = {
+    "A": ".#. #.# ### #.# #.#",
+    "E": "### #.. ##. #.. ###",
+    "F": "### #.. ##. #.. #..",
+    "H": "#.# #.# ### #.# #.#",
+    "I": "### .#. .#. .#. ###",
+    "L": "#.. #.. #.. #.. ###",
+    "O": "### #.# #.# #.# ###",
+    "P": "### #.# ### #.. #..",
+    "T": "### .#. .#. .#. .#.",
+    "U": "#.# #.# #.# #.# ###",
+    "X": "#.# #.# .#. #.# #.#",
+}
+
+
+def render(video: Video) -> NDArray[np.uint8]:
+    """[n_frames,96,96,3] RGB; the same on every run."""
+    rng = np.random.default_rng([video.seed, _LOOKS, video.n_frames])
+    grounds = [_ground(name, rng) for name in video.scenes]
+    frames = np.stack([_seen(grounds[s], *way) for s, way in zip(video.scene_of, video.camera, strict=True)])
+    for thing in video.things:
+        _draw(frames, thing, rng.uniform(-_TINT, _TINT, 3).astype(np.float32))
+    _flicker(frames, video)
+    return np.clip(np.rint(frames), 0, 255).astype(np.uint8)
+
+
+@cache
+def mask_of(shape: str, size: int) -> Image:
+    """[size,size] how much of each pixel the shape covers, 0 to 1."""
+    n = _FINE * size
+    down, right = (np.mgrid[:n, :n] + 0.5) / n * 2 - 1
+    inside = _inside(shape, right, down)
+    share: Image = inside.reshape(size, _FINE, size, _FINE).mean((1, 3)).astype(np.float32)
+    return share
+
+
+def _inside(shape: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Where points of the square from -1 to 1 are in the shape; y grows downwards."""
+    far, wide = np.hypot(x, y), np.maximum(abs(x), abs(y))
+    # 0 where a star has a tip, 1 halfway between two.
+    between = 2 * abs((np.arctan2(x, -y) / (2 * np.pi / 5) + 0.5) % 1 - 0.5)
+    return {
+        "circle": far < 0.95,
+        "square": wide < 0.85,
+        "triangle": (y < 0.9) & (y > 2 * abs(x) - 0.95),
+        "star": far < 1 / (1 + 1.6 * between),
+        "cross": (np.minimum(abs(x), abs(y)) < 0.32) & (wide < 0.95),
+        "ring": (far < 0.98) & (far > 0.52),
+        "diamond": abs(x) + abs(y) < 1,
+        "moon": (far < 0.98) & (np.hypot(x - 0.5, y + 0.1) > 0.72),
+    }[shape]
+
+
+@cache
+def _plate(word: str, size: int) -> Image:
+    """[size,size,1] a framed plate with two letters, nine dots a side."""
+    dots = np.zeros((9, 9), bool)
+    dots[[0, -1]] = True
+    for left, letter in zip((1, 5), word, strict=True):
+        dots[2:7, left : left + 3] = [[dot == "#" for dot in row] for row in _LETTERS[letter].split()]
+    picked = np.arange(size) * 9 // size
+    return np.where(dots[picked][:, picked], _INK, _PLATE).astype(np.float32)[..., None]
+
+
+def _draw(frames: Image, thing: Thing, tint: Image) -> None:
+    if thing.name in SHAPES:
+        cover = mask_of(thing.name, thing.size)[..., None]
+    else:
+        cover = np.ones((thing.size, thing.size, 1), np.float32)
+    for t, x, y, color in thing.shots:
+        paint = np.array(RGB[color], np.float32) + tint if thing.name in SHAPES else _plate(thing.name, thing.size)
+        window = frames[t, y : y + thing.size, x : x + thing.size]
+        window += np.float32(thing.contrast) * cover * (paint - window)
+
+
+def _ground(scene: str, rng: np.random.Generator) -> Image:
+    """[96 + 2 * REACH,96 + 2 * REACH,3] a muted texture, with room for the camera."""
+    side = SIDE + 2 * REACH
+    dark = rng.uniform(18, 42) + rng.uniform(-7, 7, 3)
+    light = dark + rng.uniform(20, 34) + rng.uniform(-5, 5, 3)
+    period = int(rng.integers(6, 10))
+    y, x = np.mgrid[:side, :side] + rng.integers(0, 16, 2)[:, None, None]
+    share = _texture(scene, x, y, period, rng.uniform(-1, 1, 2))
+    grain = rng.normal(0, _GRAIN, (side, side, 1))
+    ground: Image = (dark + (light - dark) * share[..., None] + grain).astype(np.float32)
+    return ground
+
+
+def _texture(
+    scene: str, x: NDArray[np.int64], y: NDArray[np.int64], period: int, slope: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """How light each pixel is, 0 to 1."""
+    brick = x + (y // period % 2) * period
+    made: dict[str, NDArray[Any]] = {
+        "stripes": x // (period // 2) % 2,
+        "checker": (x // period + y // period) % 2,
+        "dots": (x % period - period / 2) ** 2 + (y % period - period / 2) ** 2 < (period / 3.2) ** 2,
+        "bricks": (y % period < 2) | (brick % (2 * period) < 2),
+        "waves": 0.5 + 0.5 * np.sin((y + 3 * np.sin(x / 5)) * 2 * np.pi / period),
+        "plain": 0.5 * (x * slope[0] + y * slope[1]) / SIDE,
+    }
+    return made[scene].astype(np.float64)
+
+
+def _seen(ground: Image, right: int, down: int) -> Image:
+    """[96,96,3] what the camera sees of a ground that it moves by so many pixels."""
+    return ground[REACH - down : REACH - down + SIDE, REACH - right : REACH - right + SIDE]
+
+
+def _flicker(frames: Image, video: Video) -> None:
+    """Specks and noise, others in each frame; no speck touches a thing."""
+    rng = np.random.default_rng([video.seed, _FLICKER, video.n_frames])
+    colors = np.array(list(RGB.values()), np.float32)
+    for t, frame in enumerate(frames):
+        boxes = [thing.box(shot) for thing in video.things for shot in thing.shots if shot.frame == t]
+        for x, y, color in rng.integers(0, (SIDE - _SPECK, SIDE - _SPECK, len(colors)), (video.specks, 3)).tolist():
+            clear = (x + _SPECK < b.x0 or x > b.x1 or y + _SPECK < b.y0 or y > b.y1 for b in boxes)
+            if all(clear):
+                frame[y : y + _SPECK, x : x + _SPECK] = colors[color]
+        if video.noise:
+            frames[t] += rng.normal(0, video.noise, frame.shape).astype(np.float32)

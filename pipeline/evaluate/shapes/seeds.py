@@ -1,0 +1,52 @@
+"""Which seeds are for what: training, development and test never share a video.
+
+Methods and models are tuned on development videos. Those of the test are looked at once a result that is published:
+they are made only where the name of their split is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
+
+from pipeline.errors import UsageError
+
+SplitName = Literal["train", "development", "test"]
+TRAIN = range(1_000_000, 5_000_000)
+DEVELOPMENT = range(7_000_000, 8_000_000)
+TEST = range(9_000_000, 10_000_000)
+SEEDS: Mapping[SplitName, range] = {"train": TRAIN, "development": DEVELOPMENT, "test": TEST}
+SPLIT_NAMES: tuple[SplitName, ...] = get_args(SplitName)
+#: Videos of one benchmark at most; benchmarks of other seeds have others.
+BLOCK = 10_000
+
+
+def refuse_overlap(one: Sequence[int], other: Sequence[int]) -> None:
+    """Raises ValueError, with examples, where a seed is in both."""
+    few, many = sorted((one, other), key=len)
+    known = many if isinstance(many, range) else set(many)  # a range has no need of a set of millions
+    if shared := [seed for seed in few if seed in known]:
+        examples = ", ".join(map(str, shared[:3]))
+        raise ValueError(
+            f"{len(shared)} seeds are in both, e.g. {examples}: train on other videos than those that are asked about"
+        )
+
+
+def check_seed(seed: int, split: SplitName) -> None:
+    """Raises ValueError for a seed that is not of the split that was named."""
+    if seed not in SEEDS[split]:
+        home = next((name for name, seeds in SEEDS.items() if seed in seeds), None)
+        of = f"is of the {home} videos" if home else "is of no split"
+        first, last = SEEDS[split][0], SEEDS[split][-1]
+        raise ValueError(f"seed {seed} {of}; those of split={split!r} are {first} to {last}")
+
+
+def benchmark_seeds(split: SplitName, seed: int, n_videos: int) -> range:
+    """The seeds of the videos of a benchmark; no two benchmarks share one. Raises UsageError where there are none."""
+    blocks = len(SEEDS[split]) // BLOCK
+    if not 0 <= seed < blocks:
+        raise UsageError(f"--seed must be 0 to {blocks - 1} on the split {split}, got {seed}")
+    if not 1 <= n_videos <= BLOCK:
+        raise UsageError(f"--videos must be 1 to {BLOCK}, got {n_videos}; take another --seed for more")
+    first = SEEDS[split][seed * BLOCK]
+    return range(first, first + n_videos)

@@ -1,0 +1,149 @@
+"""What happens in a video: which things come when and go when, in which scenes; not yet where.
+
+What a question asks for is drawn so that nothing else that can be read tells it. The eight shapes and the eight colours
+are halved: the four named things have one half, and which of these shapes has which of these colours is drawn apart
+from all else, as are onsets (four different frames, any of them alike) and the order of scenes. Extras have the other
+halves. So all questions about colours can offer the same four, and no question's words, choices or neighbours say
+anything about the answer of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.evaluate.shapes.draws import shuffled, whole
+from pipeline.evaluate.shapes.hardness import Hardness, Kind
+from pipeline.evaluate.shapes.words import COLORS, SCENES, SHAPES, SIGNS
+from pipeline.evaluate.shapes.world import ThingKind
+
+_EXTRAS = {8: 2, 16: 2, 32: 3}
+_MOST_SCENES = {8: 3, 16: 4, 32: 4}
+
+
+@dataclass(frozen=True)
+class Sight:
+    """A thing during successive frames.
+
+    Attributes:
+        frames: when.
+        colors: one a frame.
+        corner: index into CORNERS where it must be; None: anywhere.
+        walk: frames that its way across the video would take were there no cut; None: it stands.
+    """
+
+    frames: range
+    colors: tuple[str, ...]
+    corner: int | None = None
+    walk: int | None = None
+
+
+@dataclass(frozen=True)
+class Role:
+    """A thing, and when it is seen; one with several sights is as often there."""
+
+    name: str
+    kind: ThingKind
+    sights: tuple[Sight, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """All that happens, with the names that questions choose from: see Video."""
+
+    starts: tuple[int, ...]
+    scenes: tuple[str, ...]
+    named: tuple[Role, ...]
+    extras: tuple[Role, ...]
+    standing: bool
+    spare_colors: tuple[str, ...]
+    scene_choices: tuple[str, ...]
+    sign_choices: tuple[str, ...]
+
+
+def draw_story(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> Story:
+    """A story of so many frames."""
+    scenes, shapes, colors, signs = (shuffled(rng, names) for names in (SCENES, SHAPES, COLORS, SIGNS))
+    standing = bool(rng.random() < hardness.standing)
+    plot = _Plot(rng, hardness, n_frames, _starts(rng, n_frames, hardness.scenes))
+    return Story(
+        starts=plot.starts,
+        scenes=tuple(scenes[: len(plot.starts)]),
+        named=tuple(plot.named(shapes[:4], colors[:4], standing)),
+        extras=tuple(plot.extras(shapes[4:], colors[4:], signs[0])),
+        standing=standing,
+        spare_colors=tuple(colors[4:]),
+        scene_choices=tuple(scenes[:4]),
+        sign_choices=tuple(signs[:4]),
+    )
+
+
+def _starts(rng: np.random.Generator, n_frames: int, scenes: tuple[int, int]) -> tuple[int, ...]:
+    """The first frames of scenes of at least an eighth of the video, two frames or more; all divisions alike."""
+    low, high = scenes
+    count = whole(rng, (low, max(low, min(high, _MOST_SCENES[n_frames]))))
+    least = max(2, n_frames // 8)
+    spare = n_frames - count * least
+    bars = np.sort(rng.choice(spare + count - 1, count - 1, replace=False))
+    starts = bars - np.arange(count - 1) + least * np.arange(1, count)
+    return (0, *starts.tolist())
+
+
+@dataclass(frozen=True)
+class _Plot:
+    """Draws things into the scenes of a video."""
+
+    rng: np.random.Generator
+    hardness: Hardness
+    n_frames: int
+    starts: tuple[int, ...]
+
+    def named(self, shapes: Sequence[str], colors: Sequence[str], standing: bool) -> list[Role]:
+        onsets = self.rng.permutation(self.n_frames)[:4].tolist()
+        kinds: Sequence[Kind] = ("static",) * 4 if standing else self.hardness.kinds
+        roles = []
+        for shape, color, onset, kind in zip(shapes, colors, onsets, kinds, strict=True):
+            end = self.n_frames if standing else self._scene_end(onset)
+            walk = whole(self.rng, (3, 4)) if kind == "moving" else None
+            moment = whole(self.rng, self.hardness.brief) if kind == "brief" else self.n_frames
+            frames = range(onset, min(end, onset + (walk or moment)))
+            roles.append(Role(shape, kind, (Sight(frames, (color,) * len(frames), walk=walk),)))
+        return roles
+
+    def extras(self, shapes: Sequence[str], colors: Sequence[str], sign: str) -> list[Role]:
+        """Some of: a thing that changes at a cut, copies of one in several corners, a sign."""
+        kinds = ["copies", "sign", *(["changing"] if len(self.starts) > 1 else [])]
+        chosen = shuffled(self.rng, kinds)[: _EXTRAS[self.n_frames]]
+        roles = []
+        if "changing" in chosen:
+            roles.append(self._changing(shapes[0], colors[0], colors[1]))
+        if "copies" in chosen:
+            roles.append(self._copies(shapes[1], colors[2]))
+        if "sign" in chosen:
+            roles.append(Role(sign, "sign", (self._moment("white"),)))
+        return roles
+
+    def _changing(self, shape: str, before: str, after: str) -> Role:
+        """On both sides of a cut, up to four frames each, with another colour behind it."""
+        scene = int(self.rng.integers(1, len(self.starts)))
+        cut = self.starts[scene]
+        first = max(self.starts[scene - 1], cut - whole(self.rng, (1, 4)))
+        frames = range(first, min(self._scene_end(cut), cut + whole(self.rng, (1, 4))))
+        colors = tuple(before if frame < cut else after for frame in frames)
+        return Role(shape, "changing", (Sight(frames, colors),))
+
+    def _copies(self, shape: str, color: str) -> Role:
+        """In one to four corners, in each for a moment of its own."""
+        corners = self.rng.permutation(4)[: whole(self.rng, (1, 4))].tolist()
+        return Role(shape, "copies", tuple(self._moment(color, corner) for corner in corners))
+
+    def _moment(self, color: str, corner: int | None = None) -> Sight:
+        """As long as a brief thing is there, in one scene."""
+        onset = int(self.rng.integers(self.n_frames))
+        frames = range(onset, min(self._scene_end(onset), onset + whole(self.rng, self.hardness.brief)))
+        return Sight(frames, (color,) * len(frames), corner)
+
+    def _scene_end(self, frame: int) -> int:
+        return next((start for start in self.starts if start > frame), self.n_frames)

@@ -1,0 +1,25 @@
+"""Every word that a question or its choices can hold."""
+
+from __future__ import annotations
+
+SHAPES = ("circle", "square", "triangle", "star", "cross", "ring", "diamond", "moon")
+COLORS = ("red", "green", "blue", "yellow", "purple", "cyan", "orange", "white")
+SCENES = ("stripes", "checker", "dots", "bricks", "waves", "plain")
+CORNERS = ("top-left", "top-right", "bottom-left", "bottom-right")
+QUARTERS = ("first", "second", "third", "fourth")
+NUMBERS = ("one", "two", "three", "four")
+#: What a sign may say: letters that can be told apart in 3 x 5 pixels.
+SIGNS = ("HI", "UP", "AT", "IF", "OX", "HE", "TO", "LO")
+_ASKING = (
+    *("?", "What", "Which", "How", "many", "color", "shape", "corner", "corners", "scene", "quarter", "sign", "cut"),
+    *("is", "has", "have", "does", "say", "introduces", "appears", "colored", "of", "the", "these"),
+    *("before", "after"),
+)
+#: For a tokenizer that has a token a word: all words of questions (a question mark is one) and of choices, no letters
+#: of choices and nothing of a chat template. In a fixed order; new words are added at its end.
+VOCABULARY = (*_ASKING, *SHAPES, *COLORS, *SCENES, *CORNERS, *QUARTERS, *NUMBERS, *SIGNS)
+
+
+def words_of(text: str) -> list[str]:
+    """The words of a question or a choice, each in VOCABULARY."""
+    return text.replace("?", " ?").split()

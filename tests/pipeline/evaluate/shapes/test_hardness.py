@@ -1,0 +1,43 @@
+"""Settings of how hard videos are."""
+
+from dataclasses import fields, replace
+
+import pytest
+
+from pipeline.evaluate.shapes.hardness import HARDNESS, PLAIN, Hardness
+
+
+def test_each_setting_but_the_mixed_one_turns_one_knob_or_what_belongs_together():
+    turned = {
+        name: {item.name for item in fields(Hardness) if getattr(one, item.name) != getattr(PLAIN, item.name)}
+        for name, one in HARDNESS.items()
+    }
+    assert turned.pop("plain") == set()
+    assert turned.pop("mixed") == {"name", "size", "contrast", "specks", "pan", "noise"}
+    assert turned.pop("needle") == {"name", "kinds", "brief", "standing", "scenes"}
+    assert {name: knobs - {"name"} for name, knobs in turned.items()} == {
+        "dim": {"contrast"},
+        "small": {"size"},
+        "clutter": {"specks"},
+        "pan": {"pan"},
+        "noise": {"noise"},
+        "standing": {"standing"},
+    }
+
+
+@pytest.mark.parametrize(
+    ("knob", "said"),
+    [
+        ({"size": (5, 9)}, r"hardness plain: size must lie in \(6, 24\), got \(5, 9\)"),
+        ({"size": (20, 14)}, "size must be a range from 0 upwards"),
+        ({"contrast": (0.0, 1.0)}, "contrast must lie in"),
+        ({"specks": (-1, 3)}, "specks must be a range from 0 upwards"),
+        ({"pan": (0, 9)}, "pan must lie in"),
+        ({"brief": (0, 1)}, "brief must lie in"),
+        ({"scenes": (1, 5)}, "scenes must lie in"),
+        ({"standing": 1.5}, "standing must be a share"),
+    ],
+)
+def test_knobs_that_make_no_video_are_refused(knob, said):
+    with pytest.raises(ValueError, match=said):
+        replace(PLAIN, **knob)

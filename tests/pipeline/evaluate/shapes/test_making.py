@@ -1,0 +1,155 @@
+"""What is in a video: every rule that questions rely on, on videos of all lengths and settings."""
+
+import hashlib
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from pipeline.evaluate.shapes.hardness import HARDNESS, PLAIN
+from pipeline.evaluate.shapes.making import make_video
+from pipeline.evaluate.shapes.questions import ask
+from pipeline.evaluate.shapes.seeds import TRAIN
+from pipeline.evaluate.shapes.words import COLORS, SCENES, SHAPES, SIGNS
+from pipeline.evaluate.shapes.world import FRAMES, SIDE, corner_of
+from tests.pipeline.evaluate.shapes.shape_videos import videos
+
+ALL = [pytest.param(name, id=name) for name in HARDNESS]
+#: Of the videos and questions of a few seeds: what a seed gives may change with WORLD_VERSION alone.
+DIGEST = "e5602cd2b64a24e1c555af877cd03081e020953eb8be02051554ea2ad420ef2d"
+
+
+def frames_of(thing):
+    return [shot.frame for shot in thing.shots]
+
+
+@pytest.mark.parametrize("hardness", ALL)
+def test_names_and_colors_tell_things_apart(hardness):
+    for video in videos(60, hardness):
+        names = [thing.name for thing in video.things]
+        assert len(set(names)) == len(names) and set(names) <= {*SHAPES, *SIGNS}
+        colors = {thing.color for thing in video.named}
+        assert len(colors) == 4 and colors | set(video.spare_colors) == set(COLORS) and len(video.spare_colors) == 4
+        spare = {shot.color for thing in video.extras if thing.kind != "sign" for shot in thing.shots}
+        assert spare <= set(video.spare_colors)
+        assert all(len({shot.color for shot in thing.shots}) == 1 for thing in video.named)
+
+
+@pytest.mark.parametrize("hardness", ALL)
+def test_things_are_whole_and_apart(hardness):
+    for video in videos(60, hardness):
+        boxes = [thing.box(shot) for thing in video.things for shot in thing.shots]
+        assert all(0 <= b.x0 < b.x1 <= SIDE and 0 <= b.y0 < b.y1 <= SIDE for b in boxes)
+        assert {b.frame for b in boxes} <= set(range(video.n_frames))
+        for i, a in enumerate(boxes):
+            for b in boxes[:i]:
+                beside = a.x0 >= b.x1 or b.x0 >= a.x1 or a.y0 >= b.y1 or b.y0 >= a.y1
+                assert a.frame != b.frame or beside
+
+
+@pytest.mark.parametrize("hardness", ALL)
+def test_a_thing_that_does_not_move_stays_wholly_in_its_corner(hardness):
+    for video in videos(60, hardness):
+        for thing in video.named:
+            boxes = [thing.box(shot) for shot in thing.shots]
+            if thing.kind != "moving":
+                assert len({corner_of(box) for box in boxes}) == 1
+                assert all(not (b.x0 < SIDE // 2 < b.x1 or b.y0 < SIDE // 2 < b.y1) for b in boxes)
+
+
+@pytest.mark.parametrize("hardness", ALL)
+def test_scenes_are_different_and_long_enough(hardness):
+    for video in videos(60, hardness):
+        assert len(set(video.scenes)) == len(video.scenes) == len(video.cuts) + 1
+        assert set(video.scenes) <= set(video.scene_choices) <= set(SCENES) and len(set(video.scene_choices)) == 4
+        edges = [0, *video.cuts, video.n_frames]
+        lengths = [end - start for start, end in pairwise(edges)]
+        assert min(lengths) >= max(2, video.n_frames // 8)
+
+
+def test_kinds_are_what_they_say():
+    seen = set()
+    for video in videos(300):
+        assert len({thing.first for thing in video.named}) == 4
+        for thing in video.named:
+            frames = frames_of(thing)
+            assert frames == list(range(frames[0], frames[-1] + 1))
+            end = next((cut for cut in video.cuts if cut > frames[0]), video.n_frames)
+            seen.add((thing.kind, video.standing))
+            if thing.kind == "static":
+                assert frames[-1] + 1 == (video.n_frames if video.standing else end)
+            else:
+                assert frames[-1] < end and len(frames) <= {"brief": 2, "moving": 4}[thing.kind]
+            places = {(shot.x, shot.y) for shot in thing.shots}
+            assert len(places) == (len(frames) if thing.kind == "moving" else 1)
+    assert seen == {("brief", False), ("static", False), ("moving", False), ("static", True)}
+
+
+def test_a_needle_is_one_frame_in_long_stretches_of_nothing():
+    for video in videos(60, "needle"):
+        assert all(len(thing.shots) == 1 for thing in video.named)
+        busy = {shot.frame for thing in video.things for shot in thing.shots}
+        assert video.n_frames < 32 or len(busy) <= 20
+
+
+def test_extras_are_what_questions_take_them_for():
+    seen = {8: set(), 16: set(), 32: set()}
+    for video in videos(300):
+        for thing in video.extras:
+            seen[video.n_frames].add(thing.kind)
+        if copies := video.extra("copies"):
+            corners = {corner_of(copies.box(shot)) for shot in copies.shots}
+            places = {(shot.x, shot.y) for shot in copies.shots}
+            assert 1 <= len(corners) == len(places) <= 4
+        if changing := video.extra("changing"):
+            colors = {shot.frame: shot.color for shot in changing.shots}
+            turns = [t for t in colors if t - 1 in colors and colors[t] != colors[t - 1]]
+            assert len(turns) == 1 and turns[0] in video.cuts and len(set(colors.values())) == 2
+        if sign := video.extra("sign"):
+            assert sign.name in video.sign_choices and len(set(video.sign_choices)) == 4
+    assert all(kinds == {"copies", "changing", "sign"} for kinds in seen.values())
+
+
+def test_a_setting_changes_what_it_names_and_leaves_the_story():
+    for plain, dim, pan, clutter in zip(
+        *(videos(30, name) for name in ("plain", "dim", "pan", "clutter")), strict=True
+    ):
+        for other in (dim, pan, clutter):
+            for one, same in zip(plain.things, other.things, strict=True):
+                assert (one.name, one.kind, frames_of(one)) == (same.name, same.kind, frames_of(same))
+            assert (plain.scenes, plain.scene_of) == (other.scenes, other.scene_of)
+        assert all(thing.contrast == 1.0 for thing in plain.things)
+        assert all(0.25 <= thing.contrast <= 0.4 for thing in dim.things)
+        assert plain.specks == 0 and 4 <= clutter.specks <= 8
+        assert set(plain.camera) == {(0, 0)} and len(set(pan.camera)) > 1
+
+
+def test_the_camera_goes_to_and_fro_at_its_pace():
+    for video in videos(30, "pan"):
+        right = [x for x, _ in video.camera]
+        steps = [abs(b - a) for a, b in pairwise(right)]
+        assert max(map(abs, right)) <= 6 and 3 <= max(steps) <= 5
+
+
+def test_a_video_follows_from_its_seed_length_and_setting():
+    seed = TRAIN[5]
+    one = make_video(seed, split="train", n_frames=16)
+    assert one == make_video(seed, split="train", n_frames=16)
+    others = [make_video(seed + 1, split="train", n_frames=16), make_video(seed, split="train", n_frames=32)]
+    assert all(other.things != one.things for other in others)
+
+
+def test_what_a_seed_gives_is_what_it_gave_when_results_were_recorded():
+    worlds = repr([(video, ask(video)) for name in HARDNESS for video in videos(3, name)])
+    assert hashlib.sha256(worlds.encode()).hexdigest() == DIGEST
+
+
+def test_crowded_videos_find_room():
+    crowded = replace(PLAIN, name="crowded", size=(14, 24), pan=(5, 5), standing=1.0, scenes=(2, 4), brief=(4, 8))
+    for i, seed in enumerate(TRAIN[:40]):
+        assert make_video(seed, split="train", n_frames=FRAMES[i % 3], hardness=crowded).standing
+
+
+def test_other_lengths_are_refused():
+    with pytest.raises(ValueError, match="videos have 8, 16, 32 frames, got 12"):
+        make_video(TRAIN[0], split="train", n_frames=12)

@@ -1,0 +1,192 @@
+"""Questions are right, and nothing but the video answers them."""
+
+from collections import Counter, defaultdict
+
+import pytest
+
+from pipeline.evaluate.shapes.hardness import HARDNESS
+from pipeline.evaluate.shapes.questions import TYPES, ask
+from pipeline.evaluate.shapes.words import CORNERS, NUMBERS, QUARTERS, VOCABULARY, words_of
+from pipeline.evaluate.shapes.world import corner_of
+from tests.pipeline.evaluate.shapes.shape_videos import videos
+
+#: How far from 25 % a guesser may be on 2,000 questions or more: three standard errors.
+BOUND = 0.03
+ALL = [pytest.param(name, id=name) for name in HARDNESS]
+
+
+def asked(count, hardness="plain", split="train", draw=0):
+    return [ask(video, draw=draw) for video in videos(count, hardness, split)]
+
+
+def flat(lists):
+    return [question for questions in lists for question in questions]
+
+
+def deviation(right, total):
+    """Standard errors between a share and a quarter."""
+    return (right / total - 0.25) / (0.25 * 0.75 / total) ** 0.5
+
+
+class Guesser:
+    """Answers by the words alone: the choice that was right most often, of its text under this question's, with its
+    place."""
+
+    def __init__(self, questions):
+        self.right, self.seen = Counter(), Counter()
+        for question in questions:
+            for place, choice in enumerate(question.choices):
+                for key in self.keys(question, place, choice):
+                    self.seen[key] += 1
+                    self.right[key] += place == question.answer
+
+    @staticmethod
+    def keys(question, place, choice):
+        return [
+            (question.prompt, choice),
+            (question.type, choice),
+            (question.type, place),
+            (question.type, place, choice),
+        ]
+
+    def accuracy(self, questions):
+        hits = 0
+        for question in questions:
+            votes = [
+                sum((self.right[key] + 1) / (self.seen[key] + 4) for key in self.keys(question, place, choice))
+                for place, choice in enumerate(question.choices)
+            ]
+            hits += votes.index(max(votes)) == question.answer
+        return hits / len(questions)
+
+
+@pytest.mark.parametrize("hardness", ["plain", "needle", "mixed"])
+def test_a_guesser_that_reads_but_does_not_look_stays_at_chance(hardness):
+    learnt = flat(asked(300, hardness))
+    unseen = flat(asked(300, hardness, "development"))
+    assert len(learnt) >= 2000 <= len(unseen)
+    assert abs(Guesser(learnt).accuracy(unseen) - 0.25) <= BOUND
+
+
+def test_the_guesser_finds_a_leak_where_there_is_one():
+    def leaky(questions):  # as if nothing ever came in the second half
+        return [q for q in questions if q.type != "quarter" or q.right in QUARTERS[:2]]
+
+    learnt, unseen = leaky(flat(asked(300))), leaky(flat(asked(300, split="development")))
+    quarters = [question for question in unseen if question.type == "quarter"]
+    assert Guesser(learnt).accuracy(quarters) > 0.4
+
+
+@pytest.mark.parametrize("hardness", ["plain", "pan", "needle", "mixed"])
+def test_answers_are_balanced_over_values_types_and_kinds(hardness):
+    right, offered = Counter(), Counter()
+    for question in flat(asked(400, hardness)):
+        for key in ((question.type,), (question.type, question.kind)):
+            right[(*key, question.right)] += 1
+            offered.update((*key, choice) for choice in question.choices)
+    counted = {key: deviation(right[key], total) for key, total in offered.items() if total >= 60}
+    assert len(counted) > 60
+    assert max(map(abs, counted.values())) < 4.2, max(counted.items(), key=lambda item: abs(item[1]))
+
+
+@pytest.mark.parametrize("hardness", ["plain", "pan", "mixed"])
+def test_no_question_of_a_video_tells_the_answer_of_another(hardness):
+    """Whether a choice that another question names, or that another offers, is right more or less often than a
+    quarter of the time."""
+    right, total = Counter(), Counter()
+    for questions in asked(400, hardness):
+        for question in questions:
+            for other in questions:
+                if other is not question:
+                    for place, choice in enumerate(question.choices):
+                        named = choice in words_of(other.prompt), choice in other.choices
+                        total[question.type, other.type, named] += 1
+                        right[question.type, other.type, named] += place == question.answer
+    found = {key: deviation(right[key], count) for key, count in total.items() if any(key[2]) and count >= 60}
+    assert len(found) >= 15
+    assert max(map(abs, found.values())) < 4.2, max(found.items(), key=lambda item: abs(item[1]))
+
+
+def test_the_right_choice_is_anywhere_alike():
+    questions = flat(asked(300))
+    places = Counter(question.answer for question in questions)
+    by_type = Counter((question.type, question.answer) for question in questions)
+    types = Counter(question.type for question in questions)
+    assert all(abs(deviation(places[place], len(questions))) < 4 for place in range(4))
+    assert all(abs(deviation(by_type[name, place], types[name])) < 4.2 for name in TYPES for place in range(4))
+
+
+@pytest.mark.parametrize("hardness", ALL)
+def test_choices_are_four_different_ones_and_the_answer_is_among_them(hardness):
+    for question in flat(asked(60, hardness)):
+        assert len(set(question.choices)) == 4 and question.choices[question.answer] == question.right
+        words = [*words_of(question.prompt), *question.choices]
+        assert set(words) <= set(VOCABULARY), words
+        assert question.subject == "" or question.subject in words_of(question.prompt)
+
+
+def test_every_word_of_the_vocabulary_is_one_word_and_is_used():
+    asked_for = flat([ask(video, draw=draw) for video in videos(120) for draw in range(2)])
+    used = {word for question in asked_for for word in (*words_of(question.prompt), *question.choices)}
+    assert used == set(VOCABULARY) and len(set(VOCABULARY)) == len(VOCABULARY)
+
+
+def test_wrong_choices_are_of_the_same_video_wherever_it_has_them():
+    for video, questions in zip(videos(60), asked(60), strict=True):
+        named = {thing.color for thing in video.named}, {thing.name for thing in video.named}
+        for question in questions:
+            if question.type in ("color", "shape", "order", "onset"):
+                assert set(question.choices) == named[question.type != "color"]
+            if question.type == "scene":
+                assert set(video.scenes) <= set(question.choices)
+            if question.type == "change":
+                assert {shot.color for shot in video.extra("changing").shots} < set(question.choices)
+
+
+def test_every_type_is_asked_of_every_length_and_one_of_a_type_at_most():
+    types = defaultdict(set)
+    for video, questions in zip(videos(120), asked(120), strict=True):
+        names = [question.type for question in questions]
+        assert len(set(names)) == len(names) >= 6
+        types[video.n_frames].update(names)
+    assert all(names == set(TYPES) for names in types.values()) and len(types) == 3
+
+
+def shown(video, question):
+    """The answer, worked out from what is in the video."""
+    name = question.subject
+    thing = next((thing for thing in video.things if thing.name == name), None)
+    return {
+        "color": lambda: thing.color,
+        "shape": lambda: next(other.name for other in video.named if other.color == name),
+        "corner": lambda: CORNERS[corner_of(thing.box(thing.shots[-1]))],
+        "scene": lambda: video.scenes[video.scene_of[thing.shots[-1].frame]],
+        "quarter": lambda: QUARTERS[thing.shots[0].frame // (video.n_frames // 4)],
+        "order": lambda: sorted(video.named, key=lambda other: other.shots[0].frame)[0].name,
+        "onset": lambda: sorted(video.named, key=lambda other: other.shots[0].frame)[0].name,
+        "count": lambda: NUMBERS[len({corner_of(thing.box(shot)) for shot in thing.shots}) - 1],
+        "change": lambda: thing.shots[-1 if "after" in question.prompt else 0].color,
+        "sign": lambda: video.extra("sign").name,
+    }[question.type]()
+
+
+@pytest.mark.parametrize("hardness", ALL)
+def test_answers_say_what_the_video_shows(hardness):
+    for video, questions in zip(videos(60, hardness), asked(60, hardness), strict=True):
+        assert [question.right for question in questions] == [shown(video, question) for question in questions]
+
+
+def test_onset_is_asked_where_all_stay_and_order_elsewhere():
+    for video, questions in zip(videos(60), asked(60), strict=True):
+        names = {question.type for question in questions}
+        assert ("onset" in names, "order" in names) == (video.standing, not video.standing)
+        assert "scene" not in names or not video.standing
+
+
+def test_other_draws_ask_about_other_things_and_a_type_alone_is_asked_the_same():
+    one, other = asked(20), asked(20, draw=1)
+    changed = [a != b for a, b in zip(flat(one), flat(other), strict=True)]
+    assert sum(changed) > len(changed) / 2
+    for video, questions in zip(videos(20), one, strict=True):
+        alone = ask(video, types=["corner", "count"])
+        assert alone == [question for question in questions if question.type in ("corner", "count")]

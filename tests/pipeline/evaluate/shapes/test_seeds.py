@@ -1,0 +1,51 @@
+"""Training, development and test never share a video, and nobody gets a test video without asking for it."""
+
+from itertools import combinations
+
+import pytest
+
+from pipeline.errors import UsageError
+from pipeline.evaluate.shapes.making import make_video
+from pipeline.evaluate.shapes.seeds import BLOCK, SEEDS, TEST, benchmark_seeds, check_seed, refuse_overlap
+
+
+@pytest.mark.parametrize(("one", "other"), list(combinations(SEEDS, 2)))
+def test_no_two_splits_share_a_seed(one, other):
+    refuse_overlap(SEEDS[one], SEEDS[other])
+
+
+def test_an_overlap_is_refused_with_examples():
+    for one, other in (([4, 5, 6], range(6, 9)), (range(6, 9), [6]), ((6, 1), (2, 6))):
+        with pytest.raises(ValueError, match=r"1 seeds are in both, e\.g\. 6: train on other videos"):
+            refuse_overlap(one, other)
+    with pytest.raises(ValueError, match=r"200 seeds are in both, e\.g\. 100, 101, 102:"):
+        refuse_overlap(range(300), range(100, 10_000_000))
+    refuse_overlap(range(5), range(5, 10_000_000))
+
+
+def test_a_test_video_is_made_for_whoever_names_its_split_alone():
+    assert make_video(TEST[0], split="test").seed == TEST[0]
+    for split in ("train", "development"):
+        with pytest.raises(ValueError, match=f"seed {TEST[0]} is of the test videos; those of split='{split}' are"):
+            make_video(TEST[0], split=split)
+    with pytest.raises(TypeError, match="split"):
+        make_video(SEEDS["train"][0])
+
+
+def test_seeds_of_no_split_are_refused():
+    for seed in (-1, 0, SEEDS["train"].stop, TEST.stop):
+        with pytest.raises(ValueError, match=f"seed {seed} is of no split"):
+            check_seed(seed, "train")
+
+
+def test_benchmarks_of_two_seeds_share_no_video():
+    for split in SEEDS:
+        refuse_overlap(benchmark_seeds(split, 0, BLOCK), benchmark_seeds(split, 1, BLOCK))
+        assert benchmark_seeds(split, 1, 3)[-1] in SEEDS[split]
+    last = len(TEST) // BLOCK - 1
+    assert benchmark_seeds("test", last, BLOCK)[-1] == TEST[-1]
+    with pytest.raises(UsageError, match=f"--seed must be 0 to {last} on the split test, got {last + 1}"):
+        benchmark_seeds("test", last + 1, 1)
+    for count in (0, BLOCK + 1):
+        with pytest.raises(UsageError, match=f"--videos must be 1 to {BLOCK}, got {count}; take another --seed"):
+            benchmark_seeds("train", 0, count)
