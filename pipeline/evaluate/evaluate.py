@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from statistics import fmean
 
+import pyarrow.compute as pc
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -47,7 +48,8 @@ class Evaluation:
         """As of the answers; 1 too where a video failed by a bug."""
         answers, videos = self.done.answers, self.done.videos
         if answers is None:
-            return 0
+            n_failed = pc.sum(pc.equal(self.done.scores["status"], "failed")).as_py()
+            return 1 if n_failed > config.failure_limit(len(self.done.scores)) else 0
         bug = videos is not None and "internal" in videos.failures
         return 1 if bug else answers.exit_code(config.failure_limit(answers.n_questions))
 
@@ -69,7 +71,7 @@ def _asked(config: EvaluateConfig, console: Console) -> Evaluation:
     for line in said_of_the_data(request.loaded, request.benchmark):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     done = answer_and_score(request, console)
-    shown = _shown(request, done)
+    shown = _shown(request, done, console)
     files = write_results(request.store, done, shown)
     if config.drop_tokens:
         if again := _to_ask_again(done):
@@ -108,14 +110,14 @@ def said_of_the_data(loaded: Loaded, benchmark: Benchmark) -> Iterator[str]:
         yield f"note: {count} {kind}, {'left out' if left_out else 'kept'}, e.g. {example}"
 
 
-def _shown(request: EvaluateRequest, done: Evaluated) -> Shown:
+def _shown(request: EvaluateRequest, done: Evaluated, console: Console) -> Shown:
     return Shown(
         title=request.title,
         benchmark=request.benchmark,
         protocol=request.protocol,
         described=request.identity,
         facts=[*_facts(request, done), *_machine()],
-        pages=video_pages(request, done.scores, list(arms_of(request).values())),
+        pages=video_pages(request, done.scores, list(arms_of(request).values()), console),
         draws=request.config.draws,
         seed=request.config.seed,
     )

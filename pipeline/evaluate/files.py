@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.cache.schema import write_parquet
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
@@ -43,7 +43,7 @@ class Shown:
 def main_table(done: Evaluated, shown: Shown) -> ResultsTable:
     """The table in the paper's layout: the first split's parts, then the whole."""
     splits = shown.benchmark.splits
-    return _table(done, shown, splits[0] if splits else None)
+    return replace(_table(done, shown, splits[0] if splits else None), title=shown.title)
 
 
 def write_results(store: Store, done: Evaluated, shown: Shown) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 import torch
+from rich.console import Console
 
 from gstep import PrunedTokens
 from gstep.language import prompt_builder
@@ -16,7 +17,7 @@ from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.header import CacheIdentity
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.cache.schema import digest
-from pipeline.errors import CorruptShard, UnknownVideo
+from pipeline.errors import printable
 from pipeline.evaluate.report.disagreements import answers_of, disagreements
 from pipeline.evaluate.request import EvaluateRequest
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
@@ -30,11 +31,12 @@ PAGES = "pages"
 Links = dict[str, list[tuple[str, str]]]
 
 
-def video_pages(request: EvaluateRequest, scores: pa.Table, arms: Sequence[Arm]) -> Links:
+def video_pages(request: EvaluateRequest, scores: pa.Table, arms: Sequence[Arm], console: Console) -> Links:
     """Write a page for each method that looks at the video alone, of the videos on which methods disagree most.
 
     A page shows a nested method at all its ratios, another one at the largest. Pages that are there stay; where the
-    cache is gone no new ones come. Returns video_id -> (method, address relative to the results).
+    cache is gone no new ones come, and what goes wrong with one costs that page alone. Returns video_id -> (method,
+    address relative to the results).
     """
     videos = most_disputed(scores, arms, request.config.pages)
     largest: dict[str, LateAsked] = {}
@@ -48,8 +50,11 @@ def video_pages(request: EvaluateRequest, scores: pa.Table, arms: Sequence[Arm])
         names = {label: page_name(video_id, one) for label, one in largest.items()}
         missing = {label: name for label, name in names.items() if not request.store.exists(name)}
         if cache is not None and missing:
-            for label, html in _drawn(request, cache, video_id, {label: largest[label] for label in missing}):
-                request.store.put(names[label], html.encode())
+            try:
+                for label, html in _drawn(request, cache, video_id, {label: largest[label] for label in missing}):
+                    request.store.put(names[label], html.encode())
+            except Exception as error:  # noqa: BLE001 - a method's own code runs here, and the results are worth more
+                console.print(f"note: no page of {video_id}: {printable(repr(error))}", highlight=False, markup=False)
         there = [(label, name) for label, name in names.items() if request.store.exists(name)]
         if there:
             links[video_id] = there
@@ -83,10 +88,9 @@ def _drawn(
     lates = {label: late_pruning(one, held, request.source, builder) for label, one in asked.items()}
     lates = {label: late for label, late in lates.items() if late.pruner.cacheable}
     columns = tuple(dict.fromkeys(column for late in lates.values() for _, column in late.evidence))
-    try:
-        whole = cache.get(video_id, evidence=columns)
-    except (UnknownVideo, CorruptShard, OSError):  # it costs a link, and its questions say why
+    if video_id not in cache:  # its questions say why
         return
+    whole = cache.get(video_id, evidence=columns)
     visual = to_visual(whole, cache.newline)
     pictures = source_pictures(whole.metadata, held["sampling"], request.objects)
     for label, late in lates.items():

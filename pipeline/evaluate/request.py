@@ -31,10 +31,10 @@ from pipeline.generate.request import PRUNINGS, check_model, describe_prunings, 
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.evidence import needed_by
-from pipeline.prune.request import match_cache, resolve
+from pipeline.prune.request import match_cache, resolve, sampling_settings
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
-from pipeline.video.sampling import ROUND_EVEN, TRUNCATE
+from pipeline.video.sampling import ROUND_EVEN, TRUNCATE, Sampling
 
 RESULTS_VERSION = 1
 RESULTS_HEADER = "evaluation.json"
@@ -106,6 +106,8 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     if held is not None:
         check_model(cached, held["model"], source)
     videos = _videos(config, protocol, source, cache, held)
+    if held is not None and videos is None:
+        _check_frames(config, protocol, source, cache, held)
     grid = config.grid()
     with refusing():
         made = held if videos is None else _identity(videos, cached, objects, console)
@@ -189,6 +191,23 @@ def _videos(
     )
 
 
+def _check_frames(
+    config: EvaluateConfig, protocol: Protocol, source: ModelSource, cache: str, held: CacheIdentity
+) -> None:
+    """Refuse a cache that is only read where its frames are not those that the results would name."""
+    asked = config.num_frames is not None or source.model_type in protocol.models
+    if not asked or "sampling" not in held:
+        return
+    frames = protocol.rules(source.model_type).frames
+    rule = frame_rule(frames)
+    wanted = sampling_settings(Sampling(num_frames=config.num_frames or frames.num_frames, rule=rule))
+    if wanted != held["sampling"]:
+        raise IdentityMismatch(
+            f"{cache} has the frames {held['sampling']}, and {protocol.name} asks for {wanted}: name another "
+            "--cache, or its own number with --num-frames"
+        )
+
+
 def _evidence(
     config: EvaluateConfig, source: ModelSource, cache: str, held: CacheIdentity | None
 ) -> frozenset[tuple[str, str]]:
@@ -198,7 +217,7 @@ def _evidence(
     with refusing():
         for one in config.grid().values():
             if one is not None:
-                needed |= dict.fromkeys(needed_by(one.method, source.model_type), one.method)
+                needed |= dict.fromkeys(needed_by(one.method, source.model_type, one.params), one.method)
     if held is None:
         return frozenset(needed)
     stored = pairs(held.get("evidence", {}))

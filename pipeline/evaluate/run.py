@@ -7,10 +7,11 @@ and nothing is answered twice.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,10 +21,12 @@ from rich.console import Console
 
 from gstep import PRUNERS, make_pruner
 from gstep.backbones import family_of
+from pipeline.cache.header import differences
 from pipeline.cache.live_rows import TOKENS, VIDEOS
-from pipeline.cache.reader import HEADER
+from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.errors import NotAnswers, RunFailed, UsageError
-from pipeline.evaluate.benchmarks.items import Item, Loaded
+from pipeline.evaluate.benchmarks.annotations import LeftOut
+from pipeline.evaluate.benchmarks.items import Collected, Item, Loaded
 from pipeline.evaluate.benchmarks.own import clusters_of
 from pipeline.evaluate.config import FULL, EvaluateConfig
 from pipeline.evaluate.questions import answered_item, way_of
@@ -56,6 +59,9 @@ from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, Store, store_at
 
 MANIFEST = "videos.jsonl"
+DROPPING = "dropping"  # in a cache that is being deleted
+# The files of a cache as runs name them.
+_OURS = re.compile(r"tokens/.+-[0-9a-f]{32}\.parquet|videos/.+-\d{6}-[0-9a-f]{32}\.parquet|runs/[^/]+\.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +92,8 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> Evaluated:
     match_results(request.store, request.identity)
     write_results_header(request.store, request.identity)
     todo = _unanswered(request)
-    cache = store_at(request.cache, request.objects)
-    if todo and request.config.cache is None and not cache.exists(HEADER):
-        drop_tokens(request, console)  # what a run left that ended in the middle of that
+    if todo and store_at(request.cache, request.objects).exists(DROPPING):
+        drop_tokens(request, console)  # what a run left that ended in the middle of it
     videos = _encode(request, todo, console) if todo and request.videos is not None else None
     answers = _answer(request, console) if todo else _there(request)
     live = _live(request)
@@ -140,7 +145,8 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
     config = PruneConfig(**{**vars(request.videos), "videos": f"{request.config.out.rstrip('/')}/{MANIFEST}"})
     console.print(f"{len(ids)} videos, all tokens of each once: {_size(request)}", highlight=False, soft_wrap=True)
     summary = PruneRun(config, console).carry_out()
-    if not summary.n_ok:
+    # Those that are left may all be broken: their questions say so, and the others are there.
+    if not summary.n_ok and not len(TokenCache(request.cache, store=store_at(request.cache, request.objects))):
         reasons = "; ".join(f"{name}: {count}, {summary.examples[name][1]}" for name, count in summary.failures.items())
         raise RunFailed(f"none of {len(ids)} videos could be encoded: {reasons}")
     return summary
@@ -194,15 +200,22 @@ def _there(request: EvaluateRequest) -> AnswerSummary:
 
 
 def drop_tokens(request: EvaluateRequest, console: Console) -> None:
-    """Delete the cache of all tokens: its header first, so that a part of one is no cache to anybody."""
+    """Delete the cache of all tokens, and no file that a run did not write.
+
+    Its header goes first, so that a part of one is no cache to anybody, and a mark that this was begun goes last.
+    Raises UsageError where the cache is a link: what it leads to may be others'.
+    """
     cache, folders = store_at(request.cache, request.objects), (VIDEOS, TOKENS, RUNS)
-    notify = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    if not cache.taken():
+    if isinstance(cache, LocalStore) and cache.root.is_symlink():
+        raise UsageError(f"--drop-tokens: {cache} is a link to another place, which is yours to delete")
+    if not (cache.exists(HEADER) or cache.exists(DROPPING)):
         return
+    notify = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     with cache_lock(cache, new_run_id(), notify):
-        names = [HEADER] if cache.exists(HEADER) else []  # gone where a run ended in the middle of this
-        names += [file.name for folder in folders for file in cache.listed(folder)]
-        for name in names:
+        cache.put(DROPPING, b"")
+        names = [HEADER] if cache.exists(HEADER) else []
+        names += [file.name for folder in folders for file in cache.listed(folder) if _OURS.fullmatch(file.name)]
+        for name in (*names, DROPPING):
             cache.delete(name)
         if isinstance(cache, LocalStore):  # elsewhere there are no empty folders
             for folder in folders:
@@ -217,29 +230,53 @@ def score_answers(config: EvaluateConfig) -> Evaluated:
     Raises UsageError for a place without answers, and where not all hold the same questions.
     """
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
-    tables, items, left_out = [], dict[str, Item](), set[str]()
+    tables: list[pa.Table] = []
     arms: dict[str, Arm] = {}
+    first: tuple[Mapping[str, Any], Collected] | None = None
     for place in config.score:
         store = store_at(place, objects)
-        live, label, arm = read_answers(place, store=store), place, _arm(read_answers_header(store)["identity"])
+        live, identity = read_answers(place, store=store), read_answers_header(store)["identity"]
+        arm, found = _arm(identity), _answered(live)
         if arm in arms.values():
             raise UsageError(f"--score {place}: {arm.method} at {arm.ratio:g} is there twice; name each once")
-        found = {}
-        for row in live.to_pylist():
-            item = answered_item(without_nulls(row, AnswerRecord))
-            if item is None:
-                left_out.add(row["question_id"])
-            else:
-                found[item.question_id] = item
-        if not found:
+        if not found.items:
             raise UsageError(f"--score {place}: no question has an answer to compare with; give them a column answer")
-        if items and items != found:
-            raise UsageError(f"--score {place}: other questions than in {config.score[0]}; score them by themselves")
-        items, arms[label] = found, arm
-        tables.append(live.set_column(live.schema.get_field_index("pruning"), "pruning", pa.repeat(label, len(live))))
-    kept = clusters_of(list(items.values()))
+        if first is not None:
+            if wrong := differences(first[0], _comparable(identity), has=f"{config.score[0]} has"):
+                lines = "\n  ".join(wrong)
+                raise UsageError(f"--score {place} cannot be compared with {config.score[0]}:\n  {lines}")
+            if first[1].items != found.items:
+                raise UsageError(
+                    f"--score {place}: other questions than in {config.score[0]}; score them by themselves"
+                )
+        first, arms[place] = first or (_comparable(identity), found), arm
+        tables.append(live.set_column(live.schema.get_field_index("pruning"), "pruning", pa.repeat(place, len(live))))
+    assert first is not None  # the config refuses no place at all
+    loaded = first[1].loaded(config.score[0], "give the questions a column answer")
+    kept = clusters_of(loaded.items)
     scores = score_table(kept, arms, pa.concat_tables(tables), "letter")
-    return Evaluated(loaded=Loaded(tuple(kept), (), len(kept)), scores=scores, n_left_out=len(left_out))
+    n_left_out = sum(fault.left_out for fault in loaded.faults)
+    return Evaluated(loaded=replace(loaded, items=tuple(kept)), scores=scores, n_left_out=n_left_out)
+
+
+def _answered(live: pa.Table) -> Collected:
+    """The questions of answers, and what is wrong with them."""
+    collected = Collected()
+    for row in live.to_pylist():
+        item = answered_item(without_nulls(row, AnswerRecord))
+        where = f"question {row['question_id']}"
+        if item is None:
+            collected.leave_out(where, row["question_id"], LeftOut("bad-row", "nobody said what is right"))
+        else:
+            collected.keep(where, item)
+    return collected
+
+
+def _comparable(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the identity of answers what must be the same for their scores to be compared."""
+    prompt = {name: value for name, value in identity.get("prompt", {}).items() if name != "order"}
+    cache = {name: identity["cache"].get(name) for name in ("preprocessing", "sampling")}
+    return {**{name: identity.get(name) for name in ("model", "decoding")}, "prompt": prompt, "cache": cache}
 
 
 def _arm(identity: Mapping[str, Any]) -> Arm:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from gstep.backbones import BACKBONES
 from gstep.evidence import PER_FRAME, SOURCES, label
@@ -37,11 +38,11 @@ def evidence_sources(asked: Sequence[str], methods: Sequence[str], model_type: s
     return {label(name, source): source for name, source in sorted(pairs)}
 
 
-def needed_by(method: str, model_type: str) -> set[tuple[str, str]]:
-    """(name, source) of what a method asks the vision encoder for on a family. Raises UsageError where that does not
-    give it, ValueError for an unknown method."""
+def needed_by(method: str, model_type: str, params: Mapping[str, str] = MappingProxyType({})) -> set[tuple[str, str]]:
+    """(name, source) of what a method with these parameters asks the vision encoder for on a family. Raises UsageError
+    where that does not give it, ValueError for an unknown method or parameter."""
     family = BACKBONES[model_type]
-    pruner = read_pruner(method, {}, family=family.variant)
+    pruner = read_pruner(method, params, family=family.variant)
     pairs = set(pruner.sources.items())
     if "text_embedding" in pruner.needs:  # where a family has no embedding of patches, tokens stand for it
         pairs = {pair for pair in pairs if pair[0] != "image_embedding" or pair in family.gives}

@@ -93,6 +93,11 @@ class Collected:
         self._ids: set[str] = set()
         self._asked: dict[tuple[object, ...], str] = {}
 
+    @property
+    def items(self) -> list[Item]:
+        """The questions to ask."""
+        return self._items
+
     def leave_out(self, where: str, question_id: object, fault: LeftOut) -> None:
         """A row that cannot be asked."""
         self._n_annotated += 1

@@ -50,7 +50,7 @@ def titles(table) -> list[str]:
 
 def test_the_main_table_has_the_parts_of_the_first_split_in_the_benchmarks_order():
     table = main_table(done_with(items_of(9)), shown())
-    assert titles(table) == ["Short", "Medium", "Long", "Overall"] and table.title == "T: Duration"
+    assert titles(table) == ["Short", "Medium", "Long", "Overall"] and table.title == "T"
     assert [column.key for column in table.columns] == ["duration=short", "duration=medium", "duration=long", OVERALL]
     assert table.n_questions == (9, 9, 9, 27) and table.n_clusters == (3, 3, 3, 9)
     assert [row.method for row in table.blocks[0].rows] == ["gstep", "uniform"]
@@ -71,7 +71,7 @@ def test_parts_that_the_benchmark_does_not_name_come_behind_those_that_it_does()
 def test_a_split_into_too_many_parts_is_not_shown(count, columns):
     done = done_with(in_parts(*(f"{i:02}" for i in range(count))))
     table = main_table(done, shown(own(Split("split", "Split"))))
-    assert len(table.columns) == columns and table.title == ("T: Split" if columns > 1 else "T")
+    assert len(table.columns) == columns and table.title == "T"
 
 
 def test_without_splits_there_is_one_column_for_the_benchmark():
@@ -108,7 +108,7 @@ def test_everything_is_written_and_named(tmp_path):
 def test_every_split_with_questions_has_a_table_and_the_main_one_is_the_papers(tmp_path):
     write_results(LocalStore(tmp_path), done_with(items_of(9)), shown())
     headings = [line for line in (tmp_path / TABLES_MD).read_text().splitlines() if line.startswith("### ")]
-    assert headings == ["### T: Duration", "### T: Domain", "### T: Task"]  # none has a sub-category
+    assert headings == ["### T", "### T: Domain", "### T: Task"]  # none has a sub-category
     latex = (tmp_path / TABLES_TEX).read_text()
     assert latex.count(r"\begin{tabular}") == 1 and "Medium" in latex and "Sports" not in latex
 
@@ -127,4 +127,4 @@ def test_results_are_written_over_those_of_an_earlier_run(tmp_path):
     write_results(store, done_with(items_of(9)), shown())
     write_results(store, done_with(items_of(3)), shown(title="U"))
     assert pq.read_table(tmp_path / SCORES).num_rows == 3 * 3 * 3
-    assert "### U: Duration" in (tmp_path / TABLES_MD).read_text()
+    assert "### U" in (tmp_path / TABLES_MD).read_text()

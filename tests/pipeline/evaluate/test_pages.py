@@ -1,5 +1,6 @@
 """Pages of single videos: those that methods disagree on most, as a cache of what a method keeps would show them."""
 
+import io
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pyarrow as pa
 import pytest
 from rich.console import Console
 
+from gstep.pruners.uniform import Uniform
 from pipeline.cache.reader import TokenCache
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.pages import chosen_video, described, most_disputed, page_name, video_pages
@@ -148,7 +150,7 @@ DISPUTED = scores(("a", "a", "101"), ("b", "b", "111"))
 
 
 def pages_of(request, table=DISPUTED):
-    return video_pages(request, table, [*arms_of(request).values(), FPS])
+    return video_pages(request, table, [*arms_of(request).values(), FPS], Console(quiet=True))
 
 
 def test_a_method_that_looks_at_the_video_alone_has_a_page_at_its_largest_ratio(asked):
@@ -187,3 +189,15 @@ def test_where_no_pages_are_wanted_none_are_drawn(asked):
     request = asked("gstep", pages=0)
     assert pages_of(request) == {} and not request.store.names("pages", ".html")
     assert pages_of(asked("gstep"), scores(("a", "a", "111"))) == {}
+
+
+def test_a_method_that_fails_on_a_page_costs_the_page_alone(asked, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("a bug of the method")
+
+    request = asked("gstep", "uniform")
+    monkeypatch.setattr(Uniform, "select", broken)
+    said = io.StringIO()
+    links = video_pages(request, DISPUTED, list(arms_of(request).values()), Console(file=said, width=300))
+    assert [label for label, _ in links["a"]] == ["gstep"]
+    assert "note: no page of a: RuntimeError('a bug of the method')" in said.getvalue()

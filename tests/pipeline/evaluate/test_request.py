@@ -12,6 +12,7 @@ from gstep.backbones import ModelSource
 from gstep.language import prompt_builder
 from pipeline.cache.header import header_bytes
 from pipeline.cache.reader import read_header
+from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import IdentityMismatch, NotResults, UsageError
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.protocols import FrameRule
@@ -297,3 +298,14 @@ def test_ids_of_videos_are_paths_below_the_data(tmp_path, monkeypatch):
     relative = replace(request, config=replace(request.config, data="d"))
     assert data_folder(request) == data_folder(relative) == tmp_path / "d"
     assert all((data_folder(request) / item.video_id).is_file() for item in request.loaded.items)
+
+
+def test_a_cache_that_is_only_read_has_the_frames_that_the_results_name(tmp_path):
+    held = json.loads(LocalStore(whole(tmp_path)).read("cache.json"))["identity"]
+    header = {"schema_version": SCHEMA_VERSION, "newline": None, "identity": {**held, "sampling": {"num_frames": 3}}}
+    LocalStore(tmp_path / "c").put("cache.json", header_bytes(header))
+    assert own(tmp_path, num_frames=3).identity["num_frames"] == 3
+    with pytest.raises(
+        IdentityMismatch, match=r"has the frames \{'num_frames': 3\}, and letter asks for \{'num_frames': 4"
+    ):
+        own(tmp_path, num_frames=4)

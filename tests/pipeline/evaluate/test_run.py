@@ -315,3 +315,42 @@ def test_answers_of_an_evaluation_are_scored_by_itself(asked):
     answer_and_score(request, QUIET)
     with pytest.raises(NotAnswers, match=r"answers of jobs\.evaluate, which scores them itself"):
         scored(f"{request.config.out}/answers")
+
+
+def test_files_of_others_among_a_caches_own_are_not_deleted(asked):
+    request = asked()
+    mine = Path(request.cache) / "videos" / "holiday.mp4"
+    mine.write_bytes(b"mine")
+    drop_tokens(request, QUIET)
+    assert mine.read_bytes() == b"mine" and not (Path(request.cache) / HEADER).exists()
+
+
+def test_a_cache_that_is_a_link_is_not_dropped(asked, tmp_path):
+    request = asked()
+    link = tmp_path / "link"
+    link.symlink_to(request.cache)
+    with pytest.raises(UsageError, match="is a link to another place, which is yours to delete"):
+        drop_tokens(replace(request, cache=str(link)), QUIET)
+    assert (link / HEADER).exists()
+
+
+def test_a_cache_whose_header_is_lost_is_not_cleared_unasked(asked):
+    """Nothing was being dropped: its tokens may be mended by the header from a copy."""
+    request = asked()
+    store = LocalStore(request.cache)
+    store.delete(HEADER)
+    drop_tokens(request, QUIET)
+    assert store.names("tokens", ".parquet")
+
+
+def test_answers_that_were_asked_for_otherwise_are_not_compared(answered):
+    full, free = answered("full"), answered("free", cache="pruned", choices="generate")
+    with pytest.raises(UsageError, match=r"cannot be compared with .*full:\n  decoding\.choices: .*'letter'"):
+        scored(full, free)
+
+
+def test_what_is_wrong_with_scored_questions_is_listed_as_of_a_benchmark(answered):
+    rows = [{**ROWS[0], "answer": "no such choice"}, {**ROWS[1], "answer": None}, {**ROWS[1], "question_id": "z"}]
+    loaded = scored(answered("full", "BBB", rows=rows)).loaded
+    assert {fault.kind for fault in loaded.faults} >= {"answer-no-candidate", "bad-row"}
+    assert (len(loaded.items), loaded.n_annotated) == (2, 3)
