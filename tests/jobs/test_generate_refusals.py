@@ -11,8 +11,7 @@ from jobs import generate
 from pipeline.errors import RunFailed
 from pipeline.generate import answer_stage
 from pipeline.generate.answers import read_answers
-from pipeline.generate.config import GenerateConfig
-from pipeline.generate.request import _model
+from pipeline.generate.request import model_of
 from pipeline.storage.lock import cache_lock
 from tests.jobs.jobs import forbid_ray
 from tests.pipeline.asking import tiny_cache, write_questions
@@ -222,7 +221,7 @@ def test_answers_of_other_settings_are_refused_by_name(ask, tmp_path, options, d
     ],
 )
 def test_the_revision_is_the_caches_wherever_its_branch_is_now(options, named):
-    assert _model(GenerateConfig(questions="q.jsonl", **options), "hub:org/model@abc") == named
+    assert model_of(options.get("model"), options.get("revision"), "hub:org/model@abc") == named
 
 
 def test_what_another_run_wrote_before_the_lock_was_ours_counts(ask, tmp_path, monkeypatch):

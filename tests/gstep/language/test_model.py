@@ -45,7 +45,8 @@ def test_all_tokens_give_the_logits_of_the_stock_model_on_pixels(name, source, v
     with torch.no_grad():
         expected = stock(name)(**inputs).logits[0]
     (logits,) = llm(name).logits([prompt])
-    assert (logits - expected).abs().max() == 0
+    # 0 on most CPUs; on some a product's last bits go by where its numbers lie in memory (1.3e-5 was seen).
+    assert (logits - expected).abs().max() < 5e-5
     (answer,) = llm(name).generate([prompt], [GREEDY])
     assert answer.token_ids == stock_greedy(name, inputs)
 
@@ -81,7 +82,7 @@ def test_dropping_tokens_equals_masking_them(name, source, video):
     with torch.no_grad():
         expected = stock(name)(**inputs, position_ids=full_positions(whole)).logits[0][mask[0].bool()]
     (logits,) = llm(name).logits([pruned])
-    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits, expected, atol=5e-5, rtol=0)
     generation_ids = Batch.of([whole]).position_ids()
     (answer,) = llm(name).generate([pruned], [GREEDY])
     assert answer.token_ids == stock_greedy(name, inputs, position_ids=generation_ids)

@@ -123,7 +123,8 @@ def test_continuous_tokens(form: str, candidates: int, rounds: int, kind: str, d
 
 @pytest.mark.parametrize("form", FORMS)
 def test_copies_of_a_token_go_to_the_lowest_index(form: str) -> None:
-    frame = torch.from_numpy(np.random.default_rng(3).normal(size=(13, 50))).half()
+    # Whole numbers: of others the interpreter's products round by a row's place, and copies are copies no more.
+    frame = torch.from_numpy(np.random.default_rng(3).integers(-8, 9, size=(13, 50))).half()
     order = select(form, frame.repeat(7, 1), torch.zeros(91, dtype=torch.float64), 40, alpha=1.0)
     assert sorted(order[:13]) == list(range(13))
     assert order[13:] == list(range(13, 40))
