@@ -157,7 +157,7 @@ def _question(row: UserRow, where: str, way: Way) -> dict[str, str | list[str] |
     prompt = row.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
         raise QuestionsError(f"{where}: prompt must be text, got {prompt!r}; every row needs {_NEEDS}")
-    choices, video_ids = _choices(row, where, way), _video_ids(row, where)
+    choices, video_ids = _choices(row, where, way), video_ids_of(row, where)
     carried = {name: value for name, value in row.items() if name not in _OWN and value is not None}
     question = {
         "question_id": str(question_id),
@@ -175,10 +175,11 @@ def _question(row: UserRow, where: str, way: Way) -> dict[str, str | list[str] |
     return question
 
 
-def _video_ids(row: UserRow, where: str) -> list[str]:
+def video_ids_of(row: UserRow, where: str) -> list[str]:
+    """The videos that a row asks about, one or several. Raises QuestionsError."""
     value = row.get("video_id")
     if isinstance(value, str) and value.startswith("["):  # a .csv has no lists of its own
-        listed = _json_list(value)
+        listed = json_list(value)
         value = listed if listed and all(isinstance(name, str) for name in listed) else value
     ids: list[Any] = value if isinstance(value, list) else [value]
     if not ids or not all(isinstance(name, str) and name.strip() for name in ids):
@@ -190,7 +191,7 @@ def _choices(row: UserRow, where: str, way: Way) -> list[str] | None:
     value = row.get("choices")
     if value is None:
         return None
-    choices = _json_list(value) if isinstance(value, str) else value
+    choices = json_list(value) if isinstance(value, str) else value
     if not isinstance(choices, list) or not all(isinstance(text, str) and text.strip() for text in choices):
         raise QuestionsError(f"{where}: choices must be a list of texts (in .csv as JSON), got {value!r}")
     if len(choices) < 2:
@@ -215,7 +216,8 @@ def target_of(row: UserRow, where: str) -> str | None:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
-def _json_list(text: str) -> list[Any] | None:
+def json_list(text: str) -> list[Any] | None:
+    """The list that a cell of .csv says as JSON; None where it says none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # as of a row of .jsonl

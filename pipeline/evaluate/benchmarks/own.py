@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import QuestionsError
 from pipeline.evaluate.benchmarks.annotations import LeftOut, Videos, answer_index, data_folder
@@ -17,7 +15,7 @@ from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import Collected, Item, Loaded
 from pipeline.evaluate.protocols import LETTER
 from pipeline.generate.choices import MAX_LETTERS
-from pipeline.generate.questions import target_of
+from pipeline.generate.questions import json_list, target_of, video_ids_of
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, UserRow, is_text, read_rows
 from pipeline.storage.s3 import is_object
@@ -136,7 +134,7 @@ def read_question(row: UserRow, where: str, most_choices: int | None = MAX_LETTE
     options, expected, split = _choices(row, where, most_choices), _answer(row, where), _label(row, "split", where)
     item = Item(
         question_id=str(question_id),
-        video_ids=_video_ids(row, where),
+        video_ids=tuple(video_ids_of(row, where)),
         question=prompt,
         options=options,
         answer=_right(expected, options) if options else None,
@@ -150,35 +148,16 @@ def read_question(row: UserRow, where: str, most_choices: int | None = MAX_LETTE
     return item
 
 
-def _video_ids(row: UserRow, where: str) -> tuple[str, ...]:
-    value = row.get("video_id")
-    if isinstance(value, str) and value.startswith("["):  # a .csv has no lists of its own
-        listed = _json_list(value)
-        value = listed if listed and all(isinstance(name, str) for name in listed) else value
-    ids: list[Any] = value if isinstance(value, list) else [value]
-    if not ids or not all(isinstance(name, str) and name.strip() for name in ids):
-        raise QuestionsError(f"{where}: video_id must be a video's id or a list of them, got {value!r}")
-    return tuple(ids)
-
-
 def _choices(row: UserRow, where: str, most: int | None) -> tuple[str, ...]:
     value = row.get("choices")
     if value is None:
         return ()
-    choices = _json_list(value) if isinstance(value, str) else value
+    choices = json_list(value) if isinstance(value, str) else value
     if not isinstance(choices, list) or not all(isinstance(text, str) and text.strip() for text in choices):
         raise QuestionsError(f"{where}: choices must be a list of texts (in .csv as JSON), got {value!r}")
     if len(choices) < 2 or (most is not None and len(choices) > most):
         raise QuestionsError(f"{where}: choices must be 2 to {most}, as there are letters, got {len(choices)}")
     return tuple(choices)
-
-
-def _json_list(text: str) -> list[Any] | None:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, list) else None
 
 
 def _answer(row: UserRow, where: str) -> str:
