@@ -1,4 +1,4 @@
-"""The files of a checkpoint, wherever it is: in a folder, on the Hugging Face Hub, or built on the spot."""
+"""The files of a checkpoint, wherever it is: in a folder, on the Hugging Face Hub, in this package, or made here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gstep.checkpoints import hub, tiny
+from gstep.checkpoints import hub, shipped, tiny
 from gstep.errors import ModelError
 
 
@@ -17,29 +17,27 @@ class CheckpointFiles:
 
     Attributes:
         kind: where the checkpoint is.
-        location: the absolute folder, the Hugging Face id, or the name of a tiny model.
+        location: the absolute folder, the Hugging Face id, or the name of a model that comes with this package.
         revision: the commit sha of a Hugging Face id, else None.
     """
 
-    kind: Literal["folder", "hub", "tiny"]
+    kind: Literal["folder", "hub", "shipped", "tiny"]
     location: str
     revision: str | None = None
 
     @classmethod
     def locate(cls, model: str, revision: str | None = None) -> CheckpointFiles:
-        """From a model argument. Raises ModelError where it is neither a folder, a tiny model nor a reachable id."""
+        """From a model argument. Raises ModelError where it is neither a folder, a model of ours nor a reachable id."""
         folder = Path(model).expanduser()
-        kind = "tiny" if model in tiny.TINY else "folder" if model and folder.is_dir() else "hub"
-        if kind != "hub" and revision is not None:
-            raise ModelError(f"a revision ({revision!r}) belongs to a Hugging Face id; {model!r} is a {kind}")
-        if kind == "tiny":
-            return cls("tiny", model)
-        if kind == "folder":
-            return cls("folder", str(folder.resolve()))
+        here = _own_kind(model) or ("folder" if model and folder.is_dir() else None)
+        if here is not None and revision is not None:
+            raise ModelError(f"a revision ({revision!r}) belongs to a Hugging Face id; {model!r} is a {here} model")
+        if here is not None:
+            return cls(here, str(folder.resolve()) if here == "folder" else model)
         if model.startswith(("/", ".", "~")) or model.count("/") > 1 or not model or folder.exists():
             raise ModelError(
                 f"{model!r} is no folder on this machine: pass a model folder, a Hugging Face id (owner/name), or one "
-                f"of {', '.join(tiny.TINY)}"
+                f"of {', '.join((*shipped.SHIPPED, *tiny.TINY))}"
             )
         return cls("hub", model, hub.commit_of(model, revision))
 
@@ -59,6 +57,8 @@ class CheckpointFiles:
     def folder(self) -> Path:
         """The folder of a checkpoint that is not on the Hub."""
         assert self.kind != "hub"
+        if self.kind == "shipped":
+            return shipped.SHIPPED[self.location]
         return tiny.build(self.location) if self.kind == "tiny" else Path(self.location)
 
     def names(self, *suffixes: str) -> list[str]:
@@ -79,3 +79,9 @@ class CheckpointFiles:
         if not isinstance(content, dict):
             raise ModelError(f"{path} holds no JSON object: copy it again from the original checkpoint")
         return content
+
+
+def _own_kind(model: str) -> Literal["shipped", "tiny"] | None:
+    if model in shipped.SHIPPED:
+        return "shipped"
+    return "tiny" if model in tiny.TINY else None

@@ -31,7 +31,8 @@ class ModelSource:
     Attributes:
         name: the argument as given.
         model_type: a name in ``gstep.families``.
-        identity: says which weights these are: "hub:<id>@<sha>", "folder:<hash>" or "tiny:<version>-<hash>".
+        identity: says which weights these are: "hub:<id>@<sha>", "folder:<hash>", "shapes:<hash>" or
+            "tiny:<version>-<hash>".
         files: where its files are; ``files.revision`` is the commit sha of a Hugging Face id.
         weight_files: the names of the safetensors files.
         config: config.json.
@@ -50,10 +51,10 @@ class ModelSource:
 
     @classmethod
     def resolve(cls, model: str | Path, revision: str | None = None) -> ModelSource:
-        """Find a model by its folder, Hugging Face id or tiny name. Small JSON files are read, weights are not.
+        """Find a model by its folder, Hugging Face id or name here. Small JSON files are read, weights are not.
 
         Args:
-            model: a folder with config.json and *.safetensors, a Hugging Face id, or "tiny".
+            model: a folder with config.json and *.safetensors, a Hugging Face id, "shapes" or "tiny".
             revision: branch, tag or commit of a Hugging Face id; its default branch where None.
 
         Raises ModelError, with the remedy, where there is no such model or it cannot be used.
@@ -80,11 +81,13 @@ class ModelSource:
 
         Raises ModelError where there is no such file.
         """
-        if self.files.kind == "tiny" and tiny.identity(self.files.location) != self.identity:
-            raise ModelError(
-                f"this node builds {tiny.identity(self.files.location)}, the driver {self.identity}: "
-                "install the same version of this package and of numpy on every node"
-            )
+        if self.files.kind in {"shipped", "tiny"}:
+            mine = _identity(self.files, self.weight_files, self.config)
+            if mine != self.identity:
+                raise ModelError(
+                    f"this node has {mine}, the driver {self.identity}: "
+                    "install the same version of this package and of numpy on every node"
+                )
         path = self.files.find(filename)
         if path is None:
             raise ModelError(f"{self.name!r} has no file {filename}: download the whole checkpoint")
@@ -111,7 +114,9 @@ def _identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dic
         return f"hub:{files.location}@{files.revision}"
     if files.kind == "tiny":
         return tiny.identity(files.location)
-    return folder_identity(files.folder(), weight_files, config)
+    found = folder_identity(files.folder(), weight_files, config)
+    # By its name, not by where this package is installed or that it is a folder there.
+    return found.replace("folder:", f"{files.location}:") if files.kind == "shipped" else found
 
 
 def _preprocessor_settings(name: str, files: CheckpointFiles) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from pipeline.evaluate.shapes.seeds import SPLIT_NAMES, SplitName, benchmark_see
 from pipeline.evaluate.shapes.world import DURATIONS, Video
 
 #: Counts up when a seed gives another video or other questions.
-WORLD_VERSION = 1
+WORLD_VERSION = 2
 RECIPE, EVIDENCE = "recipe.json", "evidence.jsonl"
 ANNOTATIONS = "videomme/test-00000-of-00001.parquet"
 _TEXTS = ("video_id", "duration", "domain", "sub_category", "url", "videoID", "question_id", "task_type", "question")

@@ -10,8 +10,8 @@
 | order | Which of these appears first? | the shapes of the named things | such a token of each |
 | onset | (the same, where all four stay to the end) | | likewise: one of the many later ones will not do |
 | count | How many corners have the ring? | one to four | a token of each copy |
-| change | What color is the moon before (after) the cut? | colours that no named thing has | a token of that side |
-| sign | What does the sign say? | four words | tokens of small letters |
+| change | Before (After) the cut, what color is the moon? | colours that no named thing has | a token of that side |
+| sign | Which word is on the sign? | four words | tokens of small letters |
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _change(video: Video, rng: np.random.Generator) -> _Asked | None:
     if thing is None:
         return None
     color = (thing.shots[0].color, thing.shots[-1].color)[side]
-    prompt = "What color is the {} " + ("before the cut?", "after the cut?")[side]
+    prompt = ("Before", "After")[side] + " the cut, what color is the {}?"
     shown = [shot for shot in thing.shots if shot.color == color]
     return replace(_about(thing, prompt, color, video.spare_colors), parts=[part_of(thing, shown)])
 
@@ -176,7 +176,7 @@ def _sign(video: Video, rng: np.random.Generator) -> _Asked | None:
     thing = video.extra("sign")
     if thing is None:
         return None
-    return replace(_about(thing, "What does the sign say?", thing.name, video.sign_choices), subject="sign")
+    return replace(_about(thing, "Which word is on the sign?", thing.name, video.sign_choices), subject="sign")
 
 
 _MAKERS: Mapping[QuestionType, Callable[[Video, np.random.Generator], _Asked | None]] = {

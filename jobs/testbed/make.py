@@ -1,61 +1,24 @@
-"""Make short videos with questions about them whose answers are known: the benchmark `shapes`."""
+"""Write videos, questions with answers, and where the videos show them."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 
-from jobs.command import count, exit_code_of, file_in_folder
+from jobs.command import count, file_in_folder
 from pipeline.evaluate.shapes.hardness import HARDNESS
 from pipeline.evaluate.shapes.seeds import SPLIT_NAMES
 
-EPILOG = """\
-examples:
-  python -m jobs.testbed make shapes --videos 200
-  python -m jobs.testbed make harder --videos 300 --hardness dim clutter pan --seed 1 --picture harder.png
-  python -m jobs.evaluate --benchmark shapes --data shapes --method gstep vidcom2 --retention-ratio .25 .10
-
-The same command again writes the same bytes. Exit code: 0 all is written; 1 a file could not be written; 2 the request
-was refused; 130 interrupted (the same command goes on).
-"""
+HELP = "write videos, questions with answers, and where the videos show them"
 _DURATIONS = ("short", "medium", "long")
 _PICTURED = 6  # videos
 _INTERVAL_S = 10.0
 
 
-class Command(NamedTuple):
-    """What stands behind ``python -m jobs.testbed``: its line of help, its flags, and what it does with them."""
-
-    help: str
-    add_flags: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace, Console], int]
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        "python -m jobs.testbed",
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(required=True, metavar="|".join(COMMANDS))
-    for name, command in COMMANDS.items():
-        flags = commands.add_parser(name, help=command.help, description=command.help)
-        command.add_flags(flags)
-        flags.set_defaults(run=command.run)
-    arguments = parser.parse_args(argv)
-    console = Console(stderr=True)
-    return exit_code_of(lambda: int(arguments.run(arguments, console)), console, failed=(OSError,))
-
-
-def _add_make_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder", type=Path, metavar="DIR", help="the folder to make: new, empty, or of the same recipe"
     )
@@ -80,7 +43,7 @@ def _add_make_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _make(arguments: argparse.Namespace, console: Console) -> int:
+def run(arguments: argparse.Namespace, console: Console) -> int:
     from pipeline.evaluate.shapes.files import read_mp4, write_picture  # noqa: PLC0415 - not needed for --help
     from pipeline.evaluate.shapes.layout import Recipe, write_benchmark  # noqa: PLC0415
 
@@ -106,12 +69,3 @@ def _make(arguments: argparse.Namespace, console: Console) -> int:
     line = f"{arguments.videos} videos and {asked} questions are in {arguments.folder}"
     Console().print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
-
-
-#: A new one is a line here.
-COMMANDS: Mapping[str, Command] = {
-    "make": Command("write videos, questions with answers, and where the videos show them", _add_make_flags, _make),
-}
-
-if __name__ == "__main__":
-    sys.exit(main())

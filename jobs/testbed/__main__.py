@@ -1,0 +1,47 @@
+"""The testbed: made-up videos with questions (the benchmark `shapes`), and a model trained to answer them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from jobs.command import exit_code_of
+from jobs.testbed import make, train
+
+EPILOG = """\
+examples:
+  python -m jobs.testbed make shapes --videos 200
+  python -m jobs.testbed make harder --videos 300 --hardness dim clutter pan --seed 1 --picture harder.png
+  python -m jobs.testbed train model
+  python -m jobs.evaluate --benchmark shapes --data shapes --model shapes --method gstep vidcom2 \
+      --retention-ratio .25 .10
+
+The same command again writes the same bytes. Exit code: 0 all is written; 1 a file could not be written; 2 the request
+was refused; 130 interrupted (the same command goes on).
+"""
+COMMANDS = {"make": make, "train": train}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m jobs.testbed",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="|".join(COMMANDS))
+    for name, command in COMMANDS.items():
+        flags = commands.add_parser(name, help=command.HELP, description=command.__doc__)
+        command.add_flags(flags)
+        flags.set_defaults(run=command.run)
+    arguments = parser.parse_args(argv)
+    console = Console(stderr=True)
+    return exit_code_of(lambda: int(arguments.run(arguments, console)), console, failed=(OSError,))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

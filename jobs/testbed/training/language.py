@@ -1,0 +1,244 @@
+"""The language half: answers from the tokens of a video, all of them or few.
+
+First on ideal tokens, few at a time, so that looking up is learnt before searching; then on what the vision half says
+of videos that went through H.264. Videos of all lengths; tokens are left out in two ways (any, or of each frame the
+things first), and keep their position or close ranks, so that neither is strange to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from jobs.testbed.training.decoder import Decoder, States
+from jobs.testbed.training.lessons import SILENT, Asked, Lesson, echo, lesson_of
+from jobs.testbed.training.space import CELLS, GRID, ID, LETTERS, Cells
+from jobs.testbed.training.stage import Meter, Stage
+from pipeline.evaluate.shapes.questions import ask
+from pipeline.evaluate.shapes.world import FRAMES, Video
+
+_QUESTIONS = 7  # a video
+_TOKENS = 2600  # of all videos of a step, about
+_MOST_VIDEOS = 24
+_ECHO = 0.15  # share of questions that name their answer
+_LEAST = 0.03  # share of tokens
+_FULL = 0.4  # share of steps in which nothing is left out
+#: What is asked more often than other types, since it is learnt last.
+_WEIGHTS = {"quarter": 3.0, "order": 3.0, "onset": 3.0, "count": 2.0, "change": 1.5}
+_DRAWS = 1_000
+
+
+class Seen(NamedTuple):
+    """A video with its tokens, [T,CELLS,WIDTH]."""
+
+    video: Video
+    cells: Cells
+    tokens: Tensor
+
+
+class Source(Protocol):
+    """Where videos come from."""
+
+    def __call__(self, rng: np.random.Generator, n_frames: int) -> Seen: ...
+
+
+@dataclass(frozen=True)
+class Portion:
+    """How many tokens of videos of which length a step is about.
+
+    Attributes:
+        n_frames: of each video.
+        n_kept: tokens of each.
+        things_first: keep as many of each frame, things before ground; else any.
+    """
+
+    n_frames: int
+    n_kept: int
+    things_first: bool
+
+
+class _Class(NamedTuple):
+    """What a step is about."""
+
+    visual: Tensor
+    places: Tensor
+    end: Tensor
+    asked: Asked
+
+
+def first_portion(progress: float, rng: np.random.Generator) -> Portion:
+    """Short videos and few tokens at first, then longer ones and more, then any."""
+    if progress < 0.12:
+        return Portion(8, 16, things_first=True)
+    if progress < 0.35:
+        n_frames = int(rng.choice(FRAMES))
+        return Portion(n_frames, n_frames * int(rng.integers(1, 5)), things_first=True)
+    return any_portion(progress, rng)
+
+
+def any_portion(progress: float, rng: np.random.Generator) -> Portion:
+    """All tokens, or a share of them as long as it is short."""
+    n_frames = int(rng.choice(FRAMES))
+    total = n_frames * CELLS
+    if rng.random() < _FULL:
+        return Portion(n_frames, total, things_first=False)
+    things_first = bool(rng.random() < 0.5)
+    n_kept = max(8, round(total * _LEAST ** rng.random()))
+    return Portion(n_frames, max(1, n_kept // n_frames) * n_frames if things_first else n_kept, things_first)
+
+
+def train(
+    stage: Stage,
+    decoder: Decoder,
+    source: Source,
+    portion_of: object,
+    *,
+    noise: float,
+    start: dict[str, Tensor] | None = None,
+) -> None:
+    """Train on videos of ``source``.
+
+    Args:
+        portion_of: first_portion or any_portion.
+        noise: standard deviation of what is added to tokens.
+    """
+
+    def step(number: int, rng: np.random.Generator, meter: Meter) -> Tensor:
+        portion = portion_of(number / stage.schedule.steps, rng)  # type: ignore[operator]
+        lesson = _class_of(rng, source, portion, noise)
+        states = decoder(lesson.visual, lesson.places, lesson.end, lesson.asked.ids)
+        return _loss(decoder, states, lesson.asked, meter, whole=portion.n_kept == portion.n_frames * CELLS)
+
+    stage.run(decoder, step, start)
+
+
+def _class_of(rng: np.random.Generator, source: Source, portion: Portion, noise: float) -> _Class:
+    total = portion.n_frames * CELLS
+    count = max(2, min(_MOST_VIDEOS, _TOKENS // portion.n_kept))
+    visual, places, ends, rows = [], [], [], []
+    for _ in range(count):
+        seen = source(rng, portion.n_frames)
+        index = chosen(rng, seen.cells, portion)
+        kept = np.zeros(total, bool)
+        kept[index] = True
+        rows.append(_lessons(rng, seen, kept))
+        visual.append(seen.tokens.flatten(0, 1)[torch.from_numpy(index)])
+        stay = rng.random() < 0.5
+        places.append(torch.from_numpy(index) if stay else torch.arange(len(index)))
+        ends.append(total if stay else len(index))
+    tokens = torch.stack(visual).float()
+    tokens = tokens + noise * torch.randn_like(tokens)
+    return _Class(tokens, torch.stack(places), torch.tensor(ends), Asked(rows))
+
+
+def _lessons(rng: np.random.Generator, seen: Seen, kept: NDArray[np.bool_]) -> list[Lesson]:
+    shown = kept.reshape(-1, GRID, GRID) & seen.cells.shown
+    asked = ask(seen.video, draw=int(rng.integers(_DRAWS)))
+    lessons = [one for one in (lesson_of(question, shown) for question in asked) if one is not None]
+    if lessons:
+        weights = np.array([_WEIGHTS.get(one.type, 1.0) for one in lessons])
+        few = min(len(lessons), _QUESTIONS)
+        lessons = [lessons[i] for i in rng.choice(len(lessons), few, replace=False, p=weights / weights.sum())]
+    lessons = [echo(rng) if rng.random() < _ECHO else one for one in lessons]
+    return lessons + [echo(rng) for _ in range(_QUESTIONS - len(lessons))]
+
+
+def chosen(rng: np.random.Generator, cells: Cells, portion: Portion) -> NDArray[np.int64]:
+    """Indices of the tokens that are kept, ascending."""
+    total = portion.n_frames * CELLS
+    if portion.n_kept >= total:
+        return np.arange(total)
+    if not portion.things_first:
+        return np.sort(rng.choice(total, portion.n_kept, replace=False))
+    # One cell a thing before a second one, new things before old ones, ground last; then by chance.
+    rank = rng.random((portion.n_frames, CELLS))
+    for t in range(portion.n_frames):
+        order = rng.permutation(CELLS)
+        _, first = np.unique(cells.thing[t][order], return_index=True)
+        rank[t][order[first]] -= 1.0
+    rank -= cells.thing >= 0
+    rank -= cells.since == 0
+    few = np.sort(np.argsort(rank, axis=1)[:, : portion.n_kept // portion.n_frames], axis=1)
+    return (few + CELLS * np.arange(portion.n_frames)[:, None]).ravel()
+
+
+def _loss(decoder: Decoder, states: States, asked: Asked, meter: Meter, *, whole: bool) -> Tensor:
+    """The sum of the cross-entropies of the letter, the end behind it, the plain answer, the hints, and of what can be
+    known after two layers: the plain answer, and where order is asked when each choice came."""
+    say = decoder.lm_head
+    letter = say(_at(states.last, asked.last))
+    plain = say(_at(states.last, asked.subject))
+    stop = say(_at(states.last, asked.last + 1))
+    hints = say(_each_at(states.late, asked.options))
+    early = say(torch.cat([_each_at(states.early, asked.subject[..., None]), _each_at(states.early, asked.options)], 2))
+    when = torch.where(asked.ordered[..., None], asked.hints, SILENT)
+    ends = torch.full_like(asked.letter, ID["<|im_end|>"])
+    parts = {
+        "letter": _entropy(letter, asked.letter),
+        "plain": _entropy(plain, asked.plain),
+        "hints": _entropy(hints, asked.hints),
+        "early": _entropy(early, torch.cat([asked.plain[..., None], when], -1)),
+        "stop": _entropy(stop, ends),
+    }
+    for name, part in parts.items():
+        meter.add(f"loss {name}", part.item())
+    _count(asked, letter, plain, hints, meter, whole=whole)
+    return torch.stack(list(parts.values())).sum()
+
+
+def _count(asked: Asked, letter: Tensor, plain: Tensor, hints: Tensor, meter: Meter, *, whole: bool) -> None:
+    right = letters_said(letter) == asked.letter - ID[LETTERS[0]]
+    spoken = plain.argmax(-1) == asked.plain
+    told = (hints.argmax(-1) == asked.hints).float().mean(-1)
+    for b, row in enumerate(asked.lessons):
+        for k, lesson in enumerate(row):
+            meter.add(f"{lesson.type}{'' if whole else ' pruned'}", float(right[b, k]))
+            if whole:
+                meter.add(f"{lesson.type} hints", float(told[b, k]))
+            if whole and lesson.plain != SILENT:
+                meter.add(f"{lesson.type} plain", float(spoken[b, k]))
+
+
+def letters_said(logits: Tensor) -> Tensor:
+    """[...] index of the likeliest letter."""
+    return logits[..., [ID[letter] for letter in LETTERS]].argmax(-1)
+
+
+def _at(states: Tensor, index: Tensor) -> Tensor:
+    """[B,K,WIDTH] at one token of each question."""
+    return _each_at(states, index[..., None])[:, :, 0]
+
+
+def _each_at(states: Tensor, index: Tensor) -> Tensor:
+    """[B,K,n,WIDTH]."""
+    return states.gather(2, index[..., None].expand(-1, -1, -1, states.shape[-1]))
+
+
+def _entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """0 where nothing is asked; the mean would have no value."""
+    total = functional.cross_entropy(logits.flatten(0, -2), target.flatten(), ignore_index=SILENT, reduction="sum")
+    return total / max(1, int((target != SILENT).sum()))
+
+
+def questions_right(decoder: Decoder, seen: Sequence[Seen]) -> list[tuple[str, int, bool]]:
+    """(type, frames, right) of all questions about videos of which nothing is left out."""
+    answers = []
+    with torch.no_grad():
+        for one in seen:
+            lessons = [lesson for lesson in map(lesson_of, ask(one.video)) if lesson is not None]
+            asked, total = Asked([lessons]), one.video.n_frames * CELLS
+            places, end = torch.arange(total)[None], torch.tensor([total])
+            states = decoder(one.tokens.flatten(0, 1)[None].float(), places, end, asked.ids)
+            said = letters_said(decoder.lm_head(_at(states.last, asked.last)))[0].tolist()
+            answers += [
+                (lesson.type, one.video.n_frames, letter == lesson.answer)
+                for lesson, letter in zip(lessons, said, strict=True)
+            ]
+    return answers
