@@ -1,4 +1,4 @@
-"""Train the model `shapes` from nothing, in some two hours on two CPU cores. The same command goes on where it stopped."""
+"""Train the model `shapes` from nothing, in some two hours on two cores. The same command goes on where it stopped."""
 
 from __future__ import annotations
 

@@ -20,20 +20,25 @@ HEAD = WIDTH // HEADS
 #: So slow that half of a head's dimensions hardly turn within a video, and match by content.
 THETA = 1_000_000.0
 EPSILON = 1e-6
+_VISUAL, _EARLY = 1, 2  # layers whose states are taught too
+_LOUD = 4.0  # the key of the start token
+_STILL = HEAD // 2 - 1  # the pair of a head's dimensions that hardly turns
 
 
 class States(NamedTuple):
-    """[B,K,L,WIDTH] of the questions' tokens, all after the last norm.
+    """Of the questions' tokens, [B,K,L,WIDTH], and of the visual ones, [B,n,WIDTH]; all after the last norm.
 
     Attributes:
         last: after all layers.
         late: after all but one.
-        early: after two.
+        early: after three.
+        visual: after two.
     """
 
     last: Tensor
     late: Tensor
     early: Tensor
+    visual: Tensor
 
 
 class _Attention(nn.Module):
@@ -97,7 +102,8 @@ class _Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Begins with heads that attend to what resembles their token, and copy what is there."""
+    """Begins with heads that attend to what resembles their token, and copy what is there; two of the
+    first layer look to the start of the video, the less the further it is away."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,6 +118,7 @@ class Decoder(nn.Module):
             self.lm_head.weight.copy_(word_vectors())
             for layer in layers:
                 layer.prepare()
+            _sense_time(layers[0].self_attn, self.embed_tokens.weight[ID["<|im_start|>"]])
         self.embed_tokens.weight.requires_grad_(False)  # the vision half aims at these
 
     def forward(self, visual: Tensor, places: Tensor, end: Tensor, questions: Tensor) -> States:
@@ -134,13 +141,30 @@ class Decoder(nn.Module):
         own = torch.ones(length, length, dtype=torch.bool).tril()
         alone = torch.block_diag(*[own] * count)  # type: ignore[no-untyped-call]
         sees = torch.cat([torch.ones(count * length, n_before, dtype=torch.bool), alone], 1)
-        states = []
+        states, seen = [], x
         for i, layer in enumerate(self.layers):
             x = layer(x, turn, sees, n_before, last=i == LAYERS - 1)
-            if i in (1, LAYERS - 2, LAYERS - 1):
+            if i == _VISUAL:
+                seen = self.norm(x[:, 1 : n_before - 1])
+            if i in (_EARLY, LAYERS - 2, LAYERS - 1):
                 states.append(self.norm(x[:, -count * length :]).view(batch, count, length, WIDTH))
         early, late, last = states
-        return States(last, late, early)
+        return States(last, late, early, seen)
+
+
+def _sense_time(attention: _Attention, start: Tensor) -> None:
+    """Give the start token a key of its own, and every token a query for it: how much of it is found says where one is.
+
+    One head counts tokens, the other goes by positions. Matching would drown it: grounds are all alike.
+    """
+    unit = start / start.norm()
+    for head, strengths in enumerate(({_STILL: 4.5}, {_STILL: 3.5, 7: 3.5})):
+        rows = slice(head * HEAD, (head + 1) * HEAD)
+        for linear in (attention.q_proj, attention.k_proj):
+            linear.weight[rows] *= 0.05
+        for pair, strength in strengths.items():
+            attention.k_proj.weight[head * HEAD + pair] = _LOUD * unit / math.sqrt(WIDTH)
+            attention.q_proj.bias[head * HEAD + pair] = strength * math.sqrt(HEAD) / _LOUD
 
 
 def _turns(positions: Tensor) -> tuple[Tensor, Tensor]:

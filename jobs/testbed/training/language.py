@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from jobs.testbed.training.decoder import Decoder, States
 from jobs.testbed.training.lessons import SILENT, Asked, Lesson, echo, lesson_of
-from jobs.testbed.training.space import CELLS, GRID, ID, LETTERS, Cells
+from jobs.testbed.training.space import CELLS, GRID, ID, LETTERS, TIMES, Cells
 from jobs.testbed.training.stage import Meter, Stage
 from pipeline.evaluate.shapes.questions import ask
 from pipeline.evaluate.shapes.world import FRAMES, Video
@@ -29,6 +29,7 @@ _TOKENS = 2600  # of all videos of a step, about
 _MOST_VIDEOS = 24
 _ECHO = 0.15  # share of questions that name their answer
 _LEAST = 0.03  # share of tokens
+_UNEVEN = 1.0  # standard deviation of the logarithm of a frame's chances
 _FULL = 0.4  # share of steps in which nothing is left out
 #: What is asked more often than other types, since it is learnt last.
 _WEIGHTS = {"quarter": 3.0, "order": 3.0, "onset": 3.0, "count": 2.0, "change": 1.5}
@@ -56,16 +57,18 @@ class Portion:
     Attributes:
         n_frames: of each video.
         n_kept: tokens of each.
-        things_first: keep as many of each frame, things before ground; else any.
+        way: "things": as many of each frame, things before ground; "any"; "uneven": more of some frames than of others.
+        close_up: the kept tokens take positions one after the other, instead of their own.
     """
 
     n_frames: int
     n_kept: int
-    things_first: bool
+    way: Literal["things", "any", "uneven"]
+    close_up: bool = False
 
 
 class _Class(NamedTuple):
-    """What a step is about."""
+    """What a step is about: the arguments of Decoder, and the questions."""
 
     visual: Tensor
     places: Tensor
@@ -74,12 +77,12 @@ class _Class(NamedTuple):
 
 
 def first_portion(progress: float, rng: np.random.Generator) -> Portion:
-    """Short videos and few tokens at first, then longer ones and more, then any."""
+    """Short videos and few tokens at first, then longer ones and more, all at their positions; then any."""
     if progress < 0.12:
-        return Portion(8, 16, things_first=True)
+        return Portion(8, 16, "things")
     if progress < 0.35:
         n_frames = int(rng.choice(FRAMES))
-        return Portion(n_frames, n_frames * int(rng.integers(1, 5)), things_first=True)
+        return Portion(n_frames, n_frames * int(rng.integers(1, 5)), "things")
     return any_portion(progress, rng)
 
 
@@ -88,10 +91,12 @@ def any_portion(progress: float, rng: np.random.Generator) -> Portion:
     n_frames = int(rng.choice(FRAMES))
     total = n_frames * CELLS
     if rng.random() < _FULL:
-        return Portion(n_frames, total, things_first=False)
-    things_first = bool(rng.random() < 0.5)
-    n_kept = max(8, round(total * _LEAST ** rng.random()))
-    return Portion(n_frames, max(1, n_kept // n_frames) * n_frames if things_first else n_kept, things_first)
+        return Portion(n_frames, total, "any")
+    n_kept, close_up = max(8, round(total * _LEAST ** rng.random())), bool(rng.random() < 0.5)
+    if rng.random() < 0.5:
+        return Portion(n_frames, max(1, n_kept // n_frames) * n_frames, "things", close_up)
+    # Uneven ones that close up would say nothing of when things came.
+    return Portion(n_frames, n_kept, "any", close_up=True) if close_up else Portion(n_frames, n_kept, "uneven")
 
 
 def train(
@@ -114,7 +119,7 @@ def train(
         portion = portion_of(number / stage.schedule.steps, rng)  # type: ignore[operator]
         lesson = _class_of(rng, source, portion, noise)
         states = decoder(lesson.visual, lesson.places, lesson.end, lesson.asked.ids)
-        return _loss(decoder, states, lesson.asked, meter, whole=portion.n_kept == portion.n_frames * CELLS)
+        return _loss(decoder, states, lesson, portion, meter)
 
     stage.run(decoder, step, start)
 
@@ -122,7 +127,7 @@ def train(
 def _class_of(rng: np.random.Generator, source: Source, portion: Portion, noise: float) -> _Class:
     total = portion.n_frames * CELLS
     count = max(2, min(_MOST_VIDEOS, _TOKENS // portion.n_kept))
-    visual, places, ends, rows = [], [], [], []
+    visual, places, rows = [], [], []
     for _ in range(count):
         seen = source(rng, portion.n_frames)
         index = chosen(rng, seen.cells, portion)
@@ -130,12 +135,11 @@ def _class_of(rng: np.random.Generator, source: Source, portion: Portion, noise:
         kept[index] = True
         rows.append(_lessons(rng, seen, kept))
         visual.append(seen.tokens.flatten(0, 1)[torch.from_numpy(index)])
-        stay = rng.random() < 0.5
-        places.append(torch.from_numpy(index) if stay else torch.arange(len(index)))
-        ends.append(total if stay else len(index))
+        places.append(torch.arange(len(index)) if portion.close_up else torch.from_numpy(index))
+    end = torch.full((count,), portion.n_kept if portion.close_up else total)
     tokens = torch.stack(visual).float()
     tokens = tokens + noise * torch.randn_like(tokens)
-    return _Class(tokens, torch.stack(places), torch.tensor(ends), Asked(rows))
+    return _Class(tokens, torch.stack(places), end, Asked(rows))
 
 
 def _lessons(rng: np.random.Generator, seen: Seen, kept: NDArray[np.bool_]) -> list[Lesson]:
@@ -155,8 +159,10 @@ def chosen(rng: np.random.Generator, cells: Cells, portion: Portion) -> NDArray[
     total = portion.n_frames * CELLS
     if portion.n_kept >= total:
         return np.arange(total)
-    if not portion.things_first:
-        return np.sort(rng.choice(total, portion.n_kept, replace=False))
+    if portion.way != "things":
+        spread = _UNEVEN if portion.way == "uneven" else 0.0
+        favour = spread * rng.normal(size=(portion.n_frames, 1)) + rng.gumbel(size=(portion.n_frames, CELLS))
+        return np.sort(np.argsort(-favour, axis=None)[: portion.n_kept])
     # One cell a thing before a second one, new things before old ones, ground last; then by chance.
     rank = rng.random((portion.n_frames, CELLS))
     for t in range(portion.n_frames):
@@ -169,27 +175,31 @@ def chosen(rng: np.random.Generator, cells: Cells, portion: Portion) -> NDArray[
     return (few + CELLS * np.arange(portion.n_frames)[:, None]).ravel()
 
 
-def _loss(decoder: Decoder, states: States, asked: Asked, meter: Meter, *, whole: bool) -> Tensor:
+def _loss(decoder: Decoder, states: States, lesson: _Class, portion: Portion, meter: Meter) -> Tensor:
     """The sum of the cross-entropies of the letter, the end behind it, the plain answer, the hints, and of what can be
-    known after two layers: the plain answer, and where order is asked when each choice came."""
-    say = decoder.lm_head
+    known earlier: the plain answer, where order is asked when each choice came, and the frame of each visual token."""
+    say, asked = decoder.lm_head, lesson.asked
     letter = say(_at(states.last, asked.last))
     plain = say(_at(states.last, asked.subject))
     stop = say(_at(states.last, asked.last + 1))
     hints = say(_each_at(states.late, asked.options))
     early = say(torch.cat([_each_at(states.early, asked.subject[..., None]), _each_at(states.early, asked.options)], 2))
-    when = torch.where(asked.ordered[..., None], asked.hints, SILENT)
+    # Tokens that closed up do not tell which frame they are of.
+    heard = torch.where(asked.ordered[..., None], SILENT, asked.hints) if portion.close_up else asked.hints
+    when = torch.where(asked.ordered[..., None], heard, SILENT)
+    frames = torch.full_like(lesson.places, SILENT) if portion.close_up else ID[TIMES[0]] + lesson.places // CELLS
     ends = torch.full_like(asked.letter, ID["<|im_end|>"])
     parts = {
         "letter": _entropy(letter, asked.letter),
         "plain": _entropy(plain, asked.plain),
-        "hints": _entropy(hints, asked.hints),
+        "hints": _entropy(hints, heard),
         "early": _entropy(early, torch.cat([asked.plain[..., None], when], -1)),
         "stop": _entropy(stop, ends),
+        "frame": _entropy(say(states.visual), frames),
     }
     for name, part in parts.items():
         meter.add(f"loss {name}", part.item())
-    _count(asked, letter, plain, hints, meter, whole=whole)
+    _count(asked, letter, plain, hints, meter, whole=portion.n_kept == portion.n_frames * CELLS)
     return torch.stack(list(parts.values())).sum()
 
 

@@ -2,7 +2,7 @@
 
 Only the letter at the end is ever asked of the finished model. The other answers tell each step of the way what it is
 for: the plain answer at the word that names the thing, and at each choice its letter or "no" - or, where it is asked
-what came first, when that thing came.
+what came first, the frame in which that thing came.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _letters(answer: int) -> list[int]:
 
 def _times(question: Question, evidence: Evidence) -> list[int]:
     onsets = {part.name: _first(part) for part in evidence.parts}
-    return [ID[TIMES[len(TIMES) * onsets[choice] // evidence.n_frames]] for choice in question.choices]
+    return [ID[TIMES[onsets[choice]]] for choice in question.choices]
 
 
 def _first(part: Part) -> int:

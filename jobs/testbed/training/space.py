@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.evaluate.shapes.evidence import coverage
 from pipeline.evaluate.shapes.words import COLORS, CORNERS, SCENES, SHAPES, SIGNS, VOCABULARY
-from pipeline.evaluate.shapes.world import SIDE, Video
+from pipeline.evaluate.shapes.world import FRAMES, SIDE, Video
 from pipeline.generate.choices import INSTRUCTION
 
 WIDTH = 128  # of a visual token, and of the language model
@@ -24,9 +24,9 @@ CELLS = GRID * GRID
 NORM = 2.0  # of a word's vector
 NAMES = (*SHAPES, *SIGNS)  # of things
 LETTERS = ("A", "B", "C", "D")
-#: Heard in training alone, at the choices of a question: a choice that is wrong, and when a thing came.
+#: Heard in training alone: a choice that is wrong, and which frame something is in.
 NO = "no"
-TIMES = tuple(f"<time {i}>" for i in range(16))
+TIMES = tuple(f"<frame {i}>" for i in range(max(FRAMES)))
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|assistant|>", "<image>", "<video>")
 UNKNOWN = "<unk>"
 TOKENS = (*SPECIAL, UNKNOWN, INSTRUCTION, *LETTERS, *VOCABULARY, NO, *TIMES)

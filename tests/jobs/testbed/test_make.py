@@ -8,7 +8,7 @@ import av
 import numpy as np
 import pytest
 
-from jobs import testbed
+from jobs.testbed.__main__ import main
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.shapes import layout
 from pipeline.evaluate.shapes.seeds import SEEDS
@@ -18,7 +18,7 @@ from tests.jobs.test_help import HEAVY
 
 
 def make(folder, *options):
-    return testbed.main(["make", str(folder), "--videos", "3", *options])
+    return main(["make", str(folder), "--videos", "3", *options])
 
 
 def said(captured):
@@ -108,13 +108,13 @@ def test_what_cannot_be_made_is_refused_and_nothing_is_written(tmp_path, capsys,
 )
 def test_mistyped_flags_end_with_2(argv, message, capsys):
     with pytest.raises(SystemExit) as caught:
-        testbed.main(argv)
+        main(argv)
     assert caught.value.code == 2 and message in said(capsys.readouterr().err)
 
 
 def test_durations_are_those_of_the_videos(capsys):
     with pytest.raises(SystemExit):
-        testbed.main(["make", "--help"])
+        main(["make", "--help"])
     assert "{" + ",".join(DURATIONS) + "}" in capsys.readouterr().out
 
 
