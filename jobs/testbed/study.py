@@ -53,9 +53,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--least",
         type=_part,
-        default=0.0,
+        default=0.15,
         metavar="SHARE",
-        help="of its cell that a thing must cover more than, for the cell's token to show it [0: any]",
+        help="of its cell that a thing must cover more than, for the cell's token to show it [0.15; 0: any]",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of random tokens [0]")
 

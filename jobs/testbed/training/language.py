@@ -7,7 +7,7 @@ things first), and keep their position or close ranks, so that neither is strang
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -27,13 +27,14 @@ from pipeline.evaluate.shapes.world import FRAMES, Video
 _QUESTIONS = 7  # a video
 _TOKENS = 2600  # of all videos of a step, about
 _MOST_VIDEOS = 24
+_FEW, _SOME = 312, 910  # the steps from which there are more tokens, and all
 _ECHO = 0.15  # share of questions that name their answer
 _LEAST = 0.03  # share of tokens
 _UNEVEN = 1.0  # standard deviation of the logarithm of a frame's chances
 _FULL = 0.4  # share of steps in which nothing is left out
 #: What is asked more often than other types, since it is learnt last.
-_WEIGHTS = {"quarter": 3.0, "order": 3.0, "onset": 3.0, "count": 2.0, "change": 1.5}
-_DRAWS = 1_000
+_WEIGHTS = {"quarter": 4.0, "order": 2.0, "onset": 2.0, "count": 4.0, "change": 4.0}
+_DRAWS = 1_000  # times that a video can be asked
 
 
 class Seen(NamedTuple):
@@ -67,6 +68,10 @@ class Portion:
     close_up: bool = False
 
 
+#: Of a step's number.
+PortionOf = Callable[[int, np.random.Generator], Portion]
+
+
 class _Class(NamedTuple):
     """What a step is about: the arguments of Decoder, and the questions."""
 
@@ -76,17 +81,17 @@ class _Class(NamedTuple):
     asked: Asked
 
 
-def first_portion(progress: float, rng: np.random.Generator) -> Portion:
+def first_portion(step: int, rng: np.random.Generator) -> Portion:
     """Short videos and few tokens at first, then longer ones and more, all at their positions; then any."""
-    if progress < 0.12:
+    if step < _FEW:
         return Portion(8, 16, "things")
-    if progress < 0.35:
+    if step < _SOME:
         n_frames = int(rng.choice(FRAMES))
         return Portion(n_frames, n_frames * int(rng.integers(1, 5)), "things")
-    return any_portion(progress, rng)
+    return any_portion(step, rng)
 
 
-def any_portion(progress: float, rng: np.random.Generator) -> Portion:
+def any_portion(step: int, rng: np.random.Generator) -> Portion:
     """All tokens, or a share of them as long as it is short."""
     n_frames = int(rng.choice(FRAMES))
     total = n_frames * CELLS
@@ -103,7 +108,7 @@ def train(
     stage: Stage,
     decoder: Decoder,
     source: Source,
-    portion_of: object,
+    portion_of: PortionOf,
     *,
     noise: float,
     start: dict[str, Tensor] | None = None,
@@ -116,7 +121,7 @@ def train(
     """
 
     def step(number: int, rng: np.random.Generator, meter: Meter) -> Tensor:
-        portion = portion_of(number / stage.schedule.steps, rng)  # type: ignore[operator]
+        portion = portion_of(number, rng)
         lesson = _class_of(rng, source, portion, noise)
         states = decoder(lesson.visual, lesson.places, lesson.end, lesson.asked.ids)
         return _loss(decoder, states, lesson, portion, meter)
@@ -144,7 +149,7 @@ def _class_of(rng: np.random.Generator, source: Source, portion: Portion, noise:
 
 def _lessons(rng: np.random.Generator, seen: Seen, kept: NDArray[np.bool_]) -> list[Lesson]:
     shown = kept.reshape(-1, GRID, GRID) & seen.cells.shown
-    asked = ask(seen.video, draw=int(rng.integers(_DRAWS)))
+    asked = [question for draw in rng.integers(_DRAWS, size=2).tolist() for question in ask(seen.video, draw=draw)]
     lessons = [one for one in (lesson_of(question, shown) for question in asked) if one is not None]
     if lessons:
         weights = np.array([_WEIGHTS.get(one.type, 1.0) for one in lessons])
@@ -177,23 +182,25 @@ def chosen(rng: np.random.Generator, cells: Cells, portion: Portion) -> NDArray[
 
 def _loss(decoder: Decoder, states: States, lesson: _Class, portion: Portion, meter: Meter) -> Tensor:
     """The sum of the cross-entropies of the letter, the end behind it, the plain answer, the hints, and of what can be
-    known earlier: the plain answer, where order is asked when each choice came, and the frame of each visual token."""
+    known earlier: at the subject, where order is asked when each choice came, and the frame of each visual token."""
     say, asked = decoder.lm_head, lesson.asked
     letter = say(_at(states.last, asked.last))
     plain = say(_at(states.last, asked.subject))
     stop = say(_at(states.last, asked.last + 1))
     hints = say(_each_at(states.late, asked.options))
-    early = say(torch.cat([_each_at(states.early, asked.subject[..., None]), _each_at(states.early, asked.options)], 2))
+    places = torch.cat([asked.subject[..., None].expand_as(asked.early), asked.options], -1)
+    early = say(_each_at(states.early, places))
     # Tokens that closed up do not tell which frame they are of.
     heard = torch.where(asked.ordered[..., None], SILENT, asked.hints) if portion.close_up else asked.hints
     when = torch.where(asked.ordered[..., None], heard, SILENT)
+    soon = torch.where(asked.timed[..., None], SILENT, asked.early) if portion.close_up else asked.early
     frames = torch.full_like(lesson.places, SILENT) if portion.close_up else ID[TIMES[0]] + lesson.places // CELLS
     ends = torch.full_like(asked.letter, ID["<|im_end|>"])
     parts = {
         "letter": _entropy(letter, asked.letter),
         "plain": _entropy(plain, asked.plain),
         "hints": _entropy(hints, heard),
-        "early": _entropy(early, torch.cat([asked.plain[..., None], when], -1)),
+        "early": _entropy(early, torch.cat([soon, when], -1)),
         "stop": _entropy(stop, ends),
         "frame": _entropy(say(states.visual), frames),
     }

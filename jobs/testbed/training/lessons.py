@@ -8,7 +8,7 @@ what came first, the frame in which that thing came.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,11 +19,14 @@ from jobs.testbed.training.space import GRID, ID, LETTERS, NO, TIMES
 from pipeline.evaluate.shapes.evidence import Evidence, Part, parts_kept
 from pipeline.evaluate.shapes.questions import Question
 from pipeline.evaluate.shapes.words import CORNERS, NUMBERS, QUARTERS, words_of
+from pipeline.evaluate.shapes.world import corner_of
 from pipeline.generate.choices import INSTRUCTION
 
 #: For a place where nothing is asked, as cross_entropy has it.
 SILENT = -100
 _FIRST = ("order", "onset")
+#: Whose answers follow from a frame.
+TIMED = ("quarter", "change")
 _ECHOES = (
     ("Which quarter introduces the {}?", QUARTERS),
     ("How many corners have the {}?", NUMBERS),
@@ -42,6 +45,8 @@ class Lesson:
         answer: index of the right choice.
         subject: index of the token that names the thing; -1: none does.
         plain: id of the right answer's word, or SILENT.
+        early: ids of what can be said at the subject half-way, four or SILENT: the answer where it can be looked up,
+            else what it follows from - a frame, or the corners to be counted.
         options: indices of the choices' tokens.
         hints: an id a choice.
     """
@@ -51,6 +56,7 @@ class Lesson:
     answer: int
     subject: int
     plain: int
+    early: list[int]
     options: list[int]
     hints: list[int]
 
@@ -69,7 +75,9 @@ def lesson_of(question: Question, kept: NDArray[np.bool_] | None = None) -> Less
     words = words_of(question.prompt)
     subject = len(words) - 1 - words[::-1].index(question.subject) if question.subject else -1
     hints = _times(question, evidence) if question.type in _FIRST else _letters(question.answer)
-    return _lesson(question.type, words, question.choices, question.answer, subject, hints)
+    lesson = _lesson(question.type, words, question.choices, question.answer, subject, hints)
+    grounds = _grounds(question, evidence)
+    return replace(lesson, early=_padded(grounds)) if grounds else lesson
 
 
 def echo(rng: np.random.Generator) -> Lesson:
@@ -94,7 +102,16 @@ def _lesson(
         options.append(len(ids) - 1)
     plain = SILENT if name in _FIRST else ID[choices[answer]]
     ids += [*_END, ID[LETTERS[answer]]]
-    return Lesson(type=name, ids=ids, answer=answer, subject=subject, plain=plain, options=options, hints=hints)
+    return Lesson(
+        type=name,
+        ids=ids,
+        answer=answer,
+        subject=subject,
+        plain=plain,
+        early=_padded([plain]),
+        options=options,
+        hints=hints,
+    )
 
 
 def _letters(answer: int) -> list[int]:
@@ -104,6 +121,22 @@ def _letters(answer: int) -> list[int]:
 def _times(question: Question, evidence: Evidence) -> list[int]:
     onsets = {part.name: _first(part) for part in evidence.parts}
     return [ID[TIMES[onsets[choice]]] for choice in question.choices]
+
+
+def _grounds(question: Question, evidence: Evidence) -> list[int]:
+    """What an answer follows from that is not looked up itself."""
+    boxes = evidence.parts[0].boxes
+    if question.type == "quarter" or (question.type == "change" and question.prompt.startswith("Before")):
+        return [ID[TIMES[boxes[0].frame]]]
+    if question.type == "change":
+        return [ID[TIMES[boxes[-1].frame]]]
+    if question.type == "count":
+        return [ID[CORNERS[corner_of(part.boxes[0])]] for part in evidence.parts]
+    return []
+
+
+def _padded(ids: list[int]) -> list[int]:
+    return ids + [SILENT] * (4 - len(ids))
 
 
 def _first(part: Part) -> int:
@@ -117,6 +150,8 @@ class Asked:
         ids: [B,K,L].
         letter: [B,K] id of the right letter.
         plain: [B,K], SILENT where there is none.
+        early: [B,K,4], likewise.
+        timed: [B,K] whether ``early`` is a frame.
         subject: [B,K]; 0 where there is none.
         options, hints: [B,K,4].
         last: [B,K] index of the token at which the letter is said.
@@ -129,6 +164,8 @@ class Asked:
         self.ids = _tensor([[one.ids + [pad] * (length - len(one.ids)) for one in row] for row in lessons])
         self.letter = _tensor([[ID[LETTERS[one.answer]] for one in row] for row in lessons])
         self.plain = _tensor([[one.plain for one in row] for row in lessons])
+        self.early = _tensor([[one.early for one in row] for row in lessons])
+        self.timed = torch.tensor([[one.type in TIMED for one in row] for row in lessons])
         self.subject = _tensor([[max(0, one.subject) for one in row] for row in lessons])
         self.options = _tensor([[one.options for one in row] for row in lessons])
         self.hints = _tensor([[one.hints for one in row] for row in lessons])

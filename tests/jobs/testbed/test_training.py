@@ -13,7 +13,7 @@ from jobs.testbed.training.corpus import ideal_source
 from jobs.testbed.training.decoder import Decoder
 from jobs.testbed.training.frames import Difficulty, busy_frames
 from jobs.testbed.training.language import Portion, any_portion, chosen, first_portion
-from jobs.testbed.training.lessons import Asked, echo, lesson_of
+from jobs.testbed.training.lessons import SILENT, Asked, echo, lesson_of
 from jobs.testbed.training.network import Eyes, assembled
 from jobs.testbed.training.space import (
     CELLS,
@@ -33,8 +33,8 @@ from jobs.testbed.training.stage import Schedule, Stage
 from pipeline.evaluate.shapes.making import make_video
 from pipeline.evaluate.shapes.questions import TYPES, ask
 from pipeline.evaluate.shapes.render import render
-from pipeline.evaluate.shapes.words import COLORS
-from pipeline.evaluate.shapes.world import FRAMES
+from pipeline.evaluate.shapes.words import COLORS, CORNERS
+from pipeline.evaluate.shapes.world import FRAMES, corner_of
 from pipeline.generate.choices import lettered_prompt
 
 SEED = 1_000_000
@@ -106,8 +106,21 @@ def test_lessons_have_the_ids_of_the_real_prompt(halves, tmp_path):
             if question.type not in {"order", "onset"}:
                 assert TOKENS[lesson.ids[lesson.subject]] == question.subject
                 assert TOKENS[lesson.plain] == question.right
+                assert [TOKENS[i] for i in lesson.early if i != SILENT] == grounds(question)
             seen.add(question.type)
     assert seen == set(TYPES)
+
+
+def grounds(question):
+    """What the answer follows from."""
+    boxes = [part.boxes for part in question.evidence.parts]
+    if question.type == "count":
+        return [CORNERS[corner_of(one[0])] for one in boxes]
+    if question.type == "quarter":
+        return [f"<frame {boxes[0][0].frame}>"]
+    if question.type == "change":
+        return [f"<frame {boxes[0][0 if question.prompt.startswith('Before') else -1].frame}>"]
+    return [question.right]
 
 
 def test_a_question_is_no_lesson_where_its_answer_is_not_shown():
@@ -152,8 +165,8 @@ def test_the_decoder_is_the_real_language_model(halves, stays):
 
 def test_portions_begin_small_and_end_with_everything():
     rng = np.random.default_rng(1)
-    assert {first_portion(0.0, rng) for _ in range(5)} == {Portion(8, 16, "things")}
-    later = [any_portion(0.9, rng) for _ in range(300)]
+    assert {first_portion(0, rng) for _ in range(5)} == {Portion(8, 16, "things")}
+    later = [any_portion(2000, rng) for _ in range(300)]
     assert {one.n_frames for one in later} == set(FRAMES)
     shares = np.array([one.n_kept / (one.n_frames * CELLS) for one in later])
     assert 0.3 < (shares == 1).mean() < 0.6 and shares.min() < 0.05 and shares.max() == 1
