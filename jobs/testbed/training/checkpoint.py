@@ -66,10 +66,9 @@ def write_checkpoint(folder: Path, eyes: Eyes, decoder: dict[str, Tensor]) -> No
 
 
 def _write_tokenizer(folder: Path) -> None:
-    """A token a word. Full stops vanish; question marks and commas are words; the instruction line is one token."""
+    """A token a word. Full stops vanish; question marks are words; the instruction line is one token."""
     tokenizer = Tokenizer(models.WordLevel(ID, unk_token=UNKNOWN))
-    apart = [normalizers.Replace(".", ""), normalizers.Replace("?", " ?"), normalizers.Replace(",", " ,")]
-    tokenizer.normalizer = normalizers.Sequence(apart)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(".", ""), normalizers.Replace("?", " ?")])
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     tokenizer.add_tokens([AddedToken(INSTRUCTION, normalized=False)])

@@ -33,7 +33,7 @@ _LEAST = 0.03  # share of tokens
 _UNEVEN = 1.0  # standard deviation of the logarithm of a frame's chances
 _FULL = 0.4  # share of steps in which nothing is left out
 #: What is asked more often than other types, since it is learnt last.
-_WEIGHTS = {"quarter": 4.0, "order": 2.0, "onset": 2.0, "count": 4.0, "change": 4.0}
+_WEIGHTS = {"quarter": 3.0, "order": 2.0, "onset": 2.0, "count": 5.0, "change": 5.0}
 _DRAWS = 1_000  # times that a video can be asked
 
 

@@ -25,7 +25,7 @@ from pipeline.generate.choices import INSTRUCTION
 #: For a place where nothing is asked, as cross_entropy has it.
 SILENT = -100
 _FIRST = ("order", "onset")
-#: Whose answers follow from a frame.
+#: Whose answers follow from the first frame of what is asked about.
 TIMED = ("quarter", "change")
 _ECHOES = (
     ("Which quarter introduces the {}?", QUARTERS),
@@ -125,11 +125,8 @@ def _times(question: Question, evidence: Evidence) -> list[int]:
 
 def _grounds(question: Question, evidence: Evidence) -> list[int]:
     """What an answer follows from that is not looked up itself."""
-    boxes = evidence.parts[0].boxes
-    if question.type == "quarter" or (question.type == "change" and question.prompt.startswith("Before")):
-        return [ID[TIMES[boxes[0].frame]]]
-    if question.type == "change":
-        return [ID[TIMES[boxes[-1].frame]]]
+    if question.type in TIMED:
+        return [ID[TIMES[_first(evidence.parts[0])]]]
     if question.type == "count":
         return [ID[CORNERS[corner_of(part.boxes[0])]] for part in evidence.parts]
     return []

@@ -29,7 +29,9 @@ NO = "no"
 TIMES = tuple(f"<frame {i}>" for i in range(max(FRAMES)))
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|assistant|>", "<image>", "<video>")
 UNKNOWN = "<unk>"
-TOKENS = (*SPECIAL, UNKNOWN, INSTRUCTION, *LETTERS, *VOCABULARY, NO, *TIMES)
+#: For other special tokens one day: the places, and with them the vectors, of all words stay.
+SPARE = tuple(f"<spare {i}>" for i in range(3))
+TOKENS = (*SPECIAL, UNKNOWN, INSTRUCTION, *LETTERS, *SPARE, *VOCABULARY, NO, *TIMES)
 ID = {token: i for i, token in enumerate(TOKENS)}
 #: How loud a cell says its scene, its corner, the name and the colour of the thing that it shows.
 _SCENE, _CORNER, _NAME, _COLOR = 0.5, 0.5, 1.0, 1.0

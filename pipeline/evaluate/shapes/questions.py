@@ -10,7 +10,7 @@
 | order | Which of these appears first? | the shapes of the named things | such a token of each |
 | onset | (the same, where all four stay to the end) | | likewise: one of the many later ones will not do |
 | count | How many corners have the ring? | one to four | a token of each copy |
-| change | Before (After) the cut, what color is the moon? | colours that no named thing has | a token of that side |
+| change | What color is the earlier (later) moon? | colours that no named thing has | a token of that side |
 | sign | Which word is on the sign? | four words | tokens of small letters |
 """
 
@@ -167,7 +167,7 @@ def _change(video: Video, rng: np.random.Generator) -> _Asked | None:
     if thing is None:
         return None
     color = (thing.shots[0].color, thing.shots[-1].color)[side]
-    prompt = ("Before", "After")[side] + " the cut, what color is the {}?"
+    prompt = f"What color is the {('earlier', 'later')[side]} {{}}?"
     shown = [shot for shot in thing.shots if shot.color == color]
     return replace(_about(thing, prompt, color, video.spare_colors), parts=[part_of(thing, shown)])
 

@@ -116,10 +116,8 @@ def grounds(question):
     boxes = [part.boxes for part in question.evidence.parts]
     if question.type == "count":
         return [CORNERS[corner_of(one[0])] for one in boxes]
-    if question.type == "quarter":
+    if question.type in {"quarter", "change"}:
         return [f"<frame {boxes[0][0].frame}>"]
-    if question.type == "change":
-        return [f"<frame {boxes[0][0 if question.prompt.startswith('Before') else -1].frame}>"]
     return [question.right]
 
 

@@ -77,7 +77,7 @@ def test_the_evidence_of_a_question_is_where_its_things_are(hardness):
                 assert shown == boxes_of[question.subject]
             elif question.type == "change":
                 cut = next(cut for cut in video.cuts if {cut - 1, cut} <= {b.frame for b in boxes_of[question.subject]})
-                assert {box.frame >= cut for box in shown} == {"after" in question.prompt}
+                assert {box.frame >= cut for box in shown} == {"later" in question.prompt}
             else:
                 assert len(parts) == 1 and shown == boxes_of[parts[0].name]
 

@@ -165,7 +165,7 @@ def shown(video, question):
         "order": lambda: sorted(video.named, key=lambda other: other.shots[0].frame)[0].name,
         "onset": lambda: sorted(video.named, key=lambda other: other.shots[0].frame)[0].name,
         "count": lambda: NUMBERS[len({corner_of(thing.box(shot)) for shot in thing.shots}) - 1],
-        "change": lambda: thing.shots[-1 if "after" in question.prompt else 0].color,
+        "change": lambda: thing.shots[-1 if "later" in question.prompt else 0].color,
         "sign": lambda: video.extra("sign").name,
     }[question.type]()
 
