@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
 
 from jobs.command import count
+from jobs.testbed.training.recipe import TrainingRecipe
 from pipeline.errors import UsageError
 
 HELP = "train the model `shapes`"
@@ -17,16 +18,10 @@ HELP = "train the model `shapes`"
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="what it makes: states, logs, curves.png, checkpoint/")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of weights, order and noise [0]")
-    parser.add_argument("--vision", type=count, default=2500, metavar="N", help="steps of the vision half [2500]")
-    parser.add_argument("--reading", type=count, default=2600, metavar="N", help="steps of the language half [2600]")
-    parser.add_argument("--videos", type=count, default=800, metavar="N", help="real videos of each length [800]")
-    parser.add_argument(
-        "--sight", type=count, default=2000, metavar="N", help="steps of the language half on those videos [2000]"
-    )
-    parser.add_argument(
-        "--held-out", type=count, default=40, metavar="N", help="videos of each length and hardness for the card [40]"
-    )
+    for one in fields(TrainingRecipe):
+        kind = int if one.name == "seed" else count
+        flag = f"--{one.name.replace('_', '-')}"
+        parser.add_argument(flag, type=kind, default=one.default, metavar="N", help=one.metadata["help"])
     parser.add_argument(
         "--processes", type=int, choices=(1, 2), default=2, help="2: both halves at the same time, a thread each [2]"
     )
@@ -38,10 +33,9 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         raise UsageError(
             "the curves need matplotlib: pip install matplotlib, or this package with its extra `benchmark`"
         )
-    from jobs.testbed.training.train import TrainingRecipe, train  # noqa: PLC0415 - loads torch and transformers
+    from jobs.testbed.training.train import train  # noqa: PLC0415 - loads torch and transformers
 
-    names = asdict(TrainingRecipe())
-    recipe = TrainingRecipe(**{name: getattr(arguments, name) for name in names})
+    recipe = TrainingRecipe(**{one.name: getattr(arguments, one.name) for one in fields(TrainingRecipe)})
 
     def say(line: str) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -7,7 +7,7 @@ things first), and keep their position or close ranks, so that neither is strang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
@@ -32,8 +32,10 @@ _ECHO = 0.15  # share of questions that name their answer
 _LEAST = 0.03  # share of tokens
 _UNEVEN = 1.0  # standard deviation of the logarithm of a frame's chances
 _FULL = 0.4  # share of steps in which nothing is left out
-#: What is asked more often than other types, since it is learnt last.
+#: What is asked more often than other types: at first what teaches when things came, then what is learnt last.
+_WEIGHTS_AT_FIRST = {"quarter": 3.0, "order": 3.0, "onset": 3.0}
 _WEIGHTS = {"quarter": 3.0, "order": 2.0, "onset": 2.0, "count": 5.0, "change": 5.0}
+_FIRST = 600  # steps
 _DRAWS = 1_000  # times that a video can be asked
 
 
@@ -122,14 +124,17 @@ def train(
 
     def step(number: int, rng: np.random.Generator, meter: Meter) -> Tensor:
         portion = portion_of(number, rng)
-        lesson = _class_of(rng, source, portion, noise)
+        weights = _WEIGHTS_AT_FIRST if portion_of is first_portion and number < _FIRST else _WEIGHTS
+        lesson = _class_of(rng, source, portion, noise, weights)
         states = decoder(lesson.visual, lesson.places, lesson.end, lesson.asked.ids)
         return _loss(decoder, states, lesson, portion, meter)
 
     stage.run(decoder, step, start)
 
 
-def _class_of(rng: np.random.Generator, source: Source, portion: Portion, noise: float) -> _Class:
+def _class_of(
+    rng: np.random.Generator, source: Source, portion: Portion, noise: float, weights: Mapping[str, float]
+) -> _Class:
     total = portion.n_frames * CELLS
     count = max(2, min(_MOST_VIDEOS, _TOKENS // portion.n_kept))
     visual, places, rows = [], [], []
@@ -138,7 +143,7 @@ def _class_of(rng: np.random.Generator, source: Source, portion: Portion, noise:
         index = chosen(rng, seen.cells, portion)
         kept = np.zeros(total, bool)
         kept[index] = True
-        rows.append(_lessons(rng, seen, kept))
+        rows.append(_lessons(rng, seen, kept, weights))
         visual.append(seen.tokens.flatten(0, 1)[torch.from_numpy(index)])
         places.append(torch.arange(len(index)) if portion.close_up else torch.from_numpy(index))
     end = torch.full((count,), portion.n_kept if portion.close_up else total)
@@ -147,14 +152,16 @@ def _class_of(rng: np.random.Generator, source: Source, portion: Portion, noise:
     return _Class(tokens, torch.stack(places), end, Asked(rows))
 
 
-def _lessons(rng: np.random.Generator, seen: Seen, kept: NDArray[np.bool_]) -> list[Lesson]:
+def _lessons(
+    rng: np.random.Generator, seen: Seen, kept: NDArray[np.bool_], weights: Mapping[str, float]
+) -> list[Lesson]:
     shown = kept.reshape(-1, GRID, GRID) & seen.cells.shown
     asked = [question for draw in rng.integers(_DRAWS, size=2).tolist() for question in ask(seen.video, draw=draw)]
     lessons = [one for one in (lesson_of(question, shown) for question in asked) if one is not None]
     if lessons:
-        weights = np.array([_WEIGHTS.get(one.type, 1.0) for one in lessons])
+        chances = np.array([weights.get(one.type, 1.0) for one in lessons])
         few = min(len(lessons), _QUESTIONS)
-        lessons = [lessons[i] for i in rng.choice(len(lessons), few, replace=False, p=weights / weights.sum())]
+        lessons = [lessons[i] for i in rng.choice(len(lessons), few, replace=False, p=chances / chances.sum())]
     lessons = [echo(rng) if rng.random() < _ECHO else one for one in lessons]
     return lessons + [echo(rng) for _ in range(_QUESTIONS - len(lessons))]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -19,42 +19,22 @@ from jobs.testbed.training.corpus import Corpus, held_out, ideal_source
 from jobs.testbed.training.curves import write_curves
 from jobs.testbed.training.decoder import Decoder
 from jobs.testbed.training.network import Eyes
+from jobs.testbed.training.recipe import TrainingRecipe
 from jobs.testbed.training.stage import Schedule, Stage
 from pipeline.errors import UsageError
 from pipeline.evaluate.shapes.hardness import HARDNESS
 from pipeline.evaluate.shapes.seeds import SEEDS
 
-STAGES = ("vision", "reading", "sight")
 CHECKPOINT, CURVES, RECIPE = "checkpoint", "curves.png", "recipe.json"
 _HELD_OUT = SEEDS["development"].start + 900_000  # no benchmark of less than ninety others has these
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingRecipe:
-    """All that the weights follow from, beside the code and the machine's arithmetic.
-
-    Attributes:
-        seed: of weights, order and noise; the videos are the same.
-        vision: steps of the vision half.
-        reading: steps of the language half on ideal tokens.
-        videos: training videos of each length that the vision half looks at.
-        sight: steps of the language half on what it says of them.
-        held_out: development videos of each length and hardness of the model card.
-    """
-
-    seed: int = 0
-    vision: int = 2500
-    reading: int = 2600
-    videos: int = 800
-    sight: int = 2000
-    held_out: int = 40
-
-    def schedule(self, stage: str) -> Schedule:
-        return {
-            "vision": Schedule(steps=self.vision, rate=1.5e-3, warmup=60),
-            "reading": Schedule(steps=self.reading, rate=1.5e-3, warmup=100, decay=0.3),
-            "sight": Schedule(steps=self.sight, rate=1.0e-3, warmup=30, decay=0.6),
-        }[stage]
+#: Of each stage; its steps are the recipe's.
+_SCHEDULES = {
+    "vision": Schedule(steps=0, rate=1.5e-3, warmup=60, decay=0.5),
+    "reading": Schedule(steps=0, rate=1.5e-3, warmup=100, decay=0.3),
+    "sight": Schedule(steps=0, rate=1.0e-3, warmup=30, decay=0.6),
+}
 
 
 def train(folder: Path, recipe: TrainingRecipe, say: Callable[[str], None], *, processes: int = 2) -> Path:
@@ -86,7 +66,7 @@ def train(folder: Path, recipe: TrainingRecipe, say: Callable[[str], None], *, p
     write_checkpoint(checkpoint, eyes, decoder.state_dict())
     scores = _scores(eyes, decoder, recipe)
     (checkpoint / "README.md").write_text(card(checkpoint, asdict(recipe), scores), encoding="utf-8")
-    write_curves(folder / CURVES, {stage: folder / f"{stage}.jsonl" for stage in STAGES})
+    write_curves(folder / CURVES, {stage: folder / f"{stage}.jsonl" for stage in _SCHEDULES})
     return checkpoint
 
 
@@ -115,7 +95,8 @@ def _print(line: str) -> None:
 
 
 def _stage(folder: Path, recipe: TrainingRecipe, name: str, say: Callable[[str], None]) -> Stage:
-    return Stage(folder=folder, name=name, seed=recipe.seed, schedule=recipe.schedule(name), say=say)
+    schedule = replace(_SCHEDULES[name], steps=getattr(recipe, name))
+    return Stage(folder=folder, name=name, seed=recipe.seed, schedule=schedule, say=say)
 
 
 def _scores(eyes: Eyes, decoder: Decoder, recipe: TrainingRecipe) -> Sequence[Score]:
