@@ -33,9 +33,10 @@ _LEAST = 0.03  # share of tokens
 _UNEVEN = 1.0  # standard deviation of the logarithm of a frame's chances
 _FULL = 0.4  # share of steps in which nothing is left out
 #: What is asked more often than other types: at first what teaches when things came, then what is learnt last.
-_WEIGHTS_AT_FIRST = {"quarter": 3.0, "order": 3.0, "onset": 3.0}
-_WEIGHTS = {"quarter": 3.0, "order": 2.0, "onset": 2.0, "count": 5.0, "change": 5.0}
-_FIRST = 600  # steps
+_WHEN = {"quarter": 3.0, "order": 3.0, "onset": 3.0}
+_WORKED_OUT = {"quarter": 3.0, "order": 2.0, "onset": 2.0, "count": 5.0, "change": 5.0}
+_LAST = {"quarter": 2.0, "order": 2.0, "onset": 2.0, "count": 8.0, "change": 4.0}
+_LOOKED_UP = 600  # the step from which it is asked what must be worked out
 _DRAWS = 1_000  # times that a video can be asked
 
 
@@ -70,10 +71,6 @@ class Portion:
     close_up: bool = False
 
 
-#: Of a step's number.
-PortionOf = Callable[[int, np.random.Generator], Portion]
-
-
 class _Class(NamedTuple):
     """What a step is about: the arguments of Decoder, and the questions."""
 
@@ -106,11 +103,30 @@ def any_portion(step: int, rng: np.random.Generator) -> Portion:
     return Portion(n_frames, n_kept, "any", close_up=True) if close_up else Portion(n_frames, n_kept, "uneven")
 
 
+@dataclass(frozen=True)
+class Course:
+    """What is taught when.
+
+    Attributes:
+        portion: of a step's number.
+        weights: by type of question, of a step's number; 1 for types that are not there.
+    """
+
+    portion: Callable[[int, np.random.Generator], Portion]
+    weights: Callable[[int], Mapping[str, float]]
+
+
+#: On ideal tokens.
+READING = Course(first_portion, lambda step: _WHEN if step < _LOOKED_UP else _WORKED_OUT)
+#: On what the vision half says.
+SIGHT = Course(any_portion, lambda step: _LAST)
+
+
 def train(
     stage: Stage,
     decoder: Decoder,
     source: Source,
-    portion_of: PortionOf,
+    course: Course,
     *,
     noise: float,
     start: dict[str, Tensor] | None = None,
@@ -118,14 +134,12 @@ def train(
     """Train on videos of ``source``.
 
     Args:
-        portion_of: first_portion or any_portion.
         noise: standard deviation of what is added to tokens.
     """
 
     def step(number: int, rng: np.random.Generator, meter: Meter) -> Tensor:
-        portion = portion_of(number, rng)
-        weights = _WEIGHTS_AT_FIRST if portion_of is first_portion and number < _FIRST else _WEIGHTS
-        lesson = _class_of(rng, source, portion, noise, weights)
+        portion = course.portion(number, rng)
+        lesson = _class_of(rng, source, portion, noise, course.weights(number))
         states = decoder(lesson.visual, lesson.places, lesson.end, lesson.asked.ids)
         return _loss(decoder, states, lesson, portion, meter)
 

@@ -61,7 +61,7 @@ def train(folder: Path, recipe: TrainingRecipe, say: Callable[[str], None], *, p
     start = _train_reading(folder, recipe, say)
     corpus = Corpus(folder / "tokens", eyes, recipe.videos, say)
     decoder = Decoder()
-    language.train(_stage(folder, recipe, "sight", say), decoder, corpus, language.any_portion, noise=0.05, start=start)
+    language.train(_stage(folder, recipe, "sight", say), decoder, corpus, language.SIGHT, noise=0.05, start=start)
     checkpoint = folder / CHECKPOINT
     write_checkpoint(checkpoint, eyes, decoder.state_dict())
     scores = _scores(eyes, decoder, recipe)
@@ -78,7 +78,7 @@ def _train_reading(folder: Path, recipe: TrainingRecipe, say: Callable[[str], No
     torch.manual_seed(recipe.seed)
     decoder = Decoder()
     stage = _stage(folder, recipe, "reading", say)
-    language.train(stage, decoder, ideal_source, language.first_portion, noise=0.08)
+    language.train(stage, decoder, ideal_source, language.READING, noise=0.08)
     return decoder.state_dict()
 
 
