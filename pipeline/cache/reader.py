@@ -133,6 +133,8 @@ class TokenCache:
         retention_ratio: float | None = None,
         order: TokenOrder = "index",
         evidence: Sequence[str] = (),
+        *,
+        verify: bool = False,
     ) -> CachedVideo:
         """The tokens of one video, all that are stored or the nested ``retention_ratio`` of all T*N.
 
@@ -142,6 +144,9 @@ class TokenCache:
 
         ``evidence`` names what is read of the same rows besides, of what the cache has (a label, or a name that has one
         source there); nothing of it otherwise.
+
+        ``verify`` compares the checksum of the video's row, for which all of the video is read whatever is asked for.
+        Without it every page is held against its own checksum, and the shard's footer against the row's.
 
         Raises UnknownVideo, FailedVideo (with the class of the error), RatioNotCached, EvidenceNotCached, CorruptShard,
         OSError where the store fails, and ValueError for an order or ratio that makes no sense.
@@ -153,16 +158,19 @@ class TokenCache:
         if row["status"] != "ok":
             raise FailedVideo(f"{video_id!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"])
         keep = rows_wanted(row, retention_ratio)
-        table = self._read(row, keep, tuple(dict.fromkeys(columns.values())))
+        table = self._read(row, keep, tuple(dict.fromkeys(columns.values())), verify)
         video = to_video(row, table, self.deepstack_levels, columns)
         return video if order == "selection" else by_index(video)
 
-    def _read(self, row: VideoRow, keep: int, evidence: Sequence[str]) -> pa.Table:
-        """The video's first ``keep`` token rows, from no more row groups than hold them."""
+    def _read(self, row: VideoRow, keep: int, evidence: Sequence[str], verify: bool) -> pa.Table:
+        """The video's first ``keep`` token rows, from no more row groups than hold them unless all is verified."""
         plain = token_schema(row["hidden_size"], self.deepstack_levels).names
         columns = [*(name for name in plain if name != "video_id"), *evidence]
         shard: TokenShard = self._shard(row["token_shard"], row["footer_hash"])
-        return shard.read(row, keep, columns, near=plain)
+        if not verify:
+            return shard.read(row, keep, columns, near=plain)
+        shard.require(columns)
+        return shard.read_checked(row).select(columns).slice(0, keep)
 
     def _open_shard(self, name: str, footer_hash: str) -> TokenShard:
         return TokenShard(self.store, name, footer_hash, sparse=bool(self.evidence))

@@ -1,7 +1,8 @@
 """Pruned videos to shards, all or nothing.
 
 The videos of one call become one token shard; whoever holds the cache's lock then commits their records as a videos
-shard. Nothing is kept between calls, and a repeated call overwrites its own file.
+shard. Nothing is kept between calls. A token shard is named by its content: a repeated call that made the same bytes
+overwrites its own file, and one that made others (on another kind of GPU) never replaces a committed one.
 """
 
 from __future__ import annotations
@@ -116,12 +117,17 @@ def _write(videos: Sequence[tuple[VideoRecord, KeptTokens]], store: Store, run_i
         )
         groups += record["row_counts"]
     data = write_parquet(pa.concat_tables(tables), groups)
-    ids = digest(*(record["video_id"].encode() + b"\0" for record, _ in videos)).partition(":")[2]
-    name = f"{TOKENS}/{run_id}-{ids}.parquet"
+    ids = digest(*(record["video_id"].encode() + b"\0" for record, _ in videos))
+    # Of which videos, for whoever looks at a listing; and of which bytes, so that no others ever replace them.
+    name = f"{TOKENS}/{run_id}-{_hex(ids)[:16]}-{_hex(digest(data))}.parquet"
     store.put(name, data)
     footer = digest(footer_of(memoryview(data)))
     for record, _ in videos:
         record["token_shard"], record["footer_hash"] = name, footer
+
+
+def _hex(hashed: str) -> str:
+    return hashed.partition(":")[2]
 
 
 def _vectors(kept: KeptTokens) -> dict[str, Bits]:

@@ -1,6 +1,10 @@
-"""What the driver commits is what lies in its own cache."""
+"""What the driver commits is what lies in its own cache, and stays what it was."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
+import torch
 
 from pipeline import TokenCache
 from pipeline.cache.writer import commit, write_token_shard
@@ -15,3 +19,20 @@ def test_tokens_on_a_disk_that_is_not_shared_are_not_committed(tmp_path):
     with pytest.raises(FileNotFoundError, match="must be shared by all"):
         commit(store, "run", 0, written)
     assert len(TokenCache(tmp_path / "drivers")) == 0
+
+
+@pytest.mark.parametrize("method", ["gstep", "random", "uniform"])
+def test_a_late_write_with_another_last_bit_replaces_nothing(tmp_path, method):
+    """A node that was taken for dead computed the same videos on another kind of GPU, and its write comes last."""
+    store = write_header(tmp_path, method=method)
+    video = encoded("v", random_tokens(0), 0.25, method)
+    commit(store, "run", 0, write_token_shard([video], store=store, run_id="run"))
+    before = TokenCache(tmp_path).get("v", order="selection")
+    assert video.kept is not None
+    other = replace(video.kept, tokens=video.kept.tokens ^ np.int16(1))
+    if other.density is not None:
+        other = replace(other, density=np.nextafter(other.density, np.float32(np.inf)))
+    (late,) = write_token_shard([replace(video, kept=other)], store=store, run_id="run")
+    after = TokenCache(tmp_path).get("v", order="selection", verify=True)
+    assert np.array_equal(after.tokens.view(torch.int16).numpy(), before.tokens.view(torch.int16).numpy())
+    assert late["token_shard"] != after.metadata["token_shard"] and len(store.names("tokens", ".parquet")) == 2
