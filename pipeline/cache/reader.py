@@ -20,7 +20,7 @@ from pipeline.cache.header import CacheHeader, CacheIdentity, read_header_file
 from pipeline.cache.live_rows import VideoRows, read_live
 from pipeline.cache.schema import READABLE_VERSIONS, token_schema
 from pipeline.cache.token_shard import TokenShard
-from pipeline.errors import EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
+from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store, store_at
 
@@ -158,7 +158,10 @@ class TokenCache:
         if row["status"] != "ok":
             raise FailedVideo(f"{video_id!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"])
         keep = rows_wanted(row, retention_ratio)
-        table = self._read(row, keep, tuple(dict.fromkeys(columns.values())), verify)
+        try:
+            table = self._read(row, keep, tuple(dict.fromkeys(columns.values())), verify)
+        except CorruptShard as error:
+            raise CorruptShard(f"{error}; {self._remedy(video_id)}", error.kind) from error
         video = to_video(row, table, self.deepstack_levels, columns)
         return video if order == "selection" else by_index(video)
 
@@ -171,6 +174,14 @@ class TokenCache:
             return shard.read(row, keep, columns, near=plain)
         shard.require(columns)
         return shard.read_checked(row).select(columns).slice(0, keep)
+
+    def _remedy(self, video_id: str) -> str:
+        """What to run about a video whose tokens are not what its row says."""
+        commit = self._live["shard"][self._place[video_id]].as_py()
+        return (
+            f"python -m jobs.verify {self.store} finds all such videos; without a copy of the file remove "
+            f"{self.store}/{commit} and run the same python -m jobs.prune again, which redoes its videos"
+        )
 
     def _open_shard(self, name: str, footer_hash: str) -> TokenShard:
         return TokenShard(self.store, name, footer_hash, sparse=bool(self.evidence))

@@ -28,6 +28,7 @@ from pipeline.cache.schema import (
     write_parquet,
 )
 from pipeline.rows import VideoRecord
+from pipeline.storage.lock import Lock
 from pipeline.storage.stores import LocalStore, Store
 
 Bits = NDArray[np.int16]  # numpy has no bfloat16; the bits are what counts
@@ -81,22 +82,36 @@ def write_token_shard(videos: Sequence[PrunedVideo], *, store: Store, run_id: st
 
 
 def commit(
-    store: Store, run_id: str, number: int, rows: Sequence[VideoRecord], *, made_with: str | None = None
+    store: Store,
+    run_id: str,
+    number: int,
+    rows: Sequence[VideoRecord],
+    *,
+    made_with: str | None = None,
+    lock: Lock | None = None,
 ) -> pa.Table:
     """Make the records visible: one videos shard, in one atomic step. Returns them as VIDEO_SCHEMA.
 
-    ``made_with`` is the fingerprint of the cache's identity; it goes into the file's metadata, under MADE_WITH.
+    Args:
+        made_with: the fingerprint of the cache's identity; it goes into the file's metadata, under MADE_WITH.
+        lock: of the cache, held by the caller; None where nobody else can know of the cache.
 
-    Raises OSError where their tokens are not here: a node without the shared folder wrote them to a disk of its own.
+    Raises OSError where their tokens are not here: a node without the shared folder wrote them to a disk of its own;
+    RunFailed where the lock was lost: then nothing is visible, or rows whose tokens are all there.
     """
-    for name in sorted({row["token_shard"] for row in rows if row["status"] == "ok"}):
+    needs = sorted({row["token_shard"] for row in rows if row["status"] == "ok"})
+    for name in needs:
         if isinstance(store, LocalStore) and not store.exists(name):
             raise FileNotFoundError(
                 errno.ENOENT, f"written by a node, but not to this --out {store}, which must be shared by all", name
             )
     table = pa.Table.from_pylist([{**row, "run_id": run_id} for row in rows], schema=VIDEO_SCHEMA)
     data = write_parquet(table if made_with is None else table.replace_schema_metadata({MADE_WITH: made_with}))
-    store.put(shard_name(VIDEOS, run_id, number, data), data)
+    name = shard_name(VIDEOS, run_id, number, data)
+    if lock is None:
+        store.put(name, data)
+    else:
+        lock.commit(name, data, needs)
     return table
 
 
