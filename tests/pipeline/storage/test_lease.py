@@ -188,9 +188,10 @@ def silence(held: CacheLease) -> None:
     held._alive_at = float("-inf")
 
 
-def written(server, name: str) -> list[int]:
+def written(server, store, name: str) -> list[int]:
     """What each PUT of the object was answered with."""
-    return [request.status for request in server.requests if request.method == "PUT" and request.path.endswith(name)]
+    path = f"/{store.root.removeprefix('s3://')}/{name}"
+    return [request.status for request in server.requests if (request.method, request.path) == ("PUT", path)]
 
 
 @pytest.mark.parametrize("write", ["commit", "put"])
@@ -200,7 +201,7 @@ def test_nothing_is_sent_once_the_lease_was_lost(server, store, said, write):
         silence(held)
         with pytest.raises(RunFailed, match="could not be reached"):
             getattr(held, write)("f/after", b"x")
-        assert (written(server, "f/before"), written(server, "f/after")) == ([200], [])
+        assert (written(server, store, "f/before"), written(server, store, "f/after")) == ([200], [])
         held._alive_at = lease_module._clock()
 
 
