@@ -196,7 +196,7 @@ def written(server, store, name: str) -> list[int]:
 
 @pytest.mark.parametrize("write", ["commit", "put"])
 def test_nothing_is_sent_once_the_lease_was_lost(server, store, said, write):
-    with lease(store, "run", said) as held:
+    with CacheLease(store, "run", said.append) as held:
         getattr(held, write)("f/before", b"x")
         silence(held)
         with pytest.raises(RunFailed, match="could not be reached"):
@@ -208,7 +208,7 @@ def test_nothing_is_sent_once_the_lease_was_lost(server, store, said, write):
 def test_every_further_try_of_a_write_asks_for_the_lease_again(server, store, said, monkeypatch):
     with FlakyProxy(server) as proxy:
         fault = proxy.fail("PUT", "/f/busy", 503, 3)
-        with lease(ObjectStore(store.root, proxy.objects()), "run", said) as held:
+        with CacheLease(ObjectStore(store.root, proxy.objects()), "run", said.append) as held:
             silence(held)
             monkeypatch.setattr(held, "_alive_at", lease_module._clock())
             look, looks = held.check, []
@@ -226,7 +226,7 @@ def test_every_further_try_of_a_write_asks_for_the_lease_again(server, store, sa
 
 
 def test_a_commit_whose_lease_was_lost_while_it_was_sent_stays_if_what_it_needs_is_there(store, said, monkeypatch):
-    with lease(store, "run", said) as held:
+    with CacheLease(store, "run", said.append) as held:
         silence(held)
         held._guarded = store.objects  # the last look before it was sent was in time
         store.put("t/there", b"x")
@@ -240,7 +240,7 @@ def test_a_commit_whose_lease_was_lost_while_it_was_sent_stays_if_what_it_needs_
 def test_a_commit_whose_reply_was_lost_is_there_once(server, store, said):
     with FlakyProxy(server) as proxy:
         fault = proxy.fail("PUT", "/f/lost", "lost")
-        with lease(ObjectStore(store.root, proxy.objects()), "run", said) as held:
+        with CacheLease(ObjectStore(store.root, proxy.objects()), "run", said.append) as held:
             held.commit("f/lost", b"x")
         assert len(fault.paths) == 1 and store.read("f/lost") == b"x"
 
@@ -248,7 +248,7 @@ def test_a_commit_whose_reply_was_lost_is_there_once(server, store, said):
 def test_a_file_that_another_run_wrote_meanwhile_is_not_replaced(store, said, monkeypatch):
     """After this one was stopped when the last look at its lease was over."""
     store.put("header", b"old")
-    with lease(store, "run", said) as held:
+    with CacheLease(store, "run", said.append) as held:
         held.put("header", b"mine")
         mark = store.objects.mark
 
