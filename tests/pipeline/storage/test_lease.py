@@ -268,8 +268,9 @@ def test_a_late_beat_does_not_bring_a_lease_back(store, said, monkeypatch):
     held = lease(store, "run", said).__enter__()
     monkeypatch.setattr(lease_module, "_highest_number", lambda store: 1)
     store.delete(f"{LOCK}-000001")
-    with pytest.raises(RunFailed, match="its object was deleted"):
-        wait_until(held.check, "the loss is noticed", 30)
+    assert wait_until(lambda: held._lost, "the loss is noticed", 30) == "its object was deleted"
+    with pytest.raises(RunFailed, match="the lock of the cache was lost"):
+        held.check()
     held.__exit__(None, None, None)
     assert not store.exists(f"{LOCK}-000001")
 
