@@ -30,7 +30,7 @@ from tests.waiting import wait_until
 
 N_VIDEOS, N_FRAMES = 160, 2
 OPTIONS = ["--num-frames", str(N_FRAMES), "--log-interval", "5"]
-FAST_BEAT, STOPS = 2.0, "stopped before a commit"
+FAST_BEAT, STOPS = 2.0, "the third commit comes now"
 COUNTED = "tests.jobs.hostile:CountedDecoder"
 _PRELOAD = ["jobs.prune", "pipeline.prune.run", "pipeline.prune.summary", "transformers", "tests.jobs.faults"]
 
