@@ -54,8 +54,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clean",
         action="store_true",
-        help="remove token shards that no videos shard names and files of broken writes, and abort uploads that have "
-        "been pending for an hour; under the cache's lock, so that no run writes meanwhile",
+        help="remove token shards that no videos shard names (on S3 once they are a day old) and files of broken "
+        "writes, and abort uploads that have been pending for an hour; under the cache's lock, so that no run writes "
+        "meanwhile",
     )
     parser.add_argument(
         "--live", type=count, default=0, metavar="K", help="encode K random videos again from their sources"

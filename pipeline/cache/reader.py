@@ -20,7 +20,7 @@ from pipeline.cache.header import CacheHeader, CacheIdentity, read_header_file
 from pipeline.cache.live_rows import VideoRows, read_live
 from pipeline.cache.schema import READABLE_VERSIONS, token_schema
 from pipeline.cache.token_shard import TokenShard
-from pipeline.errors import EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
+from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store, store_at
 
@@ -133,6 +133,8 @@ class TokenCache:
         retention_ratio: float | None = None,
         order: TokenOrder = "index",
         evidence: Sequence[str] = (),
+        *,
+        verify: bool = False,
     ) -> CachedVideo:
         """The tokens of one video, all that are stored or the nested ``retention_ratio`` of all T*N.
 
@@ -142,6 +144,9 @@ class TokenCache:
 
         ``evidence`` names what is read of the same rows besides, of what the cache has (a label, or a name that has one
         source there); nothing of it otherwise.
+
+        ``verify`` compares the checksum of the video's row, for which all of the video is read whatever is asked for.
+        Without it every page is held against its own checksum, and the shard's footer against the row's.
 
         Raises UnknownVideo, FailedVideo (with the class of the error), RatioNotCached, EvidenceNotCached, CorruptShard,
         OSError where the store fails, and ValueError for an order or ratio that makes no sense.
@@ -153,16 +158,30 @@ class TokenCache:
         if row["status"] != "ok":
             raise FailedVideo(f"{video_id!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"])
         keep = rows_wanted(row, retention_ratio)
-        table = self._read(row, keep, tuple(dict.fromkeys(columns.values())))
+        try:
+            table = self._read(row, keep, tuple(dict.fromkeys(columns.values())), verify)
+        except CorruptShard as error:
+            raise CorruptShard(f"{error}; {self._remedy(video_id)}", error.kind) from error
         video = to_video(row, table, self.deepstack_levels, columns)
         return video if order == "selection" else by_index(video)
 
-    def _read(self, row: VideoRow, keep: int, evidence: Sequence[str]) -> pa.Table:
-        """The video's first ``keep`` token rows, from no more row groups than hold them."""
+    def _read(self, row: VideoRow, keep: int, evidence: Sequence[str], verify: bool) -> pa.Table:
+        """The video's first ``keep`` token rows, from no more row groups than hold them unless all is verified."""
         plain = token_schema(row["hidden_size"], self.deepstack_levels).names
         columns = [*(name for name in plain if name != "video_id"), *evidence]
         shard: TokenShard = self._shard(row["token_shard"], row["footer_hash"])
-        return shard.read(row, keep, columns, near=plain)
+        if not verify:
+            return shard.read(row, keep, columns, near=plain)
+        shard.require(columns)
+        return shard.read_checked(row).select(columns).slice(0, keep)
+
+    def _remedy(self, video_id: str) -> str:
+        """What to run about a video whose tokens are not what its row says."""
+        commit = self._live["shard"][self._place[video_id]].as_py()
+        return (
+            f"python -m jobs.verify {self.store} finds all such videos; without a copy of the file remove "
+            f"{self.store}/{commit} and run the same python -m jobs.prune again, which redoes its videos"
+        )
 
     def _open_shard(self, name: str, footer_hash: str) -> TokenShard:
         return TokenShard(self.store, name, footer_hash, sparse=bool(self.evidence))

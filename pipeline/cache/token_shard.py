@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.cache.cached_video import vector_bytes
 from pipeline.cache.schema import FOOTER_TAIL, READ_THREADS, digest, footer_length, open_parquet, parse_footer
 from pipeline.errors import CorruptShard
 from pipeline.rows import VideoRow
@@ -72,15 +73,36 @@ class TokenShard:
             raise CorruptShard(f"{self._shown}: {len(table)} rows where {counts[n_groups - 1]} belong", "rows")
         return table.slice(0, keep)
 
-    def _check(self, groups: range, columns: Sequence[str], enough: bool) -> None:
+    def read_checked(self, row: VideoRow) -> pa.Table:
+        """All of a video's token rows with all columns, once they have the checksum of its row."""
+        table = self.read(row, row["n_tokens"], self.parquet.schema_arrow.names)
+        if (ids := table["video_id"].unique().to_pylist()) != [row["video_id"]]:
+            raise CorruptShard(f"{self._shown}: the rows are those of {', '.join(map(str, ids[:3]))}", "rows")
+        if checksum_of(table) != row["checksum"]:
+            what = f"the token bytes of {row['video_id']} do not have the checksum of the videos row"
+            raise CorruptShard(f"{self._shown}: {what}", "checksum")
+        return table
+
+    def require(self, columns: Sequence[str]) -> None:
+        """Raises CorruptShard where it lacks one of the columns."""
         if lacking := sorted(set(columns) - set(self.parquet.schema_arrow.names)):
             raise CorruptShard(f"{self._shown}: it has no column {', '.join(lacking)}", "schema")
+
+    def _check(self, groups: range, columns: Sequence[str], enough: bool) -> None:
+        self.require(columns)
         if not enough or groups.start < 0 or groups.stop > self.parquet.metadata.num_row_groups:
             raise CorruptShard(
                 f"{self._shown}: {self.parquet.metadata.num_row_groups} row groups, not {groups.start} to "
                 f"{groups.stop - 1}, which the videos row asks for",
                 "rows",
             )
+
+
+def checksum_of(table: pa.Table) -> str:
+    """The checksum of a video's token rows, all columns of them, as its row of the videos table has it."""
+    vectors = [field.name for field in table.schema if pa.types.is_fixed_size_binary(field.type)]
+    # Evidence of frames is null beside most tokens, and those bytes are nobody's.
+    return digest(*(vector_bytes(table[name].drop_null()) for name in vectors))
 
 
 def _stretches(shard: pq.ParquetFile, groups: Sequence[int], names: Collection[str]) -> list[tuple[int, int]]:

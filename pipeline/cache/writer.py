@@ -1,7 +1,8 @@
 """Pruned videos to shards, all or nothing.
 
 The videos of one call become one token shard; whoever holds the cache's lock then commits their records as a videos
-shard. Nothing is kept between calls, and a repeated call overwrites its own file.
+shard. Nothing is kept between calls. A token shard is named by its content: a repeated call that made the same bytes
+overwrites its own file, and one that made others (on another kind of GPU) never replaces a committed one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pipeline.cache.schema import (
     write_parquet,
 )
 from pipeline.rows import VideoRecord
+from pipeline.storage.lock import Lock
 from pipeline.storage.stores import LocalStore, Store
 
 Bits = NDArray[np.int16]  # numpy has no bfloat16; the bits are what counts
@@ -80,22 +82,36 @@ def write_token_shard(videos: Sequence[PrunedVideo], *, store: Store, run_id: st
 
 
 def commit(
-    store: Store, run_id: str, number: int, rows: Sequence[VideoRecord], *, made_with: str | None = None
+    store: Store,
+    run_id: str,
+    number: int,
+    rows: Sequence[VideoRecord],
+    *,
+    made_with: str | None = None,
+    lock: Lock | None = None,
 ) -> pa.Table:
     """Make the records visible: one videos shard, in one atomic step. Returns them as VIDEO_SCHEMA.
 
-    ``made_with`` is the fingerprint of the cache's identity; it goes into the file's metadata, under MADE_WITH.
+    Args:
+        made_with: the fingerprint of the cache's identity; it goes into the file's metadata, under MADE_WITH.
+        lock: of the cache, held by the caller; None where nobody else can know of the cache.
 
-    Raises OSError where their tokens are not here: a node without the shared folder wrote them to a disk of its own.
+    Raises OSError where their tokens are not here: a node without the shared folder wrote them to a disk of its own;
+    RunFailed where the lock was lost: then nothing is visible, or rows whose tokens are all there.
     """
-    for name in sorted({row["token_shard"] for row in rows if row["status"] == "ok"}):
+    needs = sorted({row["token_shard"] for row in rows if row["status"] == "ok"})
+    for name in needs:
         if isinstance(store, LocalStore) and not store.exists(name):
             raise FileNotFoundError(
                 errno.ENOENT, f"written by a node, but not to this --out {store}, which must be shared by all", name
             )
     table = pa.Table.from_pylist([{**row, "run_id": run_id} for row in rows], schema=VIDEO_SCHEMA)
     data = write_parquet(table if made_with is None else table.replace_schema_metadata({MADE_WITH: made_with}))
-    store.put(shard_name(VIDEOS, run_id, number, data), data)
+    name = shard_name(VIDEOS, run_id, number, data)
+    if lock is None:
+        store.put(name, data)
+    else:
+        lock.commit(name, data, needs)
     return table
 
 
@@ -116,12 +132,17 @@ def _write(videos: Sequence[tuple[VideoRecord, KeptTokens]], store: Store, run_i
         )
         groups += record["row_counts"]
     data = write_parquet(pa.concat_tables(tables), groups)
-    ids = digest(*(record["video_id"].encode() + b"\0" for record, _ in videos)).partition(":")[2]
-    name = f"{TOKENS}/{run_id}-{ids}.parquet"
+    ids = digest(*(record["video_id"].encode() + b"\0" for record, _ in videos))
+    # Of which videos, for whoever looks at a listing; and of which bytes, so that no others ever replace them.
+    name = f"{TOKENS}/{run_id}-{_hex(ids)[:16]}-{_hex(digest(data))}.parquet"
     store.put(name, data)
     footer = digest(footer_of(memoryview(data)))
     for record, _ in videos:
         record["token_shard"], record["footer_hash"] = name, footer
+
+
+def _hex(hashed: str) -> str:
+    return hashed.partition(":")[2]
 
 
 def _vectors(kept: KeptTokens) -> dict[str, Bits]:

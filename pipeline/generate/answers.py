@@ -20,6 +20,7 @@ from pipeline.cache.live_rows import check_content, live_rows, shard_name
 from pipeline.cache.schema import READ_THREADS, column, open_parquet, write_parquet
 from pipeline.errors import NotAnswers
 from pipeline.rows import AnswerRecord
+from pipeline.storage.lock import Lock
 from pipeline.storage.stores import Store, store_at
 
 ANSWERS_VERSION = 2
@@ -92,8 +93,8 @@ def read_answers_header(store: Store) -> dict[str, Any]:
     return read_header_file(store, HEADER, READABLE_VERSIONS, NotAnswers, absent, of="answers of ")
 
 
-def write_answers_header(store: Store, identity: Mapping[str, Any]) -> None:
-    store.put(HEADER, header_bytes({"schema_version": ANSWERS_VERSION, "identity": identity}))
+def write_answers_header(store: Store, identity: Mapping[str, Any], lock: Lock | None = None) -> None:
+    (lock or store).put(HEADER, header_bytes({"schema_version": ANSWERS_VERSION, "identity": identity}))
 
 
 class AnswersTable:
@@ -122,11 +123,22 @@ class AnswersTable:
         return live_rows(self.rows(), KEYS)
 
 
-def commit_answers(store: Store, run_id: str, number: int, rows: Sequence[AnswerRecord], form: str = "parquet") -> None:
-    """Make rows visible: one shard, in one atomic step. Only the holder of the lock may. Raises OSError."""
+def commit_answers(
+    store: Store,
+    run_id: str,
+    number: int,
+    rows: Sequence[AnswerRecord],
+    form: str = "parquet",
+    lock: Lock | None = None,
+) -> None:
+    """Make rows visible: one shard, in one atomic step. Only the holder of the lock may. Raises RunFailed, OSError."""
     table = pa.Table.from_pylist([{**row, "run_id": run_id} for row in rows], schema=ANSWER_SCHEMA)
     data = write_parquet(table) if form == "parquet" else _json_lines(table)
-    store.put(shard_name(ANSWERS, run_id, number, data, SUFFIXES[form]), data)
+    name = shard_name(ANSWERS, run_id, number, data, SUFFIXES[form])
+    if lock is None:
+        store.put(name, data)
+    else:
+        lock.commit(name, data)
 
 
 def _json_lines(table: pa.Table) -> bytes:

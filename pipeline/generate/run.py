@@ -90,7 +90,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         # Before any row is written: the cluster may not be able to do what the flags ask.
         machines = self._machines() if ask else None
         lock.check()
-        write_answers_header(request.store, self._identity(request, todo))
+        write_answers_header(request.store, self._identity(request, todo), lock)
         about = {"config": config.as_record(), "questions": len(todo)}
         run_file = RunFile(request.store, {**provenance(request.run_id, _RECORDED_VERSIONS), **about})
         n_failed = len(decided)
@@ -98,7 +98,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
             starts = range(0, len(decided), size)
             for number, start in enumerate(starts):
                 part = decided[start : start + size]
-                commit_answers(request.store, request.run_id, number, part, config.format)
+                commit_answers(request.store, request.run_id, number, part, config.format, lock)
             if machines is not None:
                 n_failed += self._answered(request, ask, len(starts), machines, run_file, lock)
         return Streamed(run_file, n_failed)
@@ -146,7 +146,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
                 runtimes.extend(new)
                 run_file.save(runtimes=[json.loads(text) for text in runtimes])
             answers = [without_nulls(row, AnswerRecord) for row in rows.drop_columns(["runtime"]).to_pylist()]
-            commit_answers(request.store, request.run_id, first + number, answers, config.format)
+            commit_answers(request.store, request.run_id, first + number, answers, config.format, lock)
 
         build = partial(build_graph, ask, answer_setup(request, device, dtype), plan)
         return stream(Graph(build, commit, plan, len(ask)), lock, self.console, config)

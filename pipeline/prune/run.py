@@ -91,7 +91,8 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         made_with = fingerprint(read_header(request.store)["identity"])
 
         def write(number: int, rows: pa.Table) -> None:
-            commit(request.store, request.run_id, number, written_records(rows), made_with=made_with)
+            rows_of = written_records(rows)
+            commit(request.store, request.run_id, number, rows_of, made_with=made_with, lock=lock)
 
         build = partial(build_graph, todo.videos, decode, encode, plan, request.store, request.run_id)
         run_file = RunFile(request.store, _run_record(request, device, dtype, plan, n_videos))
@@ -163,7 +164,7 @@ def _write_header(request: PruneRequest, dtype: str, lock: Lock) -> None:
         "deepstack_levels": static.deepstack_levels,
     }
     lock.check()  # starting Ray may have taken longer than a lease lasts
-    request.store.put(HEADER, header_bytes(header))
+    lock.put(HEADER, header_bytes(header))
 
 
 def _run_record(request: PruneRequest, device: str, dtype: str, resources: Resources, n_videos: int) -> RunRecord:

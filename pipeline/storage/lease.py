@@ -5,27 +5,35 @@ has stopped takes the next number, which only one run can create, so that two of
 earlier holder finds a higher number than its own and stops. No clock of one machine is compared with that of another:
 a holder trusts its lease for a while from before its last beat was sent, and whoever waits for a sign waits longer than
 that, from when the last beat was seen.
+
+A holder may be stopped at any point (SIGSTOP, a laptop that sleeps) and go on when another one has the lease. So it
+looks at its lease again before each try of a write is sent, and after it: what was written while the lease held needs
+no more. A beat is written over the holder's own last beat alone, a commit over nothing.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TypedDict, cast
 
+import pyarrow as pa
+
 from pipeline.errors import CacheLocked, RunFailed
 from pipeline.storage.stores import LOCK, ObjectStore
 
 HEARTBEAT_S = 10.0
 MISSED = 6  # beats until a lease counts as lost; one more until others take it
+_TRIES = 4  # of an exclusive write that finds another one of the same object under way
 
 
 class Holder(TypedDict, total=False):
@@ -58,6 +66,8 @@ class CacheLease:
     ) -> None:
         self._store = store  # to take the lock: a store that is busy for a moment refuses nobody
         self._beating = ObjectStore(store.root, store.objects.impatient())
+        self._guarded = store.objects.guarded(self.check)
+        self._mark: str | None = None  # of the last beat; None where it is not known
         self._me: Holder = {**identify(run_id), "namespace": _namespace(), "started": _started(os.getpid())}
         self._notify = notify
         self._heartbeat_s = heartbeat_s
@@ -85,7 +95,7 @@ class CacheLease:
         self._heart.join(self._heartbeat_s)
         if not self._lost:
             with suppress(OSError):  # it goes stale instead; what ended the run is what counts
-                self._write(self._beating, released=True)
+                self._renew(released=True)
 
     def check(self) -> None:
         """See ``pipeline.storage.lock.Lock``."""
@@ -93,6 +103,55 @@ class CacheLease:
         if self._lost or silent > MISSED * self._heartbeat_s:
             why = self._lost or f"the store could not be reached for {silent:.0f} s"
             raise RunFailed(f"{self._store}: the lock of the cache was lost: {why}; run the same command again")
+
+    def commit(self, name: str, data: bytes | pa.Buffer, needs: Collection[str] = ()) -> None:
+        """See ``pipeline.storage.lock.Lock``. One PUT, as long as the lease holds."""
+        self._create_file(name, data)
+        try:
+            self.check()
+        except RunFailed:
+            # Whoever has the lease by now may have counted on these rows already, or removed what they name.
+            with suppress(OSError):
+                if not all(map(self._store.exists, needs)):
+                    self._store.delete(name)
+            raise
+
+    def _create_file(self, name: str, data: bytes | pa.Buffer) -> None:
+        uri = f"{self._store.root}/{name}"
+        for attempt in range(_TRIES):
+            try:
+                self._guarded.put(uri, data, exclusive=True)
+            except FileExistsError:
+                if self._store.exists(name):
+                    return  # the first try, whose reply got lost: the name tells the content
+                if attempt == _TRIES - 1:
+                    raise
+                time.sleep(1)
+            else:
+                return
+
+    def put(self, name: str, data: bytes | pa.Buffer) -> None:
+        """See ``pipeline.storage.lock.Lock``. One PUT for a new file; over an earlier one a HEAD and a PUT more."""
+        uri = f"{self._store.root}/{name}"
+        try:
+            try:
+                self._guarded.put(uri, data, exclusive=True)
+            except FileExistsError:
+                mark = self._store.objects.mark(uri)
+                self.check()  # what has this mark was there while the lease was ours
+                self._replace(uri, data, mark)
+        except (FileExistsError, FileNotFoundError):
+            if self._store.read(name) != bytes(data):  # else it is the first try, whose reply got lost
+                self._lost = self._lost or f"another run wrote {name}"
+        self.check()
+
+    def _replace(self, uri: str, data: bytes | pa.Buffer, mark: str | None) -> None:
+        try:
+            self._guarded.put(uri, data, match=mark)
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+            self._guarded.put(uri, data)
 
     def _wait_for_death(self, number: int, content: Holder) -> None:
         """Return when the lease proves to be left behind. Raises CacheLocked when it proves alive."""
@@ -116,14 +175,14 @@ class CacheLease:
 
     def _create(self) -> None:
         try:
-            self._write(self._store, exclusive=True)
+            self._mark = self._write(self._store, exclusive=True)
         except FileExistsError:
             # A reply that got lost is retried, and then finds the object of the first try.
             content = _read(self._store, self._number)
             if content.get("run_id") != self._me["run_id"]:
                 raise CacheLocked(f"{self._store}: another run writes here: {_who(content)}") from None
         try:
-            self._write(self._store, exclusive=True)
+            self._mark = self._write(self._store, exclusive=True)
             self._notify(f"warning: {self._store} ignores conditional writes: two runs at once cannot be told apart")
         except FileExistsError:
             pass
@@ -141,17 +200,42 @@ class CacheLease:
                     highest = _highest(self._beating)
                     self._lost = f"{_who(highest[1])} took it over" if highest else "its object was deleted"
                     return
-                self._write(self._beating)
+                self._renew()
+                if self._lost:
+                    return
                 self._alive_at = sent_at
             except OSError:
                 continue  # ``check`` counts the silence
 
-    def _write(self, store: ObjectStore, *, exclusive: bool = False, released: bool = False) -> None:
+    def _renew(self, *, released: bool = False) -> None:
+        """Write the next beat over the last one; where that is not there any more, the lease is lost."""
+        try:
+            self._mark = self._write(self._beating, match=self._mark, released=released)
+            return
+        except FileNotFoundError:
+            self._lost = "its object was deleted"
+            return
+        except FileExistsError:
+            content = _read(self._beating, self._number)
+            if content.get("run_id") != self._me["run_id"]:
+                self._lost = f"{_who(content)} took it over"
+                return
+        except OSError as error:
+            if error.errno != errno.EOPNOTSUPP:
+                raise
+        # An own beat whose reply got lost, or a store without such conditions.
+        self._mark = None
+        self._write(self._beating, released=released)
+
+    def _write(
+        self, store: ObjectStore, *, exclusive: bool = False, match: str | None = None, released: bool = False
+    ) -> str | None:
         self._beats += 1
         content: Holder = {**self._me, "beat": self._beats, "time": _now()}
         if released:
             content["released"] = True
-        store.put(_name(self._number), json.dumps(content).encode(), exclusive=exclusive)
+        data = json.dumps(content).encode()
+        return store.objects.put(f"{store.root}/{_name(self._number)}", data, exclusive=exclusive, match=match)
 
 
 def lease_holder(store: ObjectStore) -> Holder | None:

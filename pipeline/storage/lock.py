@@ -11,10 +11,12 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, cast
+
+import pyarrow as pa
 
 from pipeline.errors import CacheLocked, UsageError
 from pipeline.storage.lease import CacheLease, Holder, identify, lease_holder
@@ -35,6 +37,18 @@ class Lock(Protocol):
 
     def check(self) -> None:
         """Raises RunFailed where the lock was lost meanwhile: then nothing may be written any more."""
+
+    def commit(self, name: str, data: bytes | pa.Buffer, needs: Collection[str] = ()) -> None:
+        """Write a file that has the hash of its content in its name, as long as the lock is held.
+
+        Where it was lost in that very moment, the file stays only if all of ``needs`` are there still.
+
+        Raises RunFailed where the lock was lost, and OSError.
+        """
+
+    def put(self, name: str, data: bytes | pa.Buffer) -> None:
+        """Write a file, over an earlier one too, as long as the lock is held. Raises RunFailed where it was lost, and
+        OSError."""
 
 
 def cache_lock(store: Store, run_id: str, notify: Callable[[str], None]) -> Lock:
@@ -105,4 +119,12 @@ class FileLock:
             self._descriptor = None
 
     def check(self) -> None:
-        """The kernel takes it from nobody."""
+        """The kernel takes it from nobody: a process that is stopped keeps it."""
+
+    def commit(self, name: str, data: bytes | pa.Buffer, needs: Collection[str] = ()) -> None:
+        """See ``Lock``."""
+        self._store.put(name, data)
+
+    def put(self, name: str, data: bytes | pa.Buffer) -> None:
+        """See ``Lock``."""
+        self._store.put(name, data)

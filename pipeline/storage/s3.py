@@ -21,7 +21,8 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 from pipeline.errors import UsageError
@@ -38,6 +39,7 @@ _NUMBERS: Mapping[int, int] = {
     409: errno.EEXIST,  # another exclusive PUT of this key is under way
     412: errno.EEXIST,
     416: errno.ERANGE,
+    501: errno.EOPNOTSUPP,  # a condition that the store does not know
 }
 _CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
 _REMEDIES: Mapping[str, str] = {
@@ -102,6 +104,7 @@ class Objects:
         assert not (settings.keys() - _ENVIRONMENT.keys()), settings.keys()
         self._settings = {name: value for name, value in settings.items() if value}
         self._patience = patience
+        self._guard: Callable[[], object] | None = None
         self._made: tuple[int, Any] | None = None  # (process, client)
 
     @classmethod
@@ -120,6 +123,15 @@ class Objects:
     def impatient(self) -> Objects:
         """The same stores for requests that are worth nothing when they come late: 14 seconds, twice."""
         return Objects(patience=0.2, **self._settings)
+
+    def guarded(self, guard: Callable[[], object]) -> Objects:
+        """The same stores, where each PUT is sent only if ``guard`` does not raise, and so is each further try of it.
+
+        For this process: what is unpickled elsewhere has no guard.
+        """
+        objects = Objects(patience=self._patience, **self._settings)
+        objects._guard = guard
+        return objects
 
     def __reduce__(self) -> tuple[Callable[..., Objects], tuple[float, dict[str, str]]]:
         return _rebuild, (self._patience, self._settings)
@@ -146,6 +158,23 @@ class Objects:
         bucket, key = _split(uri)
         with self._errors(uri):
             return int(self._client().head_object(Bucket=bucket, Key=key)["ContentLength"])
+
+    def mark(self, uri: str) -> str | None:
+        """The ETag of the object's present content, for ``put(match=...)``; None where the store has none."""
+        bucket, key = _split(uri)
+        with self._errors(uri):
+            mark = self._client().head_object(Bucket=bucket, Key=key).get("ETag")
+        return None if mark is None else str(mark)
+
+    def age(self, uri: str) -> timedelta:
+        """How long ago the object was written, by the clock of the store alone where that tells the time."""
+        bucket, key = _split(uri)
+        with self._errors(uri):
+            answer = self._client().head_object(Bucket=bucket, Key=key)
+            told = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+            now = datetime.now(UTC) if told is None else parsedate_to_datetime(told)
+            written: datetime = answer["LastModified"]
+            return now - written
 
     def exists(self, uri: str) -> bool:
         try:
@@ -218,15 +247,23 @@ class Objects:
                     raise OSError(errno.EIO, "the store cannot go on where a download broke")
         raise AssertionError("not reached")
 
-    def put(self, uri: str, data: Any, *, exclusive: bool = False) -> None:
+    def put(self, uri: str, data: Any, *, exclusive: bool = False, match: str | None = None) -> str | None:
         """Write a whole object in one request (at most 5 GiB): it is complete afterwards, or absent.
 
-        Raises FileExistsError where ``exclusive`` and the object exists.
+        Args:
+            exclusive: only where there is no such object.
+            match: only over the content that has this ETag.
+
+        Returns the ETag of what was written, None where the store has none. Raises FileExistsError where a condition
+        does not hold (after a reply that was lost, through the first try itself), FileNotFoundError where there is
+        nothing to match, and OSError with EOPNOTSUPP where the store knows no such condition.
         """
         bucket, key = _split(uri)
-        condition = {"IfNoneMatch": "*"} if exclusive else {}
+        condition = {"IfNoneMatch": "*"} if exclusive else {} if match is None else {"IfMatch": match}
         with self._errors(uri):
-            self._client().put_object(Bucket=bucket, Key=key, Body=bytes(data), **condition)
+            answer = self._client().put_object(Bucket=bucket, Key=key, Body=bytes(data), **condition)
+        mark = answer.get("ETag")
+        return None if mark is None else str(mark)
 
     def delete(self, uri: str) -> None:
         """Remove an object; nothing happens where there is none."""
@@ -260,7 +297,10 @@ class Objects:
     def _client(self) -> Any:
         """This process's client: one that was inherited by a fork would share its connections with the parent."""
         if self._made is None or self._made[0] != os.getpid():
-            self._made = os.getpid(), _connect(dict(self._settings), self._patience)
+            client = _connect(dict(self._settings), self._patience)
+            if (guard := self._guard) is not None:
+                client.meta.events.register("before-send.s3.PutObject", lambda **_: guard())
+            self._made = os.getpid(), client
         return self._made[1]
 
     @contextmanager

@@ -151,8 +151,8 @@ class ObjectStore:
         first = islice(self.objects.list(f"{self.root}/", deep=True), 100)
         return any(not found.uri.startswith(f"{self.root}/{LOCK}") for found in first)
 
-    def put(self, name: str, data: bytes | pa.Buffer, *, exclusive: bool = False) -> None:
-        self.objects.put(f"{self.root}/{name}", data, exclusive=exclusive)
+    def put(self, name: str, data: bytes | pa.Buffer) -> None:
+        self.objects.put(f"{self.root}/{name}", data)
 
     def read(self, name: str) -> bytes:
         return self.objects.read(f"{self.root}/{name}")

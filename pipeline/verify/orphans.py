@@ -15,6 +15,9 @@ from pipeline.verify.report import Report
 
 _TEMPORARY = ".tmp-"  # how LocalStore.put calls a file until it is whole
 UPLOAD_AGE = timedelta(hours=1)  # a younger one may still be under way
+# In an object store a driver that was stopped may go on after another one took its lease, and commit what it wrote;
+# in a folder it keeps the lock.
+ORPHAN_AGE = timedelta(days=1)
 
 
 def list_files(store: Store) -> dict[str, list[FileInfo]]:
@@ -63,18 +66,16 @@ def lost_commits(commits: Collection[str], orphans: Collection[FileInfo]) -> Ite
             yield run, missing, mine
 
 
-def clean(store: Store, report: Report, lock: Lock, now: datetime | None = None) -> None:
+def clean(
+    store: Store, report: Report, lock: Lock, now: datetime | None = None, commits: Collection[str] | None = None
+) -> None:
     """Remove the orphans, leftovers and old uploads of ``report``; the cache's ``lock`` is held. Raises RunFailed where
     it was lost, and OSError.
 
-    Where a commit is unreadable or lost, token shards that it may name stay.
+    Where a commit is unreadable or lost, or not among ``commits``, the ones that were read (None: all), token shards
+    that it may name stay; so do those in an object store that are younger than ORPHAN_AGE.
     """
-    unread = {"commit", "lost", "schema", "unreadable"}
-    doubtful = any(p.kind in unread and (p.shard or "").startswith(f"{VIDEOS}/") for p in report.problems)
-    files = [*report.leftovers, *([] if doubtful else report.orphans)]
-    if doubtful and report.orphans:
-        report.notes.append("no token shard was removed: a videos shard that is damaged or lost may name it")
-    for file in files:
+    for file in [*report.leftovers, *_unneeded(store, report, commits)]:
         lock.check()
         store.delete(file.name)
         report.removed.append(file.name)
@@ -83,3 +84,24 @@ def clean(store: Store, report: Report, lock: Lock, now: datetime | None = None)
             lock.check()
             store.objects.abort(upload)
             report.removed.append(f"the upload of {upload.uri} since {upload.started:%Y-%m-%d %H:%M}")
+
+
+def _unneeded(store: Store, report: Report, commits: Collection[str] | None) -> list[FileInfo]:
+    """The orphans that no commit can name, not even one that is still to come."""
+    if not report.orphans:
+        return []
+    unread = {"commit", "lost", "schema", "unreadable"}
+    doubtful = any(p.kind in unread and (p.shard or "").startswith(f"{VIDEOS}/") for p in report.problems)
+    if doubtful or (commits is not None and not set(store.names(VIDEOS, ".parquet")) <= set(commits)):
+        which = "is damaged or lost" if doubtful else "came meanwhile"
+        report.notes.append(f"no token shard was removed: a videos shard that {which} may name it")
+        return []
+    old = [file for file in report.orphans if _age(store, file) >= ORPHAN_AGE]
+    if young := len(report.orphans) - len(old):
+        report.notes.append(f"{young} orphans younger than a day stay: a driver that was stopped may still commit them")
+    return old
+
+
+def _age(store: Store, file: FileInfo) -> timedelta:
+    """How long ago it was written; where nobody can be late, it is old enough at once."""
+    return store.objects.age(f"{store.root}/{file.name}") if isinstance(store, ObjectStore) else ORPHAN_AGE

@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 
 from gstep.evidence import is_per_frame
-from pipeline.cache.cached_video import ONE_NUMBER, vector_bytes
+from pipeline.cache.cached_video import ONE_NUMBER
 from pipeline.cache.header import CacheHeader
 from pipeline.cache.method import declared_method
-from pipeline.cache.schema import digest, token_schema
-from pipeline.cache.token_shard import TokenShard
+from pipeline.cache.schema import token_schema
+from pipeline.cache.token_shard import TokenShard, checksum_of
 from pipeline.errors import CorruptShard
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
@@ -122,8 +122,7 @@ def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iter
         yield "rows", f"the rows are those of {', '.join(map(str, ids[:3]))}"
         return
     vectors = [f.name for f in table.schema if pa.types.is_fixed_size_binary(f.type)]
-    # Evidence of frames is null beside most tokens, and those bytes are nobody's.
-    if digest(*(vector_bytes(table[name].drop_null()) for name in vectors)) != row["checksum"]:
+    if checksum_of(table) != row["checksum"]:
         yield "checksum", "the token bytes do not have the checksum of the videos row"
     yield from (("tokens", fault) for fault in token_faults(table, row, header))
     for name in filter(is_per_frame, vectors):

@@ -108,7 +108,7 @@ def _verify(store: Store, request: Request, console: Console, lock: Lock | None)
     if again is not None:
         again.run(_sound(live, report), request.live, request.seed, report)
     if lock is not None:
-        clean(store, report, lock)
+        clean(store, report, lock, commits=[file.name for file in files[VIDEOS]])
     return report
 
 

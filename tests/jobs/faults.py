@@ -8,6 +8,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.waiting import wait_until
 
 N_VIDEOS, N_FRAMES = 160, 2
 OPTIONS = ["--num-frames", str(N_FRAMES), "--log-interval", "5"]
+FAST_BEAT, STOPS = 2.0, "the third commit comes now"
 COUNTED = "tests.jobs.hostile:CountedDecoder"
 _PRELOAD = ["jobs.prune", "pipeline.prune.run", "pipeline.prune.summary", "transformers", "tests.jobs.faults"]
 
@@ -112,16 +114,29 @@ def _drive(argv: list[str], log: str, before: Callable[[], None] | None, environ
 
 def die_before_the_third_commit() -> None:
     """From here on, this driver is killed after a token shard was written and before its videos shard is."""
+    _signal_before_the_third_commit(signal.SIGKILL)
+
+
+def stop_before_the_third_commit() -> None:
+    """From here on, this driver is stopped there, after it said so; on S3 its lease beats fast."""
+    from pipeline.storage import lock  # noqa: PLC0415
+
+    lock.CacheLease = partial(lock.CacheLease, heartbeat_s=FAST_BEAT)  # type: ignore[assignment,misc]
+    _signal_before_the_third_commit(signal.SIGSTOP)
+
+
+def _signal_before_the_third_commit(number_of_signal: signal.Signals) -> None:
     from pipeline.prune import run  # noqa: PLC0415
 
     commit = run.commit
 
-    def commit_or_die(store: Store, run_id: str, number: int, rows: Any, **more: Any) -> Any:
+    def commit_or_not(store: Store, run_id: str, number: int, rows: Any, **more: Any) -> Any:
         if number == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
+            print(STOPS, flush=True)
+            os.kill(os.getpid(), number_of_signal)
         return commit(store, run_id, number, rows, **more)
 
-    run.commit = commit_or_die  # type: ignore[attr-defined]
+    run.commit = commit_or_not  # type: ignore[attr-defined]
 
 
 def files(cache: Path, folder: str) -> list[Path]:

@@ -1,9 +1,13 @@
 """The job with its cache on a real S3 API: what a killed run leaves, what a run asks for, and what must not show."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 from collections import Counter
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,12 +15,15 @@ import ray
 
 from jobs import inspect, prune
 from pipeline import TokenCache
+from pipeline.storage import lock
 from pipeline.storage.lease import CacheLease
 from pipeline.storage.stores import ObjectStore
-from tests.jobs.faults import Driver
+from pipeline.verify import orphans
+from tests.jobs.faults import FAST_BEAT, STOPS, Driver, stop_before_the_third_commit
 from tests.jobs.jobs import assert_complete, clips, forbid_ray, run_here
 from tests.pipeline.rays import ray_here
 from tests.pipeline.s3 import KEY, SECRET, S3Server
+from tests.pipeline.verifying import kinds, verified
 
 pytestmark = pytest.mark.slow
 
@@ -108,6 +115,33 @@ def test_endpoint_and_credentials_show_nowhere(server, killed):
     for secret in (KEY, SECRET, server.url, server.url.partition("://")[2]):
         assert secret not in done.stdout
         assert secret.encode() not in held
+
+
+def test_a_driver_that_was_stopped_commits_nothing_once_another_one_had_the_lock(
+    server, manifest, pruned_here, tmp_path, monkeypatch
+):
+    """Meanwhile the token shards that it was about to commit were removed, as nothing named them."""
+    store = ObjectStore(server.uri("stopped/cache"), server.objects())
+    address = ray.get_runtime_context().gcs_address
+    driver = Driver(
+        argv(manifest, store.root),
+        tmp_path / "log",
+        stop_before_the_third_commit,
+        RAY_ADDRESS=address,
+        **server.environment(),
+    )
+    driver.until(lambda: (tmp_path / "log").exists() and STOPS in driver.output, "the third commit")
+    monkeypatch.setattr(lock, "CacheLease", partial(CacheLease, heartbeat_s=FAST_BEAT))
+    monkeypatch.setattr(orphans, "ORPHAN_AGE", timedelta(0))
+    try:
+        assert verified(store, clean=True).removed
+    finally:
+        os.kill(driver.pid, signal.SIGCONT)
+    assert driver.wait() == 1 and "the lock of the cache was lost" in driver.output, driver.output
+    assert 0 < len(TokenCache(store.root, store=store)) < len(IDS) and kinds(verified(store)) == []
+    done = pruned_here(argv(manifest, store.root))
+    assert done.returncode == 0, done.stdout
+    assert_complete(store, IDS)
 
 
 def test_nothing_left_to_do_starts_nothing(server, killed, manifest, monkeypatch, capsys):

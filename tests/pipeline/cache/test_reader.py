@@ -180,8 +180,34 @@ def test_damage_raises_instead_of_other_tokens(tmp_path):
         assert torch.equal(bits(video.tokens), bits(good.tokens)), at
         assert torch.equal(video.index, good.index), at
     path.unlink()
-    with pytest.raises(CorruptShard, match="missing"):
+    with pytest.raises(CorruptShard, match=r"missing.*jobs\.verify .*the same .*jobs\.prune again") as caught:
         TokenCache(tmp_path).get("v")
+    (commit,) = LocalStore(tmp_path).names("videos", ".parquet")
+    assert f"remove {tmp_path}/{commit}" in str(caught.value)
+
+
+def test_a_shard_of_other_bits_under_the_same_name_is_found_by_verify(tmp_path):
+    """Every page and the footer are sound, so that only the row's checksum tells."""
+    store = make_cache(tmp_path, {"v": random_tokens(0)}, 0.25, "uniform")
+    row = TokenCache(tmp_path).metadata("v")
+    other = random_tokens(0).view(torch.int16).bitwise_xor(1).view(torch.bfloat16)
+    late = make_cache(tmp_path / "late", {"v": other}, 0.25, "uniform")
+    found = late.read(TokenCache(tmp_path / "late").metadata("v")["token_shard"])
+    good = TokenCache(tmp_path).get("v", verify=True)
+    store.put(row["token_shard"], found)
+    assert not torch.equal(bits(TokenCache(tmp_path).get("v").tokens), bits(good.tokens))
+    with pytest.raises(CorruptShard, match="checksum") as caught:
+        TokenCache(tmp_path).get("v", verify=True)
+    assert caught.value.kind == "checksum"
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_what_was_verified_is_what_is_read_without(tmp_path, deep, ratio):
+    for order in ("index", "selection"):
+        plain, checked = (TokenCache(tmp_path).get("v", ratio, order, verify=verify) for verify in (False, True))
+        assert torch.equal(bits(plain.tokens), bits(checked.tokens)) and torch.equal(plain.index, checked.index)
+        assert torch.equal(plain.rank, checked.rank) and torch.equal(plain.density, checked.density)
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(plain.deepstack, checked.deepstack, strict=True))
 
 
 def test_other_tools_open_it(tmp_path, videos):

@@ -120,6 +120,9 @@ def test_the_checksum_covers_it_and_caches_without_any_stay_as_they_were(tmp_pat
     assert with_it.metadata("v")["checksum"] != without.metadata("v")["checksum"]
     assert with_it.metadata("v").keys() == without.metadata("v").keys()
     assert without.evidence == {} and torch.equal(with_it.get("v").tokens, without.get("v").tokens)
+    video = with_it.get("v", evidence=["image_embedding"], verify=True)
+    assert torch.equal(video.tokens, without.get("v", verify=True).tokens)
+    assert list(video.evidence) == ["image_embedding"]
 
 
 def test_what_is_not_there_is_said(tmp_path):

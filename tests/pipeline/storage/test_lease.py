@@ -1,5 +1,6 @@
 """One writer a cache on a store without locks: leases, heartbeats, and what a killed run leaves behind."""
 
+import errno
 import json
 import signal
 import subprocess
@@ -10,9 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from pipeline.errors import CacheLocked, RunFailed
+from pipeline.storage import lease as lease_module
 from pipeline.storage.lease import CacheLease
 from pipeline.storage.lock import holder
 from pipeline.storage.stores import LOCK, ObjectStore
+from tests.pipeline.flaky import FlakyProxy
 from tests.pipeline.s3 import S3Server
 from tests.waiting import wait_until
 
@@ -175,3 +178,127 @@ def test_an_ending_without_the_store_hides_nothing(said):
         except KeyboardInterrupt as stop:
             held.__exit__(KeyboardInterrupt, stop, None)
             raise
+
+
+def silence(held: CacheLease) -> None:
+    """As after a long stop of the process, before any thread had a turn."""
+    held._ended.set()
+    held._heart.join()
+    held._ended.clear()
+    held._alive_at = float("-inf")
+
+
+def written(server, store, name: str) -> list[int]:
+    """What each PUT of the object was answered with."""
+    path = f"/{store.root.removeprefix('s3://')}/{name}"
+    return [request.status for request in server.requests if (request.method, request.path) == ("PUT", path)]
+
+
+@pytest.mark.parametrize("write", ["commit", "put"])
+def test_nothing_is_sent_once_the_lease_was_lost(server, store, said, write):
+    with CacheLease(store, "run", said.append) as held:
+        getattr(held, write)("f/before", b"x")
+        silence(held)
+        with pytest.raises(RunFailed, match="could not be reached"):
+            getattr(held, write)("f/after", b"x")
+        assert (written(server, store, "f/before"), written(server, store, "f/after")) == ([200], [])
+        held._alive_at = lease_module._clock()
+
+
+def test_every_further_try_of_a_write_asks_for_the_lease_again(server, store, said, monkeypatch):
+    with FlakyProxy(server) as proxy:
+        fault = proxy.fail("PUT", "/f/busy", 503, 3)
+        with CacheLease(ObjectStore(store.root, proxy.objects()), "run", said.append) as held:
+            silence(held)
+            monkeypatch.setattr(held, "_alive_at", lease_module._clock())
+            look, looks = held.check, []
+
+            def check() -> None:
+                looks.append(len(fault.paths))
+                monkeypatch.setattr(held, "_alive_at", float("-inf") if len(looks) == 3 else lease_module._clock())
+                look()
+
+            held._guarded = held._store.objects.guarded(check)
+            with pytest.raises(RunFailed, match="could not be reached"):
+                held.commit("f/busy", b"x")
+            assert looks == [0, 1, 2] and not store.exists("f/busy")
+            held._alive_at = lease_module._clock()
+
+
+def test_a_commit_whose_lease_was_lost_while_it_was_sent_stays_if_what_it_needs_is_there(store, said, monkeypatch):
+    with CacheLease(store, "run", said.append) as held:
+        silence(held)
+        held._guarded = store.objects  # the last look before it was sent was in time
+        store.put("t/there", b"x")
+        for name, needs in {"v/whole": ["t/there"], "v/broken": ["t/there", "t/gone"]}.items():
+            with pytest.raises(RunFailed, match="the lock of the cache was lost"):
+                held.commit(name, b"x", needs)
+        assert (store.exists("v/whole"), store.exists("v/broken")) == (True, False)
+        held._alive_at = lease_module._clock()
+
+
+def test_a_commit_whose_reply_was_lost_is_there_once(server, store, said):
+    with FlakyProxy(server) as proxy:
+        fault = proxy.fail("PUT", "/f/lost", "lost")
+        with CacheLease(ObjectStore(store.root, proxy.objects()), "run", said.append) as held:
+            held.commit("f/lost", b"x")
+        assert len(fault.paths) == 1 and store.read("f/lost") == b"x"
+
+
+def test_a_file_that_another_run_wrote_meanwhile_is_not_replaced(store, said, monkeypatch):
+    """After this one was stopped when the last look at its lease was over."""
+    store.put("header", b"old")
+    with CacheLease(store, "run", said.append) as held:
+        held.put("header", b"mine")
+        mark = store.objects.mark
+
+        def meanwhile(uri: str) -> str | None:
+            found = mark(uri)
+            store.put("header", b"theirs")
+            return found
+
+        monkeypatch.setattr(store.objects, "mark", meanwhile)
+        with pytest.raises(RunFailed, match="another run wrote header"):
+            held.put("header", b"mine too")
+    assert store.read("header") == b"theirs"
+
+
+def test_a_late_beat_does_not_bring_a_lease_back(store, said, monkeypatch):
+    """It was stopped after it had seen that the lease was its own; the next run removed that and has gone again."""
+    held = lease(store, "run", said).__enter__()
+    monkeypatch.setattr(lease_module, "_highest_number", lambda store: 1)
+    store.delete(f"{LOCK}-000001")
+    assert wait_until(lambda: held._lost, "the loss is noticed", 30) == "its object was deleted"
+    with pytest.raises(RunFailed, match="the lock of the cache was lost"):
+        held.check()
+    held.__exit__(None, None, None)
+    assert not store.exists(f"{LOCK}-000001")
+
+
+def test_a_beat_whose_reply_was_lost_costs_nothing(server, store, said):
+    with FlakyProxy(server) as proxy:
+        with lease(ObjectStore(store.root, proxy.objects()), "run", said) as held:
+            fault = proxy.fail("PUT", f"/{LOCK}-000001", "lost")
+            wait_until(lambda: fault.paths, "a beat is lost")
+            beat = json.loads(store.read(f"{LOCK}-000001"))["beat"]
+            wait_until(lambda: json.loads(store.read(f"{LOCK}-000001"))["beat"] > beat, "the next one")
+            held.check()
+        assert holder(store) is None
+
+
+def test_a_store_without_conditions_on_replacing_is_beaten_without(server, store, said, monkeypatch):
+    put, refused = type(store.objects).put, []
+
+    def picky(self, uri, data, *, exclusive=False, match=None):
+        if match is not None:
+            refused.append(uri)
+            raise OSError(errno.EOPNOTSUPP, "NotImplemented", uri)
+        return put(self, uri, data, exclusive=exclusive)
+
+    monkeypatch.setattr(type(store.objects), "put", picky)
+    store.put("header", b"old")
+    with lease(store, "run", said) as held:
+        wait_until(lambda: len(refused) > 1, "two beats", 30)
+        held.put("header", b"new")
+        held.check()
+    assert store.read("header") == b"new" and holder(store) is None

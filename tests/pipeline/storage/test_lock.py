@@ -1,6 +1,8 @@
 """One writer a cache in a folder: a lock that the kernel frees, and that names who has it."""
 
+import os
 import resource
+import signal
 
 import pytest
 
@@ -12,6 +14,24 @@ from pipeline.storage.stores import LOCK, LocalStore
 def test_one_writer_a_cache(tmp_path):
     with FileLock(LocalStore(tmp_path), "first"), pytest.raises(CacheLocked, match='"run_id": "first"'):
         FileLock(LocalStore(tmp_path), "second").__enter__()
+    with FileLock(LocalStore(tmp_path), "third"):
+        pass
+
+
+def test_a_driver_that_is_stopped_keeps_its_lock(tmp_path):
+    """It may go on at any point, so that nobody else may write meanwhile; the refusal says which process it is."""
+    pid = os.fork()
+    if pid == 0:
+        FileLock(LocalStore(tmp_path), "stopped").__enter__()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+    try:
+        assert os.WIFSTOPPED(os.waitpid(pid, os.WUNTRACED)[1])
+        with pytest.raises(CacheLocked, match=f'"pid": {pid}, "run_id": "stopped"'):
+            FileLock(LocalStore(tmp_path), "second").__enter__()
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
     with FileLock(LocalStore(tmp_path), "third"):
         pass
 

@@ -8,6 +8,7 @@ import pytest
 from pipeline import TokenCache
 from pipeline.storage.lock import cache_lock
 from pipeline.storage.stores import ObjectStore
+from pipeline.verify import orphans
 from pipeline.verify.orphans import UPLOAD_AGE, clean, list_uploads
 from pipeline.verify.report import Report
 from tests.pipeline.caches import encoded, make_cache, random_tokens, write_shard
@@ -63,7 +64,19 @@ def test_what_a_damaged_commit_may_name_is_not_removed(store, damage):
     assert len(shards(store)) == 2
 
 
-def test_the_same_on_s3(server):
+def test_what_a_commit_that_came_meanwhile_may_name_is_not_removed(store):
+    report = verified(store)
+    shutil.copy(shards(store)[0], store.root / "tokens" / "run0-orphan.parquet")
+    (orphan,) = verified(store).orphans
+    left = Report(str(store), orphans=[orphan])
+    with cache_lock(store, "r", print) as lock:
+        clean(store, left, lock, commits=store.names("videos", ".parquet")[:1])
+        assert left.removed == [] and any("came meanwhile" in note for note in left.notes)
+        clean(store, left, lock, commits=store.names("videos", ".parquet"))
+    assert left.removed == [orphan.name] and report.orphans == []
+
+
+def test_the_same_on_s3(server, monkeypatch):
     store = ObjectStore(server.uri("c"), server.objects())
     make_cache(store, {f"v{i}": random_tokens(i, SHAPE) for i in range(3)})
     assert verified(store).problems == []
@@ -81,6 +94,7 @@ def test_the_same_on_s3(server):
         clean(store, young, lock, now=report.uploads[0].started + UPLOAD_AGE / 2)
     assert young.removed == []
     assert datetime.now(UTC) - report.uploads[0].started > timedelta(hours=1)  # by the server's clock
+    monkeypatch.setattr(orphans, "ORPHAN_AGE", timedelta(0))  # a young one stays: tests/pipeline/cache/test_writer.py
     cleaned = verified(store, clean=True)
     assert cleaned.removed[0] == "tokens/run-orphan.parquet" and "half.parquet" in cleaned.removed[1]
     after = verified(store)
