@@ -20,7 +20,7 @@ HEAD = WIDTH // HEADS
 #: So slow that half of a head's dimensions hardly turn within a video, and match by content.
 THETA = 1_000_000.0
 EPSILON = 1e-6
-_VISUAL, _EARLY = 1, 2  # layers whose states are taught too
+_FIRST = 1  # the layer from which on states are taught
 _LOUD = 4.0  # the key of the start token
 _STILL = HEAD // 2 - 1  # the pair of a head's dimensions that hardly turns
 
@@ -31,13 +31,17 @@ class States(NamedTuple):
     Attributes:
         last: after all layers.
         late: after all but one.
+        middle: after four.
         early: after three.
+        first: after two.
         visual: after two.
     """
 
     last: Tensor
     late: Tensor
+    middle: Tensor
     early: Tensor
+    first: Tensor
     visual: Tensor
 
 
@@ -144,12 +148,12 @@ class Decoder(nn.Module):
         states, seen = [], x
         for i, layer in enumerate(self.layers):
             x = layer(x, turn, sees, n_before, last=i == LAYERS - 1)
-            if i == _VISUAL:
+            if i == _FIRST:
                 seen = self.norm(x[:, 1 : n_before - 1])
-            if i in (_EARLY, LAYERS - 2, LAYERS - 1):
+            if i >= _FIRST:
                 states.append(self.norm(x[:, -count * length :]).view(batch, count, length, WIDTH))
-        early, late, last = states
-        return States(last, late, early, seen)
+        first, early, middle, late, last = states
+        return States(last, late, middle, early, first, seen)
 
 
 def _sense_time(attention: _Attention, start: Tensor) -> None:

@@ -22,6 +22,7 @@ from jobs.testbed.training.lessons import SILENT, Asked, Lesson, echo, lesson_of
 from jobs.testbed.training.space import CELLS, GRID, ID, LETTERS, TIMES, Cells
 from jobs.testbed.training.stage import Meter, Stage
 from pipeline.evaluate.shapes.questions import ask
+from pipeline.evaluate.shapes.words import CORNERS
 from pipeline.evaluate.shapes.world import FRAMES, Video
 
 _QUESTIONS = 7  # a video
@@ -35,7 +36,8 @@ _FULL = 0.4  # share of steps in which nothing is left out
 #: What is asked more often than other types: at first what teaches when things came, then what is learnt last.
 _WHEN = {"quarter": 3.0, "order": 3.0, "onset": 3.0}
 _WORKED_OUT = {"quarter": 3.0, "order": 2.0, "onset": 2.0, "count": 5.0, "change": 5.0}
-_LAST = {"quarter": 2.0, "order": 2.0, "onset": 2.0, "count": 8.0, "change": 4.0}
+_LAST = {"quarter": 2.0, "order": 2.0, "onset": 2.0, "count": 6.0, "change": 5.0}
+_CORNERS = [ID[corner] for corner in CORNERS]
 _LOOKED_UP = 600  # the step from which it is asked what must be worked out
 _DRAWS = 1_000  # times that a video can be asked
 
@@ -110,16 +112,19 @@ class Course:
     Attributes:
         portion: of a step's number.
         weights: by type of question, of a step's number; 1 for types that are not there.
+        thorough: hear at the subject, too, in which corners the thing is - of all four, not only one that is right, or
+            nothing is ever counted - and hear the plain answer before the choices need it.
     """
 
     portion: Callable[[int, np.random.Generator], Portion]
     weights: Callable[[int], Mapping[str, float]]
+    thorough: bool
 
 
 #: On ideal tokens.
-READING = Course(first_portion, lambda step: _WHEN if step < _LOOKED_UP else _WORKED_OUT)
+READING = Course(first_portion, lambda step: _WHEN if step < _LOOKED_UP else _WORKED_OUT, thorough=False)
 #: On what the vision half says.
-SIGHT = Course(any_portion, lambda step: _LAST)
+SIGHT = Course(any_portion, lambda step: _LAST, thorough=True)
 
 
 def train(
@@ -141,7 +146,7 @@ def train(
         portion = course.portion(number, rng)
         lesson = _class_of(rng, source, portion, noise, course.weights(number))
         states = decoder(lesson.visual, lesson.places, lesson.end, lesson.asked.ids)
-        return _loss(decoder, states, lesson, portion, meter)
+        return _loss(decoder, states, lesson, portion, meter, thorough=course.thorough)
 
     stage.run(decoder, step, start)
 
@@ -201,7 +206,9 @@ def chosen(rng: np.random.Generator, cells: Cells, portion: Portion) -> NDArray[
     return (few + CELLS * np.arange(portion.n_frames)[:, None]).ravel()
 
 
-def _loss(decoder: Decoder, states: States, lesson: _Class, portion: Portion, meter: Meter) -> Tensor:
+def _loss(
+    decoder: Decoder, states: States, lesson: _Class, portion: Portion, meter: Meter, *, thorough: bool
+) -> Tensor:
     """The sum of the cross-entropies of the letter, the end behind it, the plain answer, the hints, and of what can be
     known earlier: at the subject, where order is asked when each choice came, and the frame of each visual token."""
     say, asked = decoder.lm_head, lesson.asked
@@ -217,6 +224,8 @@ def _loss(decoder: Decoder, states: States, lesson: _Class, portion: Portion, me
     soon = torch.where(asked.timed[..., None], SILENT, asked.early) if portion.close_up else asked.early
     frames = torch.full_like(lesson.places, SILENT) if portion.close_up else ID[TIMES[0]] + lesson.places // CELLS
     ends = torch.full_like(asked.letter, ID["<|im_end|>"])
+    if thorough:  # corners are asked for one by one instead
+        soon = torch.where(asked.counted[..., None], SILENT, soon)
     parts = {
         "letter": _entropy(letter, asked.letter),
         "plain": _entropy(plain, asked.plain),
@@ -227,6 +236,10 @@ def _loss(decoder: Decoder, states: States, lesson: _Class, portion: Portion, me
     }
     for name, part in parts.items():
         meter.add(f"loss {name}", part.item())
+    if thorough:
+        parts["middle"] = _entropy(say(_at(states.middle, asked.subject)), asked.plain)
+        parts["where"] = _presence(say(_at(states.first, asked.subject)), asked.where, asked.placed)
+        parts["counted"] = _presence(say(_at(states.early, asked.subject)), asked.where, asked.counted)
     _count(asked, letter, plain, hints, meter, whole=portion.n_kept == portion.n_frames * CELLS)
     return torch.stack(list(parts.values())).sum()
 
@@ -263,6 +276,12 @@ def _entropy(logits: Tensor, target: Tensor) -> Tensor:
     """0 where nothing is asked; the mean would have no value."""
     total = functional.cross_entropy(logits.flatten(0, -2), target.flatten(), ignore_index=SILENT, reduction="sum")
     return total / max(1, int((target != SILENT).sum()))
+
+
+def _presence(logits: Tensor, where: Tensor, asked: Tensor) -> Tensor:
+    """Cross-entropy of a yes or no for each corner's word, where it is asked."""
+    each = functional.binary_cross_entropy_with_logits(logits[..., _CORNERS], where, reduction="none").mean(-1)
+    return (each * asked).sum() / max(1, int(asked.sum()))
 
 
 def questions_right(decoder: Decoder, seen: Sequence[Seen]) -> list[tuple[str, int, bool]]:

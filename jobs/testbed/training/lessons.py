@@ -25,6 +25,7 @@ from pipeline.generate.choices import INSTRUCTION
 #: For a place where nothing is asked, as cross_entropy has it.
 SILENT = -100
 _FIRST = ("order", "onset")
+_NOWHERE = (*_FIRST, "sign")  # about several things, or with a subject that the video does not show
 #: Whose answers follow from the first frame of what is asked about.
 TIMED = ("quarter", "change")
 _ECHOES = (
@@ -47,6 +48,8 @@ class Lesson:
         plain: id of the right answer's word, or SILENT.
         early: ids of what can be said at the subject half-way, four or SILENT: the answer where it can be looked up,
             else what it follows from - a frame, or the corners to be counted.
+        where: the corners that the thing is seen in, a yes or no each, as far as the answer shows it; empty where it is
+            not asked.
         options: indices of the choices' tokens.
         hints: an id a choice.
     """
@@ -57,6 +60,7 @@ class Lesson:
     subject: int
     plain: int
     early: list[int]
+    where: list[bool]
     options: list[int]
     hints: list[int]
 
@@ -76,6 +80,10 @@ def lesson_of(question: Question, kept: NDArray[np.bool_] | None = None) -> Less
     subject = len(words) - 1 - words[::-1].index(question.subject) if question.subject else -1
     hints = _times(question, evidence) if question.type in _FIRST else _letters(question.answer)
     lesson = _lesson(question.type, words, question.choices, question.answer, subject, hints)
+    if question.type in _NOWHERE:
+        return lesson
+    seen = {corner_of(box) for part in evidence.parts for box in part.boxes}
+    lesson = replace(lesson, where=[corner in seen for corner in range(len(CORNERS))])
     grounds = _grounds(question, evidence)
     return replace(lesson, early=_padded(grounds)) if grounds else lesson
 
@@ -109,6 +117,7 @@ def _lesson(
         subject=subject,
         plain=plain,
         early=_padded([plain]),
+        where=[],
         options=options,
         hints=hints,
     )
@@ -148,7 +157,10 @@ class Asked:
         letter: [B,K] id of the right letter.
         plain: [B,K], SILENT where there is none.
         early: [B,K,4], likewise.
+        where: [B,K,4] 0 or 1.
+        placed: [B,K] whether ``where`` is asked.
         timed: [B,K] whether ``early`` is a frame.
+        counted: [B,K] whether it is corners.
         subject: [B,K]; 0 where there is none.
         options, hints: [B,K,4].
         last: [B,K] index of the token at which the letter is said.
@@ -162,6 +174,9 @@ class Asked:
         self.letter = _tensor([[ID[LETTERS[one.answer]] for one in row] for row in lessons])
         self.plain = _tensor([[one.plain for one in row] for row in lessons])
         self.early = _tensor([[one.early for one in row] for row in lessons])
+        self.where = torch.tensor([[one.where or [False] * 4 for one in row] for row in lessons]).float()
+        self.placed = torch.tensor([[bool(one.where) for one in row] for row in lessons])
+        self.counted = torch.tensor([[one.type == "count" for one in row] for row in lessons])
         self.timed = torch.tensor([[one.type in TIMED for one in row] for row in lessons])
         self.subject = _tensor([[max(0, one.subject) for one in row] for row in lessons])
         self.options = _tensor([[one.options for one in row] for row in lessons])
