@@ -234,12 +234,12 @@ def _loss(
         "stop": _entropy(stop, ends),
         "frame": _entropy(say(states.visual), frames),
     }
-    for name, part in parts.items():
-        meter.add(f"loss {name}", part.item())
     if thorough:
         parts["middle"] = _entropy(say(_at(states.middle, asked.subject)), asked.plain)
         parts["where"] = _presence(say(_at(states.first, asked.subject)), asked.where, asked.placed)
         parts["counted"] = _presence(say(_at(states.early, asked.subject)), asked.where, asked.counted)
+    for name, part in parts.items():
+        meter.add(f"loss {name}", part.item())
     _count(asked, letter, plain, hints, meter, whole=portion.n_kept == portion.n_frames * CELLS)
     return torch.stack(list(parts.values())).sum()
 
