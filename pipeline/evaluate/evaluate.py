@@ -163,19 +163,26 @@ def _machine() -> list[tuple[str, str]]:
     ]
 
 
+_COLUMNS = 6  # of splits and Overall that fit a terminal
+
+
 def render_evaluation(done: Evaluation) -> RenderableType:
     """The table for the terminal, the failures by class, and the files."""
     table = Table(title=Text(done.table.title), title_justify="left", show_edge=False)
     table.add_column("method")
-    for name in ("kept", *(column.title for column in done.table.columns), "Rel."):
+    # The last column is that of all questions.
+    first = 0 if len(done.table.columns) <= _COLUMNS else len(done.table.columns) - 1
+    for name in ("kept", *(column.title for column in done.table.columns[first:]), "Rel."):
         table.add_column(Text(name), justify="right")
     for block in (None, *done.table.blocks):
         for row in (done.table.original,) if block is None else block.rows:
-            cells = [cell.printed if cell else "-" for cell in (*row.cells, row.rel)]
+            cells = [cell.printed if cell else "-" for cell in (*row.cells[first:], row.rel)]
             table.add_row(
                 Text(method_title(row.method)), f"{100 * row.ratio:g} %", *cells, end_section=row is _last(block)
             )
     parts: list[RenderableType] = [table]
+    if first:
+        parts.append(Text(f"the {first} splits are in tables.md"))
     if done.done.answers is not None:
         parts += ["", render_answers(done.done.answers)]
     return Group(*parts, "", Text(f"{done.out}: {', '.join(done.files)}"))

@@ -12,6 +12,8 @@ import pyarrow.compute as pc
 from rich.console import Console
 
 from gstep.backbones import ModelSource
+from gstep.checkpoints.shipped import SHIPPED
+from gstep.checkpoints.tiny import TINY
 from gstep.evidence import HEAD_SOURCES
 from gstep.language import Decoding, PromptBuilder, prompt_builder
 from pipeline.cache.header import CacheHeader, CacheIdentity, ModelIdentity, differences
@@ -280,7 +282,7 @@ def model_of(model: str | None, revision: str | None, weights: str) -> tuple[str
         return model, revision or (sha if model == hub_id else None)
     if kind == "hub":
         return hub_id, revision or sha
-    if kind.startswith("tiny"):
+    if kind in SHIPPED or kind in TINY:
         return kind, revision
     raise UsageError(f"--model is missing: the cache was made with a folder ({weights}), and does not say where it is")
 

@@ -7,6 +7,8 @@ import pytest
 
 from gstep.backbones import ModelSource
 from gstep.checkpoints import tiny
+from gstep.checkpoints.shipped import SHIPPED
+from gstep.checkpoints.tiny import TINY
 from jobs import generate
 from pipeline.errors import RunFailed
 from pipeline.generate import answer_stage
@@ -262,3 +264,8 @@ def test_help_is_worth_reading(capsys):
         generate.main(["--help"])
     text = capsys.readouterr().out
     assert caught.value.code == 0 and "--choices" in text and "examples:" in text and "every question has a row" in text
+
+
+@pytest.mark.parametrize("name", [*SHIPPED, *TINY])
+def test_a_model_of_this_package_needs_no_flag(name):
+    assert model_of(None, None, f"{name}:0123") == (name, None)

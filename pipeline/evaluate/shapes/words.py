@@ -14,8 +14,8 @@ _ASKING = (
     *("?", "What", "Which", "How", "many", "color", "shape", "corner", "corners", "scene", "quarter", "sign", "word"),
     *("is", "has", "have", "introduces", "appears", "colored", "on", "of", "the", "these", "earlier", "later"),
 )
-#: For a tokenizer that has a token a word: all words of questions (a question mark is one) and of choices, no letters of
-#: choices and nothing of a chat template. In a fixed order; new words are added at its end.
+#: For a tokenizer that has a token a word: all words of questions (a question mark is one) and of choices, no letters
+#: of choices and nothing of a chat template. In a fixed order; new words are added at its end.
 VOCABULARY = (*_ASKING, *SHAPES, *COLORS, *SCENES, *CORNERS, *QUARTERS, *NUMBERS, *SIGNS)
 
 

@@ -122,6 +122,21 @@ def test_the_terminal_shows_every_method_with_its_share_and_the_files(done):
     assert not any("answered" in line for line in lines)
 
 
+def test_more_splits_than_fit_a_terminal_are_left_to_the_file(done):
+    def wide(row):
+        return replace(row, cells=row.cells[:1] * 8 + row.cells[-1:])
+
+    table = done.table
+    blocks = tuple(replace(block, rows=tuple(map(wide, block.rows))) for block in table.blocks)
+    columns = table.columns[:1] * 8 + table.columns[-1:]
+    table = replace(table, columns=columns, original=wide(table.original), blocks=blocks)
+    lines = printed(replace(done, table=table)).splitlines()
+    rows = [line.split("│") for line in lines if "│" in line]
+    overall = [row.cells[-1].printed for block in table.blocks for row in block.rows]
+    assert [row[2].strip() for row in rows[1:]] == overall and {len(row) for row in rows} == {4}
+    assert "the 8 splits are in tables.md" in lines
+
+
 def test_answers_that_failed_are_shown_by_class(done):
     asked = replace(done, done=replace(done.done, answers=answers(9, io=2)))
     text = printed(asked)
