@@ -35,7 +35,11 @@ FAULTS: Mapping[FaultClass, Fault] = {
     ),
     "corrupt": Fault("the data is damaged", "fetch or re-encode the file", False),
     "timeout": Fault("decoding took longer than --decode-timeout", "raise --decode-timeout, then --retry-failed", True),
-    "crash": Fault("the decode process died", "re-encode the file, or try --decoder pyav with --retry-failed", True),
+    "crash": Fault(
+        "the decode process died, or the encode process twice",
+        "re-encode the file, or try --decoder pyav with --retry-failed",
+        True,
+    ),
     "out-of-memory": Fault(
         "beyond --decode-memory, --fetch-memory or the memory of the GPU",
         "raise --decode-memory or lower --num-frames, then --retry-failed",

@@ -3,21 +3,29 @@
 A worker states what it holds, it does not count up and down: a statement that is lost, or made again by a restarted
 actor or a retried task, is mended by the next one. The actor remembers one statement a busy worker, whatever the size
 of the corpus. Nobody waits for an answer, and an actor that is gone costs no video anything.
+
+What a worker held when its process died is known here too, so that the next process of that worker can ask which item
+has killed others before: see ``Heartbeat.deaths``.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _RESTARTS = 3
-_FAIL_S = 10.0
+_ANSWER_S = 10.0
+# A worker whose process dies more often than this is given up. An item that kills its worker costs two deaths, so a few
+# of them an hour do not end a run; a machine on which nothing runs does, and a run of days may lose a process a day.
+DEATHS, DEATHS_S = 10, 3600.0
 _BACKLOG = 1000  # statements that a worker may have under way; an actor that hangs must not fill its memory
 
 
@@ -38,24 +46,58 @@ class Reading:
     failure: str | None = None
 
 
-class Heartbeats:
-    """The actor's class; see ``start_heartbeats``."""
+class WorkerGivenUp(RuntimeError):  # noqa: N818
+    """The process of this worker has died too often; the run ends."""
 
-    def __init__(self, stages: Sequence[str]) -> None:
-        self._held: dict[str, dict[str, Sequence[str]]] = {stage: {} for stage in stages}
+
+class _Held(NamedTuple):
+    """What a worker holds, and on which host."""
+
+    items: Sequence[str]
+    host: str
+
+
+class Heartbeats:
+    """The actor's class; see ``start_heartbeats``. ``clock`` gives seconds."""
+
+    def __init__(self, stages: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._held: dict[str, dict[str, _Held]] = {stage: {} for stage in stages}
+        self._deaths: dict[tuple[str, str], list[str]] = defaultdict(list)  # (stage, item) -> hosts
+        self._died: dict[str, deque[float]] = {}  # worker -> when its last processes died
         self._left = dict.fromkeys(stages, 0)
         self._moves = 0
         self._failure: str | None = None
 
     @ray.method(num_returns=0)  # type: ignore[untyped-decorator]
-    def state(self, stage: str, worker: str, held: Sequence[str], left: int, moves: int) -> None:
+    def state(self, stage: str, worker: str, held: Sequence[str], host: str, left: int, moves: int) -> None:
         """A worker of ``stage`` holds ``held`` from now on; ``left`` videos just went on."""
         if held:
-            self._held[stage][worker] = held
+            self._held[stage][worker] = _Held(held, host)
         else:
             self._held[stage].pop(worker, None)
         self._left[stage] += left
         self._moves += moves
+
+    def start(self, stage: str, worker: str) -> bool:
+        """A process of this worker starts. One before it died with what it held; False where too many have."""
+        if worker not in self._died:
+            self._died[worker] = deque(maxlen=DEATHS + 1)
+            return True
+        now, died = self._clock(), self._died[worker]
+        died.append(now)
+        last = self._held[stage].pop(worker, _Held((), ""))
+        for item in last.items:
+            self._deaths[stage, item].append(last.host)
+        if len(died) <= DEATHS or now - died[0] > DEATHS_S:
+            return True
+        having = f", the last one on {last.host} with {', '.join(last.items)} in hand" if last.items else ""
+        self.fail(f"{len(died)} processes of one {stage} worker died in {now - died[0]:.0f} s{having}")
+        return False
+
+    def deaths(self, stage: str, item: str) -> list[str]:
+        """The hosts on which a process of this stage died with this item in hand, one for each death."""
+        return self._deaths.get((stage, item), [])
 
     def fail(self, why: str) -> None:
         """A worker gives the run up; the first one's reason is kept."""
@@ -63,7 +105,10 @@ class Heartbeats:
 
     def read(self) -> Reading:
         """Everything that is known."""
-        inside = {stage: [name for held in workers.values() for name in held] for stage, workers in self._held.items()}
+        inside = {
+            stage: [f"{item} on {held.host}" for held in workers.values() for item in held.items]
+            for stage, workers in self._held.items()
+        }
         return Reading(inside, dict(self._left), self._moves, self._failure)
 
 
@@ -81,6 +126,18 @@ class Heartbeat:
         self._stage = stage
         self._heartbeats = heartbeats
         self._left = self._moves = 0  # not said yet
+
+    def start(self) -> None:
+        """Say that this process of the worker starts. Raises WorkerGivenUp where too many have died before it."""
+        if self._heartbeats is not None and self._ask("start", self._stage, _worker()) is False:
+            raise WorkerGivenUp(f"the processes of this {self._stage} worker die again and again")
+
+    def deaths(self, item: str) -> list[str]:
+        """The hosts on which processes of this stage died while they held ``item``, one for each death.
+
+        Ask while holding it: the answer comes after the actor has heard of that, so this process's death would count.
+        """
+        return self._ask("deaths", self._stage, item) or []
 
     @contextmanager
     def holding(self, *ids: str) -> Iterator[None]:
@@ -104,17 +161,24 @@ class Heartbeat:
 
     def fail(self, why: str) -> None:
         """Say why this worker gives the run up, before it raises: Ray would bury its error in texts of its own."""
-        if self._heartbeats is not None:
-            with suppress(Exception):  # then the run ends with what Ray says
-                ray.get(self._heartbeats.fail.remote(why), timeout=_FAIL_S)
+        self._ask("fail", why)  # unheard, the run ends with what Ray says
+
+    def _ask(self, method: str, *arguments: object) -> Any:
+        """The actor's answer; None where there is none."""
+        if self._heartbeats is None:
+            return None
+        try:
+            return ray.get(getattr(self._heartbeats, method).remote(*arguments), timeout=_ANSWER_S)
+        except Exception:  # noqa: BLE001 - as in _say
+            return None
 
     def _say(self, held: Sequence[str], left: int = 0, moves: int = 0) -> None:
         if self._heartbeats is None:
             return
         self._left, self._moves = self._left + left, self._moves + moves
-        named = [f"{name} on {socket.gethostname()}" for name in held]
         with suppress(Exception):  # a dead actor, a full backlog: nothing that a video should hear of
-            self._heartbeats.state.remote(self._stage, _worker(), named, self._left, self._moves)
+            host = socket.gethostname()
+            self._heartbeats.state.remote(self._stage, _worker(), held, host, self._left, self._moves)
             self._left = self._moves = 0
 
 

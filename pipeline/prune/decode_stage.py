@@ -111,6 +111,7 @@ class Decoder:
 
     def __init__(self, setup: DecodeSetup, heartbeats: Any = None) -> None:
         self._heartbeat = Heartbeat("decode", heartbeats)
+        self._heartbeat.start()
         self._decoder = VideoDecoder(setup)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -134,3 +135,18 @@ def test_a_bug_in_a_method_of_ones_own_is_one_error_row(cluster, tmp_path):
     row = cache.metadata(ids[3])
     assert (row["error_stage"], row["attempts"]) == ("prune", 1)
     assert "RuntimeError: no idea what to do with five frames" in row["error_message"]
+
+
+def test_a_video_that_kills_its_encoder_twice_is_an_error_row_and_the_run_goes_on(cluster, tmp_path):
+    """One by a signal, its neighbour by an error after which the GPU is of no use to the process."""
+    ids = tiny_videos(tmp_path / "videos", 10)  # the fourth has five frames, the fifth six
+    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--pruner", "tests.jobs.poison:Poison"]
+    done = run_here(prune, [*argv, "--fps", "25", "--encode-workers", "1"])
+    assert done.returncode == 0, done.stdout
+    cache = TokenCache(tmp_path / "c")
+    assert cache.failed == {ids[3]: "crash", ids[4]: "crash"}
+    assert cache.video_ids == sorted({*ids} - {*cache.failed})
+    for video_id in cache.failed:
+        row = cache.metadata(video_id)
+        assert (row["error_stage"], row["attempts"], row["retryable"]) == ("encode", 1, True)
+        assert f"died 2 times with this video in hand, on {socket.gethostname()}" in row["error_message"]

@@ -8,7 +8,7 @@ import pytest
 import ray
 
 from pipeline.execution import heartbeat
-from pipeline.execution.heartbeat import Heartbeat, Heartbeats, start_heartbeats
+from pipeline.execution.heartbeat import DEATHS, DEATHS_S, Heartbeat, Heartbeats, WorkerGivenUp, start_heartbeats
 from pipeline.prune.graph import PRUNING
 from tests.pipeline.rays import ray_here
 
@@ -17,13 +17,43 @@ STAGES = tuple(PRUNING.stages)
 
 def test_a_statement_replaces_the_one_before():
     heartbeats = Heartbeats(STAGES)
-    heartbeats.state("decode", "a", ["v1"], 0, 1)
-    heartbeats.state("decode", "a", ["v2"], 0, 1)  # the end of v1 was lost: its actor died
-    heartbeats.state("decode", "b", ["v3"], 0, 1)
-    heartbeats.state("decode", "b", [], 1, 1)
+    heartbeats.state("decode", "a", ["v1"], "h1", 0, 1)
+    heartbeats.state("decode", "a", ["v2"], "h2", 0, 1)  # the end of v1 was lost: its actor died
+    heartbeats.state("decode", "b", ["v3"], "h1", 0, 1)
+    heartbeats.state("decode", "b", [], "h1", 1, 1)
     reading = heartbeats.read()
-    assert reading.inside == {"decode": ["v2"], "encode": [], "write": []}
+    assert reading.inside == {"decode": ["v2 on h2"], "encode": [], "write": []}
     assert (reading.left["decode"], reading.moves) == (1, 4)
+
+
+def test_what_a_worker_held_when_its_process_died_is_known_to_the_next_one():
+    heartbeats = Heartbeats(STAGES)
+    for host in ("h1", "h2"):
+        assert heartbeats.start("encode", "a")
+        heartbeats.state("encode", "a", ["poison"], host, 0, 1)
+    heartbeats.start("encode", "a")
+    heartbeats.state("encode", "b", ["good"], "h1", 0, 1)
+    assert heartbeats.deaths("encode", "poison") == ["h1", "h2"]
+    assert heartbeats.deaths("encode", "good") == heartbeats.deaths("decode", "poison") == []
+    assert heartbeats.read().inside["encode"] == ["good on h1"]
+
+
+def test_deaths_count_by_the_hour_and_not_over_the_run():
+    now = 0.0
+    heartbeats = Heartbeats(STAGES, clock=lambda: now)
+    for _ in range(5 * DEATHS):
+        assert heartbeats.start("encode", "a")
+        now += 1.01 * DEATHS_S / DEATHS
+    for _ in range(DEATHS):
+        now += 1.0
+        heartbeats.state("encode", "a", ["v9"], "h1", 0, 1)
+        given_up = not heartbeats.start("encode", "a")
+    assert given_up
+    assert heartbeats.start("encode", "b")  # another worker
+    said = heartbeats.read().failure
+    assert said is not None
+    assert said.startswith(f"{DEATHS + 1} processes of one encode worker died in ")
+    assert said.endswith(" s, the last one on h1 with v9 in hand")
 
 
 def test_the_first_reason_to_give_up_is_kept():
@@ -49,7 +79,19 @@ def actor(monkeypatch) -> Heartbeats:
 
 
 def handle(actor: Heartbeats) -> SimpleNamespace:
-    return SimpleNamespace(state=Called(actor.state), fail=Called(actor.fail))
+    methods = ("state", "fail", "start", "deaths")
+    return SimpleNamespace(**{name: Called(getattr(actor, name)) for name in methods})
+
+
+def test_a_worker_asks_how_often_others_died_and_is_given_up_in_the_end(actor, monkeypatch):
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+    for _ in range(DEATHS + 1):
+        worker = Heartbeat("encode", handle(actor))
+        worker.start()
+        actor.state("encode", "w1", ["v1"], "h1", 0, 1)
+    assert worker.deaths("v1") == ["h1"] * DEATHS
+    with pytest.raises(WorkerGivenUp, match="encode"):
+        worker.start()
 
 
 def test_a_worker_says_what_it_holds_and_lets_go_of_it(actor):
@@ -95,6 +137,8 @@ def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed(actor):
         worker = Heartbeat("decode", heartbeats)
         with worker.holding("v1"), worker.busy("work"):
             worker.fail("why")
+            worker.start()
+            assert worker.deaths("v1") == []
 
 
 @pytest.mark.slow
