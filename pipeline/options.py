@@ -81,7 +81,9 @@ class RunOptions(S3Options):
     device: str = option("auto", "where the model runs; auto is cuda if the cluster has GPUs", choices=DEVICES)
     attn: str = option("auto", "attention kernel; auto is flash-attn where it is installed, else sdpa", choices=ATTN)
     retry_failed: bool = option(False, "try failed {item}s again", group="failures and progress")
-    max_attempts: int = option(2, "with --retry-failed: attempts a {item} gets in all", metavar="N")
+    max_attempts: int = option(
+        2, "attempts a {item} gets in all: with --retry-failed, and in a run's second pass on other nodes", metavar="N"
+    )
     max_failed: str | None = option(
         None,
         "failed {item}s tolerated before exit code 1: a count (10) or a share (0.05 or 5%%) (default: all but one; in "

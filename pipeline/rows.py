@@ -161,6 +161,11 @@ def failed_video(record: VideoRecord, fault: VideoFault) -> VideoRecord:
     return failed
 
 
+def may_succeed_elsewhere(record: VideoRecord) -> bool:
+    """Whether the video failed by what may be the fault of the machine it was on."""
+    return record["status"] == "failed" and record["retryable"]
+
+
 def failed_answer(question: QuestionRecord | AnswerRecord, fault: QuestionFault) -> AnswerRecord:
     """The record of a question that ends here."""
     return {

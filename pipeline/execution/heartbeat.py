@@ -29,6 +29,41 @@ DEATHS, DEATHS_S = 10, 3600.0
 _BACKLOG = 1000  # statements that a worker may have under way; an actor that hangs must not fill its memory
 
 
+class Worker(NamedTuple):
+    """Who speaks: one name for all processes of an actor and all attempts of a task, and where this one runs."""
+
+    name: str
+    host: str
+    node: str
+
+
+class News(NamedTuple):
+    """What happened since a worker's last statement, in items.
+
+    Attributes:
+        left: went on to the next stage.
+        moves: came or went on.
+        done: were tried, and nothing went wrong that another node might do better.
+        failed: were tried, and something did.
+    """
+
+    left: int = 0
+    moves: int = 0
+    done: int = 0
+    failed: int = 0
+
+    def and_then(self, more: News) -> News:
+        return News(*(a + b for a, b in zip(self, more, strict=True)))
+
+
+class Tried(NamedTuple):
+    """How it went on a node: items as in News."""
+
+    host: str
+    done: int = 0
+    failed: int = 0
+
+
 @dataclass(frozen=True)
 class Reading:
     """The state of all stages.
@@ -38,12 +73,14 @@ class Reading:
         left: for each stage, how many videos went through it. One that is tried again counts again.
         moves: goes up with every video that enters or leaves a stage.
         failure: why a worker gave the run up, where one did.
+        tried: for each stage, how it went on each node, by its id.
     """
 
     inside: dict[str, list[str]] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     moves: int = 0
     failure: str | None = None
+    tried: dict[str, dict[str, Tried]] = field(default_factory=dict)
 
 
 class WorkerGivenUp(RuntimeError):  # noqa: N818
@@ -65,28 +102,32 @@ class Heartbeats:
         self._held: dict[str, dict[str, _Held]] = {stage: {} for stage in stages}
         self._deaths: dict[tuple[str, str], list[str]] = defaultdict(list)  # (stage, item) -> hosts
         self._died: dict[str, deque[float]] = {}  # worker -> when its last processes died
+        self._tried: dict[str, dict[str, Tried]] = {stage: {} for stage in stages}
         self._left = dict.fromkeys(stages, 0)
         self._moves = 0
         self._failure: str | None = None
 
     @ray.method(num_returns=0)  # type: ignore[untyped-decorator]
-    def state(self, stage: str, worker: str, held: Sequence[str], host: str, left: int, moves: int) -> None:
-        """A worker of ``stage`` holds ``held`` from now on; ``left`` videos just went on."""
+    def state(self, stage: str, worker: Worker, held: Sequence[str], news: News) -> None:
+        """A worker of ``stage`` holds ``held`` from now on."""
         if held:
-            self._held[stage][worker] = _Held(held, host)
+            self._held[stage][worker.name] = _Held(held, worker.host)
         else:
-            self._held[stage].pop(worker, None)
-        self._left[stage] += left
-        self._moves += moves
+            self._held[stage].pop(worker.name, None)
+        self._left[stage] += news.left
+        self._moves += news.moves
+        if news.done or news.failed:
+            before = self._tried[stage].get(worker.node, Tried(worker.host))
+            self._tried[stage][worker.node] = Tried(worker.host, before.done + news.done, before.failed + news.failed)
 
-    def start(self, stage: str, worker: str) -> bool:
+    def start(self, stage: str, worker: Worker) -> bool:
         """A process of this worker starts. One before it died with what it held; False where too many have."""
-        if worker not in self._died:
-            self._died[worker] = deque(maxlen=DEATHS + 1)
+        if worker.name not in self._died:
+            self._died[worker.name] = deque(maxlen=DEATHS + 1)
             return True
-        now, died = self._clock(), self._died[worker]
+        now, died = self._clock(), self._died[worker.name]
         died.append(now)
-        last = self._held[stage].pop(worker, _Held((), ""))
+        last = self._held[stage].pop(worker.name, _Held((), ""))
         for item in last.items:
             self._deaths[stage, item].append(last.host)
         if len(died) <= DEATHS or now - died[0] > DEATHS_S:
@@ -109,7 +150,8 @@ class Heartbeats:
             stage: [f"{item} on {held.host}" for held in workers.values() for item in held.items]
             for stage, workers in self._held.items()
         }
-        return Reading(inside, dict(self._left), self._moves, self._failure)
+        tried = {stage: dict(nodes) for stage, nodes in self._tried.items()}
+        return Reading(inside, dict(self._left), self._moves, self._failure, tried)
 
 
 def start_heartbeats(stages: Sequence[str]) -> Any:
@@ -119,13 +161,25 @@ def start_heartbeats(stages: Sequence[str]) -> Any:
     return ray.remote(Heartbeats).options(**options).remote(tuple(stages))
 
 
+class Holding:
+    """Items in hand.
+
+    Attributes:
+        failed: whether something went wrong with them that another node might do better; None where this worker did not
+            try them.
+    """
+
+    def __init__(self) -> None:
+        self.failed: bool | None = None
+
+
 class Heartbeat:
     """A worker's side: says what the worker holds. It travels to the workers; without the actor it says nothing."""
 
     def __init__(self, stage: str, heartbeats: Any = None) -> None:
         self._stage = stage
         self._heartbeats = heartbeats
-        self._left = self._moves = 0  # not said yet
+        self._news = News()  # not said yet
 
     def start(self) -> None:
         """Say that this process of the worker starts. Raises WorkerGivenUp where too many have died before it."""
@@ -140,15 +194,16 @@ class Heartbeat:
         return self._ask("deaths", self._stage, item) or []
 
     @contextmanager
-    def holding(self, *ids: str) -> Iterator[None]:
+    def holding(self, *ids: str) -> Iterator[Holding]:
         """The block works on these videos (or questions); afterwards, however it ends, the worker holds nothing."""
-        self._say(ids, moves=len(ids))
-        left = 0
+        self._say(ids, News(moves=len(ids)))
+        news, held = News(), Holding()
         try:
-            yield
-            left = len(ids)
+            yield held
+            done, failed = (0, 0) if held.failed is None else (int(not held.failed), int(held.failed))
+            news = News(len(ids), len(ids), done * len(ids), failed * len(ids))
         finally:
-            self._say((), left=left, moves=left)
+            self._say((), news)
 
     @contextmanager
     def busy(self, work: str) -> Iterator[None]:
@@ -172,17 +227,15 @@ class Heartbeat:
         except Exception:  # noqa: BLE001 - as in _say
             return None
 
-    def _say(self, held: Sequence[str], left: int = 0, moves: int = 0) -> None:
+    def _say(self, held: Sequence[str], news: News = News()) -> None:  # noqa: B008 - immutable
         if self._heartbeats is None:
             return
-        self._left, self._moves = self._left + left, self._moves + moves
+        self._news = self._news.and_then(news)
         with suppress(Exception):  # a dead actor, a full backlog: nothing that a video should hear of
-            host = socket.gethostname()
-            self._heartbeats.state.remote(self._stage, _worker(), held, host, self._left, self._moves)
-            self._left = self._moves = 0
+            self._heartbeats.state.remote(self._stage, _worker(), held, self._news)
+            self._news = News()
 
 
-def _worker() -> str:
-    """One name for all incarnations of an actor, and for all attempts of a task."""
+def _worker() -> Worker:
     context = ray.get_runtime_context()
-    return str(context.get_actor_id() or context.get_task_id())
+    return Worker(str(context.get_actor_id() or context.get_task_id()), socket.gethostname(), context.get_node_id())

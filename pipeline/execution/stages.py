@@ -81,9 +81,10 @@ class Stage:
     why: str
 
 
-def actors(stage: Stage, batch_size: int) -> Mapping[str, Any]:
-    """Options of ``map_batches`` for a stage whose calls get ``batch_size`` rows."""
+def actors(stage: Stage, batch_size: int, labels: Mapping[str, str] | None = None) -> Mapping[str, Any]:
+    """Options of ``map_batches`` for a stage whose calls get ``batch_size`` rows, on nodes that ``labels`` select."""
     return {
+        **({"label_selector": dict(labels)} if labels else {}),
         "batch_size": batch_size,
         "batch_format": "pyarrow",
         "zero_copy_batch": True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pipeline.errors import RunFailed
 from pipeline.execution.cluster import cause
-from pipeline.execution.heartbeat import start_heartbeats
+from pipeline.execution.heartbeat import Reading, start_heartbeats
 from pipeline.execution.progress import Reporter, reporter
 from pipeline.execution.stages import Plan, run_graph
 from pipeline.execution.watchdog import Watchdog, patiently
@@ -40,8 +40,15 @@ class Graph:
     total: int
 
 
-def stream(graph: Graph, lock: Lock, console: Console, options: RunOptions) -> int:
-    """Run the graph and commit every shard; returns how many items failed.
+class Ended(NamedTuple):
+    """How many items failed, and what the workers said in the end."""
+
+    n_failed: int
+    reading: Reading
+
+
+def stream(graph: Graph, lock: Lock, console: Console, options: RunOptions) -> Ended:
+    """Run the graph and commit every shard.
 
     Raises RunFailed where the graph, the store or the lock fails, nothing moves for ``options.stall_timeout`` seconds,
     or rows are missing.
@@ -52,7 +59,8 @@ def stream(graph: Graph, lock: Lock, console: Console, options: RunOptions) -> i
     with reporter(console, graph.total, options.log_interval, wording) as progress:
         watchdog = Watchdog(heartbeats, options.stall_timeout, graph.plan, graph.total, progress.stages)
         with closing(patiently(run_graph(dataset), watchdog.look, watchdog.every_s)) as shards:
-            return _commit_all(shards, graph, lock, watchdog, progress)
+            n_failed = _commit_all(shards, graph, lock, watchdog, progress)
+        return Ended(n_failed, watchdog.last())
 
 
 def _commit_all(shards: Iterable[pa.Table], graph: Graph, lock: Lock, watchdog: Watchdog, progress: Reporter) -> int:

@@ -57,8 +57,12 @@ class Watchdog:
 
     def failure(self) -> str | None:
         """Why a worker gave the run up, as far as it could say so."""
-        self._asked = None  # an answer that is under way may be older than the failure
-        return self._read().failure
+        return self.last().failure
+
+    def last(self) -> Reading:
+        """What is known now, as far as the heartbeats answer."""
+        self._asked = None  # an answer that is under way may be older
+        return self._read()
 
     def _read(self) -> Reading:
         """The latest answer; one question is under way at a time."""

@@ -22,7 +22,7 @@ from pipeline.errors import VideoFault
 from pipeline.execution.gpu_fault import exit_after_gpu_fault
 from pipeline.execution.heartbeat import Heartbeat
 from pipeline.prune.batches import decoded_frames, encoded_batch, records
-from pipeline.rows import VideoRecord, failed_video
+from pipeline.rows import VideoRecord, failed_video, may_succeed_elsewhere
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,10 @@ class Encoder:
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         for row, record in enumerate(records(batch)):
-            with self._heartbeat.holding(record["video_id"]):
-                encoded = encoded_batch(self._video(batch, row, record))
+            with self._heartbeat.holding(record["video_id"]) as held:
+                video = self._video(batch, row, record)
+                held.failed = may_succeed_elsewhere(video.record) if record["status"] == "ok" else None
+                encoded = encoded_batch(video)
             yield encoded
 
     def _video(self, batch: pa.Table, row: int, record: VideoRecord) -> PrunedVideo:
