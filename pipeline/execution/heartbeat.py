@@ -26,6 +26,12 @@ _ANSWER_S = 10.0
 # A worker whose process dies more often than this is given up. An item that kills its worker costs two deaths, so a few
 # of them an hour do not end a run; a machine on which nothing runs does, and a run of days may lose a process a day.
 DEATHS, DEATHS_S = 10, 3600.0
+# A worker is out of service while all but one of its last RECENT items failed at what another machine may do better,
+# and another worker is at work of which that is not known: one that fails at once would have the corpus before others
+# are done with their first item. It tries one more after REST_S, then after twice that: a mount may come back.
+RECENT, REST_S = 8, 60.0
+_AT_WORK_S = 10.0  # since another worker last moved; where none is at work, resting gains nothing
+_LOOK_S = 1.0
 _BACKLOG = 1000  # statements that a worker may have under way; an actor that hangs must not fill its memory
 
 
@@ -74,6 +80,7 @@ class Reading:
         moves: goes up with every video that enters or leaves a stage.
         failure: why a worker gave the run up, where one did.
         tried: for each stage, how it went on each node, by its id.
+        out_of_service: the workers that were put out of service, in words.
     """
 
     inside: dict[str, list[str]] = field(default_factory=dict)
@@ -81,6 +88,7 @@ class Reading:
     moves: int = 0
     failure: str | None = None
     tried: dict[str, dict[str, Tried]] = field(default_factory=dict)
+    out_of_service: list[str] = field(default_factory=list)
 
 
 class WorkerGivenUp(RuntimeError):  # noqa: N818
@@ -94,6 +102,26 @@ class _Held(NamedTuple):
     host: str
 
 
+class _Recently:
+    """How the last items of a worker went."""
+
+    def __init__(self) -> None:
+        self.failed: deque[bool] = deque(maxlen=RECENT)
+        self.moved_at = 0.0
+        self.rest_s = REST_S
+        self.resting_since: float | None = None
+
+    def add(self, news: News, now: float) -> None:
+        self.failed.extend([False] * news.done + [True] * news.failed)
+        self.moved_at = now
+        if news.done:
+            self.rest_s, self.resting_since = REST_S, None
+
+    @property
+    def fails(self) -> bool:
+        return sum(self.failed) >= RECENT - 1
+
+
 class Heartbeats:
     """The actor's class; see ``start_heartbeats``. ``clock`` gives seconds."""
 
@@ -103,6 +131,8 @@ class Heartbeats:
         self._deaths: dict[tuple[str, str], list[str]] = defaultdict(list)  # (stage, item) -> hosts
         self._died: dict[str, deque[float]] = {}  # worker -> when its last processes died
         self._tried: dict[str, dict[str, Tried]] = {stage: {} for stage in stages}
+        self._recently: dict[str, dict[str, _Recently]] = {stage: defaultdict(_Recently) for stage in stages}
+        self._out_of_service: dict[str, str] = {}  # worker -> in words
         self._left = dict.fromkeys(stages, 0)
         self._moves = 0
         self._failure: str | None = None
@@ -119,6 +149,30 @@ class Heartbeats:
         if news.done or news.failed:
             before = self._tried[stage].get(worker.node, Tried(worker.host))
             self._tried[stage][worker.node] = Tried(worker.host, before.done + news.done, before.failed + news.failed)
+            self._recently[stage][worker.name].add(news, self._clock())
+
+    def rests(self, stage: str, worker: Worker) -> bool:
+        """Whether this worker is out of service now, and must not take another item."""
+        mine, now = self._recently[stage][worker.name], self._clock()
+        if not mine.fails or not self._others_do_well(stage, worker.name, now):
+            return False
+        if mine.resting_since is None:
+            mine.resting_since = now
+            self._out_of_service.setdefault(
+                worker.name,
+                f"a {stage} worker on {worker.host}: {sum(mine.failed)} of its last {RECENT} failed, and not those of "
+                "all others",
+            )
+        if now - mine.resting_since < mine.rest_s:
+            return True
+        mine.rest_s, mine.resting_since = 2 * mine.rest_s, None
+        return False
+
+    def _others_do_well(self, stage: str, worker: str, now: float) -> bool:
+        recently, held = self._recently[stage], self._held[stage]
+        lately = {name for name, other in recently.items() if now - other.moved_at <= _AT_WORK_S}
+        at_work = (lately | set(held)) - {worker}
+        return any(name not in recently or not recently[name].fails for name in at_work)
 
     def start(self, stage: str, worker: Worker) -> bool:
         """A process of this worker starts. One before it died with what it held; False where too many have."""
@@ -151,7 +205,8 @@ class Heartbeats:
             for stage, workers in self._held.items()
         }
         tried = {stage: dict(nodes) for stage, nodes in self._tried.items()}
-        return Reading(inside, dict(self._left), self._moves, self._failure, tried)
+        out_of_service = list(self._out_of_service.values())
+        return Reading(inside, dict(self._left), self._moves, self._failure, tried, out_of_service)
 
 
 def start_heartbeats(stages: Sequence[str]) -> Any:
@@ -180,11 +235,17 @@ class Heartbeat:
         self._stage = stage
         self._heartbeats = heartbeats
         self._news = News()  # not said yet
+        self._failed = False
 
     def start(self) -> None:
         """Say that this process of the worker starts. Raises WorkerGivenUp where too many have died before it."""
         if self._heartbeats is not None and self._ask("start", self._stage, _worker()) is False:
             raise WorkerGivenUp(f"the processes of this {self._stage} worker die again and again")
+
+    def rest(self) -> None:
+        """Before an item is taken: wait while this worker is out of service. Asks only after an item that failed."""
+        while self._failed and self._ask("rests", self._stage, _worker()):
+            time.sleep(_LOOK_S)
 
     def deaths(self, item: str) -> list[str]:
         """The hosts on which processes of this stage died while they held ``item``, one for each death.
@@ -202,6 +263,7 @@ class Heartbeat:
             yield held
             done, failed = (0, 0) if held.failed is None else (int(not held.failed), int(held.failed))
             news = News(len(ids), len(ids), done * len(ids), failed * len(ids))
+            self._failed = self._failed if held.failed is None else held.failed
         finally:
             self._say((), news)
 

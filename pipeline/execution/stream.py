@@ -60,7 +60,10 @@ def stream(graph: Graph, lock: Lock, console: Console, options: RunOptions) -> E
         watchdog = Watchdog(heartbeats, options.stall_timeout, graph.plan, graph.total, progress.stages)
         with closing(patiently(run_graph(dataset), watchdog.look, watchdog.every_s)) as shards:
             n_failed = _commit_all(shards, graph, lock, watchdog, progress)
-        return Ended(n_failed, watchdog.last())
+        reading = watchdog.last()
+    for worker in reading.out_of_service:
+        console.print(f"note: out of service: {worker}", highlight=False, markup=False, soft_wrap=True)
+    return Ended(n_failed, reading)
 
 
 def _commit_all(shards: Iterable[pa.Table], graph: Graph, lock: Lock, watchdog: Watchdog, progress: Reporter) -> int:

@@ -122,6 +122,7 @@ class Decoder:
         rows: list[TodoRow] = batch.to_pylist()
         with closing(one_ahead(self._decoder.open, rows)) as sources:
             for row in rows:
+                self._heartbeat.rest()
                 with self._heartbeat.holding(row["video_id"]) as held, next(sources) as source:
                     record, frames = self._decoder.decode_one(row, source)
                     held.failed = may_succeed_elsewhere(record)

@@ -144,6 +144,7 @@ class Encoder:
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         for row, record in enumerate(records(batch)):
+            self._heartbeat.rest()
             with self._heartbeat.holding(record["video_id"]) as held:
                 video = self._video(batch, row, record)
                 held.failed = may_succeed_elsewhere(video.record) if record["status"] == "ok" else None

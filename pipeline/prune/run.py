@@ -126,6 +126,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         with run_file:
             build = partial(build_graph, todo.videos, *setups, plan, request.store, request.run_id)
             ended = stream(Graph(build, commits, plan, n_videos), lock, self.console, config)
+            run_file.save(out_of_service=ended.reading.out_of_service)
             again = another_attempt(todo.videos, commits.retryable, config.max_attempts)
             n_mended = self._second_pass(again, troubled(ended.reading.tried), setups, commits) if len(again) else 0
         return Streamed(run_file, ended.n_failed - n_mended)

@@ -46,7 +46,7 @@ class HostileReader(CountedDecoder):
 
 
 class MountedElsewhere(CountedDecoder):
-    """Finds no file at once where its node has BAD_NODE in its environment, or is the worker that a folder ``bad`` names."""
+    """Finds no file, at once: on nodes with BAD_NODE in their environment, in one worker if there is a folder bad."""
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
         path = Path(self._index.path)
@@ -57,7 +57,7 @@ class MountedElsewhere(CountedDecoder):
 
     @staticmethod
     def _is_mine(bad: Path) -> bool:
-        """The first worker that asks becomes the bad one. (The parent of this process is the fork server of a worker.)"""
+        """The first worker that asks becomes the bad one; its fork server is the parent of this process."""
         with suppress(FileExistsError), (bad / "worker").open("x") as file:
             file.write(f"{os.getppid()}")
         return (bad / "worker").read_text() in ("", f"{os.getppid()}")

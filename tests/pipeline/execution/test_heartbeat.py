@@ -11,6 +11,8 @@ from pipeline.execution import heartbeat
 from pipeline.execution.heartbeat import (
     DEATHS,
     DEATHS_S,
+    RECENT,
+    REST_S,
     Heartbeat,
     Heartbeats,
     News,
@@ -167,6 +169,74 @@ def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed(actor):
             mine.fail("why")
             mine.start()
             assert mine.deaths("v1") == []
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_worker_that_fails_at_what_others_do_rests_longer_and_longer():
+    clock = Clock()
+    heartbeats, bad, good = Heartbeats(STAGES, clock), worker("bad"), worker("good", "h2", "n2")
+
+    def tried(who: Worker, done: int, failed: int) -> None:
+        heartbeats.state("decode", who, [], News(done=done, failed=failed))
+
+    tried(bad, 0, RECENT)
+    assert not heartbeats.rests("decode", bad)  # nobody does better
+    heartbeats.state("decode", good, ["its first"], News(moves=1))
+    assert heartbeats.rests("decode", bad)
+    tried(good, RECENT, 0)
+    assert heartbeats.rests("decode", bad) and not heartbeats.rests("decode", good)
+    assert not heartbeats.rests("encode", bad)
+    for rest_s in (REST_S, 2 * REST_S, 4 * REST_S):
+        tried(good, 1, 0)
+        assert heartbeats.rests("decode", bad)
+        clock.now += rest_s - 1
+        tried(good, 1, 0)
+        assert heartbeats.rests("decode", bad)
+        clock.now += 1
+        assert not heartbeats.rests("decode", bad)  # one more try
+        tried(bad, 0, 1)
+    (named,) = heartbeats.read().out_of_service
+    assert named.startswith("a decode worker on h1: 8 of its last 8 failed")
+    tried(good, 1, 0)
+    assert heartbeats.rests("decode", bad)
+    clock.now += 11
+    assert not heartbeats.rests("decode", bad)  # the others have nothing left to do
+    tried(good, 1, 0)
+    tried(bad, 2, 0)
+    assert not heartbeats.rests("decode", bad)
+
+
+def test_files_that_nobody_has_put_nobody_out_of_service():
+    heartbeats, workers = Heartbeats(STAGES, Clock()), [worker(name) for name in "abcd"]
+    for who in workers:
+        heartbeats.state("decode", who, [], News(done=3, failed=RECENT))
+    assert not any(heartbeats.rests("decode", who) for who in workers)
+    assert heartbeats.read().out_of_service == []
+
+
+def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(actor, monkeypatch):
+    answers, asked = iter([True, True, False]), []
+    monkeypatch.setattr(heartbeat, "_LOOK_S", 0.0)
+    mine = Heartbeat("decode", handle(actor))
+    monkeypatch.setattr(mine, "_ask", lambda *question: asked.append(question[0]) or next(answers))
+    mine.rest()
+    with mine.holding("v1") as held:
+        held.failed = True
+    with mine.holding("v2"):  # not tried here
+        pass
+    assert asked == []
+    mine.rest()
+    assert asked == ["rests"] * 3
+    with mine.holding("v3") as held:
+        held.failed = False
+    mine.rest()
+    assert asked == ["rests"] * 3
 
 
 @pytest.mark.slow
