@@ -13,7 +13,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -81,6 +81,7 @@ class Reading:
         failure: why a worker gave the run up, where one did.
         tried: for each stage, how it went on each node, by its id.
         out_of_service: the workers that were put out of service, in words.
+        failing: the stages of which all workers at work fail at nearly everything.
     """
 
     inside: dict[str, list[str]] = field(default_factory=dict)
@@ -89,6 +90,7 @@ class Reading:
     failure: str | None = None
     tried: dict[str, dict[str, Tried]] = field(default_factory=dict)
     out_of_service: list[str] = field(default_factory=list)
+    failing: list[str] = field(default_factory=list)
 
 
 class WorkerGivenUp(RuntimeError):  # noqa: N818
@@ -154,7 +156,7 @@ class Heartbeats:
     def rests(self, stage: str, worker: Worker) -> bool:
         """Whether this worker is out of service now, and must not take another item."""
         mine, now = self._recently[stage][worker.name], self._clock()
-        if not mine.fails or not self._others_do_well(stage, worker.name, now):
+        if not mine.fails or self._all_fail(stage, self._at_work(stage) - {worker.name}):
             return False
         if mine.resting_since is None:
             mine.resting_since = now
@@ -168,11 +170,14 @@ class Heartbeats:
         mine.rest_s, mine.resting_since = 2 * mine.rest_s, None
         return False
 
-    def _others_do_well(self, stage: str, worker: str, now: float) -> bool:
-        recently, held = self._recently[stage], self._held[stage]
-        lately = {name for name, other in recently.items() if now - other.moved_at <= _AT_WORK_S}
-        at_work = (lately | set(held)) - {worker}
-        return any(name not in recently or not recently[name].fails for name in at_work)
+    def _at_work(self, stage: str) -> set[str]:
+        """The workers of a stage that hold something, or did just now."""
+        recently, now = self._recently[stage], self._clock()
+        return {*self._held[stage]} | {name for name, it in recently.items() if now - it.moved_at <= _AT_WORK_S}
+
+    def _all_fail(self, stage: str, workers: Iterable[str]) -> bool:
+        recently = self._recently[stage]
+        return all(name in recently and recently[name].fails for name in workers)
 
     def start(self, stage: str, worker: Worker) -> bool:
         """A process of this worker starts. One before it died with what it held; False where too many have."""
@@ -206,7 +211,9 @@ class Heartbeats:
         }
         tried = {stage: dict(nodes) for stage, nodes in self._tried.items()}
         out_of_service = list(self._out_of_service.values())
-        return Reading(inside, dict(self._left), self._moves, self._failure, tried, out_of_service)
+        at_work = {stage: workers for stage in self._held if (workers := self._at_work(stage))}
+        failing = [stage for stage, workers in at_work.items() if self._all_fail(stage, workers)]
+        return Reading(inside, dict(self._left), self._moves, self._failure, tried, out_of_service, failing)
 
 
 def start_heartbeats(stages: Sequence[str]) -> Any:

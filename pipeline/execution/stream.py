@@ -32,12 +32,14 @@ class Graph:
         commit: makes the rows of a shard visible, given its number and what the last stage gave, a ``status`` among it.
         plan: the shares of the cluster.
         total: items that must come out.
+        give_up: why the run should go no further, if so, given what the workers say.
     """
 
     build: Callable[[Any], ray.data.Dataset]
     commit: Callable[[int, pa.Table], object]
     plan: Plan
     total: int
+    give_up: Callable[[Reading], str | None] = lambda reading: None
 
 
 class Ended(NamedTuple):
@@ -57,7 +59,8 @@ def stream(graph: Graph, lock: Lock, console: Console, options: RunOptions) -> E
     heartbeats = start_heartbeats(tuple(wording.stages))
     dataset = graph.build(heartbeats)
     with reporter(console, graph.total, options.log_interval, wording) as progress:
-        watchdog = Watchdog(heartbeats, options.stall_timeout, graph.plan, graph.total, progress.stages)
+        told = (graph.plan, graph.total, progress.stages, graph.give_up)
+        watchdog = Watchdog(heartbeats, options.stall_timeout, *told)
         with closing(patiently(run_graph(dataset), watchdog.look, watchdog.every_s)) as shards:
             n_failed = _commit_all(shards, graph, lock, watchdog, progress)
         reading = watchdog.last()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -21,7 +22,9 @@ from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.cache.writer import commit
+from pipeline.errors import FAULTS, FaultClass
 from pipeline.execution.cluster import connect, provenance, settle
+from pipeline.execution.heartbeat import Reading
 from pipeline.execution.nodes import resources_without, troubled
 from pipeline.execution.request import refusing
 from pipeline.execution.run import Run, Streamed
@@ -35,7 +38,7 @@ from pipeline.prune.graph import Resources, build_graph, plan_resources, videos_
 from pipeline.prune.request import PruneRequest, match_cache, prepare
 from pipeline.prune.resume import another_attempt, remaining, said_of_the_rest, share_of
 from pipeline.prune.summary import Summary, summarise
-from pipeline.rows import may_succeed_elsewhere
+from pipeline.rows import failed_from_outside, may_succeed_elsewhere
 from pipeline.storage.lock import Lock
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord")
@@ -67,6 +70,10 @@ class Todo:
         return len(self.videos)
 
 
+# Fewer failures than these never stop a run: a folder that is missing may be as large.
+ALIKE = 50
+
+
 class Setups(NamedTuple):
     """What workers need to know."""
 
@@ -81,12 +88,16 @@ class Commits:
         retryable: of the videos that failed by what may be the fault of a machine, the attempts that each has had.
     """
 
-    def __init__(self, request: PruneRequest, made_with: str, lock: Lock) -> None:
+    def __init__(self, request: PruneRequest, made_with: str, lock: Lock, limit: int) -> None:
+        """``limit``: of failures alike from outside the videos."""
         self.request = request
         self.lock = lock
         self.retryable: dict[str, int] = {}
         self._made_with = made_with
         self._count = 0
+        self._limit = max(limit, ALIKE)
+        self._outside: Counter[FaultClass] = Counter()
+        self._example: dict[FaultClass, str] = {}
 
     def __call__(self, number: int, rows: pa.Table) -> None:
         """Commit the rows of a shard (WRITTEN); its ``number`` is that of its pass."""
@@ -95,6 +106,19 @@ class Commits:
         self._count += 1
         failed = filter(may_succeed_elsewhere, records)
         self.retryable.update({record["video_id"]: record["attempts"] for record in failed})
+        for record in filter(failed_from_outside, records):
+            self._outside[record["error_class"]] += 1
+            self._example[record["error_class"]] = f"{record['video_id']}: {record['error_message']}"
+
+    def give_up(self, reading: Reading) -> str | None:
+        """Why this pass should stop: too many videos failed alike, by no fault of theirs, and no worker does better."""
+        if not reading.failing or not self._outside:
+            return None
+        ((fault, count),) = self._outside.most_common(1)
+        if count <= self._limit:
+            return None
+        stage, remedy = reading.failing[0], FAULTS[fault].remedy
+        return f"{count} videos failed alike and all {stage} workers fail ({fault}, {self._example[fault]}): {remedy}"
 
 
 class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
@@ -121,11 +145,12 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
             _write_header(request, dtype, lock)
         setups = Setups(request.decode_setup(), request.encode_setup(device, dtype))
         plan = self._planned(cluster, n_videos, setups)
-        commits = Commits(request, fingerprint(read_header(request.store)["identity"]), lock)
+        made_with = fingerprint(read_header(request.store)["identity"])
+        commits = Commits(request, made_with, lock, config.outside_limit(n_videos))
         run_file = RunFile(request.store, _run_record(request, device, dtype, plan, n_videos))
         with run_file:
             build = partial(build_graph, todo.videos, *setups, plan, request.store, request.run_id)
-            ended = stream(Graph(build, commits, plan, n_videos), lock, self.console, config)
+            ended = stream(Graph(build, commits, plan, n_videos, commits.give_up), lock, self.console, config)
             run_file.save(out_of_service=ended.reading.out_of_service)
             again = another_attempt(todo.videos, commits.retryable, config.max_attempts)
             n_mended = self._second_pass(again, troubled(ended.reading.tried), setups, commits) if len(again) else 0

@@ -63,6 +63,14 @@ class MountedElsewhere(CountedDecoder):
         return (bad / "worker").read_text() in ("", f"{os.getppid()}")
 
 
+class AwayDecoder(PyavDecoder):
+    """Finds no file, after a while."""
+
+    def read(self, indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
+        time.sleep(0.5)
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", self._index.path)
+
+
 class MarkingDecoder(PyavDecoder):
     """Leaves a mark beside every file that is opened."""
 

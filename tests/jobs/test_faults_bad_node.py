@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import ray
 
 from jobs import prune
 from pipeline import TokenCache
@@ -34,10 +33,10 @@ def test_what_fails_on_one_node_is_tried_again_on_the_others(tmp_path):
     assert record["summary"]["n_new_failed"] == 0
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def one_node():
     with ray_here({"num_cpus": 5}):
-        yield ray.get_runtime_context().gcs_address
+        yield
 
 
 def test_a_worker_that_fails_where_others_do_not_is_put_out_of_service(one_node, tmp_path):
@@ -52,3 +51,15 @@ def test_a_worker_that_fails_where_others_do_not_is_put_out_of_service(one_node,
     assert "out of service: a decode worker on " in done.stdout
     (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").iterdir()]
     assert len(record["out_of_service"]) == 1
+
+
+def test_a_run_in_which_all_videos_fail_alike_stops_with_the_remedy(one_node, tmp_path):
+    ids = tiny_videos(tmp_path / "videos", 400)
+    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--num-frames", "2", "--decode-workers", "4"]
+    patience = ["--decode-timeout", "15", "--stall-timeout", "20"]  # what a tenth of is the time between two looks
+    done = run_here(prune, [*argv, *patience, "--decoder", "tests.jobs.hostile:AwayDecoder"])
+    assert done.returncode == 1, done.stdout
+    said = " ".join(done.stdout.splitlines()[-1].split())
+    assert said.startswith("failed: ") and "videos failed alike and all decode workers fail (io, v" in said
+    assert said.endswith("check that it exists and can be read on every node, then --retry-failed")
+    assert 50 < len(TokenCache(tmp_path / "c").failed) < len(ids)

@@ -217,7 +217,9 @@ def test_files_that_nobody_has_put_nobody_out_of_service():
     for who in workers:
         heartbeats.state("decode", who, [], News(done=3, failed=RECENT))
     assert not any(heartbeats.rests("decode", who) for who in workers)
-    assert heartbeats.read().out_of_service == []
+    assert (heartbeats.read().out_of_service, heartbeats.read().failing) == ([], ["decode"])
+    heartbeats.state("decode", worker("e"), ["its first"], News(moves=1))
+    assert heartbeats.read().failing == []
 
 
 def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(actor, monkeypatch):
