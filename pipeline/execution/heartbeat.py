@@ -246,12 +246,12 @@ class Heartbeat:
 
     def start(self) -> None:
         """Say that this process of the worker starts. Raises WorkerGivenUp where too many have died before it."""
-        if self._heartbeats is not None and self._ask("start", self._stage, _worker()) is False:
+        if self._ask_of_me("start") is False:
             raise WorkerGivenUp(f"the processes of this {self._stage} worker die again and again")
 
     def rest(self) -> None:
         """Before an item is taken: wait while this worker is out of service. Asks only after an item that failed."""
-        while self._failed and self._ask("rests", self._stage, _worker()):
+        while self._failed and self._ask_of_me("rests"):
             time.sleep(_LOOK_S)
 
     def deaths(self, item: str) -> list[str]:
@@ -286,6 +286,11 @@ class Heartbeat:
     def fail(self, why: str) -> None:
         """Say why this worker gives the run up, before it raises: Ray would bury its error in texts of its own."""
         self._ask("fail", why)  # unheard, the run ends with what Ray says
+
+    def _ask_of_me(self, method: str) -> Any:
+        if self._heartbeats is None:  # asking Ray for the name of this worker would start it
+            return None
+        return self._ask(method, self._stage, _worker())
 
     def _ask(self, method: str, *arguments: object) -> Any:
         """The actor's answer; None where there is none."""

@@ -169,6 +169,9 @@ def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed(actor):
             mine.fail("why")
             mine.start()
             assert mine.deaths("v1") == []
+            with mine.holding("v1") as held:
+                held.failed = True
+            mine.rest()
 
 
 class Clock:
