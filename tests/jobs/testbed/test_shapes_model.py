@@ -30,7 +30,7 @@ from tests.pipeline.rays import ray_here
 pytestmark = pytest.mark.slow
 
 VIDEOS = 60
-RIGHT = {"none": 0, "gstep": 0, "random": 0}
+RIGHT = {"none": 440, "gstep": 395, "random": 233}
 MUTATED = 12  # videos
 
 
@@ -78,7 +78,8 @@ def accuracy(results, questions):
     def measured():
         answers = list(Answerer(setup).answer(questions))
         assert {answer["status"] for answer in answers} == {"ok"}
-        return sum(answer["answer"] == answer["target"] for answer in answers) / len(answers)
+        right = [answer["choices"][answer["choice"]] == answer["target"] for answer in answers]
+        return sum(right) / len(right)
 
     return measured
 
@@ -120,7 +121,8 @@ FAULTS = (
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_between_cache_and_model_costs_answers(fault, accuracy, questions, monkeypatch):
-    assert accuracy() >= 0.93
+    before = accuracy()
+    assert before >= 0.93
     get, ids = HeldVideos.get, sorted({row["video_ids"][0] for row in questions})
 
     def broken(self, video_id):
@@ -129,4 +131,4 @@ def test_a_fault_between_cache_and_model_costs_answers(fault, accuracy, question
         return held._replace(visual=fault(held.visual, other.visual))
 
     monkeypatch.setattr(HeldVideos, "get", broken)
-    assert accuracy() <= 0.8
+    assert accuracy() <= before - 0.1
