@@ -1,7 +1,7 @@
 """The language half for training: Qwen2Model's arithmetic and parameter names, many questions on a video at once.
 
 The visual tokens are worked out once; every question sees them and itself only. Equal to the class of transformers
-(tests/jobs/testbed/test_decoder.py), which would work them out once a question.
+(tests/jobs/testbed/test_training.py), which would work them out once a question.
 """
 
 from __future__ import annotations
