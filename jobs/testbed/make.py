@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 
 from rich.console import Console
 
 from jobs.command import count, file_in_folder
+from jobs.testbed.progress import video_progress
 from pipeline.evaluate.shapes.hardness import HARDNESS
 from pipeline.evaluate.shapes.seeds import SPLIT_NAMES
 
 HELP = "write videos, questions with answers, and where the videos show them"
 _DURATIONS = ("short", "medium", "long")
 _PICTURED = 6  # videos
-_INTERVAL_S = 10.0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -54,15 +53,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         durations=tuple(arguments.durations),
         hardness=tuple(arguments.hardness),
     )
-    said = time.monotonic()
-
-    def progress(done: int) -> None:
-        nonlocal said
-        if time.monotonic() - said >= _INTERVAL_S:
-            said = time.monotonic()
-            console.print(f"{done} of {arguments.videos} videos", highlight=False)
-
-    asked = write_benchmark(arguments.folder, recipe, progress)
+    asked = write_benchmark(arguments.folder, recipe, video_progress(console, arguments.videos))
     if arguments.picture is not None:
         paths = sorted((arguments.folder / "data").iterdir())[:_PICTURED]
         write_picture(arguments.picture, [read_mp4(path) for path in paths])

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 
 from rich.console import Console
 
 from jobs.command import count, share
+from jobs.testbed.progress import video_progress
 from pipeline.errors import UsageError
 
 HELP = "what answers rest on: knock-outs, what methods keep of the evidence, and where they lose"
 _RATIOS = (0.25, 0.20, 0.15, 0.10)
-_INTERVAL_S = 10.0
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -94,14 +93,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         evidence = {column: late.pruner.sources[name] for late in prunings.values() for name, column in late.evidence}
         reader = Reader(source, evidence)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    said = time.monotonic()
-
-    def progress(done: int) -> None:
-        nonlocal said
-        if time.monotonic() - said >= _INTERVAL_S:
-            said = time.monotonic()
-            console.print(f"{done} of {len(films)} videos", highlight=False)
-
+    progress = video_progress(console, len(films))
     positions = builder.policy.positions
     findings = measure(
         films, reader, prunings, positions=positions, seed=arguments.seed, least=arguments.least, progress=progress

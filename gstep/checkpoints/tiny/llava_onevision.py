@@ -84,7 +84,7 @@ _CONFIG = {
     "vision_feature_select_strategy": "full",
 }
 
-_PIXELS = {
+PIXELS = {
     "do_convert_rgb": True,
     "do_normalize": True,
     "do_rescale": True,
@@ -107,12 +107,12 @@ MODEL = TinyModel(
             "pad_token_id": TOKENIZER.id_of("<|endoftext|>"),
         },
         "preprocessor_config.json": {
-            **_PIXELS,
+            **PIXELS,
             "image_grid_pinpoints": _CONFIG["image_grid_pinpoints"],
             "image_processor_type": "LlavaOnevisionImageProcessor",
         },
         "video_preprocessor_config.json": {
-            **_PIXELS,
+            **PIXELS,
             "video_processor_type": "LlavaOnevisionVideoProcessor",
         },
         "processor_config.json": {

@@ -10,6 +10,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from torch import Tensor
 
+from gstep.checkpoints.tiny.llava_onevision import PIXELS
 from jobs.testbed.training.network import MAX_POSITIONS, PATCHES, Eyes, assembled
 from jobs.testbed.training.space import ID, SPECIAL, UNKNOWN
 from pipeline.evaluate.shapes.world import SIDE
@@ -30,18 +31,7 @@ _TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
-_PIXELS = {
-    "do_convert_rgb": True,
-    "do_normalize": True,
-    "do_rescale": True,
-    "do_resize": True,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.5, 0.5, 0.5],
-    "processor_class": "LlavaOnevisionProcessor",
-    "resample": 3,
-    "rescale_factor": 1 / 255,
-    "size": {"height": SIDE, "width": SIDE},
-}
+_PIXELS = {**PIXELS, "size": {"height": SIDE, "width": SIDE}}
 
 
 def write_checkpoint(folder: Path, eyes: Eyes, decoder: dict[str, Tensor]) -> None:

@@ -48,15 +48,12 @@ def train(folder: Path, recipe: TrainingRecipe, say: Callable[[str], None], *, p
     Returns the folder of the checkpoint. Raises UsageError for a folder with another recipe.
     """
     _claim(folder, recipe)
-    halves = (_train_vision, _train_reading)
-    if processes == 1:
-        for half in halves:
-            half(folder, recipe, say)
-    else:
+    torch.set_num_threads(1)
+    if processes == 2:  # what they made is read below
+        halves = (_train_vision, _train_reading)
         with ProcessPoolExecutor(len(halves), mp_context=get_context("spawn")) as pool:
             for future in [pool.submit(_alone, half, folder, recipe) for half in halves]:
                 future.result()
-    torch.set_num_threads(1)
     eyes = _train_vision(folder, recipe, say)
     start = _train_reading(folder, recipe, say)
     corpus = Corpus(folder / "tokens", eyes, recipe.videos, say)
