@@ -34,7 +34,7 @@ _LEAST = 0.03  # share of tokens
 _UNEVEN = 1.0  # standard deviation of the logarithm of a frame's chances
 _FULL = 0.4  # share of steps in which nothing is left out
 #: What is asked more often than other types: at first what teaches when things came, then what is learnt last.
-_WHEN = {"quarter": 3.0, "order": 3.0, "onset": 3.0}
+_WHEN = {"quarter": 3.0, "order": 3.0, "onset": 3.0, "count": 3.0, "change": 3.0}
 _WORKED_OUT = {"quarter": 3.0, "order": 2.0, "onset": 2.0, "count": 5.0, "change": 5.0}
 _LAST = {"quarter": 2.0, "order": 2.0, "onset": 2.0, "count": 6.0, "change": 5.0}
 _CORNERS = [ID[corner] for corner in CORNERS]
@@ -112,19 +112,16 @@ class Course:
     Attributes:
         portion: of a step's number.
         weights: by type of question, of a step's number; 1 for types that are not there.
-        thorough: hear at the subject, too, in which corners the thing is - of all four, not only one that is right, or
-            nothing is ever counted - and hear the plain answer before the choices need it.
     """
 
     portion: Callable[[int, np.random.Generator], Portion]
     weights: Callable[[int], Mapping[str, float]]
-    thorough: bool
 
 
 #: On ideal tokens.
-READING = Course(first_portion, lambda step: _WHEN if step < _LOOKED_UP else _WORKED_OUT, thorough=False)
+READING = Course(first_portion, lambda step: _WHEN if step < _LOOKED_UP else _WORKED_OUT)
 #: On what the vision half says.
-SIGHT = Course(any_portion, lambda step: _LAST, thorough=True)
+SIGHT = Course(any_portion, lambda step: _LAST)
 
 
 def train(
@@ -146,7 +143,7 @@ def train(
         portion = course.portion(number, rng)
         lesson = _class_of(rng, source, portion, noise, course.weights(number))
         states = decoder(lesson.visual, lesson.places, lesson.end, lesson.asked.ids)
-        return _loss(decoder, states, lesson, portion, meter, thorough=course.thorough)
+        return _loss(decoder, states, lesson, portion, meter)
 
     stage.run(decoder, step, start)
 
@@ -206,38 +203,35 @@ def chosen(rng: np.random.Generator, cells: Cells, portion: Portion) -> NDArray[
     return (few + CELLS * np.arange(portion.n_frames)[:, None]).ravel()
 
 
-def _loss(
-    decoder: Decoder, states: States, lesson: _Class, portion: Portion, meter: Meter, *, thorough: bool
-) -> Tensor:
+def _loss(decoder: Decoder, states: States, lesson: _Class, portion: Portion, meter: Meter) -> Tensor:
     """The sum of the cross-entropies of the letter, the end behind it, the plain answer, the hints, and of what can be
-    known earlier: at the subject, where order is asked when each choice came, and the frame of each visual token."""
+    known earlier: at the subject, where order is asked when each choice came, and the frame of each visual token.
+
+    At the subject it is asked, too, in which corners the thing is: of all four, not only of one that is right, or
+    nothing is ever counted."""
     say, asked = decoder.lm_head, lesson.asked
     letter = say(_at(states.last, asked.last))
     plain = say(_at(states.last, asked.subject))
     stop = say(_at(states.last, asked.last + 1))
     hints = say(_each_at(states.late, asked.options))
-    places = torch.cat([asked.subject[..., None].expand_as(asked.early), asked.options], -1)
-    early = say(_each_at(states.early, places))
+    early = say(_each_at(states.early, torch.cat([asked.subject[..., None], asked.options], -1)))
     # Tokens that closed up do not tell which frame they are of.
     heard = torch.where(asked.ordered[..., None], SILENT, asked.hints) if portion.close_up else asked.hints
     when = torch.where(asked.ordered[..., None], heard, SILENT)
-    soon = torch.where(asked.timed[..., None], SILENT, asked.early) if portion.close_up else asked.early
+    soon = torch.where(asked.timed, SILENT, asked.early) if portion.close_up else asked.early
     frames = torch.full_like(lesson.places, SILENT) if portion.close_up else ID[TIMES[0]] + lesson.places // CELLS
     ends = torch.full_like(asked.letter, ID["<|im_end|>"])
-    if thorough:  # corners are asked for one by one instead
-        soon = torch.where(asked.counted[..., None], SILENT, soon)
     parts = {
         "letter": _entropy(letter, asked.letter),
         "plain": _entropy(plain, asked.plain),
         "hints": _entropy(hints, heard),
-        "early": _entropy(early, torch.cat([soon, when], -1)),
+        "early": _entropy(early, torch.cat([soon[..., None], when], -1)),
         "stop": _entropy(stop, ends),
         "frame": _entropy(say(states.visual), frames),
+        "middle": _entropy(say(_at(states.middle, asked.subject)), asked.plain),
+        "where": _presence(say(_at(states.first, asked.subject)), asked.where, asked.placed),
+        "counted": _presence(say(_at(states.early, asked.subject)), asked.where, asked.counted),
     }
-    if thorough:
-        parts["middle"] = _entropy(say(_at(states.middle, asked.subject)), asked.plain)
-        parts["where"] = _presence(say(_at(states.first, asked.subject)), asked.where, asked.placed)
-        parts["counted"] = _presence(say(_at(states.early, asked.subject)), asked.where, asked.counted)
     for name, part in parts.items():
         meter.add(f"loss {name}", part.item())
     _count(asked, letter, plain, hints, meter, whole=portion.n_kept == portion.n_frames * CELLS)

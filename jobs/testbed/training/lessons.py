@@ -19,15 +19,16 @@ from jobs.testbed.training.space import GRID, ID, LETTERS, NO, TIMES
 from pipeline.evaluate.shapes.evidence import Evidence, Part, parts_kept
 from pipeline.evaluate.shapes.questions import Question
 from pipeline.evaluate.shapes.words import CORNERS, NUMBERS, QUARTERS, words_of
-from pipeline.evaluate.shapes.world import corner_of
+from pipeline.evaluate.shapes.world import SIDE, Box, corner_of
 from pipeline.generate.choices import INSTRUCTION
 
 #: For a place where nothing is asked, as cross_entropy has it.
 SILENT = -100
 _FIRST = ("order", "onset")
 _NOWHERE = (*_FIRST, "sign")  # about several things, or with a subject that the video does not show
-#: Whose answers follow from the first frame of what is asked about.
+#: Whose answers follow from the first frame of what is asked about, or from the last one of what came later.
 TIMED = ("quarter", "change")
+LATER = "later"  # the word of a prompt
 _ECHOES = (
     ("Which quarter introduces the {}?", QUARTERS),
     ("How many corners have the {}?", NUMBERS),
@@ -46,10 +47,9 @@ class Lesson:
         answer: index of the right choice.
         subject: index of the token that names the thing; -1: none does.
         plain: id of the right answer's word, or SILENT.
-        early: ids of what can be said at the subject half-way, four or SILENT: the answer where it can be looked up,
-            else what it follows from - a frame, or the corners to be counted.
-        where: the corners that the thing is seen in, a yes or no each, as far as the answer shows it; empty where it is
-            not asked.
+        early: id of what can be said at the subject half-way: the answer where it can be looked up, or the frame that
+            it follows from; SILENT: nothing yet.
+        where: the corners that the kept tokens show the thing in, a yes or no each; empty where it is not asked.
         options: indices of the choices' tokens.
         hints: an id a choice.
     """
@@ -59,7 +59,7 @@ class Lesson:
     answer: int
     subject: int
     plain: int
-    early: list[int]
+    early: int
     where: list[bool]
     options: list[int]
     hints: list[int]
@@ -82,10 +82,15 @@ def lesson_of(question: Question, kept: NDArray[np.bool_] | None = None) -> Less
     lesson = _lesson(question.type, words, question.choices, question.answer, subject, hints)
     if question.type in _NOWHERE:
         return lesson
-    seen = {corner_of(box) for part in evidence.parts for box in part.boxes}
+    boxes = [box for part in evidence.parts for box in part.boxes if _shown(box, kept)]
+    seen = {corner_of(box) for box in boxes}
     lesson = replace(lesson, where=[corner in seen for corner in range(len(CORNERS))])
-    grounds = _grounds(question, evidence)
-    return replace(lesson, early=_padded(grounds)) if grounds else lesson
+    if question.type == "count":  # its corners are asked for one by one
+        return replace(lesson, early=SILENT)
+    if question.type in TIMED:  # a later colour is that of the last frame, which is easier to find than the cut
+        frame = boxes[-1 if LATER in words else 0].frame
+        return replace(lesson, early=ID[TIMES[frame]])
+    return lesson
 
 
 def echo(rng: np.random.Generator) -> Lesson:
@@ -116,7 +121,7 @@ def _lesson(
         answer=answer,
         subject=subject,
         plain=plain,
-        early=_padded([plain]),
+        early=plain,
         where=[],
         options=options,
         hints=hints,
@@ -132,17 +137,11 @@ def _times(question: Question, evidence: Evidence) -> list[int]:
     return [ID[TIMES[onsets[choice]]] for choice in question.choices]
 
 
-def _grounds(question: Question, evidence: Evidence) -> list[int]:
-    """What an answer follows from that is not looked up itself."""
-    if question.type in TIMED:
-        return [ID[TIMES[_first(evidence.parts[0])]]]
-    if question.type == "count":
-        return [ID[CORNERS[corner_of(part.boxes[0])]] for part in evidence.parts]
-    return []
-
-
-def _padded(ids: list[int]) -> list[int]:
-    return ids + [SILENT] * (4 - len(ids))
+def _shown(box: Box, kept: NDArray[np.bool_]) -> bool:
+    """Whether one of the box's tokens is kept."""
+    cell = SIDE // GRID
+    (x0, x1), (y0, y1) = ((max(0, low) // cell, -(-high // cell)) for low, high in ((box.x0, box.x1), (box.y0, box.y1)))
+    return bool(kept[box.frame, y0:y1, x0:x1].any())
 
 
 def _first(part: Part) -> int:
@@ -156,11 +155,11 @@ class Asked:
         ids: [B,K,L].
         letter: [B,K] id of the right letter.
         plain: [B,K], SILENT where there is none.
-        early: [B,K,4], likewise.
+        early: [B,K], likewise.
         where: [B,K,4] 0 or 1.
         placed: [B,K] whether ``where`` is asked.
         timed: [B,K] whether ``early`` is a frame.
-        counted: [B,K] whether it is corners.
+        counted: [B,K] whether corners are to be counted.
         subject: [B,K]; 0 where there is none.
         options, hints: [B,K,4].
         last: [B,K] index of the token at which the letter is said.

@@ -18,5 +18,5 @@ class TrainingRecipe:
     vision: int = _number(2500, "steps of the vision half")
     reading: int = _number(1200, "steps of the language half on ideal tokens")
     videos: int = _number(800, "training videos of each length that the vision half looks at")
-    sight: int = _number(1500, "steps of the language half on what it says of them")
+    sight: int = _number(2400, "steps of the language half on what it says of them")
     held_out: int = _number(40, "development videos of each length and hardness for the model card")

@@ -32,8 +32,8 @@ _HELD_OUT = SEEDS["development"].start + 900_000  # no benchmark of less than ni
 #: Of each stage; its steps are the recipe's.
 _SCHEDULES = {
     "vision": Schedule(steps=0, rate=1.5e-3, warmup=60, decay=0.5),
-    "reading": Schedule(steps=0, rate=1.5e-3, warmup=100, decay=0.3),
-    "sight": Schedule(steps=0, rate=1.0e-3, warmup=30, decay=0.6),
+    "reading": Schedule(steps=0, rate=1.5e-3, warmup=100, decay=0.5),
+    "sight": Schedule(steps=0, rate=8e-4, warmup=30, decay=0.8),
 }
 
 

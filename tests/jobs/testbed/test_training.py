@@ -106,19 +106,41 @@ def test_lessons_have_the_ids_of_the_real_prompt(halves, tmp_path):
             if question.type not in {"order", "onset"}:
                 assert TOKENS[lesson.ids[lesson.subject]] == question.subject
                 assert TOKENS[lesson.plain] == question.right
-                assert [TOKENS[i] for i in lesson.early if i != SILENT] == grounds(question)
+                assert lesson.early == grounds(question)
+                assert lesson.where == (
+                    [] if question.type == "sign" else [corner in corners(question) for corner in CORNERS]
+                )
             seen.add(question.type)
     assert seen == set(TYPES)
 
 
 def grounds(question):
-    """What the answer follows from."""
-    boxes = [part.boxes for part in question.evidence.parts]
-    if question.type == "count":
-        return [CORNERS[corner_of(one[0])] for one in boxes]
+    """What the answer follows from: a frame, or nothing yet, or itself."""
+    frames = [box.frame for part in question.evidence.parts for box in part.boxes]
     if question.type in {"quarter", "change"}:
-        return [f"<frame {boxes[0][0].frame}>"]
-    return [question.right]
+        return ID[f"<frame {frames[-1] if 'later' in question.prompt else frames[0]}>"]
+    return SILENT if question.type == "count" else ID[question.right]
+
+
+def corners(question):
+    return {CORNERS[corner_of(box)] for part in question.evidence.parts for box in part.boxes}
+
+
+def test_what_is_heard_on_the_way_is_what_the_kept_tokens_show():
+    video = next(video for video in videos(40) if (thing := video.extra("changing")) and len(thing.shots) > 3)
+    shots, heard = video.extra("changing").shots, {}
+    for draw in range(8):
+        question = next(one for one in ask(video, draw=draw) if one.type == "change")
+        side = [shot for shot in shots if shot.color == question.right]
+        shot = side[-1] if len(side) == 1 else side[len(side) // 2]  # neither the first nor the last, where it can be
+        kept = np.zeros((video.n_frames, GRID, GRID), bool)
+        box = video.extra("changing").box(shot)
+        kept[shot.frame, (box.y0 + box.y1) // 32, (box.x0 + box.x1) // 32] = True
+        lesson = lesson_of(question, kept)
+        assert TOKENS[lesson.early] == f"<frame {shot.frame}>"
+        assert [CORNERS[i] for i in range(4) if lesson.where[i]] == [CORNERS[corner_of(box)]]
+        heard[question.prompt] = lesson.early
+    assert len(heard) == 2
 
 
 def test_a_question_is_no_lesson_where_its_answer_is_not_shown():
