@@ -19,7 +19,7 @@ from gstep.backbones import choose_runtime
 from pipeline.errors import RunFailed, UsageError, printable
 from pipeline.execution.request import refusing
 from pipeline.execution.run_record import RunRecord
-from pipeline.execution.stages import RESTARTS, configure_ray_data
+from pipeline.execution.stages import OOM_RETRIES, configure_ray_data
 
 
 def connect() -> dict[str, float]:
@@ -28,7 +28,7 @@ def connect() -> dict[str, float]:
         # Ray's C++ core reports harmless matters as errors on this terminal; its log files keep the rest.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         # A task that Ray ends because its node is short of memory is tried again for ever otherwise.
-        os.environ.setdefault("RAY_task_oom_retries", str(RESTARTS))
+        os.environ.setdefault("RAY_task_oom_retries", str(OOM_RETRIES))
         on_terminate = signal.getsignal(signal.SIGTERM)
         try:
             with _muted_stderr():

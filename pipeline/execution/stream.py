@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pipeline.errors import RunFailed
 from pipeline.execution.cluster import cause
-from pipeline.execution.heartbeat import start_heartbeats
+from pipeline.execution.heartbeat import Reading, start_heartbeats
 from pipeline.execution.progress import Reporter, reporter
 from pipeline.execution.stages import Plan, run_graph
 from pipeline.execution.watchdog import Watchdog, patiently
@@ -32,16 +32,25 @@ class Graph:
         commit: makes the rows of a shard visible, given its number and what the last stage gave, a ``status`` among it.
         plan: the shares of the cluster.
         total: items that must come out.
+        give_up: why the run should go no further, if so, given what the workers say.
     """
 
     build: Callable[[Any], ray.data.Dataset]
     commit: Callable[[int, pa.Table], object]
     plan: Plan
     total: int
+    give_up: Callable[[Reading], str | None] = lambda reading: None
 
 
-def stream(graph: Graph, lock: Lock, console: Console, options: RunOptions) -> int:
-    """Run the graph and commit every shard; returns how many items failed.
+class Ended(NamedTuple):
+    """How many items failed, and what the workers said in the end."""
+
+    n_failed: int
+    reading: Reading
+
+
+def stream(graph: Graph, lock: Lock, console: Console, options: RunOptions) -> Ended:
+    """Run the graph and commit every shard.
 
     Raises RunFailed where the graph, the store or the lock fails, nothing moves for ``options.stall_timeout`` seconds,
     or rows are missing.
@@ -50,9 +59,14 @@ def stream(graph: Graph, lock: Lock, console: Console, options: RunOptions) -> i
     heartbeats = start_heartbeats(tuple(wording.stages))
     dataset = graph.build(heartbeats)
     with reporter(console, graph.total, options.log_interval, wording) as progress:
-        watchdog = Watchdog(heartbeats, options.stall_timeout, graph.plan, graph.total, progress.stages)
+        told = (graph.plan, graph.total, progress.stages, graph.give_up)
+        watchdog = Watchdog(heartbeats, options.stall_timeout, *told)
         with closing(patiently(run_graph(dataset), watchdog.look, watchdog.every_s)) as shards:
-            return _commit_all(shards, graph, lock, watchdog, progress)
+            n_failed = _commit_all(shards, graph, lock, watchdog, progress)
+        reading = watchdog.last()
+    for worker in reading.out_of_service:
+        console.print(f"note: out of service: {worker}", highlight=False, markup=False, soft_wrap=True)
+    return Ended(n_failed, reading)
 
 
 def _commit_all(shards: Iterable[pa.Table], graph: Graph, lock: Lock, watchdog: Watchdog, progress: Reporter) -> int:

@@ -23,16 +23,24 @@ _LONGEST_LOOK_S = 10.0
 
 
 class Watchdog:
-    """Looks at the heartbeats now and then; raises RunFailed where nothing has moved for ``timeout_s``."""
+    """Looks at the heartbeats now and then; raises RunFailed where nothing has moved for ``timeout_s``, or where
+    ``give_up`` has a reason to go no further."""
 
     def __init__(
-        self, heartbeats: Any, timeout_s: float, plan: Plan, total: int, tell: Callable[[Mapping[str, int]], None]
+        self,
+        heartbeats: Any,
+        timeout_s: float,
+        plan: Plan,
+        total: int,
+        tell: Callable[[Mapping[str, int]], None],
+        give_up: Callable[[Reading], str | None] = lambda reading: None,
     ) -> None:
         self._heartbeats = heartbeats
         self._timeout_s = timeout_s
         self._plan = plan
         self._total = total
         self._tell = tell
+        self._give_up = give_up
         self._reading = Reading()
         self._asked: Any = None
         self._moved_at = time.monotonic()
@@ -49,6 +57,8 @@ class Watchdog:
             self.moved()
         self._reading = reading
         self._tell(reading.left)
+        if (why := self._give_up(reading)) is not None:
+            raise RunFailed(why)
         if time.monotonic() - self._moved_at > self._timeout_s:
             raise RunFailed(
                 f"no {self._plan.wording.item} moved for {self._timeout_s:g} s: {self._verdict()}; or raise "
@@ -57,8 +67,12 @@ class Watchdog:
 
     def failure(self) -> str | None:
         """Why a worker gave the run up, as far as it could say so."""
-        self._asked = None  # an answer that is under way may be older than the failure
-        return self._read().failure
+        return self.last().failure
+
+    def last(self) -> Reading:
+        """What is known now, as far as the heartbeats answer."""
+        self._asked = None  # an answer that is under way may be older
+        return self._read()
 
     def _read(self) -> Reading:
         """The latest answer; one question is under way at a time."""

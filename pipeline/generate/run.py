@@ -149,7 +149,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
             commit_answers(request.store, request.run_id, first + number, answers, config.format, lock)
 
         build = partial(build_graph, ask, answer_setup(request, device, dtype), plan)
-        return stream(Graph(build, commit, plan, len(ask)), lock, self.console, config)
+        return stream(Graph(build, commit, plan, len(ask)), lock, self.console, config).n_failed
 
 
 def answer_setup(request: GenerateRequest, device: str, dtype: str) -> AnswerSetup:

@@ -124,7 +124,7 @@ def test_ray_does_not_fuse_the_stages(local_ray, tmp_path, cpus, gpus):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus", [0, 8])
-def test_every_retry_is_finite(local_ray, tmp_path, gpus):
+def test_every_task_is_tried_again_finitely(local_ray, tmp_path, gpus):
     operator = get_execution_plan(lazy_graph(plan_resources(64, gpus, 8), str(tmp_path))._logical_plan)[0].dag
     limits = []
     while operator.input_dependencies:
