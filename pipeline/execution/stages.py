@@ -12,9 +12,10 @@ import pyarrow as pa
 import ray
 import ray.data
 
-# A worker that dies is started again without end as far as Ray is concerned: Ray counts over a whole run, which may
-# take days. ``Heartbeat.start`` counts deaths an hour, and ends the run.
-RESTARTS = -1
+# More than the deaths an hour that ``Heartbeat.start`` allows, so that it is the one that ends a run, with a reason. Not
+# without end: what dies before it can start its heartbeat (no memory for its imports) is counted by Ray alone, which
+# counts over a whole run.
+RESTARTS = 40
 # A task is tried again whenever its worker died, twice for each item that kills it, and while Ray believes in a worker
 # whose node is gone: for half a minute, in tries further and further apart (7 were counted).
 TASK_RETRIES = 30

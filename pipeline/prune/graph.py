@@ -78,8 +78,13 @@ class Resources:
         return self.encode.num_gpus * self.encode.workers
 
     def collected(self, stage: str, waits: bool) -> int:
-        """How many videos a stage waits for before it takes any: a shard is collected first, unless it is the last."""
-        return self.videos_per_shard if stage == "write" and waits else 1
+        """How many videos a stage waits for before it takes any: a shard is collected first, unless it is the last, and
+        workers before it hand over what they made of a block when they are through with all of it."""
+        if not waits:
+            return 1
+        before = {"encode": self.decode, "write": self.encode}.get(stage)
+        unfinished = before.workers * self.videos_per_block if before else 0
+        return unfinished + (self.videos_per_shard if stage == "write" else 1)
 
 
 # The records of a shard must fit a block: the driver commits what comes in one.
