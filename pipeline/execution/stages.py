@@ -12,7 +12,7 @@ import pyarrow as pa
 import ray
 import ray.data
 
-# More than the deaths an hour that ``Heartbeat.start`` allows, so that it is the one that ends a run, with a reason. Not
+# More than the deaths an hour that ``Heartbeat.start`` allows, so that those end a run, with a reason. Not
 # without end: what dies before it can start its heartbeat (no memory for its imports) is counted by Ray alone, which
 # counts over a whole run.
 RESTARTS = 40
