@@ -173,6 +173,14 @@ def share_of(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
     return todo.slice(0, limit), waiting
 
 
+def left_of(todo: pa.Table, ledger: Ledger) -> pa.Table:
+    """The rows of ``todo`` (TODO_SCHEMA) whose attempt the cache has no row of."""
+    rows, wanted = ledger.find(todo["video_id"]), todo["attempts"].to_numpy()
+    had = np.zeros(len(todo), np.int64)
+    had[rows >= 0] = ledger.columns["attempts"][rows[rows >= 0]]
+    return todo.filter(pa.array(had < wanted))
+
+
 def another_attempt(todo: pa.Table, failed: Mapping[str, int], max_attempts: int) -> pa.Table:
     """The rows of ``todo`` (TODO_SCHEMA) for one more attempt at the videos that failed, given the attempts that each
     of these has had; a video that had ``max_attempts`` gets none."""

@@ -63,6 +63,14 @@ class MountedElsewhere(CountedDecoder):
         return (bad / "worker").read_text() in ("", f"{os.getppid()}")
 
 
+class SlowDecoder(PyavDecoder):
+    """Has videos in hand most of the time."""
+
+    def read(self, indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
+        time.sleep(0.3)
+        yield from super().read(indices)
+
+
 class AwayDecoder(PyavDecoder):
     """Finds no file, after a while."""
 
