@@ -42,7 +42,7 @@ FAULTS: Mapping[FaultClass, Fault] = {
     ),
     "out-of-memory": Fault(
         "beyond --decode-memory, --fetch-memory or the memory of the GPU",
-        "raise --decode-memory or lower --num-frames, then --retry-failed",
+        "raise --decode-memory or --fetch-memory, or free the GPU, then --retry-failed",
         True,
     ),
     "policy": Fault(
@@ -78,7 +78,7 @@ QUESTION_FAULTS: Mapping[QuestionFaultClass, Fault] = {
     "bad-prompt": Fault("no prompt can be made of the question", "correct the question, then --retry-failed", False),
     "out-of-memory": Fault(
         "the model ran out of memory",
-        "lower --retention-ratio, or take GPUs with more memory, then --retry-failed",
+        "take GPUs with more memory, then --retry-failed; or lower --retention-ratio (with another --out)",
         True,
     ),
     "internal": Fault("a bug", "report it with its message", True),
