@@ -80,6 +80,10 @@ class RunOptions(S3Options):
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV", group="model")
     device: str = option("auto", "where the model runs; auto is cuda if the cluster has GPUs", choices=DEVICES)
     attn: str = option("auto", "attention kernel; auto is flash-attn where it is installed, else sdpa", choices=ATTN)
+    min_gpus: int = option(
+        0, "GPUs to wait for, where nodes join late: without any, auto is the CPU and its arithmetic", metavar="N"
+    )
+    wait: float = option(600.0, "seconds to wait for --min-gpus", metavar="S")
     retry_failed: bool = option(False, "try failed {item}s again", group="failures and progress")
     max_attempts: int = option(
         2, "attempts a {item} gets in all: with --retry-failed, and in a run's second pass on other nodes", metavar="N"
@@ -101,7 +105,10 @@ class RunOptions(S3Options):
     def __post_init__(self) -> None:
         check_choices(self)
         check(self.max_attempts >= 1, "max_attempts", "at least 1", self.max_attempts)
-        for name in ("stall_timeout", "log_interval"):
+        check(self.min_gpus >= 0, "min_gpus", "at least 0", self.min_gpus)
+        if self.min_gpus and self.device == "cpu":
+            raise UsageError(f"--min-gpus {self.min_gpus} and --device cpu do not go together")
+        for name in ("wait", "stall_timeout", "log_interval"):
             check(positive(getattr(self, name)), name, "a positive number of seconds", getattr(self, name))
         self.failure_limit(1)
 

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import ray
 from rich.console import Console
 
-from pipeline.execution.cluster import connect, provenance, settle
+from pipeline.execution.cluster import provenance, settle
 from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile
 from pipeline.execution.stream import Graph, Work, stream
@@ -121,7 +121,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
 
     def _computed(self) -> Computed:
         """Joins or starts the cluster. Raises UsageError where it cannot do what the flags ask."""
-        return Computed(*settle(connect(), self.options.device, self.options.dtype, self.options.attn))
+        return Computed(*settle(self.options, self.options.dtype, self.say))
 
     def _answered(
         self,

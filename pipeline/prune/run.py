@@ -15,7 +15,7 @@ from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import SCHEMA_VERSION
-from pipeline.execution.cluster import connect, provenance, settle
+from pipeline.execution.cluster import provenance, settle
 from pipeline.execution.nodes import troubled
 from pipeline.execution.request import refusing
 from pipeline.execution.run import Run, Streamed
@@ -74,8 +74,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
 
     def stream(self, request: PruneRequest, todo: Todo, lock: Lock) -> Streamed:
         config, n_videos = self.options, len(todo)
-        cluster = connect()
-        device, dtype = settle(cluster, config.device, request.dtype, config.attn)
+        device, dtype = settle(config, request.dtype, self.say)
         if not request.store.names(VIDEOS, ".parquet"):
             _write_header(request, dtype, lock)
         setups = Setups(request.decode_setup(), request.encode_setup(device, dtype))
