@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -121,10 +121,12 @@ class LocalStore:
 
     def listed(self, folder: str) -> list[FileInfo]:
         root = self.root / folder
-        found = root.iterdir() if root.is_dir() else ()
-        return sorted(
-            FileInfo(path.relative_to(self.root).as_posix(), path.stat().st_size) for path in found if path.is_file()
-        )
+        found = []
+        for path in root.iterdir() if root.is_dir() else ():
+            with suppress(FileNotFoundError):  # a run that writes beside us has renamed it since
+                if path.is_file():
+                    found.append(FileInfo(path.relative_to(self.root).as_posix(), path.stat().st_size))
+        return sorted(found)
 
     def exists(self, name: str) -> bool:
         return (self.root / name).is_file()
