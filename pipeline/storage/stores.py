@@ -88,7 +88,7 @@ class LocalStore:
 
     def taken(self) -> bool:
         root = self.root
-        return root.exists() and (not root.is_dir() or any(path.name != LOCK for path in root.iterdir()))
+        return root.exists() and (not root.is_dir() or any(not path.name.startswith(LOCK) for path in root.iterdir()))
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         path = self.root / name
@@ -144,6 +144,10 @@ class ObjectStore:
     def __init__(self, root: str, objects: Objects) -> None:
         self.root = root.rstrip("/")
         self.objects = objects
+
+    def impatient(self) -> ObjectStore:
+        """The same for requests that are worth nothing when they come late."""
+        return ObjectStore(self.root, self.objects.impatient())
 
     def make(self) -> None:
         """Prefixes need no making."""
