@@ -52,7 +52,12 @@ def _prune(config: PruneConfig, console: Console) -> int:
     summary = prune_videos(config, console)
     out.print(render(summary))
     out.print(f"\nlook inside: python -m jobs.inspect {shlex.quote(config.out)}", markup=False, highlight=False)
-    return summary.exit_code(config.failure_limit(summary.n_videos))
+    limit = config.outside_limit(summary.n_videos)
+    if summary.n_outside > limit:
+        failed = f"failed: {summary.n_outside} of {summary.n_videos} videos failed by what is no fault of theirs"
+        remedy = "look at nodes, mounts, credentials and GPUs, then run again with --retry-failed"
+        console.print(f"{failed} (io, internal, memory of a GPU), more than {limit}: {remedy}", highlight=False)
+    return summary.exit_code(config.failure_limit(summary.n_videos), limit)
 
 
 if __name__ == "__main__":

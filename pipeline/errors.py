@@ -35,10 +35,14 @@ FAULTS: Mapping[FaultClass, Fault] = {
     ),
     "corrupt": Fault("the data is damaged", "fetch or re-encode the file", False),
     "timeout": Fault("decoding took longer than --decode-timeout", "raise --decode-timeout, then --retry-failed", True),
-    "crash": Fault("the decode process died", "re-encode the file, or try --decoder pyav with --retry-failed", True),
+    "crash": Fault(
+        "the decode process died, or the encode process twice",
+        "re-encode the file, or try --decoder pyav with --retry-failed",
+        True,
+    ),
     "out-of-memory": Fault(
         "beyond --decode-memory, --fetch-memory or the memory of the GPU",
-        "raise --decode-memory or lower --num-frames, then --retry-failed",
+        "raise --decode-memory or --fetch-memory, or free the GPU, then --retry-failed",
         True,
     ),
     "policy": Fault(
@@ -51,6 +55,10 @@ FAULTS: Mapping[FaultClass, Fault] = {
     ),
     "internal": Fault("a bug", "report it with its message", True),
 }
+#: Classes of faults that come from outside the video, wherever they strike: mounts, stores, credentials, bugs.
+OUTSIDE: frozenset[FaultClass] = frozenset({"io", "internal"})
+#: The stages in which running out of memory is a fault of the machine, whose GPU others may fill.
+ON_THE_GPU: frozenset[str] = frozenset({"encode", "prune"})
 #: The classes of a question's faults. A cache may have grown since, so a missing video is worth another attempt.
 QUESTION_FAULTS: Mapping[QuestionFaultClass, Fault] = {
     "unknown-video": Fault("the cache does not hold the video", "prune it into the cache, then --retry-failed", True),
@@ -70,7 +78,7 @@ QUESTION_FAULTS: Mapping[QuestionFaultClass, Fault] = {
     "bad-prompt": Fault("no prompt can be made of the question", "correct the question, then --retry-failed", False),
     "out-of-memory": Fault(
         "the model ran out of memory",
-        "lower --retention-ratio, or take GPUs with more memory, then --retry-failed",
+        "take GPUs with more memory, then --retry-failed; or lower --retention-ratio (with another --out)",
         True,
     ),
     "internal": Fault("a bug", "report it with its message", True),

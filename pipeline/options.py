@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 from pipeline.errors import UsageError
 
+# Of failures from outside the items so many are tolerated, or this share of all items where that is more.
+OUTSIDE_COUNT, OUTSIDE_SHARE = 10, 0.05
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 ATTN = ("auto", "flash_attention_2", "sdpa", "eager")
@@ -78,11 +80,18 @@ class RunOptions(S3Options):
     revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV", group="model")
     device: str = option("auto", "where the model runs; auto is cuda if the cluster has GPUs", choices=DEVICES)
     attn: str = option("auto", "attention kernel; auto is flash-attn where it is installed, else sdpa", choices=ATTN)
+    min_gpus: int = option(
+        0, "GPUs to wait for, where nodes join late: without any, auto is the CPU and its arithmetic", metavar="N"
+    )
+    wait: float = option(600.0, "seconds to wait for --min-gpus", metavar="S")
     retry_failed: bool = option(False, "try failed {item}s again", group="failures and progress")
-    max_attempts: int = option(2, "with --retry-failed: attempts a {item} gets in all", metavar="N")
+    max_attempts: int = option(
+        2, "attempts a {item} gets in all: with --retry-failed, and in a run's second pass on other nodes", metavar="N"
+    )
     max_failed: str | None = option(
         None,
-        "failed {item}s tolerated before exit code 1: a count (10) or a share (0.05 or 5%%) (default: all but one)",
+        "failed {item}s tolerated before exit code 1: a count (10) or a share (0.05 or 5%%) (default: all but one; in "
+        "jobs.prune 10 or 5%% of those that fail by what is no fault of theirs: io, internal, memory of a GPU)",
         metavar="LIMIT",
     )
     stall_timeout: float = option(
@@ -96,13 +105,23 @@ class RunOptions(S3Options):
     def __post_init__(self) -> None:
         check_choices(self)
         check(self.max_attempts >= 1, "max_attempts", "at least 1", self.max_attempts)
-        for name in ("stall_timeout", "log_interval"):
+        check(self.min_gpus >= 0, "min_gpus", "at least 0", self.min_gpus)
+        if self.min_gpus and self.device == "cpu":
+            raise UsageError(f"--min-gpus {self.min_gpus} and --device cpu do not go together")
+        for name in ("wait", "stall_timeout", "log_interval"):
             check(positive(getattr(self, name)), name, "a positive number of seconds", getattr(self, name))
         self.failure_limit(1)
 
     def failure_limit(self, total: int) -> int:
         """How many of ``total`` items may fail before the run counts as failed."""
         return max(0, total - 1) if self.max_failed is None else _count_or_share(self.max_failed.strip(), total)
+
+    def outside_limit(self, total: int) -> int:
+        """How many of ``total`` items may fail by what is no fault of their own (a mount, a store, a bug, a full GPU)
+        before the run counts as failed; ``--max-failed`` is a limit for these too."""
+        if self.max_failed is not None:
+            return self.failure_limit(total)
+        return max(OUTSIDE_COUNT, math.floor(OUTSIDE_SHARE * total + 1e-9))
 
     def as_record(self) -> dict[str, object]:
         """Every option as JSON-able values, for the run's record; of a secret one only that it is set."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NotRequired, TypedDict, TypeVar, cast
 
-from pipeline.errors import FaultClass, QuestionFault, QuestionFaultClass, VideoFault
+from pipeline.errors import ON_THE_GPU, OUTSIDE, FaultClass, QuestionFault, QuestionFaultClass, VideoFault
 
 Status = Literal["ok", "failed"]
 #: A row of the videos table as a reader sees it: every column, None where it is null, and the columns that hold JSON
@@ -159,6 +159,19 @@ def failed_video(record: VideoRecord, fault: VideoFault) -> VideoRecord:
     if fault.backend is not None:
         failed["backend"] = fault.backend
     return failed
+
+
+def may_succeed_elsewhere(record: VideoRecord) -> bool:
+    """Whether the video failed by what may be the fault of the machine it was on."""
+    return record["status"] == "failed" and record["retryable"]
+
+
+def failed_from_outside(record: VideoRecord) -> bool:
+    """Whether the video failed by what is no fault of its own: a mount, a store, a bug, a GPU that others fill."""
+    if record["status"] == "ok":
+        return False
+    on_the_gpu = record["error_class"] == "out-of-memory" and record["error_stage"] in ON_THE_GPU
+    return record["error_class"] in OUTSIDE or on_the_gpu
 
 
 def failed_answer(question: QuestionRecord | AnswerRecord, fault: QuestionFault) -> AnswerRecord:

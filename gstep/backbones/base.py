@@ -98,14 +98,9 @@ class Backbone(ABC):
         With the evidence, which was checked, [T,...] each in float32.
         """
 
-    def chunk_length(self, height: int, width: int) -> int:
-        """How many frames of [height, width] pixels go through at once: on a GPU ``frame_batch``, on a CPU one.
-
-        By the shape of a matrix product a CPU's library chooses its kernel, and so the order in which a row's sum is
-        rounded (oneDNN with AMX, in bfloat16, for one). One frame at a time every product has the same shape, whatever
-        the video's length or ``frame_batch``; a frame's hundreds of rows keep the cores busy.
-        """
-        return 1 if self.on_cpu else self.frame_batch
+    def chunk_length(self, height: int, width: int, frame_batch: int) -> int:
+        """How many frames of [height, width] pixels go through at once, given how many should."""
+        return frame_batch
 
     @property
     def on_cpu(self) -> bool:
@@ -118,20 +113,38 @@ class Backbone(ABC):
 
         T is t, or the number of temporal patches. Frames go through in fixed chunks of this one video, so its tokens
         never depend on which videos were encoded before or beside it, nor on the evidence that is asked for; on a CPU
-        nor on ``frame_batch``. On one machine, that is: other kinds of CPU or GPU round otherwise.
+        nor on ``frame_batch``. On one machine, that is: other kinds of CPU or GPU round otherwise. A GPU whose memory
+        is full gets chunks of half the size, and so on, for this video.
 
         Args:
             evidence: label -> source (gstep.evidence), as in ``Pruner.sources``: what the result holds besides the
                 tokens, by its label, in float32.
 
-        Raises ValueError for anything but at least one uint8 frame, ModelError for evidence that cannot be given.
+        Raises ValueError for anything but at least one uint8 frame, ModelError for evidence that cannot be given,
+        torch.OutOfMemoryError where even the smallest chunk does not fit.
         """
         self.family.check_evidence(evidence)
         frames_THWC = as_frames(frames)
         if not len(frames_THWC):
             raise ValueError("a video needs at least one frame")
-        length = self.chunk_length(*frames_THWC.shape[1:3])
-        chunks = [self.encode_chunk(chunk, evidence) for chunk in torch.split(frames_THWC, length)]
+        # By the shape of a matrix product a CPU's library chooses its kernel, and so the order in which a row's sum is
+        # rounded (oneDNN with AMX, in bfloat16, for one). One frame at a time every product has the same shape,
+        # whatever the video's length or ``frame_batch``; a frame's hundreds of rows keep the cores busy.
+        _, height, width, _ = frames_THWC.shape
+        batch = 1 if self.on_cpu else self.frame_batch
+        while True:
+            length = self.chunk_length(height, width, batch)
+            try:
+                return self._encoded([*torch.split(frames_THWC, length)], evidence)
+            except torch.OutOfMemoryError:
+                batch = min(batch, length, len(frames_THWC)) // 2
+                if not batch or self.chunk_length(height, width, batch) >= length:
+                    raise
+            torch.cuda.empty_cache()  # outside of the handler: the error holds what the chunk took
+
+    def _encoded(self, frames: Sequence[Tensor], evidence: Mapping[str, str]) -> VisualTokens:
+        """Chunks of frames, one after the other."""
+        chunks = [self.encode_chunk(chunk, evidence) for chunk in frames]
         levels = zip(*(chunk.deepstack for chunk in chunks), strict=True)
         return VisualTokens(
             torch.cat([chunk.tokens for chunk in chunks]),

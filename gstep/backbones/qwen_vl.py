@@ -165,12 +165,10 @@ class QwenBackbone(Backbone):
     def newline(self) -> None:
         """There is none."""
 
-    def chunk_length(self, height: int, width: int) -> int:
-        """Frames that go through the tower at once: whole temporal patches, at least one, and on a CPU one alone."""
+    def chunk_length(self, height: int, width: int, frame_batch: int) -> int:
+        """See :meth:`Backbone.chunk_length`: whole temporal patches, at least one, and no more patches than fit."""
         frames, H, W = self.preprocessor.frames_per_patch, *self.preprocessor.grid_thw(1, height, width)[1:]
-        if self.on_cpu:  # see Backbone.chunk_length
-            return frames
-        return frames * max(1, min(self.frame_batch // frames, PATCHES_AT_ONCE // (H * W)))
+        return frames * max(1, min(frame_batch // frames, PATCHES_AT_ONCE // (H * W)))
 
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
         """[t,h,w,3] uint8 -> tokens [T,N,D] in spatial order, and as many deepstack levels as the family has."""

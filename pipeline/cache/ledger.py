@@ -7,7 +7,7 @@ the summary add up. Anything else of a row is read again from its shard.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, Final
@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.cache.live_rows import VIDEOS, VideoRows, best_first, parse_videos_shard
+from pipeline.errors import ON_THE_GPU, OUTSIDE
 from pipeline.keys import clip_keys, find, keys_of
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
@@ -33,12 +34,12 @@ _COLUMNS: Final[dict[str, tuple[Any, tuple[int, ...]]]] = {
     "place": (np.uint32, ()),  # number of the row, over all shards in the order in which they were read
     "attempts": (np.uint16, ()),
     "earlier": (np.uint8, ()),  # attempts on another file or clip under this id
-    "code": (np.uint8, ()),  # 0 is ok, else the number of the fault's class; _WARNED: decoded with warnings
+    "code": (np.uint8, ()),  # 0 is ok, else the number of the fault's class; _WARNED, _OUTSIDE
     "seconds": (np.float32, (4,)),  # of TIMED
 }
-_WARNED, _FAULT = 0x80, 0x7F
+_WARNED, _OUTSIDE, _FAULT = 0x80, 0x40, 0x3F  # decoded with warnings; a fault from outside the video; its class
 _READ = (
-    *("video_id", "uri", "start_s", "end_s", "source_size", "status", "error_class", "attempts"),
+    *("video_id", "uri", "start_s", "end_s", "source_size", "status", "error_class", "error_stage", "attempts"),
     *("n_tokens", "n_total", "hidden_size", "decode_warnings"),
     *(f"{stage}_s" for stage in TIMED),
 )
@@ -105,6 +106,10 @@ class Ledger:
         """[n]: whether these rows were decoded with warnings."""
         return np.greater_equal(self.columns["code"][rows], _WARNED)
 
+    def outside(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[n]: whether these rows are failures from outside their videos: io, internal, memory of a GPU."""
+        return np.not_equal(np.bitwise_and(self.columns["code"][rows], np.uint8(_OUTSIDE)), 0)
+
     def read(self, row: int) -> VideoRow:
         """All that the videos table says of a row; its shard is read again."""
         place = int(self.columns["place"][row])
@@ -160,7 +165,9 @@ class Ledger:
         self.classes += [name for name in pc.unique(classes).to_pylist() if name not in self.classes]
         codes = pc.index_in(classes, value_set=pa.array(self.classes)).to_numpy()
         warned = _filled(table["decode_warnings"], 0) > 0
-        return np.asarray(codes | np.where(warned, _WARNED, 0), np.uint8)
+        memory = pc.and_(pc.equal(classes, "out-of-memory"), _among(table["error_stage"], ON_THE_GPU))
+        outside = pc.and_(failed, pc.or_(_among(classes, OUTSIDE), memory)).to_numpy()
+        return np.asarray(codes | np.where(warned, _WARNED, 0) | np.where(outside, _OUTSIDE, 0), np.uint8)
 
     def _settle(self) -> None:
         """Sort the rows by their keys and keep the live ones alone: a row that lost to another one never comes back."""
@@ -192,6 +199,10 @@ class Ledger:
         before = np.where(same, own["earlier"], np.minimum(own["attempts"], 255))
         self.columns["earlier"][rows[order][starts]] = np.maximum.reduceat(before, starts)
         return np.asarray(rows[order])
+
+
+def _among(column: pa.ChunkedArray, values: Iterable[str]) -> pa.ChunkedArray:
+    return pc.is_in(column, value_set=pa.array(sorted(values), pa.string()))
 
 
 def _filled(column: pa.ChunkedArray, value: float) -> NDArray[Any]:

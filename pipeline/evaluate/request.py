@@ -40,7 +40,18 @@ RESULTS_VERSION = 1
 RESULTS_HEADER = "evaluation.json"
 ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"
 _PASSED_ON = (
-    *("revision", "dtype", "device", "attn", "retry_failed", "max_attempts", "stall_timeout", "log_interval"),
+    *(
+        "revision",
+        "dtype",
+        "device",
+        "attn",
+        "min_gpus",
+        "wait",
+        "retry_failed",
+        "max_attempts",
+        "stall_timeout",
+        "log_interval",
+    ),
     *("s3_endpoint", "s3_region"),
 )
 

@@ -9,17 +9,26 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 import ray
+from ray.autoscaler.sdk import request_resources
 
 from gstep.backbones import choose_runtime
 from pipeline.errors import RunFailed, UsageError, printable
 from pipeline.execution.request import refusing
 from pipeline.execution.run_record import RunRecord
-from pipeline.execution.stages import RESTARTS, configure_ray_data
+from pipeline.execution.stages import OOM_RETRIES, configure_ray_data
+from pipeline.options import RunOptions
+
+_LOOK_S = 1.0
+_NO_GPU = (
+    "the cluster has no GPU now, so the model runs on CPUs in float32, and what is written stays with that; if GPUs "
+    "are still to join, --min-gpus waits for them, and --device cuda refuses to start without"
+)
 
 
 def connect() -> dict[str, float]:
@@ -28,7 +37,7 @@ def connect() -> dict[str, float]:
         # Ray's C++ core reports harmless matters as errors on this terminal; its log files keep the rest.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         # A task that Ray ends because its node is short of memory is tried again for ever otherwise.
-        os.environ.setdefault("RAY_task_oom_retries", str(RESTARTS))
+        os.environ.setdefault("RAY_task_oom_retries", str(OOM_RETRIES))
         on_terminate = signal.getsignal(signal.SIGTERM)
         try:
             with _muted_stderr():
@@ -40,6 +49,30 @@ def connect() -> dict[str, float]:
             signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler ends the process on the spot
     configure_ray_data()
     return dict(ray.cluster_resources())
+
+
+def wait_for_gpus(wanted: int, wait_s: float, say: Callable[[str], object]) -> dict[str, float]:
+    """The resources of the cluster that this process has joined, once it has ``wanted`` GPUs.
+
+    A cluster that grows by demand is asked for them. Raises UsageError where they have not joined in ``wait_s``.
+    """
+    cluster, deadline = dict(ray.cluster_resources()), time.monotonic() + wait_s
+    if cluster.get("GPU", 0.0) >= wanted:
+        return cluster
+    say(f"note: the cluster has {cluster.get('GPU', 0.0):g} GPUs; waiting {wait_s:g} s for {wanted}")
+    request_resources(bundles=[{"GPU": 1}] * wanted)
+    try:
+        while cluster.get("GPU", 0.0) < wanted:
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"--min-gpus {wanted}: the cluster has {cluster.get('GPU', 0.0):g} GPUs after {wait_s:g} s: look "
+                    "at its nodes, or raise --wait"
+                )
+            time.sleep(_LOOK_S)
+            cluster = dict(ray.cluster_resources())
+    finally:
+        request_resources(bundles=[])  # from here on the workers' own demand holds the nodes
+    return cluster
 
 
 @contextmanager
@@ -60,18 +93,30 @@ def _muted_stderr() -> Iterator[None]:
             os.close(descriptor)
 
 
-def settle(cluster: dict[str, float], device: str, dtype: str, attn: str) -> tuple[str, str]:
-    """(device, dtype) for what the flags say. Raises UsageError where the cluster or the machine cannot give it."""
+def settle(options: RunOptions, dtype: str, say: Callable[[str], object]) -> tuple[str, str]:
+    """(device, dtype) to compute with on the cluster, which is joined or started.
+
+    Args:
+        dtype: what the flags or earlier rows say.
+        say: told what a user should know of it.
+
+    Raises UsageError where the cluster or the machine cannot give what the flags ask for, RunFailed where there is no
+    cluster.
+    """
+    connect()
+    cluster, device = wait_for_gpus(options.min_gpus, options.wait, say), options.device
     if cluster.get("CPU", 0.0) <= 0:
         raise UsageError("the Ray cluster has no CPUs at this moment: start its worker nodes first")
     gpus = cluster.get("GPU", 0.0)
     if device == "cuda" and gpus < 1:
         raise UsageError("--device cuda: the Ray cluster has no GPU")
+    if device == "auto" and gpus < 1 and dtype == "auto":
+        say(f"note: {_NO_GPU}")
     device = "cuda" if device != "cpu" and gpus >= 1 else "cpu"
     dtype = dtype if dtype != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[device]
     if device == "cpu":  # what a GPU node can run is known there only
         with refusing():
-            choose_runtime(device, dtype, attn)
+            choose_runtime(device, dtype, options.attn)
     return device, dtype
 
 

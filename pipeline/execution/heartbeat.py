@@ -3,22 +3,71 @@
 A worker states what it holds, it does not count up and down: a statement that is lost, or made again by a restarted
 actor or a retried task, is mended by the next one. The actor remembers one statement a busy worker, whatever the size
 of the corpus. Nobody waits for an answer, and an actor that is gone costs no video anything.
+
+What a worker held when its process died is known here too, so that the next process of that worker can ask which item
+has killed others before: see ``Heartbeat.deaths``.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator, Sequence
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _RESTARTS = 3
-_FAIL_S = 10.0
+_ANSWER_S = 10.0
+# A worker whose process dies more often than this is given up. An item that kills its worker costs two deaths, so a few
+# of them an hour do not end a run; a machine on which nothing runs does, and a run of days may lose a process a day.
+DEATHS, DEATHS_S = 10, 3600.0
+# A worker is out of service while all but one of its last RECENT items failed at what another machine may do better,
+# and another worker is at work of which that is not known: one that fails at once would have the corpus before others
+# are done with their first item. It tries one more after REST_S, then after twice that: a mount may come back.
+RECENT, REST_S = 8, 60.0
+_AT_WORK_S = 10.0  # since another worker last moved; where none is at work, resting gains nothing
+_LOOK_S = 1.0
 _BACKLOG = 1000  # statements that a worker may have under way; an actor that hangs must not fill its memory
+
+
+class Worker(NamedTuple):
+    """Who speaks: one name for all processes of an actor and all attempts of a task, and where this one runs."""
+
+    name: str
+    host: str
+    node: str
+
+
+class News(NamedTuple):
+    """What happened since a worker's last statement, in items.
+
+    Attributes:
+        left: went on to the next stage.
+        moves: came or went on.
+        done: were tried, and nothing went wrong that another node might do better.
+        failed: were tried, and something did.
+    """
+
+    left: int = 0
+    moves: int = 0
+    done: int = 0
+    failed: int = 0
+
+    def and_then(self, more: News) -> News:
+        return News(*(a + b for a, b in zip(self, more, strict=True)))
+
+
+class Tried(NamedTuple):
+    """How it went on a node: items as in News."""
+
+    host: str
+    done: int = 0
+    failed: int = 0
 
 
 @dataclass(frozen=True)
@@ -30,32 +79,125 @@ class Reading:
         left: for each stage, how many videos went through it. One that is tried again counts again.
         moves: goes up with every video that enters or leaves a stage.
         failure: why a worker gave the run up, where one did.
+        tried: for each stage, how it went on each node, by its id.
+        out_of_service: the workers that were put out of service, in words.
+        failing: the stages of which all workers at work fail at nearly everything.
     """
 
     inside: dict[str, list[str]] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
     moves: int = 0
     failure: str | None = None
+    tried: dict[str, dict[str, Tried]] = field(default_factory=dict)
+    out_of_service: list[str] = field(default_factory=list)
+    failing: list[str] = field(default_factory=list)
+
+
+class WorkerGivenUp(RuntimeError):  # noqa: N818
+    """The process of this worker has died too often; the run ends."""
+
+
+class _Held(NamedTuple):
+    """What a worker holds, and on which host."""
+
+    items: Sequence[str]
+    host: str
+
+
+class _Recently:
+    """How the last items of a worker went."""
+
+    def __init__(self) -> None:
+        self.failed: deque[bool] = deque(maxlen=RECENT)
+        self.moved_at = 0.0
+        self.rest_s = REST_S
+        self.resting_since: float | None = None
+
+    def add(self, news: News, now: float) -> None:
+        self.failed.extend([False] * news.done + [True] * news.failed)
+        self.moved_at = now
+        if news.done:
+            self.rest_s, self.resting_since = REST_S, None
+
+    @property
+    def fails(self) -> bool:
+        return sum(self.failed) >= RECENT - 1
 
 
 class Heartbeats:
-    """The actor's class; see ``start_heartbeats``."""
+    """The actor's class; see ``start_heartbeats``. ``clock`` gives seconds."""
 
-    def __init__(self, stages: Sequence[str]) -> None:
-        self._held: dict[str, dict[str, Sequence[str]]] = {stage: {} for stage in stages}
+    def __init__(self, stages: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._held: dict[str, dict[str, _Held]] = {stage: {} for stage in stages}
+        self._deaths: dict[tuple[str, str], list[str]] = defaultdict(list)  # (stage, item) -> hosts
+        self._died: dict[str, deque[float]] = {}  # worker -> when its last processes died
+        self._tried: dict[str, dict[str, Tried]] = {stage: {} for stage in stages}
+        self._recently: dict[str, dict[str, _Recently]] = {stage: defaultdict(_Recently) for stage in stages}
+        self._out_of_service: dict[str, str] = {}  # worker -> in words
         self._left = dict.fromkeys(stages, 0)
         self._moves = 0
         self._failure: str | None = None
 
     @ray.method(num_returns=0)  # type: ignore[untyped-decorator]
-    def state(self, stage: str, worker: str, held: Sequence[str], left: int, moves: int) -> None:
-        """A worker of ``stage`` holds ``held`` from now on; ``left`` videos just went on."""
+    def state(self, stage: str, worker: Worker, held: Sequence[str], news: News) -> None:
+        """A worker of ``stage`` holds ``held`` from now on."""
         if held:
-            self._held[stage][worker] = held
+            self._held[stage][worker.name] = _Held(held, worker.host)
         else:
-            self._held[stage].pop(worker, None)
-        self._left[stage] += left
-        self._moves += moves
+            self._held[stage].pop(worker.name, None)
+        self._left[stage] += news.left
+        self._moves += news.moves
+        if news.done or news.failed:
+            before = self._tried[stage].get(worker.node, Tried(worker.host))
+            self._tried[stage][worker.node] = Tried(worker.host, before.done + news.done, before.failed + news.failed)
+            self._recently[stage][worker.name].add(news, self._clock())
+
+    def rests(self, stage: str, worker: Worker) -> bool:
+        """Whether this worker is out of service now, and must not take another item."""
+        mine, now = self._recently[stage][worker.name], self._clock()
+        if not mine.fails or self._all_fail(stage, self._at_work(stage) - {worker.name}):
+            return False
+        if mine.resting_since is None:
+            mine.resting_since = now
+            self._out_of_service.setdefault(
+                worker.name,
+                f"a {stage} worker on {worker.host}: {sum(mine.failed)} of its last {RECENT} failed, and not those of "
+                "all others",
+            )
+        if now - mine.resting_since < mine.rest_s:
+            return True
+        mine.rest_s, mine.resting_since = 2 * mine.rest_s, None
+        return False
+
+    def _at_work(self, stage: str) -> set[str]:
+        """The workers of a stage that hold something, or did just now."""
+        recently, now = self._recently[stage], self._clock()
+        return {*self._held[stage]} | {name for name, it in recently.items() if now - it.moved_at <= _AT_WORK_S}
+
+    def _all_fail(self, stage: str, workers: Iterable[str]) -> bool:
+        recently = self._recently[stage]
+        return all(name in recently and recently[name].fails for name in workers)
+
+    def start(self, stage: str, worker: Worker) -> bool:
+        """A process of this worker starts. One before it died with what it held; False where too many have."""
+        if worker.name not in self._died:
+            self._died[worker.name] = deque(maxlen=DEATHS + 1)
+            return True
+        now, died = self._clock(), self._died[worker.name]
+        died.append(now)
+        last = self._held[stage].pop(worker.name, _Held((), ""))
+        for item in last.items:
+            self._deaths[stage, item].append(last.host)
+        if len(died) <= DEATHS or now - died[0] > DEATHS_S:
+            return True
+        having = f", the last one on {last.host} with {', '.join(last.items)} in hand" if last.items else ""
+        self.fail(f"{len(died)} processes of one {stage} worker died in {now - died[0]:.0f} s{having}")
+        return False
+
+    def deaths(self, stage: str, item: str) -> list[str]:
+        """The hosts on which a process of this stage died with this item in hand, one for each death."""
+        return self._deaths.get((stage, item), [])
 
     def fail(self, why: str) -> None:
         """A worker gives the run up; the first one's reason is kept."""
@@ -63,8 +205,15 @@ class Heartbeats:
 
     def read(self) -> Reading:
         """Everything that is known."""
-        inside = {stage: [name for held in workers.values() for name in held] for stage, workers in self._held.items()}
-        return Reading(inside, dict(self._left), self._moves, self._failure)
+        inside = {
+            stage: [f"{item} on {held.host}" for held in workers.values() for item in held.items]
+            for stage, workers in self._held.items()
+        }
+        tried = {stage: dict(nodes) for stage, nodes in self._tried.items()}
+        out_of_service = list(self._out_of_service.values())
+        at_work = {stage: workers for stage in self._held if (workers := self._at_work(stage))}
+        failing = [stage for stage, workers in at_work.items() if self._all_fail(stage, workers)]
+        return Reading(inside, dict(self._left), self._moves, self._failure, tried, out_of_service, failing)
 
 
 def start_heartbeats(stages: Sequence[str]) -> Any:
@@ -74,24 +223,56 @@ def start_heartbeats(stages: Sequence[str]) -> Any:
     return ray.remote(Heartbeats).options(**options).remote(tuple(stages))
 
 
+class Holding:
+    """Items in hand.
+
+    Attributes:
+        failed: whether something went wrong with them that another node might do better; None where this worker did not
+            try them.
+    """
+
+    def __init__(self) -> None:
+        self.failed: bool | None = None
+
+
 class Heartbeat:
     """A worker's side: says what the worker holds. It travels to the workers; without the actor it says nothing."""
 
     def __init__(self, stage: str, heartbeats: Any = None) -> None:
         self._stage = stage
         self._heartbeats = heartbeats
-        self._left = self._moves = 0  # not said yet
+        self._news = News()  # not said yet
+        self._failed = False
+
+    def start(self) -> None:
+        """Say that this process of the worker starts. Raises WorkerGivenUp where too many have died before it."""
+        if self._ask_of_me("start") is False:
+            raise WorkerGivenUp(f"the processes of this {self._stage} worker die again and again")
+
+    def rest(self) -> None:
+        """Before an item is taken: wait while this worker is out of service. Asks only after an item that failed."""
+        while self._failed and self._ask_of_me("rests"):
+            time.sleep(_LOOK_S)
+
+    def deaths(self, item: str) -> list[str]:
+        """The hosts on which processes of this stage died while they held ``item``, one for each death.
+
+        Ask while holding it: the answer comes after the actor has heard of that, so this process's death would count.
+        """
+        return self._ask("deaths", self._stage, item) or []
 
     @contextmanager
-    def holding(self, *ids: str) -> Iterator[None]:
+    def holding(self, *ids: str) -> Iterator[Holding]:
         """The block works on these videos (or questions); afterwards, however it ends, the worker holds nothing."""
-        self._say(ids, moves=len(ids))
-        left = 0
+        self._say(ids, News(moves=len(ids)))
+        news, held = News(), Holding()
         try:
-            yield
-            left = len(ids)
+            yield held
+            done, failed = (0, 0) if held.failed is None else (int(not held.failed), int(held.failed))
+            news = News(len(ids), len(ids), done * len(ids), failed * len(ids))
+            self._failed = self._failed if held.failed is None else held.failed
         finally:
-            self._say((), left=left, moves=left)
+            self._say((), news)
 
     @contextmanager
     def busy(self, work: str) -> Iterator[None]:
@@ -104,21 +285,31 @@ class Heartbeat:
 
     def fail(self, why: str) -> None:
         """Say why this worker gives the run up, before it raises: Ray would bury its error in texts of its own."""
-        if self._heartbeats is not None:
-            with suppress(Exception):  # then the run ends with what Ray says
-                ray.get(self._heartbeats.fail.remote(why), timeout=_FAIL_S)
+        self._ask("fail", why)  # unheard, the run ends with what Ray says
 
-    def _say(self, held: Sequence[str], left: int = 0, moves: int = 0) -> None:
+    def _ask_of_me(self, method: str) -> Any:
+        if self._heartbeats is None:  # asking Ray for the name of this worker would start it
+            return None
+        return self._ask(method, self._stage, _worker())
+
+    def _ask(self, method: str, *arguments: object) -> Any:
+        """The actor's answer; None where there is none."""
+        if self._heartbeats is None:
+            return None
+        try:
+            return ray.get(getattr(self._heartbeats, method).remote(*arguments), timeout=_ANSWER_S)
+        except Exception:  # noqa: BLE001 - as in _say
+            return None
+
+    def _say(self, held: Sequence[str], news: News = News()) -> None:  # noqa: B008 - immutable
         if self._heartbeats is None:
             return
-        self._left, self._moves = self._left + left, self._moves + moves
-        named = [f"{name} on {socket.gethostname()}" for name in held]
+        self._news = self._news.and_then(news)
         with suppress(Exception):  # a dead actor, a full backlog: nothing that a video should hear of
-            self._heartbeats.state.remote(self._stage, _worker(), named, self._left, self._moves)
-            self._left = self._moves = 0
+            self._heartbeats.state.remote(self._stage, _worker(), held, self._news)
+            self._news = News()
 
 
-def _worker() -> str:
-    """One name for all incarnations of an actor, and for all attempts of a task."""
+def _worker() -> Worker:
     context = ray.get_runtime_context()
-    return str(context.get_actor_id() or context.get_task_id())
+    return Worker(str(context.get_actor_id() or context.get_task_id()), socket.gethostname(), context.get_node_id())

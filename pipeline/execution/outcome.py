@@ -22,6 +22,7 @@ class Outcome:
         failures: error class -> items.
         examples: error class -> (id, message) of one of them.
         n_missing: items without a row.
+        n_outside: failures from outside the item: a mount, a store, a bug, a GPU that others fill.
         n_waiting: items that ``--limit`` left for another run; they count nowhere else.
         n_new: items that this run processed.
         n_new_failed: those of them that failed; a failed redo leaves an earlier result in place.
@@ -32,6 +33,7 @@ class Outcome:
     failures: dict[str, int]
     examples: dict[str, tuple[str, str]]
     n_missing: int
+    n_outside: int = 0
     n_waiting: int = 0
     n_new: int = 0
     n_new_failed: int = 0
@@ -41,13 +43,15 @@ class Outcome:
     def n_failed(self) -> int:
         return sum(self.failures.values())
 
-    def exit_code(self, failure_limit: int) -> int:
-        """0 where every item has a row, at least one is ok, none failed inside, and failures keep the limit."""
+    def exit_code(self, failure_limit: int, outside_limit: int | None = None) -> int:
+        """0 where every item has a row, at least one is ok, none failed by a bug, and failures keep the limits, of
+        which ``outside_limit`` is for those from outside the item."""
         bad = (
             self.n_missing
             or not self.n_ok
             or "internal" in self.failures
             or max(self.n_failed, self.n_new_failed) > failure_limit
+            or (outside_limit is not None and self.n_outside > outside_limit)
         )
         return 1 if bad else 0
 

@@ -73,6 +73,10 @@ class Run(ABC, Generic[O, R, T, S]):
     def summarise(self, request: R, todo: T, n_failed: int, wall_s: float) -> S:
         """What is there now, counted from the committed rows."""
 
+    def say(self, line: str) -> None:
+        """A line for the user."""
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
     def carry_out(self) -> S:
         """Bring the store up to date with the request.
 

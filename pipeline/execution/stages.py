@@ -12,12 +12,15 @@ import pyarrow as pa
 import ray
 import ray.data
 
-# A worker that dies is started again this often: Ray's default is for ever, and a video that kills its worker would
-# then stall the run.
-RESTARTS = 3
-# A task is tried again while its worker has restarts left, and while Ray believes in a worker whose node is gone: for
-# half a minute, in tries further and further apart (7 were counted).
+# More than the deaths an hour that ``Heartbeat.start`` allows, so that those end a run, with a reason. Not
+# without end: what dies before it can start its heartbeat (no memory for its imports) is counted by Ray alone, which
+# counts over a whole run.
+RESTARTS = 40
+# A task is tried again whenever its worker died, twice for each item that kills it, and while Ray believes in a worker
+# whose node is gone: for half a minute, in tries further and further apart (7 were counted).
 TASK_RETRIES = 30
+# What Ray itself ends since a node is short of memory is tried again this often.
+OOM_RETRIES = 3
 MAX_BLOCKS = 20_000
 # Large items (decoded frames of a video: 14 MB for 32 of them) go on one by one, however many one task makes.
 BLOCK_BYTES = 8 * 2**20
@@ -79,9 +82,10 @@ class Stage:
     why: str
 
 
-def actors(stage: Stage, batch_size: int) -> Mapping[str, Any]:
-    """Options of ``map_batches`` for a stage whose calls get ``batch_size`` rows."""
+def actors(stage: Stage, batch_size: int, labels: Mapping[str, str] | None = None) -> Mapping[str, Any]:
+    """Options of ``map_batches`` for a stage whose calls get ``batch_size`` rows, on nodes that ``labels`` select."""
     return {
+        **({"label_selector": dict(labels)} if labels else {}),
         "batch_size": batch_size,
         "batch_format": "pyarrow",
         "zero_copy_batch": True,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sized
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,12 +15,14 @@ from rich.console import Console
 
 from pipeline.errors import RunFailed
 from pipeline.execution.cluster import cause
-from pipeline.execution.heartbeat import start_heartbeats
+from pipeline.execution.heartbeat import Reading, start_heartbeats
 from pipeline.execution.progress import Reporter, reporter
 from pipeline.execution.stages import Plan, run_graph
-from pipeline.execution.watchdog import Watchdog, patiently
+from pipeline.execution.watchdog import ClusterShrunk, Watchdog, patiently
 from pipeline.options import RunOptions
 from pipeline.storage.lock import Lock
+
+W = TypeVar("W", bound=Sized)
 
 
 @dataclass(frozen=True)
@@ -32,31 +34,85 @@ class Graph:
         commit: makes the rows of a shard visible, given its number and what the last stage gave, a ``status`` among it.
         plan: the shares of the cluster.
         total: items that must come out.
+        give_up: why the run should go no further, if so, given what the workers say.
+        offer: what the nodes that it may use have now.
     """
 
     build: Callable[[Any], ray.data.Dataset]
     commit: Callable[[int, pa.Table], object]
     plan: Plan
     total: int
+    give_up: Callable[[Reading], str | None] = lambda reading: None
+    offer: Callable[[], Mapping[str, float]] = ray.cluster_resources
 
 
-def stream(graph: Graph, lock: Lock, console: Console, options: RunOptions) -> int:
-    """Run the graph and commit every shard; returns how many items failed.
+@dataclass(frozen=True)
+class Work(Generic[W]):
+    """What is to be done, however often it must be planned.
+
+    Attributes:
+        items: all of it.
+        planned: the graph for items, on what the cluster has now.
+        left: those of the items that have no row yet.
+    """
+
+    items: W
+    planned: Callable[[W], Graph]
+    left: Callable[[W], W]
+
+
+class Ended(NamedTuple):
+    """How many items failed, and what the workers said in the end."""
+
+    n_failed: int
+    reading: Reading
+
+
+def stream(work: Work[W], lock: Lock, console: Console, options: RunOptions) -> Ended:
+    """Do the work and commit every shard; what a lost node leaves undone is done by the others.
 
     Raises RunFailed where the graph, the store or the lock fails, nothing moves for ``options.stall_timeout`` seconds,
     or rows are missing.
     """
+    items, n_failed = work.items, 0
+    while True:
+        graph, count = work.planned(items), _Count()
+        try:
+            reading = _stream(graph, lock, console, options, count)
+            return Ended(n_failed + count.n_failed, reading)
+        except ClusterShrunk:
+            n_failed += count.n_failed
+            items = work.left(items)
+            what = f"{len(items)} {graph.plan.wording.item}s are planned anew on those that are there"
+            console.print(f"note: nodes were lost and nothing moves: {what}", highlight=False, soft_wrap=True)
+
+
+class _Count:
+    """How many items of a graph were committed."""
+
+    def __init__(self) -> None:
+        self.done = self.n_failed = 0
+
+
+def _stream(graph: Graph, lock: Lock, console: Console, options: RunOptions, count: _Count) -> Reading:
+    """Run one graph; returns what the workers said in the end. Raises ClusterShrunk too."""
     wording = graph.plan.wording
     heartbeats = start_heartbeats(tuple(wording.stages))
     dataset = graph.build(heartbeats)
     with reporter(console, graph.total, options.log_interval, wording) as progress:
-        watchdog = Watchdog(heartbeats, options.stall_timeout, graph.plan, graph.total, progress.stages)
+        told = (graph.plan, graph.total, progress.stages, graph.give_up, graph.offer)
+        watchdog = Watchdog(heartbeats, options.stall_timeout, *told)
         with closing(patiently(run_graph(dataset), watchdog.look, watchdog.every_s)) as shards:
-            return _commit_all(shards, graph, lock, watchdog, progress)
+            _commit_all(shards, graph, lock, watchdog, progress, count)
+        reading = watchdog.last()
+    for worker in reading.out_of_service:
+        console.print(f"note: out of service: {worker}", highlight=False, markup=False, soft_wrap=True)
+    return reading
 
 
-def _commit_all(shards: Iterable[pa.Table], graph: Graph, lock: Lock, watchdog: Watchdog, progress: Reporter) -> int:
-    done = good = 0
+def _commit_all(
+    shards: Iterable[pa.Table], graph: Graph, lock: Lock, watchdog: Watchdog, progress: Reporter, count: _Count
+) -> None:
     items = f"{graph.total} {graph.plan.wording.item}s"
     try:
         for number, rows in enumerate(shards):
@@ -64,13 +120,12 @@ def _commit_all(shards: Iterable[pa.Table], graph: Graph, lock: Lock, watchdog: 
             graph.commit(number, rows)
             watchdog.moved()
             new_good = pc.sum(pc.equal(rows["status"], "ok")).as_py()
-            done, good = done + len(rows), good + new_good
+            count.done, count.n_failed = count.done + len(rows), count.n_failed + len(rows) - new_good
             progress.advance(new_good, len(rows) - new_good)
     except ray.exceptions.RayError as error:
         why = watchdog.failure() or cause(error)
-        raise RunFailed(f"the run stopped after {done} of {items}: {why}") from error
+        raise RunFailed(f"the run stopped after {count.done} of {items}: {why}") from error
     except OSError as error:
-        raise RunFailed(f"the run stopped after {done} of {items}: {cause(error)}") from error
-    if done != graph.total:
-        raise RunFailed(f"{graph.total - done} of {items} have no row; run the same command again")
-    return done - good
+        raise RunFailed(f"the run stopped after {count.done} of {items}: {cause(error)}") from error
+    if count.done != graph.total:
+        raise RunFailed(f"{graph.total - count.done} of {items} have no row; run the same command again")

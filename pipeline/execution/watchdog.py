@@ -20,19 +20,40 @@ from pipeline.execution.stages import Plan
 T = TypeVar("T")
 
 _LONGEST_LOOK_S = 10.0
+# Nothing moves for so long, and the cluster has less than it had: nobody comes back by itself. A worker of a lost node
+# is started elsewhere only where there is room, and the others have it all; what it had in hand waits for it.
+SHRUNK_S = 30.0
+
+
+class ClusterShrunk(Exception):  # noqa: N818
+    """Nodes were lost and nothing moves: what is left must be planned anew on those that are there."""
 
 
 class Watchdog:
-    """Looks at the heartbeats now and then; raises RunFailed where nothing has moved for ``timeout_s``."""
+    """Looks at the heartbeats now and then.
+
+    Raises RunFailed where nothing has moved for ``timeout_s``, or where ``give_up`` has a reason to go no further;
+    ClusterShrunk where it could go further on what the cluster has now, which ``offer`` says.
+    """
 
     def __init__(
-        self, heartbeats: Any, timeout_s: float, plan: Plan, total: int, tell: Callable[[Mapping[str, int]], None]
+        self,
+        heartbeats: Any,
+        timeout_s: float,
+        plan: Plan,
+        total: int,
+        tell: Callable[[Mapping[str, int]], None],
+        give_up: Callable[[Reading], str | None] = lambda reading: None,
+        offer: Callable[[], Mapping[str, float]] = ray.cluster_resources,
     ) -> None:
         self._heartbeats = heartbeats
         self._timeout_s = timeout_s
         self._plan = plan
         self._total = total
         self._tell = tell
+        self._give_up = give_up
+        self._offer = offer
+        self._had_room = self._has_room()
         self._reading = Reading()
         self._asked: Any = None
         self._moved_at = time.monotonic()
@@ -49,16 +70,40 @@ class Watchdog:
             self.moved()
         self._reading = reading
         self._tell(reading.left)
-        if time.monotonic() - self._moved_at > self._timeout_s:
+        if (why := self._give_up(reading)) is not None:
+            raise RunFailed(why)
+        still_s = time.monotonic() - self._moved_at
+        if SHRUNK_S < still_s <= self._timeout_s and self._had_room and self._shrunk():
+            raise ClusterShrunk
+        if still_s > self._timeout_s:
             raise RunFailed(
                 f"no {self._plan.wording.item} moved for {self._timeout_s:g} s: {self._verdict()}; or raise "
                 "--stall-timeout"
             )
 
+    def _has_room(self) -> bool:
+        """Whether all workers fit the cluster."""
+        offer = self._offer()
+        return offer.get("CPU", 0.0) >= self._plan.cpus and offer.get("GPU", 0.0) >= self._plan.gpus
+
+    def _shrunk(self) -> bool:
+        """Whether not all workers fit any more, but some do."""
+        try:
+            offer = self._offer()
+            return (
+                not self._has_room() and offer.get("CPU", 0.0) > 0 and offer.get("GPU", 0.0) >= min(1, self._plan.gpus)
+            )
+        except Exception:  # noqa: BLE001 - a cluster that does not answer: the timeout will tell
+            return False
+
     def failure(self) -> str | None:
         """Why a worker gave the run up, as far as it could say so."""
-        self._asked = None  # an answer that is under way may be older than the failure
-        return self._read().failure
+        return self.last().failure
+
+    def last(self) -> Reading:
+        """What is known now, as far as the heartbeats answer."""
+        self._asked = None  # an answer that is under way may be older
+        return self._read()
 
     def _read(self) -> Reading:
         """The latest answer; one question is under way at a time."""

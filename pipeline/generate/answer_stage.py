@@ -126,6 +126,7 @@ class Answerer:
 
     def __init__(self, setup: AnswerSetup, heartbeats: Any = None) -> None:
         self._heartbeat = Heartbeat(STAGE, heartbeats)
+        self._heartbeat.start()
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._builder = prompt_builder(setup.source, setup.positions, setup.rule)
         self._prunings = setup.prunings

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import ray
 from rich.console import Console
 
-from pipeline.execution.cluster import connect, provenance, settle
+from pipeline.execution.cluster import provenance, settle
 from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile
-from pipeline.execution.stream import Graph, stream
+from pipeline.execution.stream import Graph, Work, stream
 from pipeline.generate.answer_stage import AnswerSetup
 from pipeline.generate.answers import AnswersTable, commit_answers, read_answers_header, write_answers_header
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.graph import build_graph, plan_answers
+from pipeline.generate.graph import AnswerPlan, build_graph, plan_answers
 from pipeline.generate.request import PRUNINGS, GenerateRequest, match_answers, prepare
 from pipeline.generate.resume import asked_rows, said_of_the_rest, unanswered, without_model
 from pipeline.generate.summary import AnswerSummary, summarise_answers
@@ -37,10 +39,9 @@ def answer_questions(config: GenerateConfig, console: Console) -> AnswerSummary:
     return AnswerRun(config, console).carry_out()
 
 
-class Machines(NamedTuple):
-    """What the cluster has, and the device and dtype to use."""
+class Computed(NamedTuple):
+    """What the answers are computed with."""
 
-    cluster: dict[str, float]
     device: str
     dtype: str
 
@@ -88,7 +89,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         config, size = self.options, self.options.questions_per_shard
         ask, decided = without_model(request, todo.questions)
         # Before any row is written: the cluster may not be able to do what the flags ask.
-        machines = self._machines() if ask else None
+        computed = self._computed() if ask else None
         lock.check()
         write_answers_header(request.store, self._identity(request, todo), lock)
         about = {"config": config.as_record(), "questions": len(todo)}
@@ -99,8 +100,9 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
             for number, start in enumerate(starts):
                 part = decided[start : start + size]
                 commit_answers(request.store, request.run_id, number, part, config.format, lock)
-            if machines is not None:
-                n_failed += self._answered(request, ask, len(starts), machines, run_file, lock)
+            if computed is not None:
+                run_file.save(**computed._asdict())
+                n_failed += self._answered(request, ask, count(len(starts)), computed, run_file, lock)
         return Streamed(run_file, n_failed)
 
     @staticmethod
@@ -113,43 +115,55 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         return identity
 
     def summarise(self, request: GenerateRequest, todo: Todo, n_failed: int, wall_s: float) -> AnswerSummary:
-        new = {(question["question_id"], question.get("pruning")) for question in todo.questions}
+        new = {asked_as(question) for question in todo.questions}
         total = len(request.questions) * len(request.prunings)
         return summarise_answers(asked_rows(request, todo.table.live()), total, new, wall_s)
 
-    def _machines(self) -> Machines:
+    def _computed(self) -> Computed:
         """Joins or starts the cluster. Raises UsageError where it cannot do what the flags ask."""
-        cluster = connect()
-        return Machines(cluster, *settle(cluster, self.options.device, self.options.dtype, self.options.attn))
+        return Computed(*settle(self.options, self.options.dtype, self.say))
 
     def _answered(
         self,
         request: GenerateRequest,
         ask: list[QuestionRecord],
-        first: int,
-        machines: Machines,
+        numbers: Iterator[int],
+        computed: Computed,
         run_file: RunFile,
         lock: Lock,
     ) -> int:
-        """Answer ``ask`` on the cluster; its shards are numbered from ``first``. Returns how many failed."""
-        config, (cluster, device, dtype) = self.options, machines
-        plan = plan_answers(cluster["CPU"], cluster.get("GPU", 0.0) if device == "cuda" else 0.0, len(ask), config)
-        if config.workers is not None and plan.answer.workers < min(config.workers, len(ask)):
-            room = f"the cluster has room for {plan.answer.workers} of --workers {config.workers}"
-            self.console.print(f"note: {room}", highlight=False)
-        run_file.save(resources={"cluster": cluster, "plan": asdict(plan)}, device=device, dtype=dtype)
+        """Answer ``ask`` on the cluster; its shards get these ``numbers``. Returns how many failed."""
+        config = self.options
         runtimes: list[str] = []
+        answered: set[tuple[str, str | None]] = set()
 
-        def commit(number: int, rows: pa.Table) -> None:
+        def commit(_: int, rows: pa.Table) -> None:
             # What computed the answers, as the nodes themselves say.
             if new := [text for text in pc.unique(rows["runtime"]).to_pylist() if text not in runtimes]:
                 runtimes.extend(new)
                 run_file.save(runtimes=[json.loads(text) for text in runtimes])
             answers = [without_nulls(row, AnswerRecord) for row in rows.drop_columns(["runtime"]).to_pylist()]
-            commit_answers(request.store, request.run_id, first + number, answers, config.format, lock)
+            commit_answers(request.store, request.run_id, next(numbers), answers, config.format, lock)
+            answered.update(map(asked_as, answers))
 
-        build = partial(build_graph, ask, answer_setup(request, device, dtype), plan)
-        return stream(Graph(build, commit, plan, len(ask)), lock, self.console, config)
+        def planned(ask: list[QuestionRecord]) -> Graph:
+            plan = self._planned(len(ask), computed.device, run_file)
+            return Graph(partial(build_graph, ask, answer_setup(request, *computed), plan), commit, plan, len(ask))
+
+        def left(ask: list[QuestionRecord]) -> list[QuestionRecord]:
+            return [question for question in ask if asked_as(question) not in answered]
+
+        return stream(Work(ask, planned, left), lock, self.console, config).n_failed
+
+    def _planned(self, n_questions: int, device: str, run_file: RunFile) -> AnswerPlan:
+        """The shares of the cluster as it is now."""
+        cluster, config = dict(ray.cluster_resources()), self.options
+        plan = plan_answers(cluster["CPU"], cluster.get("GPU", 0.0) if device == "cuda" else 0.0, n_questions, config)
+        if config.workers is not None and plan.answer.workers < min(config.workers, n_questions):
+            room = f"the cluster has room for {plan.answer.workers} of --workers {config.workers}"
+            self.console.print(f"note: {room}", highlight=False)
+        run_file.save(resources={"cluster": cluster, "plan": asdict(plan)})
+        return plan
 
 
 def answer_setup(request: GenerateRequest, device: str, dtype: str) -> AnswerSetup:
@@ -168,3 +182,8 @@ def answer_setup(request: GenerateRequest, device: str, dtype: str) -> AnswerSet
         dtype=dtype,
         attn=request.config.attn,
     )
+
+
+def asked_as(row: QuestionRecord | AnswerRecord) -> tuple[str, str | None]:
+    """What no two questions of a run share: the id, and under which pruning."""
+    return row["question_id"], row.get("pruning")

@@ -17,7 +17,7 @@ from pipeline.errors import VideoFault
 from pipeline.execution.heartbeat import Heartbeat
 from pipeline.prune.batches import decoded_batch
 from pipeline.prune.config import PruneConfig
-from pipeline.rows import TodoRow, VideoRecord, failed_video
+from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewhere
 from pipeline.storage.s3 import Objects, is_object
 from pipeline.video.decode import DecodedVideo, DecodeRequest
 from pipeline.video.decoders import decoder_version
@@ -111,6 +111,7 @@ class Decoder:
 
     def __init__(self, setup: DecodeSetup, heartbeats: Any = None) -> None:
         self._heartbeat = Heartbeat("decode", heartbeats)
+        self._heartbeat.start()
         self._decoder = VideoDecoder(setup)
 
     def close(self) -> None:
@@ -121,8 +122,11 @@ class Decoder:
         rows: list[TodoRow] = batch.to_pylist()
         with closing(one_ahead(self._decoder.open, rows)) as sources:
             for row in rows:
-                with self._heartbeat.holding(row["video_id"]), next(sources) as source:
-                    decoded = decoded_batch(*self._decoder.decode_one(row, source))
+                self._heartbeat.rest()
+                with self._heartbeat.holding(row["video_id"]) as held, next(sources) as source:
+                    record, frames = self._decoder.decode_one(row, source)
+                    held.failed = may_succeed_elsewhere(record)
+                    decoded = decoded_batch(record, frames)
                 yield decoded
 
 

@@ -22,7 +22,7 @@ from pipeline.errors import VideoFault
 from pipeline.execution.gpu_fault import exit_after_gpu_fault
 from pipeline.execution.heartbeat import Heartbeat
 from pipeline.prune.batches import decoded_frames, encoded_batch, records
-from pipeline.rows import VideoRecord, failed_video
+from pipeline.rows import VideoRecord, failed_video, may_succeed_elsewhere
 
 
 @dataclass(frozen=True)
@@ -126,23 +126,36 @@ class VideoEncoder:
             torch.cuda.synchronize()
 
 
+POISON = 2  # processes that died with a video in hand: it is not given to another one
+
+
 class Encoder:
-    """The actor: a VideoEncoder, the error boundary of its stage, and a heartbeat."""
+    """The actor: a VideoEncoder, the error boundary of its stage, and a heartbeat.
+
+    A video with which its process dies, by a signal or by an error that breaks the GPU's context, is tried once more,
+    and is an error row after that: its neighbours and the run go on.
+    """
 
     def __init__(self, setup: EncodeSetup, heartbeats: Any = None) -> None:
         self._heartbeat = Heartbeat("encode", heartbeats)
+        self._heartbeat.start()
         with self._heartbeat.busy("the model, being loaded"):
             self.encoder = VideoEncoder(setup)
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         for row, record in enumerate(records(batch)):
-            with self._heartbeat.holding(record["video_id"]):
-                encoded = encoded_batch(self._video(batch, row, record))
+            self._heartbeat.rest()
+            with self._heartbeat.holding(record["video_id"]) as held:
+                video = self._video(batch, row, record)
+                held.failed = may_succeed_elsewhere(video.record) if record["status"] == "ok" else None
+                encoded = encoded_batch(video)
             yield encoded
 
     def _video(self, batch: pa.Table, row: int, record: VideoRecord) -> PrunedVideo:
         if record["status"] != "ok":
             return PrunedVideo(record)
+        if len(hosts := self._heartbeat.deaths(record["video_id"])) >= POISON:
+            return PrunedVideo(failed_video(record, _poison(hosts)))
         started = time.perf_counter()
         try:
             return self.encoder.encode_one(record, decoded_frames(batch, row, record))
@@ -151,6 +164,12 @@ class Encoder:
         except Exception as error:  # noqa: BLE001 - a record that does not fit its frames
             fault = VideoFault("internal", f"{type(error).__name__}: {error}", stage="encode")
         return PrunedVideo({**failed_video(record, fault), "encode_s": time.perf_counter() - started})
+
+
+def _poison(hosts: list[str]) -> VideoFault:
+    where = ", ".join(dict.fromkeys(hosts))
+    message = f"the encode process died {len(hosts)} times with this video in hand, on {where}; Ray's logs say how"
+    return VideoFault("crash", message, stage="encode")
 
 
 def pruned_columns(pruned: PrunedTokens, visual: VisualTokens) -> VideoRecord:

@@ -9,6 +9,7 @@ LLaVA-OneVision-7B) never cross the object store; decode is a stage of its own, 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,6 +17,7 @@ import pyarrow as pa
 import ray.data
 from ray.data import ExecutionResources
 
+from pipeline.execution.nodes import elsewhere
 from pipeline.execution.stages import BLOCK_BYTES, MAX_BLOCKS, Stage, StageWords, Wording, actors
 from pipeline.prune.decode_stage import Decoder, DecodeSetup
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
@@ -76,8 +78,13 @@ class Resources:
         return self.encode.num_gpus * self.encode.workers
 
     def collected(self, stage: str, waits: bool) -> int:
-        """How many videos a stage waits for before it takes any: a shard is collected first, unless it is the last."""
-        return self.videos_per_shard if stage == "write" and waits else 1
+        """How many videos a stage waits for before it takes any: a shard is collected first, unless it is the last, and
+        workers before it hand over what they made of a block when they are through with all of it."""
+        if not waits:
+            return 1
+        before = {"encode": self.decode, "write": self.encode}.get(stage)
+        unfinished = before.workers * self.videos_per_block if before else 0
+        return unfinished + (self.videos_per_shard if stage == "write" else 1)
 
 
 # The records of a shard must fit a block: the driver commits what comes in one.
@@ -137,21 +144,31 @@ def build_graph(
     store: Store,
     run_id: str,
     heartbeats: Any = None,
+    *,
+    without: Collection[str] = (),
 ) -> ray.data.Dataset:
-    """The lazy dataset whose rows are the written records of ``todo``; nothing runs until it is iterated."""
+    """The lazy dataset whose rows are the written records of ``todo``; nothing runs until it is iterated.
+
+    ``without`` are ids of nodes on which no worker may run.
+    """
+    labels = elsewhere(without)
     # 1. Manifest: blocks small enough to spread. They are cut here and made without a task (from_arrow starts one a
     # block): tasks of Ray's own ask for a whole CPU, wait for it without end and are tried again without end.
     size = resources.videos_per_block
     videos = ray.data.from_blocks([todo.slice(start, size) for start in range(0, len(todo), size)])
     # 2. Decode: file -> model-ready uint8 frames, or an error row.
-    frames = videos.map_batches(Decoder, fn_constructor_args=(decode, heartbeats), **actors(resources.decode, size))
+    frames = videos.map_batches(
+        Decoder, fn_constructor_args=(decode, heartbeats), **actors(resources.decode, size, labels)
+    )
     # 3. Encode and prune: frames -> the kept tokens in order of selection. A larger batch would collect the frames of
     # so many videos before it starts.
-    tokens = frames.map_batches(Encoder, fn_constructor_args=(encode, heartbeats), **actors(resources.encode, 1))
+    tokens = frames.map_batches(
+        Encoder, fn_constructor_args=(encode, heartbeats), **actors(resources.encode, 1, labels)
+    )
     # 4. Write: one token shard a call.
     arguments = (store, run_id, heartbeats)
     size = resources.videos_per_shard
-    written = tokens.map_batches(Writer, fn_constructor_args=arguments, **actors(resources.write, size))
+    written = tokens.map_batches(Writer, fn_constructor_args=arguments, **actors(resources.write, size, labels))
     # Ray's own limit is half of the object stores, which a fast decoder would fill with frames.
     shape = decode.largest_frames()
     limit = resources.store_bytes(3 * math.prod(shape), encode.bytes_per_video(*shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -170,6 +171,25 @@ def share_of(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
         return todo, 0
     waiting = pc.sum(pc.equal(todo["attempts"].slice(limit), 1)).as_py() or 0
     return todo.slice(0, limit), waiting
+
+
+def left_of(todo: pa.Table, ledger: Ledger) -> pa.Table:
+    """The rows of ``todo`` (TODO_SCHEMA) whose attempt the cache has no row of."""
+    rows, wanted = ledger.find(todo["video_id"]), todo["attempts"].to_numpy()
+    had = np.zeros(len(todo), np.int64)
+    had[rows >= 0] = ledger.columns["attempts"][rows[rows >= 0]]
+    return todo.filter(pa.array(had < wanted))
+
+
+def another_attempt(todo: pa.Table, failed: Mapping[str, int], max_attempts: int) -> pa.Table:
+    """The rows of ``todo`` (TODO_SCHEMA) for one more attempt at the videos that failed, given the attempts that each
+    of these has had; a video that had ``max_attempts`` gets none."""
+    wanted = {video_id: had + 1 for video_id, had in failed.items() if had < max_attempts}
+    ids = pa.array(list(wanted), todo.schema.field("video_id").type)
+    part = todo.filter(pc.is_in(todo["video_id"], value_set=ids))
+    attempts = pa.array([wanted[video_id] for video_id in part["video_id"].to_pylist()], pa.int32())
+    place = part.schema.get_field_index("attempts")
+    return part.set_column(place, part.schema.field(place), attempts)
 
 
 def said_of_the_rest(tally: Tally, config: PruneConfig) -> list[str]:

@@ -63,6 +63,7 @@ def summarise(
         failures=failures,
         examples=examples,
         n_missing=n_videos - counts.n_rows,
+        n_outside=counts.n_outside,
         n_waiting=n_waiting,
         tokens_in=counts.tokens_in,
         tokens_kept=counts.tokens_kept,
@@ -82,7 +83,7 @@ class _Counts:
         self._ledger = ledger
         self._by_class = np.zeros(len(ledger.classes), np.int64)
         self._first: dict[int, int] = {}  # class -> the row that came first
-        self.n_rows = self.tokens_in = self.tokens_kept = self.n_warned = 0
+        self.n_rows = self.tokens_in = self.tokens_kept = self.n_warned = self.n_outside = 0
         self.seconds = np.zeros(len(TIMED))
 
     def add(self, rows: NDArray[np.int64]) -> None:
@@ -95,6 +96,7 @@ class _Counts:
         self.tokens_in += int(columns["n_total"][good].sum(dtype=np.int64))
         self.tokens_kept += int(columns["n_tokens"][good].sum(dtype=np.int64))
         self.n_warned += int(self._ledger.warned(good).sum())
+        self.n_outside += int(self._ledger.outside(rows).sum())
         self.seconds += columns["seconds"][rows].sum(axis=0, dtype=np.float64)
 
     @property

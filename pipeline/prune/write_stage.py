@@ -20,6 +20,7 @@ class Writer:
         self._store = store
         self._run_id = run_id
         self._heartbeat = Heartbeat("write", heartbeats)
+        self._heartbeat.start()
 
     def __call__(self, batch: pa.Table) -> pa.Table:
         videos = encoded_videos(batch)

@@ -19,17 +19,18 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import TypedDict, cast
+from typing import Protocol, Self, TypedDict, cast
 
 import pyarrow as pa
 
 from pipeline.errors import CacheLocked, RunFailed
-from pipeline.storage.stores import LOCK, ObjectStore
+from pipeline.storage.s3 import ObjectInfo
+from pipeline.storage.stores import LOCK
 
 HEARTBEAT_S = 10.0
 MISSED = 6  # beats until a lease counts as lost; one more until others take it
@@ -58,14 +59,40 @@ class Holder(TypedDict, total=False):
     released: bool
 
 
+class LeaseObjects(Protocol):
+    """What a lease asks for, as ``pipeline.storage.s3.Objects`` has it."""
+
+    def guarded(self, guard: Callable[[], object]) -> Self: ...
+    def list(self, prefix: str) -> Iterator[ObjectInfo]: ...
+    def mark(self, uri: str) -> str | None: ...
+    def put(
+        self, uri: str, data: bytes | pa.Buffer, *, exclusive: bool = False, match: str | None = None
+    ) -> str | None: ...
+
+
+class LeaseStore(Protocol):
+    """A store that a lease can hold: ``pipeline.storage.stores.ObjectStore``, or a ``LeasedFolder``."""
+
+    @property
+    def root(self) -> str | Path: ...
+    @property
+    def objects(self) -> LeaseObjects: ...
+    def impatient(self) -> LeaseStore:
+        """The same for what is worth nothing when it comes late."""
+
+    def read(self, name: str) -> bytes: ...
+    def exists(self, name: str) -> bool: ...
+    def delete(self, name: str) -> None: ...
+
+
 class CacheLease:
     """Hold the cache; a thread keeps the lease alive. Writing is allowed only while ``check`` does not raise."""
 
     def __init__(
-        self, store: ObjectStore, run_id: str, notify: Callable[[str], None], heartbeat_s: float = HEARTBEAT_S
+        self, store: LeaseStore, run_id: str, notify: Callable[[str], None], heartbeat_s: float = HEARTBEAT_S
     ) -> None:
         self._store = store  # to take the lock: a store that is busy for a moment refuses nobody
-        self._beating = ObjectStore(store.root, store.objects.impatient())
+        self._beating = store.impatient()
         self._guarded = store.objects.guarded(self.check)
         self._mark: str | None = None  # of the last beat; None where it is not known
         self._me: Holder = {**identify(run_id), "namespace": _namespace(), "started": _started(os.getpid())}
@@ -228,7 +255,7 @@ class CacheLease:
         self._write(self._beating, released=released)
 
     def _write(
-        self, store: ObjectStore, *, exclusive: bool = False, match: str | None = None, released: bool = False
+        self, store: LeaseStore, *, exclusive: bool = False, match: str | None = None, released: bool = False
     ) -> str | None:
         self._beats += 1
         content: Holder = {**self._me, "beat": self._beats, "time": _now()}
@@ -238,7 +265,7 @@ class CacheLease:
         return store.objects.put(f"{store.root}/{_name(self._number)}", data, exclusive=exclusive, match=match)
 
 
-def lease_holder(store: ObjectStore) -> Holder | None:
+def lease_holder(store: LeaseStore) -> Holder | None:
     """Who holds the cache by the last sign of life; here the clocks of two machines are compared, for display only."""
     held = _highest(store)
     if held is None or "time" not in held[1] or held[1].get("released") or _ended_here(held[1]):
@@ -290,19 +317,19 @@ def _name(number: int) -> str:
     return f"{LOCK}-{number:06d}"
 
 
-def _highest(store: ObjectStore) -> tuple[int, Holder] | None:
+def _highest(store: LeaseStore) -> tuple[int, Holder] | None:
     """Number and content of the lease that counts."""
     highest = _highest_number(store)
     return None if highest is None else (highest, _read(store, highest))
 
 
-def _highest_number(store: ObjectStore) -> int | None:
+def _highest_number(store: LeaseStore) -> int | None:
     prefix = f"{store.root}/{LOCK}-"
     endings = (found.uri.removeprefix(prefix) for found in store.objects.list(prefix))
     return max((int(ending) for ending in endings if ending.isdecimal()), default=None)
 
 
-def _read(store: ObjectStore, number: int) -> Holder:
+def _read(store: LeaseStore, number: int) -> Holder:
     try:
         return cast(Holder, dict(json.loads(store.read(_name(number)))))
     except (FileNotFoundError, ValueError):

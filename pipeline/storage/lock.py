@@ -1,7 +1,7 @@
 """One driver a cache: a lock that a killed driver does not leave behind.
 
 In a folder it is flock, which the kernel frees when the process ends, however it ends. An object store has nothing like
-it: there it is a lease, an object that is created exclusively and rewritten by a heartbeat
+it, nor have some file systems: there it is a lease, an object that is created exclusively and rewritten by a heartbeat
 (``pipeline.storage.lease``).
 """
 
@@ -19,6 +19,7 @@ from typing import Protocol, cast
 import pyarrow as pa
 
 from pipeline.errors import CacheLocked, UsageError
+from pipeline.storage.folder_lease import MISSING, LeasedFolder
 from pipeline.storage.lease import CacheLease, Holder, identify, lease_holder
 from pipeline.storage.stores import LOCK, LocalStore, ObjectStore, Store
 
@@ -56,7 +57,10 @@ def cache_lock(store: Store, run_id: str, notify: Callable[[str], None]) -> Lock
     if isinstance(store, ObjectStore):
         return CacheLease(store, run_id, notify)
     assert isinstance(store, LocalStore)
-    return FileLock(store, run_id)
+    if _has_flock(store):
+        return FileLock(store, run_id)
+    notify(f"warning: the file system of {store} has no flock: the lock is a file that is rewritten every 10 s")
+    return CacheLease(LeasedFolder(str(store)), run_id, notify)
 
 
 def holder(store: Store) -> Holder | None:
@@ -70,9 +74,28 @@ def holder(store: Store) -> Holder | None:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return cast(Holder, dict(json.loads(os.read(descriptor, 4096) or b"{}")))
+        except OSError as error:
+            if error.errno not in MISSING:
+                raise
+            return lease_holder(LeasedFolder(str(store)))
         finally:
             os.close(descriptor)
     return None
+
+
+def _has_flock(store: LocalStore) -> bool:
+    """Whether the folder can be locked by the kernel; a folder that takes no file is for ``FileLock`` to refuse."""
+    try:
+        descriptor = os.open(store.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in MISSING
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _locked(descriptor: int) -> bool:

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, NamedTuple
 
 from pipeline.errors import UsageError
@@ -58,6 +59,8 @@ _ENVIRONMENT = {
     "aws_session_token": ("AWS_SESSION_TOKEN",),
     "profile_name": ("AWS_PROFILE",),
 }
+#: What a store says of credentials that were good once; a reply to HEAD has no text to say it in.
+_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "RequestExpired"})
 _SECRET = ("endpoint_url", "aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _ADDRESS = re.compile(r"\bhttps?://[^\s\"'<>]+")
 
@@ -111,7 +114,8 @@ class Objects:
     def from_environment(cls, endpoint: str | None = None, region: str | None = None) -> Objects:
         """What the AWS_* variables of this process say; ``endpoint`` and ``region`` (flags) win over them.
 
-        The workers get these settings from here, so the variables need to be set for the driver alone.
+        The workers get these settings from here, so the variables need to be set for the driver alone. Temporary
+        credentials among them may expire: from then on each process takes what it finds itself, as boto3 does.
         """
         found: dict[str, Any] = {
             name: next((os.environ[variable] for variable in variables if os.environ.get(variable)), None)
@@ -298,6 +302,7 @@ class Objects:
         """This process's client: one that was inherited by a fork would share its connections with the parent."""
         if self._made is None or self._made[0] != os.getpid():
             client = _connect(dict(self._settings), self._patience)
+            client.meta.events.register_first("needs-retry.s3", partial(_renew, client, self._settings))
             if (guard := self._guard) is not None:
                 client.meta.events.register("before-send.s3.PutObject", lambda **_: guard())
             self._made = os.getpid(), client
@@ -315,6 +320,8 @@ class Objects:
             status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
             told = error.response.get("Error", {})
             text = self.redact(f"{told.get('Code', status)}: {told.get('Message', 'the store gives no reason')}")
+            if told.get("Code") in _EXPIRED:
+                text += "; run the same command again with new credentials"
             # OSError makes its subclasses (FileNotFoundError and so on) by the number.
             raise OSError(_NUMBERS.get(status, errno.EIO), text, uri) from None
         except (BotoCoreError, HTTPError, ValueError) as error:  # its text names the endpoint
@@ -381,6 +388,26 @@ def _connect(settings: dict[str, str], patience: float) -> Any:
         **(other if "endpoint_url" in settings else {}),
     )
     return session.client("s3", config=config, **settings)
+
+
+def _renew(
+    client: Any, settings: Mapping[str, str], response: tuple[Any, Mapping[str, Any]] | None, **_: object
+) -> float | None:
+    """An answer of botocore's to whether a request is sent again: at once, where the credentials that this run was
+    given have expired and this process finds others, in its environment or files, or by the role of its machine."""
+    if response is None or "aws_session_token" not in settings:
+        return None
+    signer = client._request_signer
+    code = response[1].get("Error", {}).get("Code")
+    if code not in _EXPIRED and (code, response[1]["ResponseMetadata"]["HTTPStatusCode"]) != ("400", 400):
+        return None
+    import boto3  # noqa: PLC0415
+
+    found = boto3.session.Session(profile_name=settings.get("profile_name")).get_credentials()
+    if found is None or found.token == signer._credentials.token:
+        return None
+    signer._credentials = found
+    return 0.0
 
 
 def _broken_downloads() -> tuple[type[Exception], ...]:

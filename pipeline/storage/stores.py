@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -88,7 +88,7 @@ class LocalStore:
 
     def taken(self) -> bool:
         root = self.root
-        return root.exists() and (not root.is_dir() or any(path.name != LOCK for path in root.iterdir()))
+        return root.exists() and (not root.is_dir() or any(not path.name.startswith(LOCK) for path in root.iterdir()))
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         path = self.root / name
@@ -121,10 +121,12 @@ class LocalStore:
 
     def listed(self, folder: str) -> list[FileInfo]:
         root = self.root / folder
-        found = root.iterdir() if root.is_dir() else ()
-        return sorted(
-            FileInfo(path.relative_to(self.root).as_posix(), path.stat().st_size) for path in found if path.is_file()
-        )
+        found = []
+        for path in root.iterdir() if root.is_dir() else ():
+            with suppress(FileNotFoundError):  # a run that writes beside us has renamed it since
+                if path.is_file():
+                    found.append(FileInfo(path.relative_to(self.root).as_posix(), path.stat().st_size))
+        return sorted(found)
 
     def exists(self, name: str) -> bool:
         return (self.root / name).is_file()
@@ -142,6 +144,10 @@ class ObjectStore:
     def __init__(self, root: str, objects: Objects) -> None:
         self.root = root.rstrip("/")
         self.objects = objects
+
+    def impatient(self) -> ObjectStore:
+        """The same for requests that are worth nothing when they come late."""
+        return ObjectStore(self.root, self.objects.impatient())
 
     def make(self) -> None:
         """Prefixes need no making."""

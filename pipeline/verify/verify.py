@@ -227,6 +227,9 @@ def _sort(store: Store, files: dict[str, list[FileInfo]], rows: pa.Table, live: 
     """Note the files that were left behind, and the commits that must have been there."""
     sort_files(files, _token_shards(rows), _token_shards(live), report)
     commits = [file.name for file in files[VIDEOS] if file.name.endswith(".parquet")]
+    if any(lost_commits(commits, report.orphans)):
+        # While a run adds files, a listing of a folder may have a later one and lack an earlier one.
+        commits += store.names(VIDEOS, ".parquet")
     for run, number, orphans in lost_commits(commits, report.orphans):
         what = f"{store}/{VIDEOS}/{run}-{number:06d}-*.parquet is gone; its videos may be in {', '.join(orphans[:3])}"
         report.problems.append(Problem("lost", what, f"{VIDEOS}/{run}-{number:06d}"))

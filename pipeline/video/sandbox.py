@@ -10,6 +10,7 @@ cannot promise that.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import logging
 import multiprocessing
@@ -279,13 +280,24 @@ def _end_with_parent() -> None:
 
 
 def strip_credentials(environment: MutableMapping[str, str]) -> None:
-    """Remove the variables whose names look like credentials.
+    """Remove the variables whose names look like credentials; of this process's own also what /proc/self/environ shows.
 
     So nothing in the child uses them by accident. Code that takes over the child could still read its parent's memory.
     """
     for name in list(environment):
         if name.startswith(_SECRET_NAMES) or any(part in name.upper() for part in _SECRET_PARTS):
+            if environment is os.environ:
+                _erase(os.fsencode(name))
             del environment[name]
+
+
+def _erase(name: bytes) -> None:
+    """Overwrite a variable where the kernel put it: removing it takes away the pointer alone."""
+    library = ctypes.CDLL(None)
+    library.getenv.restype = ctypes.c_void_p
+    place = library.getenv(name)
+    if place:
+        ctypes.memset(place, 0, len(ctypes.string_at(place)))
 
 
 def _signal_name(number: int) -> str:

@@ -1,9 +1,11 @@
 """Workers that count, crash or hang, for tests of what that may cost. Ray imports this module: it stays light."""
 
+import errno
 import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +43,40 @@ class HostileReader(CountedDecoder):
         hoard = []
         while name.startswith("bomb"):
             hoard.append(np.ones(2**26, np.uint8))
+
+
+class MountedElsewhere(CountedDecoder):
+    """Finds no file, at once: on nodes with BAD_NODE in their environment, in one worker if there is a folder bad."""
+
+    def read(self, indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
+        path = Path(self._index.path)
+        bad = path.parent / "bad"
+        if "BAD_NODE" in os.environ or (bad.exists() and self._is_mine(bad)):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
+        yield from super().read(indices)
+
+    @staticmethod
+    def _is_mine(bad: Path) -> bool:
+        """The first worker that asks becomes the bad one; its fork server is the parent of this process."""
+        with suppress(FileExistsError), (bad / "worker").open("x") as file:
+            file.write(f"{os.getppid()}")
+        return (bad / "worker").read_text() in ("", f"{os.getppid()}")
+
+
+class SlowDecoder(PyavDecoder):
+    """Has videos in hand most of the time."""
+
+    def read(self, indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
+        time.sleep(0.3)
+        yield from super().read(indices)
+
+
+class AwayDecoder(PyavDecoder):
+    """Finds no file, after a while."""
+
+    def read(self, indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
+        time.sleep(0.5)
+        raise FileNotFoundError(errno.ENOENT, "No such file or directory", self._index.path)
 
 
 class MarkingDecoder(PyavDecoder):

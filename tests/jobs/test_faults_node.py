@@ -18,6 +18,7 @@ from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
+SLOW = "tests.jobs.hostile:SlowDecoder"
 WORKERS = [
     "--decode-workers",
     "2",
@@ -53,6 +54,29 @@ def test_a_raylet_that_is_killed_costs_no_row(tmp_path):
     assert_complete(cache, ids)
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").iterdir()]
     assert record["status"] == "finished"
+
+
+@pytest.mark.parametrize(("stays", "goes"), [(2, 2), (3, 1)])
+def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path, stays, goes):
+    """The default plan: no worker of the lost node finds room on the other one."""
+    ids = tiny_videos(tmp_path / "videos", 100)
+    cache = tmp_path / "c"
+    argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2", "--decoder", SLOW]
+    with ray_here({"num_cpus": stays}, {"num_cpus": goes}):
+
+        def kill() -> None:
+            wait_until(lambda: files(cache, "videos"), "the first commit")
+            os.kill(_raylets()[1], signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        done = run_here(prune, argv)
+        killer.join()
+    assert done.returncode == 0, done.stdout
+    assert "note: nodes were lost and nothing moves: " in done.stdout
+    assert_complete(cache, ids)
+    (record,) = [json.loads(file.read_text()) for file in (cache / "runs").iterdir()]
+    assert record["status"] == "finished" and record["resources"]["cluster"]["CPU"] == stays
 
 
 def _raylets() -> list[int]:

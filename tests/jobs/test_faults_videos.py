@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -134,3 +135,36 @@ def test_a_bug_in_a_method_of_ones_own_is_one_error_row(cluster, tmp_path):
     row = cache.metadata(ids[3])
     assert (row["error_stage"], row["attempts"]) == ("prune", 1)
     assert "RuntimeError: no idea what to do with five frames" in row["error_message"]
+
+
+def test_a_video_that_kills_its_encoder_twice_is_an_error_row_and_the_run_goes_on(cluster, tmp_path):
+    """One by a signal, its neighbour by an error after which the GPU is of no use to the process."""
+    ids = tiny_videos(tmp_path / "videos", 10)  # the fourth has five frames, the fifth six
+    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--pruner", "tests.jobs.poison:Poison"]
+    done = run_here(prune, [*argv, "--fps", "25", "--encode-workers", "1"])
+    assert done.returncode == 0, done.stdout
+    cache = TokenCache(tmp_path / "c")
+    assert cache.failed == {ids[3]: "crash", ids[4]: "crash"}
+    assert cache.video_ids == sorted({*ids} - {*cache.failed})
+    for video_id in cache.failed:
+        row = cache.metadata(video_id)
+        assert (row["error_stage"], row["attempts"], row["retryable"]) == ("encode", 1, True)
+        assert f"died 2 times with this video in hand, on {socket.gethostname()}" in row["error_message"]
+
+
+def test_files_that_many_videos_miss_are_a_failed_run(cluster, tmp_path):
+    """A mount that is away on some nodes looks like this; files that are broken themselves may be many."""
+    (tmp_path / "in").mkdir()
+    write_clip(tmp_path / "in" / "good.mp4", count=2)
+    rows = [{"video_id": f"v{n}", "uri": "good.mp4" if n % 2 else f"away{n}.mp4"} for n in range(22)]
+    (tmp_path / "in" / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    argv = [str(tmp_path / "in" / "m.jsonl"), "--out", str(tmp_path / "c"), "--num-frames", "2"]
+    done = run_here(prune, argv)
+    assert done.returncode == 1, done.stdout
+    said = " ".join(done.stdout.split())
+    assert "failed: 11 of 22 videos failed by what is no fault of theirs (io, internal, memory of a GPU)" in said
+    assert said.endswith(
+        "more than 10: look at nodes, mounts, credentials and GPUs, then run again with --retry-failed"
+    )
+    assert set(TokenCache(tmp_path / "c").failed.values()) == {"io"}
+    assert run_here(prune, [*argv, "--max-failed", "11"]).returncode == 0

@@ -46,6 +46,7 @@ class FlakyProxy:
 
     def __init__(self, server: S3Server) -> None:
         self.server = server
+        self.expired = ""  # the session token that is good no more
         self._faults: list[Fault] = []
         self._lock = threading.Lock()
         self.stalled, self._ended = threading.Event(), threading.Event()
@@ -105,6 +106,10 @@ def _handler(proxy: FlakyProxy) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return
             body = self.rfile.read(length)
+            if proxy.expired and self.headers.get("X-Amz-Security-Token") == proxy.expired:
+                text = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+                self._answer(400, [("Content-Length", str(len(text)))], text)
+                return
             if isinstance(kind, int):
                 text = f"<Error><Code>Told{kind}</Code><Message>told to fail</Message></Error>".encode()
                 self._answer(kind, [("Content-Length", str(len(text)))], text)

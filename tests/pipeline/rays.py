@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ from tests.jobs.jobs import environment
 @contextmanager
 def ray_here(*nodes: dict[str, Any]) -> Iterator[list[str]]:
     """A cluster of ``nodes`` (options of a node), this process connected to the first; yields the nodes' ids."""
+    with growing_ray(*nodes) as (_, ids):
+        yield ids
+
+
+@contextmanager
+def growing_ray(*nodes: dict[str, Any]) -> Iterator[tuple[Callable[..., Any], list[str]]]:
+    """The same; yields what adds a node, too."""
     private = {name: value for name, value in environment().items() if name.startswith(("RAY_", "HOME", "PYTHONPATH"))}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in private.items():
@@ -35,10 +43,11 @@ def ray_here(*nodes: dict[str, Any]) -> Iterator[list[str]]:
         (Path(private["RAY_TMPDIR"]) / "ray").mkdir()
         cluster = Cluster()
         try:
-            ids = [cluster.add_node(**{"include_dashboard": False, **node}).node_id for node in nodes]
+            add = partial(cluster.add_node, include_dashboard=False)
+            ids = [add(**node).node_id for node in nodes]
             ray.init(cluster.address, logging_level="error", log_to_driver=False)
             configure_ray_data()
-            yield ids
+            yield add, ids
         finally:
             ray.shutdown()
             cluster.shutdown()

@@ -255,6 +255,8 @@ class Revealing(BadReader):
 
         limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_CORE)]
         seen = {"env": [n for n in os.environ if "TOKEN" in n or n.startswith("AWS_")], "limits": limits}
+        first = Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0")
+        seen["first"] = [text for text in first if text.startswith(("AWS_", "HF_TOKEN", "PLAIN"))]
         raise VideoFault("internal", json.dumps({**seen, "threads": torch.get_num_threads(), "pid": os.getpid()}))
 
 

@@ -30,11 +30,56 @@ def test_no_frames_are_refused(model):
         family_of(source).load(FLOAT32).encode(frames_for(source)[:0])
 
 
-def test_a_cpu_takes_frames_one_by_one_and_a_gpu_a_batch():
-    backbone = family_of(ModelSource.resolve("tiny")).load(FLOAT32, frame_batch=5)
-    assert backbone.on_cpu and backbone.chunk_length(384, 384) == 1
-    backbone.device = "cuda:1"
-    assert not backbone.on_cpu and backbone.chunk_length(384, 384) == 5
+class SmallMemory:
+    """Stands in for ``encode_chunk`` of a backbone on a GPU that has room for so many frames."""
+
+    def __init__(self, backbone, room: int) -> None:
+        self.room, self.sizes, self._encode = room, [], backbone.encode_chunk
+
+    def __call__(self, frames, evidence):
+        self.sizes.append(len(frames))
+        if len(frames) > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self._encode(frames, evidence)
+
+
+@pytest.fixture
+def crowded(monkeypatch):
+    """A backbone that takes itself to be on a GPU with room for so many frames."""
+
+    def make(model: str, room: int):
+        backbone = family_of(ModelSource.resolve(model)).load(FLOAT32, frame_batch=8)
+        monkeypatch.setattr(type(backbone), "on_cpu", property(lambda self: room == 0))
+        memory = SmallMemory(backbone, room or 99)
+        monkeypatch.setattr(backbone, "encode_chunk", memory)
+        return backbone, memory
+
+    return make
+
+
+@pytest.mark.parametrize(("model", "alone"), list(zip(STOCK, (1, 2, 2), strict=True)))
+def test_a_cpu_takes_one_frame_or_temporal_patch_at_a_time_and_a_gpu_a_batch(crowded, model, alone):
+    frames = frames_for(ModelSource.resolve(model), 12)
+    for room, sizes in ((0, [alone] * (12 // alone)), (99, [8, 4])):
+        backbone, memory = crowded(model, room)
+        backbone.encode(frames)
+        assert memory.sizes == sizes
+
+
+@pytest.mark.parametrize("model", STOCK)
+def test_a_full_gpu_gets_smaller_chunks_of_this_video_alone(crowded, model):
+    frames = frames_for(ModelSource.resolve(model), 6)
+    expected = crowded(model, 99)[0].encode(frames)
+    backbone, memory = crowded(model, 3)
+    tokens = backbone.encode(frames).tokens
+    assert memory.sizes[0] == 6 and memory.room >= memory.sizes[-1]
+    assert (tokens - expected.tokens).abs().max() < 1e-5 * expected.tokens.abs().max()
+    memory.room, memory.sizes = 99, []
+    backbone.encode(frames)
+    assert memory.sizes == [6]
+    memory.room = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        backbone.encode(frames)
 
 
 def test_times_of_a_clip_count_from_its_start():

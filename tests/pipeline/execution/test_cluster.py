@@ -1,13 +1,19 @@
 """Clusters of two nodes: the GPU on one of them and most CPUs on the other, or one CPU each."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import ray
 from ray._private import state
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from pipeline.errors import UsageError
+from pipeline.execution.cluster import settle
 from pipeline.execution.stages import run_graph
+from pipeline.prune.config import PruneConfig
 from pipeline.prune.graph import plan_resources
-from tests.pipeline.rays import graph_of, ray_here
+from tests.pipeline.rays import graph_of, growing_ray, ray_here
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -40,6 +46,24 @@ def test_an_encoder_starts_where_decoders_hold_every_cpu_of_the_gpu_node(two_nod
     assert len(rows) == 40
     assert nodes_of("Encoder") == {gpu_node}
     assert nodes_of("Decoder") == {cpu_node}
+
+
+def test_gpus_that_join_late_are_waited_for():
+    """--min-gpus; without it auto would take the CPUs, and says so."""
+    said: list[str] = []
+    with growing_ray({"num_cpus": 1, "num_gpus": 0}) as (add_node, _):
+        settled = settle(PruneConfig(), "auto", said.append)
+        assert settled == ("cpu", "float32") and "no GPU now" in said[0] and "--min-gpus" in said[0]
+        settle(PruneConfig(), "float32", said.append)  # as the cache has it already
+        settle(PruneConfig(device="cpu"), "auto", said.append)
+        assert len(said) == 1
+        with pytest.raises(UsageError, match="--min-gpus 2: the cluster has 0 GPUs after 1 s"):
+            settle(PruneConfig(min_gpus=2, wait=1), "auto", said.append)
+        with ThreadPoolExecutor(1) as pool:  # nodes are added by the main thread alone
+            settling = pool.submit(settle, PruneConfig(min_gpus=2, wait=60), "auto", said.append)
+            wait_until(lambda: said[-1].endswith("waiting 60 s for 2"), "that it waits")
+            add_node(num_cpus=1, num_gpus=2)
+            assert settling.result() == ("cuda", "bfloat16")
 
 
 def test_two_nodes_of_one_cpu_each_leave_room_for_the_writers(tmp_path):

@@ -8,22 +8,68 @@ import pytest
 import ray
 
 from pipeline.execution import heartbeat
-from pipeline.execution.heartbeat import Heartbeat, Heartbeats, start_heartbeats
+from pipeline.execution.heartbeat import (
+    DEATHS,
+    DEATHS_S,
+    RECENT,
+    REST_S,
+    Heartbeat,
+    Heartbeats,
+    News,
+    Tried,
+    Worker,
+    WorkerGivenUp,
+    start_heartbeats,
+)
 from pipeline.prune.graph import PRUNING
 from tests.pipeline.rays import ray_here
 
 STAGES = tuple(PRUNING.stages)
 
 
+def worker(name: str, host: str = "h1", node: str = "n1") -> Worker:
+    return Worker(name, host, node)
+
+
 def test_a_statement_replaces_the_one_before():
     heartbeats = Heartbeats(STAGES)
-    heartbeats.state("decode", "a", ["v1"], 0, 1)
-    heartbeats.state("decode", "a", ["v2"], 0, 1)  # the end of v1 was lost: its actor died
-    heartbeats.state("decode", "b", ["v3"], 0, 1)
-    heartbeats.state("decode", "b", [], 1, 1)
+    heartbeats.state("decode", worker("a", "h1"), ["v1"], News(0, 1))
+    heartbeats.state("decode", worker("a", "h2"), ["v2"], News(0, 1))  # the end of v1 was lost: its actor died
+    heartbeats.state("decode", worker("b", "h1"), ["v3"], News(0, 1))
+    heartbeats.state("decode", worker("b", "h1"), [], News(1, 1))
     reading = heartbeats.read()
-    assert reading.inside == {"decode": ["v2"], "encode": [], "write": []}
+    assert reading.inside == {"decode": ["v2 on h2"], "encode": [], "write": []}
     assert (reading.left["decode"], reading.moves) == (1, 4)
+
+
+def test_what_a_worker_held_when_its_process_died_is_known_to_the_next_one():
+    heartbeats = Heartbeats(STAGES)
+    for host in ("h1", "h2"):
+        assert heartbeats.start("encode", worker("a"))
+        heartbeats.state("encode", worker("a", host), ["poison"], News(0, 1))
+    heartbeats.start("encode", worker("a"))
+    heartbeats.state("encode", worker("b", "h1"), ["good"], News(0, 1))
+    assert heartbeats.deaths("encode", "poison") == ["h1", "h2"]
+    assert heartbeats.deaths("encode", "good") == heartbeats.deaths("decode", "poison") == []
+    assert heartbeats.read().inside["encode"] == ["good on h1"]
+
+
+def test_deaths_count_by_the_hour_and_not_over_the_run():
+    now = 0.0
+    heartbeats = Heartbeats(STAGES, clock=lambda: now)
+    for _ in range(5 * DEATHS):
+        assert heartbeats.start("encode", worker("a"))
+        now += 1.01 * DEATHS_S / DEATHS
+    for _ in range(DEATHS):
+        now += 1.0
+        heartbeats.state("encode", worker("a", "h1"), ["v9"], News(0, 1))
+        given_up = not heartbeats.start("encode", worker("a"))
+    assert given_up
+    assert heartbeats.start("encode", worker("b"))  # another worker
+    said = heartbeats.read().failure
+    assert said is not None
+    assert said.startswith(f"{DEATHS + 1} processes of one encode worker died in ")
+    assert said.endswith(" s, the last one on h1 with v9 in hand")
 
 
 def test_the_first_reason_to_give_up_is_kept():
@@ -44,17 +90,29 @@ class Called:
 @pytest.fixture
 def actor(monkeypatch) -> Heartbeats:
     """The actor's own class behind what a worker takes for its handle; asking Ray for its name would start Ray."""
-    monkeypatch.setattr(heartbeat, "_worker", lambda: "w1")
+    monkeypatch.setattr(heartbeat, "_worker", lambda: worker("w1", socket.gethostname()))
     return Heartbeats(STAGES)
 
 
 def handle(actor: Heartbeats) -> SimpleNamespace:
-    return SimpleNamespace(state=Called(actor.state), fail=Called(actor.fail))
+    methods = ("state", "fail", "start", "deaths")
+    return SimpleNamespace(**{name: Called(getattr(actor, name)) for name in methods})
+
+
+def test_a_worker_asks_how_often_others_died_and_is_given_up_in_the_end(actor, monkeypatch):
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+    for _ in range(DEATHS + 1):
+        mine = Heartbeat("encode", handle(actor))
+        mine.start()
+        actor.state("encode", worker("w1", "h1"), ["v1"], News(0, 1))
+    assert mine.deaths("v1") == ["h1"] * DEATHS
+    with pytest.raises(WorkerGivenUp, match="encode"):
+        mine.start()
 
 
 def test_a_worker_says_what_it_holds_and_lets_go_of_it(actor):
-    worker = Heartbeat("decode", handle(actor))
-    with worker.holding("v1", "v2"):
+    mine = Heartbeat("decode", handle(actor))
+    with mine.holding("v1", "v2"):
         inside = actor.read()
         assert inside.inside["decode"] == [f"{name} on {socket.gethostname()}" for name in ("v1", "v2")]
         assert (inside.left["decode"], inside.moves) == (0, 2)
@@ -63,11 +121,25 @@ def test_a_worker_says_what_it_holds_and_lets_go_of_it(actor):
 
 
 def test_a_video_that_is_tried_again_did_not_leave(actor):
-    worker = Heartbeat("decode", handle(actor))
-    with pytest.raises(OSError, match="away"), worker.holding("v1"):
+    mine = Heartbeat("decode", handle(actor))
+    with pytest.raises(OSError, match="away"), mine.holding("v1"):
         raise OSError("away")
     after = actor.read()
     assert (after.inside["decode"], after.left["decode"], after.moves) == ([], 0, 1)
+
+
+def test_how_it_went_is_known_by_node(actor):
+    mine = Heartbeat("encode", handle(actor))
+    for failed in (False, True, None, True):  # None: it came as a failure of another stage
+        with mine.holding("v") as held:
+            held.failed = failed
+    actor.state("encode", worker("w2", "h2", "n2"), [], News(done=5))
+    with pytest.raises(OSError, match="away"), mine.holding("v") as held:
+        held.failed = True
+        raise OSError("away")  # it is tried again here
+    tried = actor.read().tried
+    assert tried["encode"] == {"n1": Tried(socket.gethostname(), 1, 2), "n2": Tried("h2", 5, 0)}
+    assert tried["decode"] == {}
 
 
 def test_other_work_is_shown_and_is_no_progress(actor):
@@ -81,8 +153,8 @@ def test_what_could_not_be_said_is_said_with_the_next_statement(actor):
         raise RuntimeError("the backlog is full")
 
     mute = SimpleNamespace(state=Called(full))
-    worker = Heartbeat("decode", mute)
-    with worker.holding("v1"):
+    mine = Heartbeat("decode", mute)
+    with mine.holding("v1"):
         mute.state = Called(actor.state)
     assert (actor.read().left["decode"], actor.read().moves) == (1, 2)
 
@@ -92,9 +164,84 @@ def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed(actor):
         raise ray.exceptions.RayActorError
 
     for heartbeats in (None, SimpleNamespace(state=Called(dead), fail=Called(dead))):
-        worker = Heartbeat("decode", heartbeats)
-        with worker.holding("v1"), worker.busy("work"):
-            worker.fail("why")
+        mine = Heartbeat("decode", heartbeats)
+        with mine.holding("v1"), mine.busy("work"):
+            mine.fail("why")
+            mine.start()
+            assert mine.deaths("v1") == []
+            with mine.holding("v1") as held:
+                held.failed = True
+            mine.rest()
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_worker_that_fails_at_what_others_do_rests_longer_and_longer():
+    clock = Clock()
+    heartbeats, bad, good = Heartbeats(STAGES, clock), worker("bad"), worker("good", "h2", "n2")
+
+    def tried(who: Worker, done: int, failed: int) -> None:
+        heartbeats.state("decode", who, [], News(done=done, failed=failed))
+
+    tried(bad, 0, RECENT)
+    assert not heartbeats.rests("decode", bad)  # nobody does better
+    heartbeats.state("decode", good, ["its first"], News(moves=1))
+    assert heartbeats.rests("decode", bad)
+    tried(good, RECENT, 0)
+    assert heartbeats.rests("decode", bad) and not heartbeats.rests("decode", good)
+    assert not heartbeats.rests("encode", bad)
+    for rest_s in (REST_S, 2 * REST_S, 4 * REST_S):
+        tried(good, 1, 0)
+        assert heartbeats.rests("decode", bad)
+        clock.now += rest_s - 1
+        tried(good, 1, 0)
+        assert heartbeats.rests("decode", bad)
+        clock.now += 1
+        assert not heartbeats.rests("decode", bad)  # one more try
+        tried(bad, 0, 1)
+    (named,) = heartbeats.read().out_of_service
+    assert named.startswith("a decode worker on h1: 8 of its last 8 failed")
+    tried(good, 1, 0)
+    assert heartbeats.rests("decode", bad)
+    clock.now += 11
+    assert not heartbeats.rests("decode", bad)  # the others have nothing left to do
+    tried(good, 1, 0)
+    tried(bad, 2, 0)
+    assert not heartbeats.rests("decode", bad)
+
+
+def test_files_that_nobody_has_put_nobody_out_of_service():
+    heartbeats, workers = Heartbeats(STAGES, Clock()), [worker(name) for name in "abcd"]
+    for who in workers:
+        heartbeats.state("decode", who, [], News(done=3, failed=RECENT))
+    assert not any(heartbeats.rests("decode", who) for who in workers)
+    assert (heartbeats.read().out_of_service, heartbeats.read().failing) == ([], ["decode"])
+    heartbeats.state("decode", worker("e"), ["its first"], News(moves=1))
+    assert heartbeats.read().failing == []
+
+
+def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(actor, monkeypatch):
+    answers, asked = iter([True, True, False]), []
+    monkeypatch.setattr(heartbeat, "_LOOK_S", 0.0)
+    mine = Heartbeat("decode", handle(actor))
+    monkeypatch.setattr(mine, "_ask", lambda *question: asked.append(question[0]) or next(answers))
+    mine.rest()
+    with mine.holding("v1") as held:
+        held.failed = True
+    with mine.holding("v2"):  # not tried here
+        pass
+    assert asked == []
+    mine.rest()
+    assert asked == ["rests"] * 3
+    with mine.holding("v3") as held:
+        held.failed = False
+    mine.rest()
+    assert asked == ["rests"] * 3
 
 
 @pytest.mark.slow

@@ -33,6 +33,11 @@ def test_the_exit_code(ended, limit, code):
     assert ended.exit_code(limit) == code
 
 
+def test_failures_from_outside_have_a_limit_of_their_own():
+    ended = outcome(failures={"io": 12, "corrupt": 80}, n_outside=12)
+    assert (ended.exit_code(99), ended.exit_code(99, 12), ended.exit_code(99, 11)) == (0, 0, 1)
+
+
 def test_failures_are_counted_with_their_first_example():
     rows = [
         {"video_id": name, "error_class": kind, "error_message": f"{name} is {kind}"}

@@ -1,11 +1,13 @@
-"""What stages are made of: finite retries, and words for what they do."""
+"""What stages are made of: retries, and words for what they do."""
 
 import inspect
 
 import ray.data
 
+from pipeline.execution.heartbeat import DEATHS
 from pipeline.execution.stages import (
     BLOCK_BYTES,
+    OOM_RETRIES,
     RESTARTS,
     TASK_RETRIES,
     Stage,
@@ -16,8 +18,10 @@ from pipeline.execution.stages import (
 )
 
 
-def test_restarts_are_finite():
-    assert 0 < RESTARTS < TASK_RETRIES < 100
+def test_tasks_are_tried_again_finitely():
+    """Of an actor's deaths the heartbeats hear first; those that they cannot hear of end, too."""
+    assert DEATHS < RESTARTS < 50
+    assert 0 < OOM_RETRIES < TASK_RETRIES < 100
 
 
 WORDING = Wording(

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pyarrow as pa
@@ -10,9 +11,10 @@ import pytest
 import ray
 
 from pipeline.errors import RunFailed
+from pipeline.execution import watchdog
 from pipeline.execution.heartbeat import Heartbeat, Reading, start_heartbeats
 from pipeline.execution.stages import run_graph
-from pipeline.execution.watchdog import Watchdog, patiently
+from pipeline.execution.watchdog import ClusterShrunk, Watchdog, patiently
 from pipeline.prune import graph
 from pipeline.prune.graph import PRUNING, plan_resources
 from tests.pipeline.rays import graph_of, ray_here
@@ -108,6 +110,28 @@ def test_a_missing_gpu_is_named(one_cpu, tmp_path):
     why = stalled(dataset, plan, 8, heartbeats, lambda reading: reading.left["decode"] == 8)
     assert "encode takes none of 8 waiting videos; scheduling: the cluster offers 1 CPUs and 0 GPUs" in why
     assert f"the plan needs {plan.cpus:g} and 1" in why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "now", "anew"),
+    [
+        (plan_resources(4, 0, 64), {"CPU": 3}, True),
+        (plan_resources(4, 2, 64), {"CPU": 4, "GPU": 1}, True),
+        (plan_resources(4, 0, 64), {"CPU": 4}, False),  # as it was
+        (plan_resources(4, 0, 64), {}, False),  # a new plan would have no room either
+        (plan_resources(4, 2, 64), {"CPU": 4}, False),
+        (plan_resources(8, 0, 64), {"CPU": 3}, False),  # it never had room, so nothing was lost
+    ],
+)
+def test_what_is_left_is_planned_anew_where_nodes_were_lost(one_cpu, monkeypatch, plan, now, anew):
+    monkeypatch.setattr(watchdog, "SHRUNK_S", 0.0)
+    offer = {"CPU": 4.0, "GPU": 2.0}
+    dog = Watchdog(start_heartbeats(STAGES), 60, plan, 64, nothing, offer=lambda: offer)
+    dog.look()
+    offer = now
+    with pytest.raises(ClusterShrunk) if anew else nullcontext():
+        dog.look()
 
 
 @pytest.mark.slow

@@ -10,7 +10,15 @@ from gstep.backbones import ModelSource, family_of
 from pipeline.execution.stages import BLOCK_BYTES, RESTARTS, TASK_RETRIES, run_graph
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
-from pipeline.prune.graph import FRAME_RECORD_BYTES, RECORD_BYTES, Resources, build_graph, plan_resources, videos_for
+from pipeline.prune.graph import (
+    FRAME_RECORD_BYTES,
+    PRUNING,
+    RECORD_BYTES,
+    Resources,
+    build_graph,
+    plan_resources,
+    videos_for,
+)
 from pipeline.prune.resume import TODO_SCHEMA
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
@@ -124,7 +132,7 @@ def test_ray_does_not_fuse_the_stages(local_ray, tmp_path, cpus, gpus):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus", [0, 8])
-def test_every_retry_is_finite(local_ray, tmp_path, gpus):
+def test_every_task_is_tried_again_finitely(local_ray, tmp_path, gpus):
     operator = get_execution_plan(lazy_graph(plan_resources(64, gpus, 8), str(tmp_path))._logical_plan)[0].dag
     limits = []
     while operator.input_dependencies:
@@ -148,3 +156,11 @@ def test_it_runs_on_a_single_cpu(local_ray, tmp_path):
     """Every stage finds room beside the others: a missing file goes all the way and comes out as an error row."""
     rows = [row for shard in run_graph(lazy_graph(plan_resources(1, 0, 8), str(tmp_path))) for row in shard.to_pylist()]
     assert [row["error_class"] for row in rows] == ["io"] * 8
+
+
+def test_what_a_worker_has_not_handed_over_is_not_waiting():
+    """An encoder that stops inside a block of four holds back what it made of them: the writers are not to blame."""
+    plan = plan_resources(2, 0, 64, videos_per_shard=2)
+    assert (plan.decode.workers, plan.encode.workers, plan.videos_per_block, plan.videos_per_shard) == (1, 1, 4, 2)
+    assert [plan.collected(stage, waits=True) for stage in PRUNING.stages] == [1, 5, 6]
+    assert [plan.collected(stage, waits=False) for stage in PRUNING.stages] == [1, 1, 1]

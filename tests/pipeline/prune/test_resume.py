@@ -8,7 +8,7 @@ from pipeline.cache.ledger import Ledger
 from pipeline.errors import SourceChanged, UsageError, VideoFault
 from pipeline.inputs.manifest import read_manifest
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.resume import Tally, remaining, share_of
+from pipeline.prune.resume import TODO_SCHEMA, Tally, another_attempt, left_of, remaining, share_of
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
@@ -46,6 +46,28 @@ def test_done_and_failed_videos_are_left_alone(folder, live):
 def test_failed_videos_are_tried_again_on_demand(folder, live):
     assert left(folder, live, retry_failed=True) == {"b.mp4": 2, "c.mp4": 1}
     assert left(folder, live, retry_failed=True, max_attempts=1) == {"c.mp4": 1}
+
+
+def test_a_second_pass_has_what_failed_and_may_be_tried_again(folder, live):
+    todo, _ = remaining(read_manifest(str(folder)), live, PruneConfig(retry_failed=True))
+    again = another_attempt(todo, {"b.mp4": 2, "c.mp4": 1}, 2)
+    assert again.schema == TODO_SCHEMA
+    assert (again["video_id"].to_pylist(), again["attempts"].to_pylist()) == (["c.mp4"], [2])
+    assert len(another_attempt(todo, {}, 2)) == 0
+
+
+def test_what_is_left_of_a_pass_is_what_has_no_row_of_its_attempt(folder, live):
+    todo, _ = remaining(read_manifest(str(folder)), live, PruneConfig(retry_failed=True))
+    assert dict(zip(*(todo[name].to_pylist() for name in ("video_id", "attempts")), strict=True)) == {
+        "b.mp4": 2,
+        "c.mp4": 1,
+    }
+    assert left_of(todo, live).equals(todo)
+    store = LocalStore(folder / "cache")
+    write_shard(store, "later", encoded_failure("b.mp4", VideoFault("crash", "x"), attempts=2))
+    assert left_of(todo, live.refresh())["video_id"].to_pylist() == ["c.mp4"]
+    write_shard(store, "latest", encoded("c.mp4", TOKENS, 0.25, "gstep"))
+    assert len(left_of(todo, live.refresh())) == 0
 
 
 def test_a_changed_file_is_refused_skipped_or_redone(folder, live):

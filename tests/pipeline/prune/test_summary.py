@@ -54,6 +54,23 @@ def test_the_videos_of_a_manifest_alone(ledger):
     assert summary.exit_code(9) == 1 and summarise(ledger, manifest("a", "d")).exit_code(1) == 0
 
 
+def test_what_came_from_outside_the_videos_is_counted(tmp_path):
+    faults = [
+        VideoFault("io", "gone"),
+        VideoFault("internal", "a bug", stage="prune"),
+        VideoFault("out-of-memory", "CUDA out of memory", stage="encode"),
+        VideoFault("out-of-memory", "beyond --decode-memory"),
+        VideoFault("corrupt", "torn"),
+        VideoFault("crash", "died", stage="encode"),
+    ]
+    store = write_header(tmp_path)
+    write_shard(store, "r1", *(encoded_failure(f"v{number}", fault) for number, fault in enumerate(faults)))
+    write_shard(store, "r2", encoded("w", random_tokens(0, SHAPE), 0.25, "gstep", decode_warnings=1))
+    summary = summarise(Ledger(store).refresh())
+    assert (summary.n_outside, summary.n_failed, summary.n_ok, summary.n_warned) == (3, 6, 1, 1)
+    assert summary.failures == {"out-of-memory": 2, "io": 1, "internal": 1, "corrupt": 1, "crash": 1}
+
+
 def test_deepstack_levels_count_as_bytes(ledger):
     assert summarise(ledger, deepstack_levels=3).token_bytes == 4 * summarise(ledger).token_bytes
 

@@ -9,7 +9,7 @@ from pipeline import TokenCache
 from pipeline.cache.writer import commit
 from pipeline.errors import VideoFault
 from pipeline.execution import heartbeat
-from pipeline.execution.heartbeat import Heartbeats
+from pipeline.execution.heartbeat import Heartbeats, Worker
 from pipeline.prune.batches import WRITTEN, encoded_batch, written_records
 from pipeline.prune.graph import PRUNING
 from pipeline.prune.write_stage import Writer
@@ -53,7 +53,7 @@ def test_failed_videos_alone_write_nothing(tmp_path):
 
 def test_a_disk_that_fails_ends_the_run_with_its_reason(tmp_path, monkeypatch):
     # Both would start Ray: the name of a worker, and the answer to what it said.
-    monkeypatch.setattr(heartbeat, "_worker", lambda: "w1")
+    monkeypatch.setattr(heartbeat, "_worker", lambda: Worker("w1", "h1", "n1"))
     monkeypatch.setattr(heartbeat.ray, "get", lambda answer, timeout: answer)
     (tmp_path / "tokens").write_text("in the way")
     actor = Heartbeats(tuple(PRUNING.stages))

@@ -15,7 +15,7 @@ import pytest
 from pipeline.errors import RunFailed, UsageError
 from pipeline.storage.s3 import Objects, check_uri
 from tests.pipeline.flaky import ALWAYS, FlakyProxy
-from tests.pipeline.s3 import S3Server
+from tests.pipeline.s3 import KEY, REGION, SECRET, S3Server
 
 ODD_KEYS = ["x/b c.mp4", "x/a#b%20c.mp4", "x/é/ü?.mp4", "x//d.mp4"]
 
@@ -271,6 +271,29 @@ def test_a_refusal_is_final_and_says_why():
             objects.read("s3://bucket/a")
         assert len(asked) == 1
         assert "AKIATESTTEST" not in str(error.value) and "127.0.0.1" not in str(error.value)
+
+
+def test_credentials_that_expire_are_asked_for_again(server, monkeypatch):
+    """Those that a worker was given by the driver; its own machine's are looked for when they are good no more."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    keys = {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET, "aws_session_token": "of this morning"}
+    with FlakyProxy(server) as proxy:
+        objects, uri = Objects(endpoint_url=proxy.url, region_name=REGION, **keys), server.uri("expires")
+        objects.put(uri, b"one")
+        proxy.expired = "of this morning"
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        for ask in (objects.read, lambda uri: objects.put(uri, b"two")):
+            with pytest.raises(OSError, match=r"ExpiredToken.*run the same command again with new credentials"):
+                ask(uri)
+        for name, value in {**server.environment(), "AWS_SESSION_TOKEN": "of this noon"}.items():
+            monkeypatch.setenv(name, value)
+        assert objects.size(uri) == 3  # whose refusal has no text
+        objects.put(uri, b"three")
+        assert objects.read(uri) == b"three"
+        proxy.expired = "of this noon"
+        with pytest.raises(OSError, match="ExpiredToken"):
+            objects.read(uri)
 
 
 def test_errors_hide_how_the_store_is_reached():

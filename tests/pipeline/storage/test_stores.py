@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pipeline.storage.stores import LocalStore
+from pipeline.storage.stores import FileInfo, LocalStore
 
 
 def test_a_failed_write_leaves_nothing_and_names_the_file(tmp_path, monkeypatch):
@@ -34,6 +34,22 @@ def test_names_leave_out_what_is_not_finished(tmp_path):
     assert store.names("d", ".parquet") == ["d/a.parquet", "d/b.parquet"]
     assert (store.exists("d/a.parquet"), store.exists("d")) == (True, False)
     assert store.names("none", ".parquet") == []
+
+
+def test_a_folder_is_listed_while_another_process_writes_to_it(tmp_path):
+    """Files are renamed between the look at the folder and the look at the file."""
+    store = LocalStore(tmp_path)
+    store.put("d/0", b"x")
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            store.put("d/1", b"x")
+    try:
+        listings = [store.listed("d") for _ in range(3000)]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    assert all(FileInfo("d/0", 1) in found for found in listings) and any(len(found) > 1 for found in listings)
 
 
 def test_a_writer_killed_in_mid_file_leaves_nothing_at_the_name(tmp_path):

@@ -2,12 +2,13 @@
 
 import shutil
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
 from pipeline import TokenCache
 from pipeline.storage.lock import cache_lock
-from pipeline.storage.stores import ObjectStore
+from pipeline.storage.stores import FileInfo, LocalStore, ObjectStore
 from pipeline.verify import orphans
 from pipeline.verify.orphans import UPLOAD_AGE, clean, list_uploads
 from pipeline.verify.report import Report
@@ -53,6 +54,30 @@ COMMITS = {
 @pytest.mark.parametrize("damage", ["a commit deleted"])
 def test_damage_is_found_and_named(store, damage):
     check_damage(store, COMMITS[damage], {"lost"}, {None})
+
+
+class Growing(LocalStore):
+    """Its first listings of commits lack the first one, as a folder's may while files are added to it."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.late = 2
+
+    def listed(self, folder: str) -> list[FileInfo]:
+        return super().listed(folder)[self._lacking(folder) :]
+
+    def names(self, folder: str, suffix: str) -> list[str]:
+        return super().names(folder, suffix)[self._lacking(folder) :]
+
+    def _lacking(self, folder: str) -> int:
+        lacks = folder == "videos" and self.late > 0
+        self.late -= lacks
+        return int(lacks)
+
+
+def test_a_commit_that_a_listing_lacks_while_a_run_adds_others_is_not_lost(store):
+    report = verified(Growing(store.root))
+    assert (report.problems, report.exit_code, len(report.orphans)) == ([], 0, 1)
 
 
 @pytest.mark.parametrize("damage", COMMITS)

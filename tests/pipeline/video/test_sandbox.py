@@ -110,6 +110,40 @@ def test_the_child_is_confined(clip, monkeypatch):
     assert core == 0 and 2**30 < address_space < 2**34
 
 
+REVEALED = """
+import json, sys
+from pathlib import Path
+from pipeline.errors import VideoFault
+from pipeline.video.decode import DecodeRequest
+from pipeline.video.sampling import Sampling
+from pipeline.video.sandbox import DecodeSandbox
+from tests.pipeline.video.test_sandbox import request
+if __name__ == "__main__":
+    with DecodeSandbox(timeout_s=300) as sandbox:
+        try:
+            sandbox.decode(request(Path(sys.argv[1]), "Revealing"))
+        except VideoFault as fault:
+            print(fault.message)
+"""
+
+
+@pytest.mark.slow
+def test_credentials_of_the_parent_are_not_in_what_the_kernel_shows_of_the_child(clip, tmp_path):
+    """``/proc/self/environ`` is the environment that a process began with, whatever became of it."""
+    script = tmp_path / "parent.py"
+    script.write_text(REVEALED, encoding="utf-8")
+    secrets = {"AWS_SECRET_ACCESS_KEY": "open-sesame", "HF_TOKEN": "abracadabra", "PLAIN": "as it was"}
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    done = subprocess.run(
+        [sys.executable, str(script), str(clip)],
+        env={**kept, **secrets, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(done.stdout)["first"] == ["AWS_SECRET_ACCESS_KEY=", "HF_TOKEN=", "PLAIN=as it was"]
+
+
 def test_names_of_credentials():
     environment = {"AWS_PROFILE": "", "GITHUB_TOKEN": "", "MY_SECRET_X": "", "db_password": "", "PATH": "", "HOME": ""}
     strip_credentials(environment)

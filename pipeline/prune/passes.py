@@ -1,0 +1,183 @@
+"""The passes of a run: all videos, then those that failed where others did not, each on the nodes that are there."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from typing import NamedTuple
+
+import pyarrow as pa
+from rich.console import Console
+
+from pipeline.cache.ledger import Ledger
+from pipeline.cache.writer import commit
+from pipeline.errors import FAULTS, FaultClass
+from pipeline.execution.heartbeat import Reading
+from pipeline.execution.nodes import resources_without
+from pipeline.execution.run_record import RunFile
+from pipeline.execution.stream import Ended, Graph, Work, stream
+from pipeline.prune.batches import written_records
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.decode_stage import DecodeSetup
+from pipeline.prune.encode_stage import EncodeSetup
+from pipeline.prune.graph import Resources, build_graph, plan_resources, videos_for
+from pipeline.prune.request import PruneRequest
+from pipeline.prune.resume import left_of
+from pipeline.rows import failed_from_outside, may_succeed_elsewhere
+from pipeline.storage.lock import Lock
+
+# Fewer failures than these never stop a run: a folder that is missing may be as large.
+ALIKE = 50
+
+
+class Setups(NamedTuple):
+    """What workers need to know."""
+
+    decode: DecodeSetup
+    encode: EncodeSetup
+
+
+class Commits:
+    """Makes the shards of a run visible, over all its passes.
+
+    Attributes:
+        retryable: of the videos that failed by what may be the fault of a machine, the attempts that each has had.
+    """
+
+    def __init__(self, request: PruneRequest, made_with: str, lock: Lock, limit: int) -> None:
+        """``limit``: of failures alike from outside the videos."""
+        self.request = request
+        self.lock = lock
+        self.retryable: dict[str, int] = {}
+        self._made_with = made_with
+        self._count = 0
+        self._limit = max(limit, ALIKE)
+        self._outside: Counter[FaultClass] = Counter()
+        self._example: dict[FaultClass, str] = {}
+
+    def __call__(self, number: int, rows: pa.Table) -> None:
+        """Commit the rows of a shard (WRITTEN); its ``number`` is that of its pass."""
+        records, store, run_id = written_records(rows), self.request.store, self.request.run_id
+        commit(store, run_id, self._count, records, made_with=self._made_with, lock=self.lock)
+        self._count += 1
+        failed = filter(may_succeed_elsewhere, records)
+        self.retryable.update({record["video_id"]: record["attempts"] for record in failed})
+        for record in filter(failed_from_outside, records):
+            self._outside[record["error_class"]] += 1
+            self._example[record["error_class"]] = f"{record['video_id']}: {record['error_message']}"
+
+    def give_up(self, reading: Reading) -> str | None:
+        """Why this pass should stop: too many videos failed alike, by no fault of theirs, and no worker does better."""
+        if not reading.failing or not self._outside:
+            return None
+        ((fault, count),) = self._outside.most_common(1)
+        if count <= self._limit:
+            return None
+        stage, remedy = reading.failing[0], FAULTS[fault].remedy
+        return f"{count} videos failed alike and all {stage} workers fail ({fault}, {self._example[fault]}): {remedy}"
+
+
+class Passes:
+    """Streams videos through the graph; what it was planned with is in the record of the run."""
+
+    def __init__(
+        self,
+        config: PruneConfig,
+        console: Console,
+        setups: Setups,
+        commits: Commits,
+        ledger: Ledger,
+        run_file: RunFile,
+    ) -> None:
+        self._config = config
+        self._console = console
+        self._setups = setups
+        self._commits = commits
+        self._ledger = ledger
+        self._run_file = run_file
+
+    def first(self, videos: pa.Table) -> Ended:
+        """All videos (TODO_SCHEMA), on all nodes."""
+        return self._stream(videos, (), self._commits.give_up)
+
+    def second(self, again: pa.Table, without: Mapping[str, str]) -> int:
+        """Try videos that failed once more, on other nodes; returns how many of them are ok now.
+
+        ``without`` are the nodes to leave out, id -> host: where there is none, nothing would go another way.
+        """
+        if not without:
+            return 0
+        hosts = ", ".join(sorted(set(without.values())))
+        cluster = resources_without(without)
+        if cluster.get("CPU", 0.0) <= 0 or (self._device == "cuda" and cluster.get("GPU", 0.0) < 1):
+            self._note(f"{len(again)} videos failed, many on {hosts}, and no other node is there to try them again")
+            return 0
+        self._note(f"{len(again)} videos that failed are tried again without {hosts}, where most did")
+        return len(again) - self._stream(again, without).n_failed
+
+    @property
+    def _device(self) -> str:
+        return self._setups.encode.device
+
+    def _stream(
+        self,
+        videos: pa.Table,
+        without: Collection[str],
+        give_up: Callable[[Reading], str | None] = lambda reading: None,
+    ) -> Ended:
+        def offer() -> dict[str, float]:
+            return resources_without(without)
+
+        def planned(videos: pa.Table) -> Graph:
+            plan, request = self._planned(offer(), len(videos)), self._commits.request
+            build = partial(build_graph, videos, *self._setups, plan, request.store, request.run_id, without=without)
+            return Graph(build, self._commits, plan, len(videos), give_up, offer)
+
+        def left(videos: pa.Table) -> pa.Table:
+            return left_of(videos, self._ledger.refresh())
+
+        return stream(Work(videos, planned, left), self._commits.lock, self._console, self._config)
+
+    def _note(self, text: str) -> None:
+        self._console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def _planned(self, cluster: dict[str, float], n_videos: int) -> Resources:
+        """The shares of the cluster; what was asked for and is not to be had is said."""
+        shape = self._setups.decode.largest_frames()
+        token_bytes = self._setups.encode.bytes_per_video(*shape)
+        wanted = _plan(self._config, cluster, self._device, n_videos, token_bytes, shape[0])
+        plan = wanted.fitting(cluster.get("object_store_memory", math.inf), token_bytes)
+        for note in _shortfalls(self._config, wanted, plan, n_videos):
+            self._note(note)
+        self._run_file.save(resources={"cluster": cluster, "plan": asdict(plan)})
+        return plan
+
+
+def _plan(
+    config: PruneConfig, cluster: dict[str, float], device: str, n_videos: int, token_bytes: int, n_frames: int
+) -> Resources:
+    """The shares of the cluster, for videos whose kept tokens take ``token_bytes``."""
+    by_size = videos_for(config.target_shard_mb * 10**6, token_bytes, n_frames)
+    return plan_resources(
+        cluster["CPU"],
+        cluster.get("GPU", 0.0) if device == "cuda" else 0.0,
+        n_videos,
+        videos_per_shard=config.videos_per_shard or by_size,
+        decode_workers=config.decode_workers,
+        encode_workers=config.encode_workers,
+    )
+
+
+def _shortfalls(config: PruneConfig, wanted: Resources, plan: Resources, n_videos: int) -> Iterator[str]:
+    """What was asked for and is not to be had."""
+    for name, asked, given in (
+        ("decode-workers", config.decode_workers, plan.decode.workers),
+        ("encode-workers", config.encode_workers, plan.encode.workers),
+    ):
+        if asked is not None and given < min(asked, n_videos):
+            yield f"the cluster has room for {given} of --{name} {asked}"
+    if plan.videos_per_shard < wanted.videos_per_shard:
+        yield f"shards get {plan.videos_per_shard} videos: more would not fit Ray's object stores"

@@ -1,0 +1,26 @@
+"""A pruning method that kills the process it runs in, by the number of a video's frames."""
+
+import os
+import signal
+from dataclasses import dataclass
+from typing import ClassVar
+
+from gstep.pruners.base import Pruner, Selection
+from gstep.types import VisualTokens
+
+KILLS, BREAKS_THE_GPU = 5, 6  # frames
+
+
+@dataclass(frozen=True, kw_only=True)
+class Poison(Pruner):
+    """Keeps the first tokens of all other videos."""
+
+    name: ClassVar[str] = "poison"
+    nested: ClassVar[bool] = False
+
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        if len(visual.tokens) == KILLS:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if len(visual.tokens) == BREAKS_THE_GPU:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return Selection(index=visual.tokens.flatten(0, 1).norm(dim=1).argsort()[:budget].sort().values)

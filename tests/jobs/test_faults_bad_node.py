@@ -1,0 +1,64 @@
+"""A node or a worker that fails at once is always free, and must not get the corpus for that."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jobs import prune
+from pipeline import TokenCache
+from tests.jobs.faults import calls, tiny_videos
+from tests.jobs.jobs import run_here
+from tests.pipeline.rays import ray_here
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = ["--num-frames", "2", "--decoder", "tests.jobs.hostile:MountedElsewhere", "--encode-workers", "1"]
+
+
+def test_what_fails_on_one_node_is_tried_again_on_the_others(tmp_path):
+    ids = tiny_videos(tmp_path / "videos", 64)
+    cache = tmp_path / "c"
+    with ray_here({"num_cpus": 4}, {"num_cpus": 2, "env_vars": {"BAD_NODE": "1"}}):
+        argv = [str(tmp_path / "videos"), "--out", str(cache), *OPTIONS, "--decode-workers", "5"]
+        done = run_here(prune, argv)
+    assert done.returncode == 0, done.stdout
+    assert "videos that failed are tried again without " in done.stdout
+    assert TokenCache(cache).video_ids == ids
+    attempts = [TokenCache(cache).metadata(video_id)["attempts"] for video_id in ids]
+    assert set(attempts) == {1, 2}  # it was the bad node that failed
+    (record,) = [json.loads(file.read_text()) for file in (cache / "runs").iterdir()]
+    assert record["summary"]["n_new_failed"] == 0
+
+
+@pytest.fixture(scope="module")
+def one_node():
+    with ray_here({"num_cpus": 5}):
+        yield
+
+
+def test_a_worker_that_fails_where_others_do_not_is_put_out_of_service(one_node, tmp_path):
+    """One of four decoders, on the only node: what it does not get is done by the others."""
+    ids = tiny_videos(tmp_path / "videos", 120)
+    Path(tmp_path / "videos" / "bad").mkdir()
+    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), *OPTIONS, "--decode-workers", "4"]
+    done = run_here(prune, argv)
+    failed = TokenCache(tmp_path / "c").failed
+    assert set(failed.values()) == {"io"} and len(failed) <= 24, done.stdout
+    assert len(calls(tmp_path / "videos")) == len(ids) - len(failed)
+    assert "out of service: a decode worker on " in done.stdout
+    (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").iterdir()]
+    assert len(record["out_of_service"]) == 1
+
+
+def test_a_run_in_which_all_videos_fail_alike_stops_with_the_remedy(one_node, tmp_path):
+    ids = tiny_videos(tmp_path / "videos", 400)
+    argv = [str(tmp_path / "videos"), "--out", str(tmp_path / "c"), "--num-frames", "2", "--decode-workers", "4"]
+    done = run_here(prune, [*argv, "--decoder", "tests.jobs.hostile:AwayDecoder"])
+    assert done.returncode == 1, done.stdout
+    said = " ".join(done.stdout.splitlines()[-1].split())
+    assert said.startswith("failed: ") and "videos failed alike and all decode workers fail (io, v" in said
+    assert said.endswith("check that it exists and can be read on every node, then --retry-failed")
+    assert 50 < len(TokenCache(tmp_path / "c").failed) < len(ids)
