@@ -74,8 +74,8 @@ def stream(work: Work[W], lock: Lock, console: Console, options: RunOptions) -> 
     Raises RunFailed where the graph, the store or the lock fails, nothing moves for ``options.stall_timeout`` seconds,
     or rows are missing.
     """
-    items, n_failed = work.items, 0
-    while True:
+    items, n_failed, reading = work.items, 0, Reading()
+    while len(items):
         graph, count = work.planned(items), _Count()
         try:
             reading = _stream(graph, lock, console, options, count)
@@ -85,6 +85,7 @@ def stream(work: Work[W], lock: Lock, console: Console, options: RunOptions) -> 
             items = work.left(items)
             what = f"{len(items)} {graph.plan.wording.item}s are planned anew on those that are there"
             console.print(f"note: nodes were lost and nothing moves: {what}", highlight=False, soft_wrap=True)
+    return Ended(n_failed, reading)
 
 
 class _Count:
