@@ -30,7 +30,7 @@ from tests.pipeline.rays import ray_here
 pytestmark = pytest.mark.slow
 
 VIDEOS = 60
-RIGHT = {"none": 440, "gstep": 395, "random": 233}
+RIGHT = {"none": 453, "gstep": 409, "random": 226}
 MUTATED = 12  # videos
 
 
