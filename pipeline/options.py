@@ -86,7 +86,7 @@ class RunOptions(S3Options):
     wait: float = option(600.0, "seconds to wait for --min-gpus", metavar="S")
     retry_failed: bool = option(False, "try failed {item}s again", group="failures and progress")
     max_attempts: int = option(
-        2, "attempts a {item} gets in all: with --retry-failed, and in a run's second pass on other nodes", metavar="N"
+        3, "attempts a {item} gets in all: with --retry-failed, and in a run's second pass on other nodes", metavar="N"
     )
     max_failed: str | None = option(
         None,

@@ -26,8 +26,8 @@ from pipeline.options import RunOptions
 
 _LOOK_S = 1.0
 _NO_GPU = (
-    "the cluster has no GPU now, so the model runs on CPUs in float32, and what is written stays with that; if GPUs "
-    "are still to join, --min-gpus waits for them, and --device cuda refuses to start without"
+    "the cluster has no GPU now, so the model runs on CPUs, in {}, which what is written here stays with; if GPUs are "
+    "still to join, --min-gpus waits for them, and --device cuda refuses to start without"
 )
 
 
@@ -110,10 +110,11 @@ def settle(options: RunOptions, dtype: str, say: Callable[[str], object]) -> tup
     gpus = cluster.get("GPU", 0.0)
     if device == "cuda" and gpus < 1:
         raise UsageError("--device cuda: the Ray cluster has no GPU")
-    if device == "auto" and gpus < 1 and dtype == "auto":
-        say(f"note: {_NO_GPU}")
+    on_cpu = device == "auto" and gpus < 1
     device = "cuda" if device != "cpu" and gpus >= 1 else "cpu"
     dtype = dtype if dtype != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[device]
+    if on_cpu:
+        say(f"note: {_NO_GPU.format(dtype)}")
     if device == "cpu":  # what a GPU node can run is known there only
         with refusing():
             choose_runtime(device, dtype, options.attn)

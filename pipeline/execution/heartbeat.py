@@ -2,10 +2,11 @@
 
 A worker states what it holds, it does not count up and down: a statement that is lost, or made again by a restarted
 actor or a retried task, is mended by the next one. The actor remembers one statement a busy worker, whatever the size
-of the corpus. Nobody waits for an answer, and an actor that is gone costs no video anything.
+of the corpus. Statements are not waited for, and an actor that is gone costs no video anything.
 
 What a worker held when its process died is known here too, so that the next process of that worker can ask which item
-has killed others before: see ``Heartbeat.deaths``.
+has killed others before: see ``Heartbeat.deaths``. It asks because one died, and a worker asks whether it should rest
+because it failed: those wait for the answer, a while.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,9 +28,10 @@ _ANSWER_S = 10.0
 # of them an hour do not end a run; a machine on which nothing runs does, and a run of days may lose a process a day.
 DEATHS, DEATHS_S = 10, 3600.0
 # A worker is out of service while all but one of its last RECENT items failed at what another machine may do better,
-# and another worker is at work of which that is not known: one that fails at once would have the corpus before others
-# are done with their first item. It tries one more after REST_S, then after twice that: a mount may come back.
-RECENT, REST_S = 8, 60.0
+# and of the last items of the others at work fewer than this share did, or none is known: one that fails at once would
+# have the corpus before others are done with their first item. It tries one more after REST_S, then after twice that: a
+# mount may come back.
+RECENT, REST_S, BETTER = 8, 60.0, 0.25
 _AT_WORK_S = 10.0  # since another worker last moved; where none is at work, resting gains nothing
 _LOOK_S = 1.0
 _BACKLOG = 1000  # statements that a worker may have under way; an actor that hangs must not fill its memory
@@ -98,10 +100,11 @@ class WorkerGivenUp(RuntimeError):  # noqa: N818
 
 
 class _Held(NamedTuple):
-    """What a worker holds, and on which host."""
+    """What a worker holds, and where."""
 
     items: Sequence[str]
     host: str
+    node: str
 
 
 class _Recently:
@@ -124,11 +127,26 @@ class _Recently:
         return sum(self.failed) >= RECENT - 1
 
 
-class Heartbeats:
-    """The actor's class; see ``start_heartbeats``. ``clock`` gives seconds."""
+def _living() -> set[str]:
+    """The ids of the nodes that Ray believes in."""
+    return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
-    def __init__(self, stages: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+
+class Heartbeats:
+    """The actor's class; see ``start_heartbeats``.
+
+    ``clock`` gives seconds, ``living`` the ids of the nodes that are there; None: all are.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[str],
+        clock: Callable[[], float] = time.monotonic,
+        living: Callable[[], Collection[str]] | None = None,
+    ) -> None:
         self._clock = clock
+        self._living = living
+        self._nodes: tuple[float, Collection[str]] | None = None  # when they were asked for, and what was said
         self._held: dict[str, dict[str, _Held]] = {stage: {} for stage in stages}
         self._deaths: dict[tuple[str, str], list[str]] = defaultdict(list)  # (stage, item) -> hosts
         self._died: dict[str, deque[float]] = {}  # worker -> when its last processes died
@@ -143,7 +161,7 @@ class Heartbeats:
     def state(self, stage: str, worker: Worker, held: Sequence[str], news: News) -> None:
         """A worker of ``stage`` holds ``held`` from now on."""
         if held:
-            self._held[stage][worker.name] = _Held(held, worker.host)
+            self._held[stage][worker.name] = _Held(held, worker.host, worker.node)
         else:
             self._held[stage].pop(worker.name, None)
         self._left[stage] += news.left
@@ -156,14 +174,15 @@ class Heartbeats:
     def rests(self, stage: str, worker: Worker) -> bool:
         """Whether this worker is out of service now, and must not take another item."""
         mine, now = self._recently[stage][worker.name], self._clock()
-        if not mine.fails or self._all_fail(stage, self._at_work(stage) - {worker.name}):
+        if not mine.fails or not self._do_better(stage, self._at_work(stage) - {worker.name}):
+            mine.resting_since = None
             return False
         if mine.resting_since is None:
             mine.resting_since = now
             self._out_of_service.setdefault(
                 worker.name,
-                f"a {stage} worker on {worker.host}: {sum(mine.failed)} of its last {RECENT} failed, and not those of "
-                "all others",
+                f"a {stage} worker on {worker.host}: {sum(mine.failed)} of its last {RECENT} failed, and few of the "
+                "others'",
             )
         if now - mine.resting_since < mine.rest_s:
             return True
@@ -173,27 +192,45 @@ class Heartbeats:
     def _at_work(self, stage: str) -> set[str]:
         """The workers of a stage that hold something, or did just now."""
         recently, now = self._recently[stage], self._clock()
-        return {*self._held[stage]} | {name for name, it in recently.items() if now - it.moved_at <= _AT_WORK_S}
+        holding = {name for name, held in self._held[stage].items() if self._lives(held.node)}
+        return holding | {name for name, it in recently.items() if now - it.moved_at <= _AT_WORK_S}
+
+    def _lives(self, node: str) -> bool:
+        """Whether the node is there: what a lost one held it holds for ever."""
+        if self._living is None:
+            return True
+        now = self._clock()
+        if self._nodes is None or now - self._nodes[0] > _AT_WORK_S:
+            with suppress(Exception):  # as it was
+                self._nodes = now, self._living()
+        return self._nodes is None or node in self._nodes[1]
+
+    def _do_better(self, stage: str, others: Iterable[str]) -> bool:
+        """Whether there are others, and fewer than BETTER of their last items failed, as far as is known."""
+        recently = self._recently[stage]
+        workers = list(others)
+        known = [failed for name in workers if name in recently for failed in recently[name].failed]
+        return bool(workers) and sum(known) < BETTER * max(1, len(known))
 
     def _all_fail(self, stage: str, workers: Iterable[str]) -> bool:
         recently = self._recently[stage]
         return all(name in recently and recently[name].fails for name in workers)
 
-    def start(self, stage: str, worker: Worker) -> bool:
-        """A process of this worker starts. One before it died with what it held; False where too many have."""
+    def start(self, stage: str, worker: Worker) -> int | None:
+        """A process of this worker starts. How many before it died with what they held; None where too many have."""
         if worker.name not in self._died:
             self._died[worker.name] = deque(maxlen=DEATHS + 1)
-            return True
+            return 0
         now, died = self._clock(), self._died[worker.name]
         died.append(now)
-        last = self._held[stage].pop(worker.name, _Held((), ""))
+        last = self._held[stage].pop(worker.name, _Held((), "", ""))
         for item in last.items:
             self._deaths[stage, item].append(last.host)
         if len(died) <= DEATHS or now - died[0] > DEATHS_S:
-            return True
+            return len(died)
         having = f", the last one on {last.host} with {', '.join(last.items)} in hand" if last.items else ""
         self.fail(f"{len(died)} processes of one {stage} worker died in {now - died[0]:.0f} s{having}")
-        return False
+        return None
 
     def deaths(self, stage: str, item: str) -> list[str]:
         """The hosts on which a process of this stage died with this item in hand, one for each death."""
@@ -220,7 +257,7 @@ def start_heartbeats(stages: Sequence[str]) -> Any:
     """Start the actor for these stages, beside this process if that is possible; returns its handle."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"num_cpus": 0, "max_restarts": _RESTARTS, "max_pending_calls": _BACKLOG, "scheduling_strategy": here}
-    return ray.remote(Heartbeats).options(**options).remote(tuple(stages))
+    return ray.remote(Heartbeats).options(**options).remote(tuple(stages), living=_living)
 
 
 class Holding:
@@ -243,11 +280,14 @@ class Heartbeat:
         self._heartbeats = heartbeats
         self._news = News()  # not said yet
         self._failed = False
+        self._one_died = False
 
     def start(self) -> None:
         """Say that this process of the worker starts. Raises WorkerGivenUp where too many have died before it."""
-        if self._ask_of_me("start") is False:
+        n_died = self._ask_of_me("start", otherwise=0)
+        if n_died is None:
             raise WorkerGivenUp(f"the processes of this {self._stage} worker die again and again")
+        self._one_died = n_died > 0
 
     def rest(self) -> None:
         """Before an item is taken: wait while this worker is out of service. Asks only after an item that failed."""
@@ -258,8 +298,9 @@ class Heartbeat:
         """The hosts on which processes of this stage died while they held ``item``, one for each death.
 
         Ask while holding it: the answer comes after the actor has heard of that, so this process's death would count.
+        A worker of which no process died does not ask: Ray gives an item again to the worker that it killed.
         """
-        return self._ask("deaths", self._stage, item) or []
+        return (self._ask("deaths", self._stage, item) or []) if self._one_died else []
 
     @contextmanager
     def holding(self, *ids: str) -> Iterator[Holding]:
@@ -287,19 +328,19 @@ class Heartbeat:
         """Say why this worker gives the run up, before it raises: Ray would bury its error in texts of its own."""
         self._ask("fail", why)  # unheard, the run ends with what Ray says
 
-    def _ask_of_me(self, method: str) -> Any:
+    def _ask_of_me(self, method: str, otherwise: object = None) -> Any:
         if self._heartbeats is None:  # asking Ray for the name of this worker would start it
-            return None
-        return self._ask(method, self._stage, _worker())
+            return otherwise
+        return self._ask(method, self._stage, _worker(), otherwise=otherwise)
 
-    def _ask(self, method: str, *arguments: object) -> Any:
-        """The actor's answer; None where there is none."""
+    def _ask(self, method: str, *arguments: object, otherwise: object = None) -> Any:
+        """The actor's answer, or ``otherwise`` where there is none."""
         if self._heartbeats is None:
-            return None
+            return otherwise
         try:
             return ray.get(getattr(self._heartbeats, method).remote(*arguments), timeout=_ANSWER_S)
         except Exception:  # noqa: BLE001 - as in _say
-            return None
+            return otherwise
 
     def _say(self, held: Sequence[str], news: News = News()) -> None:  # noqa: B008 - immutable
         if self._heartbeats is None:

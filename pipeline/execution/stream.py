@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sized
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -18,7 +18,7 @@ from pipeline.execution.cluster import cause
 from pipeline.execution.heartbeat import Reading, start_heartbeats
 from pipeline.execution.progress import Reporter, reporter
 from pipeline.execution.stages import Plan, run_graph
-from pipeline.execution.watchdog import ClusterShrunk, Watchdog, patiently
+from pipeline.execution.watchdog import ClusterShrunk, Watchdog, patiently, still_running
 from pipeline.options import RunOptions
 from pipeline.storage.lock import Lock
 
@@ -36,6 +36,7 @@ class Graph:
         total: items that must come out.
         give_up: why the run should go no further, if so, given what the workers say.
         offer: what the nodes that it may use have now.
+        heard: told what the workers said in the end, however it ended.
     """
 
     build: Callable[[Any], ray.data.Dataset]
@@ -44,6 +45,7 @@ class Graph:
     total: int
     give_up: Callable[[Reading], str | None] = lambda reading: None
     offer: Callable[[], Mapping[str, float]] = ray.cluster_resources
+    heard: Callable[[Reading], object] = lambda reading: None
 
 
 @dataclass(frozen=True)
@@ -61,58 +63,57 @@ class Work(Generic[W]):
     left: Callable[[W], W]
 
 
-class Ended(NamedTuple):
-    """How many items failed, and what the workers said in the end."""
-
-    n_failed: int
-    reading: Reading
-
-
-def stream(work: Work[W], lock: Lock, console: Console, options: RunOptions) -> Ended:
-    """Do the work and commit every shard; what a lost node leaves undone is done by the others.
-
-    Raises RunFailed where the graph, the store or the lock fails, nothing moves for ``options.stall_timeout`` seconds,
-    or rows are missing.
-    """
-    items, n_failed, reading = work.items, 0, Reading()
-    while len(items):
-        graph, count = work.planned(items), _Count()
-        try:
-            reading = _stream(graph, lock, console, options, count)
-            return Ended(n_failed + count.n_failed, reading)
-        except ClusterShrunk:
-            n_failed += count.n_failed
-            items = work.left(items)
-            what = f"{len(items)} {graph.plan.wording.item}s are planned anew on those that are there"
-            console.print(f"note: nodes were lost and nothing moves: {what}", highlight=False, soft_wrap=True)
-    return Ended(n_failed, reading)
-
-
-class _Count:
-    """How many items of a graph were committed."""
+class Count:
+    """How many items of a graph were committed, and how many of these failed."""
 
     def __init__(self) -> None:
-        self.done = self.n_failed = 0
+        self.done = self.failed = 0
 
 
-def _stream(graph: Graph, lock: Lock, console: Console, options: RunOptions, count: _Count) -> Reading:
-    """Run one graph; returns what the workers said in the end. Raises ClusterShrunk too."""
+def stream(work: Work[W], lock: Lock, console: Console, options: RunOptions) -> int:
+    """Do the work and commit every shard; what a lost node leaves undone is done by the others.
+
+    Returns how many items failed. Raises RunFailed where the graph, the store or the lock fails, nothing moves for
+    ``options.stall_timeout`` seconds, or rows are missing.
+    """
+    items, n_failed = work.items, 0
+    while len(items):
+        graph, count = work.planned(items), Count()
+        try:
+            _stream(graph, lock, console, options, count)
+            return n_failed + count.failed
+        except ClusterShrunk:
+            items = work.left(items)
+            what = f"{len(items)} {graph.plan.wording.item}s are planned anew on those that are there"
+            if still_running():
+                raise RunFailed(
+                    "nodes were lost, and what ran on them does not end; run the same command again"
+                ) from None
+            console.print(f"note: nodes were lost and nothing moves: {what}", highlight=False, soft_wrap=True)
+        n_failed += count.failed
+    return n_failed
+
+
+def _stream(graph: Graph, lock: Lock, console: Console, options: RunOptions, count: Count) -> None:
+    """Run one graph. Raises ClusterShrunk too."""
     wording = graph.plan.wording
     heartbeats = start_heartbeats(tuple(wording.stages))
     dataset = graph.build(heartbeats)
     with reporter(console, graph.total, options.log_interval, wording) as progress:
         told = (graph.plan, graph.total, progress.stages, graph.give_up, graph.offer)
         watchdog = Watchdog(heartbeats, options.stall_timeout, *told)
-        with closing(patiently(run_graph(dataset), watchdog.look, watchdog.every_s)) as shards:
-            _commit_all(shards, graph, lock, watchdog, progress, count)
-        reading = watchdog.last()
-    for worker in reading.out_of_service:
-        console.print(f"note: out of service: {worker}", highlight=False, markup=False, soft_wrap=True)
-    return reading
+        try:
+            with closing(patiently(run_graph(dataset), watchdog.look, watchdog.every_s)) as shards:
+                _commit_all(shards, graph, lock, watchdog, progress, count)
+        finally:
+            reading = watchdog.last()
+            graph.heard(reading)
+            for worker in reading.out_of_service:
+                console.print(f"note: out of service: {worker}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _commit_all(
-    shards: Iterable[pa.Table], graph: Graph, lock: Lock, watchdog: Watchdog, progress: Reporter, count: _Count
+    shards: Iterable[pa.Table], graph: Graph, lock: Lock, watchdog: Watchdog, progress: Reporter, count: Count
 ) -> None:
     items = f"{graph.total} {graph.plan.wording.item}s"
     try:
@@ -121,7 +122,7 @@ def _commit_all(
             graph.commit(number, rows)
             watchdog.moved()
             new_good = pc.sum(pc.equal(rows["status"], "ok")).as_py()
-            count.done, count.n_failed = count.done + len(rows), count.n_failed + len(rows) - new_good
+            count.done, count.failed = count.done + len(rows), count.failed + len(rows) - new_good
             progress.advance(new_good, len(rows) - new_good)
     except ray.exceptions.RayError as error:
         why = watchdog.failure() or cause(error)

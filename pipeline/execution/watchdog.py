@@ -20,6 +20,7 @@ from pipeline.execution.stages import Plan
 T = TypeVar("T")
 
 _LONGEST_LOOK_S = 10.0
+_GRAPH = "graph"  # name of the threads of ``patiently``
 # Nothing moves for so long, and the cluster has less than it had: nobody comes back by itself. A worker of a lost node
 # is started elsewhere only where there is room, and the others have it all; what it had in hand waits for it.
 SHRUNK_S = 30.0
@@ -53,7 +54,7 @@ class Watchdog:
         self._tell = tell
         self._give_up = give_up
         self._offer = offer
-        self._had_room = self._has_room()
+        self._had_room: bool | None = None  # when it looked first
         self._reading = Reading()
         self._asked: Any = None
         self._moved_at = time.monotonic()
@@ -65,6 +66,8 @@ class Watchdog:
 
     def look(self) -> None:
         """Ask the heartbeats. Where they do not answer, commits alone count."""
+        if self._had_room is None:
+            self._had_room = self._has_room()
         reading = self._read()
         if reading.moves != self._reading.moves:
             self.moved()
@@ -83,7 +86,10 @@ class Watchdog:
 
     def _has_room(self) -> bool:
         """Whether all workers fit the cluster."""
-        offer = self._offer()
+        try:
+            offer = self._offer()
+        except Exception:  # noqa: BLE001 - a cluster that does not answer: the timeout will tell
+            return True
         return offer.get("CPU", 0.0) >= self._plan.cpus and offer.get("GPU", 0.0) >= self._plan.gpus
 
     def _shrunk(self) -> bool:
@@ -155,7 +161,7 @@ class _Fetcher(Generic[T]):
         self._items = items
         self._ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(1)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._fetch, name="graph", daemon=True)
+        self._thread = threading.Thread(target=self._fetch, name=_GRAPH, daemon=True)
         self._thread.start()
 
     def next(self, timeout_s: float) -> tuple[T] | None:
@@ -188,6 +194,11 @@ class _Fetcher(Generic[T]):
             except queue.Full:
                 continue
         raise _Abandoned
+
+
+def still_running() -> bool:
+    """Whether an iterator of ``patiently`` could not be interrupted: it waits where no Python code runs."""
+    return any(thread.name == _GRAPH and thread.is_alive() for thread in threading.enumerate())
 
 
 def patiently(items: Iterator[T], look: Callable[[], None], every_s: float) -> Generator[T, None, None]:

@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 import ray
 from rich.console import Console
 
+from pipeline.errors import RunFailed
 from pipeline.execution.cluster import provenance, settle
 from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile
@@ -153,11 +154,13 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         def left(ask: list[QuestionRecord]) -> list[QuestionRecord]:
             return [question for question in ask if asked_as(question) not in answered]
 
-        return stream(Work(ask, planned, left), lock, self.console, config).n_failed
+        return stream(Work(ask, planned, left), lock, self.console, config)
 
     def _planned(self, n_questions: int, device: str, run_file: RunFile) -> AnswerPlan:
         """The shares of the cluster as it is now."""
         cluster, config = dict(ray.cluster_resources()), self.options
+        if cluster.get("CPU", 0.0) <= 0 or (device == "cuda" and cluster.get("GPU", 0.0) < 1):
+            raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
         plan = plan_answers(cluster["CPU"], cluster.get("GPU", 0.0) if device == "cuda" else 0.0, n_questions, config)
         if config.workers is not None and plan.answer.workers < min(config.workers, n_questions):
             room = f"the cluster has room for {plan.answer.workers} of --workers {config.workers}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import NamedTuple
@@ -14,11 +14,11 @@ from rich.console import Console
 
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.writer import commit
-from pipeline.errors import FAULTS, FaultClass
+from pipeline.errors import FAULTS, FaultClass, RunFailed
 from pipeline.execution.heartbeat import Reading
-from pipeline.execution.nodes import resources_without
+from pipeline.execution.nodes import resources_without, troubled
 from pipeline.execution.run_record import RunFile
-from pipeline.execution.stream import Ended, Graph, Work, stream
+from pipeline.execution.stream import Graph, Work, stream
 from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
@@ -44,13 +44,15 @@ class Commits:
     """Makes the shards of a run visible, over all its passes.
 
     Attributes:
-        retryable: of the videos that failed by what may be the fault of a machine, the attempts that each has had.
+        failed: of the videos that failed, the attempts that each has had.
+        retryable: those that may be the fault of a machine.
     """
 
     def __init__(self, request: PruneRequest, made_with: str, lock: Lock, limit: int) -> None:
         """``limit``: of failures alike from outside the videos."""
         self.request = request
         self.lock = lock
+        self.failed: dict[str, int] = {}
         self.retryable: dict[str, int] = {}
         self._made_with = made_with
         self._count = 0
@@ -63,8 +65,9 @@ class Commits:
         records, store, run_id = written_records(rows), self.request.store, self.request.run_id
         commit(store, run_id, self._count, records, made_with=self._made_with, lock=self.lock)
         self._count += 1
-        failed = filter(may_succeed_elsewhere, records)
-        self.retryable.update({record["video_id"]: record["attempts"] for record in failed})
+        failed = [record for record in records if record["status"] != "ok"]
+        self.failed |= {record["video_id"]: record["attempts"] for record in failed}
+        self.retryable |= {record["video_id"]: record["attempts"] for record in filter(may_succeed_elsewhere, failed)}
         for record in filter(failed_from_outside, records):
             self._outside[record["error_class"]] += 1
             self._example[record["error_class"]] = f"{record['video_id']}: {record['error_message']}"
@@ -98,25 +101,26 @@ class Passes:
         self._commits = commits
         self._ledger = ledger
         self._run_file = run_file
+        self._readings: list[Reading] = []
 
-    def first(self, videos: pa.Table) -> Ended:
-        """All videos (TODO_SCHEMA), on all nodes."""
+    def first(self, videos: pa.Table) -> int:
+        """All videos (TODO_SCHEMA), on all nodes; returns how many failed."""
         return self._stream(videos, (), self._commits.give_up)
 
-    def second(self, again: pa.Table, without: Mapping[str, str]) -> int:
-        """Try videos that failed once more, on other nodes; returns how many of them are ok now.
-
-        ``without`` are the nodes to leave out, id -> host: where there is none, nothing would go another way.
-        """
-        if not without:
-            return 0
+    def second(self, again: pa.Table) -> int:
+        """Try videos that failed once more, without the nodes where most did; returns how many of them are ok now."""
+        without: dict[str, str] = {}
+        for reading in self._readings:
+            without |= troubled(reading.tried)
+        if not without or not len(again):
+            return 0  # nothing would go another way
         hosts = ", ".join(sorted(set(without.values())))
         cluster = resources_without(without)
         if cluster.get("CPU", 0.0) <= 0 or (self._device == "cuda" and cluster.get("GPU", 0.0) < 1):
             self._note(f"{len(again)} videos failed, many on {hosts}, and no other node is there to try them again")
             return 0
         self._note(f"{len(again)} videos that failed are tried again without {hosts}, where most did")
-        return len(again) - self._stream(again, without).n_failed
+        return len(again) - self._stream(again, without)
 
     @property
     def _device(self) -> str:
@@ -127,25 +131,32 @@ class Passes:
         videos: pa.Table,
         without: Collection[str],
         give_up: Callable[[Reading], str | None] = lambda reading: None,
-    ) -> Ended:
+    ) -> int:
         def offer() -> dict[str, float]:
             return resources_without(without)
 
         def planned(videos: pa.Table) -> Graph:
             plan, request = self._planned(offer(), len(videos)), self._commits.request
             build = partial(build_graph, videos, *self._setups, plan, request.store, request.run_id, without=without)
-            return Graph(build, self._commits, plan, len(videos), give_up, offer)
+            return Graph(build, self._commits, plan, len(videos), give_up, offer, self._heard)
 
         def left(videos: pa.Table) -> pa.Table:
-            return left_of(videos, self._ledger.refresh())
+            return left_of(videos, self._ledger.refresh(), self._commits.failed)
 
         return stream(Work(videos, planned, left), self._commits.lock, self._console, self._config)
+
+    def _heard(self, reading: Reading) -> None:
+        self._readings.append(reading)
+        out = [worker for one in self._readings for worker in one.out_of_service]
+        self._run_file.save(out_of_service=out)
 
     def _note(self, text: str) -> None:
         self._console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def _planned(self, cluster: dict[str, float], n_videos: int) -> Resources:
         """The shares of the cluster; what was asked for and is not to be had is said."""
+        if cluster.get("CPU", 0.0) <= 0 or (self._device == "cuda" and cluster.get("GPU", 0.0) < 1):
+            raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
         shape = self._setups.decode.largest_frames()
         token_bytes = self._setups.encode.bytes_per_video(*shape)
         wanted = _plan(self._config, cluster, self._device, n_videos, token_bytes, shape[0])

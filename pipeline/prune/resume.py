@@ -173,11 +173,16 @@ def share_of(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
     return todo.slice(0, limit), waiting
 
 
-def left_of(todo: pa.Table, ledger: Ledger) -> pa.Table:
-    """The rows of ``todo`` (TODO_SCHEMA) whose attempt the cache has no row of."""
-    rows, wanted = ledger.find(todo["video_id"]), todo["attempts"].to_numpy()
+def left_of(todo: pa.Table, ledger: Ledger, failed: Mapping[str, int]) -> pa.Table:
+    """The rows of ``todo`` (TODO_SCHEMA) whose attempt the cache has no row of.
+
+    ``failed`` is that of each video that failed in this run, which may be another one than its live row's.
+    """
+    ids, wanted = todo["video_id"], todo["attempts"].to_numpy()
+    rows = ledger.find(ids)
     had = np.zeros(len(todo), np.int64)
     had[rows >= 0] = ledger.columns["attempts"][rows[rows >= 0]]
+    had = np.maximum(had, [failed.get(video_id, 0) for video_id in ids.to_pylist()])
     return todo.filter(pa.array(had < wanted))
 
 

@@ -16,7 +16,6 @@ from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.execution.cluster import provenance, settle
-from pipeline.execution.nodes import troubled
 from pipeline.execution.request import refusing
 from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile, RunRecord
@@ -83,11 +82,9 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         run_file = RunFile(request.store, _run_record(request, device, dtype, n_videos))
         passes = Passes(self.options, self.console, setups, commits, todo.ledger, run_file)
         with run_file:
-            ended = passes.first(todo.videos)
-            run_file.save(out_of_service=ended.reading.out_of_service)
-            again = another_attempt(todo.videos, commits.retryable, config.max_attempts)
-            n_mended = passes.second(again, troubled(ended.reading.tried)) if len(again) else 0
-        return Streamed(run_file, ended.n_failed - n_mended)
+            n_failed = passes.first(todo.videos)
+            n_failed -= passes.second(another_attempt(todo.videos, commits.retryable, config.max_attempts))
+        return Streamed(run_file, n_failed)
 
     def summarise(self, request: PruneRequest, todo: Todo, n_failed: int, wall_s: float) -> Summary:
         return summarise(

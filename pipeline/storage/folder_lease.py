@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipeline.storage.s3 import ObjectInfo
-from pipeline.storage.stores import LocalStore
+from pipeline.storage.stores import LocalStore, fsync_folder
 
 #: What flock fails with where there is no such thing, and link.
 MISSING = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK})
@@ -78,8 +78,11 @@ class FolderObjects:
                 _claim(temporary, path)
             else:
                 temporary.replace(path)
+        except OSError as error:  # "No space left on device" alone would not say where
+            raise OSError(error.errno, error.strerror, uri) from error
         finally:
             temporary.unlink(missing_ok=True)
+        fsync_folder(path.parent)
         return hashlib.sha256(content).hexdigest()
 
 

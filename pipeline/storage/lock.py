@@ -126,6 +126,10 @@ class FileLock:
             other = os.read(descriptor, 4096).decode("utf-8", "replace")
             os.close(descriptor)
             raise CacheLocked(f"{self._store}: another run writes here: {other or 'unknown'}") from None
+        # A machine that mounts the folder without flock has no other way.
+        if (lease := lease_holder(LeasedFolder(str(self._store)))) is not None:
+            os.close(descriptor)
+            raise CacheLocked(f"{self._store}: another run writes here: {json.dumps(lease)}")
         try:
             os.ftruncate(descriptor, 0)
             os.write(descriptor, json.dumps(identify(self._run_id)).encode())

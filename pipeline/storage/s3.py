@@ -391,11 +391,15 @@ def _connect(settings: dict[str, str], patience: float) -> Any:
 
 
 def _renew(
-    client: Any, settings: Mapping[str, str], response: tuple[Any, Mapping[str, Any]] | None, **_: object
+    client: Any,
+    settings: Mapping[str, str],
+    response: tuple[Any, Mapping[str, Any]] | None,
+    attempts: int,
+    **_: object,
 ) -> float | None:
     """An answer of botocore's to whether a request is sent again: at once, where the credentials that this run was
     given have expired and this process finds others, in its environment or files, or by the role of its machine."""
-    if response is None or "aws_session_token" not in settings:
+    if response is None or attempts > 2 or "aws_session_token" not in settings:
         return None
     signer = client._request_signer
     code = response[1].get("Error", {}).get("Code")

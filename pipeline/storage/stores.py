@@ -104,7 +104,7 @@ class LocalStore:
             raise OSError(error.errno, error.strerror, str(path)) from error
         finally:
             temporary.unlink(missing_ok=True)  # gone already where it was renamed
-        _fsync_folder(path.parent)
+        fsync_folder(path.parent)
 
     def read(self, name: str) -> bytes:
         return (self.root / name).read_bytes()
@@ -242,7 +242,7 @@ class RangedObject(io.RawIOBase):
         return self._objects.read_slice(self._uri, start, end).data
 
 
-def _fsync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Make a rename survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -9,8 +9,9 @@ from pathlib import PurePosixPath
 
 from pipeline.cache.live_rows import TOKENS, VIDEOS
 from pipeline.execution.run_record import RUNS
+from pipeline.storage.lease import CacheLease
 from pipeline.storage.lock import Lock
-from pipeline.storage.stores import FileInfo, ObjectStore, Store
+from pipeline.storage.stores import FileInfo, LocalStore, ObjectStore, Store
 from pipeline.verify.report import Report
 
 _TEMPORARY = ".tmp-"  # how LocalStore.put calls a file until it is whole
@@ -75,7 +76,7 @@ def clean(
     Where a commit is unreadable or lost, or not among ``commits``, the ones that were read (None: all), token shards
     that it may name stay; so do those in an object store that are younger than ORPHAN_AGE.
     """
-    for file in [*report.leftovers, *_unneeded(store, report, commits)]:
+    for file in [*report.leftovers, *_unneeded(store, report, lock, commits)]:
         lock.check()
         store.delete(file.name)
         report.removed.append(file.name)
@@ -86,7 +87,7 @@ def clean(
             report.removed.append(f"the upload of {upload.uri} since {upload.started:%Y-%m-%d %H:%M}")
 
 
-def _unneeded(store: Store, report: Report, commits: Collection[str] | None) -> list[FileInfo]:
+def _unneeded(store: Store, report: Report, lock: Lock, commits: Collection[str] | None) -> list[FileInfo]:
     """The orphans that no commit can name, not even one that is still to come."""
     if not report.orphans:
         return []
@@ -96,12 +97,16 @@ def _unneeded(store: Store, report: Report, commits: Collection[str] | None) -> 
         which = "is damaged or lost" if doubtful else "came meanwhile"
         report.notes.append(f"no token shard was removed: a videos shard that {which} may name it")
         return []
-    old = [file for file in report.orphans if _age(store, file) >= ORPHAN_AGE]
+    old = [file for file in report.orphans if _age(store, file, lock) >= ORPHAN_AGE]
     if young := len(report.orphans) - len(old):
         report.notes.append(f"{young} orphans younger than a day stay: a driver that was stopped may still commit them")
     return old
 
 
-def _age(store: Store, file: FileInfo) -> timedelta:
+def _age(store: Store, file: FileInfo, lock: Lock) -> timedelta:
     """How long ago it was written; where nobody can be late, it is old enough at once."""
-    return store.objects.age(f"{store.root}/{file.name}") if isinstance(store, ObjectStore) else ORPHAN_AGE
+    if isinstance(store, ObjectStore):
+        return store.objects.age(f"{store.root}/{file.name}")
+    if isinstance(lock, CacheLease) and isinstance(store, LocalStore):
+        return datetime.now(UTC) - datetime.fromtimestamp((store.root / file.name).stat().st_mtime, UTC)
+    return ORPHAN_AGE

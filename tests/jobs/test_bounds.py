@@ -167,7 +167,7 @@ def test_failed_videos_alone_are_tried_again_until_they_are_mended_or_spent(one_
     (folder / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
     def opened(*options: str) -> set[str]:
-        assert pruned(folder, *decoder, *options, videos="m.jsonl")[0] == 0
+        assert pruned(folder, *decoder, *options, "--max-attempts", "2", videos="m.jsonl")[0] == 0
         return marks(folder)
 
     def tried() -> dict[str, list[int]]:
@@ -178,7 +178,7 @@ def test_failed_videos_alone_are_tried_again_until_they_are_mended_or_spent(one_
         with pytest.MonkeyPatch.context() as patch:
             forbid_ray(patch)
             forbid_models(patch)
-            code, text = pruned(folder, *decoder, *options, videos="m.jsonl")
+            code, text = pruned(folder, *decoder, *options, "--max-attempts", "2", videos="m.jsonl")
         assert code == 0 and marks(folder) == set() and tree(folder / "cache/videos") == before
         return text
 

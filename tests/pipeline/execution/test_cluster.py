@@ -54,9 +54,10 @@ def test_gpus_that_join_late_are_waited_for():
     with growing_ray({"num_cpus": 1, "num_gpus": 0}) as (add_node, _):
         settled = settle(PruneConfig(), "auto", said.append)
         assert settled == ("cpu", "float32") and "no GPU now" in said[0] and "--min-gpus" in said[0]
-        settle(PruneConfig(), "float32", said.append)  # as the cache has it already
+        assert settle(PruneConfig(), "bfloat16", said.append) == ("cpu", "bfloat16")  # as the cache has it already
+        assert "on CPUs, in float32, " in said[0] and "on CPUs, in bfloat16, " in said[1]
         settle(PruneConfig(device="cpu"), "auto", said.append)
-        assert len(said) == 1
+        assert len(said) == 2
         with pytest.raises(UsageError, match="--min-gpus 2: the cluster has 0 GPUs after 1 s"):
             settle(PruneConfig(min_gpus=2, wait=1), "auto", said.append)
         with ThreadPoolExecutor(1) as pool:  # nodes are added by the main thread alone

@@ -44,8 +44,8 @@ def test_a_statement_replaces_the_one_before():
 
 def test_what_a_worker_held_when_its_process_died_is_known_to_the_next_one():
     heartbeats = Heartbeats(STAGES)
-    for host in ("h1", "h2"):
-        assert heartbeats.start("encode", worker("a"))
+    for died, host in enumerate(("h1", "h2")):
+        assert heartbeats.start("encode", worker("a")) == died
         heartbeats.state("encode", worker("a", host), ["poison"], News(0, 1))
     heartbeats.start("encode", worker("a"))
     heartbeats.state("encode", worker("b", "h1"), ["good"], News(0, 1))
@@ -58,14 +58,14 @@ def test_deaths_count_by_the_hour_and_not_over_the_run():
     now = 0.0
     heartbeats = Heartbeats(STAGES, clock=lambda: now)
     for _ in range(5 * DEATHS):
-        assert heartbeats.start("encode", worker("a"))
+        assert heartbeats.start("encode", worker("a")) is not None
         now += 1.01 * DEATHS_S / DEATHS
     for _ in range(DEATHS):
         now += 1.0
         heartbeats.state("encode", worker("a", "h1"), ["v9"], News(0, 1))
-        given_up = not heartbeats.start("encode", worker("a"))
+        given_up = heartbeats.start("encode", worker("a")) is None
     assert given_up
-    assert heartbeats.start("encode", worker("b"))  # another worker
+    assert heartbeats.start("encode", worker("b")) == 0  # another worker
     said = heartbeats.read().failure
     assert said is not None
     assert said.startswith(f"{DEATHS + 1} processes of one encode worker died in ")
@@ -225,11 +225,33 @@ def test_files_that_nobody_has_put_nobody_out_of_service():
     assert heartbeats.read().failing == []
 
 
+def test_others_that_fail_as_often_do_not_do_better():
+    """Half of the files are missing: those that fail at once come in rows, and nobody is to blame."""
+    heartbeats = Heartbeats(STAGES, Clock())
+    heartbeats.state("decode", worker("a"), [], News(failed=RECENT))
+    heartbeats.state("decode", worker("b"), ["v"], News(done=1, failed=1))
+    assert not heartbeats.rests("decode", worker("a"))
+    heartbeats.state("decode", worker("b"), [], News(done=4))
+    assert heartbeats.rests("decode", worker("a"))
+
+
+def test_what_a_lost_node_held_is_nobodys_work():
+    clock, living = Clock(), {"n1", "n2"}
+    heartbeats = Heartbeats(STAGES, clock, living=lambda: set(living))
+    heartbeats.state("decode", worker("gone", "h2", "n2"), ["v"], News(moves=1))
+    heartbeats.state("decode", worker("a"), [], News(failed=RECENT))
+    assert heartbeats.rests("decode", worker("a")) and heartbeats.read().failing == []
+    living.remove("n2")
+    clock.now += 11
+    heartbeats.state("decode", worker("a"), [], News(failed=1))
+    assert not heartbeats.rests("decode", worker("a")) and heartbeats.read().failing == ["decode"]
+
+
 def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(actor, monkeypatch):
     answers, asked = iter([True, True, False]), []
     monkeypatch.setattr(heartbeat, "_LOOK_S", 0.0)
     mine = Heartbeat("decode", handle(actor))
-    monkeypatch.setattr(mine, "_ask", lambda *question: asked.append(question[0]) or next(answers))
+    monkeypatch.setattr(mine, "_ask", lambda *question, otherwise: asked.append(question[0]) or next(answers))
     mine.rest()
     with mine.holding("v1") as held:
         held.failed = True

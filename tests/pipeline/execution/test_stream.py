@@ -12,7 +12,7 @@ from rich.console import Console
 from pipeline.errors import RunFailed
 from pipeline.execution.heartbeat import Heartbeats
 from pipeline.execution.progress import LineReporter
-from pipeline.execution.stream import Graph, _commit_all
+from pipeline.execution.stream import Count, Graph, _commit_all
 from pipeline.execution.watchdog import Watchdog
 from pipeline.prune.graph import PRUNING, plan_resources
 from pipeline.storage.lock import FileLock, Lock
@@ -56,7 +56,9 @@ class Committing:
             LineReporter(Console(file=self.said, width=200), self.graph.total, 60, PRUNING) as progress,
             self.lock or FileLock(self.store, "r1") as lock,
         ):
-            return _commit_all(shards, self.graph, lock, self.watchdog, progress)
+            count = Count()
+            _commit_all(shards, self.graph, lock, self.watchdog, progress, count)
+            return count.failed
 
 
 def test_every_shard_is_committed_and_failures_are_counted(tmp_path):

@@ -62,7 +62,7 @@ def test_what_has_a_row_is_not_asked_again(job_of, answered):
 
 
 def test_failed_questions_are_asked_again_on_request_within_their_attempts(job_of, answered):
-    todo = unanswered(job_of(retry_failed=True), answered)
+    todo = unanswered(job_of(retry_failed=True, max_attempts=2), answered)
     # The video of "since" is in the cache by now, whatever was tried before.
     assert [(r["question_id"], r["attempts"]) for r in todo] == [("bad", 2), ("since", 3), ("new", 1)]
     todo = unanswered(job_of(retry_failed=True, max_attempts=3), answered)
@@ -75,7 +75,7 @@ def test_what_is_not_asked_again_is_said_with_the_way_to_ask_it(job_of, answered
         return said_of_the_rest(job, answered, unanswered(job, answered))
 
     assert said() == ["5 of 6 questions have their answers already, 4 of them as errors"]
-    assert said(retry_failed=True) == [
+    assert said(retry_failed=True, max_attempts=2) == [
         "3 of 6 questions have their answers already, 2 of them as errors",
         "note: they have had their 2 attempts; raise --max-attempts for more",
     ]
