@@ -8,7 +8,15 @@ from typing import Literal, NamedTuple
 
 FaultClass = Literal["unsupported", "corrupt", "timeout", "crash", "out-of-memory", "policy", "io", "internal"]
 QuestionFaultClass = Literal[
-    "unknown-video", "failed-video", "corrupt", "io", "prompt-too-long", "bad-prompt", "out-of-memory", "internal"
+    "unknown-video",
+    "failed-video",
+    "corrupt",
+    "io",
+    "prompt-too-long",
+    "bad-prompt",
+    "out-of-memory",
+    "crash",
+    "internal",
 ]
 
 
@@ -80,6 +88,9 @@ QUESTION_FAULTS: Mapping[QuestionFaultClass, Fault] = {
         "the model ran out of memory",
         "take GPUs with more memory, then --retry-failed; or lower --retention-ratio (with another --out)",
         True,
+    ),
+    "crash": Fault(
+        "the model's process died twice with the question in hand", "look at Ray's logs, then --retry-failed", True
     ),
     "internal": Fault("a bug", "report it with its message", True),
 }

@@ -9,8 +9,7 @@ import sys
 def exit_after_gpu_fault(item: str, error: Exception) -> None:
     """End the process where ``error`` broke the CUDA context: everything after it would fail too.
 
-    Ray starts another one. ``item`` (a video, a question) is named in the worker's log; an encoder asks the heartbeats
-    how often it was in hand then.
+    Ray starts another one, which asks the heartbeats how often ``item`` (a video, a question) was in hand then.
     """
     if "CUDA error" in str(error):
         print(f"{item}: {error}", file=sys.stderr, flush=True)

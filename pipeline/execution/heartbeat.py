@@ -27,6 +27,7 @@ _ANSWER_S = 10.0
 # A worker whose process dies more often than this is given up. An item that kills its worker costs two deaths, so a few
 # of them an hour do not end a run; a machine on which nothing runs does, and a run of days may lose a process a day.
 DEATHS, DEATHS_S = 10, 3600.0
+POISON = 2  # processes that died with an item in hand: it is not given to another one
 # A worker is out of service while all but one of its last RECENT items failed at what another machine may do better,
 # and of the last items of the others at work fewer than this share did, or none is known: one that fails at once would
 # have the corpus before others are done with their first item. It tries one more after REST_S, then after twice that: a
@@ -281,6 +282,7 @@ class Heartbeat:
         self._news = News()  # not said yet
         self._failed = False
         self._one_died = False
+        self._now: Sequence[str] = ()  # what is held
 
     def start(self) -> None:
         """Say that this process of the worker starts. Raises WorkerGivenUp where too many have died before it."""
@@ -304,7 +306,9 @@ class Heartbeat:
 
     @contextmanager
     def holding(self, *ids: str) -> Iterator[Holding]:
-        """The block works on these videos (or questions); afterwards, however it ends, the worker holds nothing."""
+        """The block works on these videos (or questions); afterwards, however it ends, the worker holds what it did
+        before."""
+        before = self._now
         self._say(ids, News(moves=len(ids)))
         news, held = News(), Holding()
         try:
@@ -313,16 +317,17 @@ class Heartbeat:
             news = News(len(ids), len(ids), done * len(ids), failed * len(ids))
             self._failed = self._failed if held.failed is None else held.failed
         finally:
-            self._say((), news)
+            self._say(before, news)
 
     @contextmanager
     def busy(self, work: str) -> Iterator[None]:
-        """The block does something that is no video's, and that must not pass for progress."""
+        """The block does something that must not pass for progress: no item's work, or a part of it, under its id."""
+        before = self._now
         self._say((work,))
         try:
             yield
         finally:
-            self._say(())
+            self._say(before)
 
     def fail(self, why: str) -> None:
         """Say why this worker gives the run up, before it raises: Ray would bury its error in texts of its own."""
@@ -343,6 +348,7 @@ class Heartbeat:
             return otherwise
 
     def _say(self, held: Sequence[str], news: News = News()) -> None:  # noqa: B008 - immutable
+        self._now = held
         if self._heartbeats is None:
             return
         self._news = self._news.and_then(news)

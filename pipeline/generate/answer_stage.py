@@ -18,7 +18,7 @@ from gstep.pruners.base import Pruner
 from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.errors import CorruptShard, FailedVideo, QuestionFault, UnknownVideo
 from pipeline.execution.gpu_fault import exit_after_gpu_fault
-from pipeline.execution.heartbeat import Heartbeat
+from pipeline.execution.heartbeat import POISON, Heartbeat
 from pipeline.generate.answers import ANSWER_SCHEMA
 from pipeline.generate.choices import lettered_prompt, letters, parse_letter
 from pipeline.generate.held_videos import ChosenVideos, HeldVideos
@@ -178,8 +178,12 @@ class Answerer:
 
     def _ask(self, question: QuestionRecord, how: Instructions) -> Asked | AnswerRecord:
         """The question with its prompt, or its error row."""
+        hosts = self._heartbeat.deaths(_named(question))
         try:
-            return self._prepare(question, how)
+            if len(hosts) >= POISON:
+                raise _poison(hosts)
+            with self._heartbeat.busy(_named(question)):
+                return self._prepare(question, how)
         except QuestionFault as error:
             fault = error
         except FailedVideo as error:
@@ -226,7 +230,14 @@ class Answerer:
         return Asked(row, prompt, how, self._inside(question))
 
     def _answer_held(self, batch: list[Asked]) -> list[AnswerRecord]:
-        with self._heartbeat.holding(*(asked.row["question_id"] for asked in batch)):
+        """Answers of a batch. Those that were in hand when a process died go one by one, to know which it was."""
+        died = [bool(self._heartbeat.deaths(_named(asked.row))) for asked in batch]
+        calm = [asked for asked, suspect in zip(batch, died, strict=True) if not suspect]
+        alone = [[asked] for asked, suspect in zip(batch, died, strict=True) if suspect]
+        return [row for part in [*([calm] if calm else []), *alone] for row in self._answer_together(part)]
+
+    def _answer_together(self, batch: list[Asked]) -> list[AnswerRecord]:
+        with self._heartbeat.holding(*(_named(asked.row) for asked in batch)):
             self._short, self._fitted = False, 0
             rows = self._answer_batch(batch)
             self._size.ended(self._fitted, self._short)
@@ -298,6 +309,18 @@ class Answerer:
                 row["choice_normalised"] = _largest([score.logprob / score.n_tokens for score in scores])
             rows.append(row)
         return rows
+
+
+def _named(row: QuestionRecord | AnswerRecord) -> str:
+    """What no two questions of a run share, as heartbeats name it."""
+    pruning = row.get("pruning")
+    return f"{row['question_id']} under {pruning}" if pruning else row["question_id"]
+
+
+def _poison(hosts: Sequence[str]) -> QuestionFault:
+    where = ", ".join(dict.fromkeys(hosts))
+    message = f"the model's process died {len(hosts)} times with this question in hand, on {where}; Ray's logs say how"
+    return QuestionFault("crash", message)
 
 
 def kept_per_frame(visual: Visual) -> list[int]:

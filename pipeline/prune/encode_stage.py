@@ -20,7 +20,7 @@ from gstep.evidence import is_per_frame, name_of
 from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo
 from pipeline.errors import VideoFault
 from pipeline.execution.gpu_fault import exit_after_gpu_fault
-from pipeline.execution.heartbeat import Heartbeat
+from pipeline.execution.heartbeat import POISON, Heartbeat
 from pipeline.prune.batches import decoded_frames, encoded_batch, records
 from pipeline.rows import VideoRecord, failed_video, may_succeed_elsewhere
 
@@ -124,9 +124,6 @@ class VideoEncoder:
         """Kernels run behind the host's back; a stage's seconds must hold its own."""
         if self._runtime.device.startswith("cuda"):
             torch.cuda.synchronize()
-
-
-POISON = 2  # processes that died with a video in hand: it is not given to another one
 
 
 class Encoder:

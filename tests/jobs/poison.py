@@ -1,4 +1,4 @@
-"""A pruning method that kills the process it runs in, by the number of a video's frames."""
+"""Pruning methods that kill the process they run in, by the number of a video's frames."""
 
 import os
 import signal
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gstep.pruners.base import Pruner, Selection
+from gstep.pruners.fastv import FastV
 from gstep.types import VisualTokens
 
 KILLS, BREAKS_THE_GPU = 5, 6  # frames
@@ -24,3 +25,18 @@ class Poison(Pruner):
         if len(visual.tokens) == BREAKS_THE_GPU:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return Selection(index=visual.tokens.flatten(0, 1).norm(dim=1).argsort()[:budget].sort().values)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoisonInside(FastV):
+    """Works inside the language model, whose batch it breaks."""
+
+    name: ClassVar[str] = "poison_inside"
+
+    per_frame: int = 0
+    K: int = 1
+
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        if len(visual.evidence["llm_attention"]) == BREAKS_THE_GPU * self.per_frame:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return super().select(visual, budget, ratio, seed)

@@ -12,11 +12,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import ray
 
-from jobs import prune
+from jobs import generate, prune
 from pipeline import TokenCache
+from pipeline.generate.answers import read_answers
 from tests.jobs.faults import tiny_videos
 from tests.jobs.jobs import environment, run_here
+from tests.jobs.poison import BREAKS_THE_GPU
 from tests.paths import ROOT
+from tests.pipeline.asking import SHAPE, tiny_cache, write_questions
+from tests.pipeline.caches import encoded, random_tokens, write_shard
 from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import write_clip
 
@@ -150,6 +154,30 @@ def test_a_video_that_kills_its_encoder_twice_is_an_error_row_and_the_run_goes_o
         row = cache.metadata(video_id)
         assert (row["error_stage"], row["attempts"], row["retryable"]) == ("encode", 1, True)
         assert f"died 2 times with this video in hand, on {socket.gethostname()}" in row["error_message"]
+
+
+@pytest.mark.parametrize("method", ["Poison", "PoisonInside"])
+def test_a_question_that_kills_its_model_twice_is_an_error_row_and_the_others_are_answered(cluster, tmp_path, method):
+    """Before the model sees it, and in the model with seven others beside it."""
+    store = tiny_cache(tmp_path / "c", ("good",), ratio=1.0, method="none")
+    _, per_frame, hidden = SHAPE
+    tokens = random_tokens(9, (BREAKS_THE_GPU, per_frame, hidden))
+    write_shard(store, "later", encoded("poison", tokens, 1.0, "none"))
+    rows = [
+        {"question_id": f"q{n}", "video_id": "poison" if n == 4 else "good", "prompt": f"What is thing {n}?"}
+        for n in range(8)
+    ]
+    questions = write_questions(tmp_path / "q.jsonl", rows)
+    argv = [str(tmp_path / "c"), "--questions", str(questions), "--out", str(tmp_path / "answers")]
+    argv += ["--pruner", f"tests.jobs.poison:{method}", "--retention-ratio", "0.5", "--max-new-tokens", "2"]
+    if method == "PoisonInside":
+        argv += ["--pruner-param", f"per_frame={per_frame}"]
+    done = run_here(generate, argv)
+    assert done.returncode == 0, done.stdout
+    answers = {row["question_id"]: row for row in read_answers(tmp_path / "answers").to_pylist()}
+    assert {name: row["error_class"] for name, row in answers.items() if row["status"] != "ok"} == {"q4": "crash"}
+    assert len(answers) == 8
+    assert f"died 2 times with this question in hand, on {socket.gethostname()}" in answers["q4"]["error_message"]
 
 
 def test_files_that_many_videos_miss_are_a_failed_run(cluster, tmp_path):
