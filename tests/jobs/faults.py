@@ -126,9 +126,9 @@ def stop_before_the_third_commit() -> None:
 
 
 def _signal_before_the_third_commit(number_of_signal: signal.Signals) -> None:
-    from pipeline.prune import run  # noqa: PLC0415
+    from pipeline.prune import passes  # noqa: PLC0415
 
-    commit = run.commit
+    commit = passes.commit
 
     def commit_or_not(store: Store, run_id: str, number: int, rows: Any, **more: Any) -> Any:
         if number == 2:
@@ -136,7 +136,7 @@ def _signal_before_the_third_commit(number_of_signal: signal.Signals) -> None:
             os.kill(os.getpid(), number_of_signal)
         return commit(store, run_id, number, rows, **more)
 
-    run.commit = commit_or_not  # type: ignore[attr-defined]
+    passes.commit = commit_or_not  # type: ignore[attr-defined]
 
 
 def files(cache: Path, folder: str) -> list[Path]:

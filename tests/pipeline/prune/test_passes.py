@@ -1,7 +1,7 @@
-"""A prune run on the driver: what it asks of the cluster, and what it says of what it does not get."""
+"""The passes of a prune run: what they ask of the cluster, and what is said of what they do not get."""
 
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.run import _plan, _shortfalls
+from pipeline.prune.passes import _plan, _shortfalls
 
 
 def test_a_number_of_videos_a_shard_wins_over_its_size():
