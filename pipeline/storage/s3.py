@@ -408,9 +408,9 @@ def _renew(
     import boto3  # noqa: PLC0415
 
     found = boto3.session.Session(profile_name=settings.get("profile_name")).get_credentials()
-    if found is None or found.token == signer._credentials.token:
+    if found is None:
         return None
-    signer._credentials = found
+    signer._credentials = found  # perhaps as another thread has set them already, after this request was signed
     return 0.0
 
 
