@@ -321,9 +321,12 @@ class Heartbeat:
 
     @contextmanager
     def busy(self, work: str) -> Iterator[None]:
-        """The block does something that must not pass for progress: no item's work, or a part of it, under its id."""
+        """The block does something that must not pass for progress: no item's work, or a part of it, under its id.
+
+        What was held is held on: the last statement before a process dies may be lost with it.
+        """
         before = self._now
-        self._say((work,))
+        self._say((work, *before))
         try:
             yield
         finally:

@@ -148,12 +148,13 @@ def test_other_work_is_shown_and_is_no_progress(actor):
     assert actor.read().moves == 0
 
 
-def test_what_was_held_before_is_held_after(actor):
-    """Reading the tokens of a video is a part of what a question needs; a process that dies later had the question."""
+def test_what_was_held_before_is_held_meanwhile_and_after(actor):
+    """Reading the tokens of a video is a part of what a question needs. A process that dies then or later had the
+    question: its very last statement may be lost with it."""
     mine, here = Heartbeat("encode", handle(actor)), socket.gethostname()
     with mine.busy("q1"):
         with mine.busy("the tokens of v1, being read"):
-            assert actor.read().inside["encode"] == [f"the tokens of v1, being read on {here}"]
+            assert actor.read().inside["encode"] == [f"the tokens of v1, being read on {here}", f"q1 on {here}"]
         assert actor.read().inside["encode"] == [f"q1 on {here}"]
     assert actor.read().inside["encode"] == []
 
