@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -13,6 +14,7 @@ from pipeline.errors import UsageError
 OUTSIDE_COUNT, OUTSIDE_SHARE = 10, 0.05
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+ENGINES = ("transformers", "vllm")
 ATTN = ("auto", "flash_attention_2", "sdpa", "eager")
 
 
@@ -144,6 +146,52 @@ class PrunerOptions(RunOptions):
     def pruner_params(self) -> dict[str, str]:
         """``--pruner-param`` by name, as text."""
         return named_values(self.pruner_param, "--pruner-param")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions(RunOptions):
+    """What a run that answers questions can be told about what computes the answers."""
+
+    engine: str = option(
+        "transformers",
+        "what computes answers; vllm is for serving at scale, and needs an environment of its own: pip install -e "
+        "'.[vllm]'",
+        choices=ENGINES,
+        group="engine",
+    )
+    tensor_parallel: int = option(1, "with --engine vllm: GPUs that one model is spread over", metavar="N")
+    engine_param: list[str] = option(
+        [],
+        "with --engine vllm: an engine argument of its own, e.g. gpu_memory_utilization=0.8; may be repeated",
+        metavar="NAME=VALUE",
+    )
+    batch_size: int | None = option(
+        None,
+        "questions that are given to a model at once (default: 8; with vllm, which batches them itself, 256)",
+        metavar="N",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.tensor_parallel >= 1, "tensor_parallel", "at least 1", self.tensor_parallel)
+        check(self.batch_size is None or self.batch_size >= 1, "batch_size", "at least 1", self.batch_size)
+        self.engine_params()
+        if self.engine == "transformers":
+            for name, off in (("tensor_parallel", 1), ("engine_param", [])):
+                if getattr(self, name) != off:
+                    raise UsageError(f"--{name.replace('_', '-')} goes with --engine vllm")
+
+    def engine_params(self) -> dict[str, Any]:
+        """``--engine-param`` by name; a value is JSON where it can be read as that, else text."""
+        return {name: json_or_text(text) for name, text in named_values(self.engine_param, "--engine-param").items()}
+
+
+def json_or_text(text: str) -> Any:
+    """A value as JSON where it can be read as that, else as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _count_or_share(text: str, total: int) -> int:

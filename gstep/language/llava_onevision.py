@@ -25,4 +25,4 @@ class LlavaOnevisionPrompts(PromptBuilder):
         else:
             n_total = visual.n_frames * visual.tokens_per_frame
             positions, extent = torch.cat([visual.index, torch.tensor([n_total])]), n_total + 1
-        return Segment(self._placeholders(kept + 1), positions[None], extent, visual=True)
+        return Segment(self._placeholders(kept + 1), positions[None], extent)

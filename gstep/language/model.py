@@ -43,6 +43,11 @@ class LanguageModel:
         """Bytes of all weights."""
         return sum(t.nbytes for t in (*self.model.parameters(), *self.model.buffers()))
 
+    @property
+    def context_length(self) -> int:
+        """Tokens that a prompt and its answer may have together."""
+        return int(self.model.config.get_text_config().max_position_embeddings)
+
     @torch.inference_mode()
     def embedding(self, text: str) -> Tensor:
         """[1,D] float32 on the model's device: the mean input embedding of a text's tokens.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -24,13 +24,13 @@ class Segment:
         ids: [n] int64.
         positions: [A,n] int64, counted from the start of the segment.
         extent: how far the next segment starts behind this one's start.
-        visual: whether these are placeholders for visual tokens.
+        video: whose visual tokens these are placeholders for; None of a text.
     """
 
     ids: Tensor
     positions: Tensor
     extent: int
-    visual: bool = False
+    video: int | None = None
 
 
 class PromptBuilder(ABC):
@@ -39,6 +39,7 @@ class PromptBuilder(ABC):
     default_positions: ClassVar[str]
     axes: ClassVar[int]
     needs_newline: ClassVar[bool] = False
+    frame_markers: ClassVar[int] = 0  # tokens before and after the placeholders of each frame
     deepstack_levels: int = 0
 
     def __init__(self, config: Any, tokenizer: Any, chat_template: str, policy: PromptPolicy) -> None:
@@ -88,19 +89,35 @@ class PromptBuilder(ABC):
         Raises ValueError where the text holds the model's own placeholder of an image or video, or a video comes
         without what the family needs.
         """
+        content = [{"type": "video"}] * len(visuals) + [{"type": "text", "text": text}]
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+        if system is not None:
+            messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
+        return self.build_chat(messages, visuals)
+
+    def build_chat(self, messages: Sequence[Mapping[str, Any]], visuals: Sequence[Visual]) -> Prompt:
+        """A conversation, as the checkpoint's chat template puts it, up to where the model is to speak.
+
+        Args:
+            messages: in the form that chat templates take: ``role``, and ``content`` as a list of ``{"type": "video"}``
+                and ``{"type": "text", "text": ...}``.
+            visuals: of the videos, in their order.
+
+        Raises ValueError as :meth:`build`.
+        """
         for visual in visuals:
             self.check(visual)
-        rendered = self._render(text, len(visuals), system)
+        rendered = self._render(messages, len(visuals))
         parts = self._with_markers(rendered.split(self._video_token), visuals)
         segments = list(self._segments(parts, visuals))
-        n_tokens = [len(segment.ids) for segment in segments]
-        last_visual = max((i for i, segment in enumerate(segments) if segment.visual), default=-1)
         starts = _running(segment.extent for segment in segments)
+        places = _places(segments)
         return Prompt(
             input_ids=torch.cat([segment.ids for segment in segments]),
             positions=torch.cat([s.positions + start for s, start in zip(segments, starts, strict=False)], dim=1),
             visuals=tuple(visuals),
-            prefix_length=sum(n_tokens[: last_visual + 1]),
+            prefix_length=places[-1][1] if places else 0,
+            spans=tuple((first - self.frame_markers, end + self.frame_markers) for first, end in places),
         )
 
     def check(self, visual: Visual) -> None:
@@ -128,7 +145,7 @@ class PromptBuilder(ABC):
             if text:
                 yield self._text_segment(text)
             if video < len(visuals):
-                yield self._visual_segment(visuals[video], frame)
+                yield replace(self._visual_segment(visuals[video], frame), video=video)
 
     def _text_segment(self, text: str) -> Segment:
         # Special tokens split a text wherever they stand, so pieces between placeholders get the ids of the whole.
@@ -138,18 +155,14 @@ class PromptBuilder(ABC):
     def _placeholders(self, count: int) -> Tensor:
         return torch.full((count,), self._video_id, dtype=torch.int64)
 
-    def _render(self, text: str, n_videos: int, system: str | None) -> str:
-        content = [{"type": "video"}] * n_videos + [{"type": "text", "text": text}]
-        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
-        if system is not None:
-            messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
-        for part in (text, system or ""):
-            self._refuse_placeholders(part)
+    def _render(self, messages: Sequence[Mapping[str, Any]], n_videos: int) -> str:
+        for part in (part for message in messages for part in message["content"]):
+            self._refuse_placeholders(part.get("text", ""))
         rendered: str = self.tokenizer.apply_chat_template(
-            messages, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
+            list(messages), chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
         )
         if rendered.count(self._video_token) != n_videos:
-            raise ValueError(f"the chat template of this model has no place for {n_videos} videos in one message")
+            raise ValueError(f"the chat template of this model has no place for {n_videos} videos here")
         return rendered
 
     def _refuse_placeholders(self, text: str) -> None:
@@ -194,6 +207,16 @@ def tokenizer_of(source: ModelSource) -> Any:
         raise ModelError(
             f"{source.name!r} has no tokenizer that can be loaded ({type(error).__name__}: {error}): download it again"
         ) from error
+
+
+def _places(segments: Sequence[Segment]) -> list[tuple[int, int]]:
+    """(first, end) of the placeholders of each video, and of what lies between them."""
+    places: dict[int, tuple[int, int]] = {}
+    for segment, start in zip(segments, _running(len(segment.ids) for segment in segments), strict=False):
+        if segment.video is not None:
+            first, _ = places.get(segment.video, (start, start))
+            places[segment.video] = first, start + len(segment.ids)
+    return [places[video] for video in sorted(places)]
 
 
 def _running(extents: Iterable[int]) -> Iterator[int]:

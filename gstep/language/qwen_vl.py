@@ -85,7 +85,7 @@ class QwenPrompts(PromptBuilder):
         Grid.of(visual)
 
     def _contiguous(self, count: int) -> Segment:
-        return Segment(self._placeholders(count), torch.arange(count).expand(3, -1), count, visual=True)
+        return Segment(self._placeholders(count), torch.arange(count).expand(3, -1), count)
 
 
 class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
@@ -100,7 +100,7 @@ class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
         extent = max(grid.height, grid.width)
         if self.rule.text_after_time:
             extent = max(extent, int(times[-1]) + 1)
-        return Segment(self._placeholders(len(t)), torch.stack([times[t], h, w]), extent, visual=True)
+        return Segment(self._placeholders(len(t)), torch.stack([times[t], h, w]), extent)
 
     def _times(self, visual: Visual, n_frames: int) -> Tensor:
         """[T] position of each temporal patch."""
@@ -116,6 +116,8 @@ class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
 
 class Qwen3Prompts(QwenPrompts):
     """Every temporal patch has its time as text before it, also one of which no token was kept."""
+
+    frame_markers = 1
 
     def __init__(self, config: Any, tokenizer: Any, chat_template: str, policy: PromptPolicy) -> None:
         super().__init__(config, tokenizer, chat_template, policy)
@@ -151,7 +153,7 @@ class Qwen3Prompts(QwenPrompts):
         _, h, w = grid.coordinates(kept)
         # Time stands in the text, so that all tokens of a patch share one temporal position.
         positions = torch.stack([torch.zeros_like(h), h, w])
-        return Segment(self._placeholders(len(kept)), positions, max(grid.height, grid.width), visual=True)
+        return Segment(self._placeholders(len(kept)), positions, max(grid.height, grid.width))
 
     def _seconds(self, visual: Visual) -> list[float]:
         times = visual.extra.get("patch_timestamps")

@@ -79,12 +79,15 @@ class Prompt:
         positions: [A,L] int64: A = 1 on LLaVA-OneVision, 3 (time, height, width) on Qwen.
         visuals: the videos in the order of their placeholders.
         prefix_length: tokens up to and including the last video's, which questions on the same videos share.
+        spans: (first token, end) of each video; where its frames have markers, from the first frame's to the last
+            one's: a frame without a kept token takes room among the positions too.
     """
 
     input_ids: Tensor
     positions: Tensor
     visuals: tuple[Visual, ...]
     prefix_length: int
+    spans: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.input_ids)

@@ -38,7 +38,7 @@ def load_llm(source: ModelSource, runtime: Runtime) -> Any:
         model.lm_head = _head_of(model.get_input_embeddings())
     _rebuild_rotary(model, runtime.device)
     model.eval().requires_grad_(False)
-    model.generation_config = _generation_config(source, config)
+    model.generation_config = generation_config(source, config)
     return model
 
 
@@ -97,7 +97,7 @@ def _rebuild_rotary(model: nn.Module, device: str) -> None:
     check_loaded(model)
 
 
-def _generation_config(source: ModelSource, config: Any) -> Any:
+def generation_config(source: ModelSource, config: Any) -> Any:
     """The checkpoint's own, for what ends an answer and for its repetition penalty; how to draw is the caller's."""
     from transformers import GenerationConfig  # noqa: PLC0415 - as above
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from gstep.evidence import is_per_frame
 from gstep.pruners.checks import EVIDENCE_SHAPES
+from pipeline.cache.header import CacheHeader, deepstack_levels
 from pipeline.rows import VideoRow
 
 #: Evidence of one number a token: its labels begin so.
@@ -36,6 +38,7 @@ class CachedVideo:
         deepstack: [K,D] bfloat16 each, the same rows at each deepstack level; none where the model has no levels.
         evidence: what was asked for besides, as it was asked for, bfloat16: [K,width], [K] where it is one number a
             token, [T,width] where it is of frames.
+        header: of the cache that it is from: the model, and the newline row where that has one.
     """
 
     video_id: str
@@ -48,9 +51,21 @@ class CachedVideo:
     metadata: VideoRow
     deepstack: tuple[Tensor, ...] = ()
     evidence: Mapping[str, Tensor] = field(default_factory=dict)
+    header: CacheHeader | None = field(default=None, repr=False)
+
+    @property
+    def newline(self) -> Tensor | None:
+        """[D] bfloat16, LLaVA-OneVision's row after all tokens of a video; None for families without one."""
+        return None if self.header is None else newline_of(self.header)
 
 
-def to_video(row: VideoRow, table: pa.Table, deepstack_levels: int, evidence: Mapping[str, str]) -> CachedVideo:
+def newline_of(header: CacheHeader) -> Tensor | None:
+    """The newline row that a cache holds."""
+    encoded = header.get("newline")
+    return None if encoded is None else bfloat16(bytearray(base64.b64decode(encoded)))
+
+
+def to_video(row: VideoRow, table: pa.Table, header: CacheHeader, evidence: Mapping[str, str]) -> CachedVideo:
     """The token rows of a video, in their order; ``row`` is its row of the videos table.
 
     Args:
@@ -72,7 +87,8 @@ def to_video(row: VideoRow, table: pa.Table, deepstack_levels: int, evidence: Ma
         merged=numbers("merged", np.bool_),
         density=numbers("density", np.float32),
         metadata=row,
-        deepstack=tuple(_vectors(table[f"deepstack_{i}"]) for i in range(deepstack_levels)),
+        deepstack=tuple(_vectors(table[f"deepstack_{i}"]) for i in range(deepstack_levels(header))),
+        header=header,
         evidence={name: _evidence(column, table[column]) for name, column in evidence.items()},
     )
 
@@ -84,15 +100,14 @@ def by_index(video: CachedVideo) -> CachedVideo:
     def ordered(column: Tensor | None) -> Tensor | None:
         return None if column is None else column[order]
 
-    return CachedVideo(
-        video_id=video.video_id,
+    return replace(
+        video,
         tokens=video.tokens[order],
         index=video.index[order],
         rank=ordered(video.rank),
         frame=video.frame[order],
         merged=ordered(video.merged),
         density=ordered(video.density),
-        metadata=video.metadata,
         deepstack=tuple(level[order] for level in video.deepstack),
         evidence={name: v if is_per_frame(name) else v[order] for name, v in video.evidence.items()},
     )

@@ -67,6 +67,11 @@ class CacheHeader(TypedDict):
     deepstack_levels: NotRequired[int]
 
 
+def deepstack_levels(header: CacheHeader) -> int:
+    """Vectors of the token's width that are stored with every token, for the first layers of Qwen3-VL."""
+    return int(header.get("deepstack_levels", 0))  # caches made before there were any do not say
+
+
 def fingerprint(content: Mapping[str, Any]) -> str:
     """``blake2b:<hex>`` of what JSON-able ``content`` says, however it is laid out as text."""
     return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from gstep.evidence import name_of
 from gstep.types import budget_for
-from pipeline.cache.cached_video import CachedVideo, bfloat16, by_index, to_video
-from pipeline.cache.header import CacheHeader, CacheIdentity, read_header_file
+from pipeline.cache.cached_video import CachedVideo, by_index, newline_of, to_video
+from pipeline.cache.header import CacheHeader, CacheIdentity, deepstack_levels, read_header_file
 from pipeline.cache.live_rows import VideoRows, read_live
 from pipeline.cache.schema import READABLE_VERSIONS, token_schema
 from pipeline.cache.token_shard import TokenShard
@@ -66,13 +65,12 @@ class TokenCache:
     @property
     def newline(self) -> Tensor | None:
         """[D] bfloat16, LLaVA-OneVision's row after all tokens of a video; None for families without one."""
-        encoded = self.header.get("newline")
-        return None if encoded is None else bfloat16(bytearray(base64.b64decode(encoded)))
+        return newline_of(self.header)
 
     @property
     def deepstack_levels(self) -> int:
         """Vectors of the token's width that are stored with every token, for the first layers of Qwen3-VL."""
-        return int(self.header.get("deepstack_levels", 0))  # caches made before there were any do not say
+        return deepstack_levels(self.header)
 
     @property
     def video_ids(self) -> list[str]:
@@ -162,7 +160,7 @@ class TokenCache:
             table = self._read(row, keep, tuple(dict.fromkeys(columns.values())), verify)
         except CorruptShard as error:
             raise CorruptShard(f"{error}; {self._remedy(video_id)}", error.kind) from error
-        video = to_video(row, table, self.deepstack_levels, columns)
+        video = to_video(row, table, self.header, columns)
         return video if order == "selection" else by_index(video)
 
     def _read(self, row: VideoRow, keep: int, evidence: Sequence[str], verify: bool) -> pa.Table:

@@ -8,7 +8,7 @@ from typing import ClassVar
 from gstep.methods import METHODS
 from pipeline.errors import UsageError
 from pipeline.generate.late_pruning import LateAsked
-from pipeline.options import DTYPES, RunOptions, check, named_values, option, positive
+from pipeline.options import DTYPES, EngineOptions, check, named_values, option, positive
 
 DEFAULT_METHODS = ("gstep", "vidcom2", "uniform", "random")
 DEFAULT_RATIOS = (0.25, 0.20, 0.15, 0.10)
@@ -16,7 +16,7 @@ FULL = "none"  # every token: what methods are compared with
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(RunOptions):
+class EvaluateConfig(EngineOptions):
     """Everything that ``python -m jobs.evaluate`` can be told. Raises UsageError where a value makes no sense."""
 
     item: ClassVar[str] = "question"
@@ -95,8 +95,9 @@ class EvaluateConfig(RunOptions):
     decode_timeout: float = option(120.0, "seconds one video may take to decode before it is given up", metavar="S")
     decode_workers: int | None = option(None, "decode processes at most (default: by the CPUs)", metavar="N")
     encode_workers: int | None = option(None, "encoders at most (default: one a GPU)", metavar="N")
-    batch_size: int = option(8, "questions that the model answers at once", metavar="N", group="answers")
-    workers: int | None = option(None, "language models at most (default: one a GPU; one on CPUs)", metavar="N")
+    workers: int | None = option(
+        None, "language models at most (default: one a GPU; one on CPUs)", metavar="N", group="answers"
+    )
     questions_per_shard: int = option(
         64, "answers in one file at most; what a killed run loses of each worker", metavar="N"
     )
@@ -108,8 +109,7 @@ class EvaluateConfig(RunOptions):
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         for ratio in self.retention_ratio:
             check(0.0 < ratio <= 1.0, "retention_ratio", "in (0, 1]", ratio)
-        for name in ("batch_size", "questions_per_shard"):
-            check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        check(self.questions_per_shard >= 1, "questions_per_shard", "at least 1", self.questions_per_shard)
         for name in ("limit", "num_frames", "decode_workers", "encode_workers", "workers"):
             value = getattr(self, name)
             check(value is None or value >= 1, name, "at least 1", value)

@@ -27,7 +27,8 @@ from pipeline.execution.request import check_out, refusing, store_refusing
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import AnswersTable, read_answers_header
 from pipeline.generate.late_pruning import LateAsked, is_whole, late_pruning
-from pipeline.generate.request import PRUNINGS, check_model, describe_prunings, model_of, refuse_others
+from pipeline.generate.model import check_model, model_of
+from pipeline.generate.request import PRUNINGS, describe_prunings, refuse_others
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.evidence import needed_by

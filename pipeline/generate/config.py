@@ -7,13 +7,13 @@ from typing import ClassVar
 
 from gstep.methods import METHODS
 from pipeline.errors import UsageError
-from pipeline.options import DTYPES, PrunerOptions, check, option
+from pipeline.options import DTYPES, EngineOptions, PrunerOptions, check, option
 
 CHOICE_METHODS = ("letter", "loglikelihood", "generate")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(PrunerOptions):
+class GenerateConfig(PrunerOptions, EngineOptions):
     """Everything that ``python -m jobs.generate`` can be told. Raises UsageError where a value makes no sense."""
 
     item: ClassVar[str] = "question"
@@ -84,8 +84,9 @@ class GenerateConfig(PrunerOptions):
     top_p: float = option(1.0, "draw among the likeliest tokens that make up this share", metavar="P")
     top_k: int = option(0, "draw among so many of the likeliest tokens; 0 is all", metavar="K")
     seed: int = option(0, "seed of drawn answers; what a question draws does not depend on its batch", metavar="N")
-    batch_size: int = option(8, "questions that the model answers at once", metavar="N", group="workers and shards")
-    workers: int | None = option(None, "models at most (default: one a GPU; one on CPUs)", metavar="N")
+    workers: int | None = option(
+        None, "models at most (default: one a GPU; one on CPUs)", metavar="N", group="workers and shards"
+    )
     questions_per_shard: int = option(
         64, "questions in one file of answers at most, but a batch at least; small runs use fewer", metavar="N"
     )
@@ -108,8 +109,7 @@ class GenerateConfig(PrunerOptions):
             raise UsageError(
                 f"--pruner {self.pruner} needs --retention-ratio, the share of visual tokens that it keeps"
             )
-        for name in ("batch_size", "questions_per_shard"):
-            check(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        check(self.questions_per_shard >= 1, "questions_per_shard", "at least 1", self.questions_per_shard)
         for name in ("workers", "limit"):
             value = getattr(self, name)
             check(value is None or value >= 1, name, "at least 1", value)

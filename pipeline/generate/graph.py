@@ -14,6 +14,7 @@ import ray.data
 from pipeline.execution.stages import MAX_BLOCKS, Stage, StageWords, Wording, actors
 from pipeline.generate.answer_stage import STAGE, Answerer, AnswerSetup, question_blocks
 from pipeline.generate.config import GenerateConfig
+from pipeline.generate.engines import BATCH_SIZES
 from pipeline.generate.resume import in_blocks
 from pipeline.rows import QuestionRecord
 
@@ -51,18 +52,25 @@ class AnswerPlan:
 
 def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateConfig) -> AnswerPlan:
     """Share out a cluster; ``gpus`` is 0 where the model runs on CPUs."""
-    room = int(gpus) if gpus >= 1 else max(1, int(cpus))
+    each = config.tensor_parallel
+    room = max(1, int(gpus) // each) if gpus >= 1 else max(1, int(cpus))
     workers = max(1, min(config.workers or (room if gpus >= 1 else 1), room, n_questions))
     # A block is the unit of work, of retry and of what is committed at once: small runs use small ones, but whole
     # batches, and no more of them than the driver tracks lightly.
-    batches = min(config.questions_per_shard, n_questions // (8 * workers)) // config.batch_size
-    block = config.batch_size * max(1, batches)
+    batch = min(batch_size(config), max(1, n_questions // workers))
+    batches = min(config.questions_per_shard, n_questions // (8 * workers)) // batch
+    block = batch * max(1, batches)
     return AnswerPlan(
-        answer=Stage(0, 1, workers, "one model a GPU; a CPU for its host thread is left free")
+        answer=Stage(0, each, workers, "one model a GPU, or several of a node; a CPU for its host thread is left")
         if gpus >= 1
         else Stage(min(1.0, cpus), 0, workers, "for trying things out: a CPU answers slowly"),
         questions_per_block=max(block, n_questions // MAX_BLOCKS),
     )
+
+
+def batch_size(config: GenerateConfig) -> int:
+    """Questions that are given to a model at once."""
+    return config.batch_size or BATCH_SIZES[config.engine]
 
 
 def build_graph(

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import ModelSource, TextTower, TextTowerSource, family_of
 from gstep.evidence import HEAD_SOURCES, PER_FRAME, name_of
-from gstep.language import LanguageModel, PromptBuilder, Visual
+from gstep.language import PromptBuilder, Visual
 from gstep.language.layer_pruning import check_layer
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
@@ -135,7 +135,14 @@ class LatePruning:
         return replace(visual, tokens=tokens, index=visual.index[index], deepstack=levels, evidence={})
 
 
-def embedder_of(tower: TextTowerSource | None, model: LanguageModel, device: str) -> LanguageModel | TextTower:
+class Embedder(Protocol):
+    """Whatever embeds a question."""
+
+    def embedding(self, text: str) -> Tensor:
+        """[Q,De]."""
+
+
+def embedder_of(tower: TextTowerSource | None, model: Embedder, device: str) -> Embedder:
     """Whose ``embedding`` of a question is in the space of what it is compared with, on the device.
 
     The text to embed is that of the questions file, as in CDPruner's official code: without chat template, and

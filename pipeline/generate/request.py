@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,11 +12,9 @@ import pyarrow.compute as pc
 from rich.console import Console
 
 from gstep.backbones import ModelSource
-from gstep.checkpoints.shipped import SHIPPED
-from gstep.checkpoints.tiny import TINY
 from gstep.evidence import HEAD_SOURCES
 from gstep.language import Decoding, PromptBuilder, prompt_builder
-from pipeline.cache.header import CacheHeader, CacheIdentity, ModelIdentity, differences
+from pipeline.cache.header import CacheIdentity, differences
 from pipeline.cache.live_rows import INDEX_COLUMNS, read_live
 from pipeline.cache.method import declared_method
 from pipeline.cache.reader import TokenOrder, read_header, rows_wanted
@@ -24,7 +22,9 @@ from pipeline.errors import IdentityMismatch, NotAnswers, UsageError
 from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.generate.answers import HEADER, AnswersTable, read_answers_header
 from pipeline.generate.config import GenerateConfig
+from pipeline.generate.engines import ENGINES, EngineSetup
 from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
+from pipeline.generate.model import check_model, check_tokens, model_of
 from pipeline.generate.questions import Way, read_questions
 from pipeline.rows import VideoRecord, without_nulls
 from pipeline.storage.s3 import Objects
@@ -86,6 +86,7 @@ class GenerateRequest:
             "retention_ratio": stored if self.config.retention_ratio is None else self.config.retention_ratio,
             "prompt": {**self.builder.policy.describe(), "order": self._order_said()},
             "decoding": self.way.describe(),
+            **engine_of(self.config).describe(),
             **({} if late is None else {"pruner": late.describe()}),
             **({} if "" in self.prunings else {PRUNINGS: describe_prunings(self.prunings, self.held)}),
             **self.about,
@@ -108,6 +109,12 @@ class GenerateRequest:
         """The share of tokens that is read from the cache; None is all."""
         return self.config.retention_ratio if self.prunings.get("", ...) is None else None
 
+    def engine_setup(self) -> EngineSetup:
+        """What is to be loaded."""
+        rows = [row for row in self.videos.values() if answerable(row)]
+        sizes = [self.n_visual([row], name) for row in rows for name in self.prunings]
+        return replace(engine_of(self.config), largest_video=max(sizes, default=0))
+
     def n_visual(self, videos: Sequence[VideoRecord], pruning: str = "") -> int:
         """Visual tokens that go into a prompt on these rows of the videos table under a pruning, at most."""
         late, hidden = self.prunings[pruning], self.builder.hidden_size
@@ -116,6 +123,11 @@ class GenerateRequest:
         else:
             kept = sum(rows_wanted(row, self.read_ratio) for row in videos)
         return kept + (len(videos) if self.builder.needs_newline else 0)
+
+
+def engine_of(config: GenerateConfig) -> EngineSetup:
+    """What the options say of the engine."""
+    return EngineSetup(config.engine, config.tensor_parallel, config.engine_params())
 
 
 def describe_prunings(prunings: Mapping[str, LatePruning | None], held: CacheIdentity) -> dict[str, Any]:
@@ -178,11 +190,12 @@ def checked(
         _check_free(store)
     held = header["identity"]
     source, builder = _resolved(config, cache, held)
-    _check_tokens(cache, header, live, builder)
+    check_tokens(cache, header, live, builder)
     with refusing():
         prunings = {
             name: None if one is None else late_pruning(one, held, source, builder) for name, one in asked.items()
         }
+    ENGINES[config.engine].check(engine_of(config), builder, prunings)
     takes_siglip = any(late is not None and late.text_tower is not None for late in prunings.values())
     if config.siglip is not None and not takes_siglip:
         raise UsageError("--siglip: no method that is asked takes anything from a SigLIP checkpoint here")
@@ -271,44 +284,6 @@ def _order(config: GenerateConfig, held: CacheIdentity, prunings: Mapping[str, L
 def _asked_about(questions: pa.Table, live: pa.Table) -> pa.Table:
     ids = pc.unique(pc.list_flatten(questions["video_ids"]))
     return live.filter(pc.is_in(live["video_id"], value_set=ids))
-
-
-def model_of(model: str | None, revision: str | None, weights: str) -> tuple[str, str | None]:
-    """(model, revision): as asked for, else as the ``weights`` in the cache's identity tell. Raises UsageError."""
-    kind, _, rest = weights.partition(":")
-    hub_id, _, sha = rest.rpartition("@") if kind == "hub" else ("", "", "")
-    if model is not None:
-        # The weights that the cache was made with, wherever the branch is now.
-        return model, revision or (sha if model == hub_id else None)
-    if kind == "hub":
-        return hub_id, revision or sha
-    if kind in SHIPPED or kind in TINY:
-        return kind, revision
-    raise UsageError(f"--model is missing: the cache was made with a folder ({weights}), and does not say where it is")
-
-
-def check_model(cache: Store, held: ModelIdentity, source: ModelSource) -> None:
-    """Raises IdentityMismatch where a cache was made with other weights."""
-    if (held["type"], held["weights"]) != (source.model_type, source.identity):
-        raise IdentityMismatch(
-            f"{cache} was made with the weights {held['weights']} ({held['type']}), --model {source.name} has "
-            f"{source.identity} ({source.model_type}): an LLM understands the tokens of its own vision encoder only"
-        )
-
-
-def _check_tokens(cache: Store, header: CacheHeader, live: pa.Table, builder: PromptBuilder) -> None:
-    """Whether the cached tokens are of the shape that the model takes."""
-    again = "prune into another --out with the same model"
-    levels = header.get("deepstack_levels", 0)  # caches made before there were any do not say
-    if levels != builder.deepstack_levels:
-        raise UsageError(
-            f"{cache}: it holds {levels} deepstack levels, the model takes {builder.deepstack_levels}: {again}"
-        )
-    if builder.needs_newline and header.get("newline") is None:
-        raise UsageError(f"{cache}: it has no newline row, which this model puts after a video: {again}")
-    widths = pc.unique(live.filter(pc.equal(live["status"], "ok"))["hidden_size"]).to_pylist()
-    if wrong := [width for width in widths if width != builder.hidden_size]:
-        raise UsageError(f"{cache}: its tokens have {wrong[0]} values, the model takes {builder.hidden_size}: {again}")
 
 
 def _check_ratio(ratio: float | None, stored: float, live: pa.Table) -> None:

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import QuestionFault, QuestionsChanged
-from pipeline.generate.answer_stage import too_long
 from pipeline.generate.answers import KEYS
+from pipeline.generate.asking import too_long
 from pipeline.generate.request import GenerateRequest, answerable
 from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, without_nulls
 from pipeline.storage.stores import Store

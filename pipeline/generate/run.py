@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 import ray
 from rich.console import Console
 
-from pipeline.errors import RunFailed
+from pipeline.errors import RunFailed, UsageError
 from pipeline.execution.cluster import provenance, settle
 from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile
@@ -22,7 +22,7 @@ from pipeline.execution.stream import Graph, Work, stream
 from pipeline.generate.answer_stage import AnswerSetup
 from pipeline.generate.answers import AnswersTable, commit_answers, read_answers_header, write_answers_header
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.graph import AnswerPlan, build_graph, plan_answers
+from pipeline.generate.graph import AnswerPlan, batch_size, build_graph, plan_answers
 from pipeline.generate.request import PRUNINGS, GenerateRequest, match_answers, prepare
 from pipeline.generate.resume import asked_rows, said_of_the_rest, unanswered, without_model
 from pipeline.generate.summary import AnswerSummary, summarise_answers
@@ -122,7 +122,11 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
 
     def _computed(self) -> Computed:
         """Joins or starts the cluster. Raises UsageError where it cannot do what the flags ask."""
-        return Computed(*settle(self.options, self.options.dtype, self.say))
+        computed, wanted = Computed(*settle(self.options, self.options.dtype, self.say)), self.options.tensor_parallel
+        largest = max((node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
+        if computed.device == "cuda" and largest < wanted:
+            raise UsageError(f"--tensor-parallel {wanted}: no node of the cluster has more than {largest:g} GPUs")
+        return computed
 
     def _answered(
         self,
@@ -159,7 +163,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
     def _planned(self, n_questions: int, device: str, run_file: RunFile) -> AnswerPlan:
         """The shares of the cluster as it is now."""
         cluster, config = dict(ray.cluster_resources()), self.options
-        if cluster.get("CPU", 0.0) <= 0 or (device == "cuda" and cluster.get("GPU", 0.0) < 1):
+        if cluster.get("CPU", 0.0) <= 0 or (device == "cuda" and cluster.get("GPU", 0.0) < config.tensor_parallel):
             raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
         plan = plan_answers(cluster["CPU"], cluster.get("GPU", 0.0) if device == "cuda" else 0.0, n_questions, config)
         if config.workers is not None and plan.answer.workers < min(config.workers, n_questions):
@@ -180,7 +184,8 @@ def answer_setup(request: GenerateRequest, device: str, dtype: str) -> AnswerSet
         own_order=request.own_order,
         positions=request.builder.policy.positions,
         rule=request.builder.policy.rule,
-        batch_size=request.config.batch_size,
+        engine=request.engine_setup(),
+        batch_size=batch_size(request.config),
         device=device,
         dtype=dtype,
         attn=request.config.attn,

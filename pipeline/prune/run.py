@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from gstep.backbones import family_of
-from pipeline.cache.header import CacheHeader, fingerprint, header_bytes
+from pipeline.cache.header import CacheHeader, deepstack_levels, fingerprint, header_bytes
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.reader import HEADER, read_header
@@ -90,7 +90,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         return summarise(
             todo.ledger.refresh(),
             request.manifest,
-            read_header(request.store).get("deepstack_levels", 0),
+            deepstack_levels(read_header(request.store)),
             n_waiting=todo.n_waiting,
             n_new=len(todo),
             n_new_failed=n_failed,

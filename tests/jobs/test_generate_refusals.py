@@ -12,9 +12,9 @@ from gstep.checkpoints.tiny import TINY
 from jobs import generate
 from pipeline.errors import RunFailed
 from pipeline.execution import cluster
-from pipeline.generate import answer_stage
 from pipeline.generate.answers import read_answers
-from pipeline.generate.request import model_of
+from pipeline.generate.engines import transformers
+from pipeline.generate.model import model_of
 from pipeline.storage.lock import cache_lock
 from tests.jobs.jobs import forbid_ray
 from tests.pipeline.asking import tiny_cache, write_questions
@@ -31,7 +31,7 @@ def ask(monkeypatch, capsys, tmp_path):
     def forbidden(*_):
         raise AssertionError("the model was loaded")
 
-    monkeypatch.setattr(answer_stage, "load_language_model", forbidden)
+    monkeypatch.setattr(transformers, "load_language_model", forbidden)
 
     def run(*options, rows=(QUESTION,)) -> tuple[int, str]:
         questions = write_questions(tmp_path / "q.jsonl", list(rows))

@@ -31,7 +31,7 @@ def token_rows(**more: pa.Array) -> pa.Table:
 
 
 def video(table: pa.Table, levels: int = 0, evidence: tuple[str, ...] = ()):
-    return to_video({"video_id": "v"}, table, levels, {name: name for name in evidence})
+    return to_video({"video_id": "v"}, table, {"deepstack_levels": levels}, {name: name for name in evidence})
 
 
 def as_bits(tensor: torch.Tensor) -> list:

@@ -16,6 +16,7 @@ from pipeline import TokenCache
 from pipeline.execution import gpu_fault
 from pipeline.generate import answer_stage
 from pipeline.generate.answer_stage import GROW_AFTER, Answerer, BatchSize
+from pipeline.generate.engines import transformers
 from pipeline.generate.held_videos import to_visual
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import Way, read_questions
@@ -122,6 +123,7 @@ class Failing:
         self._failure = failure
         self.sizes: list[int] = []
         self.n_bytes = 0
+        self.context_length = llm("tiny").context_length
 
     def generate(self, prompts, decodings, **more):
         self.sizes.append(len(prompts))
@@ -135,7 +137,7 @@ def failing(monkeypatch, cache):
 
     def make(failure, **more):
         model = Failing(failure)
-        monkeypatch.setattr(answer_stage, "load_language_model", lambda *_: model)
+        monkeypatch.setattr(transformers, "load_language_model", lambda *_: model)
         return Answerer(setup_of(cache, **more)), model
 
     return make

@@ -17,7 +17,7 @@ from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.cdpruner import CDPruner
 from gstep.pruners.fastv import FastV
 from pipeline.errors import UsageError
-from pipeline.generate.answer_stage import Embedders
+from pipeline.generate.asking import Embedders
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.late_pruning import LatePruning, embedder_of
 from pipeline.generate.request import prepare

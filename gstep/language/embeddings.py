@@ -1,0 +1,40 @@
+"""The input embeddings of a language model without the rest of it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gstep.checkpoints.source import ModelSource
+from gstep.checkpoints.tensors import read_tensors
+from gstep.errors import ModelError
+
+_ENDS_WITH = "embed_tokens.weight"  # of the language model's alone: vision encoders embed patches and positions
+
+
+class InputEmbeddings:
+    """Reads the table from the checkpoint when it is first asked for, on the CPU."""
+
+    def __init__(self, source: ModelSource, tokenizer: Any, dtype: torch.dtype) -> None:
+        self._source = source
+        self._tokenizer = tokenizer
+        self._dtype = dtype
+
+    @cached_property
+    def _table(self) -> Tensor:
+        found = read_tensors(
+            self._source, lambda name: "table" if name.endswith(_ENDS_WITH) else None, dtype=self._dtype
+        )
+        if not found:
+            raise ModelError(f"{self._source.name!r} has no tensor {_ENDS_WITH}: download the checkpoint again")
+        return found["table"]
+
+    def mean(self, text: str) -> Tensor:
+        """[1,D] float32: the mean embedding of a text's tokens. Raises ValueError for an empty one."""
+        ids = list(self._tokenizer(text, add_special_tokens=False).input_ids)
+        if not ids:
+            raise ValueError("a text to be embedded needs at least one character")
+        return self._table[torch.tensor(ids)].float().mean(0, keepdim=True)

@@ -1,0 +1,20 @@
+"""Prompts of cached visual tokens for vLLM, without a patch of it: its own classes take what was kept and where it was.
+
+``items`` says what an engine must know of each video and needs no vLLM; the others run where vLLM is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+#: ``model_type`` in config.json -> the class by which vLLM serves cached tokens, as ``hf_overrides`` name it. Where
+#: there is none, vLLM's own class takes them as they are.
+ARCHITECTURES: Mapping[str, str] = {"qwen2_5_vl": "CachedQwen2_5VL", "qwen3_vl": "CachedQwen3VL"}
+
+
+def register() -> None:
+    """The entry point ``vllm.general_plugins``: every process of vLLM calls it, often more than once."""
+    from vllm import ModelRegistry  # noqa: PLC0415 - this package is imported without it, too
+
+    for name in set(ARCHITECTURES.values()) - set(ModelRegistry.get_supported_archs()):
+        ModelRegistry.register_model(name, f"gstep.serving.models:{name}")

@@ -1,0 +1,61 @@
+"""A prompt as vLLM's engines take it: token ids, and for each video its rows, its place and its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.inputs.engine import mm_input
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    MultiModalKwargsItems,
+    PlaceholderRange,
+)
+
+from gstep.language.types import Prompt
+from gstep.serving.items import VideoItem, video_items
+
+
+def engine_input(prompt: Prompt, video_token_id: int) -> Any:
+    """What ``add_request`` of ``LLMEngine`` and ``AsyncLLM`` takes: no processor of vLLM looks at the videos.
+
+    Raises ValueError for positions that vLLM does not serve: one number a token, with gaps.
+    """
+    items, one_axis = video_items(prompt, video_token_id), len(prompt.positions) == 1
+    if one_axis and not torch.equal(prompt.positions[0], torch.arange(len(prompt))):
+        raise ValueError("vLLM counts the positions of this model itself: --positions original needs transformers")
+    # LLaVA-OneVision has no positions to say: vLLM itself puts rows of this kind where their placeholders are.
+    modality = "prompt_embeds" if one_axis else "video"
+    fields = [_fields(embedding=item.rows) if one_axis else _with_positions(item) for item in items]
+    return mm_input(
+        prompt.input_ids.tolist(),
+        MultiModalKwargsItems({modality: fields} if items else {}),
+        {modality: [item.name for item in items]} if items else {},
+        {modality: [_place(item) for item in items]} if items else {},
+    )
+
+
+def _place(item: VideoItem) -> PlaceholderRange:
+    return PlaceholderRange(
+        offset=item.first,
+        length=len(item.takes_row),
+        is_embed=None if bool(item.takes_row.all()) else item.takes_row,
+    )
+
+
+def _with_positions(item: VideoItem) -> MultiModalKwargsItem:
+    return _fields(embeds=item.rows, positions=item.positions.contiguous(), extent=torch.tensor([item.extent]))
+
+
+def _fields(**data: torch.Tensor) -> MultiModalKwargsItem:
+    """Rows may go once the prefix cache holds a video: vLLM drops whatever does not stay on the CPU. Its positions are
+    asked for again."""
+    rows = {"embeds", "embedding"}
+    return MultiModalKwargsItem(
+        {
+            name: MultiModalFieldElem(data=values, field=MultiModalBatchedField(keep_on_cpu=name not in rows))
+            for name, values in data.items()
+        }
+    )

@@ -1,0 +1,97 @@
+"""What an engine with a prefix cache must know of each video of a prompt: its rows, its place, and a name for both."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gstep.language.types import Prompt, Visual
+
+
+@dataclass(frozen=True)
+class VideoItem:
+    """One video of a prompt.
+
+    Attributes:
+        first: the first token of its span in the prompt (``Prompt.spans``), which has S tokens. It holds the markers of
+            all frames, for a frame of which nothing was kept takes room among the positions, too.
+        takes_row: [S] bool, which of them are placeholders, P in all; the others are texts within the video.
+        rows: [P,D*(1+levels)], what stands for the placeholders, deepstack levels side by side; on LLaVA-OneVision the
+            last one is the newline.
+        positions: [A,S] int64, counted from where the span starts.
+        extent: how far behind that start the text after the span goes on.
+        name: of rows and positions, so that spans of the same name are the same to the model.
+    """
+
+    first: int
+    takes_row: Tensor
+    rows: Tensor
+    positions: Tensor
+    extent: int
+    name: str
+
+    @property
+    def end(self) -> int:
+        """The token after the span."""
+        return self.first + len(self.takes_row)
+
+
+def video_items(prompt: Prompt, video_token_id: int) -> list[VideoItem]:
+    """The videos of a prompt, in their order."""
+    return [
+        _item(prompt, visual, first, end, video_token_id)
+        for visual, (first, end) in zip(prompt.visuals, prompt.spans, strict=True)
+    ]
+
+
+def _item(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: int) -> VideoItem:
+    rows = rows_of(visual)
+    takes_row = prompt.input_ids[first:end] == video_token_id
+    assert int(takes_row.sum()) == len(rows)
+    # Text goes on by one: the start follows the token before, and the end is where the token after stands.
+    start = int(prompt.positions[0, first - 1]) + 1 if first else 0
+    positions = prompt.positions[:, first:end] - start
+    extent = int(prompt.positions[0, end]) - start
+    return VideoItem(first, takes_row, rows, positions, extent, _name(rows, positions, extent))
+
+
+def rows_of(visual: Visual) -> Tensor:
+    """[P,D*(1+levels)]: what stands for the placeholders of a video."""
+    rows = torch.cat([visual.tokens, *visual.deepstack], dim=1)
+    return rows if visual.newline is None else torch.cat([rows, visual.newline[None].to(rows)])
+
+
+def _name(rows: Tensor, positions: Tensor, extent: int) -> str:
+    digest = hashlib.sha256(f"{rows.dtype} {tuple(rows.shape)} {extent} ".encode())
+    for tensor in (rows, positions):
+        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def prompt_positions(videos: Iterable[tuple[int, Tensor, int]], n_tokens: int, axes: int = 3) -> tuple[Tensor, int]:
+    """Positions of a prompt from those of its videos, as M-RoPE counts: (positions [A,n_tokens], delta).
+
+    Args:
+        videos: (first token, positions [A,S] from the start of the span, extent) of each, in any order.
+
+    ``delta`` is what a later token's index lacks to its position.
+    """
+    parts: list[Tensor] = []
+    start = done = 0  # the position of the next token; tokens that have one
+
+    for first, positions, extent in [*sorted(videos, key=lambda video: video[0]), (n_tokens, None, 0)]:
+        parts.append(torch.arange(start, start + first - done).expand(axes, -1))
+        start, done = start + first - done, first
+        if positions is not None:
+            parts.append(positions + start)
+            start, done = start + extent, done + positions.shape[1]
+    return torch.cat(parts, dim=1), start - n_tokens
+
+
+def longest(items: Sequence[VideoItem]) -> int:
+    """Tokens of the longest span."""
+    return max((len(item.takes_row) for item in items), default=0)

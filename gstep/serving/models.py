@@ -1,0 +1,56 @@
+"""vLLM's own classes of the Qwen families, that take kept tokens and their positions as they are given.
+
+Follows Qwen2_5_VLForConditionalGeneration and Qwen3VLForConditionalGeneration of vLLM 0.30 to 0.32
+(vllm/model_executor/models/qwen2_5_vl.py, qwen3_vl.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.models.qwen2_5_vl import Qwen2_5_VLForConditionalGeneration
+from vllm.model_executor.models.qwen3_vl import Qwen3VLForConditionalGeneration
+
+from gstep.serving.items import prompt_positions
+
+
+class _Cached:
+    """A video comes as ``embeds`` [P,D*(1+levels)], ``positions`` [3,S] and ``extent`` [1] of gstep.serving.items."""
+
+    def get_mrope_input_positions(self, input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
+        """([3,n_tokens], delta)."""
+        videos = [
+            (feature.mm_position.offset, feature.data["positions"].data, int(feature.data["extent"].data))
+            for feature in mm_features
+        ]
+        return prompt_positions(videos, len(input_tokens))
+
+    def embed_multimodal(self, **kwargs: Any) -> tuple[Tensor, ...]:
+        """The rows, in the dtype and on the device of the language model."""
+        weight = self.language_model.model.embed_tokens.weight  # type: ignore[attr-defined]
+        return tuple(rows.to(weight.device, weight.dtype) for rows in kwargs["embeds"])
+
+
+class CachedQwen2_5VL(_Cached, Qwen2_5_VLForConditionalGeneration):  # type: ignore[misc]  # noqa: N801
+    """Qwen2.5-VL."""
+
+
+class CachedQwen3VL(_Cached, Qwen3VLForConditionalGeneration):  # type: ignore[misc]
+    """Qwen3-VL: without a vision tower vLLM would go without deepstack, which the cache has all the same."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "model") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        if self.use_deepstack:  # type: ignore[has-type]
+            return
+        config = self.config
+        self.use_deepstack = True
+        self.deepstack_num_level = len(config.vision_config.deepstack_visual_indexes)
+        self.multiscale_dim = self.visual_dim * self.deepstack_num_level
+        self.deepstack_input_embeds = [
+            torch.zeros(vllm_config.scheduler_config.max_num_batched_tokens, config.text_config.hidden_size)
+            for _ in range(self.deepstack_num_level)
+        ]
+        self.deepstack_input_embeds_num_tokens = 0

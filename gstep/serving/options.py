@@ -1,0 +1,85 @@
+"""What vLLM must be told to serve cached tokens of a model: arguments of its engine, and its process's environment."""
+
+from __future__ import annotations
+
+import os
+from importlib.metadata import entry_points
+from typing import Any
+
+from gstep.backbones import ModelSource, Runtime
+from gstep.errors import ModelError
+from gstep.serving import ARCHITECTURES, register
+
+PLUGINS = "vllm.general_plugins"
+# Prompts whose videos have fewer tokens fit vLLM's own limits, on any device.
+_SMALL_VIDEO, _BATCHED_TOKENS = 4096, 8192
+_ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1"}
+_ON_CPU = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it binds threads to cores that others have, or fails to
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+}
+
+
+def engine_options(
+    source: ModelSource, runtime: Runtime, largest_video: int, tensor_parallel: int = 1
+) -> dict[str, Any]:
+    """Arguments of EngineArgs.
+
+    Args:
+        largest_video: the most visual tokens that a video has in a prompt.
+    """
+    name, revision = source.pretrained()
+    ours = ARCHITECTURES.get(source.model_type)
+    return {
+        "model": name,
+        "revision": revision,
+        "tokenizer_revision": revision,
+        "trust_remote_code": False,
+        "load_format": "safetensors",
+        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "hf_overrides": {"architectures": [ours]} if ours else {},
+        "tensor_parallel_size": tensor_parallel,
+        "distributed_executor_backend": "mp" if tensor_parallel > 1 else None,
+        # No vision tower is built, and no processor looks at a video.
+        "enable_mm_embeds": True,
+        "limit_mm_per_prompt": {"image": 0, "video": 0},
+        "mm_processor_cache_gb": 0,
+        "enable_prefix_caching": True,
+        "max_model_len": -1,  # as long as the model can and the memory allows
+        "generation_config": "vllm",  # the checkpoint's goes with every request
+        "disable_log_stats": False,  # the times of a request
+        "enforce_eager": runtime.device == "cpu",  # compiling takes minutes there
+        # The kept tokens of a video must fit what a step takes: its encoder cache is as large as that.
+        **({"max_num_batched_tokens": max(_BATCHED_TOKENS, largest_video)} if largest_video > _SMALL_VIDEO else {}),
+    }
+
+
+#: What is no user's to say.
+OWN = frozenset(
+    (
+        *("model", "revision", "tokenizer", "tokenizer_revision", "trust_remote_code", "load_format", "dtype"),
+        *("hf_overrides", "tensor_parallel_size", "enable_mm_embeds", "limit_mm_per_prompt", "mm_processor_cache_gb"),
+        *("generation_config", "disable_log_stats", "hf_config_path", "skip_tokenizer_init"),
+    )
+)
+
+
+def prepare_process(device: str, tensor_parallel: int, *, multiprocessing: bool = False) -> None:
+    """Make this process ready to import vLLM and to load a model with it. What its user set in the environment stays.
+
+    Args:
+        multiprocessing: whether the engine gets a process of its own.
+
+    Raises ModelError where the processes that vLLM starts would not know the classes of cached tokens.
+    """
+    alone = {} if multiprocessing else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    for name, value in {**_ENVIRONMENT, **alone, **(_ON_CPU if device == "cpu" else {})}.items():
+        os.environ.setdefault(name, value)
+    if (tensor_parallel > 1 or multiprocessing) and not any(
+        point.name == "gstep" for point in entry_points(group=PLUGINS)
+    ):
+        raise ModelError(
+            f"this package is not installed here, only found by its path: the processes of vLLM look for its entry "
+            f"point {PLUGINS}: pip install -e '.[vllm]' on every node"
+        )
+    register()

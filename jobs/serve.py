@@ -1,0 +1,44 @@
+"""Serve a cache over HTTP: an OpenAI chat API, by vLLM, in whose messages cache://VIDEO_ID names a cached video."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from jobs.command import run_command
+from pipeline.serve.config import ServeConfig
+
+EPILOG = """\
+A message names a cached video, and the share of its visual tokens, as a video_url:
+  {"type": "video_url", "video_url": {"url": "cache://bikes.mp4?retention_ratio=0.1"}}
+Ids are percent-encoded where they have to be. Nothing else is read: no file, no address.
+
+examples:
+  python -m jobs.serve cache
+  python -m jobs.serve s3://bucket/cache --model Qwen/Qwen2.5-VL-72B-Instruct --tensor-parallel 8 --api-key KEY
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m jobs.serve",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return run_command(parser, ServeConfig, _serve, argv)
+
+
+def _serve(config: ServeConfig, console: Console) -> int:
+    from pipeline.serve.server import serve  # noqa: PLC0415 - --help and a mistyped flag answer at once
+
+    serve(config)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

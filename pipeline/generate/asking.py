@@ -1,0 +1,203 @@
+"""A question -> its prompt of cached tokens, ready for a model; or the row that says why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from gstep.backbones import ModelSource
+from gstep.language import Prompt, Visual, prompt_builder
+from gstep.pruners.base import Pruner
+from pipeline.cache.reader import TokenCache, TokenOrder
+from pipeline.errors import CorruptShard, FailedVideo, QuestionFault, UnknownVideo
+from pipeline.execution.gpu_fault import exit_after_gpu_fault
+from pipeline.execution.heartbeat import POISON, Heartbeat
+from pipeline.generate.choices import lettered_prompt, letters
+from pipeline.generate.engines import Engine
+from pipeline.generate.held_videos import ChosenVideos, HeldVideos
+from pipeline.generate.late_pruning import Embedder, LatePruning, embedder_of
+from pipeline.generate.questions import Instructions
+from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer
+from pipeline.storage.stores import Store
+
+
+@dataclass(frozen=True)
+class AskSetup:
+    """What goes into prompts; it travels to every actor.
+
+    Attributes:
+        live: the live rows of the videos that are asked about, so that no actor reads the whole index.
+        retention_ratio: None reads all that is stored.
+        prunings: what the tokens are pruned by before they go into a prompt, by the names that questions use (their
+            ``pruning``); None leaves them as they are stored. Questions that name nothing have "".
+        order: in which tokens are read from the cache.
+        own_order: whether a method's own order in a prompt is kept of what is pruned here.
+        positions: None is the family's default.
+    """
+
+    source: ModelSource
+    store: Store
+    live: pa.Table
+    retention_ratio: float | None = None
+    prunings: Mapping[str, LatePruning | None] = field(default_factory=lambda: {"": None})
+    order: TokenOrder = "index"
+    own_order: bool = True
+    positions: str | None = None
+    rule: str = "transformers-5"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question that is ready for the model, its row as far as that is known.
+
+    Attributes:
+        inside: a method that prunes inside the model, and the share that it keeps.
+    """
+
+    row: AnswerRecord
+    prompt: Prompt
+    how: Instructions
+    inside: tuple[Pruner, float] | None = None
+
+    def continuations(self) -> list[str]:
+        """What is scored."""
+        choices = self.row["choices"]
+        return letters(len(choices)) if self.how.method == "letter" else choices
+
+
+class Embedders:
+    """What embeds questions for the methods that ask for it, each loaded once."""
+
+    def __init__(self, model: Embedder, device: str, lates: Sequence[LatePruning]) -> None:
+        towers = dict.fromkeys(late.text_tower for late in lates if "text_embedding" in late.pruner.needs)
+        self._by_tower = {tower: embedder_of(tower, model, device) for tower in towers}
+
+    def embedding(self, late: LatePruning, text: str) -> Tensor | None:
+        """[Q,De] for a method that asks for one."""
+        if "text_embedding" not in late.pruner.needs:
+            return None
+        return self._by_tower[late.text_tower].embedding(text)
+
+
+class Asker:
+    """Makes prompts of questions, for one engine."""
+
+    def __init__(self, setup: AskSetup, engine: Engine, device: str, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
+        self._prunings = setup.prunings
+        self._builder = prompt_builder(setup.source, setup.positions, setup.rule)
+        self._context = min(self._builder.context_length, engine.context_length)
+        lates = [late for late in setup.prunings.values() if late is not None]
+        cache = TokenCache(str(setup.store), store=setup.store, live=setup.live)
+        columns = dict.fromkeys(column for late in lates for _, column in late.evidence)
+        videos = HeldVideos(cache, setup.retention_ratio, setup.order, heartbeat=heartbeat, evidence=tuple(columns))
+        self._videos = ChosenVideos(videos, lates, device, own_order=setup.own_order)
+        self._embedders = Embedders(engine, device, lates)
+
+    def inside(self, question: QuestionRecord) -> tuple[Pruner, float] | None:
+        """What prunes inside the model for a question; None where nothing does."""
+        late = self._pruning(question)
+        return None if late is None else late.inside
+
+    def _pruning(self, question: QuestionRecord) -> LatePruning | None:
+        return self._prunings[question.get("pruning", "")]
+
+    def ask(self, question: QuestionRecord, how: Instructions) -> Asked | AnswerRecord:
+        """The question with its prompt, or its error row."""
+        try:
+            with self._heartbeat.busy(named(question)):
+                if len(hosts := self._heartbeat.deaths(named(question))) >= POISON:
+                    raise _poison(hosts)
+                return self._prepare(question, how)
+        except QuestionFault as error:
+            fault = error
+        except FailedVideo as error:
+            fault = QuestionFault("failed-video", str(error))
+        except UnknownVideo as error:
+            fault = QuestionFault("unknown-video", str(error))
+        except CorruptShard as error:
+            fault = QuestionFault("corrupt", str(error))
+        except OSError as error:
+            fault = QuestionFault("io", f"{error.filename or ''} {error.strerror or error}")
+        except (torch.OutOfMemoryError, MemoryError) as error:  # a method that looks at the question works here
+            fault = QuestionFault("out-of-memory", str(error))
+        except ValueError as error:  # what a prompt builder says of a text or of a video's tokens
+            fault = QuestionFault("bad-prompt", str(error))
+        except Exception as error:  # noqa: BLE001 - whatever one question provokes must not cost its neighbours
+            exit_after_gpu_fault(question["question_id"], error)  # a method that looks at the question runs on the GPU
+            fault = QuestionFault("internal", f"{type(error).__name__}: {error}")
+        return failed_answer(question, fault)
+
+    def _prepare(self, question: QuestionRecord, how: Instructions) -> Asked | AnswerRecord:
+        late = self._pruning(question)
+        words = None if late is None else self._embedders.embedding(late, question["prompt"])
+        held = [self._videos.get(video_id, late, words) for video_id in question["video_ids"]]
+        visuals = [video.visual for video in held]
+        prompt = self._builder.build(_text(question, how), visuals, how.system)
+        row: AnswerRecord = {
+            **cast(AnswerRecord, question),
+            "n_prompt_tokens": len(prompt),
+            "n_visual_tokens": self._builder.n_visual(visuals),
+            "n_total": sum(visual.n_frames * visual.tokens_per_frame for visual in visuals),
+            "retention_ratio": late.retention_ratio if late else min(video.retention_ratio for video in held),
+            "load_s": sum(video.seconds for video in held),
+        }
+        if late is None or late.inside is None:
+            row["n_kept"] = sum(len(visual.index) for visual in visuals)
+            row["kept_per_frame"] = [count for visual in visuals for count in kept_per_frame(visual)]
+        else:  # the model chooses among the tokens of all videos
+            row["n_kept"] = late.kept_inside(row["n_total"])
+        context, more = self._context, 1 if how.scored else how.decoding.max_new_tokens
+        if len(prompt) + more > context:
+            return failed_answer(row, too_long(len(prompt), context))
+        if prompt.extent + more > context:
+            return failed_answer(row, too_far(prompt.extent, context))
+        return Asked(row, prompt, how, self.inside(question))
+
+
+def named(row: QuestionRecord | AnswerRecord) -> str:
+    """What no two questions of a run share, as heartbeats name it."""
+    pruning = row.get("pruning")
+    return f"{row['question_id']} under {pruning}" if pruning else row["question_id"]
+
+
+def _poison(hosts: Sequence[str]) -> QuestionFault:
+    where = ", ".join(dict.fromkeys(hosts))
+    message = f"the model's process died {len(hosts)} times with this question in hand, on {where}; Ray's logs say how"
+    return QuestionFault("crash", message)
+
+
+def kept_per_frame(visual: Visual) -> list[int]:
+    """How many of a video's tokens are of each frame, [T]."""
+    counts: list[int] = torch.bincount(visual.index // visual.tokens_per_frame, minlength=visual.n_frames).tolist()
+    return counts
+
+
+def too_long(n_tokens: int, context_length: int) -> QuestionFault:
+    """The fault of a prompt that does not fit, with the remedy."""
+    return QuestionFault(
+        "prompt-too-long",
+        f"a prompt of {n_tokens} tokens and its answer do not fit the model's {context_length}: lower "
+        "--retention-ratio or --max-new-tokens, or ask about fewer videos",
+    )
+
+
+def too_far(extent: int, context_length: int) -> QuestionFault:
+    """The fault of a prompt whose tokens fit, but not the positions that they had before pruning."""
+    return QuestionFault(
+        "prompt-too-long",
+        f"the positions of a prompt and its answer reach {extent}, and the model knows {context_length}: use "
+        "--positions contiguous (with another --out), or ask about fewer videos",
+    )
+
+
+def _text(question: QuestionRecord, how: Instructions) -> str:
+    """The question as the user message says it: with lettered choices, unless their texts are what is scored."""
+    if "choices" not in question or how.method == "loglikelihood":
+        return question["prompt"]
+    return lettered_prompt(question["prompt"], question["choices"])

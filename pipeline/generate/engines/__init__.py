@@ -1,0 +1,89 @@
+"""What computes answers to prompts: one engine a file, all behind one protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from gstep.backbones import ModelSource, Runtime
+from gstep.language import Answer, Decoding, Prompt, Score
+from gstep.lazy import LazyTable
+from gstep.pruners.base import Pruner
+
+TRANSFORMERS, VLLM = "transformers", "vllm"
+#: Each has ``load``, and ``check`` for what can be said before that.
+ENGINES = LazyTable(
+    "engine",
+    {
+        TRANSFORMERS: "pipeline.generate.engines.transformers:TransformersEngine",
+        VLLM: "pipeline.generate.engines.vllm:VllmEngine",
+    },
+)
+#: Questions that are given to a model at once, where nobody says otherwise: one goes by whole batches, the other takes
+#: new questions as old ones end.
+BATCH_SIZES = {TRANSFORMERS: 8, VLLM: 256}
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What is to be loaded. Pickles.
+
+    Attributes:
+        name: in ENGINES.
+        tensor_parallel: GPUs that the model is spread over.
+        params: arguments of the engine's own.
+        largest_video: the most visual tokens that a video has in a prompt.
+    """
+
+    name: str = TRANSFORMERS
+    tensor_parallel: int = 1
+    params: Mapping[str, Any] = field(default_factory=dict)
+    largest_video: int = 0
+
+    def describe(self) -> dict[str, Any]:
+        """For the identity of answers, JSON-able; empty for the engine that always was."""
+        if self.name == TRANSFORMERS:
+            return {}
+        return {"engine": {"name": self.name, **({"params": dict(self.params)} if self.params else {})}}
+
+
+class Engine(Protocol):
+    """One language model."""
+
+    context_length: int
+    """Tokens that a prompt and its answer may have together."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], inside: tuple[Pruner, float] | None = None
+    ) -> list[Answer]:
+        """Answer prompts, which may differ in length and in their options; ``inside`` as of LanguageModel."""
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Sequence[str]],
+        inside: tuple[Pruner, float] | None = None,
+    ) -> list[list[Score]]:
+        """How likely each continuation of each prompt is. Raises ValueError for one without a token."""
+
+    def embedding(self, text: str) -> Tensor:
+        """[1,D] float32: the mean input embedding of a text's tokens. Raises ValueError for an empty one."""
+
+    def describe(self) -> Mapping[str, Any]:
+        """What computes: for the provenance of answers, JSON-able."""
+
+    def close(self) -> None:
+        """Let go of the model."""
+
+
+class EngineDied(Exception):  # noqa: N818
+    """Nothing can be computed in this process any more; another one can."""
+
+
+def load_engine(setup: EngineSetup, source: ModelSource, runtime: Runtime) -> Engine:
+    """Raises ModelError."""
+    engine: Engine = ENGINES[setup.name].load(setup, source, runtime)
+    return engine

@@ -1,0 +1,58 @@
+"""transformers' own model, batch by batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from torch import Tensor
+
+from gstep.backbones import ModelSource, Runtime
+from gstep.language import Answer, Decoding, LanguageModel, Prompt, PromptBuilder, Score, load_language_model
+from gstep.pruners.base import Pruner
+from pipeline.generate.engines import EngineSetup
+from pipeline.generate.late_pruning import LatePruning
+
+
+class TransformersEngine:
+    """Answers by :class:`gstep.language.LanguageModel`."""
+
+    def __init__(self, model: LanguageModel, runtime: Runtime) -> None:
+        self._model = model
+        self._runtime = runtime
+        self.context_length = model.context_length
+
+    @classmethod
+    def load(cls, setup: EngineSetup, source: ModelSource, runtime: Runtime) -> Self:
+        """See :func:`pipeline.generate.engines.load_engine`."""
+        return cls(load_language_model(source, runtime), runtime)
+
+    @staticmethod
+    def check(setup: EngineSetup, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]) -> None:
+        """It answers whatever there is a prompt for."""
+
+    def generate(
+        self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], inside: tuple[Pruner, float] | None = None
+    ) -> list[Answer]:
+        """See :class:`pipeline.generate.engines.Engine`."""
+        return self._model.generate(prompts, decodings, inside=inside)
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Sequence[str]],
+        inside: tuple[Pruner, float] | None = None,
+    ) -> list[list[Score]]:
+        """See :class:`pipeline.generate.engines.Engine`."""
+        return self._model.score(prompts, continuations, inside=inside)
+
+    def embedding(self, text: str) -> Tensor:
+        """See :class:`pipeline.generate.engines.Engine`."""
+        return self._model.embedding(text)
+
+    def describe(self) -> dict[str, Any]:
+        """See :class:`pipeline.generate.engines.Engine`."""
+        return {**self._runtime.describe(), "model_bytes": self._model.n_bytes}
+
+    def close(self) -> None:
+        """The process's end frees it."""

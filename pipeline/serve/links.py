@@ -1,0 +1,47 @@
+"""``cache://VIDEO_ID?retention_ratio=R``: how a message names a cached video."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, quote, unquote
+
+SCHEME = "cache://"
+_RATIO = "retention_ratio"
+
+
+@dataclass(frozen=True)
+class CacheLink:
+    """A video, and the share of its visual tokens; None is what the server gives."""
+
+    video_id: str
+    retention_ratio: float | None = None
+
+    @classmethod
+    def parse(cls, url: str) -> CacheLink:
+        """The id is percent-decoded, so that one with a ``?`` or ``%`` can be named. Raises ValueError."""
+        if not url.startswith(SCHEME):
+            raise ValueError(
+                f"{url[:80]!r} is no cached video: this server reads {SCHEME}VIDEO_ID?{_RATIO}=R, no files and no "
+                "addresses"
+            )
+        name, _, query = url.removeprefix(SCHEME).partition("?")
+        asked = dict(parse_qsl(query, keep_blank_values=True))
+        if unknown := sorted(asked.keys() - {_RATIO}):
+            raise ValueError(f"{url[:200]!r}: unknown option {unknown[0]!r}; known: {_RATIO}")
+        if not name:
+            raise ValueError(f"{url[:200]!r} names no video")
+        return cls(unquote(name), _ratio(asked[_RATIO]) if _RATIO in asked else None)
+
+    def __str__(self) -> str:
+        ratio = "" if self.retention_ratio is None else f"?{_RATIO}={self.retention_ratio:.12g}"
+        return f"{SCHEME}{quote(self.video_id)}{ratio}"
+
+
+def _ratio(text: str) -> float:
+    try:
+        ratio = float(text)
+    except ValueError:
+        ratio = -1.0
+    if not 0.0 < ratio <= 1.0:
+        raise ValueError(f"{_RATIO} must be in (0, 1], got {text[:40]!r}")
+    return ratio

@@ -1,0 +1,93 @@
+"""From a checked request to vLLM's own server, in this process."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from gstep.backbones import choose_runtime
+from gstep.serving.options import OWN, engine_options, prepare_process
+from pipeline.cache.reader import read_header
+from pipeline.errors import UsageError
+from pipeline.execution.request import refusing, store_refusing
+from pipeline.generate.engines.vllm import check_installed
+from pipeline.generate.model import model_of
+from pipeline.serve import MODE
+from pipeline.serve.config import ServeConfig
+from pipeline.serve.prompts import CachedPrompts, ServedCache
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import store_at
+
+_CONFIG = "cached_videos"  # pipeline.serve.renderer
+# What is no user's to say, beside what no engine's user can.
+_OWN = OWN | {"tokenizer_mode", "additional_config", "host", "port", "api_key", "served_model_name", "chat_template"}
+
+
+def serve(config: ServeConfig) -> None:
+    """Answer requests until the process is told to stop. Raises UsageError before anything is loaded."""
+    arguments = server_arguments(config)
+    from vllm.entrypoints.cli.serve import ServeSubcommand  # noqa: PLC0415 - tens of seconds to import
+    from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
+
+    parser = FlexibleArgumentParser().add_subparsers()
+    parsed = ServeSubcommand().subparser_init(parser).parse_args(arguments)
+    ServeSubcommand().validate(parsed)
+    ServeSubcommand.cmd(parsed)
+
+
+def server_arguments(config: ServeConfig) -> list[str]:
+    """The command line of ``vllm serve``. Raises UsageError where cache, model and flags do not go together."""
+    check_installed("jobs.serve")
+    served = served_cache(config)
+    with refusing(), store_refusing():
+        prompts = CachedPrompts(served)
+    if prompts.builder.axes == 1 and prompts.builder.policy.positions == "original":
+        raise UsageError("--positions original: vLLM counts the positions of this model itself")
+    if mine := sorted(config.engine_params().keys() & _OWN):
+        raise UsageError(f"--engine-param {mine[0]}: it follows from the cache, the model and the other flags")
+    with refusing():
+        runtime = choose_runtime("auto", config.dtype)
+        prepare_process(runtime.device, config.tensor_parallel, multiprocessing=True)
+        options = engine_options(prompts.source, runtime, prompts.largest_video, config.tensor_parallel)
+    del options["disable_log_stats"]
+    options |= {
+        "generation_config": "auto",  # here the checkpoint's settings are what a request leaves open
+        "served_model_name": config.served_model_name or config.model or prompts.source.name,
+        "tokenizer_mode": MODE,
+        "additional_config": {_CONFIG: served.as_json()},
+        "host": config.host,
+        "port": config.port,
+        **({"api_key": config.api_key} if config.api_key else {}),
+        **config.engine_params(),
+    }
+    model = str(options.pop("model"))
+    return [model, *(word for name, value in options.items() for word in _flag(name, value))]
+
+
+def served_cache(config: ServeConfig) -> ServedCache:
+    """What the renderer is told."""
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+    with refusing(), store_refusing():
+        weights = read_header(store_at(config.cache, objects))["identity"]["model"]["weights"]
+        model, revision = model_of(config.model, config.revision, weights)
+    return ServedCache(
+        cache=config.cache,
+        model=model,
+        revision=revision,
+        retention_ratio=config.retention_ratio,
+        positions=None if config.positions == "auto" else config.positions,
+        rule=config.rule,
+        s3_endpoint=config.s3_endpoint,
+        s3_region=config.s3_region,
+    )
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [flag]
+    if isinstance(value, dict | list):
+        return [flag, json.dumps(value)]
+    return [f"{flag}={value}"]
