@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from pipeline.cache.reader import TokenCache
     from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
     from pipeline.generate.answers import read_answers
+    from pipeline.serve.library import vllm_input, vllm_options
 
 __all__ = [
     "CachedVideo",
@@ -20,12 +21,16 @@ __all__ = [
     "TokenCache",
     "UnknownVideo",
     "read_answers",
+    "vllm_input",
+    "vllm_options",
 ]
 
 _HOMES = {
     "TokenCache": "pipeline.cache.reader",
     "CachedVideo": "pipeline.cache.cached_video",
     "read_answers": "pipeline.generate.answers",
+    "vllm_input": "pipeline.serve.library",
+    "vllm_options": "pipeline.serve.library",
 }
 
 

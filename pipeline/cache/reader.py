@@ -84,6 +84,13 @@ class TokenCache:
         bad = self._live.filter(pc.not_equal(self._live["status"], "ok"))
         return dict(zip(bad["video_id"].to_pylist(), bad["error_class"].to_pylist(), strict=True))
 
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that are stored of a video. Reads the number from every videos shard."""
+        return int(
+            pc.max(read_live(self.store, ("video_id", "status", "attempts", "n_tokens"))["n_tokens"]).as_py() or 0
+        )
+
     def __len__(self) -> int:
         return len(self.video_ids)
 

@@ -28,7 +28,7 @@ def model_of(model: str | None, revision: str | None, weights: str) -> tuple[str
     raise UsageError(f"--model is missing: the cache was made with a folder ({weights}), and does not say where it is")
 
 
-def check_model(cache: Store, held: ModelIdentity, source: ModelSource) -> None:
+def check_model(cache: Store | str, held: ModelIdentity, source: ModelSource) -> None:
     """Raises IdentityMismatch where a cache was made with other weights."""
     if (held["type"], held["weights"]) != (source.model_type, source.identity):
         raise IdentityMismatch(

@@ -20,7 +20,10 @@ from pipeline.storage.stores import store_at
 
 _CONFIG = "cached_videos"  # pipeline.serve.renderer
 # What is no user's to say, beside what no engine's user can.
-_OWN = OWN | {"tokenizer_mode", "additional_config", "host", "port", "api_key", "served_model_name", "chat_template"}
+_OWN = OWN | {
+    *("tokenizer_mode", "additional_config", "host", "port", "api_key", "served_model_name", "chat_template"),
+    *("allowed_media_domains", "allowed_local_media_path"),
+}
 
 
 def serve(config: ServeConfig) -> None:
@@ -54,6 +57,8 @@ def server_arguments(config: ServeConfig) -> list[str]:
         "generation_config": "auto",  # here the checkpoint's settings are what a request leaves open
         "served_model_name": config.served_model_name or config.model or prompts.source.name,
         "tokenizer_mode": MODE,
+        # Some of vLLM's routes fetch what a part of a message names before a renderer sees it: from nowhere.
+        "allowed_media_domains": ["cached-videos.invalid"],
         "additional_config": {_CONFIG: served.as_json()},
         "host": config.host,
         "port": config.port,
@@ -88,6 +93,8 @@ def _flag(name: str, value: Any) -> list[str]:
         return []
     if value is True:
         return [flag]
-    if isinstance(value, dict | list):
+    if isinstance(value, list):
+        return [flag, *map(str, value)]
+    if isinstance(value, dict):
         return [flag, json.dumps(value)]
     return [f"{flag}={value}"]

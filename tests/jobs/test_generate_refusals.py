@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.util import find_spec
 
 import pytest
 
@@ -10,12 +11,15 @@ from gstep.checkpoints import tiny
 from gstep.checkpoints.shipped import SHIPPED
 from gstep.checkpoints.tiny import TINY
 from jobs import generate
-from pipeline.errors import RunFailed
+from pipeline.errors import IdentityMismatch, RunFailed
 from pipeline.execution import cluster
 from pipeline.generate.answers import read_answers
-from pipeline.generate.engines import transformers
+from pipeline.generate.config import GenerateConfig
+from pipeline.generate.engines import EngineSetup, transformers
 from pipeline.generate.model import model_of
+from pipeline.generate.request import engine_of, refuse_others
 from pipeline.storage.lock import cache_lock
+from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import forbid_ray
 from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.caches import encoded, random_tokens, write_shard
@@ -271,3 +275,37 @@ def test_help_is_worth_reading(capsys):
 @pytest.mark.parametrize("name", [*SHIPPED, *TINY])
 def test_a_model_of_this_package_needs_no_flag(name):
     assert model_of(None, None, f"{name}:0123") == (name, None)
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_an_engine_that_is_not_there_is_refused_with_the_remedy(refuse, tmp_path):
+    tiny_cache(tmp_path / "c")
+    assert "--engine vllm: vLLM is not installed here; it needs an environment of its own" in refuse("--engine", "vllm")
+
+
+def test_what_vllm_cannot_answer_is_refused_before_it_is_looked_for(refuse, tmp_path):
+    tiny_cache(tmp_path / "c", ratio=1.0, method="none")
+    vllm = ["--engine", "vllm"]
+    fastv = [*vllm, "--pruner", "fastv", "--retention-ratio", "0.5", "--pruner-param", "K=1"]
+    assert "fastv prunes inside the language model" in refuse(*fastv)
+    assert "--positions original needs --engine transformers" in refuse(*vllm, "--positions", "original")
+
+
+def test_the_other_engines_options_are_refused(refuse, tmp_path):
+    tiny_cache(tmp_path / "c")
+    assert "--tensor-parallel goes with --engine vllm" in refuse("--tensor-parallel", "2")
+    assert "--engine-param goes with --engine vllm" in refuse("--engine-param", "gpu_memory_utilization=0.8")
+    assert "--engine-param takes NAME=VALUE" in refuse("--engine", "vllm", "--engine-param", "x")
+    assert "--batch-size must be at least 1" in refuse("--batch-size", "0")
+
+
+def test_answers_of_another_engine_are_refused(tmp_path):
+    """By the header alone: what the answers were made with is what they say."""
+    tiny_cache(tmp_path / "c")
+    config = GenerateConfig(cache=str(tmp_path / "c"), questions="q.jsonl")
+    assert engine_of(config).describe() == {}  # answers that were there before there were engines stay what they are
+    setup = EngineSetup("vllm", params={"block_size": 16})
+    assert setup.describe() == {"engine": {"name": "vllm", "params": {"block_size": 16}}}
+    held, wanted = {"a": 1, **setup.describe()}, {"a": 1}
+    with pytest.raises(IdentityMismatch, match="engine"):
+        refuse_others(LocalStore(tmp_path / "o"), held, wanted)

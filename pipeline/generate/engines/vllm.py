@@ -43,6 +43,8 @@ class VllmEngine:
         self._generation = generation_config(source, config)
         check_served(source.name, self._generation)
         self._n_asked = 0
+        #: Tokens of prompts, and how many of them the prefix cache had.
+        self.prompt_tokens = self.reused_tokens = 0
         self.context_length = int(engine.vllm_config.model_config.max_model_len)
 
     @classmethod
@@ -134,6 +136,7 @@ class VllmEngine:
         """The finished request of each prompt. Raises ValueError for one that vLLM refuses, and asks none then;
         EngineDied."""
         from vllm import SamplingParams  # noqa: PLC0415 - as above
+        from vllm.exceptions import VLLMValidationError  # noqa: PLC0415
 
         from gstep.serving.inputs import engine_input  # noqa: PLC0415 - imports vLLM
 
@@ -145,16 +148,19 @@ class VllmEngine:
                 added.append(
                     self._engine.add_request(name, engine_input(prompt, self._video_token), SamplingParams(**how))
                 )
-        except ValueError:
+        except (ValueError, VLLMValidationError) as error:
             self._engine.abort_request(added, internal=True)
-            raise
+            raise ValueError(str(error)) from error
         done: dict[str, Any] = {}
         try:
             while self._engine.has_unfinished_requests():
                 done |= {output.request_id: output for output in self._engine.step() if output.finished}
         except Exception as error:  # what went wrong inside leaves its scheduler in no known state
             raise EngineDied(f"vLLM: {type(error).__name__}: {error}") from error
-        return [done[name] for name in names]
+        outputs = [done[name] for name in names]
+        self.prompt_tokens += sum(len(output.prompt_token_ids) for output in outputs)
+        self.reused_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
+        return outputs
 
     def _answer(self, output: Any, prefill_s: float, decode_s: float) -> Answer:
         ids, stopped = list(output.token_ids), output.finish_reason == "stop"

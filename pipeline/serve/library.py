@@ -1,0 +1,80 @@
+"""Cached videos for those who run a vLLM of their own, from Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from gstep.backbones import ModelSource, choose_runtime
+from gstep.language import PromptBuilder, prompt_builder
+from gstep.serving.options import engine_options, prepare_process
+from pipeline.cache.cached_video import CachedVideo
+from pipeline.cache.header import ModelIdentity
+from pipeline.cache.reader import TokenCache
+from pipeline.generate.held_videos import to_visual
+from pipeline.generate.model import check_model, model_of
+
+
+def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "auto", **more: Any) -> dict[str, Any]:
+    """Arguments for vLLM's ``EngineArgs`` or ``AsyncEngineArgs`` that serve a cache; ``more`` are added to them.
+
+    It sets what vLLM's processes need in the environment of this one, so call it before anything of vLLM is imported.
+
+    Args:
+        model: where the cache does not name it: the folder with the weights that it was made with.
+        dtype: "auto" is bfloat16 on GPUs and float32 on CPUs.
+
+    Raises UsageError where the cache was made with another model, ModelError where it is not there.
+    """
+    runtime = choose_runtime("auto", dtype)
+    source = _source(model, *_held(cache.identity["model"]))
+    parallel = int(more.get("tensor_parallel_size", 1))
+    prepare_process(runtime.device, parallel)
+    return {**engine_options(source, runtime, cache.most_tokens + 1, parallel), **more}
+
+
+def vllm_input(
+    video: CachedVideo | Sequence[CachedVideo],
+    prompt: str,
+    *,
+    model: str | None = None,
+    system: str | None = None,
+    positions: str | None = None,
+    rule: str = "transformers-5",
+) -> Any:
+    """What ``add_request`` of vLLM's ``LLMEngine`` and ``AsyncLLM`` takes, for a question about cached videos.
+
+    Args:
+        video: from :meth:`TokenCache.get`; several stand in the prompt in this order.
+        prompt: the question, as a user's message says it.
+        model, positions, rule, system: as of :func:`vllm_options` and :func:`gstep.language.prompt_builder`.
+
+    Raises UsageError and ModelError as ``vllm_options``, and ValueError for a text or policy that the model does not
+    take.
+    """
+    from gstep.serving.inputs import engine_input  # noqa: PLC0415 - imports vLLM
+
+    videos = [video] if isinstance(video, CachedVideo) else list(video)
+    if not videos or any(one.header is None for one in videos):
+        raise ValueError("videos must come from TokenCache.get, at least one of them")
+    headers = [one.header for one in videos if one.header is not None]
+    builder = _builder(model, *_held(headers[0]["identity"]["model"]), positions, rule)
+    built = builder.build(prompt, [to_visual(one, one.newline) for one in videos], system)
+    return engine_input(built, int(builder.config.video_token_id))
+
+
+def _held(identity: ModelIdentity) -> tuple[str, str]:
+    return identity["type"], identity["weights"]
+
+
+@lru_cache(maxsize=8)
+def _source(model: str | None, model_type: str, weights: str) -> ModelSource:
+    source = ModelSource.resolve(*model_of(model, None, weights))
+    check_model("the cache", {"type": model_type, "weights": weights}, source)
+    return source
+
+
+@lru_cache(maxsize=8)
+def _builder(model: str | None, model_type: str, weights: str, positions: str | None, rule: str) -> PromptBuilder:
+    return prompt_builder(_source(model, model_type, weights), positions, rule)

@@ -1,0 +1,110 @@
+"""``--engine vllm`` on real Ray: the answers of transformers, also where the engine's process dies under it."""
+
+import json
+import os
+import signal
+import threading
+from collections import Counter
+
+import pytest
+
+from jobs import generate
+from pipeline import read_answers
+from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
+from tests.jobs.jobs import run_here
+from tests.jobs.processes import family
+from tests.pipeline.asking import tiny_cache, write_questions
+from tests.pipeline.rays import ray_here
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_here({"num_cpus": 2}):
+        yield
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """A cache, and questions of every kind about it."""
+    tiny_cache(tmp_path / "c", ("a", "b", "c"))
+    rows = []
+    for number in range(36):
+        row = {"question_id": f"q{number:02}", "video_id": "abc"[number % 3], "prompt": f"What is thing {number}?"}
+        if number % 4 == 1:
+            row["choices"] = ["yes", "no, never at all", "perhaps"]
+        if number % 9 == 2:
+            row["video_id"] = ["a", "b"]
+        if number % 7 == 3:
+            row["temperature"] = 1.0
+        rows.append(row)
+    rows.append({"question_id": "away", "video_id": "nope", "prompt": "?"})
+    return [str(tmp_path / "c"), "--questions", str(write_questions(tmp_path / "q.jsonl", rows))]
+
+
+def answers(folder):
+    rows = read_answers(folder).to_pylist()
+    assert max(Counter(row["question_id"] for row in rows).values()) == 1
+    return {row["question_id"]: row for row in rows}
+
+
+@pytest.mark.parametrize("choices", ["letter", "loglikelihood"])
+def test_both_engines_give_the_same_rows(cluster, asked, tmp_path, choices):
+    common = [*asked, "--retention-ratio", "0.1", "--choices", choices, "--max-new-tokens", "6"]
+    for engine in ("transformers", "vllm"):
+        done = run_here(generate, [*common, "--out", str(tmp_path / engine), "--engine", engine])
+        assert done.returncode == 0, done.stdout
+    ours, theirs = answers(tmp_path / "vllm"), answers(tmp_path / "transformers")
+    assert ours.keys() == theirs.keys() and len(ours) == 37
+    assert ours["away"]["error_class"] == theirs["away"]["error_class"] == "unknown-video"
+    same = ("status", "choice", "n_prompt_tokens", "n_visual_tokens", "n_kept", "retention_ratio", "choice_tokens")
+    for name, row in ours.items():
+        other = theirs[name]
+        assert [row[key] for key in same] == [other[key] for key in same]
+        if "temperature" not in json.loads(row["decoding"]) or json.loads(row["decoding"])["temperature"] == 0:
+            assert (row["answer"], row["n_new_tokens"], row["finish"]) == (
+                other["answer"], other["n_new_tokens"], other["finish"]
+            )  # fmt: skip
+        if row["choice_scores"]:
+            assert row["choice_scores"] == pytest.approx(other["choice_scores"], abs=1e-4)
+    # Another engine's answers are not gone on with, and a second run asks nothing.
+    refused = run_here(generate, [*common, "--out", str(tmp_path / "vllm")])
+    assert refused.returncode == 2 and "engine" in refused.stdout
+    again = run_here(generate, [*common, "--out", str(tmp_path / "vllm"), "--engine", "vllm"])
+    assert again.returncode == 0 and len(list((tmp_path / "vllm" / "answers").iterdir())) > 0
+    (header,) = [json.loads((tmp_path / "vllm" / "answers.json").read_text())["identity"]["engine"]]
+    assert header == {"name": "vllm"}
+
+
+def test_an_engine_that_dies_is_restarted_and_no_question_is_lost_or_doubled(cluster, asked, tmp_path):
+    out, killed = tmp_path / "o", []
+
+    def shards() -> int:
+        return len(list((out / "answers").glob("[!.]*")))
+
+    argv = [*asked, "--out", str(out), "--engine", "vllm", "--batch-size", "4", "--questions-per-shard", "4"]
+
+    def kill() -> None:
+        wait_until(
+            lambda: list((out / "answers").glob("[!.]*")) if (out / "answers").exists() else [], "an answer", 300
+        )
+        (pid,) = [pid for pid, title in family(os.getpid()).items() if title.startswith("ray::MapWorker")]
+        os.kill(pid, signal.SIGKILL)
+        killed.append(shards())
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    done = run_here(generate, [*argv, "--max-new-tokens", "40"])
+    killer.join()
+    assert done.returncode == 0, done.stdout
+    rows = answers(out)
+    assert killed and killed[0] < shards()
+    assert {name for name, row in rows.items() if row["status"] != "ok"} == {"away"} and len(rows) == 37
+
+
+def test_an_argument_that_vllm_does_not_know_is_refused(cluster, asked, tmp_path):
+    argv = [*asked, "--out", str(tmp_path / "o"), "--engine", "vllm", "--engine-param"]
+    assert "has no such engine argument" in run_here(generate, [*argv, "no_such_thing=1"]).stdout
+    assert "it follows from the cache" in run_here(generate, [*argv, "dtype=float16"]).stdout

@@ -1,0 +1,172 @@
+"""vLLM says what transformers says of the same prompts: texts, choices, scores; with its prefix cache and in parts."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+
+from gstep.backbones import ModelSource, choose_runtime
+from gstep.checkpoints import tiny
+from gstep.language import Decoding, prompt_builder
+from pipeline.generate.engines import EngineDied, EngineSetup, load_engine
+from tests import vllm_here
+from tests.gstep.llms import FAMILIES, encode
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+RUNTIME = choose_runtime("cpu", "float32")
+TEXTS = ["A", "B", "C", "yes, always", "yes, never at all", "no"]
+MARKERS = "Is <|vision_start|> before <|vision_end|>, and <0.2 seconds> after?"
+
+
+def engines_of(source, **params):
+    """(vLLM's, transformers')."""
+    setup = EngineSetup("vllm", params={**vllm_here.PARAMS, **params}, largest_video=400)
+    return load_engine(setup, source, RUNTIME), load_engine(EngineSetup(), source, RUNTIME)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    """(name, vLLM's engine, transformers' engine)."""
+    ours, theirs = engines_of(ModelSource.resolve(request.param))
+    yield request.param, ours, theirs
+    ours.close()
+
+
+def clips(name, ratio):
+    """Two videos of the same frames with other tokens kept; of one, frames at both ends keep nothing."""
+    whole = encode(name, n_frames=2 if name == "tiny" else 6, grid=(8, 8))
+    n, per_frame = len(whole.visual.index), whole.visual.tokens_per_frame
+    generator = torch.Generator().manual_seed(int(100 * ratio))
+    some = torch.randperm(n, generator=generator)[: max(2, int(ratio * n))].sort().values
+    inner = some[(some >= per_frame) & (some < n - per_frame)] if name != "tiny" else some[some >= per_frame]
+    return whole.keep(some), whole.keep(inner if len(inner) else torch.tensor([per_frame]))
+
+
+def policies(name):
+    if name == "tiny":
+        return [("contiguous", "transformers-5")]
+    return [("original", "transformers-5"), ("original", "vllm"), ("contiguous", "transformers-4.57")]
+
+
+def prompts_of(name):
+    """At three ratios, on one video and on two, under every policy; questions on a video are neighbours."""
+    made = []
+    for ratio in (1.0, 0.25, 0.1):
+        for policy in policies(name):
+            build = prompt_builder(ModelSource.resolve(name), *policy).build
+            one, two = clips(name, ratio)
+            texts = [
+                "What is happening?",
+                "Why do they do it, and who is it for?",
+                MARKERS if name != "tiny" else "Hm?",
+            ]
+            made += [build(text, visuals) for visuals in ([one], [two], [two, one]) for text in texts]
+    return made
+
+
+def test_greedy_answers_are_the_same(family):
+    name, ours, theirs = family
+    prompts = prompts_of(name)
+    decodings = [Decoding(max_new_tokens=4 + i % 5) for i in range(len(prompts))]
+    before = ours.reused_tokens
+    mine, expected = ours.generate(prompts, decodings), theirs.generate(prompts, decodings)
+    assert [(a.text, a.token_ids, a.finish) for a in mine] == [(a.text, a.token_ids, a.finish) for a in expected]
+    assert len({a.text for a in expected}) > len(prompts) // 4  # or the comparison would say nothing
+    assert ours.reused_tokens > before  # questions on the same video found it in the prefix cache
+    assert all(a.prefill_s > 0 and a.decode_s >= 0 for a in mine)
+
+
+def test_choices_have_the_same_scores(family):
+    name, ours, theirs = family
+    prompts = prompts_of(name)[::3]
+    texts = [TEXTS[: 3 + i % 4] for i in range(len(prompts))]
+    mine, expected = ours.score(prompts, texts), theirs.score(prompts, texts)
+    for scores, others in zip(mine, expected, strict=True):
+        assert [score.n_tokens for score in scores] == [score.n_tokens for score in others]
+        assert [score.logprob for score in scores] == pytest.approx([o.logprob for o in others], abs=1e-4)
+    with pytest.raises(ValueError, match="one character"):
+        ours.score(prompts[:1], [[""]])
+
+
+def test_a_video_that_the_prefix_cache_holds_keeps_its_positions(family):
+    """vLLM drops what it knows of a video that is computed already, but for what stays on the CPU."""
+    name, ours, theirs = family
+    one, _ = clips(name, 1.0)
+    build = prompt_builder(ModelSource.resolve(name)).build
+    first, again = build("Who?", [one]), build("Who else, and what are they going to do about it?", [one])
+    decoding = [Decoding(max_new_tokens=6)]
+    ours.generate([first], decoding)
+    before = ours.reused_tokens
+    (mine,), (expected,) = ours.generate([again], decoding), theirs.generate([again], decoding)
+    assert mine.token_ids == expected.token_ids
+    assert ours.reused_tokens - before > len(one.index) // 2
+
+
+def test_the_same_ids_with_other_tokens_are_another_video(family):
+    name, ours, theirs = family
+    one, _ = clips(name, 0.25)
+    other = dataclasses.replace(one, tokens=one.tokens.flip(0).contiguous())
+    build = prompt_builder(ModelSource.resolve(name)).build
+    prompts = [build("What is it?", [visual]) for visual in (one, other, one)]
+    decodings = [Decoding(max_new_tokens=8)] * 3
+    assert [a.token_ids for a in ours.generate(prompts, decodings)] == [
+        a.token_ids for a in theirs.generate(prompts, decodings)
+    ]
+
+
+def test_a_drawn_answer_does_not_depend_on_its_batch(family):
+    name, ours, _ = family
+    prompts = prompts_of(name)[:6]
+    decodings = [Decoding(max_new_tokens=6, temperature=1.3, top_p=0.9, seed=i) for i in range(6)]
+    together = ours.generate(prompts, decodings)
+    alone = [ours.generate([prompt], [how])[0] for prompt, how in zip(prompts, decodings, strict=True)]
+    assert [a.token_ids for a in together] == [a.token_ids for a in alone]
+    reseeded = ours.generate(prompts, [dataclasses.replace(how, seed=99) for how in decodings])
+    assert [a.token_ids for a in reseeded] != [a.token_ids for a in together]
+
+
+def test_what_vllm_refuses_is_said_and_the_engine_lives(family):
+    name, ours, theirs = family
+    prompt, (one, _) = prompts_of(name)[0], clips(name, 0.1)
+    long = prompt_builder(ModelSource.resolve(name)).build("why " * (ours.context_length + 1), [one])
+    with pytest.raises(ValueError, match="maximum"):
+        ours.generate([prompt, long], [Decoding(4)] * 2)
+    assert ours.generate([prompt], [Decoding(4)])[0].token_ids == theirs.generate([prompt], [Decoding(4)])[0].token_ids
+
+
+def test_the_embedding_of_a_question_is_the_models(family):
+    _, ours, theirs = family
+    assert torch.equal(ours.embedding("What is it?"), theirs.embedding("What is it?"))
+
+
+def test_a_checkpoints_repetition_penalty_counts(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.build("tiny-qwen2-5-vl"), folder)
+    settings = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**settings, "repetition_penalty": 1.5}))
+    name = "tiny-qwen2-5-vl"
+    ours, theirs = engines_of(ModelSource.resolve(folder))
+    try:
+        prompts, decodings = prompts_of(name)[:6], [Decoding(max_new_tokens=12)] * 6
+        mine, expected = ours.generate(prompts, decodings), theirs.generate(prompts, decodings)
+        assert [a.token_ids for a in mine] == [a.token_ids for a in expected]
+        plain = load_engine(EngineSetup(), ModelSource.resolve(name), RUNTIME).generate(prompts, decodings)
+        assert [a.token_ids for a in plain] != [a.token_ids for a in expected]
+    finally:
+        ours.close()
+
+
+def test_an_engine_that_breaks_says_that_it_is_dead(family, monkeypatch):
+    name, ours, _ = family
+
+    def broken():
+        raise RuntimeError("the scheduler is lost")
+
+    monkeypatch.setattr(ours._engine, "step", broken)
+    with pytest.raises(EngineDied, match="RuntimeError: the scheduler is lost"):
+        ours.generate(prompts_of(name)[:1], [Decoding(4)])
+    monkeypatch.undo()
+    ours._engine.abort_request([f"{ours._n_asked - 1}"], internal=False)

@@ -1,0 +1,206 @@
+"""vLLM's own server on a cache, asked by the official client of the OpenAI API."""
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from gstep.backbones import ModelSource, choose_runtime
+from gstep.language import Decoding, load_language_model, prompt_builder
+from pipeline import TokenCache
+from pipeline.generate.held_videos import to_visual
+from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
+from tests.jobs.jobs import environment
+from tests.paths import ROOT
+from tests.pipeline.asking import tiny_cache
+
+openai = pytest.importorskip("openai")
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+KEY = "secret"
+N_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served") / "c"
+    tiny_cache(folder, ("a", "dir/b.mp4"), failed=("bad",))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(cache):
+    """Of a server of this cache."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = (cache.parent / "log").open("w")
+    command = [sys.executable, "-m", "jobs.serve", str(cache), "--port", str(port), "--api-key", KEY]
+    server = subprocess.Popen(
+        command, cwd=ROOT, env=environment(HF_HUB_OFFLINE="1"), stdout=log, stderr=subprocess.STDOUT
+    )
+    try:
+        deadline = time.monotonic() + 300
+        while True:
+            assert server.poll() is None and time.monotonic() < deadline, (cache.parent / "log").read_text()[-5000:]
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                break
+            except OSError:
+                time.sleep(1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.terminate()
+        server.wait(60)
+        log.close()
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    return openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=300)
+
+
+@pytest.fixture
+def listener():
+    """An address, and what was asked of it."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v.mp4", asked
+    server.shutdown()
+
+
+def parts(prompt, *urls):
+    videos = [{"type": "video_url", "video_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [*videos, {"type": "text", "text": prompt}]}]
+
+
+def ask(client, messages, **more):
+    return client.chat.completions.create(model="tiny", messages=messages, max_tokens=N_TOKENS, temperature=0, **more)
+
+
+def expected(cache, prompt, names, ratio):
+    """What transformers says."""
+    source, opened = ModelSource.resolve("tiny"), TokenCache(cache)
+    visuals = [to_visual(opened.get(name, ratio), opened.newline) for name in names]
+    built = prompt_builder(source).build(prompt, visuals)
+    model = load_language_model(source, choose_runtime("cpu", "float32"))
+    (answer,) = model.generate([built], [Decoding(max_new_tokens=N_TOKENS)])
+    return len(built), answer.text
+
+
+def same(mine, theirs):
+    """A character that is not whole at the end of an answer is held back by a server that streams."""
+    return mine.rstrip("\ufffd") == theirs.rstrip("\ufffd")
+
+
+@pytest.mark.parametrize(("names", "ratio"), [(("a",), None), (("dir/b.mp4",), 0.1), (("dir/b.mp4", "a"), 0.2)])
+def test_it_answers_as_the_model_does(cache, client, names, ratio):
+    query = "" if ratio is None else f"?retention_ratio={ratio}"
+    n_tokens, text = expected(cache, "What is happening, and why?", names, ratio)
+    messages = parts("What is happening, and why?", *(f"cache://{name}{query}" for name in names))
+    answer = ask(client, messages)
+    assert answer.usage.prompt_tokens == n_tokens
+    assert same(answer.choices[0].message.content, text)
+    streamed = ask(client, messages, stream=True)
+    assert same("".join(chunk.choices[0].delta.content or "" for chunk in streamed), text)
+
+
+def test_a_text_alone_is_a_chat_like_any_other(client):
+    assert ask(client, [{"role": "user", "content": "hello"}]).usage.completion_tokens == N_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("cache://nope", "'nope' is not in the cache"),
+        ("cache://bad", "corrupt: damaged"),
+        ("cache://a?retention_ratio=0.9", "0.9 is larger"),
+        ("cache://a?retention_ratio=x", "must be in"),
+        ("file:///etc/passwd", "no files and no addresses"),
+        ("data:video/mp4;base64,AAAA", "no cached video"),
+    ],
+)
+def test_what_it_does_not_have_is_a_4xx_with_the_reason(client, url, why):
+    with pytest.raises(openai.BadRequestError, match=why):
+        ask(client, parts("x", url))
+
+
+def test_nothing_is_fetched(client, address, listener):
+    url, asked = listener
+    kinds = ("video_url", "image_url", "audio_url")
+    for kind in kinds:
+        with pytest.raises(openai.BadRequestError):
+            ask(client, [{"role": "user", "content": [{"type": kind, kind: {"url": url}}]}])
+    # A route of vLLM's that takes tokens, and parts beside them.
+    body = {
+        "token_ids": [1, 2, 3],
+        "sampling_params": {"max_tokens": 1},
+        "content_parts": [{"type": "video_url", "video_url": {"url": url}}],
+    }
+    request = urllib.request.Request(
+        f"{address}/inference/v1/generate",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"},
+    )
+    with pytest.raises(urllib.error.HTTPError):
+        urllib.request.urlopen(request, timeout=60)
+    assert asked == []
+
+
+def test_the_key_is_asked_for(address):
+    stranger = openai.OpenAI(base_url=f"{address}/v1", api_key="other", max_retries=0)
+    with pytest.raises(openai.AuthenticationError):
+        ask(stranger, parts("x", "cache://a"))
+
+
+def test_a_request_that_would_change_the_prompt_is_refused(client):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    with pytest.raises(openai.BadRequestError):
+        ask(client, parts("x", "cache://a"), tools=[tool], tool_choice="none")
+    with pytest.raises(openai.BadRequestError, match="add_generation_prompt"):
+        ask(client, parts("x", "cache://a"), extra_body={"add_generation_prompt": False})
+    with pytest.raises(openai.BadRequestError):
+        ask(client, parts("x", "cache://a"), extra_body={"truncate_prompt_tokens": 20})
+
+
+def test_a_thousand_requests_at_once_are_all_answered(cache, address):
+    texts = {name: expected(cache, "Who?", [name], None)[1] for name in ("a", "dir/b.mp4")}
+
+    async def all_of_them():
+        async with openai.AsyncOpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=500) as client:
+
+            async def one(name):
+                answer = await client.chat.completions.create(
+                    model="tiny", messages=parts("Who?", f"cache://{name}"), max_tokens=N_TOKENS, temperature=0
+                )
+                return same(answer.choices[0].message.content, texts[name])
+
+            return await asyncio.gather(*(one(("a", "dir/b.mp4")[i % 2]) for i in range(1000)), return_exceptions=True)
+
+    assert Counter(map(str, asyncio.run(all_of_them()))) == {"True": 1000}
+
+
+def test_a_cached_video_is_served_without_its_file(cache):
+    """Its uri leads nowhere."""
+    assert not Path(TokenCache(cache).metadata("a")["uri"]).exists()
