@@ -1,4 +1,4 @@
-"""Measure this package on this machine: every pruning method, GSTEP's selection in all its forms, and resuming."""
+"""Measure this package on this machine: pruning methods, GSTEP's selection in all its forms, resuming, serving."""
 
 from __future__ import annotations
 
@@ -8,22 +8,24 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.benchmark import methods, resume, selection
+from jobs.benchmark import methods, resume, selection, serving
 from jobs.command import exit_code_of
-from pipeline.errors import ManifestError, VideoFault
+from pipeline.errors import ManifestError, RunFailed, VideoFault
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser("python -m jobs.benchmark", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="methods|selection|resume")
-    for name, command in {"methods": methods, "selection": selection, "resume": resume}.items():
+    commands = parser.add_subparsers(required=True, metavar="methods|selection|resume|serving")
+    for name, command in {"methods": methods, "selection": selection, "resume": resume, "serving": serving}.items():
         flags = commands.add_parser(name, help=command.HELP, description=command.__doc__)
         command.add_flags(flags)
         flags.set_defaults(run=command.run)
     arguments = parser.parse_args(argv)
     # The sample clips are read by the selection's benchmark: where they are missing or damaged, it failed.
-    return exit_code_of(lambda: int(arguments.run(arguments)), Console(stderr=True), failed=(ManifestError, VideoFault))
+    return exit_code_of(
+        lambda: int(arguments.run(arguments)), Console(stderr=True), failed=(ManifestError, RunFailed, VideoFault)
+    )
 
 
 if __name__ == "__main__":

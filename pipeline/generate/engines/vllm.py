@@ -45,6 +45,8 @@ class VllmEngine:
         self._n_asked = 0
         #: Tokens of prompts, and how many of them the prefix cache had.
         self.prompt_tokens = self.reused_tokens = 0
+        #: Seconds to the first token of each request of the last batch.
+        self.first_token_s: list[float] = []
         self.context_length = int(engine.vllm_config.model_config.max_model_len)
 
     @classmethod
@@ -87,7 +89,8 @@ class VllmEngine:
         started = time.monotonic()
         params = [sampling_params(decoding, self._generation) for decoding in decodings]
         outputs = self._run(prompts, params)
-        prefill_s = max(output.metrics.first_token_latency for output in outputs)
+        self.first_token_s = [float(output.metrics.first_token_latency) for output in outputs]
+        prefill_s = max(self.first_token_s)
         decode_s = max(0.0, time.monotonic() - started - prefill_s)
         return [self._answer(output.outputs[0], prefill_s, decode_s) for output in outputs]
 
@@ -127,6 +130,10 @@ class VllmEngine:
         """See :class:`pipeline.generate.engines.Engine`."""
         parallel = {"tensor_parallel": self._setup.tensor_parallel}
         return {**self._runtime.describe(), "attn_implementation": "vllm", "vllm": _version(), **parallel}
+
+    def forget(self) -> None:
+        """Empty the prefix cache: the next batch is as the first."""
+        self._engine.reset_prefix_cache()
 
     def close(self) -> None:
         """Ends its worker processes too."""

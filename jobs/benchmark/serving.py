@@ -1,0 +1,77 @@
+"""Answers from a cache beside answers from the videos: requests a second, time to the first token, reuse, memory."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+
+from jobs.benchmark.sizes import add_json
+from jobs.command import count, share, wide_console, write_json
+
+HELP = "answering from a cache, by vLLM and by transformers, beside vLLM on the videos themselves"
+MODES = ("cached-vllm", "cached-transformers", "online-vllm")
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default="tiny-qwen2-5-vl",
+        metavar="MODEL",
+        help="a Hugging Face id or folder; the default is random and small: its figures say how ways compare, not how "
+        "fast a real one is [tiny-qwen2-5-vl]",
+    )
+    parser.add_argument(
+        "--cache",
+        metavar="CACHE",
+        help="one of the model's whose uris are files [made of the sample clips, all tokens]",
+    )
+    parser.add_argument("--num-frames", type=count, default=16, metavar="T", help="frames a video [16]")
+    parser.add_argument(
+        "--retention-ratio", type=share, nargs="+", default=[1.0, 0.25, 0.1], metavar="R", help="[1.0 0.25 0.1]"
+    )
+    parser.add_argument("--questions", type=count, nargs="+", default=[1, 8], metavar="Q", help="a video [1 8]")
+    parser.add_argument("--max-new-tokens", type=count, default=16, metavar="N", help="[16]")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="[all]")
+    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, show and write; returns the exit code."""
+    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - torch loads after the flags
+    from jobs.benchmark.serving_times import (  # noqa: PLC0415
+        Job,
+        as_record,
+        as_table,
+        check,
+        device,
+        make_cache,
+        measure,
+    )
+
+    check(arguments.modes)
+    console = Console(stderr=True)
+    with TemporaryDirectory() as folder:
+        cache = arguments.cache
+        if cache is None:
+            console.print("making a cache of the sample clips", style="dim")
+            cache = make_cache(Path(folder) / "cache", arguments.model, arguments.num_frames)
+        job = Job(
+            model=arguments.model,
+            cache=cache,
+            num_frames=arguments.num_frames,
+            ratios=tuple(sorted(arguments.retention_ratio, reverse=True)),
+            questions=tuple(arguments.questions),
+            max_new_tokens=arguments.max_new_tokens,
+            repeats=arguments.repeats,
+        )
+        found = []
+        for mode in arguments.modes:
+            console.print(f"{mode}: a process of its own", style="dim")
+            found += measure(mode, job)
+    wide_console().print(as_table(found, f"{arguments.model} on {machine_line(device())}"))
+    write_json(arguments.json, as_record(found, job, machine=machine(device())))
+    return 0
