@@ -49,18 +49,20 @@ __all__ = [
 ]
 
 
-def prompt_builder(source: ModelSource, positions: str | None = None, rule: str = "transformers-5") -> PromptBuilder:
+def prompt_builder(
+    source: ModelSource, positions: str | None = None, rule: str = "transformers-5", frame_times: str = "true"
+) -> PromptBuilder:
     """Makes prompts for a model; reads its config and tokenizer, no weights.
 
     Args:
         positions: "contiguous" or "original"; None takes the family's default (LLaVA-OneVision contiguous, Qwen
             original).
-        rule: see :class:`~gstep.language.types.PromptPolicy`.
+        rule, frame_times: see :class:`~gstep.language.types.PromptPolicy`.
 
     Raises ModelError where a tokenizer, a chat template or a token that prompts need is missing, and
     ValueError for an unknown policy.
     """
-    builder: PromptBuilder = BUILDERS[source.model_type].of(source, positions, rule)
+    builder: PromptBuilder = BUILDERS[source.model_type].of(source, positions, rule, frame_times)
     return builder
 
 

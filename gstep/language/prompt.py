@@ -39,6 +39,7 @@ class PromptBuilder(ABC):
     default_positions: ClassVar[str]
     axes: ClassVar[int]
     needs_newline: ClassVar[bool] = False
+    writes_times: ClassVar[bool] = False  # whether the prompt tells when frames are shown
     frame_markers: ClassVar[int] = 0  # tokens before and after the placeholders of each frame
     deepstack_levels: int = 0
 
@@ -52,11 +53,13 @@ class PromptBuilder(ABC):
         self._video_token = str(tokenizer.convert_ids_to_tokens(self._video_id))
 
     @classmethod
-    def of(cls, source: ModelSource, positions: str | None, rule: str) -> Self:
+    def of(cls, source: ModelSource, positions: str | None, rule: str, frame_times: str) -> Self:
         """From a checkpoint's own files. Raises ModelError where one is missing, ValueError for an unknown policy."""
         template = chat_template(source)
         hashed = hashlib.sha256(template.encode()).hexdigest()[:16]
-        policy = PromptPolicy(positions or cls.default_positions, rule, hashed)
+        policy = PromptPolicy(positions or cls.default_positions, rule, hashed, frame_times)
+        if not cls.writes_times:  # what changes no prompt must not tell answers apart
+            policy = replace(policy, frame_times="true")
         config = parsed_config(source)
         tokenizer = tokenizer_of(source)
         if tokenizer.convert_ids_to_tokens(config.video_token_id) not in tokenizer.get_added_vocab():

@@ -118,6 +118,7 @@ class Qwen3Prompts(QwenPrompts):
     """Every temporal patch has its time as text before it, also one of which no token was kept."""
 
     frame_markers = 1
+    writes_times = True
 
     def __init__(self, config: Any, tokenizer: Any, chat_template: str, policy: PromptPolicy) -> None:
         super().__init__(config, tokenizer, chat_template, policy)
@@ -156,7 +157,24 @@ class Qwen3Prompts(QwenPrompts):
         return Segment(self._placeholders(len(kept)), positions, max(grid.height, grid.width))
 
     def _seconds(self, visual: Visual) -> list[float]:
+        if self.policy.frame_times == "stock":
+            return self._stock_seconds(visual)
         times = visual.extra.get("patch_timestamps")
         if times is None or len(times) != visual.n_frames:
             raise ValueError("the cache does not tell the time of every temporal patch: prune the video again")
         return [float(time) for time in times]
+
+    def _stock_seconds(self, visual: Visual) -> list[float]:
+        """As Qwen3VLProcessor._calculate_timestamps (models/qwen3_vl/processing_qwen3_vl.py), to the last bit.
+
+        Places are those in the file, also of a clip: qwen-vl-utils tells them so, and knows of no start to subtract.
+        """
+        frames = int(self.config.vision_config.temporal_patch_size)
+        if not visual.fps or -(-len(visual.frame_indices) // frames) != visual.n_frames:
+            raise ValueError(
+                "the cache does not tell which frames of the video were sampled, and at how many a second: prune the "
+                "video again, or use --frame-times true"
+            )
+        times = [index / visual.fps for index in visual.frame_indices]
+        times += times[-1:] * (-len(times) % frames)
+        return [(first + last) / 2 for first, last in zip(times[::frames], times[frames - 1 :: frames], strict=True)]

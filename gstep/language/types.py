@@ -5,7 +5,7 @@ Shapes: K kept tokens of one video, D hidden size, L prompt tokens; T, N and the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 POSITIONS = ("contiguous", "original")
 RULES = ("transformers-5", "transformers-4.57", "vllm")
+FRAME_TIMES = ("true", "stock")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class Visual:
         newline: [D], the row that follows the tokens of a video; LLaVA-OneVision alone has one.
         evidence: what the cache holds of the same tokens besides, for a method that has yet to prune them; no part of a
             prompt.
+        frame_indices: the sampled frames, by their places in the source; a place repeats where a frame does. Empty
+            where nobody knows them.
+        fps: average frames a second of the source, as its container tells; None where nobody knows.
     """
 
     tokens: Tensor
@@ -39,6 +43,8 @@ class Visual:
     deepstack: tuple[Tensor, ...] = ()
     newline: Tensor | None = None
     evidence: Mapping[str, Tensor] = field(default_factory=dict)
+    frame_indices: Sequence[int] = ()
+    fps: float | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,9 @@ class PromptPolicy:
             They decide where the text after a video goes on, whether the seconds of a temporal patch are cut to an
             integer (Qwen2.5-VL), and whether the template's vision markers around a whole video stay (Qwen3-VL).
         chat_template: a hash of the checkpoint's chat template.
+        frame_times: which times Qwen3-VL reads before its temporal patches: "true", when the frames are shown, from the
+            start of the clip; "stock", as transformers writes them: the frame's place in the file by the average frames
+            a second. Where a file's frame rate varies, the two differ. A family that writes no times has "true".
 
     Raises ValueError for another name.
     """
@@ -59,15 +68,17 @@ class PromptPolicy:
     positions: str
     rule: str = "transformers-5"
     chat_template: str = ""
+    frame_times: str = "true"
 
     def __post_init__(self) -> None:
-        for name, value, known in (("positions", self.positions, POSITIONS), ("rule", self.rule, RULES)):
-            if value not in known:
+        options = {"positions": POSITIONS, "rule": RULES, "frame_times": FRAME_TIMES}
+        for name, known in options.items():
+            if (value := getattr(self, name)) not in known:
                 raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")
 
     def describe(self) -> dict[str, str]:
-        """For the record, JSON-able."""
-        return asdict(self)
+        """For the record, JSON-able. True times are left out: answers from before there were others have them too."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("frame_times", "true")}
 
 
 @dataclass(frozen=True)

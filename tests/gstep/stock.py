@@ -1,16 +1,19 @@
-"""The stock code of transformers that needs torchvision at import: single functions, taken out of their files."""
+"""The stock code of transformers without what needs torchvision: single functions, and half of a processor."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from transformers.image_utils import SizeDict
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.video_utils import VideoMetadata
 
 
 class _Base:
@@ -49,3 +52,13 @@ def stock_size(module: str, class_name: str, settings: Mapping[str, Any], shape:
         temporal_factor=settings["temporal_patch_size"],
         cap_pixels_per_frame=settings.get("cap_pixels_per_frame"),
     )
+
+
+def stock_video_text(metadata: VideoMetadata, grid_thw: Sequence[int]) -> str:
+    """What Qwen3VLProcessor writes for a video in place of its token: times, markers and placeholders."""
+    processor = object.__new__(Qwen3VLProcessor)  # its video processor needs torchvision: what is asked of it is these
+    processor.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
+    processor.video_token, processor.vision_start_token = "<|video_pad|>", "<|vision_start|>"
+    processor.vision_end_token = "<|vision_end|>"
+    inputs = {"video_metadata": [metadata], "video_grid_thw": torch.tensor([list(grid_thw)])}
+    return processor.replace_video_token(inputs, 0)

@@ -29,8 +29,8 @@ def video(name, n_frames=5, index=None, seconds=1.3, grid=GRID):
     return Visual(tokens, index, n_frames, per_frame, extra, (tokens,) * levels)
 
 
-def builder(name, positions=None, rule="transformers-5"):
-    return prompt_builder(ModelSource.resolve(name), positions, rule)
+def builder(name, positions=None, rule="transformers-5", frame_times="true"):
+    return prompt_builder(ModelSource.resolve(name), positions, rule, frame_times)
 
 
 def text_of(name, prompt):

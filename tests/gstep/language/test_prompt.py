@@ -44,6 +44,19 @@ def test_the_default_is_contiguous_for_llava_and_original_for_qwen():
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_where_frames_get_their_times_from_is_told_only_where_prompts_tell_times(name):
+    true, stock = (builder(name, frame_times=times).policy.describe() for times in ("true", "stock"))
+    assert "frame_times" not in true  # answers from before there were others are asked for so again
+    assert stock == ({**true, "frame_times": "stock"} if name == "tiny-qwen3-vl" else true)
+
+
+@pytest.mark.parametrize("name", FAMILIES[:2])
+def test_a_prompt_without_times_is_the_same_whatever_the_times(name):
+    plain, stock = (builder(name, frame_times=times).build("Why?", [video(name)]) for times in ("true", "stock"))
+    assert torch.equal(plain.input_ids, stock.input_ids) and torch.equal(plain.positions, stock.positions)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_system_message_comes_first(name):
     prompt = builder(name).build("Why?", [video(name, index=[1])], system="Be brief.")
     assert text_of(name, prompt).startswith("<|im_start|>system")

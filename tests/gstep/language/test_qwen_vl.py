@@ -1,10 +1,15 @@
 """Prompts of the Qwen families: positions of the stock model, the rules of other libraries, times as text."""
 
+import dataclasses
+import random
+
 import pytest
 import torch
+from transformers.video_utils import VideoMetadata
 
-from tests.gstep.language.prompts import PER_FRAME, QWEN, builder, text_of, video
+from tests.gstep.language.prompts import GRID, PER_FRAME, QWEN, builder, text_of, video
 from tests.gstep.llms import stock
+from tests.gstep.stock import stock_video_text
 
 
 def stock_positions(name, prompt, videos):
@@ -80,6 +85,39 @@ def test_every_patch_of_qwen3_has_its_time_also_with_no_token_left(rule, outer):
     # A patch without tokens still takes its place: positions go on as in the whole video.
     whole = builder(name, rule=rule).build("What is happening?", [video(name, 4), video(name, 1)])
     assert torch.equal(prompt.positions[:, -1], whole.positions[:, -1])
+
+
+def sampled(indices, fps):
+    """A video of Qwen3-VL whose frames are these of its source."""
+    return dataclasses.replace(video(QWEN[1], -(-len(indices) // 2)), frame_indices=indices, fps=fps)
+
+
+def test_stock_times_are_those_of_the_stock_processor():
+    draw, stock_times = random.Random(0), builder(QWEN[1], frame_times="stock")
+    cases = [([40], 25.0), ([0, 1, 1, 2, 9], 30000 / 1001), ([0, 7], 16.50943396226415)]
+    cases += [(sorted(draw.choices(range(9000), k=draw.randint(1, 33))), draw.uniform(0.5, 120)) for _ in range(100)]
+    for indices, fps in cases:
+        clip = sampled(indices, fps)
+        prompt = stock_times.build("Why?", [clip])
+        metadata = VideoMetadata(total_num_frames=9000, fps=fps, frames_indices=list(indices))
+        written = stock_video_text(metadata, (clip.n_frames, *GRID))
+        told = f"<|im_start|>user\n<|vision_start|>{written}<|vision_end|>Why?<|im_end|>\n<|im_start|>assistant\n"
+        assert stock_times.tokenizer.decode(prompt.input_ids) == told, (indices, fps)
+
+
+@pytest.mark.parametrize("rule", ["transformers-5", "transformers-4.57", "vllm"])
+def test_true_times_come_from_the_cache_under_every_rule(rule):
+    clip = sampled([0, 50, 99], 10.0)
+    true, other = (text_of(QWEN[1], builder(QWEN[1], None, rule, t).build("Why?", [clip])) for t in ("true", "stock"))
+    assert "<0.2 seconds>" in true and "<1.6 seconds>" in true
+    assert other == true.replace("<0.2 seconds>", "<2.5 seconds>").replace("<1.6 seconds>", "<9.9 seconds>")
+
+
+@pytest.mark.parametrize(("indices", "fps"), [((), 25.0), ([0, 1], None), ([0, 1, 2], 25.0), ([0, 1], 0.0)])
+def test_a_cache_that_does_not_tell_the_frames_says_what_to_do(indices, fps):
+    clip = dataclasses.replace(video(QWEN[1], 1), frame_indices=indices, fps=fps)
+    with pytest.raises(ValueError, match=r"which frames .* were sampled.* prune the video again, or use --frame-times"):
+        builder(QWEN[1], frame_times="stock").build("Why?", [clip])
 
 
 def test_the_prompt_of_qwen2_5():
