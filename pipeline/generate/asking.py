@@ -38,6 +38,7 @@ class AskSetup:
         order: in which tokens are read from the cache.
         own_order: whether a method's own order in a prompt is kept of what is pruned here.
         positions: None is the family's default.
+        rule, frame_times: as of prompt_builder.
     """
 
     source: ModelSource
@@ -49,6 +50,7 @@ class AskSetup:
     own_order: bool = True
     positions: str | None = None
     rule: str = "transformers-5"
+    frame_times: str = "true"
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Asker:
     def __init__(self, setup: AskSetup, engine: Engine, device: str, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
         self._prunings = setup.prunings
-        self._builder = prompt_builder(setup.source, setup.positions, setup.rule)
+        self._builder = prompt_builder(setup.source, setup.positions, setup.rule, setup.frame_times)
         self._context = min(self._builder.context_length, engine.context_length)
         lates = [late for late in setup.prunings.values() if late is not None]
         cache = TokenCache(str(setup.store), store=setup.store, live=setup.live)

@@ -72,6 +72,12 @@ class GenerateConfig(PrunerOptions, EngineOptions):
         "whose rules prompts follow where libraries differ on Qwen",
         choices=("transformers-5", "transformers-4.57", "vllm"),
     )
+    frame_times: str = option(
+        "true",
+        "times of frames that Qwen3-VL reads: when they are shown (true), or their places in the file by its average "
+        "frames a second (stock), as transformers has them; they differ where the frame rate varies",
+        choices=("true", "stock"),
+    )
     system: str | None = option(None, "the system message (default: the chat template's)", metavar="TEXT")
     choices: str = option(
         "letter",

@@ -146,6 +146,8 @@ def to_visual(video: CachedVideo, newline: torch.Tensor | None) -> Visual:
         deepstack=video.deepstack,
         newline=newline,
         evidence=video.evidence,
+        frame_indices=video.metadata.get("frame_indices") or (),
+        fps=video.metadata.get("fps"),
     )
 
 

@@ -228,7 +228,7 @@ def _resolved(config: GenerateConfig, cache: Store, held: CacheIdentity) -> tupl
         source = ModelSource.resolve(*model_of(config.model, config.revision, held["model"]["weights"]))
         check_model(cache, held["model"], source)
         positions = None if config.positions == "auto" else config.positions
-        return source, prompt_builder(source, positions, config.rule)
+        return source, prompt_builder(source, positions, config.rule, config.frame_times)
 
 
 def _check_free(store: Store) -> None:

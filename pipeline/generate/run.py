@@ -184,6 +184,7 @@ def answer_setup(request: GenerateRequest, device: str, dtype: str) -> AnswerSet
         own_order=request.own_order,
         positions=request.builder.policy.positions,
         rule=request.builder.policy.rule,
+        frame_times=request.builder.policy.frame_times,
         engine=request.engine_setup(),
         batch_size=batch_size(request.config),
         device=device,

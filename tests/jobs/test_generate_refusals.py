@@ -149,7 +149,7 @@ def test_options_without_sense(refuse, tmp_path, options, message):
 
 def test_an_unknown_policy_is_refused(ask, refuse, tmp_path):
     tiny_cache(tmp_path / "c")
-    for option in ("--positions", "--rule", "--choices"):
+    for option in ("--positions", "--rule", "--frame-times", "--choices"):
         with pytest.raises(SystemExit) as refused:
             ask(option, "magic")
         assert refused.value.code == 2

@@ -13,15 +13,39 @@ from pipeline.cache.writer import PrunedVideo
 from pipeline.prune.decode_stage import decoded_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.rows import VideoRecord
+from pipeline.storage.stores import Store
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
+from tests.pipeline.caches import write_header, write_shard
 
 
 def encode_clip(
-    source: ModelSource, clip: Path, n_frames: int, method: str, ratio: float, video_id: str = "v", **params: Any
+    source: ModelSource,
+    clip: Path,
+    n_frames: int,
+    method: str,
+    ratio: float,
+    video_id: str = "v",
+    start_s: float | None = None,
+    **params: Any,
 ) -> tuple[NDArray[np.uint8], PrunedVideo]:
     """(the frames, the video as the encoder gives it)."""
-    decoded = decode_video(DecodeRequest(clip, Sampling(n_frames), family_of(source).preprocessor()))
-    begun: VideoRecord = {"video_id": video_id, "uri": str(clip), "manifest": "{}", "status": "ok"}
+    decoded = decode_video(DecodeRequest(clip, Sampling(n_frames), family_of(source).preprocessor(), start_s))
+    begun: VideoRecord = {"video_id": video_id, "uri": str(clip), "manifest": "{}", "status": "ok", "attempts": 1}
+    if start_s is not None:
+        begun["start_s"] = start_s
     encoder = VideoEncoder(EncodeSetup(source, method, ratio, pruner_params=params, device="cpu", dtype="float32"))
     return decoded.frames, encoder.encode_one({**begun, **decoded_columns(decoded, 1)}, decoded.frames)
+
+
+def cache_of(out: Path, source: ModelSource, *videos: PrunedVideo) -> Store:
+    """A cache of all tokens of Qwen videos, which says that it is of ``source``."""
+    identity = {
+        "model": {"type": source.model_type, "weights": source.identity},
+        "pruner": {"method": "none", "params": {}},
+        "retention_ratio": 1.0,
+        "dtype": {"stored": "bfloat16"},
+    }
+    store = write_header(out, identity=identity, deepstack_levels=family_of(source).static().deepstack_levels)
+    write_shard(store, "run", *videos)
+    return store

@@ -93,6 +93,11 @@ def same_priority() -> Iterator[None]:
         os.sched_setscheduler(0, *before)
 
 
+def uneven_clip(path: Path) -> Path:
+    """35 numbered frames, 25 a second in the first 0.8 s and 10 a second from there on to 2.3 s."""
+    return write_clip(path, count=35, pts=[*range(0, 800, 40), *range(800, 2300, 100)])
+
+
 def add_stream(
     out: Any, codec: str, size: tuple[int, int], fps: int, gop: int, pix_fmt: str, codec_options: dict[str, str] | None
 ) -> Any:

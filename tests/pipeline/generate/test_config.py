@@ -20,6 +20,7 @@ from pipeline.generate.config import GenerateConfig
         ({"limit": 0}, "--limit must be at least 1"),
         ({"order": "random"}, "--order must be one of"),
         ({"rule": "vllm-9"}, "--rule must be one of"),
+        ({"frame_times": "guessed"}, "--frame-times must be one of"),
         ({"choices": "guess"}, "--choices must be one of"),
         ({"format": "csv"}, "--format must be one of"),
         ({"max_attempts": 0}, "--max-attempts must be at least 1"),  # of all runs
