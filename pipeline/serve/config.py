@@ -45,6 +45,12 @@ class ServeConfig(S3Options):
         "whose rules prompts follow where libraries differ on Qwen",
         choices=("transformers-5", "transformers-4.57", "vllm"),
     )
+    frame_times: str = option(
+        "true",
+        "times of frames that Qwen3-VL reads: when they are shown (true), or their places in the file by its average "
+        "frames a second (stock), as transformers has them; they differ where the frame rate varies",
+        choices=("true", "stock"),
+    )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every one", metavar="HOST", group="server")
     port: int = option(8000, "port to listen on", metavar="PORT")
     api_key: str | None = option(

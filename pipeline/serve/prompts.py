@@ -34,7 +34,7 @@ class ServedCache:
         cache: a folder or ``s3://bucket/prefix``.
         model: and its ``revision``: the argument of ModelSource.resolve.
         retention_ratio: of videos whose link says none; None is all that is stored.
-        positions, rule: as of prompt_builder.
+        positions, rule, frame_times: as of prompt_builder.
         own_order: whether a method's own order in a prompt is kept.
     """
 
@@ -44,6 +44,7 @@ class ServedCache:
     retention_ratio: float | None = None
     positions: str | None = None
     rule: str = "transformers-5"
+    frame_times: str = "true"
     own_order: bool = True
     s3_endpoint: str | None = None
     s3_region: str | None = None
@@ -74,7 +75,7 @@ class CachedPrompts:
         self._cache, live = served.open()
         self.source = ModelSource.resolve(served.model, served.revision)
         check_model(self._cache.store, self._cache.identity["model"], self.source)
-        self.builder: PromptBuilder = prompt_builder(self.source, served.positions, served.rule)
+        self.builder: PromptBuilder = prompt_builder(self.source, served.positions, served.rule, served.frame_times)
         check_tokens(self._cache.store, self._cache.header, live, self.builder)
         most = pc.max(live["n_tokens"]).as_py() or 0
         #: The most visual tokens that a video of the cache has in a prompt.

@@ -82,6 +82,7 @@ def served_cache(config: ServeConfig) -> ServedCache:
         retention_ratio=config.retention_ratio,
         positions=None if config.positions == "auto" else config.positions,
         rule=config.rule,
+        frame_times=config.frame_times,
         s3_endpoint=config.s3_endpoint,
         s3_region=config.s3_region,
     )
