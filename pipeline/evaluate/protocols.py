@@ -83,11 +83,17 @@ class ModelRules:
         system: the system message; None is the chat template's own.
         frames: which frames.
         pixels: their sizes; None leaves them to the checkpoint's settings.
+        frame_times: the times of frames that a prompt tells, as ``--frame-times`` of jobs.generate.
     """
 
     system: str | None = None
     frames: FrameRule = FrameRule()
     pixels: PixelLimits | None = None
+    frame_times: Literal["true", "stock"] = "true"
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-able; true times are left out, which results from before there were others have too."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("frame_times", "true")}
 
 
 # lmms-eval's own bounds come to the processor and to qwen-vl-utils, which lets no frame have more than 768 tokens.
@@ -99,16 +105,20 @@ _QWEN3_PIXELS = PixelLimits(_ROUNDED.num_frames * _MIN, _ROUNDED.num_frames * 76
 
 #: lmms-eval 0.7.3, the classes that ``--model llava_onevision``, ``qwen2_5_vl`` and ``qwen3_vl`` run (chat before
 #: simple). Of Qwen2.5-VL's template the system text is the same one. A video with fewer than 32 frames ends in an error
-#: on Qwen3-VL there; here it is treated as on Qwen2.5-VL.
+#: on Qwen3-VL there; here it is treated as on Qwen2.5-VL. The times that Qwen3-VL reads are the stock processor's, of
+#: the places and the average frames a second that qwen-vl-utils gives it.
 LMMS_EVAL_0_7: Mapping[str, ModelRules] = {
     "llava_onevision": ModelRules(_HELPFUL),
     "qwen2_5_vl": _QWEN2_5_VL,
-    "qwen3_vl": ModelRules(_HELPFUL, _ROUNDED, _QWEN3_PIXELS),
+    "qwen3_vl": ModelRules(_HELPFUL, _ROUNDED, _QWEN3_PIXELS, "stock"),
 }
 #: lmms-eval 0.5.0: the same frames and sizes (a short video ends in an error on both Qwen models). 0.5.0 itself has no
 #: Qwen3-VL; the class that came after it under the same number gives no system text. It is the one of
 #: github.com/xuyang-liu16/VidCom2, branch qwen.
-LMMS_EVAL_0_5: Mapping[str, ModelRules] = {**LMMS_EVAL_0_7, "qwen3_vl": ModelRules(None, _ROUNDED, _QWEN3_PIXELS)}
+LMMS_EVAL_0_5: Mapping[str, ModelRules] = {
+    **LMMS_EVAL_0_7,
+    "qwen3_vl": ModelRules(None, _ROUNDED, _QWEN3_PIXELS, "stock"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +160,7 @@ class Protocol:
         return {
             "protocol": self.name,
             "prompt": asdict(self._prompt(model_type)),
-            **asdict(self.rules(model_type)),
+            **self.rules(model_type).describe(),
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
             "parser": self.parser,

@@ -44,6 +44,7 @@ from pipeline.execution.run_record import RUNS
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import AnswersTable, read_answers, read_answers_header
 from pipeline.generate.config import GenerateConfig
+from pipeline.generate.questions import Way
 from pipeline.generate.request import checked
 from pipeline.generate.resume import COMPARED, answer_rows, difference, refuse_changed
 from pipeline.generate.run import AnswerRun
@@ -171,9 +172,18 @@ def _size(request: EvaluateRequest) -> str:
 
 def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
     """Answer every question under the whole grid, in one run."""
-    way = way_of(request.protocol, request.source.model_type)
-    options = request.config
-    config = GenerateConfig(
+    config = answers_config(request)
+    about = {"benchmark": request.benchmark.name, "protocol": request.identity}
+    make = partial(checked, config, request.questions, _way(request), request.grid, console, about)
+    n_asked = len(request.questions) * len(request.grid)
+    console.print(f"{len(request.questions)} questions under {len(request.grid)} prunings: {n_asked} answers")
+    return AnswerRun(config, console, make).carry_out()
+
+
+def answers_config(request: EvaluateRequest) -> GenerateConfig:
+    """How jobs.generate would be told to answer by the protocol."""
+    way, options = _way(request), request.config
+    return GenerateConfig(
         cache=request.cache,
         questions=options.benchmark,
         out=answers_place(options),
@@ -182,6 +192,7 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
         system=way.system,
         max_new_tokens=way.decoding.max_new_tokens,
         temperature=way.decoding.temperature,
+        frame_times=request.protocol.rules(request.source.model_type).frame_times,
         engine=options.engine,
         tensor_parallel=options.tensor_parallel,
         engine_param=options.engine_param,
@@ -190,11 +201,10 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
         questions_per_shard=options.questions_per_shard,
         **request.passed_on(),
     )
-    about = {"benchmark": request.benchmark.name, "protocol": request.identity}
-    make = partial(checked, config, request.questions, way, request.grid, console, about)
-    n_asked = len(request.questions) * len(request.grid)
-    console.print(f"{len(request.questions)} questions under {len(request.grid)} prunings: {n_asked} answers")
-    return AnswerRun(config, console, make).carry_out()
+
+
+def _way(request: EvaluateRequest) -> Way:
+    return way_of(request.protocol, request.source.model_type)
 
 
 def _there(request: EvaluateRequest) -> AnswerSummary:

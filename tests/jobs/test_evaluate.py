@@ -216,7 +216,8 @@ def test_full_retention_replies_as_the_stock_model_does_on_pixels(model, tmp_pat
             }
         if model == "tiny-qwen2-5-vl":
             pixels["second_per_grid_ts"] = torch.tensor([visual.extra["second_per_grid_ts"]])
-        prompt = prompt_builder(source).build(protocol.text(item, source.model_type), [visual], rules.system)
+        builder = prompt_builder(source, frame_times=rules.frame_times)
+        prompt = builder.build(protocol.text(item, source.model_type), [visual], rules.system)
 
         @functools.wraps(features)  # generate looks at its signature
         def rounded(*args, **keywords):
@@ -230,7 +231,7 @@ def test_full_retention_replies_as_the_stock_model_does_on_pixels(model, tmp_pat
             patch.setattr(whole, "get_video_features", rounded)
             inputs = stock_inputs(model, prompt, Encoded(visual, pixels))
             made = stock(model).generate(**inputs, max_new_tokens=protocol.max_new_tokens, do_sample=False)
-        text = prompt_builder(source).tokenizer.decode(made[0, len(prompt) :], skip_special_tokens=True)
+        text = builder.tokenizer.decode(made[0, len(prompt) :], skip_special_tokens=True)
         assert replies[item.question_id] == text
     assert len(set(replies.values())) > 2  # they do depend on what is asked and seen
 

@@ -140,12 +140,22 @@ def test_a_protocol_describes_itself_for_the_identity_of_results():
         "system": "You are a helpful assistant.",
         "frames": {"num_frames": 32, "rounding": "round", "even": True},
         "pixels": {"min_pixels": 6_422_528, "max_pixels": 25_165_824},
+        "frame_times": "stock",
         "max_new_tokens": 16,
         "temperature": 0.0,
         "parser": "extract-mcq-answer",
         "choices": "generate",
         "metric": "questions",
     }
+
+
+def test_qwen3_reads_the_times_of_the_stock_processor_where_lmms_eval_is_followed():
+    for protocol in VIDEOMME.protocols:
+        assert protocol.rules("qwen3_vl").frame_times == protocol.describe("qwen3_vl")["frame_times"] == "stock"
+        for kind in ("llava_onevision", "qwen2_5_vl"):  # results from before there was a choice go on
+            assert "frame_times" not in protocol.describe(kind)
+    for own in (LETTER, BENCHMARKS["shapes"].protocol()):
+        assert own.rules("qwen3_vl").frame_times == "true" and "frame_times" not in own.describe("qwen3_vl")
 
 
 def test_descriptions_differ_wherever_protocols_do():

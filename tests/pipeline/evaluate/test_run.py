@@ -8,11 +8,13 @@ import pytest
 import ray
 from rich.console import Console
 
+from gstep.backbones import ModelSource
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.errors import CacheLocked, IdentityMismatch, NotAnswers, QuestionFault, QuestionsChanged, UsageError
+from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.request import EvaluateRequest, prepare, write_results_header
-from pipeline.evaluate.run import answer_and_score, arms_of, drop_tokens, score_answers
+from pipeline.evaluate.run import answer_and_score, answers_config, arms_of, drop_tokens, score_answers
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
 from pipeline.generate.answers import AnswersTable, commit_answers, write_answers_header
@@ -70,6 +72,14 @@ def test_rows_of_the_tables_have_the_labels_of_the_answers(asked):
     assert arms_of(asked()) == {
         "none@1": ORIGINAL, "gstep@0.25": Arm("gstep", 0.25), "fastv,K=1@0.25": Arm("fastv,K=1", 0.25)
     }  # fmt: skip
+
+
+def test_answers_are_asked_for_as_the_protocol_says(asked):
+    own, videomme = asked(), find_benchmark("videomme").protocol()
+    assert (answers_config(own).frame_times, answers_config(own).choices) == ("true", "letter")
+    qwen3 = answers_config(replace(own, protocol=videomme, source=ModelSource.resolve("tiny-qwen3-vl")))
+    assert (qwen3.frame_times, qwen3.choices, qwen3.max_new_tokens) == ("stock", "generate", 16)
+    assert qwen3.system == "You are a helpful assistant."
 
 
 def test_answers_that_are_there_are_scored_without_a_model_and_without_ray(asked):
