@@ -25,6 +25,7 @@ from pipeline.execution.stages import OOM_RETRIES, configure_ray_data
 from pipeline.options import RunOptions
 
 _LOOK_S = 1.0
+_REACH_S = 10.0
 _NO_GPU = (
     "the cluster has no GPU now, so the model runs on CPUs, in {}, which what is written here stays with; if GPUs are "
     "still to join, --min-gpus waits for them, and --device cuda refuses to start without"
@@ -39,16 +40,42 @@ def connect() -> dict[str, float]:
         # A task that Ray ends because its node is short of memory is tried again for ever otherwise.
         os.environ.setdefault("RAY_task_oom_retries", str(OOM_RETRIES))
         on_terminate = signal.getsignal(signal.SIGTERM)
+        _check_reachable(os.environ.get("RAY_ADDRESS", ""))
         try:
             with _muted_stderr():
                 ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            where = os.environ.get("RAY_ADDRESS", "on this machine")
-            raise RunFailed(f"Ray ({where}) cannot be reached or started: {error}") from error
+        except Exception as error:  # Ray raises bare ones where a process of its own does not start
+            raise RunFailed(_no_ray(error)) from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler ends the process on the spot
     configure_ray_data()
     return dict(ray.cluster_resources())
+
+
+def _check_reachable(address: str) -> None:
+    """Raises RunFailed where nothing listens at HOST:PORT or ray://HOST:PORT: Ray itself tries for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not (colon and port.isdigit()):
+        return  # "auto" and the like
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except OSError as error:
+        raise RunFailed(
+            f"no Ray cluster answers at {address} (RAY_ADDRESS): {error.strerror or error}; start its head, or unset "
+            "RAY_ADDRESS to use this machine alone"
+        ) from error
+
+
+def _no_ray(error: Exception) -> str:
+    """Why there is no cluster, in a line, and what may help."""
+    what = printable(f"{type(error).__name__}: {error}")
+    if (address := os.environ.get("RAY_ADDRESS")) is not None:
+        return f"Ray cannot be reached at {address} (RAY_ADDRESS): {what}"
+    return (
+        f"Ray cannot be started on this machine: {what}; look at its logs (RAY_TMPDIR, else /tmp/ray, in "
+        "session_latest/logs), at the room in /tmp, /dev/shm and memory, and name a short path with RAY_TMPDIR if that "
+        "is it"
+    )
 
 
 def wait_for_gpus(wanted: int, wait_s: float, say: Callable[[str], object]) -> dict[str, float]:

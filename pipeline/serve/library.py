@@ -42,13 +42,16 @@ def vllm_input(
     system: str | None = None,
     positions: str | None = None,
     rule: str = "transformers-5",
+    frame_times: str = "true",
 ) -> Any:
     """What ``add_request`` of vLLM's ``LLMEngine`` and ``AsyncLLM`` takes, for a question about cached videos.
 
     Args:
         video: from :meth:`TokenCache.get`; several stand in the prompt in this order.
         prompt: the question, as a user's message says it.
-        model, positions, rule, system: as of :func:`vllm_options` and :func:`gstep.language.prompt_builder`.
+        model: as of :func:`vllm_options`.
+        system: a system message; None leaves it to the chat template.
+        positions, rule, frame_times: as of :func:`gstep.language.prompt_builder`.
 
     Raises UsageError and ModelError as ``vllm_options``, and ValueError for a text or policy that the model does not
     take.
@@ -59,7 +62,7 @@ def vllm_input(
     if not videos or any(one.header is None for one in videos):
         raise ValueError("videos must come from TokenCache.get, at least one of them")
     headers = [one.header for one in videos if one.header is not None]
-    builder = _builder(model, *_held(headers[0]["identity"]["model"]), positions, rule)
+    builder = _builder(model, *_held(headers[0]["identity"]["model"]), positions, rule, frame_times)
     built = builder.build(prompt, [to_visual(one, one.newline) for one in videos], system)
     return engine_input(built, int(builder.config.video_token_id))
 
@@ -76,5 +79,7 @@ def _source(model: str | None, model_type: str, weights: str) -> ModelSource:
 
 
 @lru_cache(maxsize=8)
-def _builder(model: str | None, model_type: str, weights: str, positions: str | None, rule: str) -> PromptBuilder:
-    return prompt_builder(_source(model, model_type, weights), positions, rule)
+def _builder(
+    model: str | None, model_type: str, weights: str, positions: str | None, rule: str, frame_times: str
+) -> PromptBuilder:
+    return prompt_builder(_source(model, model_type, weights), positions, rule, frame_times)
