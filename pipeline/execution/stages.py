@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
+from uuid import uuid4
 
 import pyarrow as pa
 import ray
@@ -94,7 +96,28 @@ def actors(stage: Stage, batch_size: int, labels: Mapping[str, str] | None = Non
         "num_gpus": stage.num_gpus,
         "max_restarts": RESTARTS,
         "max_task_retries": TASK_RETRIES,
+        "ray_remote_args_fn": _named,
     }
+
+
+_names: list[str] = []  # of the workers that this process had started
+
+
+def _named() -> dict[str, str]:
+    """Ray asks for every actor that it makes."""
+    _names.append(f"worker-{uuid4().hex}")
+    return {"name": _names[-1]}
+
+
+def end_workers() -> None:
+    """End all workers that are left of graphs of this process, which no longer run.
+
+    A worker of a lost node outlives its graph: it waits for room, and would take it from the next graph's for ever.
+    """
+    for name in _names:
+        with suppress(ValueError):  # there is none of this name any more
+            ray.kill(ray.get_actor(name))
+    _names.clear()
 
 
 def run_graph(dataset: ray.data.Dataset) -> Iterator[pa.Table]:

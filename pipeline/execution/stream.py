@@ -17,7 +17,7 @@ from pipeline.errors import RunFailed
 from pipeline.execution.cluster import cause
 from pipeline.execution.heartbeat import Reading, start_heartbeats
 from pipeline.execution.progress import Reporter, reporter
-from pipeline.execution.stages import Plan, run_graph
+from pipeline.execution.stages import Plan, end_workers, run_graph
 from pipeline.execution.watchdog import ClusterShrunk, Watchdog, patiently, still_running
 from pipeline.options import RunOptions
 from pipeline.storage.lock import Lock
@@ -89,6 +89,7 @@ def stream(work: Work[W], lock: Lock, console: Console, options: RunOptions) -> 
                 raise RunFailed(
                     "nodes were lost, and what ran on them does not end; run the same command again"
                 ) from None
+            end_workers()
             console.print(f"note: nodes were lost and nothing moves: {what}", highlight=False, soft_wrap=True)
         n_failed += count.failed
     return n_failed

@@ -148,7 +148,7 @@ def test_who_holds_no_such_method_reads_no_evidence(tmp_path, tower):
         (None, {}),
         (LatePruning(CDPruner(), 0.1, tower, EMBEDDED), {"image_embedding"}),
     ):
-        videos = Answerer(setup_of(store, prunings={"": late}))._videos
+        videos = Answerer(setup_of(store, prunings={"": late}))._asker._videos
         assert set(videos.get("a", None).visual.evidence) == set(evidence)
 
 

@@ -52,6 +52,8 @@ def test_actors_are_options_of_map_batches():
     assert (options["num_cpus"], options["num_gpus"], options["batch_size"]) == (0.5, 1, 4)
     assert (options["max_restarts"], options["max_task_retries"]) == (RESTARTS, TASK_RETRIES)
     assert (options["compute"].min_size, options["compute"].max_size) == (3, 3)
+    made = [options["ray_remote_args_fn"]()["name"] for _ in range(3)]
+    assert len(set(made)) == 3  # by which those that outlive their graph are found
 
 
 def test_ray_data_shows_nothing_and_swallows_nothing():
