@@ -1,13 +1,9 @@
-"""Pruning methods that kill the process they run in, by the number of a video's frames; and one that is slow."""
+"""Pruning methods that kill the process they run in, by the number of a video's frames."""
 
 import os
 import signal
-import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
-
-import torch
 
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.fastv import FastV
@@ -29,19 +25,6 @@ class Poison(Pruner):
         if len(visual.tokens) == BREAKS_THE_GPU:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
         return Selection(index=visual.tokens.flatten(0, 1).norm(dim=1).argsort()[:budget].sort().values)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slow(Pruner):
-    """Takes a second a video, and leaves a mark of its process in the home folder."""
-
-    name: ClassVar[str] = "slow"
-    nested: ClassVar[bool] = False
-
-    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        (Path.home() / f"slow-{os.getpid()}").touch()
-        time.sleep(1)
-        return Selection(index=torch.arange(budget))
 
 
 @dataclass(frozen=True, kw_only=True)
