@@ -59,8 +59,8 @@ def test_a_raylet_that_is_killed_costs_no_row(tmp_path):
 def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
     """The default plan: no worker of the lost node finds room on the other one.
 
-    Which workers were there is Ray's choice: where those that are left have no more to come, Ray ends them and starts the
-    lost ones in their room. In all other cases what is left is planned anew, and those must not take the room then.
+    Which workers were there is Ray's choice. Where those that are left have no more to come, it ends them and starts
+    the lost ones in their room; else what is left is planned anew, and the lost ones must not take the room then.
     """
     stays, goes = 1, 3
     ids = tiny_videos(tmp_path / "videos", 60)
