@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from jobs import inspect, prune
-from tests.jobs.jobs import clips, forbid_ray
+from tests.jobs.jobs import clips, forbid_ray, run
 from tests.pipeline.caches import make_cache, random_tokens
 
 
@@ -218,3 +218,20 @@ def test_a_mixture_of_experts(refuse, videos, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl_moe"}))
     text = refuse(prune, [str(videos), "--out", str(tmp_path / "c"), "--model", str(tmp_path)])
     assert "'qwen3_vl_moe'" in text and "Qwen/Qwen3-VL-2B" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("variable", "value", "why"),
+    [
+        ("RAY_TMPDIR", "/tmp/" + "x" * 120, "Ray cannot be started on this machine: OSError: "),
+        ("RAY_ADDRESS", "127.0.0.1:1", "no Ray cluster answers at 127.0.0.1:1 (RAY_ADDRESS): Connection refused"),
+        ("RAY_ADDRESS", "ray://127.0.0.1:1", "no Ray cluster answers at ray://127.0.0.1:1 (RAY_ADDRESS): "),
+    ],
+)
+def test_a_ray_that_is_not_there_is_one_line_with_the_remedy(videos, tmp_path, variable, value, why):
+    done = run("jobs.prune", str(videos), "--out", str(tmp_path / "c"), **{variable: value})
+    shutil.rmtree(value, ignore_errors=True)
+    last = done.stdout.splitlines()[-1]
+    assert done.returncode == 1 and last.startswith(f"failed: {why}"), done.stdout
+    assert "Traceback" not in done.stdout

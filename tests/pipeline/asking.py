@@ -60,6 +60,7 @@ def tiny_cache(
     source: ModelSource | None = None,
     shape: tuple[int, int, int] = SHAPE,
     failed: tuple[str, ...] = (),
+    model_extra: dict[str, Any] | None = None,
     **header: Any,
 ) -> Store:
     """A cache of random tokens that says it is of ``source`` (the tiny model); ``header`` overrides its keys."""
@@ -75,7 +76,8 @@ def tiny_cache(
         header["newline"] = newline_of(source)
     full = {"schema_version": SCHEMA_VERSION, "identity": identity, **header}
     store.put(HEADER, json.dumps(full).encode())
-    rows = [encoded(name, random_tokens(i, shape), ratio, method) for i, name in enumerate(ids)]
+    extra = {} if model_extra is None else {"model_extra": json.dumps(model_extra)}
+    rows = [encoded(name, random_tokens(i, shape), ratio, method, **extra) for i, name in enumerate(ids)]
     rows += [encoded_failure(name, VideoFault("corrupt", "damaged")) for name in failed]
     write_shard(store, "run", *rows)
     return store

@@ -10,9 +10,17 @@ import torch
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.checkpoints import tiny
 from gstep.language import Decoding, prompt_builder
+from gstep.pruners.cdpruner import CDPruner
+from pipeline.cache.live_rows import read_live
+from pipeline.generate.answer_stage import Answerer, AnswerSetup
 from pipeline.generate.engines import EngineDied, EngineSetup, load_engine
+from pipeline.generate.late_pruning import LatePruning
+from pipeline.generate.questions import Way, read_questions
+from pipeline.rows import QuestionRecord, without_nulls
 from tests import vllm_here
+from tests.gstep.language.prompts import video
 from tests.gstep.llms import FAMILIES, encode
+from tests.pipeline.asking import tiny_cache, write_questions
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -157,6 +165,53 @@ def test_a_checkpoints_repetition_penalty_counts(tmp_path):
         assert [a.token_ids for a in plain] != [a.token_ids for a in expected]
     finally:
         ours.close()
+
+
+def test_a_video_of_more_tokens_than_a_step_takes_by_default():
+    """They must fit vLLM's encoder cache, which is as large as a step: 4096 tokens on a CPU, where nobody says."""
+    name = "tiny-qwen2-5-vl"
+    generator = torch.Generator().manual_seed(3)
+    whole = video(name, n_frames=180)
+    visual = dataclasses.replace(whole, tokens=torch.randn(len(whole.index), 64, generator=generator))
+    assert len(visual.index) > 4096
+    prompt = prompt_builder(ModelSource.resolve(name)).build("What happens?", [visual])
+    setup = EngineSetup("vllm", largest_video=len(visual.index))
+    ours = load_engine(setup, ModelSource.resolve(name), RUNTIME)
+    theirs = load_engine(EngineSetup(), ModelSource.resolve(name), RUNTIME)
+    try:
+        (mine,), (expected,) = (engine.generate([prompt], [Decoding(6)]) for engine in (ours, theirs))
+        assert mine.token_ids == expected.token_ids
+    finally:
+        ours.close()
+
+
+def test_cdpruner_chooses_for_each_question_as_with_the_other_engine(tmp_path):
+    """It embeds the question by the model's own table, which vLLM does not give away."""
+    name = "tiny-qwen2-5-vl"
+    source, clip = ModelSource.resolve(name), video(name, n_frames=4)
+    store = tiny_cache(
+        tmp_path / "c",
+        ("a",),
+        ratio=1.0,
+        method="none",
+        source=source,
+        shape=(4, clip.tokens_per_frame, 64),
+        newline=None,
+        model_extra=dict(clip.extra),
+    )
+    rows = [{"question_id": i, "video_id": "a", "prompt": text} for i, text in enumerate(["Who?", "Where is the dog?"])]
+    table = read_questions(str(write_questions(tmp_path / "q.jsonl", rows)), Way(Decoding(max_new_tokens=6)))
+    asked = [{**without_nulls(row, QuestionRecord), "attempts": 1} for row in table.to_pylist()]
+    late = {"": LatePruning(CDPruner(), 0.25)}
+    setup = AnswerSetup(source, store, read_live(store), prunings=late, device="cpu")
+    answers = {}
+    for engine in ("transformers", "vllm"):
+        chosen = EngineSetup(engine, largest_video=200, params=vllm_here.PARAMS if engine == "vllm" else {})
+        answers[engine] = list(Answerer(dataclasses.replace(setup, engine=chosen)).answer(asked))
+    same = ("status", "answer", "n_kept", "kept_per_frame", "n_prompt_tokens")
+    for mine, theirs in zip(answers["vllm"], answers["transformers"], strict=True):
+        assert mine["status"] == "ok" and {k: mine[k] for k in same} == {k: theirs[k] for k in same}
+    assert answers["vllm"][0]["kept_per_frame"] != answers["vllm"][1]["kept_per_frame"]
 
 
 def test_an_engine_that_breaks_says_that_it_is_dead(family, monkeypatch):
