@@ -28,7 +28,8 @@ _HELD_BYTES = 2**30  # of cached tokens that a server keeps for the questions to
 
 @dataclass(frozen=True)
 class ServedCache:
-    """What a server answers from; JSON-able, for it travels in vLLM's own configuration.
+    """What a server answers from; JSON-able, for it travels in vLLM's own configuration, which vLLM logs: where objects
+    are is in the environment.
 
     Attributes:
         cache: a folder or ``s3://bucket/prefix``.
@@ -46,8 +47,6 @@ class ServedCache:
     rule: str = "transformers-5"
     frame_times: str = "true"
     own_order: bool = True
-    s3_endpoint: str | None = None
-    s3_region: str | None = None
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Self:
@@ -58,7 +57,7 @@ class ServedCache:
 
     def open(self) -> tuple[TokenCache, pa.Table]:
         """The cache, and the live rows of its videos: COLUMNS. Raises NotACache, CorruptShard, OSError."""
-        store = store_at(self.cache, Objects.from_environment(self.s3_endpoint, self.s3_region))
+        store = store_at(self.cache, Objects.from_environment())
         read_header(store)
         live = read_live(store, COLUMNS)
         return TokenCache(self.cache, store=store, live=live), live

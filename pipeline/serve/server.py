@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from gstep.backbones import choose_runtime
@@ -41,6 +42,9 @@ def serve(config: ServeConfig) -> None:
 def server_arguments(config: ServeConfig) -> list[str]:
     """The command line of ``vllm serve``. Raises UsageError where cache, model and flags do not go together."""
     check_installed("jobs.serve")
+    for name, value in (("AWS_ENDPOINT_URL", config.s3_endpoint), ("AWS_REGION", config.s3_region)):
+        if value is not None:
+            os.environ[name] = value
     served = served_cache(config)
     with refusing(), store_refusing():
         prompts = CachedPrompts(served)
@@ -71,9 +75,8 @@ def server_arguments(config: ServeConfig) -> list[str]:
 
 def served_cache(config: ServeConfig) -> ServedCache:
     """What the renderer is told."""
-    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     with refusing(), store_refusing():
-        weights = read_header(store_at(config.cache, objects))["identity"]["model"]["weights"]
+        weights = read_header(store_at(config.cache, Objects.from_environment()))["identity"]["model"]["weights"]
         model, revision = model_of(config.model, config.revision, weights)
     return ServedCache(
         cache=config.cache,
@@ -83,8 +86,6 @@ def served_cache(config: ServeConfig) -> ServedCache:
         positions=None if config.positions == "auto" else config.positions,
         rule=config.rule,
         frame_times=config.frame_times,
-        s3_endpoint=config.s3_endpoint,
-        s3_region=config.s3_region,
     )
 
 
