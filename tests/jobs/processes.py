@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -25,7 +26,9 @@ def family(pid: int) -> dict[int, str]:
 
 
 def _title(folder: Path) -> str:
-    return (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    """Without the name of an actor, which Ray puts before its class while it works."""
+    title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    return re.sub(r"^ray::worker-[0-9a-f]{32}:", "ray::", title)
 
 
 def resident_mb(pid: int) -> float:

@@ -11,7 +11,7 @@ import gstep
 from gstep.backbones import ModelSource, family_of
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.fastv import FastV
-from jobs import generate, prune
+from jobs import generate
 from pipeline import TokenCache
 from pipeline.cache.writer import PrunedVideo
 from pipeline.generate.answers import read_answers
@@ -150,30 +150,3 @@ def test_a_cache_that_a_method_made_at_ratio_1_does_not_hold_every_token(refuse,
     tiny_cache(tmp_path / "c", ratio=1.0, method=method)
     said = refuse("--pruner", "fastv", "--pruner-param", "K=1", "--retention-ratio", "0.25")
     assert f"what {method} kept" in said and "jobs.prune --pruner none" in said
-
-
-def test_late_answers_are_those_of_a_cache_that_the_method_made(cluster, tmp_path):
-    """``--evidence-for`` stores what a method looks at; its own order in a prompt and its merged tokens come along.
-
-    tests/pipeline/generate/test_chosen_videos.py has every other method, without Ray."""
-    videos = tmp_path / "videos"
-    videos.mkdir()
-    shutil.copy(clips()[0], videos / "a.mp4")
-    made = [str(videos), "--num-frames", "4"]
-    whole = ["--pruner", "none", "--evidence-for", "gstep,fastvid", "--evidence-for", "visionzip", "--siglip", "tiny"]
-    assert prune.main([*made, "--out", str(tmp_path / "whole"), *whole]) == 0
-    assert prune.main([*made, "--out", str(tmp_path / "early"), "--pruner", "visionzip"]) == 0
-    questions = write_questions(tmp_path / "q.jsonl", QUESTIONS)
-
-    def ask(name, cache, *options):
-        argv = [str(tmp_path / cache), "--questions", str(questions), "--out", str(tmp_path / name), *options]
-        assert generate.main([*argv, "--max-new-tokens", "6"]) == 0
-        return read_answers(tmp_path / name).to_pylist()
-
-    zipped = ("--pruner", "visionzip", "--retention-ratio", "0.25")
-    late = ask("late", "whole", *zipped)
-    same = ("answer", "choice", "choice_scores", "n_kept", "kept_per_frame", "n_prompt_tokens", "retention_ratio")
-    for row, other in zip(late, ask("asked", "early"), strict=True):
-        assert {name: row[name] for name in same} == {name: other[name] for name in same}
-    by_place = ask("placed", "whole", *zipped, "--order", "index")
-    assert by_place != late and [row["n_kept"] for row in by_place] == [row["n_kept"] for row in late]
