@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -49,26 +50,42 @@ def video_items(prompt: Prompt, video_token_id: int) -> list[VideoItem]:
 
 
 def _item(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: int) -> VideoItem:
-    rows = rows_of(visual)
+    rows, digest = _rows_and_digest(visual)
     takes_row = prompt.input_ids[first:end] == video_token_id
     assert int(takes_row.sum()) == len(rows)
     # Text goes on by one: the start follows the token before, and the end is where the token after stands.
     start = int(prompt.positions[0, first - 1]) + 1 if first else 0
     positions = prompt.positions[:, first:end] - start
     extent = int(prompt.positions[0, end]) - start
-    return VideoItem(first, takes_row, rows, positions, extent, _name(rows, positions, extent))
+    name = _digest(f"{digest} {extent} ", positions)
+    return VideoItem(first, takes_row, rows, positions, extent, name)
 
 
 def rows_of(visual: Visual) -> Tensor:
     """[P,D*(1+levels)]: what stands for the placeholders of a video."""
-    rows = torch.cat([visual.tokens, *visual.deepstack], dim=1)
-    return rows if visual.newline is None else torch.cat([rows, visual.newline[None].to(rows)])
+    return _rows_and_digest(visual)[0]
 
 
-def _name(rows: Tensor, positions: Tensor, extent: int) -> str:
-    digest = hashlib.sha256(f"{rows.dtype} {tuple(rows.shape)} {extent} ".encode())
-    for tensor in (rows, positions):
-        digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
+# What is made of a Visual lives as long as that does: questions on a video share its rows, and the hash of them.
+_made: dict[int, tuple[weakref.ref[Visual], Tensor, str]] = {}
+
+
+def _rows_and_digest(visual: Visual) -> tuple[Tensor, str]:
+    key = id(visual)
+    held = _made.get(key)
+    if held is not None and held[0]() is visual:
+        return held[1], held[2]
+    rows = torch.cat([visual.tokens, *visual.deepstack], dim=1) if visual.deepstack else visual.tokens
+    if visual.newline is not None:
+        rows = torch.cat([rows, visual.newline[None].to(rows)])
+    digest = _digest(f"{rows.dtype} {tuple(rows.shape)} ", rows)
+    _made[key] = weakref.ref(visual, lambda _: _made.pop(key, None)), rows, digest
+    return rows, digest
+
+
+def _digest(said: str, tensor: Tensor) -> str:
+    digest = hashlib.sha256(said.encode())
+    digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -90,8 +107,3 @@ def prompt_positions(videos: Iterable[tuple[int, Tensor, int]], n_tokens: int, a
             parts.append(positions + start)
             start, done = start + extent, done + positions.shape[1]
     return torch.cat(parts, dim=1), start - n_tokens
-
-
-def longest(items: Sequence[VideoItem]) -> int:
-    """Tokens of the longest span."""
-    return max((len(item.takes_row) for item in items), default=0)

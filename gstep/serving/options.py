@@ -11,8 +11,8 @@ from gstep.errors import ModelError
 from gstep.serving import ARCHITECTURES, register
 
 PLUGINS = "vllm.general_plugins"
-# Prompts whose videos have fewer tokens fit vLLM's own limits, on any device.
-_SMALL_VIDEO, _BATCHED_TOKENS = 4096, 8192
+# Videos of fewer tokens fit what a step of vLLM takes by its own limits, on any device and in its server.
+_SMALL_VIDEO, _BATCHED_TOKENS = 2048, 8192
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1"}
 _ON_CPU = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it binds threads to cores that others have, or fails to
@@ -60,6 +60,7 @@ OWN = frozenset(
         *("model", "revision", "tokenizer", "tokenizer_revision", "trust_remote_code", "load_format", "dtype"),
         *("hf_overrides", "tensor_parallel_size", "enable_mm_embeds", "limit_mm_per_prompt", "mm_processor_cache_gb"),
         *("generation_config", "disable_log_stats", "hf_config_path", "skip_tokenizer_init"),
+        "hf_token",  # a secret, which belongs into the environment (HF_TOKEN)
     )
 )
 

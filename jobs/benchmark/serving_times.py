@@ -97,6 +97,7 @@ def measure(mode: str, job: Job) -> list[Measured]:
     try:
         found: list[Measured] | str = ours.recv()
     except EOFError:
+        child.join()
         found = f"the process died (exit code {child.exitcode})"
     child.join()
     if isinstance(found, str):

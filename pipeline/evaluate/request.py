@@ -26,9 +26,10 @@ from pipeline.evaluate.questions import question_table
 from pipeline.execution.request import check_out, refusing, store_refusing
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import AnswersTable, read_answers_header
+from pipeline.generate.engines import ENGINES, EngineSetup
 from pipeline.generate.late_pruning import LateAsked, is_whole, late_pruning
 from pipeline.generate.model import check_model, model_of
-from pipeline.generate.request import PRUNINGS, describe_prunings, refuse_others
+from pipeline.generate.request import PRUNINGS, describe_prunings, engine_of, refuse_others
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.evidence import needed_by
@@ -123,9 +124,9 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     grid = config.grid()
     with refusing():
         made = held if videos is None else _identity(videos, cached, objects, console)
-        described = _check_methods(grid, made, source, cache)
+        described = _check_methods(grid, made, source, cache, engine_of(config))
     with store_refusing():
-        _match_answers(store_at(answers_place(config), objects), described)
+        _match_answers(store_at(answers_place(config), objects), described, engine_of(config))
     request = EvaluateRequest(
         config=config,
         benchmark=benchmark,
@@ -258,9 +259,14 @@ def _identity(videos: PruneConfig, cached: Store, objects: Objects, console: Con
 
 
 def _check_methods(
-    grid: Mapping[str, LateAsked | None], held: CacheIdentity | None, source: ModelSource, cache: str
+    grid: Mapping[str, LateAsked | None],
+    held: CacheIdentity | None,
+    source: ModelSource,
+    cache: str,
+    engine: EngineSetup,
 ) -> dict[str, Any]:
-    """Refuse a method that cannot prune what the cache holds, before it is made. Returns what each is, by label."""
+    """Refuse a method that cannot prune what the cache holds, or not for this engine, before it is made. Returns what
+    each is, by label."""
     if held is None:
         raise UsageError(
             f"{cache} is no cache, and there is nothing to make one of: name the videos with --data, or with --cache "
@@ -273,6 +279,7 @@ def _check_methods(
         )
     builder = prompt_builder(source)
     prunings = {label: None if one is None else late_pruning(one, held, source, builder) for label, one in grid.items()}
+    ENGINES[engine.name].check(engine, source, builder, prunings)
     return describe_prunings(prunings, held)
 
 
@@ -281,12 +288,14 @@ def answers_place(config: EvaluateConfig) -> str:
     return f"{config.out.rstrip('/')}/{ANSWERS_FOLDER}"
 
 
-def _match_answers(answers: Store, described: Mapping[str, Any]) -> None:
-    """Refuse a method that the answers know by the same label with another seed, or other weights: nothing may be left
-    to ask that would tell."""
+def _match_answers(answers: Store, described: Mapping[str, Any], engine: EngineSetup) -> None:
+    """Refuse a method that the answers know by the same label with another seed, or other weights, and answers of
+    another engine: nothing may be left to ask that would tell."""
     if answers.exists(ANSWERS_HEADER) and AnswersTable(answers).names():  # without an answer it binds nothing
         held = read_answers_header(answers)["identity"]
-        refuse_others(answers, {PRUNINGS: held.get(PRUNINGS, {})}, {PRUNINGS: json.loads(json.dumps(described))})
+        computed = {"engine": held["engine"]} if "engine" in held else {}
+        wanted = {PRUNINGS: json.loads(json.dumps(described)), **engine.describe()}
+        refuse_others(answers, {PRUNINGS: held.get(PRUNINGS, {}), **computed}, wanted)
 
 
 def data_folder(request: EvaluateRequest) -> Path:

@@ -93,7 +93,7 @@ class Asker:
         self._heartbeat = heartbeat
         self._prunings = setup.prunings
         self._builder = prompt_builder(setup.source, setup.positions, setup.rule, setup.frame_times)
-        self._context = min(self._builder.context_length, engine.context_length)
+        self._room = engine.context_length
         lates = [late for late in setup.prunings.values() if late is not None]
         cache = TokenCache(str(setup.store), store=setup.store, live=setup.live)
         columns = dict.fromkeys(column for late in lates for _, column in late.evidence)
@@ -154,11 +154,12 @@ class Asker:
             row["kept_per_frame"] = [count for visual in visuals for count in kept_per_frame(visual)]
         else:  # the model chooses among the tokens of all videos
             row["n_kept"] = late.kept_inside(row["n_total"])
-        context, more = self._context, 1 if how.scored else how.decoding.max_new_tokens
-        if len(prompt) + more > context:
-            return failed_answer(row, too_long(len(prompt), context))
-        if prompt.extent + more > context:
-            return failed_answer(row, too_far(prompt.extent, context))
+        known, more = self._builder.context_length, 1 if how.scored else how.decoding.max_new_tokens
+        room = min(known, self._room)
+        if len(prompt) + more > room:
+            return failed_answer(row, too_long(len(prompt), room, known))
+        if prompt.extent + more > known:
+            return failed_answer(row, too_far(prompt.extent, known))
         return Asked(row, prompt, how, self.inside(question))
 
 
@@ -180,12 +181,17 @@ def kept_per_frame(visual: Visual) -> list[int]:
     return counts
 
 
-def too_long(n_tokens: int, context_length: int) -> QuestionFault:
-    """The fault of a prompt that does not fit, with the remedy."""
+def too_long(n_tokens: int, room: int, known: int | None = None) -> QuestionFault:
+    """The fault of a prompt that does not fit, with the remedy.
+
+    Args:
+        room: tokens that the engine has room for, of the model's ``known`` context.
+    """
+    whose = f"the model's {room}" if known is None or room == known else f"the {room} that the engine has memory for"
     return QuestionFault(
         "prompt-too-long",
-        f"a prompt of {n_tokens} tokens and its answer do not fit the model's {context_length}: lower "
-        "--retention-ratio or --max-new-tokens, or ask about fewer videos",
+        f"a prompt of {n_tokens} tokens and its answer do not fit {whose}: lower --retention-ratio or "
+        "--max-new-tokens, or ask about fewer videos",
     )
 
 

@@ -26,6 +26,7 @@ from pipeline.generate.engines import ENGINES, EngineSetup
 from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
 from pipeline.generate.model import check_model, check_tokens, model_of
 from pipeline.generate.questions import Way, read_questions
+from pipeline.options import EngineOptions
 from pipeline.rows import VideoRecord, without_nulls
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
@@ -125,7 +126,7 @@ class GenerateRequest:
         return kept + (len(videos) if self.builder.needs_newline else 0)
 
 
-def engine_of(config: GenerateConfig) -> EngineSetup:
+def engine_of(config: EngineOptions) -> EngineSetup:
     """What the options say of the engine."""
     return EngineSetup(config.engine, config.tensor_parallel, config.engine_params())
 
@@ -195,7 +196,8 @@ def checked(
         prunings = {
             name: None if one is None else late_pruning(one, held, source, builder) for name, one in asked.items()
         }
-    ENGINES[config.engine].check(engine_of(config), builder, prunings)
+    with refusing():
+        ENGINES[config.engine].check(engine_of(config), source, builder, prunings)
     takes_siglip = any(late is not None and late.text_tower is not None for late in prunings.values())
     if config.siglip is not None and not takes_siglip:
         raise UsageError("--siglip: no method that is asked takes anything from a SigLIP checkpoint here")

@@ -153,16 +153,23 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
 
         def planned(ask: list[QuestionRecord]) -> Graph:
             plan = self._planned(len(ask), computed.device, run_file)
-            return Graph(partial(build_graph, ask, answer_setup(request, *computed), plan), commit, plan, len(ask))
+            build = partial(build_graph, ask, answer_setup(request, *computed), plan)
+            return Graph(build, commit, plan, len(ask), offer=self._offer)
 
         def left(ask: list[QuestionRecord]) -> list[QuestionRecord]:
             return [question for question in ask if asked_as(question) not in answered]
 
         return stream(Work(ask, planned, left), lock, self.console, config)
 
+    def _offer(self) -> dict[str, float]:
+        """What the cluster has now; of GPUs those that whole models find on one node."""
+        cluster, each = dict(ray.cluster_resources()), self.options.tensor_parallel
+        gpus = (node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"])
+        return {**cluster, "GPU": cluster.get("GPU", 0.0) if each == 1 else sum(each * (gpu // each) for gpu in gpus)}
+
     def _planned(self, n_questions: int, device: str, run_file: RunFile) -> AnswerPlan:
         """The shares of the cluster as it is now."""
-        cluster, config = dict(ray.cluster_resources()), self.options
+        cluster, config = self._offer(), self.options
         if cluster.get("CPU", 0.0) <= 0 or (device == "cuda" and cluster.get("GPU", 0.0) < config.tensor_parallel):
             raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
         plan = plan_answers(cluster["CPU"], cluster.get("GPU", 0.0) if device == "cuda" else 0.0, n_questions, config)

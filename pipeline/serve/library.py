@@ -62,6 +62,8 @@ def vllm_input(
     if not videos or any(one.header is None for one in videos):
         raise ValueError("videos must come from TokenCache.get, at least one of them")
     headers = [one.header for one in videos if one.header is not None]
+    if any(header["identity"]["model"] != headers[0]["identity"]["model"] for header in headers):
+        raise ValueError("the videos are of caches of different models")
     builder = _builder(model, *_held(headers[0]["identity"]["model"]), positions, rule, frame_times)
     built = builder.build(prompt, [to_visual(one, one.newline) for one in videos], system)
     return engine_input(built, int(builder.config.video_token_id))

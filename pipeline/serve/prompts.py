@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -23,6 +24,7 @@ from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
 COLUMNS = (*INDEX_COLUMNS, "hidden_size", "n_tokens")  # of the index of the cache
+_OPEN_AGAIN_S = 10.0  # seconds since the cache was opened last
 _HELD_BYTES = 2**30  # of cached tokens that a server keeps for the questions to come
 
 
@@ -88,32 +90,42 @@ class CachedPrompts:
         self._order: TokenOrder = "selection" if reorders else "index"
         self._held: LastUsed[CacheLink, Visual] = LastUsed(_HELD_BYTES, n_bytes)
         self._lock = threading.Lock()
+        self._opened_at = time.monotonic()
 
     def build(self, messages: Iterable[Mapping[str, Any]]) -> Prompt:
         """The prompt of a conversation, up to where the model is to speak.
 
         Raises ValueError for what is no cached video, not in the cache, or not what the model takes, with the reason.
         """
-        plain = [{"role": message["role"], "content": parts_of(message)} for message in messages]
-        links = [CacheLink.parse(part["url"]) for message in plain for part in message["content"] if "url" in part]
-        told = [{**message, "content": [_for_template(part) for part in message["content"]]} for message in plain]
+        read = [(_role(message), parts_of(message)) for message in messages]
+        links = [CacheLink.parse(part["url"]) for _, parts in read for part in parts if "url" in part]
+        told = [{"role": role, "content": [_for_template(part) for part in parts]} for role, parts in read]
         return self.builder.build_chat(told, self._visuals(links))
 
     def _visuals(self, links: Sequence[CacheLink]) -> list[Visual]:
         with self._lock:  # a cache reads for one at a time
             return [self._visual(link) for link in links]
 
+    def _look_again(self, video_id: str) -> None:
+        """For a video that was added since; not for every mistyped name, as this reads the whole index."""
+        if video_id not in self._cache and time.monotonic() - self._opened_at > _OPEN_AGAIN_S:
+            self._cache, _ = self._served.open()
+            self._opened_at = time.monotonic()
+
     def _visual(self, link: CacheLink) -> Visual:
         if (held := self._held.get(link)) is not None:
             return held
         ratio = link.retention_ratio if link.retention_ratio is not None else self._served.retention_ratio
         try:
-            if link.video_id not in self._cache:
-                self._cache, _ = self._served.open()  # videos that were added since
+            self._look_again(link.video_id)
             video = self._cache.get(link.video_id, ratio, self._order)
         except (UnknownVideo, RatioNotCached, CorruptShard) as error:
             raise ValueError(str(error)) from error
         return self._held.put(link, to_visual(video, self._cache.newline))
+
+
+_NO_MORE = frozenset(("role", "content", "name"))
+_ROLES = ("system", "developer", "user", "assistant")
 
 
 def parts_of(message: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -125,6 +137,16 @@ def parts_of(message: Mapping[str, Any]) -> list[dict[str, str]]:
     if content is None or isinstance(content, str):
         return [{"text": content}] if content else []
     return [_part(part) for part in content]
+
+
+def _role(message: Mapping[str, Any]) -> str:
+    """Raises ValueError for what a chat template would write and this does not look into: tools."""
+    role = message.get("role")
+    if role not in _ROLES:
+        raise ValueError(f"a message of role {str(role)[:40]!r} cannot go with a cached video")
+    if more := sorted(name for name in message.keys() - _NO_MORE if message[name]):
+        raise ValueError(f"{more[0]} of a message cannot go with a cached video")
+    return "system" if role == "developer" else str(role)
 
 
 def _part(part: Any) -> dict[str, str]:

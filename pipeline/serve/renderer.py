@@ -14,8 +14,8 @@ from pipeline.serve.prompts import CachedPrompts, ServedCache, parts_of
 
 CONFIG = "cached_videos"  # the key of a ServedCache in vLLM's additional_config
 _READY = "cached_videos_input"  # of a prompt that needs no processor
-# Of a request what would change a prompt in ways that are not looked into here.
-_REFUSED = ("tools", "documents", "continue_final_message")
+# Of a request what may be set with a cached video: all else changes prompts in ways that are not looked into here.
+_TAKEN = frozenset(("add_generation_prompt", "tokenize", "return_dict"))
 
 
 class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
@@ -81,7 +81,7 @@ def _ready(prompt: Any, arrival_time: float) -> Any:
 
 def _check(params: Any) -> None:
     asked = params.chat_template_kwargs
-    if refused := [name for name in _REFUSED if asked.get(name)]:
+    if refused := sorted(name for name, value in asked.items() if value and name not in _TAKEN):
         raise VLLMValidationError(f"{refused[0]} cannot go with a cached video", parameter=refused[0])
     if asked.get("add_generation_prompt") is False:
         raise VLLMValidationError("add_generation_prompt must be true with a cached video")

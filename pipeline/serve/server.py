@@ -7,7 +7,9 @@ import os
 from typing import Any
 
 from gstep.backbones import choose_runtime
+from gstep.language.weights import generation_config
 from gstep.serving.options import OWN, engine_options, prepare_process
+from gstep.serving.sampling import check_served
 from pipeline.cache.reader import read_header
 from pipeline.errors import UsageError
 from pipeline.execution.request import refusing, store_refusing
@@ -15,6 +17,7 @@ from pipeline.generate.engines.vllm import check_installed
 from pipeline.generate.model import model_of
 from pipeline.serve import MODE
 from pipeline.serve.config import ServeConfig
+from pipeline.serve.guard import KEY, KeyGuard
 from pipeline.serve.prompts import CachedPrompts, ServedCache
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
@@ -23,7 +26,7 @@ _CONFIG = "cached_videos"  # pipeline.serve.renderer
 # What is no user's to say, beside what no engine's user can.
 _OWN = OWN | {
     *("tokenizer_mode", "additional_config", "host", "port", "api_key", "served_model_name", "chat_template"),
-    *("allowed_media_domains", "allowed_local_media_path"),
+    *("allowed_media_domains", "allowed_local_media_path", "enable_scale_out", "middleware"),
 }
 
 
@@ -45,11 +48,15 @@ def server_arguments(config: ServeConfig) -> list[str]:
     for name, value in (("AWS_ENDPOINT_URL", config.s3_endpoint), ("AWS_REGION", config.s3_region)):
         if value is not None:
             os.environ[name] = value
+    if config.api_key is not None:
+        os.environ[KEY] = config.api_key
     served = served_cache(config)
     with refusing(), store_refusing():
         prompts = CachedPrompts(served)
     if prompts.builder.axes == 1 and prompts.builder.policy.positions == "original":
         raise UsageError("--positions original: vLLM counts the positions of this model itself")
+    with refusing():
+        check_served(prompts.source.name, generation_config(prompts.source, prompts.builder.config))
     if mine := sorted(config.engine_params().keys() & _OWN):
         raise UsageError(f"--engine-param {mine[0]}: it follows from the cache, the model and the other flags")
     with refusing():
@@ -61,12 +68,12 @@ def server_arguments(config: ServeConfig) -> list[str]:
         "generation_config": "auto",  # here the checkpoint's settings are what a request leaves open
         "served_model_name": config.served_model_name or config.model or prompts.source.name,
         "tokenizer_mode": MODE,
-        # Some of vLLM's routes fetch what a part of a message names before a renderer sees it: from nowhere.
+        # Should a route of vLLM's fetch what a part names before a renderer sees it: from nowhere.
         "allowed_media_domains": ["cached-videos.invalid"],
         "additional_config": {_CONFIG: served.as_json()},
+        "middleware": [f"{KeyGuard.__module__}.{KeyGuard.__name__}"],
         "host": config.host,
         "port": config.port,
-        **({"api_key": config.api_key} if config.api_key else {}),
         **config.engine_params(),
     }
     model = str(options.pop("model"))
@@ -91,8 +98,10 @@ def served_cache(config: ServeConfig) -> ServedCache:
 
 def _flag(name: str, value: Any) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
-    if value is None or value is False:
+    if value is None:
         return []
+    if value is False:
+        return [f"--no-{name.replace('_', '-')}"]
     if value is True:
         return [flag]
     if isinstance(value, list):

@@ -23,6 +23,7 @@ from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.generate.answers import AnswersTable
+from pipeline.generate.engines.vllm import VllmEngine
 from pipeline.generate.held_videos import to_visual
 from pipeline.storage.stores import LocalStore
 from pipeline.video.decode import DecodeRequest, decode_video
@@ -335,7 +336,7 @@ def refuse(monkeypatch):
     return check
 
 
-def test_what_cannot_be_evaluated_is_refused_before_anything_is_encoded(refuse, data, results, tmp_path):
+def test_what_cannot_be_evaluated_is_refused_before_anything_is_encoded(refuse, data, results, tmp_path, monkeypatch):
     out, asked = tmp_path / "r", ["--benchmark", "videomme", "--data", str(data)]
     assert "--benchmark NAME, or answers to score" in refuse(out)
     assert "known are videomme, shapes" in refuse(out, "--benchmark", "magic")
@@ -351,6 +352,10 @@ def test_what_cannot_be_evaluated_is_refused_before_anything_is_encoded(refuse, 
     assert "results of other settings" in refuse(results, *asked, "--protocol", "official", *LIGHT)
     assert "holds no results" in refuse(data, *asked)
     assert "yours to delete" in refuse(out, *asked, "--cache", str(tmp_path / "c"), "--drop-tokens")
+    vllm = ["--engine", "vllm"]
+    assert "prunes inside the language model" in refuse(out, *asked, "--method", "fastv,K=1", *vllm)
+    monkeypatch.setattr(VllmEngine, "check", lambda *_: None)  # as where it is installed
+    assert "engine: the answers have None, this run {'name': 'vllm'}" in refuse(results, *asked, *LIGHT, *vllm)
 
 
 def test_a_video_that_cannot_be_decoded_costs_its_own_questions_alone(tmp_path):

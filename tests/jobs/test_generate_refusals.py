@@ -304,8 +304,8 @@ def test_answers_of_another_engine_are_refused(tmp_path):
     tiny_cache(tmp_path / "c")
     config = GenerateConfig(cache=str(tmp_path / "c"), questions="q.jsonl")
     assert engine_of(config).describe() == {}  # answers that were there before there were engines stay what they are
-    setup = EngineSetup("vllm", params={"block_size": 16})
-    assert setup.describe() == {"engine": {"name": "vllm", "params": {"block_size": 16}}}
+    setup = EngineSetup("vllm", params={"quantization": "fp8", "gpu_memory_utilization": 0.8})
+    assert setup.describe() == {"engine": {"name": "vllm", "params": {"quantization": "fp8"}}}
     held, wanted = {"a": 1, **setup.describe()}, {"a": 1}
     with pytest.raises(IdentityMismatch, match="engine"):
         refuse_others(LocalStore(tmp_path / "o"), held, wanted)

@@ -27,6 +27,17 @@ ENGINES = LazyTable(
 BATCH_SIZES = {TRANSFORMERS: 8, VLLM: 256}
 
 
+# Engine arguments that decide how fast answers come and how much memory they take. A run that ran out of it may go on
+# with others.
+_NO_ANSWER = frozenset(
+    (
+        *("gpu_memory_utilization", "kv_cache_memory_bytes", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+        *("block_size", "num_gpu_blocks_override", "cpu_offload_gb", "enforce_eager", "enable_prefix_caching"),
+        *("enable_chunked_prefill", "async_scheduling", "disable_custom_all_reduce", "download_dir"),
+    )
+)
+
+
 @dataclass(frozen=True)
 class EngineSetup:
     """What is to be loaded. Pickles.
@@ -47,7 +58,8 @@ class EngineSetup:
         """For the identity of answers, JSON-able; empty for the engine that always was."""
         if self.name == TRANSFORMERS:
             return {}
-        return {"engine": {"name": self.name, **({"params": dict(self.params)} if self.params else {})}}
+        params = {name: value for name, value in self.params.items() if name not in _NO_ANSWER}
+        return {"engine": {"name": self.name, **({"params": params} if params else {})}}
 
 
 class Engine(Protocol):

@@ -28,7 +28,9 @@ class TransformersEngine:
         return cls(load_language_model(source, runtime), runtime)
 
     @staticmethod
-    def check(setup: EngineSetup, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]) -> None:
+    def check(
+        setup: EngineSetup, source: ModelSource, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]
+    ) -> None:
         """It answers whatever there is a prompt for."""
 
     def generate(

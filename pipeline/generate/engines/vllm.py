@@ -41,8 +41,9 @@ class VllmEngine:
         self._embeddings = InputEmbeddings(source, self._tokenizer, runtime.dtype)
         self._video_token = int(config.video_token_id)
         self._generation = generation_config(source, config)
-        check_served(source.name, self._generation)
         self._n_asked = 0
+        # Each request that waits holds its prompt: no more of them than keep the scheduler busy.
+        self._most_waiting = 2 * int(engine.vllm_config.scheduler_config.max_num_seqs)
         #: Tokens of prompts, and how many of them the prefix cache had.
         self.prompt_tokens = self.reused_tokens = 0
         #: Seconds to the first token of each request of the last batch.
@@ -64,8 +65,11 @@ class VllmEngine:
         return cls(engine, source, runtime, setup)
 
     @staticmethod
-    def check(setup: EngineSetup, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]) -> None:
-        """Raises UsageError for what vLLM cannot answer, and where it is missing, before anything is loaded."""
+    def check(
+        setup: EngineSetup, source: ModelSource, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]
+    ) -> None:
+        """Raises UsageError for what vLLM cannot answer, and where it is missing, before anything is loaded; ModelError
+        where the checkpoint asks for more than vLLM does."""
         inside = [name or late.pruner.name for name, late in prunings.items() if late and late.inside]
         if inside:
             raise UsageError(
@@ -77,6 +81,7 @@ class VllmEngine:
                 "--engine vllm counts the positions of this model itself: --positions original needs --engine "
                 "transformers"
             )
+        check_served(source.name, generation_config(source, builder.config))
         check_installed("--engine vllm")
         _check_params(setup.params)
 
@@ -132,8 +137,9 @@ class VllmEngine:
         return {**self._runtime.describe(), "attn_implementation": "vllm", "vllm": _version(), **parallel}
 
     def forget(self) -> None:
-        """Empty the prefix cache: the next batch is as the first."""
+        """Empty the caches: the next batch is as the first."""
         self._engine.reset_prefix_cache()
+        self._engine.reset_encoder_cache()
 
     def close(self) -> None:
         """Ends its worker processes too."""
@@ -149,25 +155,33 @@ class VllmEngine:
 
         names = [f"{self._n_asked + i}" for i in range(len(prompts))]
         self._n_asked += len(prompts)
-        added: list[str] = []
-        try:
-            for name, prompt, how in zip(names, prompts, params, strict=True):
-                added.append(
-                    self._engine.add_request(name, engine_input(prompt, self._video_token), SamplingParams(**how))
-                )
-        except (ValueError, VLLMValidationError) as error:
-            self._engine.abort_request(added, internal=True)
-            raise ValueError(str(error)) from error
+        waiting: dict[str, str] = {}  # in the engine: our name -> its own
         done: dict[str, Any] = {}
-        try:
-            while self._engine.has_unfinished_requests():
-                done |= {output.request_id: output for output in self._engine.step() if output.finished}
-        except Exception as error:  # what went wrong inside leaves its scheduler in no known state
-            raise EngineDied(f"vLLM: {type(error).__name__}: {error}") from error
+        for name, prompt, how in zip(names, prompts, params, strict=True):
+            try:
+                request = engine_input(prompt, self._video_token)
+                waiting[name] = self._engine.add_request(name, request, SamplingParams(**how))
+            except (ValueError, VLLMValidationError) as error:
+                self._engine.abort_request(list(waiting.values()), internal=True)
+                raise ValueError(str(error)) from error
+            while len(waiting) >= self._most_waiting:
+                self._step(waiting, done)
+        while waiting:
+            self._step(waiting, done)
         outputs = [done[name] for name in names]
         self.prompt_tokens += sum(len(output.prompt_token_ids) for output in outputs)
         self.reused_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
         return outputs
+
+    def _step(self, waiting: dict[str, str], done: dict[str, Any]) -> None:
+        """Moves what ended from ``waiting`` to ``done``. Raises EngineDied."""
+        try:
+            ended = [output for output in self._engine.step() if output.finished]
+        except Exception as error:  # what went wrong inside leaves its scheduler in no known state
+            raise EngineDied(f"vLLM: {type(error).__name__}: {error}") from error
+        for output in ended:
+            done[output.request_id] = output
+            del waiting[output.request_id]
 
     def _answer(self, output: Any, prefill_s: float, decode_s: float) -> Answer:
         ids, stopped = list(output.token_ids), output.finish_reason == "stop"

@@ -1,10 +1,12 @@
 """What an engine is told of a video: its place with all frames' markers, positions that add up, a name of its own."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
 
+from gstep.serving import items
 from gstep.serving.items import prompt_positions, rows_of, video_items
 from tests.gstep.language.prompts import builder, text_of, video
 from tests.gstep.llms import FAMILIES
@@ -81,3 +83,16 @@ def test_rows_hold_the_levels_and_the_newline():
 def test_a_prompt_without_a_video_has_text_positions():
     positions, delta = prompt_positions([], 5)
     assert positions.tolist() == [[0, 1, 2, 3, 4]] * 3 and delta == 0
+
+
+def test_questions_on_a_video_share_its_rows_and_those_go_with_it():
+    """A thousand questions hold one copy, and hash it once."""
+    one = video("tiny-qwen3-vl", index=[1, 4])
+    first, again = (items_of("tiny-qwen3-vl", builder("tiny-qwen3-vl").build(text, [one]))[0] for text in ("a", "b"))
+    assert first.rows is again.rows
+    plain = video("tiny-qwen2-5-vl", index=[1, 4])
+    assert rows_of(plain) is plain.tokens
+    before = len(items._made)
+    del plain
+    gc.collect()
+    assert len(items._made) == before - 1

@@ -20,13 +20,13 @@ def test_no_tower_is_built_and_no_processor_asked(name):
     assert (told["trust_remote_code"], told["load_format"], told["dtype"]) == (False, "safetensors", "float32")
     ours = {"architectures": [ARCHITECTURES[source.model_type]]} if name != "tiny" else {}
     assert told["hf_overrides"] == ours  # LLaVA-OneVision goes by vLLM's own class
-    assert told.keys() >= OWN - {"tokenizer", "hf_config_path", "skip_tokenizer_init"}
+    assert told.keys() >= OWN - {"tokenizer", "hf_config_path", "skip_tokenizer_init", "hf_token"}
 
 
 def test_a_step_takes_the_largest_video():
     source, runtime = ModelSource.resolve("tiny"), choose_runtime("cpu", "float32")
-    assert "max_num_batched_tokens" not in engine_options(source, runtime, 4096)  # vLLM's own limits are for the device
-    assert engine_options(source, runtime, 5000)["max_num_batched_tokens"] == 8192
+    assert "max_num_batched_tokens" not in engine_options(source, runtime, 2048)  # vLLM's own limits are for the device
+    assert engine_options(source, runtime, 2049)["max_num_batched_tokens"] == 8192
     assert engine_options(source, runtime, 75_000)["max_num_batched_tokens"] == 75_000
 
 

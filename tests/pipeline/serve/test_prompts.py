@@ -97,11 +97,36 @@ def test_whatever_is_no_cached_video_is_refused_with_the_reason(cache, part, why
         served(cache).build([user(video("cache://a"), part)])
 
 
-def test_a_video_that_was_added_since_is_found(cache):
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "tool_calls of a message"),
+        ({"role": "tool", "content": "42"}, "a message of role 'tool'"),
+    ],
+)
+def test_turns_that_a_template_would_write_otherwise_are_refused(cache, more, why):
+    with pytest.raises(ValueError, match=why):
+        served(cache).build([user(video("cache://a"), text("x")), more])
+
+
+def test_a_developer_is_the_system(cache):
+    asked = user(video("cache://a"), text("x"))
+    ids = [
+        served(cache).build([{"role": role, "content": "Be brief."}, asked]).input_ids
+        for role in ("system", "developer")
+    ]
+    assert torch.equal(*ids)
+
+
+def test_a_video_that_was_added_since_is_found_after_a_while(cache, monkeypatch):
+    """Not at once for every mistyped name: it reads the whole index."""
     prompts = served(cache)
     with pytest.raises(ValueError, match="not in the cache"):
         prompts.build([user(video("cache://new"), text("x"))])
     write_shard(TokenCache(cache).store, "later", encoded("new", random_tokens(9, SHAPE), 0.25, "gstep"))
+    with pytest.raises(ValueError, match="not in the cache"):
+        prompts.build([user(video("cache://new"), text("x"))])
+    monkeypatch.setattr("pipeline.serve.prompts._OPEN_AGAIN_S", 0.0)
     assert len(prompts.build([user(video("cache://new"), text("x"))]).visuals[0].index) == 49
 
 
