@@ -15,7 +15,7 @@ from pipeline.serve.prompts import CachedPrompts, ServedCache, parts_of
 CONFIG = "cached_videos"  # the key of a ServedCache in vLLM's additional_config
 _READY = "cached_videos_input"  # of a prompt that needs no processor
 # Of a request what may be set with a cached video: all else changes prompts in ways that are not looked into here.
-_TAKEN = frozenset(("add_generation_prompt", "tokenize", "return_dict"))
+_TAKEN = frozenset(("add_generation_prompt", "tokenize", "return_dict", "cohere_format"))  # the last is the server's
 
 
 class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
