@@ -182,12 +182,16 @@ class EngineOptions(RunOptions):
                     raise UsageError(f"--{name.replace('_', '-')} goes with --engine vllm")
 
     def engine_params(self) -> dict[str, Any]:
-        """``--engine-param`` by name; a value is JSON where it can be read as that, else text."""
-        return {name: json_or_text(text) for name, text in named_values(self.engine_param, "--engine-param").items()}
+        """``--engine-param`` by name."""
+        return engine_values(self.engine_param)
 
 
-def json_or_text(text: str) -> Any:
-    """A value as JSON where it can be read as that, else as it is."""
+def engine_values(given: Iterable[str]) -> dict[str, Any]:
+    """``--engine-param`` by name; a value is JSON where it can be read as that, else text."""
+    return {name: _json_or_text(text) for name, text in named_values(given, "--engine-param").items()}
+
+
+def _json_or_text(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:

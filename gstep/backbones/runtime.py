@@ -27,13 +27,18 @@ class Runtime:
     dtype: torch.dtype
     attn_implementation: str
 
+    @property
+    def dtype_name(self) -> str:
+        """A name in DTYPES."""
+        return str(self.dtype).removeprefix("torch.")
+
     def describe(self) -> dict[str, str]:
         """For the provenance of a run: what computed the tokens, JSON-able."""
         on_cuda = self.device.startswith("cuda")
         return {
             "device": self.device,
             "device_name": torch.cuda.get_device_name(self.device) if on_cuda else f"cpu, {os.cpu_count()} cores",
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": self.dtype_name,
             "attn_implementation": self.attn_implementation,
             "torch": torch.__version__,
             "cuda": str(torch.version.cuda),

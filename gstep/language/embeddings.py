@@ -11,6 +11,7 @@ from torch import Tensor
 from gstep.checkpoints.source import ModelSource
 from gstep.checkpoints.tensors import read_tensors
 from gstep.errors import ModelError
+from gstep.language.prompt import text_ids
 
 _ENDS_WITH = "embed_tokens.weight"  # of the language model's alone: vision encoders embed patches and positions
 
@@ -34,7 +35,5 @@ class InputEmbeddings:
 
     def mean(self, text: str) -> Tensor:
         """[1,D] float32: the mean embedding of a text's tokens. Raises ValueError for an empty one."""
-        ids = list(self._tokenizer(text, add_special_tokens=False).input_ids)
-        if not ids:
-            raise ValueError("a text to be embedded needs at least one character")
-        return self._table[torch.tensor(ids)].float().mean(0, keepdim=True)
+        ids = torch.tensor(text_ids(self._tokenizer, text))
+        return self._table[ids].float().mean(0, keepdim=True)

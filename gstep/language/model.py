@@ -16,7 +16,7 @@ from gstep.backbones import ModelSource, Runtime
 from gstep.language.batch import Batch, encoder_outputs
 from gstep.language.decoding import FirstToken, RowLimits, SeededSampling
 from gstep.language.layer_pruning import PruneInside, visual_places
-from gstep.language.prompt import tokenizer_of
+from gstep.language.prompt import text_ids, tokenizer_of
 from gstep.language.types import Answer, Decoding, Prompt, Score
 from gstep.language.weights import load_llm
 from gstep.pruners.base import Pruner
@@ -54,7 +54,7 @@ class LanguageModel:
 
         Raises ValueError for an empty one.
         """
-        ids = torch.tensor(self._continuation(text), device=self.device)
+        ids = torch.tensor(text_ids(self.tokenizer, text), device=self.device)
         mean: Tensor = self.model.get_input_embeddings()(ids).float().mean(0, keepdim=True)
         return mean
 
@@ -132,7 +132,7 @@ class LanguageModel:
 
         Raises ValueError for a continuation without a token.
         """
-        ids = [[self._continuation(text) for text in texts] for texts in continuations]
+        ids = [[text_ids(self.tokenizer, text) for text in texts] for texts in continuations]
         with ExitStack() as stack:
             active = None
             if inside is not None:
@@ -180,12 +180,6 @@ class LanguageModel:
         following = torch.log_softmax(output.logits.float(), dim=-1)
         targets = [torch.tensor(ids[1:], device=following.device) for ids in continuations]
         return [float(rest[: len(t)].gather(-1, t[:, None]).sum()) for rest, t in zip(following, targets, strict=True)]
-
-    def _continuation(self, text: str) -> list[int]:
-        ids = list(self.tokenizer(text, add_special_tokens=False).input_ids)
-        if not ids:
-            raise ValueError("a text to be scored needs at least one character")
-        return ids
 
     def _prune_inside(self, prompts: Sequence[Prompt], method: Pruner, retention_ratio: float) -> PruneInside:
         batch = Batch.of(prompts)

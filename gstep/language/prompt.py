@@ -212,6 +212,14 @@ def tokenizer_of(source: ModelSource) -> Any:
         ) from error
 
 
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text alone. Raises ValueError where it has none."""
+    ids = list(tokenizer(text, add_special_tokens=False).input_ids)
+    if not ids:
+        raise ValueError("a text to be scored needs at least one character")
+    return ids
+
+
 def _places(segments: Sequence[Segment]) -> list[tuple[int, int]]:
     """(first, end) of the placeholders of each video, and of what lies between them."""
     places: dict[int, tuple[int, int]] = {}

@@ -36,7 +36,7 @@ def engine_options(
         "tokenizer_revision": revision,
         "trust_remote_code": False,
         "load_format": "safetensors",
-        "dtype": str(runtime.dtype).removeprefix("torch."),
+        "dtype": runtime.dtype_name,
         "hf_overrides": {"architectures": [ours]} if ours else {},
         "tensor_parallel_size": tensor_parallel,
         "distributed_executor_backend": "mp" if tensor_parallel > 1 else None,

@@ -22,11 +22,11 @@ from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, prompt_builder
 from pipeline import TokenCache
 from pipeline.errors import RunFailed
-from pipeline.generate.engines import VLLM, Engine, EngineSetup, load_engine
+from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, VLLM, Engine, EngineSetup, load_engine
 from pipeline.generate.engines.vllm import VllmEngine, check_installed
 from pipeline.generate.held_videos import HeldVideos
 
-_BATCH = 8  # of transformers: as jobs.generate has it
+_BATCH = BATCH_SIZES[TRANSFORMERS]
 
 
 @dataclass(frozen=True)
@@ -152,12 +152,13 @@ def _online(job: Job) -> Iterator[Measured]:
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - tens of seconds to import
 
     runtime, (name, revision) = choose_runtime(), ModelSource.resolve(job.model).pretrained()
-    files = [Path(TokenCache(job.cache).metadata(video_id)["uri"]).resolve() for video_id in TokenCache(job.cache)]
+    cache = TokenCache(job.cache)
+    files = [Path(cache.metadata(video_id)["uri"]).resolve() for video_id in cache]
     root = os.path.commonpath([str(file.parent) for file in files])
     llm = LLM(
         model=name,
         revision=revision,
-        dtype=str(runtime.dtype).removeprefix("torch."),
+        dtype=runtime.dtype_name,
         limit_mm_per_prompt={"image": 0, "video": 1},
         allowed_local_media_path=root,
         media_io_kwargs={"video": {"num_frames": job.num_frames}},

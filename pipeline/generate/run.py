@@ -123,9 +123,8 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
     def _computed(self) -> Computed:
         """Joins or starts the cluster. Raises UsageError where it cannot do what the flags ask."""
         computed, wanted = Computed(*settle(self.options, self.options.dtype, self.say)), self.options.tensor_parallel
-        largest = max((node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]), default=0.0)
-        if computed.device == "cuda" and largest < wanted:
-            raise UsageError(f"--tensor-parallel {wanted}: no node of the cluster has more than {largest:g} GPUs")
+        if computed.device == "cuda" and self._offer()["GPU"] < wanted:
+            raise UsageError(f"--tensor-parallel {wanted}: no node of the cluster has so many GPUs")
         return computed
 
     def _answered(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import UsageError
-from pipeline.options import DTYPES, S3Options, check, check_choices, json_or_text, named_values, option
+from pipeline.options import DTYPES, S3Options, check, check_choices, engine_values, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,4 +69,4 @@ class ServeConfig(S3Options):
 
     def engine_params(self) -> dict[str, Any]:
         """``--engine-param`` by name."""
-        return {name: json_or_text(text) for name, text in named_values(self.engine_param, "--engine-param").items()}
+        return engine_values(self.engine_param)

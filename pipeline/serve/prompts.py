@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -38,7 +38,6 @@ class ServedCache:
         model: and its ``revision``: the argument of ModelSource.resolve.
         retention_ratio: of videos whose link says none; None is all that is stored.
         positions, rule, frame_times: as of prompt_builder.
-        own_order: whether a method's own order in a prompt is kept.
     """
 
     cache: str
@@ -48,14 +47,6 @@ class ServedCache:
     positions: str | None = None
     rule: str = "transformers-5"
     frame_times: str = "true"
-    own_order: bool = True
-
-    @classmethod
-    def read(cls, values: Mapping[str, Any]) -> Self:
-        return cls(**values)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def open(self) -> tuple[TokenCache, pa.Table]:
         """The cache, and the live rows of its videos: COLUMNS. Raises NotACache, CorruptShard, OSError."""
@@ -86,7 +77,7 @@ class CachedPrompts:
                 f"--retention-ratio {served.retention_ratio:g}: the cache stores {self._cache.retention_ratio:g}"
             )
         declared = declared_method(self._cache.identity)
-        reorders = declared is not None and declared.reorders and served.own_order
+        reorders = declared is not None and declared.reorders
         self._order: TokenOrder = "selection" if reorders else "index"
         self._held: LastUsed[CacheLink, Visual] = LastUsed(_HELD_BYTES, n_bytes)
         self._lock = threading.Lock()

@@ -10,9 +10,9 @@ from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer
 
 from gstep.serving.inputs import engine_input
+from pipeline.serve import CONFIG
 from pipeline.serve.prompts import CachedPrompts, ServedCache, parts_of
 
-CONFIG = "cached_videos"  # the key of a ServedCache in vLLM's additional_config
 _READY = "cached_videos_input"  # of a prompt that needs no processor
 # Of a request what may be set with a cached video: all else changes prompts in ways that are not looked into here.
 _TAKEN = frozenset(("add_generation_prompt", "tokenize", "return_dict", "cohere_format"))  # the last is the server's
@@ -23,7 +23,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
-        self._served = ServedCache.read(config.additional_config[CONFIG])
+        self._served = ServedCache(**config.additional_config[CONFIG])
         self._prompts: CachedPrompts | None = None
 
     def render_messages(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from typing import Any
 
 from gstep.backbones import choose_runtime
@@ -15,14 +16,13 @@ from pipeline.errors import UsageError
 from pipeline.execution.request import refusing, store_refusing
 from pipeline.generate.engines.vllm import check_installed
 from pipeline.generate.model import model_of
-from pipeline.serve import MODE
+from pipeline.serve import CONFIG, MODE
 from pipeline.serve.config import ServeConfig
 from pipeline.serve.guard import KEY, KeyGuard
 from pipeline.serve.prompts import CachedPrompts, ServedCache
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
-_CONFIG = "cached_videos"  # pipeline.serve.renderer
 # What is no user's to say, beside what no engine's user can.
 _OWN = OWN | {
     *("tokenizer_mode", "additional_config", "host", "port", "api_key", "served_model_name", "chat_template"),
@@ -70,7 +70,7 @@ def server_arguments(config: ServeConfig) -> list[str]:
         "tokenizer_mode": MODE,
         # Should a route of vLLM's fetch what a part names before a renderer sees it: from nowhere.
         "allowed_media_domains": ["cached-videos.invalid"],
-        "additional_config": {_CONFIG: served.as_json()},
+        "additional_config": {CONFIG: asdict(served)},
         "middleware": [f"{KeyGuard.__module__}.{KeyGuard.__name__}"],
         "host": config.host,
         "port": config.port,

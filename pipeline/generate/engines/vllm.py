@@ -16,7 +16,7 @@ from torch import Tensor
 from gstep.backbones import ModelSource, Runtime
 from gstep.language import Answer, Decoding, Prompt, PromptBuilder, Score
 from gstep.language.embeddings import InputEmbeddings
-from gstep.language.prompt import parsed_config, tokenizer_of
+from gstep.language.prompt import parsed_config, text_ids, tokenizer_of
 from gstep.language.weights import generation_config
 from gstep.pruners.base import Pruner
 from gstep.serving.options import OWN, engine_options, prepare_process
@@ -111,7 +111,7 @@ class VllmEngine:
         question are one request, and longer texts find their prompt in the prefix cache.
         """
         assert inside is None
-        ids = [[self._continuation(text) for text in texts] for texts in continuations]
+        ids = [[text_ids(self._tokenizer, text) for text in texts] for texts in continuations]
         asked = [(row, *part) for row, of_row in enumerate(ids) for part in _following(of_row)]
         longer = [_continued(prompts[row], begun) for row, begun, _ in asked]
         outputs = self._run(longer, [self._next_params(following) for _, _, following in asked])
@@ -189,12 +189,6 @@ class VllmEngine:
             ids = ids[:-1]
         text = self._tokenizer.decode(ids, skip_special_tokens=True)
         return Answer(text, tuple(ids), "stop" if stopped else "length", prefill_s, decode_s)
-
-    def _continuation(self, text: str) -> list[int]:
-        ids = list(self._tokenizer(text, add_special_tokens=False).input_ids)
-        if not ids:
-            raise ValueError("a text to be scored needs at least one character")
-        return ids
 
     @staticmethod
     def _next_params(following: Sequence[int]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import asdict
 
 import pytest
 
@@ -28,8 +29,8 @@ def test_the_flag_decides_the_times_of_every_prompt(tmp_path):
     _, video = encode_clip(source, uneven_clip(tmp_path / "uneven.mp4"), 5, "none", 1.0)
     cache_of(tmp_path / "c", source, video)
     config = ServeConfig(cache=str(tmp_path / "c"), frame_times="stock")
-    told = json.loads(json.dumps(served_cache(config).as_json()))  # as it reaches the renderer
-    assert told["frame_times"] == "stock" and times(ServedCache.read(told)) == ["0.2", "1.3", "2.1"]
+    told = json.loads(json.dumps(asdict(served_cache(config))))  # as it reaches the renderer
+    assert told["frame_times"] == "stock" and times(ServedCache(**told)) == ["0.2", "1.3", "2.1"]
     assert times(ServedCache(cache=config.cache, model=NAME)) == ["0.2", "1.0", "2.2"]
 
 
