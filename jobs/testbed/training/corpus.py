@@ -14,7 +14,7 @@ from jobs.testbed.training.language import Seen
 from jobs.testbed.training.network import Eyes
 from jobs.testbed.training.space import cells_of, ideal_tokens
 from pipeline.evaluate.shapes.files import through_h264
-from pipeline.evaluate.shapes.hardness import HARDNESS, Hardness
+from pipeline.evaluate.shapes.hardness import HARDNESS, TRAINED_ON, Hardness
 from pipeline.evaluate.shapes.making import make_video
 from pipeline.evaluate.shapes.render import render
 from pipeline.evaluate.shapes.seeds import TRAIN, SplitName
@@ -46,7 +46,7 @@ def hardness_of(seed: int) -> Hardness:
     rng = np.random.default_rng([seed, 6])
     if rng.random() < _PLAIN:
         return HARDNESS["plain"]
-    return list(HARDNESS.values())[1 + int(rng.integers(len(HARDNESS) - 1))]
+    return HARDNESS[TRAINED_ON[1 + int(rng.integers(len(TRAINED_ON) - 1))]]
 
 
 class Corpus:

@@ -77,7 +77,7 @@ def _crowd(rng: np.random.Generator, difficulty: Difficulty) -> Video:
                 kind="sign" if sign else "brief",
                 size=size,
                 contrast=contrast,
-                shots=(Shot(0, x, y, color),),
+                shots=(Shot(0, x, y, color, size),),
             )
         )
     return Video(
@@ -93,6 +93,8 @@ def _crowd(rng: np.random.Generator, difficulty: Difficulty) -> Video:
         scene_choices=(),
         sign_choices=(),
         camera=((0, 0),),
+        zoom=(1.0,),
+        light=(1.0,),
         specks=int(rng.integers(0, 9)) if hard and rng.random() < 0.5 else 0,
         noise=float(rng.uniform(0, 12)) if hard and rng.random() < 0.5 else 0.0,
     )

@@ -22,7 +22,7 @@ from jobs.testbed.training.network import Eyes
 from jobs.testbed.training.recipe import TrainingRecipe
 from jobs.testbed.training.stage import Schedule, Stage
 from pipeline.errors import UsageError
-from pipeline.evaluate.shapes.hardness import HARDNESS
+from pipeline.evaluate.shapes.hardness import HARDNESS, TRAINED_ON
 from pipeline.evaluate.shapes.seeds import SEEDS
 
 CHECKPOINT, CURVES, RECIPE = "checkpoint", "curves.png", "recipe.json"
@@ -98,8 +98,8 @@ def _stage(folder: Path, recipe: TrainingRecipe, name: str, say: Callable[[str],
 
 def _scores(eyes: Eyes, decoder: Decoder, recipe: TrainingRecipe) -> Sequence[Score]:
     scores: list[Score] = []
-    for name, hardness in HARDNESS.items():
-        videos = held_out(eyes, "development", _HELD_OUT, recipe.held_out, hardness)
+    for name in TRAINED_ON:
+        videos = held_out(eyes, "development", _HELD_OUT, recipe.held_out, HARDNESS[name])
         scores += scores_of(name, language.questions_right(decoder, videos))
     return scores
 

@@ -8,14 +8,24 @@ import numpy as np
 
 from pipeline.evaluate.shapes.draws import real, whole
 from pipeline.evaluate.shapes.hardness import PLAIN, Hardness
-from pipeline.evaluate.shapes.placing import REACH, Floor, NoRoom, Place, camera_way
+from pipeline.evaluate.shapes.placing import (
+    REACH,
+    Floor,
+    NoRoom,
+    Place,
+    camera_way,
+    light_of,
+    shaken,
+    zoom_way,
+    zoomed,
+)
 from pipeline.evaluate.shapes.seeds import SplitName, check_seed
 from pipeline.evaluate.shapes.story import Role, Story, draw_story
 from pipeline.evaluate.shapes.world import FRAMES, Shot, Thing, Video
 
 #: Pixels of a sign: two to each of its dots, whatever the hardness, or nobody could read it.
 SIGN_SIZE = 18
-_STORY, _PLACES = 1, 5  # these generators among those of a seed
+_STORY, _PLACES, _FILMING = 1, 5, 6  # these generators among those of a seed
 _ATTEMPTS = 100
 
 
@@ -50,12 +60,17 @@ def _staged(
     sizes = (low, max(low, high - attempt))
     pan = whole(rng, hardness.pan)
     camera = camera_way(rng, pan, n_frames)
-    floor = Floor(rng, REACH if pan else 0)
+    filming = np.random.default_rng([seed, _FILMING, n_frames])
+    if shake := whole(filming, hardness.shake):
+        camera = shaken(filming, shake, n_frames)
+    zoom = zoom_way(filming, real(filming, hardness.zoom), n_frames)
+    floor = Floor(rng, REACH if pan or shake else 0)
 
     def thing(role: Role) -> Thing:
         size, contrast = whole(rng, sizes), real(rng, hardness.contrast)
         size = SIGN_SIZE if role.kind == "sign" else size
-        shots = _shots(role, floor.place(role, size), camera)
+        seen = (1.0,) * n_frames if role.kind == "sign" else zoom
+        shots = _shots(role, size, floor.place(role, size), camera, seen)
         return Thing(name=role.name, kind=role.kind, size=size, contrast=contrast, shots=shots)
 
     extras = tuple(map(thing, story.extras))  # first: copies may not choose their corners
@@ -65,7 +80,7 @@ def _staged(
         hardness=hardness,
         n_frames=n_frames,
         scenes=story.scenes,
-        scene_of=tuple(sum(start <= t for start in story.starts) - 1 for t in range(n_frames)),
+        scene_of=tuple((sum(start <= t for start in story.starts) - 1) % len(story.scenes) for t in range(n_frames)),
         named=(one, two, three, four),
         extras=extras,
         standing=story.standing,
@@ -73,17 +88,20 @@ def _staged(
         scene_choices=story.scene_choices,
         sign_choices=story.sign_choices,
         camera=camera,
+        zoom=zoom,
+        light=light_of(story.starts, whole(filming, hardness.fade), n_frames),
         specks=whole(rng, hardness.specks),
         noise=real(rng, hardness.noise),
     )
 
 
-def _shots(role: Role, places: Sequence[Sequence[Place]], camera: Sequence[Place]) -> tuple[Shot, ...]:
-    """By frame, moved as the camera moves."""
-    return tuple(
-        sorted(
-            Shot(t, x + camera[t][0], y + camera[t][1], color)
-            for sight, at in zip(role.sights, places, strict=True)
-            for t, (x, y), color in zip(sight.frames, at, sight.colors, strict=True)
-        )
-    )
+def _shots(
+    role: Role, size: int, places: Sequence[Sequence[Place]], camera: Sequence[Place], zoom: Sequence[float]
+) -> tuple[Shot, ...]:
+    """By frame, as the camera sees them."""
+    shots = []
+    for sight, at in zip(role.sights, places, strict=True):
+        for t, place, color in zip(sight.frames, at, sight.colors, strict=True):
+            x, y, seen = zoomed(place, size, zoom[t])
+            shots.append(Shot(t, x + camera[t][0], y + camera[t][1], color, seen))
+    return tuple(sorted(shots))

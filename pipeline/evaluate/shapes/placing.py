@@ -10,9 +10,10 @@ import numpy as np
 from pipeline.evaluate.shapes.story import Role, Sight
 from pipeline.evaluate.shapes.world import SIDE
 
-#: Pixels that the camera goes to each side, and that things then keep from the border of their corner, so that no pan
-#: carries one out of its corner.
+#: Pixels that the camera goes to each side, and that things then keep from the border of their corner, so that no way
+#: of it carries one out of its corner.
 REACH = 6
+_BREATH = 8  # frames of a zoom to and fro
 _HALF = SIDE // 2
 _APART = 2  # pixels between two things
 _FAR = 30  # pixels that a moving thing goes, at least
@@ -86,3 +87,29 @@ def camera_way(rng: np.random.Generator, pan: int, n_frames: int) -> tuple[Place
     gone = start[:, None] + np.stack([pan * times, pan * times // 2])
     swing = REACH - np.abs((gone + REACH) % (4 * REACH) - 2 * REACH)
     return tuple((x, y) for x, y in (turn[:, None] * swing).T.tolist())
+
+
+def shaken(rng: np.random.Generator, shake: int, n_frames: int) -> tuple[Place, ...]:
+    """(right, down) a frame: up to ``shake`` pixels to each side, a frame each."""
+    return tuple((x, y) for x, y in rng.integers(-shake, shake + 1, (n_frames, 2)).tolist())
+
+
+def zoom_way(rng: np.random.Generator, smallest: float, n_frames: int) -> tuple[float, ...]:
+    """The size of the picture as a share of its full one, a frame each: to and fro between ``smallest`` and 1."""
+    turns = np.arange(n_frames) / _BREATH + rng.random()
+    return tuple((smallest + (1 - smallest) * (0.5 + 0.5 * np.cos(2 * np.pi * turns))).tolist())
+
+
+def zoomed(place: Place, size: int, share: float) -> tuple[int, int, int]:
+    """(x, y, size) of a thing when the picture shrinks around its middle; what did not touch still does not."""
+    x, y = (round(SIDE / 2 + (at + size / 2 - SIDE / 2) * share - int(size * share) / 2) for at in place)
+    return x, y, int(size * share)
+
+
+def light_of(starts: Sequence[int], fade: int, n_frames: int) -> tuple[float, ...]:
+    """How bright each frame is, as a share: scenes that begin at ``starts`` come and go in ``fade`` frames each."""
+    ends = (*starts[1:], n_frames)
+    steps = [
+        min(t - start, end - 1 - t, fade) for start, end in zip(starts, ends, strict=True) for t in range(start, end)
+    ]
+    return tuple((step + 1) / (fade + 1) for step in steps)

@@ -50,9 +50,11 @@ def render(video: Video) -> NDArray[np.uint8]:
     """[n_frames,96,96,3] RGB; the same on every run."""
     rng = np.random.default_rng([video.seed, _LOOKS, video.n_frames])
     grounds = [_ground(name, rng) for name in video.scenes]
-    frames = np.stack([_seen(grounds[s], *way) for s, way in zip(video.scene_of, video.camera, strict=True)])
+    ways = zip(video.scene_of, video.camera, video.zoom, strict=True)
+    frames = np.stack([_seen(grounds[scene], *way, share) for scene, way, share in ways])
     for thing in video.things:
         _draw(frames, thing, rng.uniform(-_TINT, _TINT, 3).astype(np.float32))
+    frames *= np.array(video.light, np.float32)[:, None, None, None]
     _flicker(frames, video)
     return np.clip(np.rint(frames), 0, 255).astype(np.uint8)
 
@@ -96,13 +98,12 @@ def _plate(word: str, size: int) -> Image:
 
 
 def _draw(frames: Image, thing: Thing, tint: Image) -> None:
-    if thing.name in SHAPES:
-        cover = mask_of(thing.name, thing.size)[..., None]
-    else:
-        cover = np.ones((thing.size, thing.size, 1), np.float32)
-    for t, x, y, color in thing.shots:
-        paint = np.array(RGB[color], np.float32) + tint if thing.name in SHAPES else _plate(thing.name, thing.size)
-        window = frames[t, y : y + thing.size, x : x + thing.size]
+    for t, x, y, color, size in thing.shots:
+        if thing.name in SHAPES:
+            cover, paint = mask_of(thing.name, size)[..., None], np.array(RGB[color], np.float32) + tint
+        else:
+            cover, paint = np.ones((size, size, 1), np.float32), _plate(thing.name, size)
+        window = frames[t, y : y + size, x : x + size]
         window += np.float32(thing.contrast) * cover * (paint - window)
 
 
@@ -135,9 +136,18 @@ def _texture(
     return made[scene].astype(np.float64)
 
 
-def _seen(ground: Image, right: int, down: int) -> Image:
-    """[96,96,3] what the camera sees of a ground that it moves by so many pixels."""
-    return ground[REACH - down : REACH - down + SIDE, REACH - right : REACH - right + SIDE]
+def _seen(ground: Image, right: int, down: int, share: float) -> Image:
+    """[96,96,3] what the camera sees of a ground that it moves by so many pixels, or shrinks to a share of its size."""
+    if share == 1.0:
+        return ground[REACH - down : REACH - down + SIDE, REACH - right : REACH - right + SIDE]
+    at = REACH + SIDE / 2 - 0.5 + (np.arange(SIDE) + 0.5 - SIDE / 2) / share
+    low = np.floor(at).astype(int)
+    part = (at - low).astype(np.float32)
+    last = len(ground) - 1  # beyond its border the ground is mirrored
+    before, after = (last - abs(last - abs(index)) for index in (low, low + 1))
+    rows = ground[before] + part[:, None, None] * (ground[after] - ground[before])
+    seen: Image = rows[:, before] + part[None, :, None] * (rows[:, after] - rows[:, before])
+    return seen
 
 
 def _flicker(frames: Image, video: Video) -> None:

@@ -67,10 +67,10 @@ def draw_story(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> S
     """A story of so many frames."""
     scenes, shapes, colors, signs = (shuffled(rng, names) for names in (SCENES, SHAPES, COLORS, SIGNS))
     standing = bool(rng.random() < hardness.standing)
-    plot = _Plot(rng, hardness, n_frames, _starts(rng, n_frames, hardness.scenes))
+    plot = _Plot(rng, hardness, n_frames, _starts(rng, n_frames, hardness))
     return Story(
         starts=plot.starts,
-        scenes=tuple(scenes[: len(plot.starts)]),
+        scenes=tuple(scenes[: 2 if hardness.back else len(plot.starts)]),
         named=tuple(plot.named(shapes[:4], colors[:4], standing)),
         extras=tuple(plot.extras(shapes[4:], colors[4:], signs[0])),
         standing=standing,
@@ -80,11 +80,12 @@ def draw_story(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> S
     )
 
 
-def _starts(rng: np.random.Generator, n_frames: int, scenes: tuple[int, int]) -> tuple[int, ...]:
+def _starts(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> tuple[int, ...]:
     """The first frames of scenes of at least an eighth of the video, two frames or more; all divisions alike."""
-    low, high = scenes
-    count = whole(rng, (low, max(low, min(high, _MOST_SCENES[n_frames]))))
+    low, high = hardness.scenes
     least = max(2, n_frames // 8)
+    most = n_frames // least if hardness.back else _MOST_SCENES[n_frames]
+    count = whole(rng, (low, max(low, min(high, most))))
     spare = n_frames - count * least
     bars = np.sort(rng.choice(spare + count - 1, count - 1, replace=False))
     starts = bars - np.arange(count - 1) + least * np.arange(1, count)

@@ -19,12 +19,13 @@ ThingKind = Kind | Literal["copies", "changing", "sign"]
 
 
 class Shot(NamedTuple):
-    """A thing in one frame: its top left corner in pixels of that frame, and its colour then."""
+    """A thing in one frame: its top left corner in pixels of that frame, its colour and the pixels of its side then."""
 
     frame: int
     x: int
     y: int
     color: str
+    size: int
 
 
 class Box(NamedTuple):
@@ -44,7 +45,7 @@ class Thing:
     Attributes:
         name: its shape, or what a sign says; no other thing of the video has it.
         kind: how it is seen.
-        size: pixels of its side.
+        size: pixels of its side before any zoom.
         contrast: share of its colour that covers the ground, in (0, 1].
         shots: by frame; two in the same frame only of ``copies``.
     """
@@ -66,7 +67,7 @@ class Thing:
         return self.shots[0].color
 
     def box(self, shot: Shot) -> Box:
-        return Box(shot.frame, shot.x, shot.y, shot.x + self.size, shot.y + self.size)
+        return Box(shot.frame, shot.x, shot.y, shot.x + shot.size, shot.y + shot.size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ class Video:
     Attributes:
         seed: all of it follows from this, ``n_frames`` and ``hardness``.
         scenes: their grounds, names of SCENES, each another one.
-        scene_of: index into ``scenes``, a frame each; ascending, with hard cuts.
+        scene_of: index into ``scenes``, a frame each.
         named: the four things that questions name; no other thing has one of their colours, and their onsets differ.
         extras: other things, one of a kind at most.
         standing: whether the four stay until the end of the video.
@@ -84,6 +85,8 @@ class Video:
         scene_choices: four scenes, those of the video among them.
         sign_choices: four words, the sign's among them.
         camera: (right, down) pixels by which each frame is moved; shots have it in them already.
+        zoom: the size of each frame's picture as a share of its full one; shots have it in them already.
+        light: how bright each frame is, as a share.
         specks: spots a frame.
         noise: standard deviation of each frame's own noise.
     """
@@ -100,6 +103,8 @@ class Video:
     scene_choices: tuple[str, ...]
     sign_choices: tuple[str, ...]
     camera: tuple[tuple[int, int], ...]
+    zoom: tuple[float, ...]
+    light: tuple[float, ...]
     specks: int
     noise: float
 
@@ -109,7 +114,7 @@ class Video:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The first frame of each scene but the first."""
+        """The first frame after each cut."""
         return tuple(t for t in range(1, self.n_frames) if self.scene_of[t] != self.scene_of[t - 1])
 
     def extra(self, kind: ThingKind) -> Thing | None:

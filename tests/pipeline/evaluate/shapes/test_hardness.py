@@ -22,6 +22,10 @@ def test_each_setting_but_the_mixed_one_turns_one_knob_or_what_belongs_together(
         "pan": {"pan"},
         "noise": {"noise"},
         "standing": {"standing"},
+        "shake": {"shake"},
+        "zoom": {"zoom"},
+        "fade": {"fade"},
+        "cuts": {"scenes", "back"},
     }
 
 
@@ -34,7 +38,11 @@ def test_each_setting_but_the_mixed_one_turns_one_knob_or_what_belongs_together(
         ({"specks": (-1, 3)}, "specks must be a range from 0 upwards"),
         ({"pan": (0, 9)}, "pan must lie in"),
         ({"brief": (0, 1)}, "brief must lie in"),
-        ({"scenes": (1, 5)}, "scenes must lie in"),
+        ({"scenes": (1, 9)}, "scenes must lie in"),
+        ({"shake": (0, 7)}, "shake must lie in"),
+        ({"zoom": (0.8, 1.1)}, "zoom must lie in"),
+        ({"fade": (2, 1)}, "fade must be a range"),
+        ({"pan": (0, 2), "zoom": (0.8, 1.0)}, "a camera can do one of pan, shake and zoom"),
         ({"standing": 1.5}, "standing must be a share"),
     ],
 )

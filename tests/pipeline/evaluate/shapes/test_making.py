@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.evaluate.shapes.hardness import HARDNESS, PLAIN
 from pipeline.evaluate.shapes.making import make_video
+from pipeline.evaluate.shapes.placing import light_of
 from pipeline.evaluate.shapes.questions import ask
 from pipeline.evaluate.shapes.seeds import TRAIN
 from pipeline.evaluate.shapes.words import COLORS, SCENES, SHAPES, SIGNS
@@ -16,7 +17,7 @@ from tests.pipeline.evaluate.shapes.shape_videos import videos
 
 ALL = [pytest.param(name, id=name) for name in HARDNESS]
 #: Of the videos and questions of a few seeds: what a seed gives may change with WORLD_VERSION alone.
-DIGEST = "670beb8fbf2fa8dfa2760b39f5dedba9e9d811a551332c165198c07460b0a63f"
+DIGEST = "ad78b35965a8e25039b2de3e64cd41cfcf34c88a26bee223dab870499d0dabc7"
 
 
 def frames_of(thing):
@@ -60,7 +61,8 @@ def test_a_thing_that_does_not_move_stays_wholly_in_its_corner(hardness):
 @pytest.mark.parametrize("hardness", ALL)
 def test_scenes_are_different_and_long_enough(hardness):
     for video in videos(60, hardness):
-        assert len(set(video.scenes)) == len(video.scenes) == len(video.cuts) + 1
+        assert len(set(video.scenes)) == len(video.scenes) == len(set(video.scene_of))
+        assert len(video.scenes) == (2 if hardness == "cuts" else len(video.cuts) + 1)
         assert set(video.scenes) <= set(video.scene_choices) <= set(SCENES) and len(set(video.scene_choices)) == 4
         edges = [0, *video.cuts, video.n_frames]
         lengths = [end - start for start, end in pairwise(edges)]
@@ -129,6 +131,40 @@ def test_the_camera_goes_to_and_fro_at_its_pace():
         right = [x for x, _ in video.camera]
         steps = [abs(b - a) for a, b in pairwise(right)]
         assert max(map(abs, right)) <= 6 and 3 <= max(steps) <= 5
+
+
+def test_a_shaking_camera_is_somewhere_else_in_each_frame():
+    for video in videos(30, "shake"):
+        assert 2 <= max(abs(at) for way in video.camera for at in way) <= 5
+        assert len(set(video.camera)) > video.n_frames / 2
+
+
+def test_a_zoom_shrinks_things_where_they_stand_and_leaves_signs():
+    for plain, zoom in zip(videos(30), videos(30, "zoom"), strict=True):
+        assert 0.7 <= min(zoom.zoom) < max(zoom.zoom) <= 1.0
+        for whole, thing in zip(plain.things, zoom.things, strict=True):
+            for shot, seen in zip(whole.shots, thing.shots, strict=True):
+                share = 1.0 if thing.kind == "sign" else zoom.zoom[seen.frame]
+                assert seen.size == int(share * shot.size)
+                for at, to in ((shot.x, seen.x), (shot.y, seen.y)):  # of the middle of the thing, from the picture's
+                    assert abs((to + seen.size / 2 - 48) - share * (at + shot.size / 2 - 48)) <= 1
+
+
+def test_scenes_that_are_cut_between_come_back():
+    lengths = {8: 4, 16: 8, 32: 8}
+    for video in videos(60, "cuts"):
+        assert 4 <= len(video.cuts) + 1 <= lengths[video.n_frames]
+        assert all(video.scene_of[t] != video.scene_of[t - 1] for t in video.cuts)
+        assert {video.scene_of[t] for t in video.cuts} == {0, 1}
+
+
+def test_scenes_fade_in_and_out():
+    assert light_of((0, 4, 10), 2, 12) == pytest.approx(
+        [1 / 3, 2 / 3, 2 / 3, 1 / 3, *[1 / 3, 2 / 3, 1, 1, 2 / 3, 1 / 3], 1 / 3, 1 / 3]
+    )
+    for video in videos(30, "fade"):
+        dark = [t for t in range(video.n_frames) if video.light[t] == min(video.light)]
+        assert {0, video.n_frames - 1, *video.cuts, *(cut - 1 for cut in video.cuts)} == set(dark)
 
 
 def test_a_video_follows_from_its_seed_length_and_setting():

@@ -27,8 +27,8 @@ def without(video):
     return replace(video, named=tuple(gone[:4]), extras=tuple(gone[4:]))
 
 
-def window(frames, thing, shot):
-    return frames[shot.frame, shot.y : shot.y + thing.size, shot.x : shot.x + thing.size].astype(float)
+def window(frames, shot):
+    return frames[shot.frame, shot.y : shot.y + shot.size, shot.x : shot.x + shot.size].astype(float)
 
 
 @pytest.mark.parametrize("hardness", [pytest.param(name, id=name) for name in HARDNESS])
@@ -67,7 +67,7 @@ def test_the_color_of_a_thing_can_be_read_from_its_pixels_after_h264(hardness, s
             if thing.kind != "sign":
                 inside = mask_of(thing.name, thing.size) > 0.9
                 for shot in thing.shots:
-                    mean = np.median(window(frames, thing, shot)[inside], axis=0)
+                    mean = np.median(window(frames, shot)[inside], axis=0)
                     right.append(COLORS[np.linalg.norm(PALETTE - mean, axis=1).argmin()] == shot.color)
     assert np.mean(right) >= share
 
@@ -79,7 +79,7 @@ def test_things_stand_out_as_much_as_their_setting_says(hardness, least, most):
         seen, empty = through_h264(render(video)), through_h264(render(without(video)))
         for thing in video.named:
             inside = mask_of(thing.name, thing.size) > 0.9
-            change = abs(window(seen, thing, thing.shots[0]) - window(empty, thing, thing.shots[0]))
+            change = abs(window(seen, thing.shots[0]) - window(empty, thing.shots[0]))
             contrasts.append(change[inside].mean())
     assert least < np.median(contrasts) < most
     assert min(contrasts) > least / 3  # the least of them is still there to be seen
@@ -90,7 +90,7 @@ def test_nothing_else_changes_where_no_thing_is():
         outside = np.ones((video.n_frames, SIDE, SIDE), bool)
         for thing in video.things:
             for shot in thing.shots:
-                outside[shot.frame, shot.y : shot.y + thing.size, shot.x : shot.x + thing.size] = False
+                outside[shot.frame, shot.y : shot.y + shot.size, shot.x : shot.x + shot.size] = False
         assert (render(video)[outside] == render(without(video))[outside]).all()
 
 
@@ -102,8 +102,9 @@ def test_cuts_are_hard_and_scenes_are_still():
         assert (change[cuts] > 5).all() and (change[~cuts] < 2).all()
 
 
-def test_a_pan_moves_ground_and_things_together():
-    for video in videos(6, "pan"):
+@pytest.mark.parametrize("hardness", ["pan", "shake"])
+def test_the_camera_moves_ground_and_things_together(hardness):
+    for video in videos(6, hardness):
         frames = render(video)
         for t in range(1, video.n_frames):
             (x0, y0), (x1, y1) = video.camera[t - 1 : t + 1]
@@ -120,6 +121,30 @@ def test_a_pan_moves_ground_and_things_together():
         assert (frames[0] != frames[1]).mean() > 0.3
 
 
+def test_a_zoom_shrinks_ground_and_things_together():
+    for video in videos(6, "zoom"):
+        shares = np.array(video.zoom)
+        small, large = int(shares.argmin()), int(shares.argmax())
+        if video.scene_of[small] != video.scene_of[large] or video.scene_at(small) == "plain":
+            continue  # nothing to compare but grain
+        empty = render(without(video)).astype(float).mean(-1)
+        share = shares[small] / shares[large]
+        at = SIDE / 2 + (np.arange(20, SIDE - 20) + 0.5 - SIDE / 2) * share - 0.5
+        low, part = np.floor(at).astype(int), at % 1
+        rows = (1 - part)[:, None] * empty[small][low] + part[:, None] * empty[small][low + 1]
+        shrunk = (1 - part) * rows[:, low] + part * rows[:, low + 1]
+        inner = empty[large, 20:-20, 20:-20]
+        assert abs(shrunk - inner).mean() < 0.4 * abs(empty[small, 20:-20, 20:-20] - inner).mean()
+
+
+def test_a_fade_dims_all_of_the_frame():
+    for video, plain in zip(videos(6, "fade"), videos(6), strict=True):
+        full = render(plain)
+        expected = full * np.array(video.light)[:, None, None, None]
+        assert abs(render(video) - expected)[full < 255].max() <= 1  # what is brighter was cut off
+        assert min(video.light) <= 0.5
+
+
 def test_specks_flicker_and_spare_things():
     for clutter, plain in zip(videos(6, "clutter"), videos(6), strict=True):
         seen, quiet = render(clutter), render(plain)
@@ -128,7 +153,7 @@ def test_specks_flicker_and_spare_things():
         assert not (specks[:-1] & specks[1:]).sum() > 0.2 * specks.sum()
         for thing in clutter.things:
             for shot in thing.shots:
-                assert not window(specks[..., None], thing, shot).any()
+                assert not window(specks[..., None], shot).any()
 
 
 def test_noise_is_new_in_every_frame():
@@ -145,7 +170,7 @@ def test_shapes_scenes_and_signs_all_look_different():
     for video in videos(120):
         frames = render(video)
         if sign := video.extra("sign"):
-            signs.setdefault(sign.name, window(frames, sign, sign.shots[0]).mean(-1) > 128)
+            signs.setdefault(sign.name, window(frames, sign.shots[0]).mean(-1) > 128)
         for t in (0, *video.cuts):
             scenes.setdefault(video.scene_at(t), frames[t])
     assert len(signs) == 8 and set(scenes) == set(SCENES)
