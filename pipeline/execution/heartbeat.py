@@ -11,6 +11,8 @@ because it failed: those wait for the answer, a while.
 
 from __future__ import annotations
 
+import atexit
+import os
 import socket
 import time
 from collections import defaultdict, deque
@@ -286,6 +288,10 @@ class Heartbeat:
 
     def start(self) -> None:
         """Say that this process of the worker starts. Raises WorkerGivenUp where too many have died before it."""
+        if self._heartbeats is not None and ray.get_runtime_context().get_actor_id():
+            # Ray's C++ core takes itself apart after Python has ended, and may wait for itself there for ever
+            # (CoreWorkerProcess::HandleAtExit, where its cluster is gone): a process that nobody would end.
+            atexit.register(os._exit, 0)
         n_died = self._ask_of_me("start", otherwise=0)
         if n_died is None:
             raise WorkerGivenUp(f"the processes of this {self._stage} worker die again and again")

@@ -1,5 +1,7 @@
 """What every worker is doing: a statement replaces the one before, and nobody depends on the actor."""
 
+import atexit
+import os
 import socket
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -22,6 +24,7 @@ from pipeline.execution.heartbeat import (
     start_heartbeats,
 )
 from pipeline.prune.graph import PRUNING
+from tests.jobs.processes import assert_all_gone
 from tests.pipeline.rays import ray_here
 
 STAGES = tuple(PRUNING.stages)
@@ -277,9 +280,34 @@ def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(ac
     assert asked == ["rests"] * 3
 
 
-@pytest.mark.slow
-def test_a_reason_reaches_the_driver_before_the_worker_raises():
+@pytest.fixture(scope="module")
+def heartbeats():
     with ray_here({"num_cpus": 1}):
-        heartbeats = start_heartbeats(STAGES)
-        Heartbeat("write", heartbeats).fail("OSError: No space left on device")
-        assert ray.get(heartbeats.read.remote()).failure == "OSError: No space left on device"
+        yield start_heartbeats(STAGES)
+
+
+@pytest.mark.slow
+def test_a_reason_reaches_the_driver_before_the_worker_raises(heartbeats):
+    Heartbeat("write", heartbeats).fail("OSError: No space left on device")
+    assert ray.get(heartbeats.read.remote()).failure == "OSError: No space left on device"
+
+
+class Leaving:
+    """A worker that would write a file as it ends."""
+
+    def __init__(self, heartbeats, file):
+        atexit.register(file.touch)
+        Heartbeat("write", heartbeats).start()
+
+    def pid(self):
+        return os.getpid()
+
+
+@pytest.mark.slow
+def test_a_worker_ends_at_once_and_runs_nothing_of_rays_end(heartbeats, tmp_path):
+    """Left to itself it may hang there for ever, in a few of a hundred runs whose cluster is gone."""
+    worker = ray.remote(Leaving).remote(heartbeats, tmp_path / "ran")
+    pid = ray.get(worker.pid.remote())
+    del worker
+    assert_all_gone([pid])
+    assert not (tmp_path / "ran").exists()
