@@ -34,7 +34,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 ONE_WORKER = ["--encode-workers", "1", "--decode-workers", "1", "--videos-per-shard", "2"]
-KILLS = 8
+KILLS = 6
 STARTING = [("", 0, 3.0)] * 4  # while the driver takes the lock, writes the header and starts its workers
 
 

@@ -156,9 +156,8 @@ def test_a_video_that_kills_its_encoder_twice_is_an_error_row_and_the_run_goes_o
         assert f"died 2 times with this video in hand, on {socket.gethostname()}" in row["error_message"]
 
 
-@pytest.mark.parametrize("method", ["Poison", "PoisonInside"])
-def test_a_question_that_kills_its_model_twice_is_an_error_row_and_the_others_are_answered(cluster, tmp_path, method):
-    """Before the model sees it, and in the model with seven others beside it."""
+def test_a_question_that_kills_its_model_twice_is_an_error_row_and_the_others_are_answered(cluster, tmp_path):
+    """In the model, with seven others beside it."""
     store = tiny_cache(tmp_path / "c", ("good",), ratio=1.0, method="none")
     _, per_frame, hidden = SHAPE
     tokens = random_tokens(9, (BREAKS_THE_GPU, per_frame, hidden))
@@ -169,9 +168,8 @@ def test_a_question_that_kills_its_model_twice_is_an_error_row_and_the_others_ar
     ]
     questions = write_questions(tmp_path / "q.jsonl", rows)
     argv = [str(tmp_path / "c"), "--questions", str(questions), "--out", str(tmp_path / "answers")]
-    argv += ["--pruner", f"tests.jobs.poison:{method}", "--retention-ratio", "0.5", "--max-new-tokens", "2"]
-    if method == "PoisonInside":
-        argv += ["--pruner-param", f"per_frame={per_frame}"]
+    argv += ["--pruner", "tests.jobs.poison:PoisonInside", "--pruner-param", f"per_frame={per_frame}"]
+    argv += ["--retention-ratio", "0.5", "--max-new-tokens", "2"]
     done = run_here(generate, argv)
     assert done.returncode == 0, done.stdout
     answers = {row["question_id"]: row for row in read_answers(tmp_path / "answers").to_pylist()}

@@ -7,7 +7,7 @@ import torch
 
 import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
-from gstep.evidence import LAST_LAYER, MERGED_QUERIES, POOLING_HEAD
+from gstep.evidence import LAST_LAYER, POOLING_HEAD
 from jobs import generate, prune
 from pipeline import TokenCache
 from pipeline.generate.answers import read_answers
@@ -24,7 +24,6 @@ CLIPS = ["bikes.mp4", "carphone_pristine.mp4"]
 RUNS = [  # tests/pipeline/generate/test_parity.py has the other pairs, without Ray
     ("tiny", "visionzip", [], {"token_attention": LAST_LAYER, "token_key": LAST_LAYER}),
     ("tiny", "fastvid", ["--siglip", "tiny"], {"frame_feature": POOLING_HEAD, "token_attention": POOLING_HEAD}),
-    ("tiny-qwen3-vl", "fastvid", [], {"token_attention": MERGED_QUERIES}),
 ]
 
 

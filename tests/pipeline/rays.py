@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,33 +25,67 @@ from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import environment
 
+#: The nodes of most tests. Their cluster stays until this process ends or another test has one of its own.
+PLAIN = ({"num_cpus": 2},)
+_plain: list[tuple[ExitStack, list[str]]] = []
+
 
 @contextmanager
 def ray_here(*nodes: dict[str, Any]) -> Iterator[list[str]]:
     """A cluster of ``nodes`` (options of a node), this process connected to the first; yields the nodes' ids."""
-    with growing_ray(*nodes) as (_, ids):
-        yield ids
+    if nodes == PLAIN:
+        yield _plain_ids()
+    else:
+        with growing_ray(*nodes) as (_, ids):
+            yield ids
+
+
+def _plain_ids() -> list[str]:
+    if not _plain:
+        stack = ExitStack()
+        with _environment_of_nodes():
+            _plain.append((stack, stack.enter_context(_connected(*PLAIN))[1]))
+        atexit.register(_end_plain)
+    return _plain[0][1]
+
+
+def _end_plain() -> None:
+    while _plain:
+        _plain.pop()[0].close()
 
 
 @contextmanager
 def growing_ray(*nodes: dict[str, Any]) -> Iterator[tuple[Callable[..., Any], list[str]]]:
     """The same; yields what adds a node, too."""
+    _end_plain()
+    with _environment_of_nodes(), _connected(*nodes) as started:
+        yield started
+
+
+@contextmanager
+def _environment_of_nodes() -> Iterator[None]:
     private = {name: value for name, value in environment().items() if name.startswith(("RAY_", "HOME", "PYTHONPATH"))}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in private.items():
             patch.setenv(name, value)
         patch.delenv("RAY_ADDRESS", raising=False)
         (Path(private["RAY_TMPDIR"]) / "ray").mkdir()
-        cluster = Cluster()
-        try:
-            add = partial(cluster.add_node, include_dashboard=False)
-            ids = [add(**node).node_id for node in nodes]
-            ray.init(cluster.address, logging_level="error", log_to_driver=False)
-            configure_ray_data()
-            yield add, ids
-        finally:
-            ray.shutdown()
-            cluster.shutdown()
+        yield
+
+
+@contextmanager
+def _connected(*nodes: dict[str, Any]) -> Iterator[tuple[Callable[..., Any], list[str]]]:
+    """What adds a node, and the ids of those that are there."""
+    cluster = Cluster()
+    try:
+        add = partial(cluster.add_node, include_dashboard=False)
+        ids = [add(**node).node_id for node in nodes]
+        ray.init(cluster.address, logging_level="error", log_to_driver=False)
+        configure_ray_data()
+        yield add, ids
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def graph_of(
