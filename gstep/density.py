@@ -97,6 +97,20 @@ def spatial_density(tokens_TND: Tensor, mean_TD: Tensor) -> Tensor:
     return torch.where(constant_T1, 0.0, deviation_TN / torch.where(constant_T1, 1.0, largest_T1))
 
 
+def frames_described(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
+    """Eqs. (2)-(3) on finite tokens [T,N,D] of any float dtype: frame centres [T,D], times the tokens' working scale,
+    and the spatial density [T,N], both float64."""
+    scale, dtype = working_scale(tokens_TND), work_dtype(tokens_TND)
+    # In memory of their own: results that were kept among the temporaries of a slice would pin those in the heap.
+    mean_TD = tokens_TND.new_empty(tokens_TND[:, 0].shape, dtype=torch.float64)
+    spatial_TN = tokens_TND.new_empty(tokens_TND.shape[:2], dtype=torch.float64)
+    for frames in row_slices(tokens_TND):  # scaled in a cache's reach; a whole copy would double the memory
+        part_TND = tokens_TND[frames] if scale == 1.0 else tokens_TND[frames].to(dtype) * scale
+        mean_TD[frames] = frame_mean(part_TND)
+        spatial_TN[frames] = spatial_density(part_TND, mean_TD[frames])
+    return mean_TD, spatial_TN
+
+
 def cosine_distance(a_XD: Tensor, b_XD: Tensor) -> Tensor:
     """d(a, b) = 1 - cos(a, b) of each pair of rows, [X,D] x 2 -> [X], 0 below ZERO_DISTANCE.
 
@@ -217,13 +231,6 @@ def spatio_temporal_density(
     The parameters are those of ``temporal_density`` and ``fuse``; their names' values are in SMOOTHINGS, BOUNDARIES and
     FUSIONS and are not checked again here.
     """
-    scale, dtype = working_scale(tokens_TND), work_dtype(tokens_TND)
-    # In memory of their own: results that were kept among the temporaries of a slice would pin those in the heap.
-    mean_TD = tokens_TND.new_empty(tokens_TND[:, 0].shape, dtype=torch.float64)
-    spatial_TN = tokens_TND.new_empty(tokens_TND.shape[:2], dtype=torch.float64)
-    for frames in row_slices(tokens_TND):  # scaled in a cache's reach; a whole copy would double the memory
-        part_TND = tokens_TND[frames] if scale == 1.0 else tokens_TND[frames].to(dtype) * scale
-        mean_TD[frames] = frame_mean(part_TND)
-        spatial_TN[frames] = spatial_density(part_TND, mean_TD[frames])
+    mean_TD, spatial_TN = frames_described(tokens_TND)
     temporal_T = temporal_density(mean_TD, smoothing=smoothing, sigma=sigma, radius=radius, boundary=boundary, eps=eps)
     return fuse(temporal_T, spatial_TN, fusion), temporal_T

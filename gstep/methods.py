@@ -16,6 +16,7 @@ OF_A_VIDEO: Mapping[str, str] = {
     "topk": "gstep.pruners.topk:TopK",
     "fps": "gstep.pruners.fps:FPS",
     "gstep": "gstep.pruners.gstep:GSTEP",
+    "novelty": "gstep.pruners.novelty:Novelty",
     "vidcom2": "gstep.pruners.vidcom2:VidCom2",
     "fastvid": "gstep.pruners.fastvid:FastVID",
     "visionzip": "gstep.pruners.visionzip:VisionZip",

@@ -52,11 +52,14 @@ def assert_all_gone(pids: list[int], timeout: float = 90) -> None:
     wait_until(lambda: not left(), lambda: f"the end of {left()}", timeout)
 
 
-def titled(process: subprocess.Popen[str], title: str, timeout: float = 120) -> int | None:
-    """A worker of a run by how its process title begins, as soon as there is one; None when the run ended."""
+def titled(process: subprocess.Popen[str], title: str, timeout: float = 120, below: int | None = None) -> int | None:
+    """A worker of a run by how its process title begins, as soon as there is one; None when the run ended.
+
+    ``below`` is the process that Ray is of, where it is not of the run's own.
+    """
 
     def look() -> int | bool:
-        return next((pid for pid, name in family(process.pid).items() if name.startswith(title)), ended())
+        return next((pid for pid, name in family(below or process.pid).items() if name.startswith(title)), ended())
 
     def ended() -> bool:
         return process.poll() is not None

@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 import torch
 
 from gstep.backbones import ModelSource, family_of
@@ -47,7 +48,7 @@ LIGHT = ("--num-frames", "4", "--draws", "200")
 @pytest.fixture(scope="module", autouse=True)
 def one_ray():
     with ray_here({"num_cpus": 2}):
-        yield
+        yield ray.get_runtime_context().gcs_address
 
 
 @pytest.fixture(scope="module")
@@ -143,11 +144,11 @@ def test_the_same_command_again_asks_nothing_and_more_methods_join_those_there(r
     assert everything_asked(out) == more and scores_of(out).equals(before)
 
 
-def test_a_grid_that_is_killed_goes_on_and_answers_nothing_twice(results, data, tmp_path):
+def test_a_grid_that_is_killed_goes_on_and_answers_nothing_twice(one_ray, results, data, tmp_path):
     out = tmp_path / "r"
     argv = ["--benchmark", "videomme", "--data", str(data), "--out", str(out), *LIGHT, *GRID]
     argv += ["--questions-per-shard", "8"]
-    process = start("jobs.evaluate", *argv)
+    process = start("jobs.evaluate", *argv, RAY_ADDRESS=one_ray)
     wait_for_files(out / "answers" / "answers", 2, process)
     stop(process, signal.SIGKILL)
     held = everything_asked(out)

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import ray
 from ray.data._internal.logical.optimizers import get_execution_plan
 
 from gstep.backbones import ModelSource
@@ -50,7 +51,7 @@ FAILURES = {"q14": "failed-video", "q15": "unknown-video", "q16": "bad-prompt"}
 def one_ray():
     """One Ray for all commands that run in this process."""
     with ray_here({"num_cpus": 2}):
-        yield
+        yield ray.get_runtime_context().gcs_address
 
 
 @pytest.fixture(scope="module")
@@ -153,14 +154,16 @@ def drawn_and_scored() -> list[dict]:
     return [{"temperature": None, **row, "video_id": [row["video_id"]]} for row in rows]
 
 
-def test_a_killed_worker_and_a_killed_driver_lose_and_double_nothing(cache, tmp_path):
+def test_a_killed_worker_and_a_killed_driver_lose_and_double_nothing(one_ray, cache, tmp_path):
     rows = [{"question_id": i, "video_id": VIDEOS[i % 2], "prompt": f"Question {i}?"} for i in range(300)]
     questions = write_questions(tmp_path / "q.jsonl", rows)
     batches = ("--questions-per-shard", "4", "--batch-size", "2")
     argv = [str(cache), "--questions", str(questions), "--out", str(tmp_path / "o"), *batches, "--max-new-tokens", "24"]
-    process = start("jobs.generate", *argv)
+    process = start("jobs.generate", *argv, RAY_ADDRESS=one_ray)
     wait_for_files(tmp_path / "o/answers", 2, process)
-    os.kill(titled(process, "ray::MapWorker(MapBatches(Answerer))"), signal.SIGKILL)  # Ray starts another one
+    os.kill(
+        titled(process, "ray::MapWorker(MapBatches(Answerer))", below=os.getpid()), signal.SIGKILL
+    )  # Ray starts another one
     wait_for_files(tmp_path / "o/answers", 20, process)
     stop(process, signal.SIGKILL)
     half = rows_of(tmp_path / "o")

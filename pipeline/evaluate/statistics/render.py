@@ -16,6 +16,7 @@ _TITLES = {
     "visionzip": "VisionZip",
     "vidcom2": "VidCom2",
     "gstep": "GSTEP",
+    "novelty": "Novelty",
     "random": "Random",
     "uniform": "Uniform",
     "topk": "Top-k",

@@ -22,7 +22,7 @@ from pipeline.prune.graph import (
 from pipeline.prune.resume import TODO_SCHEMA
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
-from tests.jobs.jobs import environment as private_ray
+from tests.pipeline.rays import ray_here
 
 
 @pytest.mark.parametrize("cpus", [1, 2, 3, 4, 8, 64, 256])
@@ -93,15 +93,9 @@ def test_every_gpu_is_used_where_there_are_fewer_cpus():
 
 @pytest.fixture(scope="module")
 def local_ray():
-    """A Ray of its own in this process, on one logical CPU."""
-    environment = {name: value for name, value in private_ray().items() if name.startswith(("RAY_", "HOME"))}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        patch.delenv("RAY_ADDRESS", raising=False)
-        ray.init(num_cpus=1, include_dashboard=False, logging_level="error", log_to_driver=False)
+    """One logical CPU."""
+    with ray_here({"num_cpus": 1}):
         yield
-        ray.shutdown()
 
 
 def operators(dataset: ray.data.Dataset) -> list[str]:

@@ -1,0 +1,95 @@
+"""Novelty: GSTEP's sampling on a density of what is new at its place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gstep.density import (
+    cosine_distance,
+    float64_copy,
+    frames_described,
+    mean_normalise,
+    row_slices,
+    working_scale,
+)
+from gstep.pruners.base import Pruner, Selection
+from gstep.pruners.checks import check_number
+from gstep.selection.dispatch import fast_density_guided_fps
+from gstep.types import VisualTokens
+
+_FRAMES = 16  # at a time, and the one before them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Novelty(Pruner):
+    """Density-guided farthest point sampling, GSTEP's Eqs. (9)-(12), by another density; this project's own method.
+
+    With h_{t,i} the token at place i of frame t and s_{t,i} its spatial density (Eq. 3)::
+
+        n_{t,i} = 1 - cos(h_{t,i}, h_{t-1,i}) for t > 1, and max n for t = 1
+        rho_{t,i} = (n_{t,i} / mean(n) + floor) * s_{t,i}
+
+    GSTEP asks how much a whole frame changes, to both sides, so that of a thing that comes and stays any frame is as
+    good as the one in which it came. Here a token counts by how new it is where it is: the first sight of a thing has
+    the largest density, and sampling by distance passes over what is like it. The density looks back one frame; that
+    it is normalised over the video changes how much ``floor`` weighs and what the first frame counts, not the order of
+    others. A video of one frame, and one in which nothing changes, is ranked by s alone.
+
+    Attributes:
+        alpha: the weight of distance against density in Eq. (11), in [0, 1].
+        beta: keeps the logarithms of Eq. (11) finite, > 0.
+        floor: what a token counts that is not new at all, as a share of the mean novelty, >= 0.
+    """
+
+    name: ClassVar[str] = "novelty"
+    nested: ClassVar[bool] = True
+
+    alpha: float = 0.5
+    beta: float = 1e-6
+    floor: float = 0.05
+
+    def __post_init__(self) -> None:
+        alpha = check_number("alpha", self.alpha, "in [0, 1]", lambda alpha: 0 <= alpha <= 1)
+        beta = check_number("beta", self.beta, "above 0", lambda beta: beta > 0)
+        self._set(
+            alpha=alpha, beta=beta, floor=check_number("floor", self.floor, "0 or more", lambda floor: floor >= 0)
+        )
+
+    def density(self, tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
+        """rho of every token, [M] float64, and each frame's mean of n / mean(n), [T] float64."""
+        novelty_TN, (_, spatial_TN) = mean_normalise(token_novelty(tokens_TND)), frames_described(tokens_TND)
+        return ((novelty_TN + self.floor) * spatial_TN).reshape(-1), novelty_TN.mean(dim=1)
+
+    def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        rho_M, novelty_T = self.density(visual.tokens)
+        order_B = fast_density_guided_fps(visual.tokens.flatten(0, 1), rho_M, budget, alpha=self.alpha, beta=self.beta)
+        return Selection(order_B, rho_M, novelty_T)
+
+
+def token_novelty(tokens_TND: Tensor) -> Tensor:
+    """n: each token's cosine distance to the one at its place a frame before, [T,N] float64 in [0, 2].
+
+    The first frame, which has none before it, gets the largest of all; 1 in a video of one frame.
+    """
+    n_frames, per_frame, _ = tokens_TND.shape
+    novelty_TN = tokens_TND.new_ones(n_frames, per_frame, dtype=torch.float64)
+    # Squares of what is shorter neither overflow nor vanish in float64.
+    scale = working_scale(tokens_TND) if tokens_TND.dtype == torch.float64 else 1.0
+    for start in range(0, n_frames - 1, _FRAMES):
+        frames = slice(start, min(start + _FRAMES + 1, n_frames))
+        for places in row_slices(tokens_TND[frames].transpose(0, 1)):  # all frames of few places stay in a core's cache
+            part_TRD = float64_copy(tokens_TND[frames, places]).mul_(scale)
+            novelty_TN[start + 1 : frames.stop, places] = _distances(part_TRD)
+    if n_frames > 1:
+        novelty_TN[0] = novelty_TN[1:].max()
+    return novelty_TN
+
+
+def _distances(tokens_TRD: Tensor) -> Tensor:
+    """From each frame but the last to the next, [T-1,R]."""
+    before_XD, after_XD = tokens_TRD[:-1].flatten(0, 1), tokens_TRD[1:].flatten(0, 1)
+    return cosine_distance(before_XD, after_XD).view(len(tokens_TRD) - 1, -1)

@@ -1,0 +1,81 @@
+"""jobs.testbed compare: what it counts, how it adjusts, what it refuses."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from jobs.testbed.__main__ import main
+from jobs.testbed.compare import compare
+from pipeline.errors import UsageError
+from pipeline.evaluate.statistics.errors import holm
+from tests.pipeline.evaluate.statistics.score_tables import score_rows, score_table
+
+VIDEOS, EACH = 40, 5
+CLUSTERS = [f"v{i // EACH}" for i in range(VIDEOS * EACH)]
+SPLITS = [{"domain": "pan" if i // EACH % 2 else "plain"} for i in range(VIDEOS * EACH)]
+
+
+def table():
+    """Ours is right where the better rival is and at the first question of each pan video; the other is never right."""
+    rng = np.random.default_rng(0)
+    rival = rng.integers(0, 2, VIDEOS * EACH).astype(float)
+    rival[::EACH] = 0
+    pan = np.array([split["domain"] == "pan" for split in SPLITS])
+    ours = np.maximum(rival, pan & (np.arange(VIDEOS * EACH) % EACH == 0))
+    arms = {("none", 1.0): np.ones(VIDEOS * EACH)}
+    for ratio in (0.25, 0.1):
+        arms |= {("ours", ratio): ours, ("rival", ratio): rival, ("nothing", ratio): 0 * rival}
+    made = {name: score_rows(*name, scores.tolist(), clusters=CLUSTERS, splits=SPLITS) for name, scores in arms.items()}
+    return score_table(*made.values())
+
+
+def test_differences_are_of_the_same_questions_in_each_part():
+    found = compare(table(), "ours", None, "domain", draws=2000)
+    assert found.asked == {"all": (200, 40), "pan": (100, 20), "plain": (100, 20)}
+    assert len(found.compared) == 2 * 2 * 3
+    by = {(one.part, one.ratio, one.other): one for one in found.compared}
+    pan, plain, everywhere = (by[part, 0.1, "rival"] for part in ("pan", "plain", "all"))
+    assert (pan.difference, pan.low, pan.high) == pytest.approx((20, 20, 20))  # one of five, in every video
+    assert (plain.difference, plain.low, plain.high, plain.p) == (0, 0, 0, 1)
+    assert everywhere.difference == pytest.approx(10) and everywhere.low < 10 < everywhere.high
+    assert found.scores["pan", "ours", 0.1] - found.scores["pan", "rival", 0.1] == pytest.approx(20)
+    assert found.scores["all", "none", 1.0] == 100
+
+
+def test_p_is_adjusted_for_all_comparisons_at_once():
+    found = compare(table(), "ours", ["rival", "nothing"], "domain", draws=500)
+    assert [one.p_holm for one in found.compared] == holm([one.p for one in found.compared])
+    alone = compare(table(), "ours", ["rival"], "domain", draws=500)
+    assert all(one.other == "rival" for one in alone.compared) and len(alone.compared) == 6
+    assert min(one.p_holm for one in alone.compared) < min(one.p_holm for one in found.compared)
+
+
+def test_it_writes_tables_and_prints_them(tmp_path, capsys):
+    pq.write_table(table(), tmp_path / "scores.parquet")
+    argv = ["compare", str(tmp_path), "--method", "ours", "--draws", "2000", "--out", str(tmp_path / "t.md")]
+    assert main(argv) == 0
+    text = (tmp_path / "t.md").read_text()
+    assert text.strip() in capsys.readouterr().out
+    assert "# ours against rival, nothing" in text and "all 12 comparisons" in text
+    assert "| pan (100) | 100.0 |" in text and "**+20.0 [+20.0, +20.0]**" in text
+    assert "| plain (100) |" in text and "+0.0 [+0.0, +0.0]" in text
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (("mine", None, "domain"), "mine was not evaluated there; there are none, ours, rival, nothing"),
+        (("ours", ["vidcom2"], "domain"), "vidcom2 was not evaluated there"),
+        (("ours", None, "length"), "--split length: the questions have no such split; they have domain"),
+    ],
+)
+def test_what_the_scores_do_not_have_is_refused(asked, said):
+    with pytest.raises(UsageError, match=said):
+        compare(table(), *asked, draws=10)
+
+
+def test_a_folder_without_scores_is_refused(tmp_path: Path, capsys):
+    assert main(["compare", str(tmp_path), "--method", "ours"]) == 2
+    assert "holds no scores.parquet" in " ".join(capsys.readouterr().err.split())
