@@ -117,8 +117,13 @@ def cosine_distance(a_XD: Tensor, b_XD: Tensor) -> Tensor:
     A zero row has cosine 0 with everything but another zero row, which it equals (distance 0).
     """
     norm_a, norm_b = torch.linalg.vector_norm(a_XD, dim=-1), torch.linalg.vector_norm(b_XD, dim=-1)
+    return distance_of_products((a_XD * b_XD).sum(dim=-1), norm_a, norm_b)
+
+
+def distance_of_products(product: Tensor, norm_a: Tensor, norm_b: Tensor) -> Tensor:
+    """The same from the inner product of two rows and their norms, all of one shape."""
     norms = norm_a * norm_b
-    cosine = (a_XD * b_XD).sum(dim=-1) / torch.where(norms > 0, norms, 1.0)
+    cosine = product / torch.where(norms > 0, norms, 1.0)
     return floor_distance(torch.where((norm_a == 0) & (norm_b == 0), 0.0, 1 - cosine))
 
 

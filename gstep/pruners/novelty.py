@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gstep.density import (
-    cosine_distance,
+    distance_of_products,
     float64_copy,
     frames_described,
     mean_normalise,
@@ -91,5 +91,5 @@ def token_novelty(tokens_TND: Tensor) -> Tensor:
 
 def _distances(tokens_TRD: Tensor) -> Tensor:
     """From each frame but the last to the next, [T-1,R]."""
-    before_XD, after_XD = tokens_TRD[:-1].flatten(0, 1), tokens_TRD[1:].flatten(0, 1)
-    return cosine_distance(before_XD, after_XD).view(len(tokens_TRD) - 1, -1)
+    norm_TR = torch.linalg.vector_norm(tokens_TRD, dim=-1)
+    return distance_of_products((tokens_TRD[1:] * tokens_TRD[:-1]).sum(dim=-1), norm_TR[1:], norm_TR[:-1])

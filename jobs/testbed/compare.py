@@ -7,28 +7,15 @@ drawn anew, and p is adjusted for all comparisons together (Holm): a part, a rat
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from itertools import product
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from rich.console import Console
 
 from jobs.command import count, file_in_folder
 from pipeline.errors import UsageError
-from pipeline.evaluate.files import SCORES
-from pipeline.evaluate.statistics.bootstrap import draw_counts, estimate
-from pipeline.evaluate.statistics.errors import OUTSIDE, holm
-from pipeline.evaluate.statistics.render import method_title
-from pipeline.evaluate.statistics.results import SIGNIFICANT
-from pipeline.evaluate.statistics.score_matrix import ORIGINAL, arms_of, score_matrix
 
 HELP = "one method against others, in each part of the videos, with Holm's rule over all"
 _DRAWS = 100_000  # of which the smallest p is 2 in 100,001: it must outlast hundreds of comparisons
-_EVERYWHERE = "all"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,6 +34,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Compare, show and write; returns the exit code."""
+    import pyarrow.parquet as pq  # noqa: PLC0415 - not for --help
+
+    from jobs.testbed.comparing import compare, markdown  # noqa: PLC0415
+    from pipeline.evaluate.files import SCORES  # noqa: PLC0415
+
     path = arguments.results / SCORES
     if not path.is_file():
         raise UsageError(f"{arguments.results} holds no {SCORES}: name the folder that jobs.evaluate --out wrote")
@@ -60,147 +52,3 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
         arguments.out.write_text(text, encoding="utf-8")
     Console().print(text, markup=False, highlight=False, soft_wrap=True)
     return 0
-
-
-class Compared(NamedTuple):
-    """A method minus another, in points, on the questions of a part.
-
-    Attributes:
-        p: two-sided, by draws of whole videos.
-        p_holm: adjusted for all comparisons.
-    """
-
-    part: str
-    ratio: float
-    other: str
-    difference: float
-    low: float
-    high: float
-    p: float
-    p_holm: float
-
-
-class Comparison(NamedTuple):
-    """All of it.
-
-    Attributes:
-        scores: (part, method, ratio) -> percent right.
-        kept: (method, ratio) -> share of the tokens that was kept.
-        asked: part -> (questions, videos).
-    """
-
-    method: str
-    compared: list[Compared]
-    scores: dict[tuple[str, str, float], float]
-    kept: dict[tuple[str, float], float | None]
-    asked: dict[str, tuple[int, int]]
-    draws: int
-
-
-def compare(
-    scores: pa.Table, method: str, against: Sequence[str] | None, split: str, draws: int = _DRAWS, seed: int = 0
-) -> Comparison:
-    """Compare.
-
-    Args:
-        scores: rows of ``scores.parquet``.
-        against: names of methods; None: all others.
-        split: whose values part the videos; the whole of them is compared too.
-
-    Raises UsageError for a method or a split that the scores do not have, and scores that are not paired.
-    """
-    arms = arms_of(scores)
-    methods = list(dict.fromkeys(arm.method for arm in arms))
-    others = [one for one in methods if one not in (method, ORIGINAL.method)] if against is None else list(against)
-    if odd := [name for name in (method, *others) if name not in methods]:
-        raise UsageError(f"{odd[0]} was not evaluated there; there are {', '.join(methods)}")
-    try:
-        matrix = score_matrix(scores, arms)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    values = sorted({of_one[split] for of_one in matrix.splits if split in of_one})
-    if not values:
-        raise UsageError(f"--split {split}: the questions have no such split; they have {', '.join(matrix.splits[0])}")
-    pairs = [
-        (arms.index(arm), arms.index(other))
-        for arm, other in product(arms, arms)
-        if arm.method == method and other.method in others and arm.ratio == other.ratio
-    ]
-    compared, shown, asked = [], {}, {}
-    for number, part in enumerate([_EVERYWHERE, *values]):
-        part_Q = matrix.whole() if part == _EVERYWHERE else matrix.split(split, part)
-        inside_Q = part_Q != OUTSIDE
-        videos, cluster_Q = np.unique(matrix.clusters[inside_Q], return_inverse=True)
-        counts_RG = draw_counts(len(videos), draws, np.random.default_rng([seed, number]))
-        numbers = estimate(matrix.scores[:, inside_Q], cluster_Q, part_Q[inside_Q], counts_RG)
-        asked[part] = (int(inside_Q.sum()), len(videos))
-        shown.update({(part, arm.method, arm.ratio): 100 * float(numbers.value[a]) for a, arm in enumerate(arms)})
-        for a, other in pairs:
-            one = numbers.difference(a, other)
-            difference, low, high = (100 * value for value in (one.value, one.low, one.high))
-            found = Compared(part, arms[a].ratio, arms[other].method, difference, low, high, one.p, one.p)
-            compared.append(found)
-    adjusted = holm([one.p for one in compared])
-    compared = [one._replace(p_holm=p) for one, p in zip(compared, adjusted, strict=True)]
-    kept = {(arm.method, arm.ratio): tally.kept_share for arm, tally in zip(arms, matrix.tallies, strict=True)}
-    return Comparison(method, compared, shown, kept, asked, draws)
-
-
-def markdown(found: Comparison) -> str:
-    """A table of scores, then one of differences for each ratio."""
-    ours, questions, videos = method_title(found.method), *found.asked[_EVERYWHERE]
-    others = list(dict.fromkeys(one.other for one in found.compared))
-    ratios = sorted({one.ratio for one in found.compared}, reverse=True)
-    sections = [
-        f"# {ours} against {', '.join(map(method_title, others))}",
-        f"{questions:,} questions about {videos} videos. Right answers in percent, and in brackets the share of tokens "
-        "that was kept where it is not the one asked for.",
-        "\n".join(_scores(found, [found.method, *others], ratios)),
-        f"{ours} minus each other method on the same questions, in points, with the 95 % interval of {found.draws:,} "
-        f"draws of whole videos. **Bold**: p < 0.05 by Holm's rule over all {len(found.compared)} comparisons below, "
-        "to either side.",
-    ]
-    for ratio in ratios:
-        sections += [f"## {100 * ratio:g} % kept", "\n".join(_differences(found, others, ratio))]
-    return "\n\n".join(sections) + "\n"
-
-
-def _scores(found: Comparison, methods: Sequence[str], ratios: Sequence[float]) -> Iterator[str]:
-    yield from _head(["Method", *(f"{100 * ratio:g} %" for ratio in ratios)])
-    full = next(
-        (value for (part, name, _), value in found.scores.items() if (part, name) == (_EVERYWHERE, ORIGINAL.method)),
-        None,
-    )
-    if full is not None:
-        yield _line(["all tokens", f"{full:.1f}", *[""] * (len(ratios) - 1)])
-    for name in methods:
-        cells = []
-        for ratio in ratios:
-            kept = found.kept[name, ratio] or ratio
-            odd = abs(kept - ratio) > 0.02 * ratio
-            cells.append(f"{found.scores[_EVERYWHERE, name, ratio]:.1f}" + (f" ({100 * kept:.1f} %)" if odd else ""))
-        yield _line([method_title(name), *cells])
-
-
-def _differences(found: Comparison, others: Sequence[str], ratio: float) -> Iterator[str]:
-    yield from _head(["", "all tokens", method_title(found.method), *map(method_title, others)])
-    for part, (questions, _) in found.asked.items():
-        full = found.scores.get((part, *ORIGINAL))
-        row = [f"{part} ({questions})", "–" if full is None else f"{full:.1f}"]
-        row.append(f"{found.scores[part, found.method, ratio]:.1f}")
-        here = {one.other: one for one in found.compared if (one.part, one.ratio) == (part, ratio)}
-        yield _line(row + [_cell(here[name]) if name in here else "–" for name in others])
-
-
-def _cell(one: Compared) -> str:
-    text = f"{one.difference:+.1f} [{one.low:+.1f}, {one.high:+.1f}]"
-    return f"**{text}**" if one.p_holm < SIGNIFICANT else text
-
-
-def _head(titles: Sequence[str]) -> Iterator[str]:
-    yield _line(titles)
-    yield "|---|" + "---:|" * (len(titles) - 1)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

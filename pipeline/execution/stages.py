@@ -112,11 +112,13 @@ def _named() -> dict[str, str]:
 def end_workers() -> None:
     """End all workers that are left of graphs of this process, which no longer run.
 
-    A worker of a lost node outlives its graph: it waits for room, and would take it from the next graph's for ever.
+    A worker outlives its graph where it hangs, and where its node was lost: that one waits for room. Either would keep
+    room from the next graph for ever.
     """
-    for name in _names:
-        with suppress(ValueError):  # there is none of this name any more
-            ray.kill(ray.get_actor(name))
+    with suppress(Exception):  # a cluster that is gone, which has no workers either
+        for name in _names:
+            with suppress(ValueError):  # there is none of this name any more
+                ray.kill(ray.get_actor(name))
     _names.clear()
 
 

@@ -91,6 +91,9 @@ def stream(work: Work[W], lock: Lock, console: Console, options: RunOptions) -> 
                 ) from None
             end_workers()
             console.print(f"note: nodes were lost and nothing moves: {what}", highlight=False, soft_wrap=True)
+        except RunFailed:
+            end_workers()  # for who starts another run in this process
+            raise
         n_failed += count.failed
     return n_failed
 

@@ -34,7 +34,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 ONE_WORKER = ["--encode-workers", "1", "--decode-workers", "1", "--videos-per-shard", "2"]
-KILLS = 6
+KILLS = 5
 STARTING = [("", 0, 3.0)] * 4  # while the driver takes the lock, writes the header and starts its workers
 
 
@@ -132,6 +132,7 @@ def test_a_driver_that_is_terminated_says_what_goes_on(chain, visible):
     wanted = len(files(chain.cache, "videos")) + 1
     driver = chain.driver()
     driver.until(lambda: len(files(chain.cache, "videos")) >= wanted, "a commit")
+    assert "running for" in " ".join(run_here(inspect, [str(chain.cache)]).stdout.split())
     os.kill(driver.pid, signal.SIGTERM)
     assert driver.wait() == 130, driver.output
     assert "the same command goes on from here" in driver.output and "Traceback" not in driver.output
@@ -158,6 +159,7 @@ def test_a_driver_killed_again_and_again_on_one_cache_and_run_again_completes_it
     done = run_here(prune, chain.argv)
     assert done.returncode == 0, done.stdout
     visible.assert_complete(chain.cache)
+    assert "finished after" in " ".join(run_here(inspect, [str(chain.cache)]).stdout.split())
     assert by_sql(chain.cache) == visible.ids
     assert len(files(chain.cache, "tokens")) > len(token_shards(chain.cache))  # orphans are there to the end
 

@@ -7,10 +7,9 @@ import threading
 from pathlib import Path
 
 import pytest
-import ray
 
 from jobs import prune
-from tests.jobs.faults import COUNTED, files, tiny_videos
+from tests.jobs.faults import files, tiny_videos
 from tests.jobs.jobs import assert_complete, run_here
 from tests.jobs.processes import family
 from tests.pipeline.rays import ray_here
@@ -19,41 +18,6 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 SLOW = "tests.jobs.hostile:SlowDecoder"
-WORKERS = [
-    "--decode-workers",
-    "2",
-    "--encode-workers",
-    "2",
-    "--videos-per-shard",
-    "2",
-]  # after the death all of them fit on the other node
-
-
-def test_a_raylet_that_is_killed_costs_no_row(tmp_path):
-    ids = tiny_videos(tmp_path / "videos", 64)
-    cache, killed = tmp_path / "c", []
-    argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2", *WORKERS, "--decoder", COUNTED]
-    with ray_here({"num_cpus": 4}, {"num_cpus": 4}) as nodes:
-
-        def kill() -> None:
-            wait_until(lambda: files(cache, "videos"), "the first commit")
-            _, pid = _raylets()
-            workers = [title for title in family(pid).values() if title.startswith("ray::MapWorker")]
-            os.kill(pid, signal.SIGKILL)
-            killed.append((len(files(cache, "videos")), len(workers)))
-
-        killer = threading.Thread(target=kill)
-        killer.start()
-        done = run_here(prune, argv)
-        killer.join()
-        assert done.returncode == 0, done.stdout
-        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        assert alive == nodes[:1]
-    (committed, workers) = killed[0]
-    assert workers > 0 and committed < len(files(cache, "videos")) / 2
-    assert_complete(cache, ids)
-    (record,) = [json.loads(file.read_text()) for file in (cache / "runs").iterdir()]
-    assert record["status"] == "finished"
 
 
 def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):

@@ -20,7 +20,7 @@ from pipeline.generate.graph import build_graph, plan_answers
 from pipeline.storage.stores import LocalStore, store_at
 from tests.jobs.hostile import HangingAnswerer
 from tests.jobs.jobs import clips, forbid_ray, start, stop, wait_for_files
-from tests.jobs.processes import titled
+from tests.jobs.processes import assert_all_gone, family, titled
 from tests.pipeline.asking import setup_of, write_questions
 from tests.pipeline.rays import ray_here
 from tests.pipeline.s3 import SECRET, S3Server
@@ -185,6 +185,8 @@ def test_a_worker_that_hangs_ends_the_run_and_is_named(first, cache, tmp_path, m
     assert len(rows_of(tmp_path / "o")) == 2  # what needs no model was committed before
     (record,) = [json.loads(path.read_text()) for path in (tmp_path / "o" / "runs").iterdir()]
     assert record["status"] == "failed"
+    hangs = [pid for pid, title in family(os.getpid()).items() if "HangingAnswerer" in title]
+    assert_all_gone(hangs, timeout=20)  # the next run in this process has its CPU
 
 
 def test_every_retry_is_finite(cache):

@@ -18,7 +18,7 @@ from jobs import inspect, prune
 from pipeline import TokenCache
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.jobs.jobs import assert_complete, clips, forbid_ray, run, start, stop, wait_for_files
+from tests.jobs.jobs import clips, forbid_ray, run
 from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import write_clip
 
@@ -167,46 +167,6 @@ def test_inspect_shows_the_cache_and_a_video(first, capsys):
     assert f"{FRAMES * 196 // 10} of {FRAMES * 196} tokens kept" in text
     assert inspect.main([str(first[0]), "text.mp4"]) == 0
     assert "unsupported" in capsys.readouterr().out
-
-
-@pytest.fixture(scope="module")
-def many(tmp_path_factory) -> tuple[Path, list[str]]:
-    """A manifest of the same clips under 48 distinct ids."""
-    folder = tmp_path_factory.mktemp("many")
-    ids = [f"v{i:02d}" for i in range(48)]
-    sources = clips()
-    for clip in sources:
-        shutil.copy(clip, folder)
-    rows = [{"video_id": v, "uri": sources[i % 4].name, "label": i} for i, v in enumerate(ids)]
-    (folder / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return folder / "m.jsonl", ids
-
-
-def inspected(cache: Path, capsys) -> str:
-    """What jobs.inspect says of a cache, in one line."""
-    assert inspect.main([str(cache)]) == 0
-    return " ".join(capsys.readouterr().out.split())
-
-
-def test_interrupted_and_run_again_gives_every_id_once(one_ray, many, tmp_path, capsys):
-    manifest, ids = many
-    cache = tmp_path / "c"
-    argv = [str(manifest), "--out", str(cache), "--num-frames", "4"]
-    process = start("jobs.prune", *argv)
-    wait_for_files(cache / "videos", 2, process)
-    assert "running for" in inspected(cache, capsys)
-    output = stop(process, signal.SIGINT)
-    assert process.returncode == 130, output
-    assert "the same command goes on from here" in output and "Traceback" not in output
-    (record,) = [json.loads(file.read_text()) for file in (cache / "runs").iterdir()]
-    assert record["status"] == "cancelled"
-    half = TokenCache(cache)
-    assert 0 < len(half) < len(ids)
-    assert all(len(half.get(v).tokens) for v in half.video_ids)
-    assert prune.main(argv) == 0
-    assert_complete(cache, ids)
-    assert "finished after" in inspected(cache, capsys)
-    assert TokenCache(cache).metadata("v07")["manifest"] == {"label": 7}
 
 
 def test_whatever_a_decoder_does_costs_its_own_video_only(one_ray, tmp_path):

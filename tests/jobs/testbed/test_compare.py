@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jobs.testbed.__main__ import main
-from jobs.testbed.compare import compare
+from jobs.testbed.comparing import compare
 from pipeline.errors import UsageError
 from pipeline.evaluate.statistics.errors import holm
 from tests.pipeline.evaluate.statistics.score_tables import score_rows, score_table

@@ -259,7 +259,7 @@ def test_by_default_every_method_that_the_model_can_run_is_asked(folder, model, 
     assert study(folder, tmp_path / "o", *options) == 0
     made = json.loads((tmp_path / "o" / "study.json").read_text())
     methods = [one["method"] for one in made["methods"]]
-    assert methods == ["random", "uniform", "topk", "fps", "gstep", "vidcom2", "visionzip", "fastv"]
+    assert methods == ["random", "uniform", "topk", "fps", "gstep", "novelty", "vidcom2", "visionzip", "fastv"]
     assert made["about"]["videos"] == 1 and made["about"]["positions"] == "original"
 
 
@@ -269,7 +269,10 @@ def test_by_default_every_method_that_the_model_can_run_is_asked(folder, model, 
         (("--method", "nonsense"), "unknown method 'nonsense'; known: none, random"),
         (("--method", "gstep,alfa=1"), "alfa"),
         (("--method", "fastvid"), "--method fastvid needs frame_feature, token_attention from SigLIP's"),
-        (("--method", "cdpruner"), "leave it out: those that run are random, uniform, topk, fps, gstep, vidcom2"),
+        (
+            ("--method", "cdpruner"),
+            "leave it out: those that run are random, uniform, topk, fps, gstep, novelty, vidcom2",
+        ),
         (("--method", "fastv,K=30"), "this model has"),
         (("--model", "tiny-qwen2-5-vl"), "a study needs tokens frame by frame"),
         (("--model", "nowhere/at/all"), "nowhere/at/all"),
