@@ -13,7 +13,6 @@ from gstep.density import (
     float64_copy,
     frames_described,
     mean_normalise,
-    row_slices,
     working_scale,
 )
 from gstep.pruners.base import Pruner, Selection
@@ -21,7 +20,8 @@ from gstep.pruners.checks import check_number
 from gstep.selection.dispatch import fast_density_guided_fps
 from gstep.types import VisualTokens
 
-_FRAMES = 16  # at a time, and the one before them
+_FRAMES = 8  # at a time, and the one before them
+_ELEMENTS = 2**19  # of tokens at a time in float64: what a core's cache holds twice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +75,17 @@ def token_novelty(tokens_TND: Tensor) -> Tensor:
 
     The first frame, which has none before it, gets the largest of all; 1 in a video of one frame.
     """
-    n_frames, per_frame, _ = tokens_TND.shape
+    n_frames, per_frame, hidden = tokens_TND.shape
+    n_places = per_frame if tokens_TND.is_cuda else max(1, _ELEMENTS // ((_FRAMES + 1) * hidden))
     novelty_TN = tokens_TND.new_ones(n_frames, per_frame, dtype=torch.float64)
     # Squares of what is shorter neither overflow nor vanish in float64.
     scale = working_scale(tokens_TND) if tokens_TND.dtype == torch.float64 else 1.0
     for start in range(0, n_frames - 1, _FRAMES):
         frames = slice(start, min(start + _FRAMES + 1, n_frames))
-        for places in row_slices(tokens_TND[frames].transpose(0, 1)):  # all frames of few places stay in a core's cache
-            part_TRD = float64_copy(tokens_TND[frames, places]).mul_(scale)
-            novelty_TN[start + 1 : frames.stop, places] = _distances(part_TRD)
+        for first in range(0, per_frame, n_places):
+            places = slice(first, first + n_places)
+            part_TRD = float64_copy(tokens_TND[frames, places])
+            novelty_TN[start + 1 : frames.stop, places] = _distances(part_TRD if scale == 1.0 else part_TRD.mul_(scale))
     if n_frames > 1:
         novelty_TN[0] = novelty_TN[1:].max()
     return novelty_TN

@@ -7,12 +7,14 @@ import torch
 
 import gstep
 from gstep.pruners.novelty import Novelty, token_novelty
+from gstep.selection.dispatch import _SMALL
+from gstep.selection.reference import density_guided_fps
 from tests.gstep.oracle import exact_tokens, oracle
 from tests.gstep.synthetic import video
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("n_frames", [2, 16, 17, 40])  # frames are taken 16 at a time
+@pytest.mark.parametrize("n_frames", [2, 8, 9, 20])  # frames are taken 8 at a time
 def test_a_tokens_novelty_is_its_distance_to_the_one_before(dtype: torch.dtype, n_frames: int) -> None:
     tokens = video(n_frames, 13, 24).to(dtype)
     exact = tokens.double()
@@ -48,6 +50,15 @@ def test_tokens_are_taken_by_that_density_as_gstep_takes_them_by_its_own(alpha: 
     pruned = gstep.prune(tokens_TND, method="novelty", budget=20, alpha=alpha)
     expected, _ = oracle(tokens, rho.numpy(), 20, alpha=alpha)
     assert pruned.index[pruned.selection_order()].tolist() == expected
+
+
+def test_the_fast_selection_takes_what_the_plain_one_takes() -> None:
+    tokens = video(32, 49, 288)
+    rho, _ = Novelty().density(tokens)
+    plain = density_guided_fps(tokens.flatten(0, 1), rho, 392)
+    assert tokens.numel() * len(plain) > _SMALL  # so that it is the lazy form that is asked
+    pruned = gstep.prune(tokens, 0.25, "novelty")
+    assert pruned.index[pruned.selection_order()].tolist() == plain.tolist()
 
 
 def arrivals(at: int, n_frames: int = 12, per_frame: int = 16, cut: int = 8) -> torch.Tensor:
