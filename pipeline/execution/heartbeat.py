@@ -288,7 +288,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Say that this process of the worker starts. Raises WorkerGivenUp where too many have died before it."""
-        if self._heartbeats is not None and ray.get_runtime_context().get_actor_id():
+        if self._heartbeats is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id():
             # Ray's C++ core takes itself apart after Python has ended, and may wait for itself there for ever
             # (CoreWorkerProcess::HandleAtExit, where its cluster is gone): a process that nobody would end.
             atexit.register(os._exit, 0)

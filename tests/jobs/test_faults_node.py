@@ -27,7 +27,7 @@ def test_a_run_that_takes_every_cpu_goes_on_without_a_node(tmp_path):
     the lost ones in their room; else what is left is planned anew, and the lost ones must not take the room then.
     """
     stays, goes = 1, 3
-    ids = tiny_videos(tmp_path / "videos", 60)
+    ids = tiny_videos(tmp_path / "videos", 44)
     cache = tmp_path / "c"
     argv = [str(tmp_path / "videos"), "--out", str(cache), "--num-frames", "2", "--decoder", SLOW]
     with ray_here({"num_cpus": stays}, {"num_cpus": goes}):

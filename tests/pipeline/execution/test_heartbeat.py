@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import signal
 import socket
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from pipeline.execution.heartbeat import (
 from pipeline.prune.graph import PRUNING
 from tests.jobs.processes import assert_all_gone
 from tests.pipeline.rays import ray_here
+from tests.waiting import wait_until
 
 STAGES = tuple(PRUNING.stages)
 
@@ -290,6 +292,38 @@ def heartbeats():
 def test_a_reason_reaches_the_driver_before_the_worker_raises(heartbeats):
     Heartbeat("write", heartbeats).fail("OSError: No space left on device")
     assert ray.get(heartbeats.read.remote()).failure == "OSError: No space left on device"
+
+
+class Dying:
+    """A worker that can only begin."""
+
+    def __init__(self, heartbeats):
+        Heartbeat("write", heartbeats).start()
+
+    def die(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_worker_whose_processes_die_again_and_again_is_given_up(heartbeats):
+    """Ray starts it again and again; the one after the last death that is allowed does not begin."""
+    worker = ray.remote(Dying).options(max_restarts=40, num_cpus=0).remote(heartbeats)
+    for _ in range(DEATHS):
+        with pytest.raises(ray.exceptions.RayActorError):
+            ray.get(worker.die.remote())
+        wait_until(lambda: _begins(worker), "the next process")
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(worker.die.remote())
+    with pytest.raises(ray.exceptions.RayActorError, match="the processes of this write worker die again and again"):
+        wait_until(lambda: _begins(worker), "the end")
+
+
+def _begins(worker):
+    """Whether it answers; raises what ended it for good."""
+    try:
+        return ray.get(worker.__ray_ready__.remote())
+    except ray.exceptions.ActorUnavailableError:
+        return False
 
 
 class Leaving:

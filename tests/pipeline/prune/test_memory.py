@@ -23,7 +23,7 @@ from tests.pipeline.videos import write_clip
 pytestmark = pytest.mark.slow
 
 FRAMES, FRAME_BYTES = 16, 16 * 384 * 384 * 3  # 7 MB a video, all of them more than may wait
-SMALL, LARGE = 15, 105
+SMALL, LARGE = 15, 75
 
 
 class SlowEncoder(Encoder):
@@ -85,7 +85,7 @@ def small_store():
         yield
 
 
-def test_seven_times_the_videos_take_the_same_memory(small_store, tmp_path, monkeypatch):
+def test_five_times_the_videos_take_the_same_memory(small_store, tmp_path, monkeypatch):
     """Decoders wait for the encoders, and those for the writers."""
     monkeypatch.setattr(graph, "Encoder", SlowEncoder)
     monkeypatch.setattr(graph, "Writer", SlowWriter)
