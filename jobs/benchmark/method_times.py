@@ -39,12 +39,19 @@ class MethodTime:
 
 
 def measure(
-    frames: Sequence[int], tokens_per_frame: int, hidden: int, retention_ratio: float, repeats: int, device: str
+    frames: Sequence[int],
+    tokens_per_frame: int,
+    hidden: int,
+    retention_ratio: float,
+    repeats: int,
+    device: str,
+    methods: Sequence[str] | None = None,
 ) -> Iterator[MethodTime]:
-    """Every method of the table on one made-up video a length, ``repeats`` times in turn."""
+    """Every method of the table, or these and GSTEP, on one made-up video a length, ``repeats`` times in turn."""
+    names = [name for name in PRUNERS if name != "none" and (methods is None or name in ("gstep", *methods))]
     for count in frames:
         tokens = structured_tokens(count, tokens_per_frame, hidden).to(device)
-        pruners = {name: make_pruner(name) for name in PRUNERS if name != "none"}
+        pruners = {name: make_pruner(name) for name in names}
         runs = {name: _run(pruner, tokens, retention_ratio) for name, pruner in pruners.items()}
         seconds: dict[str, list[float]] = {name: [] for name in runs}
         kept: dict[str, int] = {}

@@ -6,6 +6,7 @@ import argparse
 
 from rich.console import Console
 
+from gstep.methods import METHODS
 from jobs.benchmark.sizes import add_sizes
 from jobs.command import share, write_json
 from pipeline.errors import UsageError
@@ -16,6 +17,9 @@ HELP = "every pruning method beside GSTEP"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser, [32, 128])
     parser.add_argument("--retention-ratio", type=share, default=0.25, metavar="R", help="[0.25]")
+    parser.add_argument(
+        "--method", nargs="+", choices=[name for name in METHODS if name != "none"], help="beside GSTEP [all]"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda [cpu]")
 
 
@@ -32,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = Console(stderr=True)
     times = []
     sizes = (arguments.frames, arguments.tokens_per_frame, arguments.hidden)
-    for item in measure(*sizes, arguments.retention_ratio, arguments.repeats, arguments.device):
+    for item in measure(*sizes, arguments.retention_ratio, arguments.repeats, arguments.device, arguments.method):
         console.print(f"{item.n_tokens} tokens, {item.method}: {item.seconds:.3f} s", style="dim", highlight=False)
         times.append(item)
     where = machine_line(arguments.device)

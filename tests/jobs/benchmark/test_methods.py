@@ -24,3 +24,10 @@ def test_every_method_is_measured_beside_gstep(tmp_path, capsys):
 def test_an_unknown_device_is_refused(capsys):
     assert benchmark.main(["methods", "--device", "tpu"]) == 2
     assert "tpu" in capsys.readouterr().err
+
+
+def test_some_methods_can_be_named_and_gstep_is_there(tmp_path):
+    argv = ["methods", "--frames", "4", "--tokens-per-frame", "9", "--hidden", "16", "--repeats", "1"]
+    assert benchmark.main([*argv, "--method", "novelty", "--json", str(tmp_path / "m.json")]) == 0
+    record = json.loads((tmp_path / "m.json").read_text())
+    assert {row["method"] for row in record["times"]} == {"gstep", "novelty"}
