@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from jobs.testbed.markdown import head, row
 from pipeline.errors import UsageError
 from pipeline.evaluate.statistics.bootstrap import draw_counts, estimate
 from pipeline.evaluate.statistics.errors import OUTSIDE, holm
@@ -123,41 +124,32 @@ def markdown(found: Comparison) -> str:
 
 
 def _scores(found: Comparison, methods: Sequence[str], ratios: Sequence[float]) -> Iterator[str]:
-    yield from _head(["Method", *(f"{100 * ratio:g} %" for ratio in ratios)])
+    yield from head(["Method", *(f"{100 * ratio:g} %" for ratio in ratios)])
     full = next(
         (value for (part, name, _), value in found.scores.items() if (part, name) == (_EVERYWHERE, ORIGINAL.method)),
         None,
     )
     if full is not None:
-        yield _line(["all tokens", f"{full:.1f}", *[""] * (len(ratios) - 1)])
+        yield row(["all tokens", f"{full:.1f}", *[""] * (len(ratios) - 1)])
     for name in methods:
         cells = []
         for ratio in ratios:
             kept = found.kept[name, ratio] or ratio
             odd = abs(kept - ratio) > 0.02 * ratio
             cells.append(f"{found.scores[_EVERYWHERE, name, ratio]:.1f}" + (f" ({100 * kept:.1f} %)" if odd else ""))
-        yield _line([method_title(name), *cells])
+        yield row([method_title(name), *cells])
 
 
 def _differences(found: Comparison, others: Sequence[str], ratio: float) -> Iterator[str]:
-    yield from _head(["", "all tokens", method_title(found.method), *map(method_title, others)])
+    yield from head(["", "all tokens", method_title(found.method), *map(method_title, others)])
     for part, (questions, _) in found.asked.items():
         full = found.scores.get((part, *ORIGINAL))
-        row = [f"{part} ({questions})", "–" if full is None else f"{full:.1f}"]
-        row.append(f"{found.scores[part, found.method, ratio]:.1f}")
+        cells = [f"{part} ({questions})", "–" if full is None else f"{full:.1f}"]
+        cells.append(f"{found.scores[part, found.method, ratio]:.1f}")
         here = {one.other: one for one in found.compared if (one.part, one.ratio) == (part, ratio)}
-        yield _line(row + [_cell(here[name]) if name in here else "–" for name in others])
+        yield row(cells + [_cell(here[name]) if name in here else "–" for name in others])
 
 
 def _cell(one: Compared) -> str:
     text = f"{one.difference:+.1f} [{one.low:+.1f}, {one.high:+.1f}]"
     return f"**{text}**" if one.p_holm < SIGNIFICANT else text
-
-
-def _head(titles: Sequence[str]) -> Iterator[str]:
-    yield _line(titles)
-    yield "|---|" + "---:|" * (len(titles) - 1)
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
+from jobs.testbed.markdown import head, row
 from jobs.testbed.studying.knock_out import VARIANTS
 from jobs.testbed.studying.record import ALL, KINDS, MethodRecord, Share, StudyRecord
 from pipeline.evaluate.shapes.questions import TYPES
@@ -67,30 +68,30 @@ def markdown(record: StudyRecord) -> str:
 
 def _knock_out(record: StudyRecord) -> Iterator[str]:
     variants = record["knock_out"]
-    yield from _head(["Question", *VARIANTS.values()])
+    yield from head(["Question", *VARIANTS.values()])
     for kind in variants["all"]:
-        yield _row([kind, *(_cell(variants[name].get(kind)) for name in VARIANTS)])
+        yield row([kind, *(_cell(variants[name].get(kind)) for name in VARIANTS)])
 
 
 def _seen(methods: Sequence[MethodRecord]) -> Iterator[str]:
-    yield from _head(["Method", "kept", "seen", "gone"])
+    yield from head(["Method", "kept", "seen", "gone"])
     for one in methods:
-        yield _row([*_named(one), _cell(one["seen"]), _cell(one["gone"])])
+        yield row([*_named(one), _cell(one["seen"]), _cell(one["gone"])])
 
 
 def _onsets(methods: Sequence[MethodRecord]) -> Iterator[str]:
     columns = (*KINDS, ALL)
-    yield from _head(["Method", "kept", *columns])
+    yield from head(["Method", "kept", *columns])
     for one in methods:
-        yield _row([*_named(one), *(_cell((one["onsets"] or {}).get(kind)) for kind in columns)])
+        yield row([*_named(one), *(_cell((one["onsets"] or {}).get(kind)) for kind in columns)])
 
 
 def _by_type(whole: Mapping[str, Share], methods: Sequence[MethodRecord]) -> Iterator[str]:
     columns = [kind for kind in (*TYPES, ALL) if kind in whole]
-    yield from _head(["Method", *columns])
-    yield _row(["all tokens", *(_cell(whole[kind]) for kind in columns)])
+    yield from head(["Method", *columns])
+    yield row(["all tokens", *(_cell(whole[kind]) for kind in columns)])
     for one in methods:
-        yield _row([method_title(one["method"]), *(_cell(one["by_type"].get(kind)) for kind in columns)])
+        yield row([method_title(one["method"]), *(_cell(one["by_type"].get(kind)) for kind in columns)])
 
 
 def _named(one: MethodRecord) -> list[str]:
@@ -102,12 +103,3 @@ def _cell(share: Share | None) -> str:
         return "–"
     error = "" if share["error"] is None else f" ± {100 * share['error']:.1f}"
     return f"{100 * share['yes'] / share['count']:.1f}{error} ({share['count']})"
-
-
-def _head(titles: Sequence[str]) -> Iterator[str]:
-    yield _row(titles)
-    yield "|---|" + "---:|" * (len(titles) - 1)
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

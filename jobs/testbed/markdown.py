@@ -1,0 +1,14 @@
+"""Rows of Markdown tables: a name, then numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+
+def head(titles: Sequence[str]) -> Iterator[str]:
+    yield row(titles)
+    yield "|---|" + "---:|" * (len(titles) - 1)
+
+
+def row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
