@@ -95,21 +95,30 @@ def read_header_file(
         of: what the version is of, in words.
     """
     try:
-        header = json.loads(store.read(name))
+        header = read_sealed(store, name, error)
     except FileNotFoundError:
         raise error(f"{store}: {absent}") from None
-    except (ValueError, RecursionError) as damage:  # also bytes that are no text
-        raise error(f"{store}/{name}: not JSON: {damage}") from damage
-    sealed = isinstance(header, dict) and CHECKSUM in header
-    if sealed and fingerprint(_without_checksum(header)) != header[CHECKSUM]:
-        raise error(f"{store}/{name}: its content does not have the checksum in it; restore the file")
-    found = header.get("schema_version") if isinstance(header, dict) else None
+    found = header.get("schema_version")
     if found not in versions:
         known = " and ".join(map(str, versions))
         raise error(f"{store}: {of}schema version {found!r}; this program reads version {known}")
     if not isinstance(header.get("identity"), dict):
         raise error(f"{store}/{name}: it holds no identity; restore the file")
-    return dict(header)
+    return header
+
+
+def read_sealed(store: Store, name: str, error: type[Exception]) -> dict[str, Any]:
+    """The object in a file of ``header_bytes``, also of before they had a checksum. Raises ``error`` where it is
+    damaged, and FileNotFoundError."""
+    try:
+        content = json.loads(store.read(name))
+    except (ValueError, RecursionError) as damage:  # also bytes that are no text
+        raise error(f"{store}/{name}: not JSON: {damage}") from damage
+    if not isinstance(content, dict):
+        return {}
+    if CHECKSUM in content and fingerprint(_without_checksum(content)) != content[CHECKSUM]:
+        raise error(f"{store}/{name}: its content does not have the checksum in it; restore the file")
+    return content
 
 
 def differences(

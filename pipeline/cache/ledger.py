@@ -1,7 +1,8 @@
 """What a cache holds, as the driver of a run keeps it: 64 bytes for each video, whatever its row says.
 
 An id is a hash of 16 bytes, the clip that it was made of one of 8; of the rest there are the numbers that resume and
-the summary add up. Anything else of a row is read again from its shard.
+the summary add up. Anything else of a row is read again from its shard. Where the cache has a compacted index
+(``pipeline.cache.index``), the rows that this covers come from there.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipeline.cache.index import BLOCK_SCHEMA, FAULT, OUTSIDE, WARNED, Index
 from pipeline.cache.live_rows import VIDEOS, VideoRows, best_first, parse_videos_shard
-from pipeline.errors import ON_THE_GPU, OUTSIDE
+from pipeline.errors import ON_THE_GPU, CorruptShard
+from pipeline.errors import OUTSIDE as OUTSIDE_CLASSES
 from pipeline.keys import clip_keys, find, keys_of
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
@@ -34,10 +37,10 @@ _COLUMNS: Final[dict[str, tuple[Any, tuple[int, ...]]]] = {
     "place": (np.uint32, ()),  # number of the row, over all shards in the order in which they were read
     "attempts": (np.uint16, ()),
     "earlier": (np.uint8, ()),  # attempts on another file or clip under this id
-    "code": (np.uint8, ()),  # 0 is ok, else the number of the fault's class; _WARNED, _OUTSIDE
+    "code": (np.uint8, ()),  # see pipeline.cache.index
     "seconds": (np.float32, (4,)),  # of TIMED
 }
-_WARNED, _OUTSIDE, _FAULT = 0x80, 0x40, 0x3F  # decoded with warnings; a fault from outside the video; its class
+_SAME = tuple(name for name in _COLUMNS if name not in ("place", "seconds"))  # as a block of the index has them
 _READ = (
     *("video_id", "uri", "start_s", "end_s", "source_size", "status", "error_class", "error_stage", "attempts"),
     *("n_tokens", "n_total", "hidden_size", "decode_warnings"),
@@ -55,14 +58,23 @@ class Ledger:
         columns: name -> an array of all rows; see ``_COLUMNS``.
         classes: the classes of faults by their numbers; 0 is "ok".
         hidden_size: D of the tokens; 0 while no video is ok.
+        index: where the first rows are from, those of the first ``n_covered`` shards; None where it could not serve.
+        unusable: why it could not; "" where it did, and where there is none.
+        names: the videos shards that were read; ``starts`` is the number of the first row of each, ``failed_rows`` how
+            many rows of it are errors.
+        n_rows: of all shards, live or not.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, use_index: bool = True) -> None:
+        self._use_index = use_index
+        self.index: Index | None = None
+        self.unusable = ""
+        self.n_covered = 0
         self._store = store
-        self._names: list[str] = []
-        self._starts: list[int] = []  # number of each shard's first row
-        self._failed: list[int] = []  # failed rows of each shard
-        self._n_rows = 0
+        self.names: list[str] = []
+        self.starts: list[int] = []
+        self.failed_rows: list[int] = []
+        self.n_rows = 0
         self._rows = VideoRows(store)
         self.columns: Columns = {name: np.empty((0, *shape), kind) for name, (kind, shape) in _COLUMNS.items()}
         self.classes = ["ok"]
@@ -73,12 +85,15 @@ class Ledger:
 
     @property
     def n_shards(self) -> int:
-        return len(self._names)
+        return len(self.names)
 
     def refresh(self) -> Ledger:
         """Take in what was committed since; shards never change, so each is read once. Raises CorruptShard, OSError."""
-        known = set(self._names)
-        new = [name for name in self._store.names(VIDEOS, ".parquet") if name not in known]
+        names = self._store.names(VIDEOS, ".parquet")
+        if self._use_index and not self.names:
+            self._take_index(names)
+        known = set(self.names)
+        new = [name for name in names if name not in known]
         parts: dict[str, list[NDArray[Any]]] = {name: [column] for name, column in self.columns.items()}
         for table in self._tables(new):
             for name, column in self._numbers(table).items():
@@ -100,27 +115,57 @@ class Ledger:
 
     def faults(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """[n]: the class of each of these rows, a number in ``classes``."""
-        return np.bitwise_and(self.columns["code"][rows], np.uint8(_FAULT))
+        return np.bitwise_and(self.columns["code"][rows], np.uint8(FAULT))
 
     def warned(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """[n]: whether these rows were decoded with warnings."""
-        return np.greater_equal(self.columns["code"][rows], _WARNED)
+        return np.greater_equal(self.columns["code"][rows], WARNED)
 
     def outside(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """[n]: whether these rows are failures from outside their videos: io, internal, memory of a GPU."""
-        return np.not_equal(np.bitwise_and(self.columns["code"][rows], np.uint8(_OUTSIDE)), 0)
+        return np.not_equal(np.bitwise_and(self.columns["code"][rows], np.uint8(OUTSIDE)), 0)
 
     def read(self, row: int) -> VideoRow:
         """All that the videos table says of a row; its shard is read again."""
         place = int(self.columns["place"][row])
-        shard = int(np.searchsorted(self._starts, place, side="right")) - 1
-        return self._rows(self._names[shard], place - self._starts[shard])
+        shard = int(np.searchsorted(self.starts, place, side="right")) - 1
+        return self._rows(self.names[shard], place - self.starts[shard])
 
     def of_run(self, run_id: str) -> tuple[int, int]:
         """(rows, failed ones) that this run has committed, live or not."""
-        ends = [*self._starts[1:], self._n_rows]
-        mine = [i for i, name in enumerate(self._names) if name.startswith(f"{VIDEOS}/{run_id}-")]
-        return sum(ends[i] - self._starts[i] for i in mine), sum(self._failed[i] for i in mine)
+        ends = [*self.starts[1:], self.n_rows]
+        mine = [i for i, name in enumerate(self.names) if name.startswith(f"{VIDEOS}/{run_id}-")]
+        return sum(ends[i] - self.starts[i] for i in mine), sum(self.failed_rows[i] for i in mine)
+
+    def _take_index(self, names: Sequence[str]) -> None:
+        """Begin with what the index covers, unless it is damaged or covers shards that are gone."""
+        try:
+            index = Index.read(self._store)
+            if index is None:
+                return
+            shards = pa.concat_tables(map(index.shards, range(len(index.root["shard_tables"]))))
+            if gone := len(set(shards["name"].to_pylist()) - set(names)):
+                self.unusable = f"it covers {gone} videos shards that are gone"
+                return
+            self._take_rows(index, shards)
+        except CorruptShard as error:
+            self.unusable = str(error)
+
+    def _take_rows(self, index: Index, shards: pa.Table) -> None:
+        starts = np.cumsum(np.append(0, shards["rows"].to_numpy()).astype(np.int64))
+        columns = {name: np.empty((index.root["videos"], *shape), kind) for name, (kind, shape) in _COLUMNS.items()}
+        first = 0
+        for block in index.blocks([name for name in BLOCK_SCHEMA.names if name != "video_id"]):
+            rows = slice(first, first + len(block))
+            for name in _SAME:
+                columns[name][rows] = block[name].to_numpy()
+            columns["place"][rows] = starts[block["shard"].to_numpy()] + block["row"].to_numpy()
+            columns["seconds"][rows] = np.stack([block[f"{stage}_s"].to_numpy() for stage in TIMED], axis=1)
+            first = rows.stop
+        self.columns, self.index, self.n_covered = columns, index, len(shards)
+        self.classes, self.hidden_size = list(index.root["classes"]), index.root["hidden_size"]
+        self.names, self.starts = shards["name"].to_pylist(), starts[:-1].tolist()
+        self.failed_rows, self.n_rows = shards["failed"].to_pylist(), int(starts[-1])
 
     def _tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
         """The rows of these shards, those of many at a time: what numpy does once for few rows costs as for many."""
@@ -130,10 +175,10 @@ class Ledger:
             while some := list(islice(contents, _SHARDS_AT_ONCE)):
                 tables = list(pool.map(self._parsed, some))
                 for (name, _), table in zip(some, tables, strict=True):
-                    self._names.append(name)
-                    self._starts.append(self._n_rows)
-                    self._failed.append(pc.sum(pc.not_equal(table["status"], "ok")).as_py() or 0)
-                    self._n_rows += len(table)
+                    self.names.append(name)
+                    self.starts.append(self.n_rows)
+                    self.failed_rows.append(pc.sum(pc.not_equal(table["status"], "ok")).as_py() or 0)
+                    self.n_rows += len(table)
                 yield pa.concat_tables(tables)
 
     def _parsed(self, shard: tuple[str, bytes]) -> pa.Table:
@@ -152,7 +197,7 @@ class Ledger:
             "size": _filled(table["source_size"], -1),
             "n_tokens": _filled(table["n_tokens"], 0),
             "n_total": _filled(table["n_total"], 0),
-            "place": np.arange(self._n_rows - len(table), self._n_rows, dtype=np.uint32),
+            "place": np.arange(self.n_rows - len(table), self.n_rows, dtype=np.uint32),
             "attempts": np.clip(attempts, 0, 2**16 - 1).astype(np.uint16),
             "earlier": np.zeros(len(table), np.uint8),
             "code": self._codes(table),
@@ -166,8 +211,8 @@ class Ledger:
         codes = pc.index_in(classes, value_set=pa.array(self.classes)).to_numpy()
         warned = _filled(table["decode_warnings"], 0) > 0
         memory = pc.and_(pc.equal(classes, "out-of-memory"), _among(table["error_stage"], ON_THE_GPU))
-        outside = pc.and_(failed, pc.or_(_among(classes, OUTSIDE), memory)).to_numpy()
-        return np.asarray(codes | np.where(warned, _WARNED, 0) | np.where(outside, _OUTSIDE, 0), np.uint8)
+        outside = pc.and_(failed, pc.or_(_among(classes, OUTSIDE_CLASSES), memory)).to_numpy()
+        return np.asarray(codes | np.where(warned, WARNED, 0) | np.where(outside, OUTSIDE, 0), np.uint8)
 
     def _settle(self) -> None:
         """Sort the rows by their keys and keep the live ones alone: a row that lost to another one never comes back."""
@@ -187,9 +232,9 @@ class Ledger:
     def _best_first(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows of videos with several, each video's live one first; it learns how often another file was tried."""
         own = {name: self.columns[name][rows] for name in ("high", "low", "clip", "size", "attempts", "earlier")}
-        shard = np.searchsorted(self._starts, self.columns["place"][rows], side="right") - 1
-        rank = np.empty(len(self._names), np.int64)
-        rank[sorted(range(len(rank)), key=self._names.__getitem__)] = np.arange(len(rank))
+        shard = np.searchsorted(self.starts, self.columns["place"][rows], side="right") - 1
+        rank = np.empty(len(self.names), np.int64)
+        rank[sorted(range(len(rank)), key=self.names.__getitem__)] = np.arange(len(rank))
         order = best_first([own["high"], own["low"]], self.failed(rows), own["attempts"], rank[shard])
         own = {name: column[order] for name, column in own.items()}
         new = (own["high"][1:] != own["high"][:-1]) | (own["low"][1:] != own["low"][:-1])

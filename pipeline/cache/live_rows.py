@@ -7,7 +7,7 @@ A video's live row is the one with (ok before failed, most attempts, smallest sh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipeline.cache.loaded import Loaded
 from pipeline.cache.schema import READ_THREADS, VIDEO_SCHEMA, digest, open_parquet
 from pipeline.errors import CorruptShard
 from pipeline.rows import VideoRow
@@ -53,13 +54,14 @@ def parse_videos_shard(store: Store, name: str, data: bytes, columns: Sequence[s
     )
 
 
-def read_live(store: Store, columns: Sequence[str] = INDEX_COLUMNS) -> pa.Table:
+def read_live(store: Store, columns: Sequence[str] = INDEX_COLUMNS, names: Sequence[str] | None = None) -> pa.Table:
     """The live row of every video: ``columns`` plus ``shard`` (its videos shard) and ``row`` in it, by video_id.
 
-    For readers, which look videos up by their ids; a run keeps a ``pipeline.cache.ledger.Ledger``.
+    All of it is in memory: what serves many videos asks ``pipeline.cache.live_videos``, and a run keeps a
+    ``pipeline.cache.ledger.Ledger``. ``names`` are the shards to read, all by default.
     """
     tables: list[pa.Table] = []
-    names = store.names(VIDEOS, ".parquet")
+    names = store.names(VIDEOS, ".parquet") if names is None else names
     if not names:
         return pa.schema([*(VIDEO_SCHEMA.field(name) for name in columns), *_PLACE]).empty_table()
     for number, (name, data) in enumerate(zip(names, store.read_all(names), strict=True), 1):
@@ -94,14 +96,26 @@ def live_rows(rows: pa.Table, keys: Sequence[str] = ("video_id",)) -> pa.Table:
     order = best_first(ids, failed, rows["attempts"].to_numpy(), shards)
     others = [column[order][1:] != column[order][:-1] for column in ids]
     first = np.append(True, np.logical_or.reduce(others))
-    return rows.take(pa.array(order[first]))
+    return _roomy(rows).take(pa.array(order[first]))
+
+
+def _roomy(rows: pa.Table) -> pa.Table:
+    """Texts of more than 2 GB need offsets of 64 bits."""
+    if rows.nbytes < 2**31:
+        return rows
+    wide = [field.with_type(pa.large_string()) if field.type == pa.string() else field for field in rows.schema]
+    return rows.cast(pa.schema(wide, rows.schema.metadata))
 
 
 class VideoRows:
-    """Full rows of the videos table, a few shards kept in memory."""
+    """Full rows of the videos table, a few shards kept in memory. Threads may share it."""
 
     def __init__(self, store: Store, keep: int = 8) -> None:
-        self._shard = lru_cache(maxsize=keep)(lambda name: read_videos_shard(store, name))
+        self._made_of = store, keep
+        self._shard = Loaded(partial(read_videos_shard, store), keep)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return VideoRows, self._made_of
 
     def __call__(self, shard: str, row: int) -> VideoRow:
         return dict(self._shard(shard).slice(row, 1).to_pylist()[0])

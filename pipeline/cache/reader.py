@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from torch import Tensor
 
 from gstep.evidence import name_of
 from gstep.types import budget_for
 from pipeline.cache.cached_video import CachedVideo, by_index, newline_of, to_video
 from pipeline.cache.header import CacheHeader, CacheIdentity, deepstack_levels, read_header_file
-from pipeline.cache.live_rows import VideoRows, read_live
+from pipeline.cache.index import REMEDY
+from pipeline.cache.live_rows import VideoRows
+from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.schema import READABLE_VERSIONS, token_schema
 from pipeline.cache.token_shard import TokenShard
 from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
@@ -37,9 +38,11 @@ class TokenCache:
     """A pruned-token cache, opened for reading. It shows what was committed when it was opened.
 
     ``path`` is a folder or ``s3://bucket/prefix``; how the store is reached is taken from the environment, unless a
-    ``store`` is given. On S3 opening costs one LIST a thousand videos shards and one GET each; a video then costs one
-    GET, and one more each for its videos shard and its token shard's footer where those are not in memory. Opening
-    costs one GET alone where ``live`` holds the live rows to serve, as ``read_live`` gives them.
+    ``store`` is given. Where the cache has a compacted index (``python -m jobs.compact``), opening loads no ids: on S3
+    two GETs and one LIST, and one GET for each videos shard that came after the index. Without one it is one LIST a
+    thousand videos shards and one GET each. A video then costs one GET, and one more each for its videos shard, its
+    token shard's footer, and two files of the index, where those are not in memory. Opening costs one GET alone where
+    ``live`` holds the live rows to serve, as ``read_live`` gives them.
 
     Raises NotACache where ``path`` is none, CorruptShard where a videos shard was damaged, and OSError.
     """
@@ -47,8 +50,7 @@ class TokenCache:
     def __init__(self, path: str | Path, *, store: Store | None = None, live: pa.Table | None = None) -> None:
         self.store = store or store_at(path)
         self.header = read_header(self.store)
-        self._live = read_live(self.store) if live is None else live
-        self._place = {video_id: i for i, video_id in enumerate(self._live["video_id"].to_pylist())}
+        self._live = LiveVideos.open(self.store) if live is None else LiveVideos(None, live)
         self._rows = VideoRows(self.store)
         self._shard = lru_cache(maxsize=16)(self._open_shard)
 
@@ -74,39 +76,44 @@ class TokenCache:
 
     @property
     def video_ids(self) -> list[str]:
-        """The videos that have tokens, sorted."""
-        ok = self._live.filter(pc.equal(self._live["status"], "ok"))
-        return list(ok["video_id"].to_pylist())
+        """The videos that have tokens, sorted. Of a compacted cache this reads the whole index."""
+        return self._live.ok()
 
     @property
     def failed(self) -> dict[str, str]:
-        """The videos that were tried and failed, with the class of the error."""
-        bad = self._live.filter(pc.not_equal(self._live["status"], "ok"))
-        return dict(zip(bad["video_id"].to_pylist(), bad["error_class"].to_pylist(), strict=True))
+        """The videos that were tried and failed, with the class of the error. Of a compacted cache this reads the whole
+        index."""
+        return self._live.failed()
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that are stored of a video. Reads the number from every videos shard."""
-        return int(
-            pc.max(read_live(self.store, ("video_id", "status", "attempts", "n_tokens"))["n_tokens"]).as_py() or 0
-        )
+        """No fewer tokens than are stored of any video."""
+        return self._live.most_tokens()
+
+    @property
+    def hidden_sizes(self) -> set[int]:
+        """D of the tokens: one number, and none of a cache without tokens."""
+        return self._live.widths()
 
     def __len__(self) -> int:
         return len(self.video_ids)
 
     def __contains__(self, video_id: object) -> bool:
-        place = self._place.get(video_id)
-        return place is not None and self._live["status"][place].as_py() == "ok"
+        place = self._live.find(video_id) if isinstance(video_id, str) else None
+        return place is not None and place.fault is None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.video_ids)
 
     def metadata(self, video_id: str) -> VideoRow:
-        """The video's live row, failed or not. Raises UnknownVideo."""
-        place = self._place.get(video_id)
+        """The video's live row, failed or not. Raises UnknownVideo, CorruptShard, OSError."""
+        place = self._live.find(video_id)
         if place is None:
-            raise UnknownVideo(f"{video_id!r} is not in the cache {self.store} ({len(self._place)} videos are)")
-        row = self._rows(self._live["shard"][place].as_py(), self._live["row"][place].as_py())
+            raise UnknownVideo(f"{video_id!r} is not in the cache {self.store} ({len(self._live)} videos are)")
+        try:
+            row = self._rows(place.shard, place.row)
+        except FileNotFoundError:
+            raise CorruptShard(f"{self.store}/{place.shard} is gone; {REMEDY}", "missing") from None
         for name in ("manifest", "model_extra", "runtime"):
             row[name] = None if row[name] is None else json.loads(row[name])
         return row
@@ -182,7 +189,8 @@ class TokenCache:
 
     def _remedy(self, video_id: str) -> str:
         """What to run about a video whose tokens are not what its row says."""
-        commit = self._live["shard"][self._place[video_id]].as_py()
+        place = self._live.find(video_id)
+        commit = "videos" if place is None else place.shard
         return (
             f"python -m jobs.verify {self.store} finds all such videos; without a copy of the file remove "
             f"{self.store}/{commit} and run the same python -m jobs.prune again, which redoes its videos"

@@ -73,6 +73,9 @@ class Run(ABC, Generic[O, R, T, S]):
     def summarise(self, request: R, todo: T, n_failed: int, wall_s: float) -> S:
         """What is there now, counted from the committed rows."""
 
+    def tidy(self, request: R, todo: T, lock: Lock) -> None:
+        """What is left to do once all is committed and counted, while the lock is still held."""
+
     def say(self, line: str) -> None:
         """A line for the user."""
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -102,4 +105,5 @@ class Run(ABC, Generic[O, R, T, S]):
             summary = self.summarise(request, todo, n_failed, time.monotonic() - started)
             if streamed:
                 streamed.run_file.save(summary=summary.as_record())
+            self.tidy(request, todo, lock)
             return summary

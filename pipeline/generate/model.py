@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pyarrow as pa
-import pyarrow.compute as pc
+from collections.abc import Collection
 
 from gstep.backbones import ModelSource
 from gstep.checkpoints.shipped import SHIPPED
@@ -37,8 +36,8 @@ def check_model(cache: Store | str, held: ModelIdentity, source: ModelSource) ->
         )
 
 
-def check_tokens(cache: Store, header: CacheHeader, live: pa.Table, builder: PromptBuilder) -> None:
-    """Raises UsageError where the cached tokens are not of the shape that the model takes; ``live`` has their width."""
+def check_tokens(cache: Store, header: CacheHeader, widths: Collection[int], builder: PromptBuilder) -> None:
+    """Raises UsageError where the cached tokens, of these ``widths``, are not of the shape that the model takes."""
     again = "prune into another --out with the same model"
     levels = deepstack_levels(header)
     if levels != builder.deepstack_levels:
@@ -47,6 +46,5 @@ def check_tokens(cache: Store, header: CacheHeader, live: pa.Table, builder: Pro
         )
     if builder.needs_newline and header.get("newline") is None:
         raise UsageError(f"{cache}: it has no newline row, which this model puts after a video: {again}")
-    widths = pc.unique(live.filter(pc.equal(live["status"], "ok"))["hidden_size"]).to_pylist()
     if wrong := [width for width in widths if width != builder.hidden_size]:
         raise UsageError(f"{cache}: its tokens have {wrong[0]} values, the model takes {builder.hidden_size}: {again}")

@@ -15,7 +15,8 @@ from gstep.backbones import ModelSource
 from gstep.evidence import HEAD_SOURCES
 from gstep.language import Decoding, PromptBuilder, prompt_builder
 from pipeline.cache.header import CacheIdentity, differences
-from pipeline.cache.live_rows import INDEX_COLUMNS, read_live
+from pipeline.cache.live_rows import INDEX_COLUMNS
+from pipeline.cache.live_videos import read_live_of, widths_of
 from pipeline.cache.method import declared_method
 from pipeline.cache.reader import TokenOrder, read_header, rows_wanted
 from pipeline.errors import IdentityMismatch, NotAnswers, UsageError
@@ -187,11 +188,11 @@ def checked(
     check_out(store)
     with store_refusing():
         header = read_header(cache)
-        live = _asked_about(questions, read_live(cache, LIVE_COLUMNS))
+        live = read_live_of(cache, pc.unique(pc.list_flatten(questions["video_ids"])).to_pylist(), LIVE_COLUMNS)
         _check_free(store)
     held = header["identity"]
     source, builder = _resolved(config, cache, held)
-    check_tokens(cache, header, live, builder)
+    check_tokens(cache, header, widths_of(live), builder)
     with refusing():
         prunings = {
             name: None if one is None else late_pruning(one, held, source, builder) for name, one in asked.items()
@@ -281,11 +282,6 @@ def _order(config: GenerateConfig, held: CacheIdentity, prunings: Mapping[str, L
             "own in a prompt"
         )
     return "selection" if own and config.order != "index" else "index"
-
-
-def _asked_about(questions: pa.Table, live: pa.Table) -> pa.Table:
-    ids = pc.unique(pc.list_flatten(questions["video_ids"]))
-    return live.filter(pc.is_in(live["video_id"], value_set=ids))
 
 
 def _check_ratio(ratio: float | None, stored: float, live: pa.Table) -> None:

@@ -33,6 +33,9 @@ def cache_report(cache: TokenCache) -> RenderableType:
         head.add_row("evidence", Text(in_words(cache.evidence)))
     head.add_row("sampling", Text(flat(identity["sampling"])))
     ledger = Ledger(cache.store).refresh()
+    if ledger.index is not None or ledger.unusable:
+        newer = ledger.n_shards - ledger.n_covered
+        head.add_row("index", Text(ledger.unusable or f"{ledger.n_covered} videos shards, and {newer} newer ones"))
     run = latest_run(cache.store, ledger)
     if run is not None:
         head.add_row("last run", Text(run.describe()))

@@ -35,6 +35,12 @@ class PruneConfig(PrunerOptions):
         "what to do with a cached video whose uri, size or clip differs now",
         choices=("refuse", "skip", "redo"),
     )
+    compact_after: int = option(
+        1000,
+        "make the index of the cache anew at the end of the run once so many videos shards are in none; 0 leaves it to "
+        "python -m jobs.compact",
+        metavar="N",
+    )
     limit: int | None = option(
         None,
         "process at most so many of the videos that are left to do, in their order; the rest is left to another run",

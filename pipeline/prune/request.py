@@ -15,10 +15,11 @@ from gstep.evidence import HEAD_SOURCES, name_of
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
 from pipeline.cache.header import CacheIdentity, ModelIdentity, PrunerIdentity, differences
+from pipeline.cache.index import Index, run_id_after
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.method import describe_method
 from pipeline.cache.reader import HEADER, read_header
-from pipeline.errors import IdentityMismatch, NotACache, UsageError
+from pipeline.errors import CorruptShard, IdentityMismatch, NotACache, UsageError
 from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.inputs.manifest import read_manifest
 from pipeline.prune.config import PruneConfig
@@ -217,6 +218,13 @@ def sampling_settings(sampling: Sampling) -> dict[str, Any]:
     return {"fps": sampling.fps, "max_frames": sampling.max_frames}
 
 
+def _run_id(request: PruneRequest) -> str:
+    try:
+        return run_id_after(Index.read(request.store), request.run_id)
+    except CorruptShard:  # it will be made anew, and covers whatever is there by then
+        return request.run_id
+
+
 def match_cache(request: PruneRequest, console: Console) -> PruneRequest:
     """Adopt what an existing cache leaves open (dtype, a larger ratio of a nested method); refuse another identity.
 
@@ -227,6 +235,7 @@ def match_cache(request: PruneRequest, console: Console) -> PruneRequest:
     held = read_header(request.store)["identity"]
     if not request.store.names(VIDEOS, ".parquet"):
         return request
+    request = replace(request, run_id=_run_id(request))
     if request.dtype == "auto":
         request = replace(request, dtype=held["dtype"]["compute"])
     stored = held["retention_ratio"]

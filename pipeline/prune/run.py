@@ -10,6 +10,7 @@ import torch
 from rich.console import Console
 
 from gstep.backbones import family_of
+from pipeline.cache.compaction import try_compact
 from pipeline.cache.header import CacheHeader, deepstack_levels, fingerprint, header_bytes
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS
@@ -66,6 +67,8 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
 
     def remaining(self, request: PruneRequest) -> Todo:
         ledger = Ledger(request.store).refresh()
+        if ledger.unusable:
+            self.say(f"note: the index of the cache is not used, and made anew at the end: {ledger.unusable}")
         todo, counts = remaining(request.manifest, ledger, self.options, request.objects)
         for line in said_of_the_rest(counts, self.options):
             self.console.print(line, highlight=False)
@@ -96,6 +99,10 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
             n_new_failed=n_failed,
             wall_s=wall_s,
         )
+
+    def tidy(self, request: PruneRequest, todo: Todo, lock: Lock) -> None:
+        if line := try_compact(request.store, lock, todo.ledger, self.options.compact_after):
+            self.say(line)
 
 
 def _write_header(request: PruneRequest, dtype: str, lock: Lock) -> None:

@@ -8,14 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-
 from gstep.backbones import ModelSource
 from gstep.language import Prompt, PromptBuilder, Visual, prompt_builder
-from pipeline.cache.live_rows import INDEX_COLUMNS, read_live
 from pipeline.cache.method import declared_method
-from pipeline.cache.reader import TokenCache, TokenOrder, read_header
+from pipeline.cache.reader import TokenCache, TokenOrder
 from pipeline.errors import CorruptShard, RatioNotCached, UnknownVideo, UsageError
 from pipeline.generate.held_videos import LastUsed, n_bytes, to_visual
 from pipeline.generate.model import check_model, check_tokens
@@ -23,7 +19,6 @@ from pipeline.serve.links import SCHEME, CacheLink
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
-COLUMNS = (*INDEX_COLUMNS, "hidden_size", "n_tokens")  # of the index of the cache
 _OPEN_AGAIN_S = 10.0  # seconds since the cache was opened last
 _HELD_BYTES = 2**30  # of cached tokens that a server keeps for the questions to come
 
@@ -48,12 +43,9 @@ class ServedCache:
     rule: str = "transformers-5"
     frame_times: str = "true"
 
-    def open(self) -> tuple[TokenCache, pa.Table]:
-        """The cache, and the live rows of its videos: COLUMNS. Raises NotACache, CorruptShard, OSError."""
-        store = store_at(self.cache, Objects.from_environment())
-        read_header(store)
-        live = read_live(store, COLUMNS)
-        return TokenCache(self.cache, store=store, live=live), live
+    def open(self) -> TokenCache:
+        """The cache. Raises NotACache, CorruptShard, OSError."""
+        return TokenCache(self.cache, store=store_at(self.cache, Objects.from_environment()))
 
 
 class CachedPrompts:
@@ -64,14 +56,13 @@ class CachedPrompts:
 
     def __init__(self, served: ServedCache) -> None:
         self._served = served
-        self._cache, live = served.open()
+        self._cache = served.open()
         self.source = ModelSource.resolve(served.model, served.revision)
         check_model(self._cache.store, self._cache.identity["model"], self.source)
         self.builder: PromptBuilder = prompt_builder(self.source, served.positions, served.rule, served.frame_times)
-        check_tokens(self._cache.store, self._cache.header, live, self.builder)
-        most = pc.max(live["n_tokens"]).as_py() or 0
+        check_tokens(self._cache.store, self._cache.header, self._cache.hidden_sizes, self.builder)
         #: The most visual tokens that a video of the cache has in a prompt.
-        self.largest_video = most + (1 if self.builder.needs_newline else 0)
+        self.largest_video = self._cache.most_tokens + (1 if self.builder.needs_newline else 0)
         if served.retention_ratio is not None and served.retention_ratio > self._cache.retention_ratio + 1e-9:
             raise UsageError(
                 f"--retention-ratio {served.retention_ratio:g}: the cache stores {self._cache.retention_ratio:g}"
@@ -100,7 +91,7 @@ class CachedPrompts:
     def _look_again(self, video_id: str) -> None:
         """For a video that was added since; not for every mistyped name, as this reads the whole index."""
         if video_id not in self._cache and time.monotonic() - self._opened_at > _OPEN_AGAIN_S:
-            self._cache, _ = self._served.open()
+            self._cache = self._served.open()
             self._opened_at = time.monotonic()
 
     def _visual(self, link: CacheLink) -> Visual:

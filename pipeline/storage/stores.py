@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import os
 import secrets
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +22,7 @@ from pipeline.storage.s3 import Objects, check_uri, is_object
 LOCK = ".lock"  # what a run that writes to the cache keeps beside it; see pipeline.storage.lock
 _TAIL = 2**16  # bytes fetched on opening: the footer of most shards
 _READERS = 16
+_CLOCK_NS = 3 * 10**9
 
 
 class FileInfo(NamedTuple):
@@ -50,13 +53,19 @@ class Store(Protocol):
     def open(self, name: str) -> pa.NativeFile | RangedObject:
         """The file for random access. Raises FileNotFoundError."""
 
-    def names(self, folder: str, suffix: str) -> list[str]:
-        """The finished files of a folder, sorted."""
+    def names(self, folder: str, suffix: str, after: str = "") -> list[str]:
+        """The finished files of a folder, sorted; only those that come after the name ``after``."""
+
+    def mark(self, folder: str) -> str | None:
+        """Another text once a file was added to the folder or removed; None where that cannot be told."""
 
     def listed(self, folder: str) -> list[FileInfo]:
         """All files of a folder ("" is the root) with their sizes, unfinished ones too, sorted."""
 
     def exists(self, name: str) -> bool: ...
+
+    def age(self, name: str) -> timedelta:
+        """How long ago a file was written. Raises FileNotFoundError."""
 
     def delete(self, name: str) -> None:
         """Remove a file; nothing happens where there is none. Raises OSError."""
@@ -115,9 +124,21 @@ class LocalStore:
     def open(self, name: str) -> pa.NativeFile:
         return pa.memory_map(str(self.root / name), "r")
 
-    def names(self, folder: str, suffix: str) -> list[str]:
-        found = (self.root / folder).glob(f"*{suffix}")
-        return sorted(f"{folder}/{path.name}" for path in found if not path.name.startswith(".") and path.is_file())
+    def names(self, folder: str, suffix: str, after: str = "") -> list[str]:
+        try:
+            with os.scandir(self.root / folder) as entries:
+                found = [f"{folder}/{e.name}" for e in entries if _finished(e, suffix) and f"{folder}/{e.name}" > after]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(found)
+
+    def mark(self, folder: str) -> str | None:
+        try:
+            changed_ns = (self.root / folder).stat().st_mtime_ns
+        except OSError:
+            return None
+        # The clock of a file system may stand still for up to two seconds: a change in them would not show.
+        return None if abs(time.time_ns() - changed_ns) < _CLOCK_NS else str(changed_ns)
 
     def listed(self, folder: str) -> list[FileInfo]:
         root = self.root / folder
@@ -130,6 +151,9 @@ class LocalStore:
 
     def exists(self, name: str) -> bool:
         return (self.root / name).is_file()
+
+    def age(self, name: str) -> timedelta:
+        return datetime.now(UTC) - datetime.fromtimestamp((self.root / name).stat().st_mtime, UTC)
 
     def delete(self, name: str) -> None:
         (self.root / name).unlink(missing_ok=True)
@@ -171,9 +195,12 @@ class ObjectStore:
     def open(self, name: str) -> RangedObject:
         return RangedObject(self.objects, f"{self.root}/{name}")
 
-    def names(self, folder: str, suffix: str) -> list[str]:
-        listed = self.objects.list(f"{self.root}/{folder}/")
+    def names(self, folder: str, suffix: str, after: str = "") -> list[str]:
+        listed = self.objects.list(f"{self.root}/{folder}/", after=f"{self.root}/{after}" if after else "")
         return [found.uri.removeprefix(f"{self.root}/") for found in listed if found.uri.endswith(suffix)]
+
+    def mark(self, folder: str) -> None:
+        """It has no such thing."""
 
     def listed(self, folder: str) -> list[FileInfo]:
         found = self.objects.list(f"{self.root}/{folder}/" if folder else f"{self.root}/")
@@ -181,6 +208,9 @@ class ObjectStore:
 
     def exists(self, name: str) -> bool:
         return self.objects.exists(f"{self.root}/{name}")
+
+    def age(self, name: str) -> timedelta:
+        return self.objects.age(f"{self.root}/{name}")
 
     def delete(self, name: str) -> None:
         self.objects.delete(f"{self.root}/{name}")
@@ -240,6 +270,10 @@ class RangedObject(io.RawIOBase):
             if first <= start and end <= first + len(data):
                 return data[start - first : end - first]
         return self._objects.read_slice(self._uri, start, end).data
+
+
+def _finished(entry: os.DirEntry[str], suffix: str) -> bool:
+    return entry.name.endswith(suffix) and not entry.name.startswith(".") and entry.is_file()
 
 
 def fsync_folder(folder: Path) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Collection, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import PurePosixPath
 
+from pipeline.cache.index import INDEX
 from pipeline.cache.live_rows import TOKENS, VIDEOS
 from pipeline.execution.run_record import RUNS
 from pipeline.storage.lease import CacheLease
 from pipeline.storage.lock import Lock
-from pipeline.storage.stores import FileInfo, LocalStore, ObjectStore, Store
+from pipeline.storage.stores import FileInfo, ObjectStore, Store
 from pipeline.verify.report import Report
 
 _TEMPORARY = ".tmp-"  # how LocalStore.put calls a file until it is whole
@@ -24,7 +25,7 @@ ORPHAN_AGE = timedelta(days=1)
 def list_files(store: Store) -> dict[str, list[FileInfo]]:
     """The files of each folder of the cache, "" being its root. Taken before the videos shards are read, so that what
     a run commits meanwhile does not pass for an orphan."""
-    return {folder: store.listed(folder) for folder in ("", TOKENS, VIDEOS, RUNS)}
+    return {folder: store.listed(folder) for folder in ("", TOKENS, VIDEOS, RUNS, INDEX)}
 
 
 def sort_files(files: dict[str, list[FileInfo]], named: Collection[str], live: Collection[str], report: Report) -> None:
@@ -105,8 +106,4 @@ def _unneeded(store: Store, report: Report, lock: Lock, commits: Collection[str]
 
 def _age(store: Store, file: FileInfo, lock: Lock) -> timedelta:
     """How long ago it was written; where nobody can be late, it is old enough at once."""
-    if isinstance(store, ObjectStore):
-        return store.objects.age(f"{store.root}/{file.name}")
-    if isinstance(lock, CacheLease) and isinstance(store, LocalStore):
-        return datetime.now(UTC) - datetime.fromtimestamp((store.root / file.name).stat().st_mtime, UTC)
-    return ORPHAN_AGE
+    return store.age(file.name) if isinstance(lock, CacheLease) else ORPHAN_AGE

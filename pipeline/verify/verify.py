@@ -26,6 +26,7 @@ from pipeline.execution.request import new_run_id
 from pipeline.execution.stages import Wording
 from pipeline.storage.lock import Lock, cache_lock, holder
 from pipeline.storage.stores import FileInfo, Store
+from pipeline.verify.index import check_index
 from pipeline.verify.orphans import clean, list_files, list_uploads, lost_commits, sort_files
 from pipeline.verify.report import Problem, Report
 from pipeline.verify.rows import KEPT, CheckedCommit, check_commit, method_of
@@ -101,6 +102,7 @@ def _verify(store: Store, request: Request, console: Console, lock: Lock | None)
     list_uploads(store, report)
     rows, bad = _check_commits(store, header, request, console, report)
     live = _check_live(rows, report)
+    check_index(store, rows, report)
     again = _live_check(store, request, live) if request.live else None
     _check_tokens(store, header, request, console, report, _places(rows, live), bad)
     _sort(store, files, rows, live, report)

@@ -56,7 +56,7 @@ def test_a_shard_is_one_put_and_so_is_its_commit(server, store):
 def test_a_video_is_one_get(server, store):
     make_cache(store, VIDEOS)
     opened = []
-    assert kinds(server, lambda: opened.append(TokenCache(store.root, store=store))) == {"GET": 2, "LIST": 1}
+    assert kinds(server, lambda: opened.append(TokenCache(store.root, store=store))) == {"GET": 3, "LIST": 1}
     (cache,) = opened
     assert kinds(server, lambda: cache.metadata("v0")) == {"GET": 1}  # its videos shard, kept from here on
     assert kinds(server, lambda: cache.get("v0")) == {"GET": 2}  # the token shard's footer, then the tokens

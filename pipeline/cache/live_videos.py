@@ -1,0 +1,126 @@
+"""Which row of a video counts, for readers: the compacted index where there is one, and the videos shards that came
+after it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.cache.index import FAULT, Index, Place
+from pipeline.cache.live_rows import VIDEOS, live_rows, read_live, read_videos_shard
+from pipeline.keys import keys_of
+from pipeline.storage.stores import Store
+
+# Of each video that no index covers; the rest of a row is read from its shard when asked for.
+_COLUMNS = ("video_id", "status", "attempts", "error_class", "n_tokens", "hidden_size")
+
+
+class LiveVideos:
+    """The live row of every video of a cache, in short. Threads may share it.
+
+    Attributes:
+        index: None where all rows are in ``newer``.
+        newer: live rows among the shards that the index does not cover, as ``read_live`` gives them.
+    """
+
+    def __init__(self, index: Index | None, newer: pa.Table) -> None:
+        self.index, self.newer = index, newer
+        self._place = {video_id: i for i, video_id in enumerate(newer["video_id"].to_pylist())}
+
+    @classmethod
+    def open(cls, store: Store) -> LiveVideos:
+        """Without an index one LIST a thousand videos shards and a GET each; with one a GET, a LIST of those that came
+        after it, and a GET for each of these. Raises CorruptShard, OSError."""
+        index = Index.read(store)
+        names = store.names(VIDEOS, ".parquet") if index is None else index.newer()
+        return cls(index, read_live(store, _COLUMNS, names))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LiveVideos, (self.index, self.newer)
+
+    def find(self, video_id: str) -> Place | None:
+        """Where the live row of a video is; None where it has none. Raises CorruptShard, OSError."""
+        row = self._place.get(video_id)
+        newer = None if row is None else self._newer(row)
+        covered = None if self.index is None else self.index.find(video_id)
+        return min((place for place in (newer, covered) if place is not None), key=_rank, default=None)
+
+    def ok(self) -> list[str]:
+        """The ids of the videos that have tokens, sorted. Reads the whole index."""
+        return sorted(video_id for video_id, fault in self._faults() if fault is None)
+
+    def failed(self) -> dict[str, str]:
+        """The ids of the others, with the class of the fault. Reads the whole index."""
+        return {video_id: fault for video_id, fault in sorted(self._faults()) if fault is not None}
+
+    def most_tokens(self) -> int:
+        """No fewer than are stored of any video."""
+        newer = pc.max(self.newer["n_tokens"]).as_py() or 0
+        return int(max(newer, 0 if self.index is None else self.index.root["most_tokens"]))
+
+    def widths(self) -> set[int]:
+        """D of the tokens; one number, unless the cache is older than the rule that it is."""
+        return widths_of(self.newer) | ({self.index.root["hidden_size"]} - {0} if self.index is not None else set())
+
+    def __len__(self) -> int:
+        """How many videos have a row; those that both have are counted twice, as telling them apart takes a search."""
+        return len(self.newer) + (0 if self.index is None else self.index.root["videos"])
+
+    def _newer(self, row: int) -> Place:
+        shard, place, attempts, fault = (
+            self.newer[name][row].as_py() for name in ("shard", "row", "attempts", "error_class")
+        )
+        return Place(shard, place, attempts, None if self.newer["status"][row].as_py() == "ok" else fault or "internal")
+
+    def _faults(self) -> list[tuple[str, str | None]]:
+        """(id, class of its fault or None) of every video."""
+        found: list[tuple[str, str | None]] = []
+        for block in () if self.index is None else self.index.blocks(("video_id", "code")):
+            assert self.index is not None
+            classes = [None, *self.index.root["classes"][1:]]
+            ids, codes = block["video_id"].to_pylist(), block["code"].to_numpy() & FAULT
+            found += [
+                (video_id, classes[code])
+                for video_id, code in zip(ids, codes.tolist(), strict=True)
+                if video_id not in self._place
+            ]
+        newer = self.newer["video_id"]
+        order = np.lexsort(keys_of(newer).T[::-1])  # each block of the index is read once
+        for video_id in newer.take(pa.array(order)).to_pylist():
+            place = self.find(video_id)
+            assert place is not None
+            found.append((video_id, place.fault))
+        return found
+
+
+def widths_of(live: pa.Table) -> set[int]:
+    """The different ``hidden_size`` of the live rows that are ok."""
+    return set(pc.unique(live.filter(pc.equal(live["status"], "ok"))["hidden_size"]).to_pylist())
+
+
+def _rank(place: Place) -> tuple[bool, int, str]:
+    """The rule of ``pipeline.cache.live_rows``: the lowest is live."""
+    return place.fault is not None, -place.attempts, place.shard
+
+
+def read_live_of(store: Store, video_ids: Collection[str], columns: Sequence[str]) -> pa.Table:
+    """As ``read_live``, of these videos alone: where the cache has an index, no other shards are read."""
+    wanted = pa.array(sorted(set(video_ids)), pa.string())
+    live = LiveVideos.open(store)
+    if live.index is None:
+        table = read_live(store, columns)
+        return table.filter(pc.is_in(table["video_id"], value_set=wanted))
+    rows: dict[str, list[int]] = {}
+    for video_id in wanted.to_pylist():
+        if (place := live.find(video_id)) is not None:
+            rows.setdefault(place.shard, []).append(place.row)
+    tables = [read_live(store, columns, []).slice(0, 0)]
+    for shard, places in rows.items():
+        table = read_videos_shard(store, shard, columns).take(places)
+        place = pa.array(places, pa.int32())
+        tables.append(table.append_column("shard", [pa.repeat(shard, len(table))]).append_column("row", place))
+    return live_rows(pa.concat_tables(tables))
