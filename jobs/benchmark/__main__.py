@@ -8,16 +8,18 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.benchmark import methods, resume, selection, serving
+from jobs.benchmark import index, methods, resume, selection, serving
 from jobs.command import exit_code_of
 from pipeline.errors import ManifestError, RunFailed, VideoFault
+
+_COMMANDS = {"methods": methods, "selection": selection, "resume": resume, "index": index, "serving": serving}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser("python -m jobs.benchmark", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="methods|selection|resume|serving")
-    for name, command in {"methods": methods, "selection": selection, "resume": resume, "serving": serving}.items():
+    commands = parser.add_subparsers(required=True, metavar="|".join(_COMMANDS))
+    for name, command in _COMMANDS.items():
         flags = commands.add_parser(name, help=command.HELP, description=command.__doc__)
         command.add_flags(flags)
         flags.set_defaults(run=command.run)

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from jobs.benchmark.sizes import add_json
+from jobs.benchmark.sizes import add_folder, add_json
 from jobs.command import count, wide_console, write_json
 
 HELP = "finding out what is left of millions of videos"
@@ -18,9 +18,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--videos", type=count, default=1_000_000, metavar="N", help="rows of the manifest [1000000]")
     parser.add_argument("--videos-per-shard", type=count, default=22, metavar="N", help="of the cache [22]")
     parser.add_argument("--manifest", choices=("parquet", "jsonl", "csv"), default="parquet", help="its kind [parquet]")
-    parser.add_argument(
-        "--folder", type=_folder, metavar="DIR", help="make the files below it, and remove them [a temporary folder]"
-    )
+    add_folder(parser)
     add_json(parser)
 
 
@@ -40,9 +38,3 @@ def run(arguments: argparse.Namespace) -> int:
     wide_console().print(as_table(found, title))
     write_json(arguments.json, as_record(found, machine=machine("cpu")))
     return 0
-
-
-def _folder(text: str) -> Path:
-    if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"there is no folder {text}")
-    return Path(text)

@@ -83,7 +83,7 @@ def measure(videos: int, videos_per_shard: int, kind: str, folder: Path, say: Sa
     manifest = _make_manifest(folder / f"manifest.{kind}", videos)
     say(f"making a cache of {round(_DONE * videos):,} videos")
     store = LocalStore(folder / "cache")
-    shard_bytes = _make_cache(store, folder, round(_DONE * videos), videos_per_shard)
+    shard_bytes = make_cache(store, folder, round(_DONE * videos), videos_per_shard)
     say("reading them")
     times: dict[str, tuple[float, float]] = {}
     table, ledger = _drive(manifest, store, times)
@@ -124,7 +124,7 @@ def _drive(manifest: Path, store: LocalStore, times: dict[str, tuple[float, floa
     return table, ledger
 
 
-def _names(start: int, end: int) -> list[str]:
+def names_of(start: int, end: int) -> list[str]:
     """Ids as corpora have them: eleven characters and a clip."""
     return [f"{number * 2654435761 % 2**44:011x}_{number % 97:03d}" for number in range(start, end)]
 
@@ -132,7 +132,7 @@ def _names(start: int, end: int) -> list[str]:
 def _make_manifest(path: Path, videos: int) -> Path:
     def parts() -> Iterator[pa.Table]:
         for start in range(0, videos, 2**16):
-            names = _names(start, min(start + 2**16, videos))
+            names = names_of(start, min(start + 2**16, videos))
             yield pa.table({"video_id": names, "uri": [f"videos/{name[:2]}/{name}.mp4" for name in names]})
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ def _make_manifest(path: Path, videos: int) -> Path:
     return path
 
 
-def _make_cache(store: LocalStore, folder: Path, videos: int, videos_per_shard: int) -> int:
+def make_cache(store: LocalStore, folder: Path, videos: int, videos_per_shard: int) -> int:
     """Videos shards as a run commits them, of ok rows of 32 frames each; returns the bytes of one."""
     size = min(videos_per_shard, videos)
     row = {
@@ -164,7 +164,7 @@ def _make_cache(store: LocalStore, folder: Path, videos: int, videos_per_shard: 
     (store.root / VIDEOS).mkdir(parents=True, exist_ok=True)
     data = b""
     for number, start in enumerate(range(0, videos, size)):
-        names = _names(start, min(start + size, videos))
+        names = names_of(start, min(start + size, videos))
         table = blank.slice(0, len(names))
         uris = [f"{folder.resolve()}/videos/{name[:2]}/{name}.mp4" for name in names]
         for name, column in (("video_id", names), ("uri", uris)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from jobs.command import count, file_in_folder
 
@@ -21,3 +22,15 @@ def add_sizes(parser: argparse.ArgumentParser, frames: list[int]) -> None:
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=file_in_folder, metavar="FILE", help="write the figures there too")
+
+
+def add_folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--folder", type=_folder, metavar="DIR", help="make the files below it, and remove them [a temporary folder]"
+    )
+
+
+def _folder(text: str) -> Path:
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {text}")
+    return Path(text)

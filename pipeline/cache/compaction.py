@@ -8,7 +8,7 @@ are a day old, so that readers who have it open go on.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.cache.header import header_bytes
@@ -59,7 +58,13 @@ class Compacted:
     seconds: float
 
 
-def compact(store: Store, lock: Lock, ledger: Ledger | None = None, *, rebuild: bool = False) -> Compacted:
+#: The ids of rows that no index covers, by their numbers over all videos shards.
+Texts = Callable[[NDArray[np.int64]], pa.Array]
+
+
+def compact(
+    store: Store, lock: Lock, ledger: Ledger | None = None, *, rebuild: bool = False, texts: Texts | None = None
+) -> Compacted:
     """Cover all videos shards of ``store``; the caller holds its ``lock``.
 
     Memory: about 100 bytes a video, and the ids of those that no index covers. Each videos shard that none covers is
@@ -67,6 +72,7 @@ def compact(store: Store, lock: Lock, ledger: Ledger | None = None, *, rebuild: 
 
     Args:
         rebuild: whether to read all of them, whatever an index says.
+        texts: where the ids of new rows are from; by default they are read from their shards.
 
     Raises CorruptShard where a videos shard is damaged, RunFailed where the lock is lost, and OSError.
     """
@@ -83,7 +89,7 @@ def compact(store: Store, lock: Lock, ledger: Ledger | None = None, *, rebuild: 
         "most_tokens": int(ledger.columns["n_tokens"].max(initial=0)),
         "hidden_size": ledger.hidden_size,
         "classes": ledger.classes,
-        "blocks": list(_blocks(files, store, ledger)),
+        "blocks": list(_blocks(files, ledger, _Ids(store, ledger, texts))),
         "shard_tables": list(_shard_tables(files, ledger)),
     }
     root["mark"] = _mark(store, len(ledger.names))
@@ -134,9 +140,8 @@ class _Files:
         return removed
 
 
-def _blocks(files: _Files, store: Store, ledger: Ledger) -> Iterator[Part]:
+def _blocks(files: _Files, ledger: Ledger, ids: _Ids) -> Iterator[Part]:
     """Write the rows of the ledger, which are in the order of their keys."""
-    ids = _Ids(store, ledger)
     starts = np.array(ledger.starts, np.int64)
     for first in range(0, len(ledger), BLOCK_ROWS):
         rows = slice(first, first + BLOCK_ROWS)
@@ -172,17 +177,13 @@ def _shard_tables(files: _Files, ledger: Ledger) -> Iterator[Part]:
 
 class _Ids:
     """The ids of a ledger's rows, in whose place it keeps their hashes: from the blocks of the index that it began
-    with, and from the videos shards that this does not cover."""
+    with, and from ``texts`` for the rows of shards that this does not cover."""
 
-    def __init__(self, store: Store, ledger: Ledger) -> None:
+    def __init__(self, store: Store, ledger: Ledger, texts: Texts | None) -> None:
         self._index = ledger.index
         new = ledger.names[ledger.n_covered :]
         self._first_new = ledger.starts[ledger.n_covered] if new else ledger.n_rows
-        parts = [pa.array([], pa.large_string())]
-        for start in range(0, len(new), 1024):
-            tables = (read_videos_shard(store, name, ["video_id"]) for name in new[start : start + 1024])
-            parts += [pa.concat_tables(tables)["video_id"].cast(pa.large_string()).combine_chunks()]
-        self._new = pa.concat_arrays(parts)
+        self._texts = texts or _texts_of(store, new, self._first_new)
         self._starts = np.array(ledger.starts, np.int64)
         self._block = 0  # the next one to read
         self._held: list[tuple[NDArray[np.int64], pa.Array, int]] = []  # places, ids, the last key's first half
@@ -192,14 +193,14 @@ class _Ids:
         self._read_to(int(high[-1]))
         self._held = [held for held in self._held if held[2] >= int(high[0])]
         new = place >= self._first_new
-        ids = self._new.take(pa.array(np.where(new, place.astype(np.int64) - self._first_new, 0), mask=~new))
-        if self._held and not new.all():
+        ids = [self._texts(place[new].astype(np.int64)).cast(pa.large_string())]
+        if not new.all():
             places = np.concatenate([held[0] for held in self._held])
             order = np.argsort(places)
-            found = order[np.searchsorted(places, np.where(new, places[order[0]], place), sorter=order)]
-            old = pa.concat_arrays([held[1] for held in self._held]).take(pa.array(found))
-            ids = pc.if_else(pa.array(new), ids, old)
-        return ids.cast(pa.string())
+            found = order[np.searchsorted(places, place[~new], sorter=order)]
+            ids.append(pa.concat_arrays([held[1] for held in self._held]).take(pa.array(found)))
+        where = np.argsort(np.concatenate([np.flatnonzero(new), np.flatnonzero(~new)]))
+        return pa.concat_arrays(ids).take(pa.array(where)).cast(pa.string())
 
     def _read_to(self, last: int) -> None:
         """Read the blocks that hold keys up to ``last``."""
@@ -211,6 +212,16 @@ class _Ids:
             ids = table["video_id"].cast(pa.large_string()).combine_chunks()
             self._held.append((places, ids, int(table["high"][len(table) - 1].as_py())))
             self._block += 1
+
+
+def _texts_of(store: Store, names: Sequence[str], first: int) -> Texts:
+    """The ids in videos shards, whose rows are numbered from ``first``."""
+    parts = [pa.array([], pa.large_string())]
+    for start in range(0, len(names), 1024):
+        tables = (read_videos_shard(store, name, ["video_id"]) for name in names[start : start + 1024])
+        parts.append(pa.concat_tables(tables)["video_id"].cast(pa.large_string()).combine_chunks())
+    ids = pa.concat_arrays(parts)
+    return lambda place: ids.take(pa.array(place - first))
 
 
 def _mark(store: Store, n_shards: int) -> str | None:
