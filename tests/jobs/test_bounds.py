@@ -77,7 +77,7 @@ def half(one_ray, clip, tmp_path_factory):
     """Of a.mp4, which is no video, to f.mp4 the first three, done in two shares: (folder, what both runs said)."""
     folder = copies(tmp_path_factory.mktemp("half"), clip, "abcdef")
     (folder / "videos/a.mp4").write_text("no video" * 100)
-    return folder, [pruned(folder, "--limit", "1"), pruned(folder, "--limit", "2")]
+    return folder, [pruned(folder, "--limit", share, "--compact-after", "1") for share in "12"]
 
 
 def test_a_limit_does_a_share_of_which_the_exit_code_speaks(half):
@@ -86,6 +86,7 @@ def test_a_limit_does_a_share_of_which_the_exit_code_speaks(half):
     assert "0 ok, 1 failed, 0 without a row, 5 wait for another run" in first
     assert good == 0 and "2 ok, 1 failed, 0 without a row, 3 wait for another run" in second
     assert TokenCache(folder / "cache").video_ids == ["b.mp4", "c.mp4"]
+    assert "index: 1 videos of 1 shards" in first and "index: 3 videos of 2 shards" in second
     records = [json.loads(file.read_text()) for file in sorted((folder / "cache/runs").iterdir())]
     assert sorted((record["videos"], record["summary"]["n_waiting"]) for record in records) == [(1, 5), (2, 3)]
 

@@ -239,16 +239,25 @@ def test_whole_tokens_are_deleted_once_they_are_answered_from(results, data, tmp
     assert set(everything_asked(out).values()) == {1}
 
 
-def test_a_method_that_needs_evidence_joins_by_another_cache(results, data, tmp_path):
-    """Evidence beside the tokens changes none of them: the answers that are there stay, and none is asked again."""
+def test_every_method_of_the_table_joins_by_its_name_and_those_that_need_evidence_by_another_cache(
+    results, data, tmp_path
+):
+    """On LLaVA-OneVision, with the pooling head and the text tower that some need. Evidence beside the tokens changes
+    none of them: the answers that are there stay, and none is asked again."""
     out = tmp_path / "r"
     shutil.copytree(results, out)
-    zipped = ("--method", "gstep", "visionzip", "--retention-ratio", "0.25")
-    said = " ".join(evaluated(data, out, *zipped, code=2).split())
-    assert "holds no token_attention and token_key for visionzip: name another place with --cache" in said
-    evaluated(data, out, *zipped, "--cache", str(tmp_path / "c"))
-    assert {pruning for _, pruning in everything_asked(out) - everything_asked(results)} == {"visionzip@0.25"}
+    methods = [name if name != "fastv" else "fastv,K=1" for name in METHODS if name != "none"]
+    asked = ("--method", *methods, "--retention-ratio", "0.25", "--siglip", "tiny")
+    said = " ".join(evaluated(data, out, *asked, code=2).split())
+    assert "holds no " in said and ": name another place with --cache" in said
+    evaluated(data, out, *asked, "--cache", str(tmp_path / "c"))
+    new = {f"{name}@0.25" for name in methods} - set(ARMS)
+    assert {pruning for _, pruning in everything_asked(out) - everything_asked(results)} == new
     assert set(everything_asked(out).values()) == {1}
+    scores = scores_of(out)
+    assert set(scores["method"].to_pylist()) == {"none", *methods} and set(scores["status"].to_pylist()) == {"ok"}
+    config = EvaluateConfig(benchmark="x", method=methods, retention_ratio=[0.25])
+    assert set(config.grid()) == {"none@1", *(f"{name}@0.25" for name in methods)}
 
 
 def test_questions_of_ones_own_on_a_cache_that_is_there(results, tmp_path):
@@ -350,18 +359,6 @@ def test_a_video_that_cannot_be_decoded_costs_its_own_questions_alone(tmp_path):
     shutil.copy(sample("bikes.mp4"), data / video_id(1))
     evaluated(data, out, "--method", "gstep", "--retention-ratio", "0.25", "--retry-failed")
     assert {row["status"] for row in scores_of(out).to_pylist()} == {"ok"}
-
-
-def test_every_method_of_the_table_can_be_evaluated_by_its_name(data, tmp_path):
-    """On LLaVA-OneVision, with the pooling head and the text tower that some need; and their labels in the config."""
-    methods = [name if name != "fastv" else "fastv,K=1" for name in METHODS if name != "none"]
-    out = tmp_path / "r"
-    evaluated(data, out, "--method", *methods, "--retention-ratio", "0.25", "--siglip", "tiny", "--limit", "2")
-    scores = scores_of(out)
-    assert set(scores["method"].to_pylist()) == {"none", *methods} and set(scores["status"].to_pylist()) == {"ok"}
-    assert set(EvaluateConfig(benchmark="x", method=methods, retention_ratio=[0.25]).grid()) == {
-        "none@1", *(f"{name}@0.25" for name in methods)
-    }  # fmt: skip
 
 
 def test_annotations_that_change_are_noticed(results, data, tmp_path):
