@@ -158,8 +158,10 @@ def _blocks(files: _Files, ledger: Ledger, ids: _Ids) -> Iterator[Part]:
 
 def _shard_tables(files: _Files, ledger: Ledger) -> Iterator[Part]:
     ends = np.append(ledger.starts, ledger.n_rows).astype(np.int64)
-    live = np.zeros(ledger.n_rows, np.bool_)
+    live, ok = np.zeros(ledger.n_rows, np.bool_), np.zeros(ledger.n_rows + 1, np.int64)
     live[ledger.columns["place"]] = True
+    ok[ledger.columns["place"].astype(np.int64) + 1] = ledger.faults(np.arange(len(ledger))) == 0
+    ok = ok.cumsum()
     for first in range(0, len(ledger.names), SHARDS_A_TABLE):
         names = ledger.names[first : first + SHARDS_A_TABLE]
         bounds = ends[first : first + len(names) + 1]
@@ -170,6 +172,7 @@ def _shard_tables(files: _Files, ledger: Ledger) -> Iterator[Part]:
             pa.array(names, pa.string()),
             pa.array(np.diff(bounds), pa.uint32()),
             pa.array(ledger.failed_rows[first : first + len(names)], pa.uint32()),
+            pa.array(np.diff(ok[bounds]), pa.uint32()),
             pa.ListArray.from_arrays(pa.array(cuts, pa.int32()), pa.array(within, pa.uint32())),
         ]
         yield files.put("shards", pa.table(columns, schema=SHARD_SCHEMA), str(first))

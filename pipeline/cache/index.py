@@ -54,7 +54,8 @@ SHARD_SCHEMA = pa.schema(
     [
         column("name", pa.string(), "of the videos shard, below the cache", nullable=False),
         column("rows", pa.uint32(), "of it"),
-        column("failed", pa.uint32(), "rows of it that are errors"),
+        column("failed", pa.uint32(), "rows of it that are errors, live or not"),
+        column("ok", pa.uint32(), "live rows of it that have tokens"),
         column("dead", pa.list_(pa.uint32()), "rows of it that another shard has superseded"),
     ]
 )

@@ -25,6 +25,7 @@ from pipeline.storage.stores import Store
 TOKENS, VIDEOS = "tokens", "videos"  # folders of a cache
 _PLACE = (pa.field("shard", pa.string()), pa.field("row", pa.int32()))
 _SHARDS_AT_ONCE = 256
+_MOST_TEXT = 2**31  # bytes that offsets of 32 bits reach
 # What stays in memory for each video; the rest of a row is read from its shard when asked for.
 INDEX_COLUMNS = ("video_id", "status", "attempts", "error_class", "uri", "source_size", "start_s", "end_s")
 
@@ -101,7 +102,7 @@ def live_rows(rows: pa.Table, keys: Sequence[str] = ("video_id",)) -> pa.Table:
 
 def _roomy(rows: pa.Table) -> pa.Table:
     """Texts of more than 2 GB need offsets of 64 bits."""
-    if rows.nbytes < 2**31:
+    if rows.nbytes < _MOST_TEXT:
         return rows
     wide = [field.with_type(pa.large_string()) if field.type == pa.string() else field for field in rows.schema]
     return rows.cast(pa.schema(wide, rows.schema.metadata))

@@ -3,14 +3,16 @@ after it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
-from pipeline.cache.index import FAULT, Index, Place
+from pipeline.cache.index import FAULT, SHARD_SCHEMA, Index, Place
 from pipeline.cache.live_rows import VIDEOS, live_rows, read_live, read_videos_shard
 from pipeline.keys import keys_of
 from pipeline.storage.stores import Store
@@ -62,6 +64,30 @@ class LiveVideos:
         newer = pc.max(self.newer["n_tokens"]).as_py() or 0
         return int(max(newer, 0 if self.index is None else self.index.root["most_tokens"]))
 
+    def shards(self) -> LiveShards:
+        """The videos shards that hold live rows with tokens. Of a compacted cache this reads the tables of shards, not
+        the ids: 100 bytes a shard."""
+        covered = (
+            [] if self.index is None else list(map(self.index.shards, range(len(self.index.root["shard_tables"]))))
+        )
+        table = pa.concat_tables(covered or [SHARD_SCHEMA.empty_table()]).combine_chunks()
+        names, counts = table["name"].cast(pa.large_string()), table["ok"].to_numpy().astype(np.int64)
+        rows: dict[str, list[int]] = {}
+        gone: dict[str, list[int]] = {}
+        for video_id in self._newer_by_key():
+            place, former = self.find(video_id), None if self.index is None else self.index.find(video_id)
+            if place is not None and place != former:
+                if place.fault is None:
+                    rows.setdefault(place.shard, []).append(place.row)
+                if former is not None and former.fault is None:
+                    gone.setdefault(former.shard, []).append(former.row)
+        for shard, dead in gone.items():
+            counts[pc.index(names, shard).as_py()] -= len(dead)
+        new = sorted(rows)
+        names = pa.chunked_array([*names.chunks, pa.array(new, pa.large_string())])
+        counts = np.append(counts, [len(rows[shard]) for shard in new]).astype(np.int64)
+        return LiveShards(names, counts, table["dead"], gone, {shard: sorted(found) for shard, found in rows.items()})
+
     def widths(self) -> set[int]:
         """D of the tokens; one number, unless the cache is older than the rule that it is."""
         return widths_of(self.newer) | ({self.index.root["hidden_size"]} - {0} if self.index is not None else set())
@@ -76,6 +102,11 @@ class LiveVideos:
         )
         return Place(shard, place, attempts, None if self.newer["status"][row].as_py() == "ok" else fault or "internal")
 
+    def _newer_by_key(self) -> list[str]:
+        """The ids of newer rows in the order of the index, each of whose blocks is read once then."""
+        newer = self.newer["video_id"]
+        return list(newer.take(pa.array(np.lexsort(keys_of(newer).T[::-1]))).to_pylist())
+
     def _faults(self) -> list[tuple[str, str | None]]:
         """(id, class of its fault or None) of every video."""
         found: list[tuple[str, str | None]] = []
@@ -88,13 +119,37 @@ class LiveVideos:
                 for video_id, code in zip(ids, codes.tolist(), strict=True)
                 if video_id not in self._place
             ]
-        newer = self.newer["video_id"]
-        order = np.lexsort(keys_of(newer).T[::-1])  # each block of the index is read once
-        for video_id in newer.take(pa.array(order)).to_pylist():
+        for video_id in self._newer_by_key():
             place = self.find(video_id)
             assert place is not None
             found.append((video_id, place.fault))
         return found
+
+
+@dataclass(frozen=True)
+class LiveShards:
+    """The videos shards that hold live rows with tokens, those that hold none among them.
+
+    Attributes:
+        names: [n].
+        counts: [n] live rows with tokens.
+    """
+
+    names: pa.ChunkedArray
+    counts: NDArray[np.int64]
+    _dead: pa.ChunkedArray
+    _gone: Mapping[str, Sequence[int]]
+    _rows: Mapping[str, Sequence[int]]
+
+    def rows(self, number: int, ok: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """The live rows with tokens of one of them, given which of all its rows are ``ok``, ascending."""
+        name = self.names[number].as_py()
+        if (found := self._rows.get(name)) is not None:
+            return np.array(found, np.int64)
+        alive = ok.copy()
+        alive[self._dead[number].as_py()] = False
+        alive[list(self._gone.get(name, ()))] = False
+        return np.flatnonzero(alive)
 
 
 def widths_of(live: pa.Table) -> set[int]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -20,7 +21,7 @@ from pipeline.cache import compaction
 from pipeline.cache.compaction import compact, try_compact
 from pipeline.cache.index import INDEX, ROOT, Index, run_id_after
 from pipeline.cache.ledger import Ledger
-from pipeline.cache.live_rows import VIDEOS, read_live
+from pipeline.cache.live_rows import VIDEOS, read_live, read_videos_shard
 from pipeline.cache.live_videos import read_live_of
 from pipeline.errors import VideoFault
 from pipeline.storage.lock import cache_lock
@@ -66,6 +67,18 @@ def shown(cache):
     } | {"failed": cache.failed, "ids": cache.video_ids}
 
 
+def by_shard(cache):
+    """The ids with tokens, found shard by shard."""
+    shards = cache._live.shards()
+    found = []
+    for number, name in enumerate(shards.names.to_pylist()):
+        table = read_videos_shard(cache.store, name, ["video_id", "status"])
+        rows = shards.rows(number, np.array([status == "ok" for status in table["status"].to_pylist()]))
+        assert len(rows) == shards.counts[number]
+        found += [table["video_id"][int(row)].as_py() for row in rows]
+    return found
+
+
 def expected(store):
     """The same from the videos shards alone, by ``read_live``."""
     rows = read_live(store, ("video_id", "run_id", "status", "attempts", "error_class")).to_pylist()
@@ -106,10 +119,12 @@ def test_readers_and_runs_see_what_the_videos_shards_say_however_often_it_is_mad
         ]
         write_shard(store, f"r{run:02}", *rows)
         assert shown(TokenCache(store.root)) == expected(store)
+        assert sorted(by_shard(TokenCache(store.root))) == expected(store)["ids"]
         if number % 2:
             made = make_index(store)
             assert made.new_shards == 2
             assert shown(TokenCache(store.root)) == expected(store)
+            assert sorted(by_shard(TokenCache(store.root))) == expected(store)["ids"]
         if number:
             same_ledgers(store)
     ids = draw.sample([f"v{video}" for video in range(14)], 6)
@@ -126,7 +141,7 @@ def test_the_shards_know_which_of_their_rows_count(store):
     index = Index.read(store)
     table = index.shards(0).to_pylist()
     assert [row["name"].split("-")[0] for row in table] == ["videos/r1", "videos/r2"]
-    assert [(row["rows"], row["failed"], row["dead"]) for row in table] == [(3, 1, [1]), (2, 1, [1])]
+    assert [(row["rows"], row["failed"], row["ok"], row["dead"]) for row in table] == [(3, 1, 2, [1]), (2, 1, 1, [1])]
 
 
 def test_what_is_the_same_is_not_written_again(store):

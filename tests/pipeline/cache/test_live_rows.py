@@ -140,3 +140,13 @@ def test_the_name_of_a_shard_is_its_content(tmp_path):
     with pytest.raises(CorruptShard, match="restore the file") as caught:
         check_content(store, name, b"content!")
     assert caught.value.kind == "commit"
+
+
+def test_more_text_than_offsets_of_32_bits_reach(tmp_path, monkeypatch):
+    """Taking rows of it raised "offset overflow", at about 27 million videos."""
+    store = make_cache(tmp_path, {"v": random_tokens(0), "w": random_tokens(1)})
+    monkeypatch.setattr("pipeline.cache.live_rows._MOST_TEXT", 1)
+    live = read_live(store)
+    assert live.schema.field("video_id").type == pa.large_string()
+    assert live["video_id"].to_pylist() == ["v", "w"] == TokenCache(tmp_path).video_ids
+    assert TokenCache(tmp_path).metadata("w")["status"] == "ok"
