@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 from pipeline.cache.header import header_bytes
 from pipeline.cache.index import BLOCK_SCHEMA, INDEX, ROOT, SHARD_SCHEMA, VERSION, Index, Part, Root
 from pipeline.cache.ledger import TIMED, Ledger
-from pipeline.cache.live_rows import VIDEOS, read_videos_shard
+from pipeline.cache.live_rows import VIDEOS, parse_videos_shard
 from pipeline.cache.schema import digest, write_parquet
-from pipeline.errors import CorruptShard
+from pipeline.errors import CorruptShard, RunFailed
 from pipeline.storage.lock import Lock
 from pipeline.storage.stores import Store
 
@@ -221,7 +221,9 @@ def _texts_of(store: Store, names: Sequence[str], first: int) -> Texts:
     """The ids in videos shards, whose rows are numbered from ``first``."""
     parts = [pa.array([], pa.large_string())]
     for start in range(0, len(names), 1024):
-        tables = (read_videos_shard(store, name, ["video_id"]) for name in names[start : start + 1024])
+        some = names[start : start + 1024]
+        read = zip(some, store.read_all(some), strict=True)
+        tables = [parse_videos_shard(store, name, data, ["video_id"]) for name, data in read]
         parts.append(pa.concat_tables(tables)["video_id"].cast(pa.large_string()).combine_chunks())
     ids = pa.concat_arrays(parts)
     return lambda place: ids.take(pa.array(place - first))
@@ -246,7 +248,7 @@ def try_compact(store: Store, lock: Lock, ledger: Ledger, after: int) -> str:
         return ""
     try:
         done = compact(store, lock, ledger)
-    except (CorruptShard, OSError) as error:
+    except (CorruptShard, RunFailed, OSError) as error:
         return f"warning: the index was not made ({error}); python -m jobs.compact {store} tries again"
     return f"index: {done.videos} videos of {done.shards} shards, {done.seconds:.1f} s"
 

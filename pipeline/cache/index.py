@@ -170,6 +170,11 @@ class Index:
         """One table of shards, SHARD_SCHEMA."""
         return self._read(self.root["shard_tables"][number], SHARD_SCHEMA.names)
 
+    def all_shards(self) -> pa.Table:
+        """All videos shards that are covered, SHARD_SCHEMA."""
+        tables = map(self.shards, range(len(self.root["shard_tables"])))
+        return pa.concat_tables([SHARD_SCHEMA.empty_table(), *tables]).combine_chunks()
+
     def _load_keys(self, number: int) -> dict[str, NDArray[Any]]:
         table = self.block(number, _FOUND_BY)
         return {name: np.ascontiguousarray(table[name].to_numpy()) for name in _FOUND_BY}

@@ -143,7 +143,7 @@ class Ledger:
             index = Index.read(self._store)
             if index is None:
                 return
-            shards = pa.concat_tables(map(index.shards, range(len(index.root["shard_tables"]))))
+            shards = index.all_shards()
             if gone := len(set(shards["name"].to_pylist()) - set(names)):
                 self.unusable = f"it covers {gone} videos shards that are gone"
                 return

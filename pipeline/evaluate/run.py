@@ -22,6 +22,8 @@ from rich.console import Console
 from gstep import PRUNERS, make_pruner
 from gstep.backbones import family_of
 from pipeline.cache.header import differences
+from pipeline.cache.index import INDEX
+from pipeline.cache.index import ROOT as INDEX_ROOT
 from pipeline.cache.live_rows import TOKENS, VIDEOS
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.errors import NotAnswers, RunFailed, UsageError
@@ -62,7 +64,10 @@ from pipeline.storage.stores import LocalStore, Store, store_at
 MANIFEST = "videos.jsonl"
 DROPPING = "dropping"  # in a cache that is being deleted
 # The files of a cache as runs name them.
-_OURS = re.compile(r"tokens/.+-[0-9a-f]{32}\.parquet|videos/.+-\d{6}-[0-9a-f]{32}\.parquet|runs/[^/]+\.json")
+_OURS = re.compile(
+    r"tokens/.+-[0-9a-f]{32}\.parquet|videos/.+-\d{6,}-[0-9a-f]{32}\.parquet|runs/[^/]+\.json"
+    r"|index/[a-z]+-[0-9a-f]{32}\.parquet"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,7 +223,7 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
     Its header goes first, so that a part of one is no cache to anybody, and a mark that this was begun goes last.
     Raises UsageError where the cache is a link: what it leads to may be others'.
     """
-    cache, folders = store_at(request.cache, request.objects), (VIDEOS, TOKENS, RUNS)
+    cache, folders = store_at(request.cache, request.objects), (VIDEOS, TOKENS, RUNS, INDEX)
     if isinstance(cache, LocalStore) and cache.root.is_symlink():
         raise UsageError(f"--drop-tokens: {cache} is a link to another place, which is yours to delete")
     if not (cache.exists(HEADER) or cache.exists(DROPPING)):
@@ -226,7 +231,7 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
     notify = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     with cache_lock(cache, new_run_id(), notify):
         cache.put(DROPPING, b"")
-        names = [HEADER] if cache.exists(HEADER) else []
+        names = [name for name in (HEADER, INDEX_ROOT) if cache.exists(name)]
         names += [file.name for folder in folders for file in cache.listed(folder) if _OURS.fullmatch(file.name)]
         for name in (*names, DROPPING):
             cache.delete(name)

@@ -144,6 +144,13 @@ def test_the_shards_know_which_of_their_rows_count(store):
     assert [(row["rows"], row["failed"], row["ok"], row["dead"]) for row in table] == [(3, 1, 2, [1]), (2, 1, 1, [1])]
 
 
+def test_a_cache_without_a_row_has_an_index_of_none(store):
+    assert make_index(store).videos == 0
+    assert len(same_ledgers(store)) == 0 and TokenCache(store.root).video_ids == []
+    write_shard(store, "r1", good("a"))
+    assert TokenCache(store.root).video_ids == ["a"] and make_index(store).videos == 1
+
+
 def test_what_is_the_same_is_not_written_again(store):
     for number in range(5):
         write_shard(store, f"r{number}", good(f"v{number}"), good(f"w{number}"))
