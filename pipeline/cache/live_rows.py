@@ -99,10 +99,17 @@ def live_rows(rows: pa.Table, keys: Sequence[str] = ("video_id",)) -> pa.Table:
 
 
 class VideoRows:
-    """Full rows of the videos table, a few shards kept in memory."""
+    """Full rows of the videos table, those of a few shards kept in memory. Threads may share it."""
 
     def __init__(self, store: Store, keep: int = 8) -> None:
-        self._shard = LoadedOnce(partial(read_videos_shard, store), keep)
+        self._shard = LoadedOnce(partial(_rows_of, store), keep)
 
     def __call__(self, shard: str, row: int) -> VideoRow:
-        return dict(self._shard(shard).slice(row, 1).to_pylist()[0])
+        kept = self._shard(shard)[row]
+        return {name: list(value) if isinstance(value, list) else value for name, value in kept.items()}
+
+
+def _rows_of(store: Store, shard: str) -> list[VideoRow]:
+    """All at once: one row of twenty takes Arrow half as long as all of them."""
+    rows: list[VideoRow] = read_videos_shard(store, shard).to_pylist()
+    return rows

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gstep.evidence import name_of
 from gstep.types import budget_for
-from pipeline.cache.cached_video import CachedVideo, by_index, newline_of, to_video
+from pipeline.cache.cached_video import CachedVideo, index_order, newline_of, to_video
 from pipeline.cache.header import CacheHeader, CacheIdentity, deepstack_levels, read_header_file
 from pipeline.cache.live_rows import VideoRows, read_live
 from pipeline.cache.loaded_once import LoadedOnce
@@ -237,14 +237,15 @@ class TokenCache:
 
     def _read(self, wanted: Rows, reading: _Reading, shard: TokenShard, fetched: Fetched | None = None) -> CachedVideo:
         """The video's first token rows, from no more row groups than hold them unless all is verified."""
-        as_stored = reading.order == "selection"
-        if not reading.verify:
-            table = (shard.read if as_stored else shard.read_by_index)(wanted, fetched)
-            return to_video(wanted.row, table, self.header, reading.evidence)
-        shard.require(wanted.columns)
-        table = shard.read_checked(wanted.row).select(list(wanted.columns)).slice(0, wanted.keep)
-        video = to_video(wanted.row, table, self.header, reading.evidence)
-        return video if as_stored else by_index(video)
+        as_stored, row = reading.order == "selection", wanted.row
+        if reading.verify:
+            shard.require(wanted.columns)
+            table = shard.read_checked(row).select(list(wanted.columns)).slice(0, wanted.keep)
+            return to_video(row, table, self.header, reading.evidence, None if as_stored else index_order(table))
+        if as_stored:
+            return to_video(row, shard.read(wanted, fetched), self.header, reading.evidence)
+        found = shard.read_by_index(wanted, fetched)
+        return to_video(row, found.table, self.header, reading.evidence, found.order, found.vectors)
 
     @contextmanager
     def _naming(self, video_id: str) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import local
 from typing import NamedTuple
 
 import numpy as np
@@ -11,8 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from gstep.evidence import is_per_frame
-from pipeline.cache.cached_video import vector_bytes
+from pipeline.cache.cached_video import index_order, vector_bytes
 from pipeline.cache.pages import plain_columns, plain_pages, put_rows
 from pipeline.cache.schema import FOOTER_TAIL, READ_THREADS, digest, footer_length, open_parquet, parse_footer
 from pipeline.errors import CorruptShard
@@ -36,6 +36,20 @@ class Rows(NamedTuple):
     keep: int
     columns: Sequence[str]
     near: Collection[str] = ()
+
+
+class ByIndex(NamedTuple):
+    """Token rows in order of selection, and in order of index what is large.
+
+    Attributes:
+        table: the rows without the columns of ``vectors``.
+        order: [K] its rows in order of index; those of equal index stay in order of selection.
+        vectors: [K,width] by column, in that order.
+    """
+
+    table: pa.Table
+    order: NDArray[np.int64]
+    vectors: dict[str, NDArray[np.int16]]
 
 
 class TokenShard:
@@ -69,6 +83,7 @@ class TokenShard:
         self.schema: pa.Schema = self.metadata.schema.to_arrow_schema()
         self._names = frozenset(self.schema.names)
         self._plain = plain_columns(self.metadata)
+        self._own = local()  # by thread
 
     def spans(self, wanted: Rows) -> Spans:
         """[start, end) in bytes of what is wanted: one, unless other columns lie between. Raises CorruptShard."""
@@ -90,26 +105,19 @@ class TokenShard:
         """The rows in order of selection. ``fetched`` holds their bytes already, and is one thread's."""
         return self._arrow(wanted, wanted.columns, fetched or self.fetch_all([wanted]))
 
-    def read_by_index(self, wanted: Rows, fetched: Fetched | None = None) -> pa.Table:
-        """The rows in order of ``index``, which is among the columns; rows of equal index stay in order of selection.
-
-        Evidence of frames stays as ``read`` gives it.
-        """
+    def read_by_index(self, wanted: Rows, fetched: Fetched | None = None) -> ByIndex:
+        """The rows, and what puts them in order of ``index``, which is among the columns."""
         fetched = fetched or self.fetch_all([wanted])
         table = self._arrow(wanted, [name for name in wanted.columns if name not in self._plain], fetched)
-        order = np.argsort(table["index"].to_numpy(), kind="stable")
+        order = index_order(table)
         places = np.empty_like(order)
         places[order] = np.arange(len(order))
-        taken = pa.array(order)
-        columns = {}
+        vectors = {}
         for name in wanted.columns:
             if name in self._plain:
-                columns[name] = self._placed(wanted, name, places, fetched)
-                if columns[name] is None:
-                    columns[name] = self._arrow(wanted, [name], fetched)[name].take(taken)
-            else:
-                columns[name] = table[name] if is_per_frame(name) else table[name].take(taken)
-        return pa.table(columns)
+                placed = self._placed(wanted, name, places, fetched)
+                vectors[name] = self._taken(wanted, name, order, fetched) if placed is None else placed
+        return ByIndex(table, order, vectors)
 
     def read_checked(self, row: VideoRow) -> pa.Table:
         """All of a video's token rows with all columns, once they have the checksum of its row."""
@@ -130,27 +138,39 @@ class TokenShard:
         """Bytes [start, end) of the file; of a local one without a copy."""
         if isinstance(self._source, RangedObject):
             return self._source.stretch(start, end).view(start, end)
-        return memoryview(self._source.get_stream(start, end - start).read_buffer())  # has no position that is shared
+        return memoryview(self._source.get_stream(start, end - start).read_buffer(end - start))
 
     def _arrow(self, wanted: Rows, columns: Sequence[str], fetched: Fetched | None) -> pa.Table:
         """The rows as Arrow reads them, every page held against its checksum."""
         groups = self._groups(wanted)
-        file = self._source if fetched is None else pa.PythonFile(fetched, "r")
         with self._faults():
-            # A reader of its own: Arrow does not say that threads may share one, and this one takes 0.03 ms to make.
-            parquet = open_parquet(file, self.metadata)
-            table = parquet.read_row_groups(list(groups), columns=list(columns), use_threads=READ_THREADS)
+            table = self._parquet(fetched).read_row_groups(groups, columns=list(columns), use_threads=READ_THREADS)
         n_rows = sum(wanted.row["row_counts"][: len(groups)])
         if len(table) != n_rows:
             raise CorruptShard(f"{self._shown}: {len(table)} rows where {n_rows} belong", "rows")
         return table.slice(0, wanted.keep)
 
+    def _parquet(self, fetched: Fetched | None) -> pq.ParquetFile:
+        """A reader for this thread: Arrow does not say that threads may share one."""
+        if fetched is not None:
+            return open_parquet(pa.PythonFile(fetched, "r"), self.metadata)
+        found: pq.ParquetFile | None = getattr(self._own, "parquet", None)
+        if found is None:
+            found = self._own.parquet = open_parquet(self._source, self.metadata)
+        return found
+
+    def _taken(self, wanted: Rows, name: str, order: NDArray[np.int64], fetched: Fetched | None) -> NDArray[np.int16]:
+        """[K,width] a column of vectors in another order, by way of Arrow."""
+        column = self._arrow(wanted, [name], fetched)[name]
+        bits: NDArray[np.int16] = np.frombuffer(vector_bytes(column), np.int16).reshape(len(column), -1)
+        return bits.take(order, axis=0)
+
     def _placed(
         self, wanted: Rows, name: str, places: NDArray[np.int64], fetched: Fetched | None
-    ) -> pa.FixedSizeBinaryArray | None:
-        """A column of vectors, each at its place; None where Arrow is to be asked."""
-        number, width = self._plain[name]
-        out = np.empty((len(places), width // 2), np.int16)
+    ) -> NDArray[np.int16] | None:
+        """[K,width] a column of vectors, each at its place; None where Arrow is to be asked."""
+        number, n_bytes = self._plain[name]
+        out = np.empty((len(places), n_bytes // 2), np.int16)
         view, done = self._view if fetched is None else fetched.view, 0
         for group in self._groups(wanted):
             pages = plain_pages(self.metadata.row_group(group), number)
@@ -162,7 +182,7 @@ class TokenShard:
             if not put_rows(data, pages.n_rows, part, out):
                 return None
             done += len(part)
-        return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), len(out), [None, pa.py_buffer(out)])
+        return out
 
     def _groups(self, wanted: Rows) -> range:
         """The row groups that hold the rows. Raises CorruptShard where they or the columns are not there."""
