@@ -120,13 +120,13 @@ class TokenCache:
 
     def metadata(self, video_id: str) -> VideoRow:
         """The video's live row, failed or not. Raises UnknownVideo."""
-        row = self._rows(*self._place_of(video_id))
+        row = self._rows(*self.place_of(video_id))
         for name in ("manifest", "model_extra", "runtime"):
             row[name] = None if row[name] is None else json.loads(row[name])
         return row
 
-    def _place_of(self, video_id: str) -> tuple[str, int]:
-        """(videos shard, row in it) of the video's live row. Raises UnknownVideo."""
+    def place_of(self, video_id: str) -> tuple[str, int]:
+        """(videos shard, number of the row in it) of the video's live row. Raises UnknownVideo."""
         place = self._place.get(video_id)
         if place is None:
             raise UnknownVideo(f"{video_id!r} is not in the cache {self.store} ({len(self._place)} videos are)")
@@ -257,7 +257,7 @@ class TokenCache:
 
     def _remedy(self, video_id: str) -> str:
         """What to run about a video whose tokens are not what its row says."""
-        commit, _ = self._place_of(video_id)
+        commit, _ = self.place_of(video_id)
         return (
             f"python -m jobs.verify {self.store} finds all such videos; without a copy of the file remove "
             f"{self.store}/{commit} and run the same python -m jobs.prune again, which redoes its videos"
