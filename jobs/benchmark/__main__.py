@@ -1,4 +1,4 @@
-"""Measure this package on this machine: pruning methods, GSTEP's selection in all its forms, resuming, serving."""
+"""Measure this package on this machine: pruning methods, all forms of GSTEP's selection, resuming, reading, serving."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.benchmark import methods, resume, selection, serving
+from jobs.benchmark import methods, read, resume, selection, serving
 from jobs.command import exit_code_of
 from pipeline.errors import ManifestError, RunFailed, VideoFault
 
@@ -16,8 +16,9 @@ from pipeline.errors import ManifestError, RunFailed, VideoFault
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
     parser = argparse.ArgumentParser("python -m jobs.benchmark", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="methods|selection|resume|serving")
-    for name, command in {"methods": methods, "selection": selection, "resume": resume, "serving": serving}.items():
+    commands = parser.add_subparsers(required=True, metavar="methods|selection|resume|read|serving")
+    rooms = {"methods": methods, "selection": selection, "resume": resume, "read": read, "serving": serving}
+    for name, command in rooms.items():
         flags = commands.add_parser(name, help=command.HELP, description=command.__doc__)
         command.add_flags(flags)
         flags.set_defaults(run=command.run)

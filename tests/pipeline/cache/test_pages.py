@@ -36,14 +36,15 @@ def put(data: bytes, places: np.ndarray, rows: int) -> np.ndarray | None:
 
 def written(**more) -> bytes:
     file = io.BytesIO()
-    options = {"use_dictionary": False, "compression": "none", "write_page_checksum": True, **more}
-    pq.write_table(table(options.pop("nullable", False)), file, **options)
+    options = {"use_dictionary": False, "compression": "none", "write_page_checksum": True, "write_statistics": False}
+    pq.write_table(table(more.pop("nullable", False)), file, **options | more)
     return file.getvalue()
 
 
-@pytest.mark.parametrize(
-    "data", [write_parquet(table()).to_pybytes(), written(data_page_size=100)], ids=["one", "more"]
-)
+PAGES = {"as-written-here": write_parquet(table()).to_pybytes(), "several": written(data_page_size=100)}
+
+
+@pytest.mark.parametrize("data", PAGES.values(), ids=PAGES)
 def test_rows_go_to_their_places(data):
     order = np.random.default_rng(1).permutation(N)
     places = np.argsort(order)
@@ -57,6 +58,7 @@ def test_rows_go_to_their_places(data):
         {"compression": "zstd"},
         {"use_dictionary": True},
         {"write_page_checksum": False},
+        {"write_statistics": True},
         {"data_page_version": "2.0"},
         {"column_encoding": {"token": "BYTE_STREAM_SPLIT", "n": "PLAIN"}},
     ],
@@ -75,6 +77,7 @@ def test_no_flipped_bit_of_header_or_page_goes_unseen():
     column = pq.read_metadata(io.BytesIO(bytes(data))).row_group(0).column(1)
     start, end = column.data_page_offset, column.data_page_offset + column.total_compressed_size
     whole, refused = np.arange(N), 0
+    assert put_rows(memoryview(bytes(data))[start:end], N, whole, np.zeros_like(BITS))
     for bit in [*range(8 * start, 8 * (start + 40)), *range(8 * (start + 40), 8 * end, 997)]:
         data[bit // 8] ^= 1 << bit % 8
         pages, out = memoryview(data)[start:end], np.zeros_like(BITS)

@@ -18,7 +18,7 @@ IDS = [f"v{i}" for i in range(7)]
 
 
 def make(store) -> None:
-    write_header(store)
+    store = write_header(store)
     videos = [encoded(name, random_tokens(i, SHAPE), 0.25, "gstep") for i, name in enumerate(IDS)]
     write_shard(store, "a", *videos[:4])
     write_shard(store, "b", *videos[4:], encoded_failure("bad", VideoFault("corrupt", "moov atom not found")))
