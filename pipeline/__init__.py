@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeline.cache.cached_video import CachedVideo
+    from pipeline.cache.dataset import IterableTokenDataset, TokenDataset
+    from pipeline.cache.packing import Packed, pack
     from pipeline.cache.reader import TokenCache
     from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
+    from pipeline.execution.token_source import ray_dataset
     from pipeline.generate.answers import read_answers
     from pipeline.serve.library import vllm_input, vllm_options
 
@@ -16,10 +19,15 @@ __all__ = [
     "CorruptShard",
     "EvidenceNotCached",
     "FailedVideo",
+    "IterableTokenDataset",
     "NotACache",
+    "Packed",
     "RatioNotCached",
     "TokenCache",
+    "TokenDataset",
     "UnknownVideo",
+    "pack",
+    "ray_dataset",
     "read_answers",
     "vllm_input",
     "vllm_options",
@@ -28,6 +36,11 @@ __all__ = [
 _HOMES = {
     "TokenCache": "pipeline.cache.reader",
     "CachedVideo": "pipeline.cache.cached_video",
+    "IterableTokenDataset": "pipeline.cache.dataset",
+    "TokenDataset": "pipeline.cache.dataset",
+    "Packed": "pipeline.cache.packing",
+    "pack": "pipeline.cache.packing",
+    "ray_dataset": "pipeline.execution.token_source",
     "read_answers": "pipeline.generate.answers",
     "vllm_input": "pipeline.serve.library",
     "vllm_options": "pipeline.serve.library",

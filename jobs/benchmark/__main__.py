@@ -1,4 +1,4 @@
-"""Measure this package on this machine: pruning methods, GSTEP's selection in all its forms, resuming, serving."""
+"""Measure this package on this machine: pruning methods, all forms of GSTEP's selection, resuming, reading, serving."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.benchmark import index, methods, resume, selection, serving
+from jobs.benchmark import index, methods, read, resume, selection, serving
 from jobs.command import exit_code_of
 from pipeline.errors import ManifestError, RunFailed, VideoFault
 
-_COMMANDS = {"methods": methods, "selection": selection, "resume": resume, "index": index, "serving": serving}
+_COMMANDS = {
+    "methods": methods,
+    "selection": selection,
+    "resume": resume,
+    "index": index,
+    "read": read,
+    "serving": serving,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

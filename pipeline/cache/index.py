@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pipeline.cache.header import read_sealed
 from pipeline.cache.live_rows import VIDEOS, parse_videos_shard
-from pipeline.cache.loaded import Loaded
+from pipeline.cache.loaded_once import LoadedOnce
 from pipeline.cache.schema import column
 from pipeline.errors import CorruptShard
 from pipeline.keys import find, keys_of
@@ -114,8 +114,8 @@ class Index:
         self.store, self.root = store, root
         self._firsts = [int(block["first"], 16) for block in root["blocks"]]
         self._shard_firsts = [int(table["first"]) for table in root["shard_tables"]]
-        self._keys = Loaded(self._load_keys, _BLOCKS)
-        self._shards = Loaded(self.shards, _SHARD_TABLES)
+        self._keys = LoadedOnce(self._load_keys, _BLOCKS)
+        self._shards = LoadedOnce(self.shards, _SHARD_TABLES)
 
     @classmethod
     def read(cls, store: Store) -> Index | None:

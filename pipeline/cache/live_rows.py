@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipeline.cache.loaded import Loaded
+from pipeline.cache.loaded_once import LoadedOnce
 from pipeline.cache.schema import READ_THREADS, VIDEO_SCHEMA, digest, open_parquet
 from pipeline.errors import CorruptShard
 from pipeline.rows import VideoRow
@@ -109,14 +109,24 @@ def _roomy(rows: pa.Table) -> pa.Table:
 
 
 class VideoRows:
-    """Full rows of the videos table, a few shards kept in memory. Threads may share it."""
+    """Full rows of the videos table, those of a few shards kept in memory. Threads may share it."""
 
     def __init__(self, store: Store, keep: int = 8) -> None:
-        self._made_of = store, keep
-        self._shard = Loaded(partial(read_videos_shard, store), keep)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return VideoRows, self._made_of
+        self._shard = LoadedOnce(partial(_rows_of, store), keep)
 
     def __call__(self, shard: str, row: int) -> VideoRow:
-        return dict(self._shard(shard).slice(row, 1).to_pylist()[0])
+        return _copy(self._shard(shard)[row])
+
+    def of(self, shard: str) -> list[VideoRow]:
+        """All rows of a shard."""
+        return list(map(_copy, self._shard(shard)))
+
+
+def _copy(row: VideoRow) -> VideoRow:
+    return {name: list(value) if isinstance(value, list) else value for name, value in row.items()}
+
+
+def _rows_of(store: Store, shard: str) -> list[VideoRow]:
+    """All at once: one row of twenty takes Arrow half as long as all of them."""
+    rows: list[VideoRow] = read_videos_shard(store, shard).to_pylist()
+    return rows

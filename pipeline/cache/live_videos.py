@@ -67,10 +67,7 @@ class LiveVideos:
     def shards(self) -> LiveShards:
         """The videos shards that hold live rows with tokens. Of a compacted cache this reads the tables of shards, not
         the ids: 100 bytes a shard."""
-        covered = (
-            [] if self.index is None else list(map(self.index.shards, range(len(self.index.root["shard_tables"]))))
-        )
-        table = pa.concat_tables(covered or [SHARD_SCHEMA.empty_table()]).combine_chunks()
+        table = SHARD_SCHEMA.empty_table() if self.index is None else self.index.all_shards()
         names, counts = table["name"].cast(pa.large_string()), table["ok"].to_numpy().astype(np.int64)
         rows: dict[str, list[int]] = {}
         gone: dict[str, list[int]] = {}
@@ -83,10 +80,24 @@ class LiveVideos:
                     gone.setdefault(former.shard, []).append(former.row)
         for shard, dead in gone.items():
             counts[pc.index(names, shard).as_py()] -= len(dead)
-        new = sorted(rows)
-        names = pa.chunked_array([*names.chunks, pa.array(new, pa.large_string())])
-        counts = np.append(counts, [len(rows[shard]) for shard in new]).astype(np.int64)
-        return LiveShards(names, counts, table["dead"], gone, {shard: sorted(found) for shard, found in rows.items()})
+        held = pa.array(counts > 0)
+        newer = LiveShards.of(rows)
+        return LiveShards(
+            pa.chunked_array([*names.filter(held).chunks, *newer.names.chunks], pa.large_string()),
+            np.append(counts[counts > 0], newer.counts),
+            table["dead"].filter(held),
+            gone,
+            newer.known,
+        )
+
+    def shards_of(self, video_ids: Sequence[str]) -> LiveShards:
+        """The videos shards that hold the live rows of these videos. Raises KeyError with the first that has none."""
+        rows: dict[str, list[int]] = {}
+        for video_id in video_ids:
+            if (place := self.find(video_id)) is None:
+                raise KeyError(video_id)
+            rows.setdefault(place.shard, []).append(place.row)
+        return LiveShards.of(rows)
 
     def widths(self) -> set[int]:
         """D of the tokens; one number, unless the cache is older than the rule that it is."""
@@ -128,28 +139,45 @@ class LiveVideos:
 
 @dataclass(frozen=True)
 class LiveShards:
-    """The videos shards that hold live rows with tokens, those that hold none among them.
+    """Videos shards and which of their rows are meant; none of them without any.
 
     Attributes:
         names: [n].
-        counts: [n] live rows with tokens.
+        counts: [n] rows that are meant.
+        dead: of the first shards, as the index lists them, the rows that do not count; ``gone`` are more of them by
+            name. Of these all others with tokens are meant.
+        known: by name the rows that are meant, ascending.
     """
 
     names: pa.ChunkedArray
     counts: NDArray[np.int64]
-    _dead: pa.ChunkedArray
-    _gone: Mapping[str, Sequence[int]]
-    _rows: Mapping[str, Sequence[int]]
+    dead: pa.ChunkedArray
+    gone: Mapping[str, Sequence[int]]
+    known: Mapping[str, Sequence[int]]
 
-    def rows(self, number: int, ok: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """The live rows with tokens of one of them, given which of all its rows are ``ok``, ascending."""
-        name = self.names[number].as_py()
-        if (found := self._rows.get(name)) is not None:
-            return np.array(found, np.int64)
+    @classmethod
+    def of(cls, rows: Mapping[str, Sequence[int]]) -> LiveShards:
+        """These rows of these shards, by the shards' names."""
+        names = sorted(rows)
+        counts = np.array([len(rows[name]) for name in names], np.int64)
+        known = {name: sorted(rows[name]) for name in names}
+        return cls(pa.chunked_array([pa.array(names, pa.large_string())]), counts, pa.chunked_array([[]]), {}, known)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def name(self, number: int) -> str:
+        return str(self.names[number].as_py())
+
+    def rows(self, number: int, ok: NDArray[np.bool_]) -> list[int]:
+        """The rows of one of them that are meant, ascending, given which of all its rows are ``ok``."""
+        name = self.name(number)
+        if (found := self.known.get(name)) is not None:
+            return list(found)
         alive = ok.copy()
-        alive[self._dead[number].as_py()] = False
-        alive[list(self._gone.get(name, ()))] = False
-        return np.flatnonzero(alive)
+        alive[self.dead[number].as_py()] = False
+        alive[list(self.gone.get(name, ()))] = False
+        return [int(row) for row in np.flatnonzero(alive)]
 
 
 def widths_of(live: pa.Table) -> set[int]:

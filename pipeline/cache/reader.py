@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
+import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
 from gstep.evidence import name_of
 from gstep.types import budget_for
-from pipeline.cache.cached_video import CachedVideo, by_index, newline_of, to_video
+from pipeline.cache.cached_video import CachedVideo, index_order, newline_of, to_video
 from pipeline.cache.header import CacheHeader, CacheIdentity, deepstack_levels, read_header_file
-from pipeline.cache.index import REMEDY
+from pipeline.cache.index import REMEDY, Place
 from pipeline.cache.live_rows import VideoRows
-from pipeline.cache.live_videos import LiveVideos
+from pipeline.cache.live_videos import LiveShards, LiveVideos
+from pipeline.cache.loaded_once import LoadedOnce
+from pipeline.cache.runs import read_runs
 from pipeline.cache.schema import READABLE_VERSIONS, token_schema
-from pipeline.cache.token_shard import TokenShard
+from pipeline.cache.token_shard import Rows, TokenShard
 from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
 from pipeline.rows import VideoRow
-from pipeline.storage.stores import Store, store_at
+from pipeline.storage.stores import Fetched, LocalStore, Store, store_at
 
 HEADER = "cache.json"
 TokenOrder = Literal["index", "selection"]
+_SHARDS = 16  # token shards that are kept open
+_AHEAD = 4  # requests of get_many that are under way at once
+_STATE = ("store", "header", "_live")  # what travels to another process
 
 
 def read_header(store: Store) -> CacheHeader:
@@ -51,8 +58,19 @@ class TokenCache:
         self.store = store or store_at(path)
         self.header = read_header(self.store)
         self._live = LiveVideos.open(self.store) if live is None else LiveVideos(None, live)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """What follows from the store, and what is opened on the way."""
         self._rows = VideoRows(self.store)
-        self._shard = lru_cache(maxsize=16)(self._open_shard)
+        self._shard = LoadedOnce(partial(TokenShard, self.store), _SHARDS)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in _STATE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
 
     @property
     def identity(self) -> CacheIdentity:
@@ -107,23 +125,45 @@ class TokenCache:
 
     def metadata(self, video_id: str) -> VideoRow:
         """The video's live row, failed or not. Raises UnknownVideo, CorruptShard, OSError."""
+        place = self.place_of(video_id)
+        with _naming_what_is_gone(self.store, place.shard):
+            return _read_json(self._rows(place.shard, place.row))
+
+    def place_of(self, video_id: str) -> Place:
+        """Where the video's live row is. Raises UnknownVideo, CorruptShard, OSError."""
         place = self._live.find(video_id)
         if place is None:
-            raise UnknownVideo(f"{video_id!r} is not in the cache {self.store} ({len(self._live)} videos are)")
+            raise self._unknown(video_id)
+        return place
+
+    def _unknown(self, video_id: str) -> UnknownVideo:
+        return UnknownVideo(f"{video_id!r} is not in the cache {self.store} ({len(self._live)} videos are)")
+
+    def shards(self, video_ids: Sequence[str] | None = None) -> LiveShards:
+        """The videos shards that hold these videos, or all videos that have tokens; for ``rows_of``. The latter are not
+        looked at: of a compacted cache no id is read. Raises UnknownVideo, CorruptShard, OSError."""
+        if video_ids is None:
+            return self._live.shards()
         try:
-            row = self._rows(place.shard, place.row)
-        except FileNotFoundError:
-            raise CorruptShard(f"{self.store}/{place.shard} is gone; {REMEDY}", "missing") from None
-        for name in ("manifest", "model_extra", "runtime"):
-            row[name] = None if row[name] is None else json.loads(row[name])
-        return row
+            return self._live.shards_of(video_ids)
+        except KeyError as error:
+            raise self._unknown(error.args[0]) from None
+
+    def rows_of(self, shards: LiveShards, number: int) -> list[VideoRow]:
+        """The rows of one of ``shards`` that are meant there, as ``metadata`` gives them. Raises CorruptShard,
+        OSError."""
+        name = shards.name(number)
+        with _naming_what_is_gone(self.store, name):
+            rows = self._rows.of(name)
+        meant = shards.rows(number, np.array([row["status"] == "ok" for row in rows], np.bool_))
+        return [_read_json(rows[row]) for row in meant]
 
     @property
     def evidence(self) -> dict[str, str]:
         """What is stored besides the tokens, label -> where in the encoder it is from (gstep.evidence)."""
         return dict(self.identity.get("evidence", {}))
 
-    def _columns(self, asked: Sequence[str]) -> dict[str, str]:
+    def _sources(self, asked: Sequence[str]) -> dict[str, str]:
         """The columns of evidence by what they were asked for as: a label, or a name that has one source here."""
         held = self.evidence
         columns: dict[str, str] = {}
@@ -163,41 +203,147 @@ class TokenCache:
         Raises UnknownVideo, FailedVideo (with the class of the error), RatioNotCached, EvidenceNotCached, CorruptShard,
         OSError where the store fails, and ValueError for an order or ratio that makes no sense.
         """
+        reading = self._reading(retention_ratio, order, evidence, verify)
+        wanted = self._wanted(self.metadata(video_id), reading)
+        with self._naming(video_id):
+            return self._read(wanted, reading, self._open(wanted))
+
+    def get_many(
+        self,
+        video_ids: Sequence[str],
+        retention_ratio: float | None = None,
+        order: TokenOrder = "index",
+        evidence: Sequence[str] = (),
+        *,
+        verify: bool = False,
+    ) -> list[CachedVideo]:
+        """What ``get`` gives for each id, in the order of the ids; they are read shard by shard.
+
+        From an object store neighbours in a shard come with one request, of at most 64 MB where a video is smaller,
+        and up to four requests are under way at once. All videos are in memory in the end: ask for a batch at a time.
+
+        Raises as ``get``, for the first id whose row says that it cannot be served, before any tokens are read; then
+        for the first that is met damaged.
+        """
+        reading = self._reading(retention_ratio, order, evidence, verify)
+        return self._many([self._wanted(self.metadata(video_id), reading) for video_id in video_ids], reading)
+
+    def get_rows(
+        self,
+        rows: Sequence[VideoRow],
+        retention_ratio: float | None = None,
+        order: TokenOrder = "index",
+        evidence: Sequence[str] = (),
+        *,
+        verify: bool = False,
+    ) -> list[CachedVideo]:
+        """The same of videos whose rows are known already, from ``metadata`` or ``rows_of``."""
+        reading = self._reading(retention_ratio, order, evidence, verify)
+        return self._many([self._wanted(row, reading) for row in rows], reading)
+
+    def _many(self, wanted: Sequence[Rows], reading: _Reading) -> list[CachedVideo]:
+        def fetch(run: Sequence[Rows]) -> tuple[TokenShard, Fetched | None]:
+            with self._naming(run[0].row["video_id"]):
+                shard = self._open(run[0])
+                # What is verified is all of a video, which its own read fetches.
+                return shard, None if reading.verify else shard.fetch_all(run)
+
+        def read(rows: Rows, source: tuple[TokenShard, Fetched | None]) -> CachedVideo:
+            with self._naming(rows.row["video_id"]):
+                return self._read(rows, reading, *source)
+
+        return read_runs(wanted, fetch, read, ahead=0 if isinstance(self.store, LocalStore) else _AHEAD)
+
+    def _reading(
+        self, retention_ratio: float | None, order: TokenOrder, evidence: Sequence[str], verify: bool
+    ) -> _Reading:
+        """Raises EvidenceNotCached, and ValueError for an order that is none."""
         if order not in ("index", "selection"):
             raise ValueError(f'order must be "index" or "selection", got {order!r}')
-        columns = self._columns(evidence)
-        row = self.metadata(video_id)
-        if row["status"] != "ok":
-            raise FailedVideo(f"{video_id!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"])
-        keep = rows_wanted(row, retention_ratio)
-        try:
-            table = self._read(row, keep, tuple(dict.fromkeys(columns.values())), verify)
-        except CorruptShard as error:
-            raise CorruptShard(f"{error}; {self._remedy(video_id)}", error.kind) from error
-        video = to_video(row, table, self.header, columns)
-        return video if order == "selection" else by_index(video)
+        sources = self._sources(evidence)
+        plain = _token_columns(self.deepstack_levels)
+        columns = (*(name for name in plain if name != "video_id"), *dict.fromkeys(sources.values()))
+        return _Reading(retention_ratio, order, sources, columns, plain, verify)
 
-    def _read(self, row: VideoRow, keep: int, evidence: Sequence[str], verify: bool) -> pa.Table:
-        """The video's first ``keep`` token rows, from no more row groups than hold them unless all is verified."""
-        plain = token_schema(row["hidden_size"], self.deepstack_levels).names
-        columns = [*(name for name in plain if name != "video_id"), *evidence]
-        shard: TokenShard = self._shard(row["token_shard"], row["footer_hash"])
-        if not verify:
-            return shard.read(row, keep, columns, near=plain)
-        shard.require(columns)
-        return shard.read_checked(row).select(columns).slice(0, keep)
+    def _wanted(self, row: VideoRow, reading: _Reading) -> Rows:
+        """What is to be read of a video. Raises FailedVideo, RatioNotCached and ValueError."""
+        if row["status"] != "ok":
+            raise FailedVideo(
+                f"{row['video_id']!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"]
+            )
+        return Rows(row, rows_wanted(row, reading.retention_ratio), reading.columns, reading.near)
+
+    def _open(self, wanted: Rows) -> TokenShard:
+        return self._shard(wanted.row["token_shard"], wanted.row["footer_hash"])
+
+    def _read(self, wanted: Rows, reading: _Reading, shard: TokenShard, fetched: Fetched | None = None) -> CachedVideo:
+        """The video's first token rows, from no more row groups than hold them unless all is verified."""
+        as_stored, row = reading.order == "selection", wanted.row
+        if reading.verify:
+            shard.require(wanted.columns)
+            table = shard.read_checked(row).select(list(wanted.columns)).slice(0, wanted.keep)
+            return to_video(row, table, self.header, reading.evidence, None if as_stored else index_order(table))
+        if as_stored:
+            return to_video(row, shard.read(wanted, fetched), self.header, reading.evidence)
+        found = shard.read_by_index(wanted, fetched)
+        return to_video(row, found.table, self.header, reading.evidence, found.order, found.vectors)
+
+    @contextmanager
+    def _naming(self, video_id: str) -> Iterator[None]:
+        """A CorruptShard gets the video and what to run about it."""
+        try:
+            yield
+        except CorruptShard as error:
+            raise CorruptShard(f"{error} (reading {video_id!r}); {self._remedy(video_id)}", error.kind) from error
 
     def _remedy(self, video_id: str) -> str:
         """What to run about a video whose tokens are not what its row says."""
-        place = self._live.find(video_id)
-        commit = "videos" if place is None else place.shard
+        commit = self.place_of(video_id).shard
         return (
             f"python -m jobs.verify {self.store} finds all such videos; without a copy of the file remove "
             f"{self.store}/{commit} and run the same python -m jobs.prune again, which redoes its videos"
         )
 
-    def _open_shard(self, name: str, footer_hash: str) -> TokenShard:
-        return TokenShard(self.store, name, footer_hash, sparse=bool(self.evidence))
+
+class _Reading(NamedTuple):
+    """How videos are read.
+
+    Attributes:
+        retention_ratio: of the nested selection; None for all that is stored.
+        order: of the rows.
+        evidence: the column of each by the name that it gets.
+        columns: what is read of the rows.
+        near: columns that may be fetched with those.
+        verify: whether a video's checksum is compared.
+    """
+
+    retention_ratio: float | None
+    order: TokenOrder
+    evidence: Mapping[str, str]
+    columns: tuple[str, ...]
+    near: tuple[str, ...]
+    verify: bool
+
+
+@cache
+def _token_columns(deepstack_levels: int) -> tuple[str, ...]:
+    """What every row of a token shard has."""
+    return tuple(token_schema(1, deepstack_levels).names)
+
+
+@contextmanager
+def _naming_what_is_gone(store: Store, shard: str) -> Iterator[None]:
+    """A videos shard that the index names and that is missing."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CorruptShard(f"{store}/{shard} is gone; {REMEDY}", "missing") from None
+
+
+def _read_json(row: VideoRow) -> VideoRow:
+    for name in ("manifest", "model_extra", "runtime"):
+        row[name] = None if row[name] is None else json.loads(row[name])
+    return row
 
 
 def rows_wanted(row: Mapping[str, Any], retention_ratio: float | None) -> int:

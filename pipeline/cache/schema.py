@@ -168,13 +168,12 @@ def write_parquet(table: pa.Table, row_groups: Sequence[int] | None = None) -> p
 READ_THREADS = False
 
 
-def open_parquet(source: Any, metadata: pq.FileMetaData | None = None, *, sparse: bool = False) -> pq.ParquetFile:
+def open_parquet(source: Any, metadata: pq.FileMetaData | None = None) -> pq.ParquetFile:
     """Open a shard so that every page read is checked against its checksum.
 
-    ``sparse`` is for shards of which some columns are left alone: column for column is read. Arrow would read what lies
-    between two columns too, up to 8 KB, to have fewer reads.
+    Column for column is read: to have fewer reads, Arrow would read what lies between two columns too.
     """
-    return pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True, pre_buffer=not sparse)
+    return pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True, pre_buffer=False)
 
 
 def digest(*parts: Any) -> str:

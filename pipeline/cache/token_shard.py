@@ -2,80 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import local
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
-from pipeline.cache.cached_video import vector_bytes
+from pipeline.cache.cached_video import index_order, vector_bytes
+from pipeline.cache.pages import plain_columns, plain_pages, put_rows
 from pipeline.cache.schema import FOOTER_TAIL, READ_THREADS, digest, footer_length, open_parquet, parse_footer
 from pipeline.errors import CorruptShard
 from pipeline.rows import VideoRow
-from pipeline.storage.stores import RangedObject, Store
+from pipeline.storage.stores import Fetched, RangedObject, Store
+
+Spans = list[tuple[int, int]]
+
+
+class Rows(NamedTuple):
+    """What is wanted of a video: its first ``keep`` token rows.
+
+    Attributes:
+        row: the video's row of the videos table.
+        keep: how many; they are read from no more row groups than hold them.
+        columns: what is read.
+        near: columns that lie between those, and are fetched with them where that saves a request.
+    """
+
+    row: VideoRow
+    keep: int
+    columns: Sequence[str]
+    near: Collection[str] = ()
+
+
+class ByIndex(NamedTuple):
+    """Token rows in order of selection, and in order of index what is large.
+
+    Attributes:
+        table: the rows without the columns of ``vectors``.
+        order: [K] its rows in order of index; those of equal index stay in order of selection.
+        vectors: [K,width] by column, in that order.
+    """
+
+    table: pa.Table
+    order: NDArray[np.int64]
+    vectors: dict[str, NDArray[np.int16]]
 
 
 class TokenShard:
-    """A token shard whose footer is the one that the videos rows name.
-
-    ``sparse`` is for shards of which some columns are left alone (``schema.open_parquet``).
+    """A token shard whose footer is the one that the videos rows name. Threads may share it.
 
     Attributes:
         name: file below the cache.
-        parquet: the file as Arrow reads it; every page is checked against its checksum.
+        metadata: of its footer.
+        schema: its columns.
         n_bytes: of the whole file.
         n_footer: of its footer.
 
     Raises CorruptShard, and OSError where the store fails.
     """
 
-    def __init__(self, store: Store, name: str, footer_hash: str, *, sparse: bool = False) -> None:
+    def __init__(self, store: Store, name: str, footer_hash: str) -> None:
         self.name = name
         self._shown = f"{store}/{name}"
         try:
             self._source = store.open(name)
             self.n_bytes: int = self._source.size()
-            self._source.seek(max(0, self.n_bytes - FOOTER_TAIL))
-            self.n_footer = footer_length(self._source.read(FOOTER_TAIL))
-            self._source.seek(max(0, self.n_bytes - self.n_footer))
-            footer = self._source.read(self.n_footer)
+            self.n_footer = footer_length(bytes(self._view(max(0, self.n_bytes - FOOTER_TAIL), self.n_bytes)))
+            footer = bytes(self._view(max(0, self.n_bytes - self.n_footer), self.n_bytes))
         except FileNotFoundError:
             raise CorruptShard(f"{self._shown}: the shard is missing", "missing") from None
         except ValueError as error:
             raise CorruptShard(f"{self._shown}: {error}", "footer") from error
         if digest(footer) != footer_hash:
             raise CorruptShard(f"{self._shown}: its footer is not the one that was committed", "footer")
-        self.parquet: pq.ParquetFile = open_parquet(self._source, parse_footer(footer), sparse=sparse)
+        self.metadata: pq.FileMetaData = parse_footer(footer)
+        self.schema: pa.Schema = self.metadata.schema.to_arrow_schema()
+        self._names = frozenset(self.schema.names)
+        self._plain = plain_columns(self.metadata)
+        self._own = local()  # by thread
 
-    def read(self, row: VideoRow, keep: int, columns: Sequence[str], near: Collection[str] = ()) -> pa.Table:
-        """The first ``keep`` token rows of a video, from no more row groups than hold them.
+    def spans(self, wanted: Rows) -> Spans:
+        """[start, end) in bytes of what is wanted: one, unless other columns lie between. Raises CorruptShard."""
+        groups = [self.metadata.row_group(number) for number in self._groups(wanted)]
+        return joined(_span(group, {*wanted.columns, *wanted.near}) for group in groups)
 
-        Args:
-            row: the video's row of the videos table.
-            columns: what is read.
-            near: columns that lie between those, and are fetched with them where that saves a request.
+    def fetch_all(self, wanted: Sequence[Rows]) -> Fetched | None:
+        """The bytes of several videos, in the order of their row groups, for ``read``: a request for each span of them.
+
+        None for a local file, which is read in place.
         """
-        counts = np.cumsum(row["row_counts"])
-        n_groups = int(np.searchsorted(counts, keep)) + 1
-        wanted = range(row["first_row_group"], row["first_row_group"] + n_groups)
-        self._check(wanted, columns, enough=n_groups <= len(counts))
-        stretches = _stretches(self.parquet, wanted, {*columns, *near})
-        held = self._source.holding(stretches) if isinstance(self._source, RangedObject) else nullcontext()
-        try:
-            with held:
-                table = self.parquet.read_row_groups(list(wanted), columns=list(columns), use_threads=READ_THREADS)
-        except (OSError, pa.ArrowException) as error:
-            if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
-                raise  # the store failed, not the shard
-            raise CorruptShard(f"{self._shown}: {error}") from error
-        if len(table) != counts[n_groups - 1]:
-            raise CorruptShard(f"{self._shown}: {len(table)} rows where {counts[n_groups - 1]} belong", "rows")
-        return table.slice(0, keep)
+        if not isinstance(self._source, RangedObject):
+            return None
+        spans = joined(span for rows in wanted for span in self.spans(rows))
+        with self._faults():
+            return Fetched([self._source.stretch(*span) for span in spans], self._source)
+
+    def read(self, wanted: Rows, fetched: Fetched | None = None) -> pa.Table:
+        """The rows in order of selection. ``fetched`` holds their bytes already, and is one thread's."""
+        return self._arrow(wanted, wanted.columns, fetched or self.fetch_all([wanted]))
+
+    def read_by_index(self, wanted: Rows, fetched: Fetched | None = None) -> ByIndex:
+        """The rows, and what puts them in order of ``index``, which is among the columns."""
+        fetched = fetched or self.fetch_all([wanted])
+        table = self._arrow(wanted, [name for name in wanted.columns if name not in self._plain], fetched)
+        order = index_order(table)
+        places = np.empty_like(order)
+        places[order] = np.arange(len(order))
+        vectors = {}
+        for name in wanted.columns:
+            if name in self._plain:
+                placed = self._placed(wanted, name, places, fetched)
+                vectors[name] = self._taken(wanted, name, order, fetched) if placed is None else placed
+        return ByIndex(table, order, vectors)
 
     def read_checked(self, row: VideoRow) -> pa.Table:
         """All of a video's token rows with all columns, once they have the checksum of its row."""
-        table = self.read(row, row["n_tokens"], self.parquet.schema_arrow.names)
+        table = self.read(Rows(row, row["n_tokens"], self.schema.names))
         if (ids := table["video_id"].unique().to_pylist()) != [row["video_id"]]:
             raise CorruptShard(f"{self._shown}: the rows are those of {', '.join(map(str, ids[:3]))}", "rows")
         if checksum_of(table) != row["checksum"]:
@@ -85,17 +131,84 @@ class TokenShard:
 
     def require(self, columns: Sequence[str]) -> None:
         """Raises CorruptShard where it lacks one of the columns."""
-        if lacking := sorted(set(columns) - set(self.parquet.schema_arrow.names)):
+        if lacking := sorted(set(columns) - self._names):
             raise CorruptShard(f"{self._shown}: it has no column {', '.join(lacking)}", "schema")
 
-    def _check(self, groups: range, columns: Sequence[str], enough: bool) -> None:
-        self.require(columns)
-        if not enough or groups.start < 0 or groups.stop > self.parquet.metadata.num_row_groups:
+    def _view(self, start: int, end: int) -> memoryview:
+        """Bytes [start, end) of the file; of a local one without a copy."""
+        if isinstance(self._source, RangedObject):
+            return self._source.stretch(start, end).view(start, end)
+        return memoryview(self._source.get_stream(start, end - start).read_buffer(end - start))
+
+    def _arrow(self, wanted: Rows, columns: Sequence[str], fetched: Fetched | None) -> pa.Table:
+        """The rows as Arrow reads them, every page held against its checksum."""
+        groups = self._groups(wanted)
+        with self._faults():
+            table = self._parquet(fetched).read_row_groups(groups, columns=list(columns), use_threads=READ_THREADS)
+        n_rows = sum(wanted.row["row_counts"][: len(groups)])
+        if len(table) != n_rows:
+            raise CorruptShard(f"{self._shown}: {len(table)} rows where {n_rows} belong", "rows")
+        return table.slice(0, wanted.keep)
+
+    def _parquet(self, fetched: Fetched | None) -> pq.ParquetFile:
+        """A reader for this thread: Arrow does not say that threads may share one."""
+        if fetched is not None:
+            return open_parquet(pa.PythonFile(fetched, "r"), self.metadata)
+        found: pq.ParquetFile | None = getattr(self._own, "parquet", None)
+        if found is None:
+            found = self._own.parquet = open_parquet(self._source, self.metadata)
+        return found
+
+    def _taken(self, wanted: Rows, name: str, order: NDArray[np.int64], fetched: Fetched | None) -> NDArray[np.int16]:
+        """[K,width] a column of vectors in another order, by way of Arrow."""
+        column = self._arrow(wanted, [name], fetched)[name]
+        bits: NDArray[np.int16] = np.frombuffer(vector_bytes(column), np.int16).reshape(len(column), -1)
+        return bits.take(order, axis=0)
+
+    def _placed(
+        self, wanted: Rows, name: str, places: NDArray[np.int64], fetched: Fetched | None
+    ) -> NDArray[np.int16] | None:
+        """[K,width] a column of vectors, each at its place; None where Arrow is to be asked."""
+        number, n_bytes = self._plain[name]
+        out = np.empty((len(places), n_bytes // 2), np.int16)
+        view, done = self._view if fetched is None else fetched.view, 0
+        for group in self._groups(wanted):
+            pages = plain_pages(self.metadata.row_group(group), number)
+            if pages is None:
+                return None
+            part = places[done : done + pages.n_rows]
+            with self._faults():
+                data = view(pages.start, pages.end)
+            if not put_rows(data, pages.n_rows, part, out):
+                return None
+            done += len(part)
+        return out
+
+    def _groups(self, wanted: Rows) -> range:
+        """The row groups that hold the rows. Raises CorruptShard where they or the columns are not there."""
+        row, n_groups, n_rows = wanted.row, 0, 0
+        self.require(wanted.columns)
+        while n_rows < wanted.keep and n_groups < len(row["row_counts"]):
+            n_rows += row["row_counts"][n_groups]
+            n_groups += 1
+        groups = range(row["first_row_group"], row["first_row_group"] + n_groups)
+        if n_rows < wanted.keep or groups.start < 0 or groups.stop > self.metadata.num_row_groups:
             raise CorruptShard(
-                f"{self._shown}: {self.parquet.metadata.num_row_groups} row groups, not {groups.start} to "
-                f"{groups.stop - 1}, which the videos row asks for",
+                f"{self._shown}: {self.metadata.num_row_groups} row groups, not {groups.start} to {groups.stop - 1} "
+                f"of {wanted.keep} rows, which the videos row asks for",
                 "rows",
             )
+        return groups
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        """What Arrow and a missing file raise, as CorruptShard; what the store raises, as it is."""
+        try:
+            yield
+        except (OSError, pa.ArrowException) as error:
+            if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
+                raise  # the store failed, not the shard
+            raise CorruptShard(f"{self._shown}: {error}") from error
 
 
 def checksum_of(table: pa.Table) -> str:
@@ -105,14 +218,17 @@ def checksum_of(table: pa.Table) -> str:
     return digest(*(vector_bytes(table[name].drop_null()) for name in vectors))
 
 
-def _stretches(shard: pq.ParquetFile, groups: Sequence[int], names: Collection[str]) -> list[tuple[int, int]]:
-    """[start, end) in bytes of neighbouring row groups as far as ``names`` go; one, unless others lie between."""
-    stretches: list[tuple[int, int]] = []
-    for number in groups:
-        group = shard.metadata.row_group(number)
-        columns = [c for c in map(group.column, range(group.num_columns)) if c.path_in_schema in names]
-        start, end = columns[0].data_page_offset, max(c.data_page_offset + c.total_compressed_size for c in columns)
-        if stretches and stretches[-1][1] == start:
-            start = stretches.pop()[0]
-        stretches.append((start, end))
-    return stretches
+def joined(spans: Iterable[tuple[int, int]]) -> Spans:
+    """Spans in ascending order, of which those that touch are one."""
+    found: Spans = []
+    for start, end in spans:
+        if found and found[-1][1] == start:
+            start = found.pop()[0]  # noqa: PLW2901
+        found.append((start, end))
+    return found
+
+
+def _span(group: pq.RowGroupMetaData, names: Collection[str]) -> tuple[int, int]:
+    """[start, end) in bytes of a row group as far as ``names`` go."""
+    columns = [c for c in map(group.column, range(group.num_columns)) if c.path_in_schema in names]
+    return columns[0].data_page_offset, max(c.data_page_offset + c.total_compressed_size for c in columns)

@@ -6,9 +6,9 @@ import io
 import os
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
@@ -51,7 +51,7 @@ class Store(Protocol):
         """The whole files, in this order."""
 
     def open(self, name: str) -> pa.NativeFile | RangedObject:
-        """The file for random access. Raises FileNotFoundError."""
+        """The file for random access, which threads may share. Raises FileNotFoundError."""
 
     def names(self, folder: str, suffix: str, after: str = "") -> list[str]:
         """The finished files of a folder, sorted; only those that come after the name ``after``."""
@@ -219,29 +219,59 @@ class ObjectStore:
         return self.root
 
 
-class RangedObject(io.RawIOBase):
-    """An object as a file: its tail comes with the first request, and each stretch ``holding`` names with one more."""
+class RangedObject:
+    """An object for random access: its tail comes with the first request, any other stretch with one more.
+
+    It has no position, so that threads may share it; it holds no connection.
+    """
 
     def __init__(self, objects: Objects, uri: str) -> None:
-        super().__init__()
-        self._objects, self._uri, self._place = objects, uri, 0
+        self._objects, self._uri = objects, uri
         tail = objects.read_slice(uri, -_TAIL)
         self._size = tail.size
-        self._tail = (tail.size - len(tail.data), tail.data)
-        self._held: list[tuple[int, bytes]] = []
+        self._tail = Stretch(tail.size - len(tail.data), tail.data)
 
     def size(self) -> int:
         """Bytes of the object."""
         return self._size
 
-    @contextmanager
-    def holding(self, stretches: Iterable[tuple[int, int]]) -> Iterator[None]:
-        """Fetch bytes [start, end) in one request each and serve reads of them from memory inside the block."""
-        self._held = [(start, self._objects.read_slice(self._uri, start, end).data) for start, end in stretches]
-        try:
-            yield
-        finally:
-            self._held = []
+    def stretch(self, start: int, end: int) -> Stretch:
+        """Bytes [start, end), or those of them that there are; at most one request. Raises OSError."""
+        end = min(end, self._size)
+        if start >= end:
+            return Stretch(start, b"")
+        return self._tail if self._tail.holds(start, end) else Stretch(start, self._read(start, end))
+
+    def _read(self, start: int, end: int) -> bytes:
+        return self._objects.read_slice(self._uri, start, end).data
+
+
+class Stretch(NamedTuple):
+    """Bytes of a file from ``start`` on."""
+
+    start: int
+    data: bytes
+
+    def holds(self, start: int, end: int) -> bool:
+        return self.start <= start and end <= self.start + len(self.data)
+
+    def view(self, start: int, end: int) -> memoryview:
+        """Bytes [start, end) of the file, which it holds."""
+        return memoryview(self.data)[start - self.start : end - self.start]
+
+
+class Fetched(io.RawIOBase):
+    """A file of which the stretches that will be read are in memory; for one reader, since it has a position."""
+
+    def __init__(self, stretches: Sequence[Stretch], rest: RangedObject) -> None:
+        """``rest`` is asked for what else is read."""
+        super().__init__()
+        self._stretches, self._rest, self._place = stretches, rest, 0
+
+    def view(self, start: int, end: int) -> memoryview:
+        """Bytes [start, end), or those of them that there are."""
+        found = next((s for s in self._stretches if s.holds(start, end)), None) or self._rest.stretch(start, end)
+        return found.view(start, min(end, self._rest.size()))
 
     def seekable(self) -> bool:
         return True
@@ -253,23 +283,21 @@ class RangedObject(io.RawIOBase):
         return self._place
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._size}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._rest.size()}[whence]
         self._place = base + offset
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        data = self._stretch(self._place, min(self._place + len(buffer), self._size))
+        data = self.read_buffer(len(buffer))
         buffer[: len(data)] = data
-        self._place += len(data)
         return len(data)
 
-    def _stretch(self, start: int, end: int) -> bytes:
-        if start >= end:
-            return b""
-        for first, data in (*self._held, self._tail):
-            if first <= start and end <= first + len(data):
-                return data[start - first : end - first]
-        return self._objects.read_slice(self._uri, start, end).data
+    def read_buffer(self, n_bytes: int = -1) -> memoryview:
+        """What Arrow calls, so that it gets a view instead of a copy."""
+        end = self._rest.size() if n_bytes < 0 else self._place + n_bytes
+        data = self.view(self._place, end)
+        self._place += len(data)
+        return data
 
 
 def _finished(entry: os.DirEntry[str], suffix: str) -> bool:

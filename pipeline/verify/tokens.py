@@ -13,7 +13,7 @@ from pipeline.cache.cached_video import ONE_NUMBER
 from pipeline.cache.header import CacheHeader, deepstack_levels
 from pipeline.cache.method import declared_method
 from pipeline.cache.schema import token_schema
-from pipeline.cache.token_shard import TokenShard, checksum_of
+from pipeline.cache.token_shard import Rows, TokenShard, checksum_of
 from pipeline.errors import CorruptShard
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
@@ -56,7 +56,7 @@ def check_token_shard(
         return CheckedShard([Problem(error.kind, str(error), name, videos_shard=commit)])
     except OSError as error:
         return CheckedShard([Problem("unreadable", f"{store}/{name}: {error}", name, videos_shard=commit)])
-    schema = shard.parquet.schema_arrow
+    schema = shard.schema
     if wrong := list(_schema_faults(schema, first["hidden_size"], header)):
         what = f"{store}/{name}: {'; '.join(wrong)}"
         return CheckedShard([Problem("schema", what, name, videos_shard=commit)], shard.n_bytes)
@@ -92,7 +92,7 @@ def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> 
 
 def _layout_faults(shard: TokenShard, rows: Sequence[VideoRow], whole: bool) -> Iterator[str]:
     """Whether the file is its row groups and its footer, and the videos' rows share those out."""
-    metadata = shard.parquet.metadata
+    metadata = shard.metadata
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     n_pages = sum(group.column(i).total_compressed_size for group in groups for i in range(group.num_columns))
     if shard.n_bytes != _MAGIC + n_pages + shard.n_footer:
@@ -110,7 +110,7 @@ def _layout_faults(shard: TokenShard, rows: Sequence[VideoRow], whole: bool) -> 
 def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iterator[tuple[str, str]]:
     """(class, what) of everything that is wrong with the tokens of one video."""
     try:
-        table = shard.read(row, row["n_tokens"], shard.parquet.schema_arrow.names)
+        table = shard.read(Rows(row, row["n_tokens"], shard.schema.names))
     except CorruptShard as error:
         yield error.kind, str(error)
         return

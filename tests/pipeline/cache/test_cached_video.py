@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from pipeline.cache.cached_video import bfloat16, by_index, to_video, vector_bytes
+from pipeline.cache.cached_video import bfloat16, index_order, to_video, vector_bytes
 
 INDEX = [7, 2, 2, 5]
 
@@ -30,8 +30,8 @@ def token_rows(**more: pa.Array) -> pa.Table:
     return pa.table({**columns, **more})
 
 
-def video(table: pa.Table, levels: int = 0, evidence: tuple[str, ...] = ()):
-    return to_video({"video_id": "v"}, table, {"deepstack_levels": levels}, {name: name for name in evidence})
+def video(table: pa.Table, levels: int = 0, evidence: tuple[str, ...] = (), **more):
+    return to_video({"video_id": "v"}, table, {"deepstack_levels": levels}, {name: name for name in evidence}, **more)
 
 
 def as_bits(tensor: torch.Tensor) -> list:
@@ -66,12 +66,21 @@ def test_what_a_method_has_comes_with_its_type():
 
 def test_by_index_every_column_moves_along_and_equals_keep_their_order():
     merged = pa.array([True, False, True, False])
-    found = by_index(video(token_rows(merged=merged), 1, ("token_attention",)))
+    table = token_rows(merged=merged)
+    found = video(table, 1, ("token_attention",), order=index_order(table))
     assert found.index.tolist() == [2, 2, 5, 7] and found.frame.tolist() == [0, 0, 1, 1]
     assert as_bits(found.tokens) == [[20, 21], [30, 31], [40, 41], [10, 11]]
     assert as_bits(found.deepstack[0]) == [[21, 22], [31, 32], [41, 42], [11, 12]]
     assert as_bits(found.evidence["token_attention"]) == [2, 3, 4, 1]
     assert found.merged.tolist() == [False, True, False, True] and found.rank is None
+
+
+def test_vectors_that_are_in_their_places_already_are_taken_as_they_are():
+    table = token_rows()
+    placed = {"token": np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.int16)}
+    found = video(table.drop_columns(["token"]), order=index_order(table), placed=placed)
+    assert found.tokens.data_ptr() == placed["token"].ctypes.data and as_bits(found.tokens)[1] == [3, 4]
+    assert found.index.tolist() == [2, 2, 5, 7]
 
 
 def test_vectors_of_one_chunk_are_views_and_of_several_are_joined():

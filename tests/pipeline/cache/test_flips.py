@@ -14,7 +14,7 @@ from pipeline import CorruptShard, NotACache, TokenCache
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.header import CHECKSUM
 from pipeline.cache.live_rows import VideoRows, read_live
-from pipeline.cache.reader import HEADER, read_header
+from pipeline.cache.reader import HEADER, TokenOrder, read_header
 from pipeline.cache.schema import footer_of
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.rows import check_commit
@@ -71,7 +71,7 @@ def small_cache(out: Path, *, evidence: bool) -> LocalStore:
 @pytest.mark.slow
 @pytest.mark.parametrize("evidence", [False, True], ids=["plain", "evidence"])
 def test_every_bit_of_a_token_shard(tmp_path, evidence):
-    """The pages through both ways of reading them; the footer, which both share, where there is no evidence."""
+    """The pages through all ways of reading them; the footer, which they share, where there is no evidence."""
     store = small_cache(tmp_path, evidence=evidence)
     (name,), (commit,) = store.names("tokens", ".parquet"), store.names("videos", ".parquet")
     row, header = VideoRows(store)(commit, 0), read_header(store)
@@ -79,20 +79,21 @@ def test_every_bit_of_a_token_shard(tmp_path, evidence):
     cache = TokenCache(tmp_path, store=flipped, live=read_live(store))
     asked = tuple(cache.evidence)
 
-    def read() -> bytes | None:
+    def read(order: TokenOrder = "selection") -> bytes | None:
         cache._shard.cache_clear()
         try:
-            return everything(cache.get("v", order="selection", evidence=asked))
+            return everything(cache.get("v", order=order, evidence=asked))
         except CorruptShard:
             return None
 
-    written = read()
-    assert written is not None and not check_token_shard(flipped, name, [(commit, row)], header).problems
+    written, by_index = read(), read("index")
+    assert None not in (written, by_index) and not check_token_shard(flipped, name, [(commit, row)], header).problems
     pages = len(flipped.data) - len(footer_of(memoryview(bytes(flipped.data))))
     n_raised = 0
     for bit in flipped.flips(stop=pages):
         got = read()
         assert got in (None, written), bit
+        assert read("index") in (None, by_index), bit
         found = check_token_shard(flipped, name, [(commit, row)], header).problems
         assert got is not None or found, bit  # whatever a read refuses, verify finds
         n_raised += got is None

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline import CorruptShard
 from pipeline.cache.live_rows import VideoRows, read_live
-from pipeline.cache.token_shard import TokenShard
+from pipeline.cache.token_shard import Rows, TokenShard
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import make_cache, random_tokens
@@ -42,7 +42,7 @@ def test_the_first_rows_of_a_video_are_read(shard, keep):
     row = shard.rows["b"]
     assert row["row_counts"] == [10, 5, 5, 5] and row["first_row_group"] == 4
     opened = shard.open()
-    table, whole = opened.read(row, keep, COLUMNS), opened.read(row, 25, COLUMNS)
+    table, whole = opened.read(Rows(row, keep, COLUMNS)), opened.read(Rows(row, 25, COLUMNS))
     assert table.equals(whole.slice(0, keep)) and table.schema.names == list(COLUMNS)
     assert set(table["video_id"].to_pylist()) == {"b"}
 
@@ -75,15 +75,15 @@ def test_a_damaged_page_is_seen_by_who_reads_it_alone(shard):
     opened = shard.open()
     column = next(
         group.column(i)
-        for group in [opened.parquet.metadata.row_group(4)]
+        for group in [opened.metadata.row_group(4)]
         for i in range(group.num_columns)
         if group.column(i).path_in_schema == "token"
     )
     flip(shard.file, column.data_page_offset + column.total_compressed_size - 1)
-    assert len(shard.open().read(shard.rows["a"], 25, COLUMNS)) == 25
-    assert len(shard.open().read(shard.rows["b"], 25, ("video_id", "index"))) == 25
+    assert len(shard.open().read(Rows(shard.rows["a"], 25, COLUMNS))) == 25
+    assert len(shard.open().read(Rows(shard.rows["b"], 25, ("video_id", "index")))) == 25
     with pytest.raises(CorruptShard) as caught:
-        shard.open().read(shard.rows["b"], 25, COLUMNS)
+        shard.open().read(Rows(shard.rows["b"], 25, COLUMNS))
     assert caught.value.kind == "damaged"
 
 
@@ -100,7 +100,7 @@ def test_a_damaged_page_is_seen_by_who_reads_it_alone(shard):
 def test_rows_and_columns_that_are_not_there_are_refused(shard, change, columns, kind):
     keep = 18 if "row_counts" in change else 25
     with pytest.raises(CorruptShard) as caught:
-        shard.open().read({**shard.rows["b"], **change}, keep, columns)
+        shard.open().read(Rows({**shard.rows["b"], **change}, keep, columns))
     assert caught.value.kind == kind
 
 

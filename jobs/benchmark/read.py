@@ -1,0 +1,54 @@
+"""What reading a cache costs beside plain pyarrow, and on S3 beside plain GETs of the same bytes."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+
+from jobs.benchmark.sizes import add_json
+from jobs.command import count, wide_console, write_json
+
+HELP = "reading tokens out of a cache, beside plain pyarrow"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--videos", type=count, default=66, metavar="N", help="made-up videos [66]")
+    parser.add_argument("--tokens", type=count, default=1568, metavar="K", help="stored of each, a quarter [1568]")
+    parser.add_argument("--hidden", type=count, default=3584, metavar="D", help="numbers a token [3584]")
+    parser.add_argument("--videos-per-shard", type=count, default=22, metavar="N", help="[22]")
+    parser.add_argument("--repeats", type=count, default=5, metavar="N", help="rounds; medians are shown [5]")
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="make the cache below it, and remove it [a temporary folder]"
+    )
+    parser.add_argument("--s3", action="store_true", help="from a server of moto's in a process of its own, too")
+    add_json(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, show and write; returns the exit code."""
+    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - torch and Arrow load after the flags
+    from jobs.benchmark.read_cache import ReadJob  # noqa: PLC0415
+    from jobs.benchmark.read_times import as_record, as_table, measure  # noqa: PLC0415
+
+    console = Console(stderr=True)
+
+    def say(text: str) -> None:
+        console.print(text, style="dim", highlight=False)
+
+    job = ReadJob(
+        videos=arguments.videos,
+        tokens=arguments.tokens,
+        hidden=arguments.hidden,
+        videos_per_shard=arguments.videos_per_shard,
+        repeats=arguments.repeats,
+    )
+    with TemporaryDirectory(dir=arguments.folder) as folder:
+        found = measure(job, Path(folder), say, s3=arguments.s3)
+    video_mb = 2e-6 * job.tokens * job.hidden
+    title = f"Reading {job.videos} videos of {video_mb:.1f} MB of tokens each, in memory already, {machine_line('cpu')}"
+    wide_console().print(as_table(found, title))
+    write_json(arguments.json, as_record(found, job, machine=machine("cpu")))
+    return 0

@@ -1,0 +1,133 @@
+"""A made-up cache to read, in a folder or on a server of the S3 protocol on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipeline.cache.header import CacheHeader, fingerprint, header_bytes
+from pipeline.cache.reader import HEADER
+from pipeline.cache.schema import SCHEMA_VERSION
+from pipeline.cache.writer import KeptTokens, PrunedVideo, commit, write_token_shard
+from pipeline.errors import RunFailed, UsageError
+from pipeline.rows import VideoRecord
+from pipeline.storage.s3 import Objects, Slice
+from pipeline.storage.stores import Store
+
+STORED, TIER = 0.25, 0.10
+BUCKET = "read"
+_START_S = 60.0
+
+
+@dataclass(frozen=True)
+class ReadJob:
+    """A cache and how often it is read: ``tokens`` are stored of each video, a quarter of those it had."""
+
+    videos: int
+    tokens: int
+    hidden: int
+    videos_per_shard: int
+    repeats: int
+
+
+def make_cache(store: Store, job: ReadJob) -> None:
+    """Random tokens of bfloat16 in random order of selection, as a run of GSTEP at 25 % writes them."""
+    identity = {
+        "model": {"type": "llava_onevision", "weights": "none"},
+        "sampling": {},
+        "pruner": {"method": "gstep", "params": {}},
+        "retention_ratio": STORED,
+        "dtype": {"stored": "bfloat16"},
+    }
+    header: Any = {"schema_version": SCHEMA_VERSION, "identity": identity, "newline": None, "hidden_size": job.hidden}
+    made: CacheHeader = header
+    store.put(HEADER, header_bytes(made))
+    numbers = np.random.default_rng(0)
+    for number, start in enumerate(range(0, job.videos, job.videos_per_shard)):
+        places = range(start, min(start + job.videos_per_shard, job.videos))
+        rows = write_token_shard([_video(place, job, numbers) for place in places], store=store, run_id="read")
+        commit(store, "read", number, rows, made_with=fingerprint(made["identity"]))
+
+
+def _video(place: int, job: ReadJob, numbers: np.random.Generator) -> PrunedVideo:
+    n_total = round(job.tokens / STORED)
+    record: VideoRecord = {
+        "video_id": f"video-{place:06d}",
+        "uri": f"/videos/{place:06d}.mp4",
+        "status": "ok",
+        "attempts": 1,
+        "n_frames": 1,
+        "tokens_per_frame": n_total,
+        "hidden_size": job.hidden,
+        "n_tokens": job.tokens,
+        "n_total": n_total,
+        "retention_ratio": STORED,
+        "nested": True,
+        "frame_indices": [0],
+        "timestamps": [0.0],
+        "kept_per_frame": [job.tokens],
+    }
+    kept = KeptTokens(
+        tokens=numbers.integers(0, 2**14, (job.tokens, job.hidden), dtype=np.int16),
+        index=numbers.permutation(n_total)[: job.tokens].astype(np.int32),
+        rank=np.arange(job.tokens, dtype=np.int32),
+        density=numbers.random(job.tokens, dtype=np.float32),
+    )
+    return PrunedVideo(record, kept)
+
+
+class Counted(Objects):
+    """Counts what it is asked to read, in this process."""
+
+    requests = 0
+
+    def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
+        self.requests += 1
+        return super().read_slice(uri, start, end)
+
+    def fetch(self, uri: str, write: Callable[[bytes], object], limit: int | None = None) -> int:
+        self.requests += 1
+        return super().fetch(uri, write, limit)
+
+
+@contextmanager
+def s3_server() -> Iterator[tuple[Counted, Any]]:
+    """moto's server with a bucket: (what reads it, boto3's client of it). Raises UsageError where moto is missing."""
+    if importlib.util.find_spec("moto") is None or importlib.util.find_spec("boto3") is None:
+        raise UsageError("--s3 needs moto and boto3: pip install 'moto[server]' boto3")
+    import boto3  # noqa: PLC0415 - only with --s3
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    settings = {"aws_access_key_id": "read", "aws_secret_access_key": "read", "region_name": "us-east-1"}
+    settings["endpoint_url"] = f"http://127.0.0.1:{port}"
+    try:
+        _wait(server, port)
+        client = boto3.client("s3", **settings)
+        client.create_bucket(Bucket=BUCKET)
+        yield Counted(patience=1.0, **settings), client
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _wait(server: subprocess.Popen[bytes], port: int) -> None:
+    until = time.monotonic() + _START_S
+    while time.monotonic() < until and server.poll() is None:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise RunFailed(f"moto's server did not start within {_START_S:.0f} s")

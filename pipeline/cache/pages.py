@@ -1,0 +1,129 @@
+"""Vectors from the pages of a token shard straight to their places, without Arrow's copy of them in between.
+
+Arrow copies what it reads into memory of its own, and putting 11 MB of it in another order is one copy more. A column
+of vectors as this project writes them (PLAIN, not compressed, without nulls) needs none of Arrow's decoding: behind a
+short header a page is the vectors themselves. What is not exactly that is left to Arrow, which also says what is
+damaged.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+_HEADER = 256  # bytes in which a page's header ends: those written here take some 32
+_VARINT = 10  # bytes of the longest number
+# Kinds of values in Thrift's compact protocol, and the fields of Parquet's PageHeader and DataPageHeader.
+_TRUE, _FALSE, _INTS, _STRUCT = 1, 2, (4, 5, 6), 12
+_KIND, _SIZE, _STORED_SIZE, _CRC, _DATA_PAGE = 1, 2, 3, 4, 5
+_ROWS, _ENCODING = 1, 2
+_IS_DATA_PAGE, _IS_PLAIN = 0, 0
+
+
+class Pages(NamedTuple):
+    """A column of vectors in one row group: its bytes [start, end) of the file, and its rows."""
+
+    start: int
+    end: int
+    n_rows: int
+
+
+def plain_columns(metadata: pq.FileMetaData) -> dict[str, tuple[int, int]]:
+    """(number, bytes of a vector) by name of the columns of vectors without nulls; ``metadata`` was checked."""
+    columns = ((i, metadata.schema.column(i)) for i in range(metadata.num_columns))
+    return {
+        column.name: (i, column.length)
+        for i, column in columns
+        if column.physical_type == "FIXED_LEN_BYTE_ARRAY"
+        and column.max_definition_level == 0
+        and column.length % 2 == 0
+    }
+
+
+def plain_pages(group: pq.RowGroupMetaData, number: int) -> Pages | None:
+    """Where one of those columns lies, unless it is compressed or has a dictionary."""
+    column = group.column(number)
+    if column.compression != "UNCOMPRESSED" or column.has_dictionary_page:
+        return None
+    start = column.data_page_offset
+    return Pages(start, start + column.total_compressed_size, group.num_rows)
+
+
+def put_rows(data: memoryview, n_rows: int, places: NDArray[np.int64], out: NDArray[np.int16]) -> bool:
+    """Put the first vectors of a column where they belong.
+
+    Args:
+        data: the column's pages.
+        n_rows: the column's rows.
+        places: row of ``out`` for each of the column's first vectors; pages behind those are left alone.
+        out: [K,D] bits of bfloat16.
+
+    Returns whether it was done: every page that was looked at has the checksum of its header. Where not, what is in
+    ``out`` is worth nothing, and Arrow is to be asked.
+    """
+    done = 0
+    for rows, page in _pages(data, n_rows, out.shape[1] * out.itemsize):
+        part = places[done : done + rows]
+        out[part] = np.frombuffer(page, out.dtype).reshape(rows, out.shape[1])[: len(part)]
+        done += rows
+        if done >= len(places):
+            return True
+    return False
+
+
+def _pages(data: memoryview, n_rows: int, n_bytes: int) -> Iterator[tuple[int, memoryview]]:
+    """(rows, their bytes) of each page, until one is not as it should be."""
+    at, left = 0, n_rows
+    while left > 0:
+        header, n_header = _header(data[at : at + _HEADER])
+        rows, size = header.get((_DATA_PAGE, _ROWS), 0), header.get((_SIZE,), 0)
+        kind, encoding = header.get((_KIND,)), header.get((_DATA_PAGE, _ENCODING))
+        page = data[at + n_header : at + n_header + size]
+        plain = (kind, encoding) == (_IS_DATA_PAGE, _IS_PLAIN) and size == header.get((_STORED_SIZE,))
+        if not (plain and 0 < rows <= left and size == rows * n_bytes == len(page) and (_CRC,) in header):
+            return
+        if zlib.crc32(page) != header[_CRC,] & 0xFFFFFFFF:
+            return
+        yield rows, page
+        at, left = at + n_header + size, left - rows
+
+
+def _header(data: memoryview) -> tuple[dict[tuple[int, ...], int], int]:
+    """The numbers of a page's header by their path of fields, and its bytes; none where it holds anything else."""
+    numbers: dict[tuple[int, ...], int] = {}
+    try:
+        return numbers, _struct(bytes(data), 0, (), numbers)
+    except (IndexError, ValueError):
+        return {}, 0
+
+
+def _struct(data: bytes, at: int, path: tuple[int, ...], numbers: dict[tuple[int, ...], int]) -> int:
+    """Read a struct of Thrift's compact protocol; returns where it ends. Raises ValueError and IndexError."""
+    field = 0
+    while (head := data[at]) != 0:
+        field, kind, at = field + (head >> 4), head & 15, at + 1
+        if head < 16:
+            raise ValueError("a field whose number does not follow from the one before")
+        if kind in _INTS:
+            numbers[*path, field], at = _number(data, at)
+        elif kind == _STRUCT:
+            at = _struct(data, at, (*path, field), numbers)
+        elif kind not in (_TRUE, _FALSE):
+            raise ValueError(f"a field of kind {kind}")
+    return at + 1
+
+
+def _number(data: bytes, at: int) -> tuple[int, int]:
+    """A zigzag varint, and where it ends."""
+    value = 0
+    for i in range(_VARINT):
+        byte = data[at + i]
+        value |= (byte & 127) << 7 * i
+        if byte < 128:
+            return (value >> 1) ^ -(value & 1), at + i + 1
+    raise ValueError("a number without an end")

@@ -1,0 +1,75 @@
+"""Several videos, read shard by shard: neighbours together, and from a store that is far away the next ones ahead."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from pipeline.cache.token_shard import Rows
+
+F = TypeVar("F")
+V = TypeVar("V")
+_RUN_BYTES = 2**26  # of tokens that one request fetches, unless one video has more
+
+
+def read_runs(
+    wanted: Sequence[Rows], fetch: Callable[[Sequence[Rows]], F], read: Callable[[Rows, F], V], *, ahead: int
+) -> list[V]:
+    """What ``read`` gives for each, in their order.
+
+    Args:
+        fetch: what is needed to read some neighbours; called by threads where ``ahead`` is not 0.
+        read: called by this thread alone.
+        ahead: runs of neighbours that are fetched, or wait to be read, at once.
+    """
+    found: dict[int, V] = {}
+    runs = runs_of(wanted)
+    for run, fetched in zip(runs, _fetched([[wanted[i] for i in run] for run in runs], fetch, ahead), strict=True):
+        for i in run:
+            found[i] = read(wanted[i], fetched)
+    return [found[i] for i in range(len(wanted))]
+
+
+def runs_of(wanted: Sequence[Rows], limit: int = _RUN_BYTES) -> list[list[int]]:
+    """Places in ``wanted``, by shard and in the order of their row groups; neighbours without a gap are one run."""
+    runs: list[list[int]] = []
+    size = 0
+    for i in sorted(range(len(wanted)), key=lambda i: _position(wanted[i])):
+        n_bytes = 2 * wanted[i].keep * int(wanted[i].row["hidden_size"])
+        if runs and size + n_bytes <= limit and _touch(wanted[runs[-1][-1]], wanted[i]):
+            runs[-1].append(i)
+            size += n_bytes
+        else:
+            runs.append([i])
+            size = n_bytes
+    return runs
+
+
+def _position(rows: Rows) -> tuple[str, int]:
+    return rows.row["token_shard"], rows.row["first_row_group"]
+
+
+def _touch(one: Rows, other: Rows) -> bool:
+    """Whether all that is read of one video ends where the other begins."""
+    shard, first = _position(one)
+    whole = one.keep == one.row["n_tokens"]
+    return whole and (shard, first + len(one.row["row_counts"])) == _position(other)
+
+
+def _fetched(runs: Sequence[Sequence[Rows]], fetch: Callable[[Sequence[Rows]], F], ahead: int) -> Iterator[F]:
+    if ahead == 0 or len(runs) < 2:
+        yield from map(fetch, runs)
+        return
+    with ThreadPoolExecutor(ahead) as pool:
+        waiting = deque(pool.submit(fetch, run) for run in runs[:ahead])
+        try:
+            for run in [*runs[ahead:], *[None] * min(ahead, len(runs))]:
+                fetched = waiting.popleft().result()
+                if run is not None:
+                    waiting.append(pool.submit(fetch, run))
+                yield fetched
+        finally:
+            for future in waiting:
+                future.cancel()

@@ -1,0 +1,170 @@
+"""A cache as datasets of torch: every video once, on whatever rank and worker, and on from where it was left."""
+
+from __future__ import annotations
+
+import pickle
+from itertools import chain
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from pipeline import IterableTokenDataset, TokenCache, TokenDataset, UnknownVideo, pack
+from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
+
+SIZES = (5, 3, 4, 1, 6)  # videos of each shard
+IDS = [f"v{i:02d}" for i in range(sum(SIZES))]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    store, ids = write_header(tmp_path_factory.mktemp("cache")), iter(IDS)
+    for number, size in enumerate(SIZES):
+        names = [next(ids) for _ in range(size)]
+        shard = [encoded(name, random_tokens(int(name[1:]), (4, 25, 16)), 0.25, "gstep") for name in names]
+        write_shard(store, f"run{number}", *shard)
+    return store.root
+
+
+def ids_of(videos) -> list[str]:
+    return [video.video_id for video in videos]
+
+
+def shards_of(cache, ids=None) -> list[list[str]]:
+    shards = cache.shards(ids)
+    return [[row["video_id"] for row in cache.rows_of(shards, number)] for number in range(len(shards))]
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.view(torch.int16), other.view(torch.int16))
+
+
+def test_places_are_those_of_the_ids(folder):
+    cache = TokenCache(folder)
+    data = TokenDataset(folder, ["v07", "v02"], retention_ratio=0.1)
+    assert (len(data), ids_of(data.__getitems__([1, 0, 1])), len(TokenDataset(cache))) == (2, ["v02", "v07", "v02"], 19)
+    assert same(data[0].tokens, cache.get("v07", 0.1).tokens) and data[-1].video_id == "v02"
+    with pytest.raises(IndexError):
+        data[2]
+    with pytest.raises(UnknownVideo, match="nope"):
+        TokenDataset(cache, ["nope"])[0]
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_of_either_kind_make_batches_without_padding(folder, method):
+    cache = TokenCache(folder)
+    cache.get("v00")  # a shard is open where it forks
+    loader = DataLoader(
+        TokenDataset(cache), batch_size=8, num_workers=2, collate_fn=pack, multiprocessing_context=method
+    )
+    batches = list(loader)
+    assert list(chain.from_iterable(batch.video_ids for batch in batches)) == IDS
+    for batch in batches:
+        videos = cache.get_many(batch.video_ids)
+        assert same(batch.tokens, torch.cat([video.tokens for video in videos]))
+        assert torch.equal(batch.index, torch.cat([video.index for video in videos]))
+        assert batch.cu_seqlens.tolist() == [25 * i for i in range(len(videos) + 1)] and batch.tokens.is_shared()
+        assert batch.metadata == tuple(video.metadata for video in videos)
+
+
+def test_shards_are_those_of_the_commits(folder):
+    assert shards_of(TokenCache(folder), ["v18", "v00", "v13", "v04"]) == [["v00", "v04"], ["v13", "v18"]]
+    assert list(map(len, shards_of(TokenCache(folder)))) == list(SIZES)
+    with pytest.raises(UnknownVideo, match="'nope' is not in the cache"):
+        IterableTokenDataset(folder, ["v00", "nope"])
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_video_comes_once_on_whatever_rank_and_worker(folder, world_size, shuffle):
+    found = []
+    for rank in range(world_size):
+        data = IterableTokenDataset(folder, shuffle=shuffle, seed=3, rank=rank, world_size=world_size)
+        videos = ids_of(DataLoader(data, batch_size=None, num_workers=2 if world_size == 2 else 0))
+        assert len(videos) == len(data)
+        found += videos
+    assert sorted(found) == IDS
+
+
+def test_the_order_is_of_seed_and_epoch(folder):
+    def order(epoch: int = 0, **more) -> list[str]:
+        data = IterableTokenDataset(folder, **{"shuffle": True, **more})
+        data.set_epoch(epoch)
+        return ids_of(data)
+
+    assert order(shuffle=False) == IDS and order() == order() != IDS
+    assert len({tuple(order(epoch, seed=seed)) for epoch in range(2) for seed in range(2)}) == 4
+    shards = [[int(name[1:]) for name in names] for names in shards_of(TokenCache(folder))]
+    whose = [next(i for i, names in enumerate(shards) if int(name[1:]) in names) for name in order(mix=1)]
+    assert len([i for i, shard in enumerate(whose) if i == 0 or whose[i - 1] != shard]) == len(SIZES)  # one by one
+
+
+def test_even_ranks_leave_out_what_the_others_lack(folder):
+    parts = [IterableTokenDataset(folder, shuffle=True, even=True, rank=rank, world_size=2) for rank in range(2)]
+    found = [ids_of(part) for part in parts]
+    whole = [len(IterableTokenDataset(folder, shuffle=True, rank=rank, world_size=2)) for rank in range(2)]
+    assert len(found[0]) == len(found[1]) == len(parts[0]) == min(whole) < max(whole)
+    assert len({*found[0], *found[1]}) == 2 * min(whole)
+
+
+def test_it_goes_on_where_it_was_left(folder):
+    def dataset(**more) -> IterableTokenDataset:
+        return IterableTokenDataset(folder, **{"shuffle": True, "seed": 5, **more})
+
+    data = dataset()
+    data.set_epoch(2)
+    whole = ids_of(data)
+    for n in (0, 1, 8, 11, len(IDS)):
+        videos = iter(data)
+        begun = [next(videos).video_id for _ in range(n)]
+        state = pickle.loads(pickle.dumps(data.state_dict()))  # noqa: S301
+        other = dataset()
+        other.load_state_dict(state)
+        assert other.state_dict() == state and begun + ids_of(other) == whole
+        assert ids_of(other) == whole  # the iteration behind it starts at the beginning
+    other = dataset(seed=6)
+    other.load_state_dict(state)
+    with pytest.raises(ValueError, match="other data: order"):
+        iter(other)
+
+
+class Noting(IterableTokenDataset):
+    """Gives each video with the state of its worker after it, as StatefulDataLoader asks for it."""
+
+    def __iter__(self):
+        return ((video.video_id, self.state_dict()) for video in super().__iter__())
+
+
+class Resuming(IterableTokenDataset):
+    """Gets the state of its worker, as StatefulDataLoader hands it out."""
+
+    states: dict[int, dict] = {}  # noqa: RUF012
+
+    def __iter__(self):
+        worker = torch.utils.data.get_worker_info().id
+        if worker in self.states:
+            self.load_state_dict(self.states[worker])
+        return super().__iter__()
+
+
+def test_each_worker_goes_on_where_it_was_left(folder):
+    loader = DataLoader(Noting(folder, shuffle=True), batch_size=None, num_workers=2)
+    noted = list(loader)
+    resuming = Resuming(folder, shuffle=True)
+    resuming.states = {state["worker"][0]: state for _, state in noted[:7]}
+    rest = ids_of(DataLoader(resuming, batch_size=None, num_workers=2))
+    assert sorted([name for name, _ in noted[:7]] + rest) == IDS
+
+
+def test_workers_that_persist_see_the_epoch(folder):
+    data = IterableTokenDataset(folder, shuffle=True)
+    loader = DataLoader(data, batch_size=None, num_workers=1, persistent_workers=True)
+    first = ids_of(loader)
+    data.set_epoch(1)
+    assert ids_of(loader) != first
+
+
+def test_ranks_that_are_none_are_refused(folder):
+    for ranks in ({"rank": 2, "world_size": 2}, {"rank": 0}):
+        with pytest.raises(ValueError, match="rank"):
+            IterableTokenDataset(folder, **ranks)

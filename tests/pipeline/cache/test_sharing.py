@@ -1,0 +1,131 @@
+"""One TokenCache for several threads and processes: each reads what one alone reads, for no more requests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from pipeline import CorruptShard, TokenCache
+from pipeline.cache.writer import PrunedVideo
+from pipeline.storage.stores import ObjectStore
+from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
+from tests.pipeline.s3 import S3Server
+
+SHAPE = (8, 49, 256)  # 50 KB of tokens, so that few are in the tail that comes with a shard's footer
+IDS = [f"v{i}" for i in range(11)]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with S3Server() as server:
+        store = write_header(ObjectStore(server.uri("c"), server.objects()))
+        for start in range(0, len(IDS), 4):
+            write_shard(store, f"run{start}", *map(video, IDS[start : start + 4]))
+        yield server
+
+
+@pytest.fixture
+def store(server):
+    """On S3, in three shards."""
+    return ObjectStore(server.uri("c"), server.objects())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_shard(write_header(tmp_path), "run", *map(video, IDS))
+    return tmp_path
+
+
+def video(name: str) -> PrunedVideo:
+    return encoded(name, random_tokens(int(name[1:]), SHAPE), 0.25, "gstep")
+
+
+def bits(cache: TokenCache, video_id: str, order: str = "index") -> bytes:
+    return cache.get(video_id, order=order).tokens.contiguous().view(torch.int16).numpy().tobytes()
+
+
+def read_all(caches: list[TokenCache], out) -> None:
+    """In a process of its own."""
+    out.put([[bits(cache, name) for name in IDS] for cache in caches])
+
+
+def test_it_pickles_small_and_reads_the_same(store, folder):
+    for cache in (TokenCache(folder), TokenCache(store.root, store=store)):
+        expected = [bits(cache, name) for name in IDS]
+        data = pickle.dumps(cache)  # with its shards open
+        other = pickle.loads(data)  # noqa: S301
+        assert len(data) < 8192 and [bits(other, name) for name in IDS] == expected
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_another_process_reads_the_same(folder, store, method):
+    context = multiprocessing.get_context(method)
+    caches = [TokenCache(folder), TokenCache(store.root, store=store)]
+    expected = [[bits(cache, name) for name in IDS] for cache in caches]
+    out = context.Queue()
+    child = context.Process(target=read_all, args=(caches, out))
+    child.start()
+    assert out.get(timeout=120) == expected
+    child.join()
+    assert [[bits(cache, name) for name in IDS] for cache in caches] == expected
+
+
+def test_a_fork_waits_for_no_thread_of_its_parent(folder):
+    """It was forked while a thread of the parent opened a shard, for which others wait."""
+    cache = TokenCache(folder)
+    expected, opening, go_on = [bits(TokenCache(folder), name) for name in IDS], threading.Event(), threading.Event()
+    load = cache._shard._load
+
+    def slow(*key):
+        opening.set()
+        go_on.wait(60)
+        return load(*key)
+
+    cache._shard._load = slow
+    context = multiprocessing.get_context("fork")
+    out = context.Queue()
+    with ThreadPoolExecutor(1) as pool:
+        mine = pool.submit(bits, cache, "v0")
+        opening.wait(60)
+        cache._shard._load = load
+        child = context.Process(target=read_all, args=([cache], out))
+        child.start()
+        found = out.get(timeout=60)
+        go_on.set()
+        assert found == [expected] and mine.result() == expected[0]
+        child.join()
+
+
+def test_threads_read_the_same_for_the_requests_of_one(server, store):
+    def read(cache: TokenCache, thread: int, start: threading.Barrier) -> list[bytes]:
+        start.wait()
+        return [bits(cache, IDS[(i + thread) % len(IDS)]) for i in range(len(IDS))]
+
+    def of_threads(n: int) -> tuple[list[list[bytes]], int]:
+        """Eight times all videos, by so many threads; what they gave, and the requests."""
+        cache, start = TokenCache(store.root, store=store), threading.Barrier(n)
+        server.requests.clear()
+        with ThreadPoolExecutor(n) as pool:
+            found = list(pool.map(read, [cache] * 8, range(8), [start] * 8))
+        return found, len(server.requests)
+
+    one, n_one = of_threads(1)
+    eight, n_eight = of_threads(8)
+    assert eight == one and n_eight == n_one <= 88 + 2 * 3
+
+
+def test_what_cannot_be_opened_is_tried_again(folder):
+    cache = TokenCache(folder)
+    (file,) = (folder / "tokens").iterdir()
+    data = file.read_bytes()
+    file.unlink()
+    for _ in range(2):
+        with pytest.raises(CorruptShard, match=r"missing \(reading 'v3'\)"):
+            cache.get("v3")
+    file.write_bytes(data)
+    assert bits(cache, "v3")
