@@ -141,7 +141,7 @@ def centred_change(mean_TD: Tensor) -> Tensor:
 def gaussian_kernel(sigma: float, radius: int | None = None) -> Tensor:
     """Eq. (5): the truncated Gaussian of sum 1, [2r+1] float64; ``sigma`` in frames, r = ceil(3 sigma) by default."""
     radius = math.ceil(3 * sigma) if radius is None else radius
-    offset_K = torch.arange(-radius, radius + 1, dtype=torch.float64)
+    offset_K = torch.arange(-radius, radius + 1, dtype=torch.float64, device="cpu")
     weight_K = torch.exp(-0.5 * (offset_K / sigma) ** 2)
     return weight_K / weight_K.sum()
 
@@ -149,7 +149,7 @@ def gaussian_kernel(sigma: float, radius: int | None = None) -> Tensor:
 def box_kernel(radius: int | None = None) -> Tensor:
     """The fixed window of the smoothing ablation: 2r+1 equal weights of sum 1, [2r+1] float64; r = 1 by default."""
     taps = 2 * (1 if radius is None else radius) + 1
-    return torch.full((taps,), 1.0 / taps, dtype=torch.float64)
+    return torch.full((taps,), 1.0 / taps, dtype=torch.float64, device="cpu")
 
 
 def source_frame(position: Tensor, n_frames: int, boundary: str) -> Tensor:

@@ -91,8 +91,8 @@ def survey(rows: Rows, dims: int | None = None) -> Survey:
     residual = None if subspace is None else subspace.residual
     if subspace is not None and subspace.residual > _NO_SUBSPACE:
         subspace = None
-    squared_M = torch.empty(n_tokens, dtype=rows.dtype)
-    coordinates = None if subspace is None else torch.empty(n_tokens, subspace.dims + 1)
+    squared_M = torch.empty(n_tokens, dtype=rows.dtype, device="cpu")
+    coordinates = None if subspace is None else subspace.basis.new_empty(n_tokens, subspace.dims + 1)
     for part, tokens in rows.chunks():
         squared_M[part] = tokens.square().sum(dim=1)
         if subspace is not None and coordinates is not None:
@@ -111,9 +111,9 @@ def survey(rows: Rows, dims: int | None = None) -> Survey:
 
 
 def _subspace(rows: Rows, dims: int) -> Subspace:
-    seeded = torch.Generator().manual_seed(0)
+    seeded = torch.Generator("cpu").manual_seed(0)
     size = min(max(len(rows.tokens) // 24, _SAMPLE[0]), _SAMPLE[1])
-    sample = torch.randperm(len(rows.tokens), generator=seeded)[:size]
+    sample = torch.randperm(len(rows.tokens), generator=seeded, device="cpu")[:size]
     tokens_SD = rows.take(sample.numpy()).float()
     return Subspace.of(tokens_SD * _inverse(tokens_SD.square().sum(dim=1)).float()[:, None], dims)
 
@@ -131,7 +131,7 @@ class Picks:
         coordinates = known.coordinates
         self.count = 0
         self.order = np.empty(budget, np.int64)
-        self.rows = torch.empty(budget, known.rows.tokens.shape[1], dtype=known.rows.dtype)
+        self.rows = known.rows.tokens.new_empty(budget, known.rows.tokens.shape[1], dtype=known.rows.dtype)
         self.inverse = np.empty(budget)
         self.coordinates = None if coordinates is None else coordinates.new_empty(budget, coordinates.shape[1])
         self._known = known
