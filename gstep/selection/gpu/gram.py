@@ -1,4 +1,4 @@
-"""Density-guided farthest point sampling on a GPU from the distances of all pairs, M * M * 8 bytes.
+"""Density-guided farthest point sampling on a GPU from the distances of all pairs, M * M * 12 bytes.
 
 They are computed at once, and then all steps in one launch. Importing this needs Triton.
 
@@ -20,6 +20,7 @@ from gstep.selection.reference import NO_DISTANCE, density_weight, rounded_sqrt,
 
 _ROW_MULTIPLE = 16  # of the length of a matrix's rows, which are then read 16 bytes at a time
 _GROUP = 8  # rows of tiles that are walked together
+_FOLD = (8, 256)  # products of a program that makes distances of them
 UNFUSED = {"enable_fp_fusion": False}  # gstep.selection.reference rounds after each operation
 
 
@@ -130,14 +131,15 @@ def gram_width(n_tokens: int) -> int:
 
 
 def distances(task: Task, row_R: Tensor) -> Tensor:
-    """[S,S] float64, of which the first R rows and columns are the distances of tokens ``row_R``; 0 elsewhere."""
+    """[S,S] float64, of which the first R rows hold the distances of tokens ``row_R`` to each other, then zeros."""
     n_rows, width = len(row_R), gram_width(len(row_R))
-    # Zeros, since the kernel reads whole rows: arithmetic on what memory happens to hold may raise.
-    distances_SS = torch.zeros(width, width, dtype=torch.float64, device=row_R.device)
+    gram_SS = torch.empty(width, width, dtype=torch.float32, device=row_R.device)
     kernels.gram_kernel[(triton.cdiv(n_rows, task.tuning.block) ** 2,)](
-        *(task.tokens, row_R, task.inverse, distances_SS, task.constants, n_rows, width),
-        GROUP=_GROUP,
-        **tile_options(task.tokens.shape[1], task.tuning),
+        *(task.tokens, row_R, gram_SS, n_rows, width), GROUP=_GROUP, **tile_options(task.tokens.shape[1], task.tuning)
+    )
+    distances_SS = torch.empty_like(gram_SS, dtype=torch.float64)
+    kernels.fold_kernel[(triton.cdiv(n_rows, _FOLD[0]), triton.cdiv(width, _FOLD[1]))](
+        *(row_R, task.inverse, task.constants, gram_SS, distances_SS, n_rows, width, *_FOLD), num_warps=4, **UNFUSED
     )
     return distances_SS
 

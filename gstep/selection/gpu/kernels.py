@@ -12,9 +12,9 @@ float64 without fused multiply-adds (launch with ``enable_fp_fusion=False``), wh
 to its own; and so is what they are ranked by, the key (distance + beta) * weight, for which no kernel takes a logarithm
 or a power.
 
-Norms are square roots of such products, too. Tensor cores drop bits as they accumulate, so that a product of D = 3584
-is short by 5e-6 to 9e-6 of itself: with exact norms a token would be that far from its own copy, above ZERO_DISTANCE.
-With norms that are as short, it is 0 from it.
+Norms are square roots of such products, too. Tensor cores drop bits as they accumulate, so that a product of thousands
+of channels is short by more than ZERO_DISTANCE of itself: with exact norms a token would be so far from its own copy.
+With norms that are as short, it is at distance 0.
 
 Copies of a token are at bit-equal distances, so that their ties go to the lowest index: all products come from
 ``_dots``, where each is accumulated over D in the same order, wherever in a tile or a grid it lies and whichever of its
@@ -81,9 +81,7 @@ def _distance(dot: tl.tensor, inverse: tl.tensor, zero_distance: tl.tensor) -> t
 def gram_kernel(
     tokens_ptr: tl.tensor,
     row_ptr: tl.tensor,
-    inverse_ptr: tl.tensor,
-    distances_ptr: tl.tensor,
-    constants_ptr: tl.tensor,
+    gram_ptr: tl.tensor,
     n_rows: tl.tensor,
     stride: tl.tensor,
     HIDDEN: tl.constexpr,
@@ -91,9 +89,8 @@ def gram_kernel(
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    """The distances of tokens ``row_ptr`` [R] to each other, [R, stride] float64; columns from R on stay as they are.
-
-    float64, because float32 would make ties of distances that the plain form tells apart: its order would be lost.
+    """The dot products of tokens ``row_ptr`` [R] with each other, [R, stride] float32; columns from R on stay as they
+    are.
 
     Grid: (ceil(R / BLOCK) ** 2,). Tiles below the diagonal are written by those above it. GROUP rows of tiles are
     walked column by column, so that programs that run together share tokens in L2.
@@ -113,11 +110,38 @@ def gram_kernel(
     column_token = tl.load(row_ptr + tl.minimum(column, n_rows - 1))
     dots = _dots(tokens_ptr, row_token, column_token, HIDDEN, BLOCK, BLOCK_D)
     inside = (row < n_rows)[:, None] & (column < n_rows)[None, :]
-    inverse = tl.load(inverse_ptr + row_token)[:, None] * tl.load(inverse_ptr + column_token)[None, :]
-    distance = _distance(dots, inverse, tl.load(constants_ptr + 1))
-    tl.store(distances_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], distance, mask=inside)
+    tl.store(gram_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], dots, mask=inside)
     if tile_column > tile_row:
-        tl.store(distances_ptr + column.to(tl.int64)[None, :] * stride + row[:, None], distance, mask=inside)
+        tl.store(gram_ptr + column.to(tl.int64)[None, :] * stride + row[:, None], dots, mask=inside)
+
+
+@triton.jit
+def fold_kernel(
+    row_ptr: tl.tensor,
+    inverse_ptr: tl.tensor,
+    constants_ptr: tl.tensor,
+    gram_ptr: tl.tensor,
+    distances_ptr: tl.tensor,
+    n_rows: tl.tensor,
+    stride: tl.tensor,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The distances of tokens ``row_ptr`` [R] from their dot products, [R, stride] both; columns from R on become 0.
+
+    In float64, because float32 would make ties of distances that the plain form tells apart. Apart from
+    ``gram_kernel``, whose tile in float64 no registers would hold. Grid: (ceil(R / ROWS), ceil(stride / BLOCK)).
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < n_rows)[:, None] & (column < n_rows)[None, :]
+    place = row.to(tl.int64)[:, None] * stride + column[None, :]
+    of_row = tl.load(inverse_ptr + tl.load(row_ptr + tl.minimum(row, n_rows - 1)))
+    of_column = tl.load(inverse_ptr + tl.load(row_ptr + tl.minimum(column, n_rows - 1)))
+    dots = tl.load(gram_ptr + place, mask=inside, other=0.0)
+    distance = _distance(dots, of_row[:, None] * of_column[None, :], tl.load(constants_ptr + 1))
+    whole = (row < n_rows)[:, None] & (column < stride)[None, :]
+    tl.store(distances_ptr + place, tl.where(inside, distance, 0.0), mask=whole)
 
 
 @triton.jit

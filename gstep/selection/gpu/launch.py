@@ -67,7 +67,7 @@ def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, bet
     if task.tokens.is_cuda:
         check.check_kernels(task.tokens.device, task.tokens.dtype, task.tokens.shape[1])
     width = gram.gram_width(len(task.tokens))
-    fits = width <= MAX_GRAM_TOKENS and width * width * 8 <= _memory_for_distances(task.tokens.device)
+    fits = width <= MAX_GRAM_TOKENS and width * width * 12 <= _memory_for_distances(task.tokens.device)
     return gram.gram_form(task) if fits else lazy.LazyForm(task).select()
 
 

@@ -249,7 +249,7 @@ def test_the_check_before_the_first_selection_passes(
     if INTERPRETED:  # whose own products of copies differ
         request.getfixturevalue("truncating_16")
     with defaults(torch.float64, default):
-        check_forms(torch.device(DEVICE), dtype, 24, 90, 30, tuning(dtype))
+        check_forms(torch.device(DEVICE), dtype, 24, 64, 20, tuning(dtype))
 
 
 @interpreted

@@ -1,9 +1,8 @@
 """How tensor cores multiply, in numpy, for Triton's interpreter.
 
 As measured by Fasi, Higham, Mikaitis and Pranesh (Numerical behavior of NVIDIA tensor cores, 2021) on V100 to A100, and
-by others on H100 since: products of 16-bit numbers are exact; k of them (8 on an A100, 16 on an H100) and the
-accumulator are aligned to the largest exponent among them and cut off there; so is the sum. Assumed here are 24 bits;
-the guard bits of later GPUs, one or two, make the loss smaller.
+by others on H100 since: products of 16-bit numbers are exact; k of them and the accumulator are aligned to the largest
+exponent among them and cut off there; so is their sum. Assumed are 8 a step and no guard bits, or 16 and two.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 from triton.runtime.interpreter import TensorHandle
 
-_BITS = 24
+_BITS = 24  # of a float32
+GUARD_BITS = {8: 0, 16: 2}
 
 
-def accumulate(total: NDArray[np.float64], terms: NDArray[np.float64]) -> NDArray[np.float64]:
+def accumulate(total: NDArray[np.float64], terms: NDArray[np.float64], guard: int) -> NDArray[np.float64]:
     """``total`` [X,Y] and ``terms`` [k,X,Y] in one step."""
     largest = np.maximum(np.abs(terms).max(axis=0), np.abs(total))
-    unit = np.ldexp(1.0, np.frexp(largest)[1] - _BITS)
+    unit = np.ldexp(1.0, np.frexp(largest)[1] - _BITS - guard)
     added = (np.trunc(total / unit) + np.trunc(terms / unit).sum(axis=0)) * unit
     unit = np.ldexp(1.0, np.frexp(np.abs(added))[1] - _BITS)
     return np.trunc(added / unit) * unit
@@ -31,7 +31,7 @@ def dot(a: NDArray[Any], b: NDArray[Any], total: NDArray[Any], k: int) -> NDArra
     terms = a.T.astype(np.float64)[:, :, None] * b.astype(np.float64)[:, None, :]
     total = total.astype(np.float64)
     for start in range(0, len(terms), k):
-        total = accumulate(total, terms[start : start + k])
+        total = accumulate(total, terms[start : start + k], GUARD_BITS[k])
     return total.astype(np.float32)
 
 
