@@ -157,7 +157,7 @@ def tile_options(hidden: int, tuning: Tuning) -> dict[str, int | bool]:
 
 
 def gram_form(task: Task) -> Tensor:
-    """The picks of a video, [B] int64: one launch for all distances, then one for all steps."""
+    """The picks of a video, [B] int64: all distances, then one launch for all steps."""
     n_tokens, device = len(task.tokens), task.tokens.device
     row_M = torch.arange(n_tokens, device=device)
     # The start comes first, and any distance to it replaces what the others have.
