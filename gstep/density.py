@@ -16,6 +16,7 @@ from torch import Tensor
 #: of float32 (which the mean normalisation of a static video would blow up) and below any change that matters.
 ZERO_DISTANCE = 2e-6
 
+_SAFE_EXPONENT = 40  # of 2: beyond, squares and sums of squares come near the ends of float32
 _COLUMNS = 512  # of a frame's tokens in float64: 0.8 MB of 196 tokens
 
 SMOOTHINGS = ("gaussian", "box", "raw")
@@ -32,7 +33,7 @@ def working_scale(tokens: Tensor) -> float:
     """A power of two that brings finite ``tokens`` into a range where squares in their work dtype neither overflow nor
     vanish: 1 unless the largest magnitude lies far out. Neither cosines nor the spatial density depend on it.
     """
-    safe, furthest = (300, 1000) if work_dtype(tokens) == torch.float64 else (40, 126)
+    safe, furthest = (300, 1000) if work_dtype(tokens) == torch.float64 else (_SAFE_EXPONENT, 126)
     low, high = torch.stack(torch.aminmax(tokens)).tolist()  # one transfer from a GPU, not two
     exponent = math.frexp(max(-low, high))[1]
     return 1.0 if abs(exponent) <= safe else 2.0 ** max(-furthest, min(furthest, -exponent))
@@ -43,6 +44,33 @@ def working_copy(tokens: Tensor) -> Tensor:
     scale = working_scale(tokens)
     tokens = tokens.to(work_dtype(tokens))
     return tokens if scale == 1.0 else tokens * scale
+
+
+def row_factors(tokens_MD: Tensor) -> Tensor | None:
+    """[M] float64, the power of two that brings a row's largest magnitude into [1/2, 1) where it lies far out, else 1.
+
+    None where no row does. Far out, squares of 16-bit and float32 tokens leave the range of float32, or float64 tokens
+    leave it themselves. Powers of two are exact, and cosines do not depend on them, whatever factor each row has.
+    """
+    largest_M = torch.maximum(tokens_MD.amax(dim=1), -tokens_MD.amin(dim=1)).double()
+    exponent_M = torch.frexp(largest_M).exponent
+    far_M = (exponent_M.abs() > _SAFE_EXPONENT) & (largest_M > 0)
+    if not far_M.any():
+        return None
+    # Made of its bits: a library's power of 2 may be rounded.
+    power_M = ((1023 - exponent_M.long().clamp(-1022, 1022)) << 52).view(torch.float64)
+    return torch.where(far_M, power_M, 1.0)
+
+
+def level_copy(tokens_MD: Tensor) -> Tensor:
+    """``tokens_MD`` in their work dtype times their ``row_factors``; no copy where there is nothing to do."""
+    return levelled(tokens_MD, row_factors(tokens_MD))
+
+
+def levelled(tokens_MD: Tensor, factor_M: Tensor | None) -> Tensor:
+    """``tokens_MD`` in their work dtype, each row times its factor."""
+    dtype = work_dtype(tokens_MD)
+    return tokens_MD.to(dtype) if factor_M is None else (tokens_MD.double() * factor_M[:, None]).to(dtype)
 
 
 def row_slices(rows: Tensor) -> Iterator[slice]:
@@ -141,7 +169,7 @@ def centred_change(mean_TD: Tensor) -> Tensor:
 def gaussian_kernel(sigma: float, radius: int | None = None) -> Tensor:
     """Eq. (5): the truncated Gaussian of sum 1, [2r+1] float64; ``sigma`` in frames, r = ceil(3 sigma) by default."""
     radius = math.ceil(3 * sigma) if radius is None else radius
-    offset_K = torch.arange(-radius, radius + 1, dtype=torch.float64)
+    offset_K = torch.arange(-radius, radius + 1, dtype=torch.float64, device="cpu")
     weight_K = torch.exp(-0.5 * (offset_K / sigma) ** 2)
     return weight_K / weight_K.sum()
 
@@ -149,7 +177,7 @@ def gaussian_kernel(sigma: float, radius: int | None = None) -> Tensor:
 def box_kernel(radius: int | None = None) -> Tensor:
     """The fixed window of the smoothing ablation: 2r+1 equal weights of sum 1, [2r+1] float64; r = 1 by default."""
     taps = 2 * (1 if radius is None else radius) + 1
-    return torch.full((taps,), 1.0 / taps, dtype=torch.float64)
+    return torch.full((taps,), 1.0 / taps, dtype=torch.float64, device="cpu")
 
 
 def source_frame(position: Tensor, n_frames: int, boundary: str) -> Tensor:

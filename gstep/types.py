@@ -28,8 +28,22 @@ def budget_for(retention_ratio: float, n_total: int) -> int:
     return max(1, math.floor(float(retention_ratio) * n_total + 1e-9))
 
 
-@dataclass(frozen=True)
-class VisualTokens:
+class _Compared:
+    """``==`` of dataclasses that hold tensors: the same fields, and of tensors the same dtype, device and values.
+
+    No hash goes with it: equal tensors have different ones.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        return _same(vars(self), vars(other))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, eq=False)
+class VisualTokens(_Compared):
     """What a backbone makes of one video.
 
     Attributes:
@@ -43,8 +57,8 @@ class VisualTokens:
     deepstack: tuple[Tensor, ...] = ()
 
 
-@dataclass(frozen=True)
-class PrunedTokens:
+@dataclass(frozen=True, eq=False)
+class PrunedTokens(_Compared):
     """The kept tokens of one video, in ascending flat index.
 
     Attributes:
@@ -130,3 +144,16 @@ class PrunedTokens:
             density=None if self.density is None else self.density[keep],
             temporal_density=self.temporal_density,
         )
+
+
+def _same(a: object, b: object) -> bool:
+    """Whether two values of such fields are equal."""
+    import torch  # noqa: PLC0415 - as above
+
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape) and torch.equal(a, b)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(value, b[name]) for name, value in a.items())
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return not any(isinstance(value, torch.Tensor) for value in (a, b)) and bool(a == b)

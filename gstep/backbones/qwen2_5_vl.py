@@ -44,7 +44,8 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
     def tower_order(self, rows: int, columns: int, vision: Any) -> Tensor:
         """Windows row by row, and in each its tokens row by row; those at the edges are smaller."""
         window = vision.window_size // vision.patch_size // vision.spatial_merge_size
-        row_N1, column_1N = torch.arange(rows)[:, None] // window, torch.arange(columns)[None] // window
+        row_N1 = torch.arange(rows, device="cpu")[:, None] // window
+        column_1N = torch.arange(columns, device="cpu")[None] // window
         return torch.argsort((row_N1 * columns + column_1N).flatten(), stable=True)
 
     def extra(self, video: SampledVideo, vision: Any) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class QwenVL(ModelFamily):
 
     def tower_order(self, rows: int, columns: int, vision: Any) -> Tensor:
         """[N] int64: the places in a frame, row by row, of its tokens in the order in which the tower works on them."""
-        return torch.arange(rows * columns)
+        return torch.arange(rows * columns, device="cpu")
 
     @classmethod
     def _pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _rebuild_frequencies(tower: nn.Module, device: str) -> None:
             held = getattr(module, name, None)
             if isinstance(held, Tensor) and held.is_meta:
                 rope = getattr(module.config, "rope_parameters", None) or {}
-                steps = torch.arange(0, 2 * len(held), 2, dtype=torch.float) / (2 * len(held))
+                steps = torch.arange(0, 2 * len(held), 2, dtype=torch.float32, device="cpu") / (2 * len(held))
                 setattr(module, name, (1.0 / (rope.get("rope_theta", 10000.0) ** steps)).to(device))
     check_loaded(tower)
 

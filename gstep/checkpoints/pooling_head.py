@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gstep.checkpoints.files import CheckpointFiles
+from gstep.checkpoints.quantization import refuse_quantized
 from gstep.checkpoints.tensors import find_weight_files, read_tensors
 from gstep.errors import ModelError
 
@@ -76,6 +77,7 @@ class PoolingHeadSource:
                 f"{name!r} is no SigLIP checkpoint (its model type is {config.get('model_type')!r}): for the published "
                 "LLaVA-OneVision models use google/siglip-so400m-patch14-384"
             )
+        refuse_quantized(name, config)
         vision = config.get("vision_config", config)
         found = cls(name, "", files, find_weight_files(name, files), width, vision)
         tensors = read_head(found)

@@ -10,6 +10,7 @@ from gstep.checkpoints import tiny
 from gstep.checkpoints.files import CheckpointFiles
 from gstep.checkpoints.identity import folder_identity
 from gstep.checkpoints.pooling_head import PoolingHeadSource
+from gstep.checkpoints.quantization import refuse_quantized
 from gstep.checkpoints.tensors import find_weight_files
 from gstep.errors import ModelError
 from gstep.families import FAMILIES
@@ -65,6 +66,7 @@ class ModelSource:
         if config is None:
             raise ModelError(f"{name!r} has no config.json: pass a model folder in the layout of transformers")
         model_type = _known_type(name, config)
+        refuse_quantized(name, config)
         weight_files = find_weight_files(name, files)
         return cls(
             name=name,

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from gstep.checkpoints.files import CheckpointFiles
+from gstep.checkpoints.quantization import refuse_stored
 from gstep.errors import ModelError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -47,7 +48,7 @@ def read_tensors(
         wanted: the name on disk -> the name in the result, or None for a tensor to leave alone.
         dtype: cast to it; None keeps what is stored.
 
-    Raises ModelError where a file is missing or is no safetensors file.
+    Raises ModelError where a file is missing or is no safetensors file, or a tensor is quantized.
     """
     tensors = {}
     for filename in files_with(source, wanted):
@@ -56,6 +57,7 @@ def read_tensors(
             with safe_open(path, framework="pt") as opened:
                 for key in opened.keys():  # noqa: SIM118 - not a mapping
                     if (name := wanted(key)) is not None:
+                        refuse_stored(source.name, key, opened.get_slice(key).get_dtype())
                         # A copy: memory-mapped tensors are unaligned, and that may decide the last bit of a GEMM.
                         tensors[name] = opened.get_tensor(key).to(device=device, dtype=dtype, copy=True)
         except SafetensorError as error:

@@ -35,8 +35,8 @@ class Batch:
         batch = cls(
             # The padding repeats a token that every prompt holds: a repetition penalty must see none that is not there.
             input_ids=torch.stack([prompt.input_ids[:1].expand(length) for prompt in prompts]).clone(),
-            mask=torch.zeros(len(ids), length, dtype=torch.int64),
-            positions=torch.zeros(len(prompts[0].positions), len(ids), length, dtype=torch.int64),
+            mask=torch.zeros(len(ids), length, dtype=torch.int64, device="cpu"),
+            positions=torch.zeros(len(prompts[0].positions), len(ids), length, dtype=torch.int64, device="cpu"),
         )
         for row, (prompt, span) in enumerate(zip(prompts, spans, strict=True)):
             start = length - len(ids[row])

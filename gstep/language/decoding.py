@@ -28,7 +28,7 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
 
     def __init__(self, decodings: Sequence[Decoding]) -> None:
         self._rows = [(row, d) for row, d in enumerate(decodings) if d.temperature > 0]
-        self._generators = {row: torch.Generator().manual_seed(d.seed) for row, d in self._rows}
+        self._generators = {row: torch.Generator("cpu").manual_seed(d.seed) for row, d in self._rows}
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not self._rows:
@@ -46,7 +46,7 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
         if decoding.top_p < 1.0:
             scores = TopPLogitsWarper(decoding.top_p)(input_ids, scores)
         # On the CPU and in float64, so that every device draws the same numbers.
-        uniform = torch.rand(scores.shape[-1], generator=generator, dtype=torch.float64).clamp_min(1e-300)
+        uniform = torch.rand(scores.shape[-1], generator=generator, dtype=torch.float64, device="cpu").clamp_min(1e-300)
         gumbel = -torch.log(-torch.log(uniform))
         return (scores[0] + gumbel.to(scores)).to(scores.dtype)
 
@@ -55,7 +55,7 @@ class RowLimits(StoppingCriteria):  # type: ignore[misc]
     """Each row ends at its own ``max_new_tokens``."""
 
     def __init__(self, decodings: Sequence[Decoding], prompt_length: int) -> None:
-        self._limits = torch.tensor([d.max_new_tokens for d in decodings])
+        self._limits = torch.tensor([d.max_new_tokens for d in decodings], device="cpu")
         self._prompt_length = prompt_length
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: object) -> Tensor:

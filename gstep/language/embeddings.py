@@ -35,5 +35,5 @@ class InputEmbeddings:
 
     def mean(self, text: str) -> Tensor:
         """[1,D] float32: the mean embedding of a text's tokens. Raises ValueError for an empty one."""
-        ids = torch.tensor(text_ids(self._tokenizer, text))
+        ids = torch.tensor(text_ids(self._tokenizer, text), device="cpu")
         return self._table[ids].float().mean(0, keepdim=True)

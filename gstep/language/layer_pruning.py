@@ -238,7 +238,7 @@ def short_mask(valid_BS: Tensor, past: int, hidden_BLD: Tensor, implementation: 
 def visual_places(input_ids: Tensor, video_token: int, kept: Sequence[int], newline: bool) -> Tensor:
     """[L] bool: the visual tokens of a prompt, without the newline that follows those of each video."""
     places = (input_ids == video_token).nonzero()[:, 0]
-    prunable = torch.zeros(len(input_ids), dtype=torch.bool)
+    prunable = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
     start = 0
     for count in kept:
         prunable[places[start : start + count]] = True

@@ -171,9 +171,9 @@ class LanguageModel:
         # The rows end where they are padded, so that each follows its prompt without a gap.
         inputs = [ids[:-1] for ids in continuations]
         width = max(map(len, inputs))
-        padded = torch.tensor([ids + [ids[0]] * (width - len(ids)) for ids in inputs])
-        here = torch.arange(width)
-        mask = (here < torch.tensor([[len(ids)] for ids in inputs])).long()
+        padded = torch.tensor([ids + [ids[0]] * (width - len(ids)) for ids in inputs], device="cpu")
+        here = torch.arange(width, device="cpu")
+        mask = (here < torch.tensor([[len(ids)] for ids in inputs], device="cpu")).long()
         start = prompt.positions[:, 0, -1:, None] + 1  # text follows text: the last position of a prompt is its own
         tail = Batch(padded, mask, (start + here).expand(-1, len(inputs), -1))
         output = self._forward(tail.after(prompt.rows([0] * len(inputs))), past=_rows(cache, [row] * len(inputs)))

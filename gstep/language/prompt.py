@@ -152,11 +152,11 @@ class PromptBuilder(ABC):
 
     def _text_segment(self, text: str) -> Segment:
         # Special tokens split a text wherever they stand, so pieces between placeholders get the ids of the whole.
-        ids = torch.tensor(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64)
-        return Segment(ids, torch.arange(len(ids)).expand(self.axes, -1), len(ids))
+        ids = torch.tensor(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64, device="cpu")
+        return Segment(ids, torch.arange(len(ids), device="cpu").expand(self.axes, -1), len(ids))
 
     def _placeholders(self, count: int) -> Tensor:
-        return torch.full((count,), self._video_id, dtype=torch.int64)
+        return torch.full((count,), self._video_id, dtype=torch.int64, device="cpu")
 
     def _render(self, messages: Sequence[Mapping[str, Any]], n_videos: int) -> str:
         for part in (part for message in messages for part in message["content"]):

@@ -85,7 +85,7 @@ class QwenPrompts(PromptBuilder):
         Grid.of(visual)
 
     def _contiguous(self, count: int) -> Segment:
-        return Segment(self._placeholders(count), torch.arange(count).expand(3, -1), count)
+        return Segment(self._placeholders(count), torch.arange(count, device="cpu").expand(3, -1), count)
 
 
 class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
@@ -105,13 +105,14 @@ class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
     def _times(self, visual: Visual, n_frames: int) -> Tensor:
         """[T] position of each temporal patch."""
         try:
-            seconds = torch.tensor(float(visual.extra["second_per_grid_ts"]))  # fp32, as the stock processor gives it
+            # float32, as the stock processor gives it
+            seconds = torch.tensor(float(visual.extra["second_per_grid_ts"]), dtype=torch.float32, device="cpu")
         except KeyError:
             raise ValueError("the cache does not tell the seconds of a temporal patch: prune the video again") from None
         if self.rule.whole_seconds:
             seconds = seconds.long()
         interval: Tensor = self.config.vision_config.tokens_per_second * seconds
-        return (torch.arange(n_frames) * interval).long()
+        return (torch.arange(n_frames, device="cpu") * interval).long()
 
 
 class Qwen3Prompts(QwenPrompts):
@@ -146,7 +147,8 @@ class Qwen3Prompts(QwenPrompts):
 
     def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         assert frame is not None
-        first, end = torch.searchsorted(visual.index, torch.tensor([frame, frame + 1]) * visual.tokens_per_frame)
+        edges = torch.tensor([frame, frame + 1], device=visual.index.device) * visual.tokens_per_frame
+        first, end = torch.searchsorted(visual.index, edges)
         kept = visual.index[first:end]  # ascending, so no frame needs a look at all tokens
         if self.policy.positions == "contiguous":
             return self._contiguous(len(kept))

@@ -14,6 +14,7 @@ from torch import Tensor
 from gstep.density import work_dtype
 from gstep.errors import MissingEvidence
 from gstep.pruners.checks import check_evidence, check_integer, check_tokens
+from gstep.selection.precision import full_precision
 from gstep.types import PrunedTokens, VisualTokens, budget_for
 
 
@@ -90,7 +91,8 @@ class Pruner(ABC):
 
     @abstractmethod
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        """Choose from the tokens [T,N,D]; called without gradients and outside autocast, with checked arguments.
+        """Choose from the tokens [T,N,D]; called without gradients and outside autocast, float32 multiplied in
+        full precision, with checked arguments.
 
         Args:
             visual: the tokens as they came, and the evidence that was asked for, on the tokens' device, in float32
@@ -136,6 +138,9 @@ class Pruner(ABC):
     ) -> PrunedTokens:
         """Prune one video's tokens [T,N,D]; the kept ones [B,D] come in ascending flat index, on the same device.
 
+        torch's defaults of dtype and device, and what a caller allows for float32 products, change nothing of it; the
+        encoder that made the tokens follows them.
+
         Raises:
             ValueError: tokens that are not finite [T,N,D] floats, a ratio outside (0, 1], a budget outside [1, T*N],
                 evidence that is not finite floats of the shape that fits the tokens.
@@ -149,7 +154,7 @@ class Pruner(ABC):
             raise MissingEvidence(f"method {self.name!r} needs evidence that was not given: {', '.join(missing)}")
         taken = {name: visual.evidence[name] for name in sorted(self.needs | self.optional) if name in visual.evidence}
         check_evidence(taken, n_frames, per_frame)
-        with torch.no_grad(), torch.autocast(visual.tokens.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(visual.tokens.device.type, enabled=False), full_precision():
             evidence = {name: value.to(visual.tokens.device, work_dtype(value)) for name, value in taken.items()}
             selection = self.select(replace(visual, evidence=evidence), kept, ratio, seed)
             return self._pack(visual.tokens, selection, ratio)

@@ -260,6 +260,6 @@ def merge(tokens_YD: Tensor, direction_YD: Tensor, giving_Y: Tensor, anchor_A: T
     nearest_Y = (direction_YD @ direction_YD[anchor_A].T).argmax(dim=1).masked_fill(~giving_Y, -1)
     mean_AD, count_A = assigned_mean(nearest_Y, tokens_YD, len(anchor_A))
     # The anchor weighs as much as each token that is merged into it, but never less than beta.
-    own_A1 = (1 / (count_A + 1)).clamp(min=beta)[:, None].to(mean_AD.dtype)
+    own_A1 = (count_A + 1).to(mean_AD.dtype).reciprocal().clamp(min=beta)[:, None]
     anchors_AD = tokens_YD[anchor_A]
     return torch.where(count_A[:, None] > 0, anchors_AD + (1 - own_A1) * (mean_AD - anchors_AD), anchors_AD)

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gstep.density import ZERO_DISTANCE, working_copy
+from gstep.density import ZERO_DISTANCE, level_copy
 from gstep.selection.products import Places, pair_products
 from gstep.selection.reference import densest_first, density_weight, starting_token
 from gstep.selection.subspace import MARGIN
@@ -83,7 +83,7 @@ def lazy_density_guided_fps(
     """
     if alpha == 0 and start == "density":
         return densest_first(density_M, budget)
-    first_1 = starting_token(start, working_copy(tokens_MD) if start == "isolated" else tokens_MD, density_M)
+    first_1 = starting_token(start, level_copy(tokens_MD) if start == "isolated" else tokens_MD, density_M)
     known = survey(Rows.of(tokens_MD), dims)
     search = _Search(known, density_M, budget, alpha, beta, candidates, counts or Counts())
     search.begin(first_1.numpy())

@@ -25,8 +25,9 @@ def pair_products(a_XD: Tensor, b_YD: Tensor, row: Places, column: Places) -> ND
     pattern = torch.sparse_csr_tensor(
         torch.from_numpy(starts),
         torch.from_numpy(column),
-        torch.zeros(len(column), dtype=a_XD.dtype),
+        a_XD.new_zeros(len(column)),
         size=(len(a_XD), len(b_YD)),
+        device=a_XD.device,
         check_invariants=False,
     )
     products: NDArray[np.floating] = torch.sparse.sampled_addmm(pattern, a_XD, b_YD.T, beta=0.0).values().numpy()
@@ -49,9 +50,9 @@ def _has_sampled_products() -> bool:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
         try:
-            one = torch.ones(1, 1)
-            first, place = torch.tensor([0, 1]), torch.tensor([0])
-            pattern = torch.sparse_csr_tensor(first, place, torch.zeros(1), size=(1, 1), check_invariants=False)
+            one = torch.ones(1, 1, dtype=torch.float32, device="cpu")
+            first, place = torch.tensor([0, 1], device="cpu"), torch.tensor([0], device="cpu")
+            pattern = torch.sparse_csr_tensor(first, place, one[0], size=(1, 1), device="cpu", check_invariants=False)
             return bool(torch.sparse.sampled_addmm(pattern, one, one, beta=0.0).values() == 1)
         except RuntimeError:
             return False

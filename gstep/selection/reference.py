@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gstep.density import floor_distance, row_slices, working_copy
+from gstep.density import floor_distance, level_copy, row_slices
 
 STARTS = ("density", "first", "isolated")
 
@@ -123,7 +123,7 @@ def density_guided_fps(
     if alpha == 0 and start == "density":
         return densest_first(density_M, budget)
     n_tokens = len(tokens_MD)
-    tokens_MD = working_copy(tokens_MD)
+    tokens_MD = level_copy(tokens_MD)
     picked_1 = starting_token(start, tokens_MD, density_M)
     rows_PD = pad(tokens_MD, (0, 0, 0, -n_tokens % _ROW_MULTIPLE)) if n_tokens % _ROW_MULTIPLE else tokens_MD
     inverse_P = inverse_norms(rows_PD)

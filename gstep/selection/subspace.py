@@ -36,10 +36,10 @@ class Subspace:
         By subspace iteration from random directions, seeded: two steps come within a few percent of the residual of the
         true components, at a fraction of their cost.
         """
-        held = torch.arange(len(directions_SD)) % 4 == 3
+        held = torch.arange(len(directions_SD), device="cpu") % 4 == 3
         made_SD, held_SD = directions_SD[~held], directions_SD[held]
-        seeded = torch.Generator().manual_seed(0)
-        basis_DK = torch.randn(made_SD.shape[1], dims, generator=seeded)
+        seeded = torch.Generator("cpu").manual_seed(0)
+        basis_DK = torch.randn(made_SD.shape[1], dims, generator=seeded, dtype=torch.float32, device="cpu")
         for _ in range(_STEPS):  # each product with X^T X stretches the basis along the principal directions
             basis_DK, _ = torch.linalg.qr(made_SD.T @ (made_SD @ basis_DK))
         outside = held_SD.square().sum(dim=1) - (held_SD @ basis_DK).square().sum(dim=1)

@@ -6,7 +6,7 @@ Shapes: M tokens, D hidden size, B budget, k dimensions of the bound.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gstep.density import work_dtype, working_scale
+from gstep.density import levelled, row_factors, work_dtype, working_scale
 from gstep.selection.products import Places
 from gstep.selection.reference import rounded_sqrt
 from gstep.selection.subspace import Subspace
@@ -23,19 +23,26 @@ Floats = NDArray[np.float64]
 
 _SAMPLE = (384, 2048)  # least and most tokens that decide and measure the subspace; of many, one in 24
 _NO_SUBSPACE = 0.95  # a residual that says as much of any two tokens as of two random ones
+_FAINT = 2.0**-80  # a square of a length so small that float32 may not hold it; or 0
 _CHUNK = 2**19  # elements of tokens that stay in a core's cache
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Tokens of any float dtype; converted to their work dtype and scaled a few at a time, so no whole copy exists."""
+    """Tokens of any float dtype; converted to their work dtype and scaled a few at a time, so no whole copy exists.
+
+    Attributes:
+        factor: [M], see gstep.density.row_factors; None where no row needs one.
+    """
 
     tokens: Tensor
-    scale: float
+    factor: Tensor | None
 
     @classmethod
     def of(cls, tokens: Tensor) -> Rows:
-        return cls(tokens, working_scale(tokens))
+        """Of 16-bit and float32 rows that are all small or mixed, only ``survey`` finds those that need a factor."""
+        known = tokens.dtype != torch.float64 and working_scale(tokens) == 1.0
+        return cls(tokens, None if known else row_factors(tokens))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -44,22 +51,20 @@ class Rows:
     @property
     def ready(self) -> bool:
         """Whether the tokens can be multiplied as they are."""
-        return self.tokens.dtype == self.dtype and self.scale == 1.0
+        return self.tokens.dtype == self.dtype and self.factor is None
 
     def take(self, places: Places) -> Tensor:
         """The rows at these places, converted."""
-        return self._worked(self.tokens.index_select(0, torch.from_numpy(places)))
+        place = torch.from_numpy(places)
+        factor = None if self.factor is None else self.factor[place]
+        return levelled(self.tokens.index_select(0, place), factor)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """All rows in turn, as many as a core's cache holds."""
         step = max(1, _CHUNK // self.tokens.shape[1])
         for start in range(0, len(self.tokens), step):
             part = slice(start, start + step)
-            yield part, self._worked(self.tokens[part])
-
-    def _worked(self, tokens: Tensor) -> Tensor:
-        tokens = tokens.to(self.dtype)
-        return tokens if self.scale == 1.0 else tokens * self.scale
+            yield part, levelled(self.tokens[part], None if self.factor is None else self.factor[part])
 
 
 class Survey(NamedTuple):
@@ -91,12 +96,14 @@ def survey(rows: Rows, dims: int | None = None) -> Survey:
     residual = None if subspace is None else subspace.residual
     if subspace is not None and subspace.residual > _NO_SUBSPACE:
         subspace = None
-    squared_M = torch.empty(n_tokens, dtype=rows.dtype)
-    coordinates = None if subspace is None else torch.empty(n_tokens, subspace.dims + 1)
+    squared_M = torch.empty(n_tokens, dtype=rows.dtype, device="cpu")
+    coordinates = None if subspace is None else subspace.basis.new_empty(n_tokens, subspace.dims + 1)
     for part, tokens in rows.chunks():
         squared_M[part] = tokens.square().sum(dim=1)
         if subspace is not None and coordinates is not None:
             coordinates[part] = subspace.coordinates(tokens, _inverse(squared_M[part]).float())
+    if rows.factor is None and squared_M.min() < _FAINT and (factor := row_factors(rows.tokens)) is not None:
+        return survey(replace(rows, factor=factor), dims)
     # Copies agree in their length and in their first and last channel; other tokens hardly ever do. Comparing three
     # numbers a token is far cheaper than comparing tokens.
     ends = rows.tokens[:, [0, -1]].double()
@@ -111,9 +118,9 @@ def survey(rows: Rows, dims: int | None = None) -> Survey:
 
 
 def _subspace(rows: Rows, dims: int) -> Subspace:
-    seeded = torch.Generator().manual_seed(0)
+    seeded = torch.Generator("cpu").manual_seed(0)
     size = min(max(len(rows.tokens) // 24, _SAMPLE[0]), _SAMPLE[1])
-    sample = torch.randperm(len(rows.tokens), generator=seeded)[:size]
+    sample = torch.randperm(len(rows.tokens), generator=seeded, device="cpu")[:size]
     tokens_SD = rows.take(sample.numpy()).float()
     return Subspace.of(tokens_SD * _inverse(tokens_SD.square().sum(dim=1)).float()[:, None], dims)
 
@@ -131,7 +138,7 @@ class Picks:
         coordinates = known.coordinates
         self.count = 0
         self.order = np.empty(budget, np.int64)
-        self.rows = torch.empty(budget, known.rows.tokens.shape[1], dtype=known.rows.dtype)
+        self.rows = known.rows.tokens.new_empty(budget, known.rows.tokens.shape[1], dtype=known.rows.dtype)
         self.inverse = np.empty(budget)
         self.coordinates = None if coordinates is None else coordinates.new_empty(budget, coordinates.shape[1])
         self._known = known

@@ -24,7 +24,7 @@ def engine_input(prompt: Prompt, video_token_id: int) -> Any:
     Raises ValueError for positions that vLLM does not serve: one number a token, with gaps.
     """
     items, one_axis = video_items(prompt, video_token_id), len(prompt.positions) == 1
-    if one_axis and not torch.equal(prompt.positions[0], torch.arange(len(prompt))):
+    if one_axis and not torch.equal(prompt.positions[0], torch.arange(len(prompt), device="cpu")):
         raise ValueError("vLLM counts the positions of this model itself: --positions original needs transformers")
     # LLaVA-OneVision has no positions to say: vLLM itself puts rows of this kind where their placeholders are.
     modality = "prompt_embeds" if one_axis else "video"
@@ -46,7 +46,9 @@ def _place(item: VideoItem) -> PlaceholderRange:
 
 
 def _with_positions(item: VideoItem) -> MultiModalKwargsItem:
-    return _fields(embeds=item.rows, positions=item.positions.contiguous(), extent=torch.tensor([item.extent]))
+    return _fields(
+        embeds=item.rows, positions=item.positions.contiguous(), extent=torch.tensor([item.extent], device="cpu")
+    )
 
 
 def _fields(**data: torch.Tensor) -> MultiModalKwargsItem:

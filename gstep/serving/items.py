@@ -101,7 +101,7 @@ def prompt_positions(videos: Iterable[tuple[int, Tensor, int]], n_tokens: int, a
     start = done = 0  # the position of the next token; tokens that have one
 
     for first, positions, extent in [*sorted(videos, key=lambda video: video[0]), (n_tokens, None, 0)]:
-        parts.append(torch.arange(start, start + first - done).expand(axes, -1))
+        parts.append(torch.arange(start, start + first - done, device="cpu").expand(axes, -1))
         start, done = start + first - done, first
         if positions is not None:
             parts.append(positions + start)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -69,3 +71,15 @@ def prune(
     budget = params.pop("budget", None)
     evidence = evidence_for(gstep.make_pruner(method, **params), tokens)
     return gstep.prune(tokens, retention_ratio, method, evidence=evidence, budget=budget, seed=seed, **params)
+
+
+@contextmanager
+def defaults(dtype: torch.dtype = torch.float32, device: str | None = None) -> Iterator[None]:
+    """What a caller may have set for all that it makes. Of the device "meta" nothing can be read."""
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)

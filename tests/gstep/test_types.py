@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
+from typing import Any
 
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,3 +36,35 @@ def test_budget_is_bounded_and_monotone(ratios: tuple[float, float], n_total: in
 @given(percent=st.integers(1, 100), n_total=st.integers(1, 100_000))
 def test_budget_of_a_percentage_is_exact(percent: int, n_total: int) -> None:
     assert gstep.budget_for(percent / 100, n_total) == max(1, percent * n_total // 100)
+
+
+def test_results_are_equal_where_all_their_tensors_are() -> None:
+    tokens = video(3, 8, 8)
+    pruned = prune(tokens)
+    assert pruned == prune(tokens) and pruned.at(0.25) == pruned
+    assert pruned != prune(tokens, 0.5) and pruned != prune(tokens, method="visionzip") and pruned != 1
+    others: dict[str, Any] = {"n_total": 25, "retention_ratio": 0.26, "merged": pruned.index > 3, "order": pruned.rank}
+    for item in fields(pruned):
+        value = getattr(pruned, item.name)
+        other = value + 1 if isinstance(value, torch.Tensor) else others[item.name]
+        assert pruned != replace(pruned, **{item.name: other}), item.name
+        if isinstance(value, torch.Tensor):
+            for unlike in (None, value.to(torch.float64 if value.is_floating_point() else torch.int32), value[:-1]):
+                assert pruned != replace(pruned, **{item.name: unlike}), item.name
+
+
+def test_visual_tokens_are_compared_with_their_evidence_and_deepstack() -> None:
+    tokens = video(3, 8, 8)
+    visual = gstep.VisualTokens(tokens, {"noise": tokens[0, 0]}, (tokens, tokens))
+    assert visual == gstep.VisualTokens(tokens.clone(), {"noise": tokens[0, 0].clone()}, (tokens.clone(), tokens))
+    for other in ({}, {"noise": tokens[0, 1]}, {"other": tokens[0, 0]}):
+        assert visual != replace(visual, evidence=other)
+    for other in ((), (tokens,), (tokens, -tokens)):
+        assert visual != replace(visual, deepstack=other)
+    assert visual != prune(tokens) and visual != replace(visual, tokens=-tokens)
+
+
+def test_what_is_compared_by_its_tensors_has_no_hash() -> None:
+    for value in (gstep.VisualTokens(video(3, 8, 8)), prune(video(3, 8, 8))):
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(value)

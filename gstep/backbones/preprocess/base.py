@@ -70,8 +70,10 @@ class Preprocessor(ABC):
 
         # The factor is folded into mean and std as the stock does: dividing x by 255 first is off by 5e-7.
         scale = 1.0 / (1 / 255)
-        mean = (torch.tensor(self.image_mean) * scale).to(device)[:, None, None]
-        std = (torch.tensor(self.image_std) * scale).to(device)[:, None, None]
+        mean, std = (
+            (torch.tensor(value, dtype=torch.float32, device="cpu") * scale).to(device)[:, None, None]
+            for value in (self.image_mean, self.image_std)
+        )
         pixels = as_frames(frames).to(device, non_blocking=True).permute(0, 3, 1, 2).to(torch.float32)
         return pixels.sub_(mean).div_(std).to(dtype).contiguous()
 

@@ -106,7 +106,7 @@ class TextTower:
         length = int(self.model.config.max_position_embeddings)
         end, pad = self.tokenizer.eos_token_id, self.tokenizer.pad_token_id
         rows = [[*ids[start : start + length - 1], end] for start in range(0, len(ids), length - 1)]
-        return torch.tensor([row + [pad] * (length - len(row)) for row in rows])
+        return torch.tensor([row + [pad] * (length - len(row)) for row in rows], device="cpu")
 
 
 def _tokenizer(source: TextTowerSource) -> Any:

@@ -1,14 +1,12 @@
-"""Density-guided farthest point sampling on a GPU from the dot products of all pairs, M * M * 4 bytes.
+"""Density-guided farthest point sampling on a GPU from the distances of all pairs, M * M * 12 bytes.
 
-They are computed at once, and then all steps of all videos of a batch, side by side, in one launch. Importing this
-needs Triton.
+They are computed at once, and then all steps in one launch. Importing this needs Triton.
 
-Shapes: M tokens, D hidden size, B budget, R rows, V videos of a batch, S the largest M there, rounded up.
+Shapes: M tokens, D hidden size, B budget, R rows, S their number rounded up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +14,13 @@ import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gstep.density import ZERO_DISTANCE, working_copy, working_scale
+from gstep.density import ZERO_DISTANCE, level_copy, row_factors, work_dtype
 from gstep.selection.gpu import kernels
 from gstep.selection.reference import NO_DISTANCE, density_weight, rounded_sqrt, starting_token
 
-_ROW_MULTIPLE = 16  # of the length of a Gram matrix's rows, which are then read 16 bytes at a time
+_ROW_MULTIPLE = 16  # of the length of a matrix's rows, which are then read 16 bytes at a time
 _GROUP = 8  # rows of tiles that are walked together
+_FOLD = (8, 256)  # products of a program that makes distances of them
 UNFUSED = {"enable_fp_fusion": False}  # gstep.selection.reference rounds after each operation
 
 
@@ -90,87 +89,83 @@ def prepare(
     """What the kernels work on; None where they cannot, as for float64 tokens. Arguments as of density_guided_fps."""
     if tokens_MD.dtype == torch.float64:
         return None
-    # Triton's interpreter, which is what runs on a CPU, multiplies bfloat16 by its bits as if they were integers.
-    raw = tokens_MD.is_cuda or tokens_MD.dtype != torch.bfloat16
-    tokens_MD = (tokens_MD if raw and working_scale(tokens_MD) == 1.0 else working_copy(tokens_MD)).contiguous()
     weight_M = density_weight(density_M, alpha, beta)
     if weight_M is None:
         return None
+    tokens_MD = _multiplied(tokens_MD)
+    tuning = tuning or default_tuning(tokens_MD.dtype, len(tokens_MD))
     return Task(
         tokens=tokens_MD,
-        inverse=_inverse_norms(tokens_MD),
+        inverse=_inverse_norms(tokens_MD, tuning),
         weight=weight_M,
-        start=starting_token(start, working_copy(tokens_MD) if start == "isolated" else tokens_MD, density_M),
+        start=starting_token(
+            start, tokens_MD.to(work_dtype(tokens_MD)) if start == "isolated" else tokens_MD, density_M
+        ),
         constants=torch.tensor([beta, ZERO_DISTANCE], dtype=torch.float64, device=tokens_MD.device),
         budget=budget,
-        tuning=tuning or default_tuning(tokens_MD.dtype, len(tokens_MD)),
+        tuning=tuning,
     )
 
 
-def _inverse_norms(tokens_MD: Tensor) -> Tensor:
-    """``gstep.selection.reference.inverse_norms`` with one order of summation for all rows."""
+def _multiplied(tokens_MD: Tensor) -> Tensor:
+    """Tokens as the kernels multiply them: in their own dtype, where no row lies far out."""
+    dtype = tokens_MD.dtype
+    if not tokens_MD.is_cuda and dtype == torch.bfloat16:
+        dtype = torch.float32  # Triton's interpreter multiplies bfloat16 by its bits as if they were integers
+    far = row_factors(tokens_MD) is not None
+    return (level_copy(tokens_MD) if far else tokens_MD).to(dtype).contiguous()
+
+
+def _inverse_norms(tokens_MD: Tensor, tuning: Tuning) -> Tensor:
+    """1 / L2 norm, [M] float64, 0 of a zero token, from the diagonal of the products: see ``kernels``."""
     n_tokens, hidden = tokens_MD.shape
     square_M = torch.empty(n_tokens, dtype=torch.float64, device=tokens_MD.device)
-    grid = (triton.cdiv(n_tokens, 16),)
-    kernels.squares_kernel[grid](tokens_MD, square_M, n_tokens, HIDDEN=hidden, BLOCK=16, BLOCK_D=128, num_warps=4)
+    grid = (triton.cdiv(n_tokens, tuning.block),)
+    kernels.squares_kernel[grid](tokens_MD, square_M, n_tokens, **tile_options(hidden, tuning))
     return rounded_sqrt(square_M).reciprocal().masked_fill(square_M == 0, 0.0)
 
 
 def gram_width(n_tokens: int) -> int:
-    """The length of the rows of a Gram matrix of ``n_tokens``."""
+    """The length of the rows of a matrix of ``n_tokens``."""
     return -(-n_tokens // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
-def fill_gram(task: Task, row_R: Tensor, gram_SS: Tensor) -> None:
-    """Write the dot products of tokens ``row_R`` into the first R rows and columns."""
-    n_rows = len(row_R)
+def distances(task: Task, row_R: Tensor) -> Tensor:
+    """[S,S] float64, of which the first R rows hold the distances of tokens ``row_R`` to each other, then zeros."""
+    n_rows, width = len(row_R), gram_width(len(row_R))
+    gram_SS = torch.empty(width, width, dtype=torch.float32, device=row_R.device)
     kernels.gram_kernel[(triton.cdiv(n_rows, task.tuning.block) ** 2,)](
-        task.tokens, row_R, gram_SS, n_rows, len(gram_SS), GROUP=_GROUP, **tile_options(task)
+        *(task.tokens, row_R, gram_SS, n_rows, width), GROUP=_GROUP, **tile_options(task.tokens.shape[1], task.tuning)
     )
+    distances_SS = torch.empty_like(gram_SS, dtype=torch.float64)
+    kernels.fold_kernel[(triton.cdiv(n_rows, _FOLD[0]), triton.cdiv(width, _FOLD[1]))](
+        *(row_R, task.inverse, task.constants, gram_SS, distances_SS, n_rows, width, *_FOLD), num_warps=4, **UNFUSED
+    )
+    return distances_SS
 
 
-def tile_options(task: Task) -> dict[str, int | bool]:
+def tile_options(hidden: int, tuning: Tuning) -> dict[str, int | bool]:
     """The launch options of all kernels that multiply tokens: the same ones, so that their dot products are, too."""
     return {
-        "HIDDEN": task.tokens.shape[1],
-        "BLOCK": task.tuning.block,
-        "BLOCK_D": task.tuning.block_hidden,
-        "num_warps": task.tuning.warps,
-        "num_stages": task.tuning.stages,
+        "HIDDEN": hidden,
+        "BLOCK": tuning.block,
+        "BLOCK_D": tuning.block_hidden,
+        "num_warps": tuning.warps,
+        "num_stages": tuning.stages,
         **UNFUSED,
     }
 
 
-def gram_form(tasks: Sequence[Task]) -> list[Tensor]:
-    """The picks of videos of one device, alpha and beta, [B] int64 each: a launch a video, then one for all steps."""
-    n_videos, device = len(tasks), tasks[0].tokens.device
-    width = gram_width(max(len(task.tokens) for task in tasks))
-    # Zeros, since the kernel reads whole rows: arithmetic on what memory happens to hold may raise.
-    gram_VSS = torch.zeros(n_videos, width, width, dtype=torch.float32, device=device)
-    row_S = torch.arange(width, device=device)
-    for task, gram_SS in zip(tasks, gram_VSS, strict=True):
-        fill_gram(task, row_S[: len(task.tokens)], gram_SS)
+def gram_form(task: Task) -> Tensor:
+    """The picks of a video, [B] int64: all distances, then one launch for all steps."""
+    n_tokens, device = len(task.tokens), task.tokens.device
+    row_M = torch.arange(n_tokens, device=device)
     # The start comes first, and any distance to it replaces what the others have.
-    distances = [torch.full_like(t.inverse, NO_DISTANCE).index_fill_(0, t.start, torch.inf) for t in tasks]
-    order_VB = torch.empty(n_videos, max(task.budget for task in tasks), dtype=torch.int64, device=device)
-    run_greedy(
-        gram_VSS,
-        row_S,
-        stack_padded(distances, width, -torch.inf),
-        stack_padded([task.weight for task in tasks], width, 1.0),
-        stack_padded([task.inverse for task in tasks], width, 0.0),
-        no_bar(device),
-        order_VB,
-        torch.zeros(n_videos, dtype=torch.int32, device=device),
-        torch.tensor([task.budget for task in tasks], dtype=torch.int32, device=device),
-        tasks[0].constants,
-    )
-    return [order_B[: task.budget] for task, order_B in zip(tasks, order_VB, strict=True)]
-
-
-def stack_padded(values: Sequence[Tensor], width: int, filling: float) -> Tensor:
-    """[V, width] from V tensors of up to ``width`` numbers."""
-    return torch.stack([pad(value, (0, width - len(value)), value=filling) for value in values])
+    distance_M = torch.full_like(task.inverse, NO_DISTANCE).index_fill_(0, task.start, torch.inf)
+    order_B = torch.empty(task.budget, dtype=torch.int64, device=device)
+    count_1 = torch.zeros(1, dtype=torch.int32, device=device)
+    run_greedy(task, row_M, distance_M, no_bar(device), order_B, count_1)
+    return order_B
 
 
 def no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -179,35 +174,26 @@ def no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
     return key_1, torch.zeros(1, dtype=torch.int32, device=device)
 
 
+def parts(width: int) -> tuple[int, int, int]:
+    """Three powers of 2, of at least 16, whose sum is ``width`` or little more: what a tile's length may be."""
+    largest = max(16, 1 << (width.bit_length() - 1))
+    second = max(16, 1 << (max(width - largest, 1).bit_length() - 1))
+    return largest, second, max(16, triton.next_power_of_2(max(width - largest - second, 1)))
+
+
 def run_greedy(
-    gram_VSS: Tensor,
-    row_S: Tensor,
-    distance_VS: Tensor,
-    weight_VS: Tensor,
-    inverse_VS: Tensor,
-    bar: tuple[Tensor, Tensor],
-    order_VB: Tensor,
-    count_V: Tensor,
-    budget_V: Tensor,
-    constants_2: Tensor,
-) -> None:
-    """Launch ``greedy_kernel``, whose docstring says what each argument is; distances, order and count change."""
-    n_videos, width = distance_VS.shape
-    block = triton.next_power_of_2(width)
-    kernels.greedy_kernel[(n_videos,)](
-        gram_VSS,
-        row_S,
-        distance_VS,
-        weight_VS,
-        inverse_VS,
-        *bar,
-        order_VB,
-        count_V,
-        budget_V,
-        constants_2,
-        width,
-        order_VB.shape[1],
-        BLOCK=block,
-        num_warps=min(32, max(4, block // 128)),  # a row's load of 16 bytes a thread, up to the most threads there are
+    task: Task, row_R: Tensor, distance_R: Tensor, bar: tuple[Tensor, Tensor], order_B: Tensor, count_1: Tensor
+) -> Tensor:
+    """Launch ``greedy_kernel`` on tokens ``row_R``: see there; order and count change. The distances after it, [R]."""
+    distances_SS = distances(task, row_R)
+    width, n_rows = len(distances_SS), len(row_R)
+    distance_S = pad(distance_R, (0, width - n_rows), value=-torch.inf)
+    weight_S = pad(task.weight[row_R], (0, width - n_rows), value=1.0)
+    largest, second, third = parts(width)
+    kernels.greedy_kernel[(1,)](
+        *(distances_SS, row_R, distance_S, weight_S, *bar, order_B, count_1, task.constants, width, task.budget),
+        *(largest, second, third),
+        num_warps=min(32, max(4, largest // 128)),  # a row's load of 16 bytes a thread, up to the most there are
         **UNFUSED,
     )
+    return distance_S[:n_rows]

@@ -4,14 +4,17 @@ them.
 Checked in Triton's interpreter on a CPU against ``gstep.selection.reference``, and compiled for sm_80 and sm_90.
 Neither run nor measured on a GPU yet: what is said of speed is arithmetic.
 
-Shapes: M tokens, D = HIDDEN size, R rows that a launch looks at (all tokens or some), S their number rounded up, V
-videos.
+Shapes: M tokens, D = HIDDEN size, R rows that a launch looks at (all tokens or some), S their number rounded up.
 
 Every distance is 1 - dot * (a's inverse norm * b's): the products of raw tokens accumulated in float32, scaled in
 float64 without fused multiply-adds (launch with ``enable_fp_fusion=False``), which is what
 ``gstep.selection.reference`` computes. Where float32 holds the dot products exactly, distances are therefore bit-equal
 to its own; and so is what they are ranked by, the key (distance + beta) * weight, for which no kernel takes a logarithm
 or a power.
+
+Norms are square roots of such products, too. Tensor cores drop bits as they accumulate, so that a product of thousands
+of channels is short by more than ZERO_DISTANCE of itself: with exact norms a token would be so far from its own copy.
+With norms that are as short, it is at distance 0.
 
 Copies of a token are at bit-equal distances, so that their ties go to the lowest index: all products come from
 ``_dots``, where each is accumulated over D in the same order, wherever in a tile or a grid it lies and whichever of its
@@ -58,19 +61,20 @@ def squares_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """The squared L2 norms of tokens, float64. Grid: (ceil(M / BLOCK),).
+    """The product of each token with itself, float64. Grid: (ceil(M / BLOCK),)."""
+    row = tl.arange(0, BLOCK)
+    token = tl.program_id(0) * BLOCK + row
+    inside = tl.minimum(token, n_tokens - 1)
+    dots = _dots(tokens_ptr, inside, inside, HIDDEN, BLOCK, BLOCK_D)
+    square = tl.sum(tl.where(row[:, None] == row[None, :], dots, 0.0), 1)
+    tl.store(squares_ptr + token, square.to(tl.float64), mask=token < n_tokens)
 
-    torch's own reduction sums rows in another order where there are few: copies in two of its launches may differ.
-    """
-    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    offset = tl.arange(0, BLOCK_D)
-    row_ptr = tokens_ptr + token.to(tl.int64)[:, None] * HIDDEN + offset[None, :]
-    total = tl.zeros((BLOCK, BLOCK_D), tl.float64)
-    for start in range(0, HIDDEN, BLOCK_D):
-        inside = (token < n_tokens)[:, None] & (start + offset < HIDDEN)[None, :]
-        value = tl.load(row_ptr + start, mask=inside, other=0.0).to(tl.float64)
-        total += value * value
-    tl.store(squares_ptr + token, tl.sum(total, 1), mask=token < n_tokens)
+
+@triton.jit
+def _distance(dot: tl.tensor, inverse: tl.tensor, zero_distance: tl.tensor) -> tl.tensor:
+    """Cosine distance, float64; what lies below ``zero_distance`` is 0."""
+    distance = 1.0 - dot.to(tl.float64) * inverse
+    return tl.where(distance >= zero_distance, distance, 0.0)
 
 
 @triton.jit
@@ -112,10 +116,32 @@ def gram_kernel(
 
 
 @triton.jit
-def _distance(dot: tl.tensor, inverse: tl.tensor, zero_distance: tl.tensor) -> tl.tensor:
-    """Cosine distance, float64; what lies below ``zero_distance`` is 0."""
-    distance = 1.0 - dot.to(tl.float64) * inverse
-    return tl.where(distance >= zero_distance, distance, 0.0)
+def fold_kernel(
+    row_ptr: tl.tensor,
+    inverse_ptr: tl.tensor,
+    constants_ptr: tl.tensor,
+    gram_ptr: tl.tensor,
+    distances_ptr: tl.tensor,
+    n_rows: tl.tensor,
+    stride: tl.tensor,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """The distances of tokens ``row_ptr`` [R] from their dot products, [R, stride] both; columns from R on become 0.
+
+    In float64, because float32 would make ties of distances that the plain form tells apart. Apart from
+    ``gram_kernel``, whose tile in float64 no registers would hold. Grid: (ceil(R / ROWS), ceil(stride / BLOCK)).
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < n_rows)[:, None] & (column < n_rows)[None, :]
+    place = row.to(tl.int64)[:, None] * stride + column[None, :]
+    of_row = tl.load(inverse_ptr + tl.load(row_ptr + tl.minimum(row, n_rows - 1)))
+    of_column = tl.load(inverse_ptr + tl.load(row_ptr + tl.minimum(column, n_rows - 1)))
+    dots = tl.load(gram_ptr + place, mask=inside, other=0.0)
+    distance = _distance(dots, of_row[:, None] * of_column[None, :], tl.load(constants_ptr + 1))
+    whole = (row < n_rows)[:, None] & (column < stride)[None, :]
+    tl.store(distances_ptr + place, tl.where(inside, distance, 0.0), mask=whole)
 
 
 @triton.jit
@@ -155,64 +181,79 @@ def refresh_kernel(
 
 
 @triton.jit
-def _highest(key: tl.tensor, place: tl.tensor, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """The highest key, and the lowest place that has it."""
-    top = tl.max(key, 0)
-    return top, tl.min(tl.where(key == top, place, BLOCK), 0)
+def _highest(
+    distance: tl.tensor, weight: tl.tensor, beta: tl.tensor, first: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The highest key of places from ``first`` on, and the lowest place that has it."""
+    top, at = tl.max((distance + beta) * weight, 0, return_indices=True, return_indices_tie_break_left=True)
+    return top, at + first
+
+
+@triton.jit
+def _nearer(distance: tl.tensor, row_ptr: tl.tensor, place: tl.tensor, width: tl.tensor, best: tl.tensor) -> tl.tensor:
+    """Eq. (10) after the pick at ``best``, which ``row_ptr`` has the distances to."""
+    found = tl.load(row_ptr + place, mask=place < width, other=0.0, eviction_policy="evict_first")
+    return tl.where(place == best, -float("inf"), tl.minimum(distance, found))
 
 
 @triton.jit
 def greedy_kernel(
-    gram_ptr: tl.tensor,
+    distances_ptr: tl.tensor,
     row_ptr: tl.tensor,
     distance_ptr: tl.tensor,
     weight_ptr: tl.tensor,
-    inverse_ptr: tl.tensor,
     bar_ptr: tl.tensor,
     bar_place_ptr: tl.tensor,
     order_ptr: tl.tensor,
     count_ptr: tl.tensor,
-    budget_ptr: tl.tensor,
     constants_ptr: tl.tensor,
     width: tl.tensor,
-    order_width: tl.tensor,
-    BLOCK: tl.constexpr,
+    budget: tl.tensor,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
 ) -> None:
-    """Eqs. (10)-(12), one pick after the other, until a video's budget is spent or no row passes the bar. Grid: (V,).
+    """Eqs. (10)-(12), one pick after the other, until the budget is spent or no row passes the bar. Grid: (1,).
 
-    One program a video, which keeps its distances in registers; ``width`` is S, BLOCK the next power of 2. The loop
-    stays in one piece, for all its state would have to be passed on.
-    ``gram_ptr`` [V, S, S] float32; ``distance_ptr`` [V, S] float64, -inf for what is picked or padding, is left as it
-    is after the last pick; weight and inverse norm [V, S] float64. ``row_ptr`` [S]: each row's token, ascending.
+    One program keeps all distances in registers, in three parts of A, B and C places, which are powers of 2 and
+    together ``width`` S or little more. The loop stays in one piece, for all its state would have to be passed on.
+    ``distances_ptr`` [S, S] float64; ``distance_ptr`` [S] float64, -inf for what is picked or padding, is left as it is
+    after the last pick; weight [S] float64. ``row_ptr`` [S]: each row's token, ascending.
     The bar is the best token that is no row here: its key in ``bar_ptr`` [1], and how many rows come before it by
-    index; -inf and 0 where there is none. ``order_ptr`` [V, order_width] int64 and ``count_ptr`` [V] go on from what
-    they hold.
+    index; -inf and 0 where there is none. ``order_ptr`` [budget] int64 and ``count_ptr`` [1] go on from what they hold.
     """
-    video = tl.program_id(0).to(tl.int64)
-    beta, zero_distance = tl.load(constants_ptr), tl.load(constants_ptr + 1)
+    beta = tl.load(constants_ptr)
     bar_key, bar_place = tl.load(bar_ptr), tl.load(bar_place_ptr)
-    gram_ptr += video * width * width
-    order_ptr += video * order_width
-    inverse_ptr += video * width
-    count = tl.load(count_ptr + video)
-    budget = tl.load(budget_ptr + video)
-    place = tl.arange(0, BLOCK)
+    count = tl.load(count_ptr)
+    place_a = tl.arange(0, A)
+    place_b = A + tl.arange(0, B)
+    place_c = A + B + tl.arange(0, C)
     # The bound is a multiple of 16 known to the compiler, so that these and the rows below are loads of 16 bytes.
-    inside = place < width
-    distance = tl.load(distance_ptr + video * width + place, mask=inside, other=-float("inf"))
-    weight = tl.load(weight_ptr + video * width + place, mask=inside, other=1.0)
-    inverse = tl.load(inverse_ptr + place, mask=inside, other=0.0)
+    distance_a = tl.load(distance_ptr + place_a, mask=place_a < width, other=-float("inf"))
+    distance_b = tl.load(distance_ptr + place_b, mask=place_b < width, other=-float("inf"))
+    distance_c = tl.load(distance_ptr + place_c, mask=place_c < width, other=-float("inf"))
+    weight_a = tl.load(weight_ptr + place_a, mask=place_a < width, other=1.0)
+    weight_b = tl.load(weight_ptr + place_b, mask=place_b < width, other=1.0)
+    weight_c = tl.load(weight_ptr + place_c, mask=place_c < width, other=1.0)
     going = count < budget
     while going:
-        top, best = _highest((distance + beta) * weight, place, BLOCK)
+        top, best = _highest(distance_a, weight_a, beta, 0)
+        top_b, best_b = _highest(distance_b, weight_b, beta, A)
+        top_c, best_c = _highest(distance_c, weight_c, beta, A + B)
+        best = tl.where(top_b > top, best_b, best)  # equals stay with the lower place
+        top = tl.maximum(top, top_b)
+        best = tl.where(top_c > top, best_c, best)
+        top = tl.maximum(top, top_c)
         going = (top > bar_key) | ((top == bar_key) & (best < bar_place))
         if going:
-            row = gram_ptr + best.to(tl.int64) * width + place
-            dot = tl.load(row, mask=inside, other=0.0, eviction_policy="evict_first")
-            nearer = _distance(dot, inverse * tl.load(inverse_ptr + best), zero_distance)
-            distance = tl.where(place == best, -float("inf"), tl.minimum(distance, nearer))
+            row = distances_ptr + best.to(tl.int64) * width
+            distance_a = _nearer(distance_a, row, place_a, width, best)
+            distance_b = _nearer(distance_b, row, place_b, width, best)
+            distance_c = _nearer(distance_c, row, place_c, width, best)
             tl.store(order_ptr + count, tl.load(row_ptr + best))
             count += 1
             going = count < budget
-    tl.store(distance_ptr + video * width + place, distance, mask=inside)
-    tl.store(count_ptr + video, count)
+    tl.store(distance_ptr + place_a, distance_a, mask=place_a < width)
+    tl.store(distance_ptr + place_b, distance_b, mask=place_b < width)
+    tl.store(distance_ptr + place_c, distance_c, mask=place_c < width)
+    tl.store(count_ptr, count)

@@ -12,7 +12,6 @@ Shapes: M tokens, D hidden size, B budget.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -20,11 +19,9 @@ from torch import Tensor
 
 from gstep.selection.reference import density_guided_fps
 
-Video = tuple[Tensor, Tensor, int]
-
 #: Up to so many tokens one program holds a video's distances in registers.
 MAX_GRAM_TOKENS = 8192
-_MEMORY_SHARE = 0.5  # of the free memory, that Gram matrices may take
+_MEMORY_SHARE = 0.5  # of the free memory, that the distances of all pairs may take
 _MIN_ALPHA = 0.05  # below, keys order tokens less finely than scores do
 
 _reported: list[str] = []  # why the kernels failed in this process, the first time
@@ -44,77 +41,42 @@ def select_on_gpu(
 
     Give 16-bit tokens as the encoder made them: tensor cores multiply them and accumulate in float32. float32 tokens
     are multiplied in float32, never TF32; float64 ones, alpha below 0.05 and extreme beta are left to the plain form.
-    """
-    return select_batch_on_gpu([(tokens_MD, density_M, budget)], alpha=alpha, beta=beta, start=start)[0]
-
-
-def select_batch_on_gpu(
-    videos: Sequence[Video], *, alpha: float = 0.5, beta: float = 1e-6, start: str = "density"
-) -> list[Tensor]:
-    """``select_on_gpu`` of videos (tokens [M,D], density [M], budget) on one device that may differ in all else.
 
     Any failure of the kernels is warned of, once a process, and answered by the plain form. Only what the GPU reports
     after the launches (a sticky CUDA error) cannot be: no further work on that GPU would succeed.
     """
-    if videos and alpha >= _MIN_ALPHA and not _broken:
-        device = videos[0][0].device
+    if alpha >= _MIN_ALPHA and not _broken:
+        device = tokens_MD.device
         try:
             with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                return _select(videos, alpha, beta, start)
+                order_B = _select(tokens_MD, density_M, budget, alpha, beta, start)
+            if order_B is not None:
+                return order_B
         except Exception as error:  # noqa: BLE001 - whatever fails, the plain form has the answer
             _report(error)
-    return [_plain(video, alpha, beta, start) for video in videos]
+    return density_guided_fps(tokens_MD, density_M, budget, alpha=alpha, beta=beta, start=start)
 
 
-def _select(videos: Sequence[Video], alpha: float, beta: float, start: str) -> list[Tensor]:
+def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, beta: float, start: str) -> Tensor | None:
+    """None where the kernels do not serve."""
     from gstep.selection.gpu import check, gram, lazy  # noqa: PLC0415 - Triton need not be there
 
-    tasks = [gram.prepare(*video, alpha=alpha, beta=beta, start=start) for video in videos]
-    for task in tasks:
-        if task is not None and task.tokens.is_cuda:
-            check.check_kernels(task.tokens.device, task.tokens.dtype, task.tokens.shape[1])
-    orders: dict[int, Tensor] = {}
-    widths = {at: gram.gram_width(len(task.tokens)) for at, task in enumerate(tasks) if task is not None}
-    for batch in gram_batches(widths, _memory_for_grams(videos[0][0].device)):
-        orders.update(zip(batch, gram.gram_form([task for at in batch if (task := tasks[at])]), strict=True))
-    for at, task in enumerate(tasks):
-        if at not in orders:
-            orders[at] = _plain(videos[at], alpha, beta, start) if task is None else lazy.LazyForm(task).select()
-    return [orders[at] for at in range(len(videos))]
+    task = gram.prepare(tokens_MD, density_M, budget, alpha=alpha, beta=beta, start=start)
+    if task is None:
+        return None
+    if task.tokens.is_cuda:
+        check.check_kernels(task.tokens.device, task.tokens.dtype, task.tokens.shape[1])
+    width = gram.gram_width(len(task.tokens))
+    fits = width <= MAX_GRAM_TOKENS and width * width * 12 <= _memory_for_distances(task.tokens.device)
+    return gram.gram_form(task) if fits else lazy.LazyForm(task).select()
 
 
-def gram_batches(widths: dict[int, int], n_bytes: float) -> Iterator[list[int]]:
-    """The videos that the Gram form serves, in batches whose matrices take at most ``n_bytes`` together.
-
-    ``widths``: the length of the rows of each video's matrix. Videos of a batch differ in it by less than a half, as
-    all are given room for the widest. What fits in no batch is left out.
-    """
-    batch: list[int] = []
-    widest = 0
-    for at in sorted(widths, key=lambda at: -widths[at]):
-        width = widths[at]
-        if width > MAX_GRAM_TOKENS or width * width * 4 > n_bytes:
-            continue
-        if batch and (2 * width <= widest or (len(batch) + 1) * widest * widest * 4 > n_bytes):
-            yield batch
-            batch = []
-        widest = widest if batch else width
-        batch.append(at)
-    if batch:
-        yield batch
-
-
-def _memory_for_grams(device: torch.device) -> float:
+def _memory_for_distances(device: torch.device) -> float:
     """Bytes; on a CPU, which is Triton's interpreter, there is no limit."""
     if device.type != "cuda":
         return float("inf")
     free, _ = torch.cuda.mem_get_info(device)
     return _MEMORY_SHARE * (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-
-
-def _plain(video: Video, alpha: float, beta: float, start: str) -> Tensor:
-    tokens_MD, density_M, budget = video
-    return density_guided_fps(tokens_MD, density_M, budget, alpha=alpha, beta=beta, start=start)
 
 
 def _report(error: Exception) -> None:

@@ -3,7 +3,7 @@
 Distances only shrink, so that a key computed against earlier picks is an upper bound. A round takes the K best such
 keys, brings them up to date, and runs the exact greedy among them for as long as it beats the best other one.
 
-Importing this needs Triton. Shapes: M tokens, D hidden size, B budget, K candidates of a round, S = K rounded up.
+Importing this needs Triton. Shapes: M tokens, D hidden size, B budget, K candidates of a round.
 """
 
 from __future__ import annotations
@@ -13,15 +13,7 @@ import triton
 from torch import Tensor
 
 from gstep.selection.gpu import kernels
-from gstep.selection.gpu.gram import (
-    Task,
-    fill_gram,
-    gram_width,
-    no_bar,
-    run_greedy,
-    stack_padded,
-    tile_options,
-)
+from gstep.selection.gpu.gram import Task, no_bar, run_greedy, tile_options
 from gstep.selection.reference import NO_DISTANCE
 
 
@@ -42,7 +34,6 @@ class LazyForm:
         self.order_B = torch.zeros(task.budget, dtype=torch.int64, device=device)
         self.order_B[:1] = task.start
         self.count_1 = torch.ones(1, dtype=torch.int32, device=device)
-        self._budget_1 = torch.full_like(self.count_1, task.budget)
         self._every_M = torch.arange(n_tokens, device=device)
         self._refresh(self._every_M, 1)
         self.mark_M.fill_(1)
@@ -70,24 +61,9 @@ class LazyForm:
         row_K, bar = self._candidates()
         # Tokens that are equally far behind stand together: each tile of them catches up from its own last mark.
         self._refresh(row_K[self.mark_M[row_K].argsort()], most_picks)
-        width = gram_width(len(row_K))
-        gram_SS = torch.zeros(width, width, dtype=torch.float32, device=row_K.device)
-        fill_gram(task, row_K, gram_SS)
-        distance_1S = stack_padded([self.distance_M[row_K]], width, -torch.inf)
-        run_greedy(
-            gram_SS,
-            row_K,
-            distance_1S,
-            stack_padded([task.weight[row_K]], width, 1.0),
-            stack_padded([task.inverse[row_K]], width, 0.0),
-            bar,
-            self.order_B[None],
-            self.count_1,
-            self._budget_1,
-            task.constants,
-        )
-        # All of them now know all picks: those before by the refresh, those of this round by their Gram matrix.
-        self.distance_M[row_K] = distance_1S[0, : len(row_K)]
+        distance_K = run_greedy(task, row_K, self.distance_M[row_K], bar, self.order_B, self.count_1)
+        # All of them now know all picks: those before by the refresh, those of this round by their distances.
+        self.distance_M[row_K] = distance_K
         self.mark_M[row_K] = self.count_1
 
     def _candidates(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -122,5 +98,5 @@ class LazyForm:
             self.count_1,
             task.constants,
             len(row_R),
-            **tile_options(task),
+            **tile_options(task.tokens.shape[1], task.tuning),
         )

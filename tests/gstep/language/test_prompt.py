@@ -15,6 +15,7 @@ from gstep.errors import ModelError
 from gstep.language import prompt_builder
 from tests.gstep.language.prompts import QWEN, builder, text_of, video
 from tests.gstep.llms import FAMILIES, stock
+from tests.gstep.synthetic import defaults
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -155,3 +156,14 @@ def test_a_damaged_tokenizer_is_refused(folder, content):
     (folder / "tokenizer.json").write_text(content)
     with pytest.raises(ModelError, match=r"no tokenizer that can be loaded.*download it again"):
         prompt_builder(ModelSource.resolve(folder))
+
+
+@pytest.mark.parametrize("positions", ["original", "contiguous"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_default_dtype_and_device_change_no_prompt(name, positions):
+    visual = video(name, index=[3, 30, 77])
+    expected = builder(name, positions).build("And then?", [visual])
+    with defaults(torch.bfloat16, "meta"):
+        prompt = builder(name, positions).build("And then?", [visual])
+    assert torch.equal(prompt.input_ids, expected.input_ids)
+    assert torch.equal(prompt.positions, expected.positions)

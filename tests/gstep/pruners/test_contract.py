@@ -127,17 +127,6 @@ def test_gradients_strides_and_autocast_do_not_matter(method: str, params: dict[
         assert_same(prune(tokens.clone(), method=method, **params), expected)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_default_dtype_does_not_matter(method: str) -> None:
-    tokens = video(5, 13, 8)
-    expected = prune(tokens, method=method)
-    torch.set_default_dtype(torch.float64)
-    try:
-        assert_same(prune(tokens, method=method), expected)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize(("method", "params"), CASES)

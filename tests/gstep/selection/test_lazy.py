@@ -16,7 +16,7 @@ from gstep.selection.lazy import Counts, lazy_density_guided_fps
 from gstep.selection.reference import STARTS, density_guided_fps
 from tests.gstep.oracle import exact_tokens, oracle
 from tests.gstep.selection.videos import KINDS, density, video
-from tests.gstep.synthetic import FLOATS, edge_videos
+from tests.gstep.synthetic import FLOATS, edge_videos, prune
 
 BLOCKS = [1, 5, 64, None]
 
@@ -122,6 +122,42 @@ def test_extreme_magnitudes_change_nothing(scale: float) -> None:
     expected = lazy_density_guided_fps(tokens, rho, 150)
     assert torch.equal(lazy_density_guided_fps(tokens * scale, rho, 150), expected)
     assert torch.equal(lazy_density_guided_fps(tokens.float() * scale, rho, 150), expected)
+
+
+RANGES = {  # powers of two that rows are multiplied by, from and to: exact, and cosines stay as they are
+    "float64 alike": (torch.float64, 140, 140),
+    "float64 beyond float32": (torch.float64, -300, 300),
+    "float64 to its ends": (torch.float64, -1040, 1000),
+    "float32 spread": (torch.float32, -37, 37),
+    "float32 small": (torch.float32, -74, 0),
+    "float32 to its ends": (torch.float32, -130, 120),
+    "bfloat16 large": (torch.bfloat16, 0, 74),
+}
+
+
+@pytest.mark.parametrize("dims", [0, 16])
+@pytest.mark.parametrize("name", RANGES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ranges_of_norms_change_nothing(kind: str, name: str, dims: int) -> None:
+    dtype, low, high = RANGES[name]
+    tokens = video(kind, 10, 50, 256).flatten(0, 1)
+    tokens[100], tokens[7:9] = 0, tokens[3]
+    exponent = np.random.default_rng(0).integers(low, high + 1, len(tokens))
+    exponent[7] = exponent[8] = exponent[3]
+    spread = torch.from_numpy(np.ldexp(tokens.double().numpy(), exponent[:, None])).to(dtype)
+    rho = density(tokens[None])
+    expected = density_guided_fps(tokens.to(dtype), rho, 125).tolist()
+    assert density_guided_fps(spread, rho, 125).tolist() == expected
+    ours = lazy_density_guided_fps(spread, rho, 125, dims=dims).tolist()
+    assert ours == lazy_density_guided_fps(tokens.to(dtype), rho, 125, dims=dims).tolist()
+    assert set(ours) == set(expected)
+
+
+def test_float64_tokens_beyond_float32_are_pruned_alike() -> None:
+    tokens = video("low rank", 12, 49, 384).double()
+    expected = prune(tokens)
+    pruned = prune(tokens * 1e38)
+    assert torch.equal(pruned.index, expected.index)
 
 
 def test_few_products_where_tokens_are_alike_and_no_bound_where_they_are_not() -> None:

@@ -8,6 +8,7 @@ from gstep.backbones.llava_onevision import DEFAULTS
 from gstep.backbones.preprocess.base import check_settings, rgb_triple
 from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
 from gstep.errors import ModelError
+from tests.gstep.synthetic import defaults
 
 CLIP = FixedSizePreprocessor.from_settings(DEFAULTS)
 
@@ -61,3 +62,11 @@ def test_settings_that_are_not_there_are_the_implemented_ones():
     assert rgb_triple({"image_mean": [0, 0.5, 1]}, "image_mean") == (0.0, 0.5, 1.0)
     with pytest.raises(ModelError, match="not three numbers"):
         rgb_triple({"image_mean": [0.5, 0.5]}, "image_mean")
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_default_dtype_and_device_change_no_pixel(default):
+    frames = random_frames(2, 50, 70, 3)
+    expected = CLIP.normalise(CLIP.resize(frames, (384, 384)), "cpu", torch.float32)
+    with defaults(default, "meta"):
+        assert torch.equal(CLIP.normalise(CLIP.resize(frames, (384, 384)), "cpu", torch.float32), expected)

@@ -16,12 +16,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gstep.selection.gpu import check, launch
+from gstep.selection import reference
+from gstep.selection.gpu import check, gram, launch
 from gstep.selection.gpu.check import check_forms
-from gstep.selection.gpu.gram import Task, Tuning, default_tuning, gram_form, prepare
-from gstep.selection.gpu.launch import select_batch_on_gpu, select_on_gpu
+from gstep.selection.gpu.gram import Task, Tuning, default_tuning, gram_form, parts, prepare
+from gstep.selection.gpu.launch import select_on_gpu
 from gstep.selection.gpu.lazy import LazyForm
 from gstep.selection.reference import STARTS, density_guided_fps
+from tests.gstep.synthetic import defaults
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -51,7 +53,7 @@ def select(
     sizes = tuning(tokens.dtype, candidates, rounds)
     task = prepare(tokens.to(DEVICE), rho.to(DEVICE), budget, alpha=alpha, beta=beta, start=start, tuning=sizes)
     assert task is not None
-    order = gram_form([task])[0] if form == "gram" else LazyForm(task).select()
+    order = gram_form(task) if form == "gram" else LazyForm(task).select()
     assert order.dtype == torch.int64
     return order.tolist()
 
@@ -148,19 +150,16 @@ def test_any_budget(form: str, n_tokens: int, budget: int) -> None:
     assert select(form, tokens.half(), rho, budget) == density_guided_fps(tokens.half(), rho, budget).tolist()
 
 
-def test_batches_of_both_forms_and_the_plain_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_forms_and_the_plain_one_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MAX_GRAM_TOKENS", 64)
     budgets = {20: 20, 65: 9, 33: 1, 50: 17, 64: 12}
-    videos = [
-        (grid(size, 6, 2, size).to(dtype), levels(size, size), budget)
-        for (size, budget), dtype in zip(budgets.items(), [*DTYPES, torch.float64, torch.float16], strict=True)
-    ]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RuntimeWarning)
-        orders = select_batch_on_gpu([(tokens.to(DEVICE), rho.to(DEVICE), budget) for tokens, rho, budget in videos])
+    for (size, budget), dtype in zip(budgets.items(), [*DTYPES, torch.float64, torch.float16], strict=True):
+        tokens, rho = grid(size, 6, 2, size).to(dtype), levels(size, size)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            order = select_on_gpu(tokens.to(DEVICE), rho.to(DEVICE), budget)
+        assert order.tolist() == density_guided_fps(tokens, rho, budget).tolist()
     assert not launch._broken
-    assert [order.tolist() for order in orders] == [density_guided_fps(*video).tolist() for video in videos]
-    assert select_batch_on_gpu([]) == []
 
 
 @pytest.mark.parametrize("scale", [2.0**100, 2.0**-100])
@@ -171,15 +170,92 @@ def test_extreme_magnitudes_change_nothing(scale: float) -> None:
     assert not launch._broken
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dtype", "low", "high"), [(torch.float32, -74, 0), (torch.bfloat16, 0, 74)], ids=str)
+def test_the_range_of_norms_changes_nothing(dtype: torch.dtype, low: int, high: int, form: str) -> None:
+    tokens, rho = grid(40, 6, 2, 0).double(), levels(40, 0)
+    exponent = np.random.default_rng(0).integers(low, high + 1, (40, 1))
+    spread = torch.from_numpy(np.ldexp(tokens.numpy(), exponent)).to(dtype)
+    assert select(form, spread, rho, 40) == density_guided_fps(tokens, rho, 40).tolist()
+
+
+@pytest.mark.parametrize("width", [16, 48, 64, 1008, 1024, 6272, 8176, 8192])
+def test_a_row_is_read_in_three_parts_that_hold_little_more(width: int) -> None:
+    assert all(part >= 16 and part & (part - 1) == 0 for part in parts(width))
+    assert width <= sum(parts(width)) <= max(1.15 * width, width + 32)
+    assert sum(parts(6272)) == 6272
+
+
+def static_video(dim: int) -> torch.Tensor:
+    """Three frames of ten tokens, all the same, bfloat16."""
+    return torch.randn(10, dim, generator=torch.Generator().manual_seed(0)).bfloat16().repeat(3, 1)
+
+
+def truncate(patch: pytest.MonkeyPatch, k: int) -> None:
+    """Products as tensor cores make them, k channels at a time."""
+    from triton.runtime.interpreter import InterpreterBuilder  # noqa: PLC0415 - not on a GPU
+
+    from tests.gstep.selection.gpu.tensor_cores import create_dot  # noqa: PLC0415
+
+    patch.setattr(InterpreterBuilder, "create_dot", create_dot(k))
+
+
+@pytest.fixture
+def truncating_16(monkeypatch: pytest.MonkeyPatch) -> None:
+    truncate(monkeypatch, 16)
+
+
+@pytest.fixture(params=[8, 16])
+def truncating(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    truncate(monkeypatch, request.param)
+
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="a GPU has its own tensor cores")
+
+
+@interpreted
+@pytest.mark.usefixtures("truncating")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_static_video_on_tensor_cores_is_selected_as_by_the_plain_form(form: str) -> None:
+    tokens, rho = static_video(2048), torch.zeros(30, dtype=torch.float64)
+    assert select(form, tokens, rho, 20) == density_guided_fps(tokens, rho, 20).tolist()
+
+
+@interpreted
+@pytest.mark.usefixtures("truncating")
+def test_with_norms_taken_elsewhere_a_static_video_is_selected_by_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the test before this one would show; and that the check of a process shows it."""
+    exact = lambda tokens, tuning: reference.inverse_norms(tokens)  # noqa: E731
+    monkeypatch.setattr(gram, "_inverse_norms", exact)
+    tokens, rho = static_video(2048), torch.zeros(30, dtype=torch.float64)
+    assert select("gram", tokens, rho, 20) != density_guided_fps(tokens, rho, 20).tolist()
+    with pytest.raises(RuntimeError, match="selects other"):
+        check_forms(torch.device("cpu"), torch.bfloat16, 2048, 32, 8, tuning(torch.float32))
+
+
 def test_keys_beyond_float64_are_not_for_the_kernels() -> None:
     tokens, rho = grid(9, 4, 2, 0).half().to(DEVICE), torch.zeros(9, dtype=torch.float64, device=DEVICE)
     assert prepare(tokens, rho, 9, alpha=0.05, beta=1e-30, start="density") is None
     assert prepare(tokens, rho + 1e30, 9, alpha=0.05, beta=1e-6, start="density") is None
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_check_before_the_first_selection_passes(dtype: torch.dtype) -> None:
-    check_forms(torch.device(DEVICE), dtype, 24, 90, 30, tuning(dtype))
+@pytest.mark.parametrize(
+    ("dtype", "default"), [(torch.bfloat16, None), (torch.float16, "meta"), (torch.float32, None)], ids=str
+)
+def test_the_check_before_the_first_selection_passes(
+    dtype: torch.dtype, default: str | None, request: pytest.FixtureRequest
+) -> None:
+    """Whatever the caller's default device is: of "meta" nothing can be read."""
+    if INTERPRETED:  # whose own products of copies differ
+        request.getfixturevalue("truncating_16")
+    with defaults(torch.float64, default):
+        check_forms(torch.device(DEVICE), dtype, 24, 64, 20, tuning(dtype))
+
+
+@interpreted
+@pytest.mark.usefixtures("truncating")
+def test_the_check_passes_on_tensor_cores() -> None:
+    check_forms(torch.device("cpu"), torch.bfloat16, 2048, 32, 8, tuning(torch.float32))
 
 
 @pytest.mark.parametrize("form", ["gram_form", "LazyForm"])
@@ -191,10 +267,19 @@ def test_the_check_sees_a_form_that_is_wrong(form: str, monkeypatch: pytest.Monk
         def select(self) -> torch.Tensor:
             return self.order
 
-    wrong = Wrong if form == "LazyForm" else lambda tasks: [Wrong(task).order for task in tasks]
-    monkeypatch.setattr(check, form, wrong)
+    monkeypatch.setattr(check, form, Wrong if form == "LazyForm" else lambda task: Wrong(task).order)
     with pytest.raises(RuntimeError, match="selects other"):
         check_forms(torch.device(DEVICE), torch.float16, 24, 90, 30, tuning(torch.float16))
+
+
+def test_a_pick_that_is_not_the_best_left_is_seen() -> None:
+    tokens, rho = structured(7, 17, 40).half().to(DEVICE), torch.linspace(1, 2, 119, device=DEVICE).double()
+    task = prepare(tokens, rho, 30, alpha=0.5, beta=1e-6, start="density", tuning=tuning(torch.float16))
+    assert task is not None
+    order = gram_form(task)
+    assert not check.worse_picks(order, task).any()
+    swapped = order[[0, 1, 3, 2, *range(4, 30)]]
+    assert check.worse_picks(swapped, task).nonzero()[:, 0].tolist() == [2]
 
 
 @cuda_only

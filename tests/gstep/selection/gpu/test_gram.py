@@ -7,16 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from gstep.selection.gpu.gram import default_tuning, gram_width, no_bar, prepare, stack_padded
+from gstep.selection.gpu.gram import default_tuning, gram_width, no_bar, prepare
 
 
 def test_rows_of_a_gram_matrix_are_read_16_at_a_time() -> None:
     assert [gram_width(n_tokens) for n_tokens in (1, 16, 17, 6272)] == [16, 16, 32, 6272]
-
-
-def test_videos_are_stacked_with_a_filling() -> None:
-    stacked = stack_padded([torch.tensor([1.0, 2.0]), torch.tensor([3.0])], 3, -torch.inf)
-    assert stacked.tolist() == [[1.0, 2.0, -torch.inf], [3.0, -torch.inf, -torch.inf]]
 
 
 def test_every_token_passes_no_bar() -> None:

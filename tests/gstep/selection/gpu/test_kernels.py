@@ -38,12 +38,13 @@ from gstep.selection.gpu import kernels
 
 TILE = {"HIDDEN": 3584, "BLOCK": 128, "BLOCK_D": 64}
 CASES = {
-    "squares_kernel": (["*bf16", "*fp64", "i32"], {**TILE, "BLOCK": 16, "BLOCK_D": 128}),
+    "squares_kernel": (["*bf16", "*fp64", "i32"], TILE),
     "gram_kernel": (["*bf16", "*i64", "*fp32", "i32", "i32"], {**TILE, "GROUP": 8}),
+    "fold_kernel": (["*i64", "*fp64", "*fp64", "*fp32", "*fp64", "i32", "i32"], {"ROWS": 8, "BLOCK": 256}),
     "refresh_kernel": (["*bf16", "*i64", "*i64", "*fp64", "*i32", "*i64", "*i32", "*fp64", "i32"], TILE),
     "greedy_kernel": (
-        ["*fp32", "*i64", "*fp64", "*fp64", "*fp64", "*fp64", "*i32", "*i64", "*i32", "*i32", "*fp64", "i32", "i32"],
-        {"BLOCK": 1024},
+        ["*fp64", "*i64", "*fp64", "*fp64", "*fp64", "*i32", "*i64", "*i32", "*fp64", "i32", "i32"],
+        {"A": 4096, "B": 2048, "C": 128},
     ),
 }
 for name, (types, constants) in CASES.items():

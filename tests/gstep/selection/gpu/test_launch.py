@@ -1,4 +1,4 @@
-"""Sampling on a GPU: what it falls back on, and how videos share its memory."""
+"""Sampling on a GPU: what it falls back on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from gstep.selection.gpu import launch
-from gstep.selection.gpu.launch import gram_batches, select_batch_on_gpu, select_on_gpu
+from gstep.selection.gpu.launch import select_on_gpu
 from gstep.selection.reference import density_guided_fps
 from tests.paths import ROOT
 
@@ -20,7 +20,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def videos(count: int) -> list[launch.Video]:
+def videos(count: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
     rng = np.random.default_rng(0)
     return [
         (torch.from_numpy(rng.normal(size=(20 + i, 8))).half(), torch.from_numpy(rng.uniform(size=20 + i)), 5 + i)
@@ -42,7 +42,7 @@ def test_without_triton_the_plain_form_serves_and_one_warning_says_why(monkeypat
     monkeypatch.delattr("gstep.selection.gpu.gram", raising=False)
     monkeypatch.delattr("gstep.selection.gpu.lazy", raising=False)
     with pytest.warns(RuntimeWarning, match="plain form serves instead.*triton"):
-        orders = select_batch_on_gpu(videos(3))
+        orders = [select_on_gpu(*video) for video in videos(3)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         orders.append(select_on_gpu(*videos(1)[0], alpha=0.9))
@@ -75,14 +75,6 @@ def test_alpha_0_needs_no_kernel(start: str) -> None:
         warnings.simplefilter("error")
         order = select_on_gpu(*video, alpha=0.0, start=start)
     assert torch.equal(order, density_guided_fps(*video, alpha=0.0, start=start))
-
-
-def test_batches_share_memory_among_videos_of_like_size() -> None:
-    widths = {0: 64, 2: 1024, 3: 1008, 5: 512, 6: 1024, 7: 9000, 8: 528, 9: 1024}
-    batches = list(gram_batches(widths, 3 * 1024 * 1024 * 4))
-    assert batches == [[2, 6, 9], [3, 8, 5], [0]]
-    assert list(gram_batches(widths, 100 * 100 * 4)) == [[0]]
-    assert list(gram_batches({}, float("inf"))) == []
 
 
 def test_importing_needs_no_triton() -> None:

@@ -1,0 +1,106 @@
+"""Quantized checkpoints are refused with what to use instead, before a weight is read where config.json says it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from gstep.backbones import ModelSource, Runtime, family_of, read_tensors
+from gstep.checkpoints import hub, tiny
+from gstep.checkpoints.quantization import refuse_quantized
+from gstep.errors import ModelError
+from gstep.language import load_language_model
+from tests.gstep.reading import count_reading
+
+FLOAT32 = Runtime("cpu", torch.float32, "sdpa")
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+USE = "Use the unquantized checkpoint that it was made from"
+
+
+@pytest.fixture
+def qwen(tmp_path):
+    return Path(shutil.copytree(tiny.build("tiny-qwen3-vl"), tmp_path / "Qwen3-VL-FP8"))
+
+
+def add_config(folder: Path, part: str | None) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (config[part] if part else config)["quantization_config"] = FP8
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def store(folder: Path, dtype: torch.dtype, ending: str) -> None:
+    """As the hub's FP8 and int8 checkpoints: matrices in 8 bits, and beside each its scale, under a name of its own."""
+    tensors = load_file(folder / "model.safetensors")
+    for key in [key for key in tensors if key.endswith(ending) and tensors[key].ndim == 2]:
+        scale = tensors[key].abs().max() / 100
+        tensors[key] = (tensors[key] / scale).to(dtype)
+        tensors[f"{key}_scale_inv"] = scale[None]
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("part", [None, "text_config", "vision_config"])
+def test_a_config_that_names_a_quantization_is_refused(qwen, part):
+    add_config(qwen, part)
+    where = rf"{part}\.quantization_config" if part else r"\(quantization_config"
+    with pytest.raises(ModelError, match=rf"Qwen3-VL-FP8' is quantized .*{where} in config\.json: fp8.*{USE}"):
+        ModelSource.resolve(qwen)
+
+
+def test_an_empty_or_unnamed_quantization(qwen):
+    refuse_quantized("none", {"quantization_config": None, "text_config": {"quantization_config": {}}})
+    with pytest.raises(ModelError, match="an unnamed method"):
+        refuse_quantized("x", {"quantization_config": {"bits": 4}})
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8], ids=str)
+def test_a_vision_part_in_8_bits_is_refused(qwen, dtype):
+    """Its config says nothing, as of some that were converted by hand."""
+    store(qwen, dtype, "mlp.linear_fc1.weight")
+    with pytest.raises(ModelError, match=rf"visual\..*fc1\.weight is stored as [FIU]8.*{USE}"):
+        family_of(ModelSource.resolve(qwen)).load(FLOAT32)
+
+
+def test_a_language_part_in_8_bits_is_refused_and_its_vision_part_is_not(qwen):
+    store(qwen, torch.float8_e4m3fn, "mlp.up_proj.weight")
+    source = ModelSource.resolve(qwen)
+    family_of(source).load(FLOAT32)
+    with pytest.raises(ModelError, match=rf"up_proj\.weight is stored as F8_E4M3.*{USE}"):
+        load_language_model(source, FLOAT32)
+
+
+def test_a_quantized_tensor_is_refused_before_it_is_read(qwen, monkeypatch):
+    store(qwen, torch.int8, "q_proj.weight")
+    source = ModelSource.resolve(qwen)
+    read = count_reading(monkeypatch)
+    with pytest.raises(ModelError, match="stored as I8"):
+        read_tensors(source, lambda key: key if key.endswith("q_proj.weight") else None)
+    assert not read
+
+
+def test_a_hub_id_is_refused_before_its_weights_are_downloaded(qwen, monkeypatch):
+    add_config(qwen, None)
+    downloaded = []
+
+    def find_file(repo, revision, filename):
+        downloaded.append(filename)
+        return qwen / filename
+
+    monkeypatch.setattr(hub, "commit_of", lambda repo, revision: "0" * 40)
+    monkeypatch.setattr(hub, "find_file", find_file)
+    with pytest.raises(ModelError, match=rf"'Qwen/Qwen3-VL-8B-Instruct-FP8' is quantized.*{USE}"):
+        ModelSource.resolve("Qwen/Qwen3-VL-8B-Instruct-FP8")
+    assert downloaded == ["config.json"]
+
+
+def test_a_siglip_checkpoint_is_refused_too(tmp_path):
+    folder = Path(shutil.copytree(tiny.build("tiny-siglip"), tmp_path / "siglip"))
+    family = family_of(ModelSource.resolve("tiny"))
+    store(folder, torch.int8, "head.mlp.fc1.weight")
+    with pytest.raises(ModelError, match=r"head\.mlp\.fc1\.weight is stored as I8"):
+        family.with_pooling_head(folder)
+    add_config(folder, "vision_config")
+    with pytest.raises(ModelError, match=r"vision_config\.quantization_config"):
+        family.with_pooling_head(folder)

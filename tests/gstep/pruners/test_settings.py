@@ -1,0 +1,36 @@
+"""What a caller has set in torch for all its work (dtype, device, precision of products) changes no selection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import gstep
+from gstep.selection import dispatch
+from tests.gstep.pruners.test_contract import CASES
+from tests.gstep.selection.videos import video
+from tests.gstep.synthetic import assert_same, defaults, evidence_for
+
+DTYPES = [torch.float64, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("form", ["plain", "lazy"])
+@pytest.mark.parametrize(("method", "params"), CASES)
+def test_default_dtype_and_device_change_no_selection(
+    method: str, params: dict[str, Any], form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is made on the default device fails: "meta" holds no values."""
+    monkeypatch.setattr(dispatch, "_SMALL", 2**60 if form == "plain" else 0)
+    pruner = gstep.make_pruner(method, **params)
+    for dtype in (torch.bfloat16, torch.float64):
+        tokens = video("low rank", 10, 40, 256).to(dtype)
+        visual = gstep.VisualTokens(tokens, evidence_for(pruner, tokens))
+        expected = pruner.prune(visual, 0.2 if method != "none" else 1.0)
+        for default in DTYPES:
+            with defaults(default, "meta"):
+                pruned = pruner.prune(visual, 0.2 if method != "none" else 1.0)
+                positions = pruned.selection_order()
+            assert_same(pruned, expected)
+            assert torch.equal(positions, expected.selection_order())
