@@ -120,7 +120,10 @@ def to_video(
 
 def index_order(table: pa.Table) -> NDArray[np.int64]:
     """[K] the token rows in ascending flat index; those of equal index as they are stored."""
-    return np.argsort(table["index"].to_numpy(), kind="stable")
+    index = table["index"].to_numpy()
+    if len(index) and index.min() >= 0 and index.max() < 2**16:
+        index = index.astype(np.uint16)  # numpy sorts these by their digits, in a third of the time
+    return np.argsort(index, kind="stable")
 
 
 def _evidence(labelled: str, values: Tensor) -> Tensor:

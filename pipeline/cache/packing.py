@@ -71,7 +71,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     """One behind the other; in a worker in memory that is shared, which would otherwise be one copy more."""
     first, shape = parts[0], (sum(len(part) for part in parts), *parts[0].shape[1:])
     n_bytes = math.prod(shape) * first.itemsize
-    if get_worker_info() is None:  # numpy asks for huge pages, which torch does not: a third of the time
+    if get_worker_info() is None:  # numpy asks for huge pages, which torch does not: a quarter of the time
         out = torch.from_numpy(np.empty(n_bytes, np.uint8)).view(first.dtype)
     else:
         out = first.new(first.untyped_storage()._new_shared(n_bytes, device=first.device))  # type: ignore[no-untyped-call]
