@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compact(arguments: argparse.Namespace, console: Console) -> int:
-    from pipeline.cache.compaction import compact, described  # noqa: PLC0415 - Arrow loads after the flags are checked
+    from pipeline.cache.index.compaction import compact, described  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.cache.reader import read_header  # noqa: PLC0415
     from pipeline.execution.request import new_run_id  # noqa: PLC0415
     from pipeline.storage.lock import cache_lock  # noqa: PLC0415

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pipeline.cache.cached_video import CachedVideo
-    from pipeline.cache.dataset import IterableTokenDataset, TokenDataset
-    from pipeline.cache.packing import Packed, pack
     from pipeline.cache.reader import TokenCache
+    from pipeline.datasets.dataset import IterableTokenDataset, TokenDataset
+    from pipeline.datasets.packing import Packed, pack
     from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
     from pipeline.execution.token_source import ray_dataset
     from pipeline.generate.answers import read_answers
@@ -36,10 +36,10 @@ __all__ = [
 _HOMES = {
     "TokenCache": "pipeline.cache.reader",
     "CachedVideo": "pipeline.cache.cached_video",
-    "IterableTokenDataset": "pipeline.cache.dataset",
-    "TokenDataset": "pipeline.cache.dataset",
-    "Packed": "pipeline.cache.packing",
-    "pack": "pipeline.cache.packing",
+    "IterableTokenDataset": "pipeline.datasets.dataset",
+    "TokenDataset": "pipeline.datasets.dataset",
+    "Packed": "pipeline.datasets.packing",
+    "pack": "pipeline.datasets.packing",
     "ray_dataset": "pipeline.execution.token_source",
     "read_answers": "pipeline.generate.answers",
     "vllm_input": "pipeline.serve.library",

@@ -17,8 +17,8 @@ from rich.table import Table
 
 from jobs.benchmark.peak_memory import peak_memory
 from jobs.benchmark.resume_times import make_cache, names_of
-from pipeline.cache.compaction import compact
 from pipeline.cache.header import header_bytes
+from pipeline.cache.index.compaction import compact
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.reader import HEADER, TokenCache

@@ -169,8 +169,8 @@ def _each(items: Any, read: Callable[[Any], object]) -> None:
 
 
 def _wanted(cache: TokenCache, ratio: float | None) -> list[Rows]:
-    reading = cache._reading(ratio, "index", (), False)
-    return [cache._wanted(cache.metadata(video_id), reading) for video_id in cache.video_ids]
+    reading = cache.reading(ratio, "index", (), False)
+    return [cache.wanted(cache.metadata(video_id), reading) for video_id in cache.video_ids]
 
 
 def _tokens_of(wanted: Sequence[Rows]) -> int:

@@ -2,7 +2,7 @@
 
 An id is a hash of 16 bytes, the clip that it was made of one of 8; of the rest there are the numbers that resume and
 the summary add up. Anything else of a row is read again from its shard. Where the cache has a compacted index
-(``pipeline.cache.index``), the rows that this covers come from there.
+(``pipeline.cache.index.files``), the rows that this covers come from there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipeline.cache.index import BLOCK_SCHEMA, FAULT, OUTSIDE, WARNED, Index
+from pipeline.cache.index.files import BLOCK_SCHEMA, FAULT, OUTSIDE, WARNED, Index
 from pipeline.cache.live_rows import VIDEOS, VideoRows, best_first, parse_videos_shard
 from pipeline.errors import ON_THE_GPU, CorruptShard
 from pipeline.errors import OUTSIDE as OUTSIDE_CLASSES
@@ -37,7 +37,7 @@ _COLUMNS: Final[dict[str, tuple[Any, tuple[int, ...]]]] = {
     "place": (np.uint32, ()),  # number of the row, over all shards in the order in which they were read
     "attempts": (np.uint16, ()),
     "earlier": (np.uint8, ()),  # attempts on another file or clip under this id
-    "code": (np.uint8, ()),  # see pipeline.cache.index
+    "code": (np.uint8, ()),  # see pipeline.cache.index.files
     "seconds": (np.float32, (4,)),  # of TIMED
 }
 _SAME = tuple(name for name in _COLUMNS if name not in ("place", "seconds"))  # as a block of the index has them

@@ -58,7 +58,7 @@ def parse_videos_shard(store: Store, name: str, data: bytes, columns: Sequence[s
 def read_live(store: Store, columns: Sequence[str] = INDEX_COLUMNS, names: Sequence[str] | None = None) -> pa.Table:
     """The live row of every video: ``columns`` plus ``shard`` (its videos shard) and ``row`` in it, by video_id.
 
-    All of it is in memory: what serves many videos asks ``pipeline.cache.live_videos``, and a run keeps a
+    All of it is in memory: what serves many videos asks ``pipeline.cache.index.live_videos``, and a run keeps a
     ``pipeline.cache.ledger.Ledger``. ``names`` are the shards to read, all by default.
     """
     tables: list[pa.Table] = []

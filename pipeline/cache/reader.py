@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
 from torch import Tensor
 
 from gstep.evidence import name_of
-from gstep.types import budget_for
 from pipeline.cache.cached_video import CachedVideo, index_order, newline_of, to_video
 from pipeline.cache.header import CacheHeader, CacheIdentity, deepstack_levels, read_header_file
-from pipeline.cache.index import REMEDY, Place
+from pipeline.cache.index.files import Place
+from pipeline.cache.index.live_videos import LiveShards, LiveVideos
 from pipeline.cache.live_rows import VideoRows
-from pipeline.cache.live_videos import LiveShards, LiveVideos
 from pipeline.cache.loaded_once import LoadedOnce
+from pipeline.cache.reading import Reading, TokenOrder, naming_what_is_gone, read_json, rows_wanted, token_columns
 from pipeline.cache.runs import read_runs
-from pipeline.cache.schema import READABLE_VERSIONS, token_schema
+from pipeline.cache.schema import READABLE_VERSIONS
 from pipeline.cache.token_shard import Rows, TokenShard
-from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, NotACache, RatioNotCached, UnknownVideo
+from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, NotACache, UnknownVideo
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import Fetched, LocalStore, Store, store_at
 
 HEADER = "cache.json"
-TokenOrder = Literal["index", "selection"]
 _SHARDS = 16  # token shards that are kept open
 _AHEAD = 4  # requests of get_many that are under way at once
 _STATE = ("store", "header", "_live")  # what travels to another process
@@ -126,8 +124,8 @@ class TokenCache:
     def metadata(self, video_id: str) -> VideoRow:
         """The video's live row, failed or not. Raises UnknownVideo, CorruptShard, OSError."""
         place = self.place_of(video_id)
-        with _naming_what_is_gone(self.store, place.shard):
-            return _read_json(self._rows(place.shard, place.row))
+        with naming_what_is_gone(self.store, place.shard):
+            return read_json(self._rows(place.shard, place.row))
 
     def place_of(self, video_id: str) -> Place:
         """Where the video's live row is. Raises UnknownVideo, CorruptShard, OSError."""
@@ -153,10 +151,10 @@ class TokenCache:
         """The rows of one of ``shards`` that are meant there, as ``metadata`` gives them. Raises CorruptShard,
         OSError."""
         name = shards.name(number)
-        with _naming_what_is_gone(self.store, name):
+        with naming_what_is_gone(self.store, name):
             rows = self._rows.of(name)
         meant = shards.rows(number, np.array([row["status"] == "ok" for row in rows], np.bool_))
-        return [_read_json(rows[row]) for row in meant]
+        return [read_json(rows[row]) for row in meant]
 
     @property
     def evidence(self) -> dict[str, str]:
@@ -203,8 +201,8 @@ class TokenCache:
         Raises UnknownVideo, FailedVideo (with the class of the error), RatioNotCached, EvidenceNotCached, CorruptShard,
         OSError where the store fails, and ValueError for an order or ratio that makes no sense.
         """
-        reading = self._reading(retention_ratio, order, evidence, verify)
-        wanted = self._wanted(self.metadata(video_id), reading)
+        reading = self.reading(retention_ratio, order, evidence, verify)
+        wanted = self.wanted(self.metadata(video_id), reading)
         with self._naming(video_id):
             return self._read(wanted, reading, self._open(wanted))
 
@@ -225,8 +223,8 @@ class TokenCache:
         Raises as ``get``, for the first id whose row says that it cannot be served, before any tokens are read; then
         for the first that is met damaged.
         """
-        reading = self._reading(retention_ratio, order, evidence, verify)
-        return self._many([self._wanted(self.metadata(video_id), reading) for video_id in video_ids], reading)
+        reading = self.reading(retention_ratio, order, evidence, verify)
+        return self._many([self.wanted(self.metadata(video_id), reading) for video_id in video_ids], reading)
 
     def get_rows(
         self,
@@ -238,10 +236,10 @@ class TokenCache:
         verify: bool = False,
     ) -> list[CachedVideo]:
         """The same of videos whose rows are known already, from ``metadata`` or ``rows_of``."""
-        reading = self._reading(retention_ratio, order, evidence, verify)
-        return self._many([self._wanted(row, reading) for row in rows], reading)
+        reading = self.reading(retention_ratio, order, evidence, verify)
+        return self._many([self.wanted(row, reading) for row in rows], reading)
 
-    def _many(self, wanted: Sequence[Rows], reading: _Reading) -> list[CachedVideo]:
+    def _many(self, wanted: Sequence[Rows], reading: Reading) -> list[CachedVideo]:
         def fetch(run: Sequence[Rows]) -> tuple[TokenShard, Fetched | None]:
             with self._naming(run[0].row["video_id"]):
                 shard = self._open(run[0])
@@ -254,18 +252,18 @@ class TokenCache:
 
         return read_runs(wanted, fetch, read, ahead=0 if isinstance(self.store, LocalStore) else _AHEAD)
 
-    def _reading(
+    def reading(
         self, retention_ratio: float | None, order: TokenOrder, evidence: Sequence[str], verify: bool
-    ) -> _Reading:
-        """Raises EvidenceNotCached, and ValueError for an order that is none."""
+    ) -> Reading:
+        """How ``get`` reads with these. Raises EvidenceNotCached, and ValueError for an order that is none."""
         if order not in ("index", "selection"):
             raise ValueError(f'order must be "index" or "selection", got {order!r}')
         sources = self._sources(evidence)
-        plain = _token_columns(self.deepstack_levels)
+        plain = token_columns(self.deepstack_levels)
         columns = (*(name for name in plain if name != "video_id"), *dict.fromkeys(sources.values()))
-        return _Reading(retention_ratio, order, sources, columns, plain, verify)
+        return Reading(retention_ratio, order, sources, columns, plain, verify)
 
-    def _wanted(self, row: VideoRow, reading: _Reading) -> Rows:
+    def wanted(self, row: VideoRow, reading: Reading) -> Rows:
         """What is to be read of a video. Raises FailedVideo, RatioNotCached and ValueError."""
         if row["status"] != "ok":
             raise FailedVideo(
@@ -276,7 +274,7 @@ class TokenCache:
     def _open(self, wanted: Rows) -> TokenShard:
         return self._shard(wanted.row["token_shard"], wanted.row["footer_hash"])
 
-    def _read(self, wanted: Rows, reading: _Reading, shard: TokenShard, fetched: Fetched | None = None) -> CachedVideo:
+    def _read(self, wanted: Rows, reading: Reading, shard: TokenShard, fetched: Fetched | None = None) -> CachedVideo:
         """The video's first token rows, from no more row groups than hold them unless all is verified."""
         as_stored, row = reading.order == "selection", wanted.row
         if reading.verify:
@@ -303,65 +301,3 @@ class TokenCache:
             f"python -m jobs.verify {self.store} finds all such videos; without a copy of the file remove "
             f"{self.store}/{commit} and run the same python -m jobs.prune again, which redoes its videos"
         )
-
-
-class _Reading(NamedTuple):
-    """How videos are read.
-
-    Attributes:
-        retention_ratio: of the nested selection; None for all that is stored.
-        order: of the rows.
-        evidence: the column of each by the name that it gets.
-        columns: what is read of the rows.
-        near: columns that may be fetched with those.
-        verify: whether a video's checksum is compared.
-    """
-
-    retention_ratio: float | None
-    order: TokenOrder
-    evidence: Mapping[str, str]
-    columns: tuple[str, ...]
-    near: tuple[str, ...]
-    verify: bool
-
-
-@cache
-def _token_columns(deepstack_levels: int) -> tuple[str, ...]:
-    """What every row of a token shard has."""
-    return tuple(token_schema(1, deepstack_levels).names)
-
-
-@contextmanager
-def _naming_what_is_gone(store: Store, shard: str) -> Iterator[None]:
-    """A videos shard that the index names and that is missing."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise CorruptShard(f"{store}/{shard} is gone; {REMEDY}", "missing") from None
-
-
-def _read_json(row: VideoRow) -> VideoRow:
-    for name in ("manifest", "model_extra", "runtime"):
-        row[name] = None if row[name] is None else json.loads(row[name])
-    return row
-
-
-def rows_wanted(row: Mapping[str, Any], retention_ratio: float | None) -> int:
-    """How many of a video's stored tokens make up ``retention_ratio``; ``row`` is its row of the videos table.
-
-    Raises RatioNotCached, and ValueError for no ratio at all.
-    """
-    stored = row["retention_ratio"]
-    if retention_ratio is None:
-        return int(row["n_tokens"])
-    budget = budget_for(retention_ratio, row["n_total"])
-    if retention_ratio > stored + 1e-9:
-        raise RatioNotCached(f"{row['video_id']!r} is stored at retention ratio {stored}; {retention_ratio} is larger")
-    if abs(retention_ratio - stored) <= 1e-9:
-        return int(row["n_tokens"])
-    if not row["nested"]:
-        raise RatioNotCached(
-            f"{row['video_id']!r} was pruned by a method without an order of selection, so only its own retention "
-            f"ratio {stored} can be served, not {retention_ratio}"
-        )
-    return min(budget, int(row["n_tokens"]))

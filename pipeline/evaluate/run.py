@@ -22,8 +22,8 @@ from rich.console import Console
 from gstep import PRUNERS, make_pruner
 from gstep.backbones import family_of
 from pipeline.cache.header import differences
-from pipeline.cache.index import INDEX
-from pipeline.cache.index import ROOT as INDEX_ROOT
+from pipeline.cache.index.files import INDEX
+from pipeline.cache.index.files import ROOT as INDEX_ROOT
 from pipeline.cache.live_rows import TOKENS, VIDEOS
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.errors import NotAnswers, RunFailed, UsageError

@@ -18,8 +18,9 @@ from ray.data.datasource import Datasource, ReadTask
 from torch import Tensor
 
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.live_videos import LiveShards
-from pipeline.cache.reader import TokenCache, TokenOrder, rows_wanted
+from pipeline.cache.index.live_videos import LiveShards
+from pipeline.cache.reader import TokenCache
+from pipeline.cache.reading import TokenOrder, rows_wanted
 
 _TOGETHER = 4  # videos that a task has in memory at once
 _SAMPLE = 4  # shards whose rows tell how large the others are

@@ -13,7 +13,8 @@ from torch import Tensor
 from gstep.backbones import ModelSource
 from gstep.language import Prompt, Visual, prompt_builder
 from gstep.pruners.base import Pruner
-from pipeline.cache.reader import TokenCache, TokenOrder
+from pipeline.cache.reader import TokenCache
+from pipeline.cache.reading import TokenOrder
 from pipeline.errors import CorruptShard, FailedVideo, QuestionFault, UnknownVideo
 from pipeline.execution.gpu_fault import exit_after_gpu_fault
 from pipeline.execution.heartbeat import POISON, Heartbeat

@@ -14,7 +14,8 @@ from gstep import PrunedTokens
 from gstep.language import Visual
 from gstep.pruners.base import Pruner
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.reader import TokenCache, TokenOrder
+from pipeline.cache.reader import TokenCache
+from pipeline.cache.reading import TokenOrder
 from pipeline.execution.heartbeat import Heartbeat
 from pipeline.generate.late_pruning import LatePruning
 

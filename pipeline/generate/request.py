@@ -15,10 +15,11 @@ from gstep.backbones import ModelSource
 from gstep.evidence import HEAD_SOURCES
 from gstep.language import Decoding, PromptBuilder, prompt_builder
 from pipeline.cache.header import CacheIdentity, differences
+from pipeline.cache.index.live_videos import read_live_of, widths_of
 from pipeline.cache.live_rows import INDEX_COLUMNS
-from pipeline.cache.live_videos import read_live_of, widths_of
 from pipeline.cache.method import declared_method
-from pipeline.cache.reader import TokenOrder, read_header, rows_wanted
+from pipeline.cache.reader import read_header
+from pipeline.cache.reading import TokenOrder, rows_wanted
 from pipeline.errors import IdentityMismatch, NotAnswers, UsageError
 from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.generate.answers import HEADER, AnswersTable, read_answers_header

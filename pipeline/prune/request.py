@@ -15,7 +15,7 @@ from gstep.evidence import HEAD_SOURCES, name_of
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
 from pipeline.cache.header import CacheIdentity, ModelIdentity, PrunerIdentity, differences
-from pipeline.cache.index import Index, run_id_after
+from pipeline.cache.index.files import Index, run_id_after
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.method import describe_method
 from pipeline.cache.reader import HEADER, read_header

@@ -10,8 +10,8 @@ import torch
 from rich.console import Console
 
 from gstep.backbones import family_of
-from pipeline.cache.compaction import try_compact
 from pipeline.cache.header import CacheHeader, deepstack_levels, fingerprint, header_bytes
+from pipeline.cache.index.compaction import try_compact
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.reader import HEADER, read_header

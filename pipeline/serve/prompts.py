@@ -11,7 +11,8 @@ from typing import Any
 from gstep.backbones import ModelSource
 from gstep.language import Prompt, PromptBuilder, Visual, prompt_builder
 from pipeline.cache.method import declared_method
-from pipeline.cache.reader import TokenCache, TokenOrder
+from pipeline.cache.reader import TokenCache
+from pipeline.cache.reading import TokenOrder
 from pipeline.errors import CorruptShard, RatioNotCached, UnknownVideo, UsageError
 from pipeline.generate.held_videos import LastUsed, n_bytes, to_visual
 from pipeline.generate.model import check_model, check_tokens

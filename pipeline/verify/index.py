@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache.index import FAULT, REMEDY, ROOT, Index
+from pipeline.cache.index.files import FAULT, REMEDY, ROOT, Index
 from pipeline.cache.live_rows import live_rows
 from pipeline.errors import CorruptShard
 from pipeline.storage.stores import Store

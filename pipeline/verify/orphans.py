@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import PurePosixPath
 
-from pipeline.cache.index import INDEX
+from pipeline.cache.index.files import INDEX
 from pipeline.cache.live_rows import TOKENS, VIDEOS
 from pipeline.execution.run_record import RUNS
 from pipeline.storage.lease import CacheLease

@@ -6,7 +6,7 @@ import pytest
 
 from jobs import compact, inspect
 from pipeline import TokenCache
-from pipeline.cache.index import INDEX, ROOT
+from pipeline.cache.index.files import INDEX, ROOT
 from pipeline.storage.lock import cache_lock
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, make_cache, random_tokens, write_shard

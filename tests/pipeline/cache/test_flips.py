@@ -14,7 +14,8 @@ from pipeline import CorruptShard, NotACache, TokenCache
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.header import CHECKSUM
 from pipeline.cache.live_rows import VideoRows, read_live
-from pipeline.cache.reader import HEADER, TokenOrder, read_header
+from pipeline.cache.reader import HEADER, read_header
+from pipeline.cache.reading import TokenOrder
 from pipeline.cache.schema import footer_of
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.rows import check_commit

@@ -9,7 +9,7 @@ import ray
 from rich.console import Console
 
 from gstep.backbones import ModelSource
-from pipeline.cache.compaction import compact
+from pipeline.cache.index.compaction import compact
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.errors import CacheLocked, IdentityMismatch, NotAnswers, QuestionFault, QuestionsChanged, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark

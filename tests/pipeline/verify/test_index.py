@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from pipeline.cache.compaction import compact
-from pipeline.cache.index import INDEX, ROOT
+from pipeline.cache.index.compaction import compact
+from pipeline.cache.index.files import INDEX, ROOT
 from pipeline.cache.ledger import Ledger
 from pipeline.storage.lock import cache_lock
 from pipeline.verify.verify import Request, verify

@@ -16,12 +16,12 @@ import pyarrow as pa
 import pytest
 
 from pipeline import CorruptShard, TokenCache, UnknownVideo
-from pipeline.cache import compaction
-from pipeline.cache.compaction import compact, try_compact
-from pipeline.cache.index import INDEX, ROOT, Index, run_id_after
+from pipeline.cache.index import compaction
+from pipeline.cache.index.compaction import compact, try_compact
+from pipeline.cache.index.files import INDEX, ROOT, Index, run_id_after
+from pipeline.cache.index.live_videos import read_live_of
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS, read_live
-from pipeline.cache.live_videos import read_live_of
 from pipeline.errors import VideoFault
 from pipeline.storage.lock import cache_lock
 from pipeline.storage.stores import LocalStore, ObjectStore
@@ -328,7 +328,7 @@ def test_one_that_knows_of_no_index_reads_the_same(store):
 _COMPACT_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
-from pipeline.cache import compaction
+from pipeline.cache.index import compaction
 from pipeline.storage.lock import cache_lock
 from pipeline.storage.stores import LocalStore
 

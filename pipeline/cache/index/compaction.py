@@ -1,4 +1,4 @@
-"""Making the compacted index (``pipeline.cache.index``) of a cache from its videos shards, under the cache's lock.
+"""Making the index (``pipeline.cache.index.files``) of a cache from its videos shards, under the cache's lock.
 
 Blocks and tables of shards are named by their content and written first, ``index.json`` last and in one step: whoever
 is killed on the way leaves the earlier index as it was. Files of the index before the last one are removed once they
@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipeline.cache.header import header_bytes
-from pipeline.cache.index import BLOCK_SCHEMA, INDEX, ROOT, SHARD_SCHEMA, VERSION, Index, Part, Root
+from pipeline.cache.index.files import BLOCK_SCHEMA, INDEX, ROOT, SHARD_SCHEMA, VERSION, Index, Part, Root
 from pipeline.cache.ledger import TIMED, Ledger
 from pipeline.cache.live_rows import VIDEOS, parse_videos_shard
 from pipeline.cache.schema import digest, write_parquet

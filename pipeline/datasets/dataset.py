@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.reader import TokenCache, TokenOrder
+from pipeline.cache.reader import TokenCache
+from pipeline.cache.reading import TokenOrder
 from pipeline.cache.schema import digest
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipeline.cache.index import FAULT, SHARD_SCHEMA, Index, Place
+from pipeline.cache.index.files import FAULT, SHARD_SCHEMA, Index, Place
 from pipeline.cache.live_rows import VIDEOS, live_rows, read_live, read_videos_shard
 from pipeline.keys import keys_of
 from pipeline.storage.stores import Store

@@ -1,0 +1,80 @@
+"""How the tokens of videos are asked for, and how many of a video's rows that is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+from gstep.types import budget_for
+from pipeline.cache.index.files import REMEDY
+from pipeline.cache.schema import token_schema
+from pipeline.errors import CorruptShard, RatioNotCached
+from pipeline.rows import VideoRow
+from pipeline.storage.stores import Store
+
+TokenOrder = Literal["index", "selection"]
+
+
+class Reading(NamedTuple):
+    """How videos are read.
+
+    Attributes:
+        retention_ratio: of the nested selection; None for all that is stored.
+        order: of the rows.
+        evidence: the column of each by the name that it gets.
+        columns: what is read of the rows.
+        near: columns that may be fetched with those.
+        verify: whether a video's checksum is compared.
+    """
+
+    retention_ratio: float | None
+    order: TokenOrder
+    evidence: Mapping[str, str]
+    columns: tuple[str, ...]
+    near: tuple[str, ...]
+    verify: bool
+
+
+@cache
+def token_columns(deepstack_levels: int) -> tuple[str, ...]:
+    """What every row of a token shard has."""
+    return tuple(token_schema(1, deepstack_levels).names)
+
+
+def rows_wanted(row: Mapping[str, Any], retention_ratio: float | None) -> int:
+    """How many of a video's stored tokens make up ``retention_ratio``; ``row`` is its row of the videos table.
+
+    Raises RatioNotCached, and ValueError for no ratio at all.
+    """
+    stored = row["retention_ratio"]
+    if retention_ratio is None:
+        return int(row["n_tokens"])
+    budget = budget_for(retention_ratio, row["n_total"])
+    if retention_ratio > stored + 1e-9:
+        raise RatioNotCached(f"{row['video_id']!r} is stored at retention ratio {stored}; {retention_ratio} is larger")
+    if abs(retention_ratio - stored) <= 1e-9:
+        return int(row["n_tokens"])
+    if not row["nested"]:
+        raise RatioNotCached(
+            f"{row['video_id']!r} was pruned by a method without an order of selection, so only its own retention "
+            f"ratio {stored} can be served, not {retention_ratio}"
+        )
+    return min(budget, int(row["n_tokens"]))
+
+
+@contextmanager
+def naming_what_is_gone(store: Store, shard: str) -> Iterator[None]:
+    """A videos shard that the index names and that is missing."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise CorruptShard(f"{store}/{shard} is gone; {REMEDY}", "missing") from None
+
+
+def read_json(row: VideoRow) -> VideoRow:
+    for name in ("manifest", "model_extra", "runtime"):
+        row[name] = None if row[name] is None else json.loads(row[name])
+    return row
