@@ -101,8 +101,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         )
 
     def tidy(self, request: PruneRequest, todo: Todo, lock: Lock) -> None:
-        if line := try_compact(request.store, lock, todo.ledger, self.options.compact_after):
-            self.say(line)
+        try_compact(request.store, lock, todo.ledger, self.options.compact_after, self.say)
 
 
 def _write_header(request: PruneRequest, dtype: str, lock: Lock) -> None:

@@ -25,7 +25,7 @@ from pipeline.cache.live_rows import VIDEOS, parse_videos_shard
 from pipeline.cache.schema import digest, write_parquet
 from pipeline.errors import CorruptShard, RunFailed
 from pipeline.storage.lock import Lock
-from pipeline.storage.stores import Store
+from pipeline.storage.stores import LocalStore, Store
 
 BLOCK_ROWS = 2**15
 SHARDS_A_TABLE = 2**16
@@ -231,26 +231,30 @@ def _texts_of(store: Store, names: Sequence[str], first: int) -> Texts:
 
 def _mark(store: Store, n_shards: int) -> str | None:
     """What tells that no shard came after the ``n_shards`` covered; None where nothing does."""
-    patience = time.monotonic() + (_MARK_S if n_shards >= _MARKED else 0.0)
-    while (mark := store.mark(VIDEOS)) is None and time.monotonic() < patience:
+    patient = isinstance(store, LocalStore) and n_shards >= _MARKED
+    until = time.monotonic() + (_MARK_S if patient else 0.0)
+    while (mark := store.mark(VIDEOS)) is None and time.monotonic() < until:
         time.sleep(0.5)
     # A driver that was stopped may have added one meanwhile, where the lock is a lease.
     return mark if mark is None or len(store.names(VIDEOS, ".parquet")) == n_shards else None
 
 
-def try_compact(store: Store, lock: Lock, ledger: Ledger, after: int) -> str:
+def try_compact(store: Store, lock: Lock, ledger: Ledger, after: int, say: Callable[[str], object]) -> bool:
     """At the end of a run: cover all videos shards where ``after`` of them or more are in no index, or where that must
-    be made anew; returns a line for the user, "" where nothing was to be done. What fails here costs no row."""
+    be made anew; tells the user with ``say``. Returns whether it was made. What fails here costs no row."""
     waiting = len(ledger.names) - ledger.n_covered
     through = ledger.index.root["through"] if ledger.index is not None else ""
     late = any(name < through for name in ledger.names[ledger.n_covered :])
     if not (ledger.unusable or late or (after and waiting >= after)):
-        return ""
+        return False
+    say(f"making the index of {len(ledger.names):,} videos shards")
     try:
         done = compact(store, lock, ledger)
     except (CorruptShard, RunFailed, OSError) as error:
-        return f"warning: the index was not made ({error}); python -m jobs.compact {store} tries again"
-    return f"index: {done.videos} videos of {done.shards} shards, {done.seconds:.1f} s"
+        say(f"warning: the index was not made ({error}); python -m jobs.compact {store} tries again")
+        return False
+    say(f"index: {done.videos} videos of {done.shards} shards, {done.seconds:.1f} s")
+    return True
 
 
 def described(done: Compacted) -> Sequence[str]:

@@ -140,7 +140,10 @@ class Index:
 
     def find(self, video_id: str) -> Place | None:
         """Where the live row of a video is; None where the covered shards have none. At most two GETs."""
-        key = keys_of(pa.array([video_id]))
+        try:
+            key = keys_of(pa.array([video_id]))
+        except UnicodeEncodeError:  # half of a surrogate pair is no text, and no id
+            return None
         number = bisect_right(self._firsts, int(key[0, 0]) << 64 | int(key[0, 1])) - 1
         if number < 0:
             return None

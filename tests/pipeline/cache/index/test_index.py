@@ -229,8 +229,10 @@ def test_a_shard_that_comes_late_under_an_earlier_name_is_covered_by_the_next_ru
     assert "late" not in TokenCache(store.root)
     ledger = Ledger(store).refresh()
     assert len(ledger) == 2
+    said: list[str] = []
     with cache_lock(store, "r6", print) as lock:
-        assert try_compact(store, lock, ledger, after=1000).startswith("index: 2 videos")
+        assert try_compact(store, lock, ledger, 1000, said.append)
+    assert said[-1].startswith("index: 2 videos of 2 shards")
     assert "late" in TokenCache(store.root)
 
 
@@ -239,10 +241,26 @@ def test_a_run_makes_it_once_enough_shards_are_in_none(store):
         write_shard(store, f"r{number}", good(f"v{number}"))
     with cache_lock(store, "r9", print) as lock:
         ledger = Ledger(store).refresh()
-        assert try_compact(store, lock, ledger, after=4) == "" == try_compact(store, lock, ledger, after=0)
+        assert not try_compact(store, lock, ledger, 4, print) and not try_compact(store, lock, ledger, 0, print)
         assert not store.exists(ROOT)
-        assert try_compact(store, lock, ledger, after=3)
+        assert try_compact(store, lock, ledger, 3, print)
     assert store.exists(ROOT)
+
+
+def test_a_run_that_cannot_make_it_says_so_and_has_lost_nothing(store, monkeypatch):
+    write_shard(store, "r1", good("a"))
+    said: list[str] = []
+    with cache_lock(store, "r2", print) as lock, monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "put", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        assert not try_compact(store, lock, Ledger(store).refresh(), 1, said.append)
+    assert "the index was not made ([Errno 28] No space left on device); python -m jobs.compact" in said[-1]
+    assert TokenCache(store.root).video_ids == ["a"]
+
+
+def test_an_id_that_is_no_text_is_in_no_cache(store):
+    write_shard(store, "r1", good("a"))
+    make_index(store)
+    assert "\udc80" not in TokenCache(store.root)
 
 
 def test_a_shard_that_was_removed_makes_runs_read_all_and_readers_say_so(store):
@@ -257,7 +275,7 @@ def test_a_shard_that_was_removed_makes_runs_read_all_and_readers_say_so(store):
     ledger = Ledger(store).refresh()
     assert ledger.index is None and "1 videos shards that are gone" in ledger.unusable and len(ledger) == 1
     with cache_lock(store, "r3", print) as lock:
-        assert try_compact(store, lock, ledger, after=0)
+        assert try_compact(store, lock, ledger, 0, print)
     assert TokenCache(store.root).video_ids == ["b"]
 
 
