@@ -17,6 +17,8 @@ examples:
       --method gstep vidcom2 fps --retention-ratio .10 .15 .20 .25 --out results
   python -m jobs.evaluate --benchmark questions.jsonl --data videos --method gstep fastv,K=3
   python -m jobs.evaluate --score answers answers-10            score what jobs.generate answered
+  python -m jobs.evaluate --table main --benchmark videomme --data Video-MME --model MODEL --siglip SIGLIP --out r/vmme
+  python -m jobs.evaluate --table main --results r/vmme r/mlvu r/mvbench --out paper            Table 1 of the paper
 
 The same command again goes on where the last one stopped; more methods or ratios are answered beside those that are
 there. --out gets scores.parquet, tables.md, tables.tex and report.html.
@@ -37,12 +39,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _evaluate(config: EvaluateConfig, console: Console) -> int:
     # Ray, torch and the decoders load only now: --help and a mistyped flag answer at once.
+    if config.results:
+        return _lay_out(config, console)
     from pipeline.evaluate.evaluate import evaluate, render_evaluation  # noqa: PLC0415
 
     done = evaluate(config, console)
     out = Console()
     out.print(render_evaluation(done))
     return done.exit_code(config)
+
+
+def _lay_out(config: EvaluateConfig, console: Console) -> int:
+    from pipeline.evaluate.paper.files import lay_out  # noqa: PLC0415
+    from pipeline.evaluate.paper.render import markdown  # noqa: PLC0415
+
+    laid = lay_out(config)
+    for line in laid.missing:
+        console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
+    print(markdown(laid.sheets))
+    console.print(f"{laid.out}: {', '.join(laid.files)}", highlight=False, markup=False, soft_wrap=True)
+    return 0
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def check_choices(config: Any) -> None:
     """Hold the fields of a dataclass to their ``choices``: a configuration file passes by the flags' own check."""
     for item in fields(config):
         choices, value = item.metadata.get("choices"), getattr(config, item.name)
-        check(not choices or value in choices, item.name, f"one of {choices}", value)
+        check(not choices or value is None or value in choices, item.name, f"one of {choices}", value)
 
 
 def named_values(given: Iterable[str], flag: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from gstep.methods import METHODS
 from pipeline.errors import UsageError
+from pipeline.evaluate.grids import TABLES
 from pipeline.generate.late_pruning import LateAsked
 from pipeline.options import DTYPES, EngineOptions, check, named_values, option, positive
 
@@ -46,6 +47,18 @@ class EvaluateConfig(EngineOptions):
         "ask nothing: score answers that jobs.generate gave to questions with an answer; several places are compared",
         metavar="ANSWERS",
         several=True,
+    )
+    results: list[str] = option(
+        [],
+        "ask nothing: lay out the results of earlier evaluations, one of each benchmark, as --table says",
+        metavar="RESULTS",
+        several=True,
+    )
+    table: str | None = option(
+        None,
+        "a table or figure of the paper: with --benchmark its methods and shares are asked, unless --method and "
+        "--retention-ratio name others; with --results it is made",
+        choices=tuple(TABLES),
     )
     model: str | None = option(
         None,
@@ -104,8 +117,15 @@ class EvaluateConfig(EngineOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.benchmark is None) == (not self.score):
-            raise UsageError("name what to ask, --benchmark NAME, or answers to score, --score ANSWERS: one of them")
+        if [self.benchmark is None, not self.score, not self.results].count(False) != 1:
+            raise UsageError(
+                "name what to ask, --benchmark NAME, or answers to score, --score ANSWERS, or results to lay out as a "
+                "--table, --results RESULTS: one of them"
+            )
+        if self.results and self.table is None:
+            raise UsageError(f"--results goes with --table, one of {', '.join(TABLES)}")
+        if self.score and self.table is not None:
+            raise UsageError("--table goes with --benchmark, and then with --results, not with --score")
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         for ratio in self.retention_ratio:
             check(0.0 < ratio <= 1.0, "retention_ratio", "in (0, 1]", ratio)
@@ -125,8 +145,9 @@ class EvaluateConfig(EngineOptions):
         """What every question is answered under, by label: full retention (None), then each method at each ratio, from
         the largest. Raises UsageError for a method that is no METHOD[,NAME=VALUE...]."""
         asked: dict[str, LateAsked | None] = {FULL_LABEL: None}
-        ratios = sorted(set(self.retention_ratio or DEFAULT_RATIOS), reverse=True)
-        for spec in self.method or DEFAULT_METHODS:
+        table = None if self.table is None else TABLES[self.table]
+        ratios = sorted(set(self.retention_ratio or (table.ratios if table else DEFAULT_RATIOS)), reverse=True)
+        for spec in self.method or (table.methods if table else DEFAULT_METHODS):
             method, *given = (part.strip() for part in spec.split(","))
             params = named_values(given, f"--method {spec}: a parameter")
             for ratio in ratios if method != FULL else ():

@@ -125,7 +125,7 @@ def templates() -> Environment:
         text.p_text,
     )
     environment.filters |= {word.__name__: word for word in words}
-    environment.globals |= {"bracket": text.bracket, "column_title": text.column_title}
+    environment.globals |= {"bracket": text.bracket, "column_title": text.column_title, "style": _asset("report.css")}
     return environment
 
 

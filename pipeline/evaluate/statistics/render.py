@@ -39,7 +39,7 @@ def method_title(method: str) -> str:
 def markdown(table: ResultsTable) -> str:
     """The table as GitHub Markdown, with what its signs mean; then differences with their errors, then counts."""
     sections = [
-        f"### {_escape(table.title)}",
+        f"### {escape_markdown(table.title)}",
         "\n".join(_scores(table)),
         "**Best** and <ins>second best</ins> of a block, ties share the mark. Rel.: the mean over benchmarks of the "
         "score relative to full retention, from printed scores.",
@@ -66,10 +66,10 @@ def latex(table: ResultsTable) -> str:
         *_latex_head(table.columns),
         r"\midrule",
         rf"\multicolumn{{{n_columns}}}{{c}}{{\textit{{Original Model (100\%)}}}} \\",
-        _latex_row(_tex(table.title), table.original),
+        _latex_row(escape_latex(table.title), table.original),
     ]
     for block in table.blocks:
-        heading = rf"\textit{{Pruning Ratio ($\downarrow {_tex(_pruned(block))}$)}}"
+        heading = rf"\textit{{Pruning Ratio ($\downarrow {escape_latex(_pruned(block))}$)}}"
         lines += [r"\midrule", rf"\multicolumn{{{n_columns}}}{{c}}{{{heading}}} \\"]
         lines += [_latex_row(_latex_method(row.method), row) for row in block.rows]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
@@ -101,7 +101,7 @@ def _scores(table: ResultsTable) -> Iterator[str]:
     for block in table.blocks:
         yield _line([f"*Pruning ratio (↓ {_pruned(block)})*", *[""] * width])
         for row in block.rows:
-            yield _line([_escape(method_title(row.method)), *map(_marked, _all_cells(row))])
+            yield _line([escape_markdown(method_title(row.method)), *map(_marked, _all_cells(row))])
 
 
 def _differences(table: ResultsTable, versus: Callable[[Cell], Versus | None]) -> Iterator[str]:
@@ -112,13 +112,13 @@ def _differences(table: ResultsTable, versus: Callable[[Cell], Versus | None]) -
             yield _line([f"*Pruning ratio (↓ {_pruned(block)})*", *[""] * (len(table.columns) + 1)])
         for row in compared:
             cells = (_difference(versus(cell) if cell else None) for cell in _all_cells(row))
-            yield _line([_escape(method_title(row.method)), *cells])
+            yield _line([escape_markdown(method_title(row.method)), *cells])
 
 
 def _answers(table: ResultsTable) -> Iterator[str]:
     yield from _head(["Method", "Retention ratio", "Visual tokens kept", "Replies that name no option", "Failed"])
     for row in _rows(table):
-        title = "Original Model" if row is table.original else _escape(method_title(row.method))
+        title = "Original Model" if row is table.original else escape_markdown(method_title(row.method))
         shares = (_percent(row.kept_share), _percent(row.unparsed_share))
         yield _line([title, f"{100 * row.ratio:g}%", *shares, f"{row.n_failed:,}"])
 
@@ -132,12 +132,12 @@ def _legend(table: ResultsTable) -> str:
     )
     alone = [name for name, n in zip(_headings(table.columns), table.n_clusters, strict=True) if n == 1]
     if alone:
-        text += f" No interval: all questions of a column are about one video ({_escape(', '.join(alone))})."
+        text += f" No interval: all questions of a column are about one video ({escape_markdown(', '.join(alone))})."
     return text
 
 
 def _head(titles: Sequence[str]) -> Iterator[str]:
-    yield _line([_escape(title) for title in titles])
+    yield _line([escape_markdown(title) for title in titles])
     yield "|---|" + "---:|" * (len(titles) - 1)
 
 
@@ -175,14 +175,15 @@ def _percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.1f}%"
 
 
-def _escape(text: str) -> str:
+def escape_markdown(text: str) -> str:
+    """Text that Markdown shows as it is."""
     return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", text)
 
 
 def _latex_head(columns: Sequence[Column]) -> list[str]:
     """Two lines of titles where a benchmark has several columns, the first spanning them; else one."""
     groups = [(title, len(list(of_title))) for title, of_title in groupby(columns, lambda column: column.benchmark)]
-    titles = [_bold("Method"), *(_bold(_tex(title)) for title, _ in groups), _bold("Rel.")]
+    titles = [_bold("Method"), *(_bold(escape_latex(title)) for title, _ in groups), _bold("Rel.")]
     if all(width == 1 for _, width in groups):
         return [" & ".join(titles) + r" \\"]
     widths = [1, *(width for _, width in groups), 1]
@@ -190,14 +191,14 @@ def _latex_head(columns: Sequence[Column]) -> list[str]:
     for title, width in zip(titles, widths, strict=True):
         upper.append(rf"\multirow{{2}}{{*}}{{{title}}}" if width == 1 else rf"\multicolumn{{{width}}}{{c}}{{{title}}}")
         of_group = columns[start - 2 : start - 2 + width]
-        lower += [""] if width == 1 else [_bold(_tex(column.title)) for column in of_group]
+        lower += [""] if width == 1 else [_bold(escape_latex(column.title)) for column in of_group]
         rules += [] if width == 1 else [rf"\cmidrule(lr){{{start}-{start + width - 1}}}"]
         start += width
     return [" & ".join(upper) + r" \\", " ".join(rules), " & ".join(lower) + r" \\"]
 
 
 def _latex_method(method: str) -> str:
-    return _bold("GSTEP (Ours)") if method == "gstep" else _tex(method_title(method))
+    return _bold("GSTEP (Ours)") if method == "gstep" else escape_latex(method_title(method))
 
 
 def _latex_row(label: str, row: Row) -> str:
@@ -207,7 +208,7 @@ def _latex_row(label: str, row: Row) -> str:
 def _latex_cell(cell: Cell | None) -> str:
     if cell is None:
         return "--"
-    text = _tex(cell.printed)
+    text = escape_latex(cell.printed)
     return {"best": _bold(text), "second": rf"\underline{{{text}}}", "": text}[cell.mark]
 
 
@@ -215,5 +216,6 @@ def _bold(text: str) -> str:
     return rf"\textbf{{{text}}}"
 
 
-def _tex(text: str) -> str:
+def escape_latex(text: str) -> str:
+    """Text that LaTeX sets as it is."""
     return "".join(_LATEX.get(sign, sign) for sign in text)

@@ -1,0 +1,60 @@
+"""``jobs.evaluate --table NAME --results RESULTS...``: the files of one table or figure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pipeline.errors import NotResults
+from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.grids import TABLES
+from pipeline.evaluate.paper.gathered import Gathered, compared, gather, missing
+from pipeline.evaluate.paper.render import latex, markdown, page
+from pipeline.evaluate.paper.sheets import Sheet, sheets
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import store_at
+
+
+@dataclass(frozen=True)
+class Laid:
+    """What was made: ``files`` below ``out``; ``missing`` are lines about what the results lack."""
+
+    sheets: Sequence[Sheet]
+    missing: Sequence[str]
+    out: str
+    files: Sequence[str]
+
+
+def lay_out(config: EvaluateConfig) -> Laid:
+    """Write the table as Markdown, LaTeX and a page.
+
+    Raises UsageError (nothing was written) and OSError.
+    """
+    assert config.table is not None  # the config refuses a request without
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+    table, store = TABLES[config.table], store_at(config.out, objects)
+    names = [f"{config.table}.{suffix}" for suffix in ("md", "tex", "html")]
+    if store.taken() and not any(map(store.exists, names)):
+        raise NotResults(f"{store} exists and holds something else than {names[0]}: name another place with --out")
+    found = gather(table, config.results, objects)
+    results = compared(_model_of(found[0]), table, found, config.draws, config.seed)
+    made, lacking = sheets(table, results), missing(table, found)
+    texts = [markdown(made), latex(made), page(table.title, made, _facts(found), lacking)]
+    store.make()
+    for name, text in zip(names, texts, strict=True):
+        store.put(name, text.encode())
+    return Laid(made, lacking, config.out, names)
+
+
+def _model_of(one: Gathered) -> str:
+    return str(one.identity["model"]["weights"])
+
+
+def _facts(found: Sequence[Gathered]) -> list[tuple[str, str]]:
+    """What each number was made with."""
+    facts = [("model", f"{found[0].identity['model']['type']}, {_model_of(found[0])}")]
+    for one in found:
+        frames, protocol = one.identity.get("num_frames"), one.identity.get("protocol")
+        asked = len(set(one.scores["question_id"].to_pylist()))
+        facts.append((one.benchmark.title, f"{asked:,} questions, {frames} frames, {protocol}"))
+    return facts
