@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from pipeline.errors import UsageError, printable
 from pipeline.evaluate.benchmarks.annotations import FaultKind, LeftOut, without_letter
+from pipeline.inputs.tables import UserRow
 
 
 @dataclass(frozen=True)
@@ -40,18 +42,21 @@ class Item:
     Attributes:
         question_id: unique in the benchmark; may begin with "-".
         video_ids: the videos in the order of the prompt: POSIX paths relative to the data folder, as jobs.prune names
-            those of a folder. A benchmark has one; questions of one's own may have several.
+            those of a folder, and of a clip its bounds (``clip_id``). A benchmark has one; questions of one's own may
+            have several.
+        path: of a benchmark's video below the data folder; "" where the ids are the paths.
         start_s, end_s: the clip in seconds; None: that side of the video is open.
         question: its text, as in the file.
         options: as in the file, with their letters where they carry them; () for a free answer.
         answer: index of the right option; None where none is right, and for a free answer.
-        expected: the answer as the file has it.
+        expected: the answer as the file has it; "" where none was published.
         splits: name of a split -> which part of it the question is in.
         cluster: what must be drawn together when the error of a score is estimated; mostly the video.
     """
 
     question_id: str
     video_ids: tuple[str, ...]
+    path: str = ""
     start_s: float | None = None
     end_s: float | None = None
     question: str
@@ -65,6 +70,23 @@ class Item:
     def video_id(self) -> str:
         """The video, or the first of several."""
         return self.video_ids[0]
+
+    def manifest_rows(self, folder: Path) -> list[UserRow]:
+        """How jobs.prune is told of its videos, the data being in this folder."""
+        clip: UserRow = {"start_s": self.start_s, "end_s": self.end_s}
+        given = {name: value for name, value in clip.items() if value is not None}
+        return [{"video_id": name, "uri": str(folder / (self.path or name)), **given} for name in self.video_ids]
+
+
+def clip_id(path: str, start_s: float | None, end_s: float | None) -> str:
+    """The id of the part of a video from ``start_s`` to ``end_s``: its path, with a media fragment (W3C) for a part.
+
+    Clips of one file differ in it by their bounds, and do not collide: ``star/Charades_v1_480/AB1CD.mp4#t=1.5,9``.
+    """
+    if start_s is None and end_s is None:
+        return path
+    start, end = ("" if bound is None else repr(bound).removesuffix(".0") for bound in (start_s, end_s))
+    return f"{path}#t={start},{end}" if end else f"{path}#t={start}"
 
 
 @dataclass(frozen=True)
@@ -136,7 +158,7 @@ class Collected:
         counts = Counter(map(without_letter, item.options))
         if repeated := [text for text, count in counts.items() if count > 1]:
             found.append(("repeated-candidate", f"the option {repeated[0]!r} is there {counts[repeated[0]]} times"))
-        if item.options and item.answer is None:
+        if item.options and item.answer is None and item.expected:
             found.append(("answer-no-candidate", f"the answer {item.expected!r} is none of the options {item.options}"))
         return found
 
