@@ -17,7 +17,13 @@ from pipeline.storage.s3 import is_object
 from pipeline.video.frame_folders import FIRST_FRAME, is_frame_folder
 
 FaultKind = Literal[
-    "bad-row", "missing-video", "policy", "repeated-question", "repeated-candidate", "answer-no-candidate"
+    "bad-row",
+    "missing-video",
+    "policy",
+    "repeated-question",
+    "repeated-candidate",
+    "blank-candidate",
+    "answer-no-candidate",
 ]
 AnswerRule = Literal["letter", "index", "text"]
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -89,9 +95,9 @@ def text_of(row: UserRow, column: str) -> str:
 
 
 def options_of(row: UserRow, column: str) -> tuple[str, ...]:
-    """A cell that holds a list of texts. Raises LeftOut."""
+    """A cell that holds a list of texts, some of which may be blank. Raises LeftOut."""
     value = row.get(column)
-    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text.strip() for text in value):
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
         raise LeftOut("bad-row", f"{column} must be a list of texts, got {value!r}")
     if not all(map(is_text, value)):
         raise LeftOut("bad-row", f"{column} are not valid text: {value!r}")

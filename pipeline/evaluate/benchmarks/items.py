@@ -23,7 +23,8 @@ class AnnotationFault:
     Attributes:
         kind: bad-row (a needed column is empty or of another type), missing-video, policy (its path leads outside the
             data folder), repeated-question (an id again, or the same question on the same video under another id),
-            repeated-candidate, answer-no-candidate (the right answer is none of the options: no reply can be right).
+            repeated-candidate, blank-candidate (a model can name it all the same), answer-no-candidate (the right
+            answer is none of the options: no reply can be right).
         question_id: whose; None where the row has none.
         message: at most 1 KB, printable; names the row.
         left_out: whether the question is not asked.
@@ -152,15 +153,22 @@ class Collected:
 
     def _oddities(self, item: Item) -> list[tuple[FaultKind, str]]:
         found: list[tuple[FaultKind, str]] = []
-        asked = (item.video_ids, item.start_s, item.end_s, item.question)
+        asked = (item.video_ids, _without_options(item))
         if (first := self._asked.setdefault(asked, item.question_id)) != item.question_id:
             found.append(("repeated-question", f"the same question on the same video as {first!r}"))
         counts = Counter(map(without_letter, item.options))
         if repeated := [text for text, count in counts.items() if count > 1]:
             found.append(("repeated-candidate", f"the option {repeated[0]!r} is there {counts[repeated[0]]} times"))
+        if blank := sum(not text.strip() for text in item.options):
+            found.append(("blank-candidate", f"{blank} of the {len(item.options)} options are blank"))
         if item.options and item.answer is None and item.expected:
             found.append(("answer-no-candidate", f"the answer {item.expected!r} is none of the options {item.options}"))
         return found
 
     def _fault(self, kind: FaultKind, question_id: str | None, message: str, *, left_out: bool) -> None:
         self._faults.append(AnnotationFault(kind, question_id, printable(message), left_out))
+
+
+def _without_options(item: Item) -> str:
+    """The question alone where its text lists the options, as MLVU's does."""
+    return item.question.partition(f"\n(A) {item.options[0]}\n")[0] if item.options else item.question
