@@ -158,7 +158,7 @@ class Benchmark:
 
     def _item(self, row: UserRow, videos: Videos) -> Item:
         options = options_of(row, self.options)
-        expected = "" if self.submission else text_of(row, self.answer)
+        expected = None if self.submission else text_of(row, self.answer)
         checked = {
             "question_id": text_of(row, self.question_id),
             "question": text_of(row, self.question),
@@ -173,7 +173,7 @@ class Benchmark:
             start_s=start_s,
             end_s=end_s,
             options=options,
-            answer=answer_index(self.answer_rule, expected, options),
+            answer=None if expected is None else answer_index(self.answer_rule, expected, options),
             expected=expected,
             splits=splits,
         )

@@ -50,7 +50,7 @@ class Item:
         question: its text, as in the file.
         options: as in the file, with their letters where they carry them; () for a free answer.
         answer: index of the right option; None where none is right, and for a free answer.
-        expected: the answer as the file has it; "" where none was published.
+        expected: the answer as the file has it; None where none was published.
         splits: name of a split -> which part of it the question is in.
         cluster: what must be drawn together when the error of a score is estimated; mostly the video.
     """
@@ -63,7 +63,7 @@ class Item:
     question: str
     options: tuple[str, ...] = ()
     answer: int | None = None
-    expected: str
+    expected: str | None
     splits: Mapping[str, str] = field(default_factory=dict)
     cluster: str
 
@@ -161,7 +161,7 @@ class Collected:
             found.append(("repeated-candidate", f"the option {repeated[0]!r} is there {counts[repeated[0]]} times"))
         if blank := sum(not text.strip() for text in item.options):
             found.append(("blank-candidate", f"{blank} of the {len(item.options)} options are blank"))
-        if item.options and item.answer is None and item.expected:
+        if item.options and item.answer is None and item.expected is not None:
             found.append(("answer-no-candidate", f"the answer {item.expected!r} is none of the options {item.options}"))
         return found
 
