@@ -51,6 +51,7 @@ class Benchmark:
         paths: templates, over columns, of a video's path below the data folder; the first that is there counts.
         cut_paths: the same of clips that lie there cut out already; they come after ``paths``.
         question_id, question, options, answer, cluster: columns; ``options`` holds lists of texts.
+        n_options: of every question, where another set of questions has another number; 0: any.
         clip: the columns of a clip's start and end in seconds, in the videos of ``paths``.
         lettered: whether options carry their letters.
         answer_rule: what ``answer`` is: a letter, an index counted from 0, or an option's text.
@@ -76,6 +77,7 @@ class Benchmark:
     options: str = "options"
     answer: str = "answer"
     cluster: str = ""
+    n_options: int = 0
     clip: tuple[str, str] | None = None
     lettered: bool = False
     answer_rule: AnswerRule = "letter"
@@ -158,6 +160,9 @@ class Benchmark:
 
     def _item(self, row: UserRow, videos: Videos) -> Item:
         options = options_of(row, self.options)
+        if self.n_options not in (0, len(options)):
+            other = f"{len(options)} options, and every question of {self.title} has {self.n_options}"
+            raise LeftOut("bad-row", f"{other}: is it another set of questions?")
         expected = None if self.submission else text_of(row, self.answer)
         checked = {
             "question_id": text_of(row, self.question_id),

@@ -12,8 +12,6 @@ The rule for replies in lmms-eval 0.7.3 knows the letters A to D alone, for test
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from pipeline.evaluate.benchmarks.annotations import answer_index
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.reading import Place
@@ -35,23 +33,13 @@ _TEST = {
     **{"topic_reasoning": "TR", "anomaly_reco": "AR", "needleQA": "NQA", "ego": "ER", "plotQA": "PQA"},
     **{"sportsQA": "SQA", "order": "AO", "count": "AC", "tutorialQA": "TQA"},
 }
-_DEV_NAMES, _TEST_NAMES = {"findNeedle": "needle"}, {"findNeedle": "needleQA", "needle": "needleQA"}
 
 
-def _dev_row(row: UserRow, place: Place) -> UserRow:
-    return _row(row, place, _DEV_NAMES)
-
-
-def _test_row(row: UserRow, place: Place) -> UserRow:
-    return _row(row, place, _TEST_NAMES)
-
-
-def _row(row: UserRow, place: Place, names: Mapping[str, str]) -> UserRow:
+def _row(row: UserRow, place: Place) -> UserRow:
     """A row of either layout as one of lmms-eval's, with the folder of its task."""
     if "question_type" in row:
         row = _lettered(row)
-    given = str(row.get("task_type"))
-    task = names.get(given, given)
+    task = str(row.get("task_type")).replace("findNeedle", "needle")
     folder = _DEV[task][1] if task in _DEV else task
     # The authors' dev has no ids; those that lmms-eval gave need not be unique.
     return {**row, "task_type": task, "folder": folder, "question_id": f"{task}-{place.number}"}
@@ -85,12 +73,13 @@ MLVU_DEV = Benchmark(
     source="the data set MLVU/MVLU of the Hugging Face hub (json/ and video/), or sy1998/MLVU_dev with its "
     "video_part_*.zip unpacked into one folder",
     files=("json/[1-7]_*.json", "MLVU/json/[1-7]_*.json", "test-*.parquet", "*/test-*.parquet"),
-    adapt=_dev_row,
+    adapt=_row,
     paths=(
         *("video/{folder}/{video_name}", "MLVU/video/{folder}/{video_name}"),
         *("{video_name}", "video/{video_name}", "videos/{video_name}", "mlvu/{video_name}"),
     ),
     options="candidates",
+    n_options=4,
     splits=(Split("task_type", "Task", {task: title for task, (title, _) in _DEV.items()}),),
     cluster="video_name",
     n_questions=2175,
@@ -103,12 +92,13 @@ MLVU_TEST = Benchmark(
     source="the data set MLVU/MLVU_Test of the Hugging Face hub (test-ground-truth/ and, unpacked, video/), or "
     "sy1998/MLVU_Test with its videos unpacked into one folder",
     files=("test-ground-truth/test_mcq_gt.json", "test_mcq_gt.json", "test-*.parquet", "*/test-*.parquet"),
-    adapt=_test_row,
+    adapt=_row,
     paths=(
         *("MLVU_Test/video/{video_name}", "video/{video_name}", "{video_name}", "videos/{video_name}"),
         "mlvu_test/{video_name}",
     ),
     options="candidates",
+    n_options=6,
     splits=(Split("task_type", "Task", _TEST),),
     cluster="video_name",
     n_questions=502,
