@@ -24,8 +24,9 @@ class EvaluateConfig(EngineOptions):
 
     benchmark: str | None = option(
         None,
-        "videomme, shapes (see jobs.testbed), or a file of your own questions (.jsonl/.parquet/.csv with question_id, "
-        "video_id, prompt, answer; optional choices, split, cluster)",
+        "videomme, longvideobench, mlvu-dev, mlvu-test, mvbench, egoschema-subset (500 questions with published "
+        "answers), egoschema (all 5,031, for a file to submit), shapes (see jobs.testbed), or a file of your own "
+        "questions (.jsonl/.parquet/.csv with question_id, video_id, prompt, answer; optional choices, split, cluster)",
         metavar="NAME",
         group="benchmark",
     )
@@ -37,8 +38,8 @@ class EvaluateConfig(EngineOptions):
     )
     protocol: str | None = option(
         None,
-        "whose prompt, frames and rule for replies: lmms-eval-0.7.3, lmms-eval-0.5 or official for videomme, letter "
-        "for shapes and your own (default: the benchmark's first)",
+        "whose prompt, frames and rule for replies: lmms-eval-0.7.3 or lmms-eval-0.5, for videomme official too; "
+        "letter for shapes and your own (default: the benchmark's first)",
         metavar="NAME",
     )
     limit: int | None = option(None, "only the first so many questions", metavar="N")

@@ -27,6 +27,7 @@ from pipeline.evaluate.request import EvaluateRequest, match_results, prepare, w
 from pipeline.evaluate.run import Evaluated, answer_and_score, arms_of, drop_tokens, score_answers
 from pipeline.evaluate.statistics.render import method_title
 from pipeline.evaluate.statistics.results import ResultsTable
+from pipeline.evaluate.submissions import write_submissions
 from pipeline.generate.summary import render_answers
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
@@ -37,12 +38,14 @@ _VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "numpy")
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What an evaluation made: ``files`` below ``out``."""
+    """What an evaluation made: ``files`` below ``out``; for a benchmark without published answers no ``table``, but
+    where to bring its ``submission``."""
 
     done: Evaluated
-    table: ResultsTable
+    table: ResultsTable | None
     out: str
     files: Sequence[str]
+    submission: str = ""
 
     def exit_code(self, config: EvaluateConfig) -> int:
         """As of the answers; 1 too where a video failed by a bug."""
@@ -71,14 +74,25 @@ def _asked(config: EvaluateConfig, console: Console) -> Evaluation:
     for line in said_of_the_data(request.loaded, request.benchmark):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     done = answer_and_score(request, console)
-    shown = _shown(request, done, console)
-    files = write_results(request.store, done, shown)
+    made = _submitted(request, done, console) if request.benchmark.submission else _tabled(request, done, console)
     if config.drop_tokens:
         if again := _to_ask_again(done):
             console.print(f"note: {again} questions may be asked again (--retry-failed): their tokens stay")
         else:
             drop_tokens(request, console)
-    return Evaluation(done=done, table=main_table(done, shown), out=config.out, files=files)
+    return made
+
+
+def _tabled(request: EvaluateRequest, done: Evaluated, console: Console) -> Evaluation:
+    shown = _shown(request, done, console)
+    files = write_results(request.store, done, shown)
+    return Evaluation(done=done, table=main_table(done, shown), out=request.config.out, files=files)
+
+
+def _submitted(request: EvaluateRequest, done: Evaluated, console: Console) -> Evaluation:
+    files = write_submissions(request.store, done, console)
+    place = request.benchmark.submission
+    return Evaluation(done=done, table=None, out=request.config.out, files=files, submission=place)
 
 
 def _to_ask_again(done: Evaluated) -> int:
@@ -105,9 +119,23 @@ def said_of_the_data(loaded: Loaded, benchmark: Benchmark) -> Iterator[str]:
     whole = f" of {benchmark.n_questions:,} in the whole benchmark" if benchmark.n_questions else ""
     yield f"{benchmark.title}: {len(loaded.items):,} questions to ask; {loaded.n_annotated:,} annotated{whole}"
     counts = Counter((fault.kind, fault.left_out) for fault in loaded.faults)
+    yield from _missing_parts(loaded, benchmark)
     for (kind, left_out), count in counts.items():
         example = next(fault.message for fault in loaded.faults if (fault.kind, fault.left_out) == (kind, left_out))
         yield f"note: {count} {kind}, {'left out' if left_out else 'kept'}, e.g. {example}"
+
+
+def _missing_parts(loaded: Loaded, benchmark: Benchmark) -> Iterator[str]:
+    """A line where the score is a mean over parts, and some have no question."""
+    metrics = {protocol.metric for protocol in benchmark.protocols}
+    for split in benchmark.splits:
+        present = {item.splits[split.name] for item in loaded.items if split.name in item.splits}
+        missing = [part for part in split.parts if part not in present]
+        if split.name in metrics and missing:
+            yield (
+                f"note: no question of {', '.join(missing)}: the score is the mean over {len(present)} of the "
+                f"{len(split.parts)}, and not the published one"
+            )
 
 
 def _shown(request: EvaluateRequest, done: Evaluated, console: Console) -> Shown:
@@ -167,25 +195,33 @@ _COLUMNS = 6  # of splits and Overall that fit a terminal
 
 
 def render_evaluation(done: Evaluation) -> RenderableType:
-    """The table for the terminal, the failures by class, and the files."""
-    table = Table(title=Text(done.table.title), title_justify="left", show_edge=False)
+    """The table for the terminal, or where to bring the submissions, the failures by class, and the files."""
+    parts: list[RenderableType] = []
+    if done.table is None:
+        parts.append(Text(f"no score: the right answers are not published; {done.submission}"))
+    else:
+        parts += _rendered(done.table)
+    if done.done.answers is not None:
+        parts += ["", render_answers(done.done.answers)]
+    return Group(*parts, "", Text(f"{done.out}: {', '.join(done.files)}"))
+
+
+def _rendered(results: ResultsTable) -> Iterator[RenderableType]:
+    table = Table(title=Text(results.title), title_justify="left", show_edge=False)
     table.add_column("method")
     # The last column is that of all questions.
-    first = 0 if len(done.table.columns) <= _COLUMNS else len(done.table.columns) - 1
-    for name in ("kept", *(column.title for column in done.table.columns[first:]), "Rel."):
+    first = 0 if len(results.columns) <= _COLUMNS else len(results.columns) - 1
+    for name in ("kept", *(column.title for column in results.columns[first:]), "Rel."):
         table.add_column(Text(name), justify="right")
-    for block in (None, *done.table.blocks):
-        for row in (done.table.original,) if block is None else block.rows:
+    for block in (None, *results.blocks):
+        for row in (results.original,) if block is None else block.rows:
             cells = [cell.printed if cell else "-" for cell in (*row.cells[first:], row.rel)]
             table.add_row(
                 Text(method_title(row.method)), f"{100 * row.ratio:g} %", *cells, end_section=row is _last(block)
             )
-    parts: list[RenderableType] = [table]
+    yield table
     if first:
-        parts.append(Text(f"the {first} splits are in tables.md"))
-    if done.done.answers is not None:
-        parts += ["", render_answers(done.done.answers)]
-    return Group(*parts, "", Text(f"{done.out}: {', '.join(done.files)}"))
+        yield Text(f"the {first} splits are in tables.md")
 
 
 def _last(block: object) -> object:

@@ -172,6 +172,20 @@ class Protocol:
         return self.prompts.get(model_type, self.prompt)
 
 
+def lmms_eval(prompt: Prompt, newer: str, older: str, **shared: Any) -> tuple[Protocol, Protocol]:
+    """What lmms-eval 0.7.3 and 0.5 do to a benchmark that they ask in the same words.
+
+    Args:
+        newer: the rule for replies in 0.7.3.
+        older: that in 0.5.
+        shared: other fields of both.
+    """
+    return (
+        Protocol(name="lmms-eval-0.7.3", prompt=prompt, models=LMMS_EVAL_0_7, parser=newer, **shared),
+        Protocol(name="lmms-eval-0.5", prompt=prompt, models=LMMS_EVAL_0_5, parser=older, **shared),
+    )
+
+
 #: Questions of one's own: asked as ``jobs.generate --questions`` asks them, with its frames and its length of replies.
 LETTER = Protocol(
     name="letter",

@@ -145,16 +145,16 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
     """Cache all tokens of the videos that questions are left of."""
     assert request.videos is not None
     folder = data_folder(request)
-    ids = sorted({video_id for item in items for video_id in item.video_ids})
-    lines = [json.dumps({"video_id": video_id, "uri": str(folder / video_id)}) for video_id in ids]
+    rows = {row["video_id"]: row for item in items for row in item.manifest_rows(folder)}
+    lines = [json.dumps(rows[video_id]) for video_id in sorted(rows)]
     request.store.put(MANIFEST, ("\n".join(lines) + "\n").encode())
     config = PruneConfig(**{**vars(request.videos), "videos": f"{request.config.out.rstrip('/')}/{MANIFEST}"})
-    console.print(f"{len(ids)} videos, all tokens of each once: {_size(request)}", highlight=False, soft_wrap=True)
+    console.print(f"{len(rows)} videos, all tokens of each once: {_size(request)}", highlight=False, soft_wrap=True)
     summary = PruneRun(config, console).carry_out()
     # Those that are left may all be broken: their questions say so, and the others are there.
     if not summary.n_ok and not len(TokenCache(request.cache, store=store_at(request.cache, request.objects))):
         reasons = "; ".join(f"{name}: {count}, {summary.examples[name][1]}" for name, count in summary.failures.items())
-        raise RunFailed(f"none of {len(ids)} videos could be encoded: {reasons}")
+        raise RunFailed(f"none of {len(rows)} videos could be encoded: {reasons}")
     return summary
 
 

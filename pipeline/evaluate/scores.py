@@ -29,8 +29,10 @@ SCORE_SCHEMA = pa.schema(
         column("parsed", pa.int32(), "index of the option that the reply names; null where it names none"),
         column("answer", pa.int32(), "index of the right option; null where none is, or there are no options"),
         column("n_options", pa.int32(), "options of the question", nullable=False),
-        column("right", pa.bool_(), "whether the reply is right; of a rule that draws: false", nullable=False),
-        column("score", pa.float64(), "1 or 0; where the rule draws at random its expectation", nullable=False),
+        column(
+            "right", pa.bool_(), "whether the reply is right; of a rule that draws: false; null: nobody published it"
+        ),
+        column("score", pa.float64(), "1 or 0; where the rule draws at random its expectation; null likewise"),
         column("choice_scores", pa.list_(pa.float64()), "natural log-probability of each option, where scored"),
         column("n_kept", pa.int32(), "visual tokens that were kept"),
         column("n_total", pa.int32(), "visual tokens before pruning"),
@@ -46,11 +48,14 @@ _NEEDED = [
 
 
 class Reply(NamedTuple):
-    """A reply that was read: the option it names, whether it is right, and what that scores."""
+    """A reply that was read: the option it names, whether it is right, and what that scores.
+
+    The last two are None where the right answer is not published.
+    """
 
     parsed: int | None
-    right: bool
-    score: float
+    right: bool | None
+    score: float | None
 
 
 def score_table(items: Sequence[Item], arms: Mapping[str, Arm], answers: pa.Table, rule: str) -> pa.Table:
@@ -76,9 +81,11 @@ def _scored(items: Sequence[Item], arm: Arm, label: str, answers: pa.Table, rule
 def read_reply(item: Item, row: AnswerRecord, rule: str) -> Reply:
     """What an answer scores: a scored choice as it is, a reply by the rule, a free answer by its text."""
     if not item.options:
-        right = same_text(row["answer"], item.expected)
+        right = same_text(row["answer"], item.expected or "")
         return Reply(None, right, float(right))
     parsed = Parsed(row["choice"]) if "choice_scores" in row else parse(rule, row["answer"], item.options)
+    if item.expected is None:
+        return Reply(parsed.choice, None, None)
     score = parsed.score(item.answer, len(item.options))
     return Reply(parsed.choice, not parsed.drawn and score == 1.0, score)
 
@@ -96,7 +103,8 @@ def _row(item: Item, arm: Arm, row: AnswerRecord | None, rule: str) -> dict[str,
     }
     if row is None or row["status"] != "ok":
         why = "unanswered" if row is None else row["error_class"]
-        return {**common, "status": "failed", "error_class": why, "right": False, "score": 0.0}
+        nothing = (None, None) if item.expected is None else (False, 0.0)
+        return {**common, "status": "failed", "error_class": why, **Reply(None, *nothing)._asdict()}
     reply = read_reply(item, row, rule)
     counts = {name: row.get(name) for name in ("choice_scores", "n_kept", "n_total", "kept_per_frame")}
     return {**common, "status": "ok", "reply": row["answer"], **reply._asdict(), **counts}

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewh
 from pipeline.storage.s3 import Objects, is_object
 from pipeline.video.decode import DecodedVideo, DecodeRequest
 from pipeline.video.decoders import decoder_version
+from pipeline.video.frame_folders import source_bytes
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from pipeline.video.source import Source, one_ahead, open_source
@@ -152,7 +152,7 @@ def _size(row: TodoRow, source: Source) -> int | None:
     if is_object(row["path"]):
         return source.size if source.size is not None else row["size"]
     try:
-        return Path(row["path"]).stat().st_size
+        return source_bytes(row["path"])
     except (OSError, ValueError):
         return None
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from pipeline.errors import UsageError
 from pipeline.storage.s3 import Objects, is_object
+from pipeline.video.frame_folders import source_bytes
 
 _ASKED = 32  # requests at a time
 
@@ -73,6 +73,6 @@ def _no_answer(refusal: OSError) -> UsageError:
 
 def _on_disk(path: str) -> int:
     try:
-        return os.stat(path).st_size  # noqa: PTH116 - of a million files, a Path each would double the time
+        return source_bytes(path)
     except (OSError, ValueError):
         return -1

@@ -1,4 +1,4 @@
-"""One video file -> the sampled frames, resized, or a VideoFault that says what is wrong with the file.
+"""One video file, or folder of frames -> the sampled frames, resized, or a VideoFault that says what is wrong with it.
 
 ``decode_video`` is what runs inside the child process of ``pipeline.video.sandbox``: decoders can abort, hang and eat
 memory.
@@ -28,6 +28,8 @@ from gstep.errors import UnsupportedVideo
 from pipeline.errors import FaultClass, VideoFault
 from pipeline.video.containers import missing_bytes, open_regular, sniff
 from pipeline.video.decoders import DECODERS, Frames, decoders_for, load_decoder
+from pipeline.video.frame_folders import fingerprint_frames, frame_names, whole_frames
+from pipeline.video.jpegs import JPEGS, index_frames
 from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
 from pipeline.video.sampling import Sampling, choose_frames, clip_range, count_repeated
 
@@ -54,7 +56,7 @@ class DecodeRequest:
     """What to read.
 
     Attributes:
-        path: a local file.
+        path: a local file, or a folder of JPEG frames (``pipeline.video.frame_folders``).
         sampling: which frames.
         preprocessor: what size they get.
         start_s: start of the clip in seconds; None for the start of the video.
@@ -153,6 +155,8 @@ def decode_video(request: DecodeRequest, announce: Callable[[str], None] = lambd
 
 def _decode(request: DecodeRequest, announce: Callable[[str], None]) -> DecodedVideo:
     path = os.path.abspath(request.path)  # noqa: PTH100 - a relative "http:x" must not look like an address to FFmpeg
+    if os.path.isdir(path):  # noqa: PTH112
+        return _decode_folder(request, path, announce)
     demuxer = sniff(path)
     size, digest = fingerprint(path)
     missing = missing_bytes(path, demuxer)
@@ -173,6 +177,14 @@ def _decode(request: DecodeRequest, announce: Callable[[str], None]) -> DecodedV
         note = note or f"index made by decoding: {error}"
         video = _read(request, scan(index), last, announce)
     return replace(video, source_size=size, source_hash=digest, backend_note=note)
+
+
+def _decode_folder(request: DecodeRequest, path: str, announce: Callable[[str], None]) -> DecodedVideo:
+    index = index_frames(path)
+    size, digest = fingerprint_frames(path, frame_names(path))
+    start_s, end_s = whole_frames(request.start_s, request.end_s, index.fps)
+    video = _read(replace(request, start_s=start_s, end_s=end_s), index, JPEGS, announce)
+    return replace(video, source_size=size, source_hash=digest)
 
 
 def _read(request: DecodeRequest, index: VideoIndex, backend: str, announce: Callable[[str], None]) -> DecodedVideo:

@@ -24,6 +24,7 @@ from pipeline.errors import VideoFault, printable
 from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects, is_object
 from pipeline.video.decode import DecodedVideo, DecodeRequest, fault_of
+from pipeline.video.frame_folders import source_bytes
 from pipeline.video.sandbox import DecodeSandbox
 
 T = TypeVar("T")
@@ -117,7 +118,7 @@ def _check_present(row: VideoRow) -> None:
     if not path.is_absolute():
         raise VideoFault("io", "the source is no file of this machine")
     try:
-        size = path.stat().st_size
+        size = source_bytes(row["uri"])
     except (OSError, ValueError) as error:
         raise VideoFault("io", "the source file is not at hand (moved, deleted or on another machine)") from error
     if row["source_size"] is not None and size != row["source_size"]:

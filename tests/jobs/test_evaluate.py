@@ -329,7 +329,7 @@ def refuse(monkeypatch):
 def test_what_cannot_be_evaluated_is_refused_before_anything_is_encoded(refuse, data, results, tmp_path, monkeypatch):
     out, asked = tmp_path / "r", ["--benchmark", "videomme", "--data", str(data)]
     assert "--benchmark NAME, or answers to score" in refuse(out)
-    assert "known are videomme, shapes" in refuse(out, "--benchmark", "magic")
+    assert "known are videomme, longvideobench, mlvu-dev" in refuse(out, "--benchmark", "magic")
     assert "no such folder" in refuse(out, "--benchmark", "videomme", "--data", str(tmp_path / "gone"))
     assert "VideoMME has lmms-eval-0.7.3, lmms-eval-0.5, official" in refuse(out, *asked, "--protocol", "mine")
     assert "unknown method 'magic'" in refuse(out, *asked, "--method", "magic")

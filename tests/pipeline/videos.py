@@ -93,6 +93,19 @@ def same_priority() -> Iterator[None]:
         os.sched_setscheduler(0, *before)
 
 
+def write_jpegs(folder: Path, count: int, size: tuple[int, int] = (64, 96)) -> Path:
+    """A folder of numbered JPEG frames as MVBench has those of TVQA: 00001.jpg carries the number 1."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(1, count + 1):
+        encoder = av.CodecContext.create("mjpeg", "w")
+        encoder.height, encoder.width = size
+        encoder.pix_fmt, encoder.time_base = "yuvj420p", Fraction(1, 3)
+        picture = av.VideoFrame.from_ndarray(numbered_frame(number, *size), format="rgb24")
+        packets = [*encoder.encode(picture.reformat(format="yuvj420p")), *encoder.encode(None)]
+        (folder / f"{number:05}.jpg").write_bytes(b"".join(map(bytes, packets)))
+    return folder
+
+
 def uneven_clip(path: Path) -> Path:
     """35 numbered frames, 25 a second in the first 0.8 s and 10 a second from there on to 2.3 s."""
     return write_clip(path, count=35, pts=[*range(0, 800, 40), *range(800, 2300, 100)])

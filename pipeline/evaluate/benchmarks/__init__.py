@@ -11,11 +11,18 @@ from pipeline.evaluate.benchmarks.own import own_benchmark
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tables import TABLE_SUFFIXES
 
-#: Name -> benchmark; a new one is a file and a line.
+#: Name -> benchmark; a new one is a file and a line. Sets of other questions are other benchmarks, and their
+#: results never share a place.
 BENCHMARKS: Mapping[str, Benchmark] = LazyTable(
     "benchmark",
     {
         "videomme": "pipeline.evaluate.benchmarks.videomme:VIDEOMME",
+        "longvideobench": "pipeline.evaluate.benchmarks.longvideobench:LONGVIDEOBENCH",
+        "mlvu-dev": "pipeline.evaluate.benchmarks.mlvu:MLVU_DEV",
+        "mlvu-test": "pipeline.evaluate.benchmarks.mlvu:MLVU_TEST",
+        "mvbench": "pipeline.evaluate.benchmarks.mvbench:MVBENCH",
+        "egoschema-subset": "pipeline.evaluate.benchmarks.egoschema:EGOSCHEMA_SUBSET",
+        "egoschema": "pipeline.evaluate.benchmarks.egoschema:EGOSCHEMA",
         "shapes": "pipeline.evaluate.benchmarks.shapes:SHAPES",
     },
 )

@@ -14,9 +14,16 @@ from pipeline.generate.choices import MAX_LETTERS, letters
 from pipeline.inputs.named_videos import Judge
 from pipeline.inputs.tables import UserRow, is_text
 from pipeline.storage.s3 import is_object
+from pipeline.video.frame_folders import FIRST_FRAME, is_frame_folder
 
 FaultKind = Literal[
-    "bad-row", "missing-video", "policy", "repeated-question", "repeated-candidate", "answer-no-candidate"
+    "bad-row",
+    "missing-video",
+    "policy",
+    "repeated-question",
+    "repeated-candidate",
+    "blank-candidate",
+    "answer-no-candidate",
 ]
 AnswerRule = Literal["letter", "index", "text"]
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -51,7 +58,8 @@ class Videos:
         self._judge = Judge([folder])
 
     def find(self, paths: Sequence[str], named: Iterable[str]) -> str:
-        """The first of the ``paths`` below the folder that is a file, as a POSIX path relative to it.
+        """The first of the ``paths`` below the folder that is a file, or a folder of frames that says how many a second
+        it has, as a POSIX path relative to it.
 
         ``named`` is what the annotations put into the paths: texts that may have been written to lead elsewhere.
         Raises LeftOut.
@@ -59,15 +67,19 @@ class Videos:
         for name in named:
             if name.startswith("/") or ".." in name.split("/") or _CONTROL.search(name):
                 raise LeftOut("policy", f"{name!r} leads outside the data folder or is no name of a file")
-        outside = None
+        outside = empty = None
         for path in (PurePosixPath(path).as_posix() for path in paths):
             absolute = os.path.join(self._folder, path)  # noqa: PTH118
             if self._judge(absolute):
                 outside = outside or path
-            elif os.path.isfile(absolute):  # noqa: PTH113 - False, not an error, for a name that is too long
+            elif os.path.isfile(absolute) or is_frame_folder(absolute):  # noqa: PTH113 - False, not an error, for a name that is too long
                 return path
+            elif os.path.isdir(absolute):  # noqa: PTH112
+                empty = empty or path
         if outside:
             raise LeftOut("policy", f"a link leads {outside!r} outside the data folder; put the file itself there")
+        if empty:
+            raise LeftOut("missing-video", f"the folder {empty!r} holds no frames ({FIRST_FRAME} and so on)")
         more = f" (nor at {len(paths) - 1} other places)" if len(paths) > 1 else ""
         raise LeftOut("missing-video", f"there is no {paths[0]!r} in the data folder{more}")
 
@@ -83,9 +95,9 @@ def text_of(row: UserRow, column: str) -> str:
 
 
 def options_of(row: UserRow, column: str) -> tuple[str, ...]:
-    """A cell that holds a list of texts. Raises LeftOut."""
+    """A cell that holds a list of texts, some of which may be blank. Raises LeftOut."""
     value = row.get(column)
-    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text.strip() for text in value):
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
         raise LeftOut("bad-row", f"{column} must be a list of texts, got {value!r}")
     if not all(map(is_text, value)):
         raise LeftOut("bad-row", f"{column} are not valid text: {value!r}")
@@ -102,6 +114,14 @@ def seconds_of(row: UserRow, column: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
         raise LeftOut("bad-row", f"{column} must be seconds, 0 or more, got {value!r}")
     return float(value)
+
+
+def clip_of(row: UserRow, columns: tuple[str, str]) -> tuple[float | None, float | None]:
+    """(start, end) in seconds, None where a cell is empty. Raises LeftOut."""
+    start_s, end_s = (seconds_of(row, column) for column in columns)
+    if end_s is not None and end_s <= (start_s or 0.0):
+        raise LeftOut("bad-row", f"the clip from {columns[0]} {start_s} to {columns[1]} {end_s} is empty")
+    return start_s, end_s
 
 
 def answer_index(rule: AnswerRule, answer: str, options: Sequence[str]) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from string import Formatter
 
 from pipeline.errors import UsageError
@@ -13,14 +13,18 @@ from pipeline.evaluate.benchmarks.annotations import (
     LeftOut,
     Videos,
     answer_index,
+    clip_of,
     data_folder,
     options_of,
-    seconds_of,
     text_of,
 )
-from pipeline.evaluate.benchmarks.items import Collected, Item, Loaded
+from pipeline.evaluate.benchmarks.items import Collected, Item, Loaded, clip_id
+from pipeline.evaluate.benchmarks.reading import Place, Tables, read_annotations, read_tables
 from pipeline.evaluate.protocols import QUESTIONS, Protocol
-from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow, read_rows
+from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow
+
+#: Makes a row of what a benchmark's columns name, given a row of a file; None where it is not one of the benchmark's.
+Adapt = Callable[[UserRow, Place], UserRow | None]
 
 
 @dataclass(frozen=True)
@@ -42,15 +46,19 @@ class Benchmark:
         protocols: the first is the default.
         source: what the data folder must hold and where that is from, for errors.
         files: globs of the annotations below the data folder; the first that matches anything counts.
-        adapt: makes a row of what the columns below name, given a row of a file and the file's name, for layouts that
-            have an option a column, say, or the task in the file's name.
+        adapt: for layouts that have an option a column, say, or the task in the file's name.
+        tables: JSON objects below the data folder that ``adapt`` gets.
         paths: templates, over columns, of a video's path below the data folder; the first that is there counts.
+        cut_paths: the same of clips that lie there cut out already; they come after ``paths``.
         question_id, question, options, answer, cluster: columns; ``options`` holds lists of texts.
-        clip: the columns of a clip's start and end in seconds.
+        n_options: of every question, where another set of questions has another number; 0: any.
+        clip: the columns of a clip's start and end in seconds, in the videos of ``paths``.
         lettered: whether options carry their letters.
         answer_rule: what ``answer`` is: a letter, an index counted from 0, or an option's text.
         splits: by which columns scores are told apart; the first one is the main table's.
         n_questions: of a complete data set.
+        submission: where to bring the options that replies name, for a benchmark whose right answers are not published:
+            there is no column ``answer`` then, and no score.
 
     Raises ValueError where a protocol's metric is the mean over a split that is not there.
     """
@@ -60,18 +68,22 @@ class Benchmark:
     protocols: tuple[Protocol, ...]
     source: str = ""
     files: tuple[str, ...] = ()
-    adapt: Callable[[UserRow, str], UserRow] | None = None
+    adapt: Adapt | None = None
+    tables: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
+    cut_paths: tuple[str, ...] = ()
     question_id: str = "question_id"
     question: str = "question"
     options: str = "options"
     answer: str = "answer"
     cluster: str = ""
+    n_options: int = 0
     clip: tuple[str, str] | None = None
     lettered: bool = False
     answer_rule: AnswerRule = "letter"
     splits: tuple[Split, ...] = ()
     n_questions: int | None = None
+    submission: str = ""
 
     def __post_init__(self) -> None:
         known = [QUESTIONS, *(split.name for split in self.splits)]
@@ -81,7 +93,8 @@ class Benchmark:
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that every row needs."""
-        own = (self.question_id, self.question, self.options, self.answer, self.cluster)
+        answer = () if self.submission else (self.answer,)
+        own = (self.question_id, self.question, self.options, *answer, self.cluster)
         return tuple(dict.fromkeys([*own, *self._in_paths, *(split.name for split in self.splits)]))
 
     def protocol(self, name: str | None = None) -> Protocol:
@@ -104,19 +117,21 @@ class Benchmark:
             raise UsageError(f"--data must name the folder of {self.title}; {remedy}")
         folder = data_folder(data, remedy)
         videos, collected = Videos(folder), Collected()
+        tables = read_tables(folder, self.tables)
         for path in self._files(folder):
-            for where, row in self._rows(path, path.relative_to(folder).as_posix()):
+            for place, row in self._rows(folder, path, tables):
                 try:
                     item = self._item(row, videos)
                 except LeftOut as fault:
-                    collected.leave_out(where, row.get(self.question_id), fault)
+                    collected.leave_out(place.where, row.get(self.question_id), fault)
                 else:
-                    collected.keep(where, item)
+                    collected.keep(place.where, item)
         return collected.loaded(str(folder), remedy)
 
     @property
     def _in_paths(self) -> list[str]:
-        return [name for path in self.paths for _, name, _, _ in Formatter().parse(path) if name]
+        templates = (*self.paths, *self.cut_paths)
+        return [name for path in templates for _, name, _, _ in Formatter().parse(path) if name]
 
     def _files(self, folder: Path) -> list[Path]:
         for pattern in self.files:
@@ -127,15 +142,14 @@ class Benchmark:
             f"hold {self.source}"
         )
 
-    def _rows(self, path: Path, name: str) -> list[tuple[str, UserRow]]:
-        """The rows of a file with the words that say where they stand, its columns checked."""
+    def _rows(self, folder: Path, path: Path, tables: Tables) -> list[tuple[Place, UserRow]]:
+        """The rows of a file with their places, its columns checked."""
         try:
-            with path.open("rb") as file:
-                rows = [(f"{name}, {where}", row) for where, row in read_rows(name, file, ", ".join(self.columns))]
+            read = read_annotations(folder, path, self.columns, tables)
         except (BadRow, *UNREADABLE) as error:
             raise UsageError(f"{path}: cannot be read: {error}; fetch it again from {self.source}") from error
-        if self.adapt is not None:
-            rows = [(where, self.adapt(row, name)) for where, row in rows]
+        adapted = [(place, row if self.adapt is None else self.adapt(row, place)) for place, row in read]
+        rows = [(place, row) for place, row in adapted if row is not None]
         present = dict.fromkeys(column for _, row in rows for column in row)
         if rows and (missing := [column for column in self.columns if column not in present]):
             raise UsageError(
@@ -146,25 +160,36 @@ class Benchmark:
 
     def _item(self, row: UserRow, videos: Videos) -> Item:
         options = options_of(row, self.options)
-        expected = text_of(row, self.answer)
-        start_s, end_s = (seconds_of(row, column) for column in self.clip or ("", ""))
-        named = {name: text_of(row, name) for name in self._in_paths}
+        if self.n_options not in (0, len(options)):
+            other = f"{len(options)} options, and every question of {self.title} has {self.n_options}"
+            raise LeftOut("bad-row", f"{other}: is it another set of questions?")
+        expected = None if self.submission else text_of(row, self.answer)
         checked = {
             "question_id": text_of(row, self.question_id),
             "question": text_of(row, self.question),
             "cluster": text_of(row, self.cluster),
         }
         splits = {split.name: _part(row, split) for split in self.splits}
+        path, (start_s, end_s) = self._video(row, videos)
         return Item(
             **checked,
-            video_ids=(videos.find([path.format_map(named) for path in self.paths], named.values()),),
+            video_ids=(clip_id(path, start_s, end_s),),
+            path=path,
             start_s=start_s,
             end_s=end_s,
             options=options,
-            answer=answer_index(self.answer_rule, expected, options),
+            answer=None if expected is None else answer_index(self.answer_rule, expected, options),
             expected=expected,
             splits=splits,
         )
+
+    def _video(self, row: UserRow, videos: Videos) -> tuple[str, tuple[float | None, float | None]]:
+        """(path below the data folder, bounds of the clip in it). Raises LeftOut."""
+        named = {name: text_of(row, name) for name in self._in_paths}
+        places = [PurePosixPath(path.format_map(named)).as_posix() for path in (*self.paths, *self.cut_paths)]
+        bounds = (None, None) if self.clip is None else clip_of(row, self.clip)
+        path = videos.find(places, named.values())
+        return path, bounds if places.index(path) < len(self.paths) else (None, None)
 
 
 def _part(row: UserRow, split: Split) -> str:

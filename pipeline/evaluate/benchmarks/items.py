@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from pipeline.errors import UsageError, printable
 from pipeline.evaluate.benchmarks.annotations import FaultKind, LeftOut, without_letter
+from pipeline.inputs.tables import UserRow
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class AnnotationFault:
     Attributes:
         kind: bad-row (a needed column is empty or of another type), missing-video, policy (its path leads outside the
             data folder), repeated-question (an id again, or the same question on the same video under another id),
-            repeated-candidate, answer-no-candidate (the right answer is none of the options: no reply can be right).
+            repeated-candidate, blank-candidate (a model can name it all the same), answer-no-candidate (the right
+            answer is none of the options: no reply can be right).
         question_id: whose; None where the row has none.
         message: at most 1 KB, printable; names the row.
         left_out: whether the question is not asked.
@@ -40,24 +43,27 @@ class Item:
     Attributes:
         question_id: unique in the benchmark; may begin with "-".
         video_ids: the videos in the order of the prompt: POSIX paths relative to the data folder, as jobs.prune names
-            those of a folder. A benchmark has one; questions of one's own may have several.
+            those of a folder, and of a clip its bounds (``clip_id``). A benchmark has one; questions of one's own may
+            have several.
+        path: of a benchmark's video below the data folder; "" where the ids are the paths.
         start_s, end_s: the clip in seconds; None: that side of the video is open.
         question: its text, as in the file.
         options: as in the file, with their letters where they carry them; () for a free answer.
         answer: index of the right option; None where none is right, and for a free answer.
-        expected: the answer as the file has it.
+        expected: the answer as the file has it; None where none was published.
         splits: name of a split -> which part of it the question is in.
         cluster: what must be drawn together when the error of a score is estimated; mostly the video.
     """
 
     question_id: str
     video_ids: tuple[str, ...]
+    path: str = ""
     start_s: float | None = None
     end_s: float | None = None
     question: str
     options: tuple[str, ...] = ()
     answer: int | None = None
-    expected: str
+    expected: str | None
     splits: Mapping[str, str] = field(default_factory=dict)
     cluster: str
 
@@ -65,6 +71,23 @@ class Item:
     def video_id(self) -> str:
         """The video, or the first of several."""
         return self.video_ids[0]
+
+    def manifest_rows(self, folder: Path) -> list[UserRow]:
+        """How jobs.prune is told of its videos, the data being in this folder."""
+        clip: UserRow = {"start_s": self.start_s, "end_s": self.end_s}
+        given = {name: value for name, value in clip.items() if value is not None}
+        return [{"video_id": name, "uri": str(folder / (self.path or name)), **given} for name in self.video_ids]
+
+
+def clip_id(path: str, start_s: float | None, end_s: float | None) -> str:
+    """The id of the part of a video from ``start_s`` to ``end_s``: its path, with a media fragment (W3C) for a part.
+
+    Clips of one file differ in it by their bounds, and do not collide: ``star/Charades_v1_480/AB1CD.mp4#t=1.5,9``.
+    """
+    if start_s is None and end_s is None:
+        return path
+    start, end = ("" if bound is None else repr(bound).removesuffix(".0") for bound in (start_s, end_s))
+    return f"{path}#t={start},{end}" if end else f"{path}#t={start}"
 
 
 @dataclass(frozen=True)
@@ -130,15 +153,22 @@ class Collected:
 
     def _oddities(self, item: Item) -> list[tuple[FaultKind, str]]:
         found: list[tuple[FaultKind, str]] = []
-        asked = (item.video_ids, item.start_s, item.end_s, item.question)
+        asked = (item.video_ids, _without_options(item))
         if (first := self._asked.setdefault(asked, item.question_id)) != item.question_id:
             found.append(("repeated-question", f"the same question on the same video as {first!r}"))
         counts = Counter(map(without_letter, item.options))
         if repeated := [text for text, count in counts.items() if count > 1]:
             found.append(("repeated-candidate", f"the option {repeated[0]!r} is there {counts[repeated[0]]} times"))
-        if item.options and item.answer is None:
+        if blank := sum(not text.strip() for text in item.options):
+            found.append(("blank-candidate", f"{blank} of the {len(item.options)} options are blank"))
+        if item.options and item.answer is None and item.expected is not None:
             found.append(("answer-no-candidate", f"the answer {item.expected!r} is none of the options {item.options}"))
         return found
 
     def _fault(self, kind: FaultKind, question_id: str | None, message: str, *, left_out: bool) -> None:
         self._faults.append(AnnotationFault(kind, question_id, printable(message), left_out))
+
+
+def _without_options(item: Item) -> str:
+    """The question alone where its text lists the options, as MLVU's does."""
+    return item.question.partition(f"\n(A) {item.options[0]}\n")[0] if item.options else item.question

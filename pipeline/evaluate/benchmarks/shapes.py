@@ -11,6 +11,7 @@ from dataclasses import replace
 from gstep.families import FAMILIES
 from pipeline.evaluate.benchmarks.annotations import without_letter
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
+from pipeline.evaluate.benchmarks.reading import Place
 from pipeline.evaluate.protocols import LETTER, FrameRule, ModelRules
 from pipeline.inputs.tables import UserRow
 
@@ -18,7 +19,7 @@ from pipeline.inputs.tables import UserRow
 _EVERY_FRAME = ModelRules(frames=FrameRule(32, "round", even=True))
 
 
-def _bare(row: UserRow, name: str) -> UserRow:
+def _bare(row: UserRow, place: Place) -> UserRow:
     """Options without their letters: the protocol puts letters before them."""
     options = row.get("options")
     if not isinstance(options, list):

@@ -7,7 +7,7 @@ The layout is that of the data set on the Hugging Face hub; ``videos_*.zip`` hol
 from __future__ import annotations
 
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.protocols import LMMS_EVAL_0_5, LMMS_EVAL_0_7, Prompt, Protocol
+from pipeline.evaluate.protocols import LMMS_EVAL_0_7, Prompt, Protocol, lmms_eval
 
 _TASK = "Select the best answer to the following multiple-choice question based on the video{}. Respond with only the "
 _LETTERS = "letter (A, B, C, or D) of the correct option.\n{{question}}\n{{options}}\n{}"
@@ -23,14 +23,7 @@ VIDEOMME = Benchmark(
     name="videomme",
     title="VideoMME",
     protocols=(
-        Protocol(
-            name="lmms-eval-0.7.3",
-            prompt=_LMMS_EVAL,
-            prompts=_QWEN3,
-            models=LMMS_EVAL_0_7,
-            parser="extract-mcq-answer",
-        ),
-        Protocol(name="lmms-eval-0.5", prompt=_LMMS_EVAL, prompts=_QWEN3, models=LMMS_EVAL_0_5, parser="videomme-0.5"),
+        *lmms_eval(_LMMS_EVAL, "extract-mcq-answer", "videomme-0.5", prompts=_QWEN3),
         # The authors leave frames, sizes and decoding to each model; those of lmms-eval make the numbers comparable.
         Protocol(name="official", prompt=_OFFICIAL, models=LMMS_EVAL_0_7, parser="videomme-0.5"),
     ),

@@ -90,7 +90,7 @@ def _card(
         splits=[part for part in item.splits.values() if part],
         question=cut(item.question, _QUESTION),
         options=[(option, i == item.answer) for i, option in enumerate(options)],
-        expected=cut(item.expected, _OPTION),
+        expected=cut(item.expected or "", _OPTION),
         answers=[_answer(method, scores, row, item) for method, row in rows.items() if row is not None],
         links=[link for video in item.video_ids for link in pages.get(video, ())],
         right=one.right.tolist(),

@@ -22,6 +22,7 @@ _WORDS: Mapping[FaultKind, str] = {
     "policy": "the path of the video leads outside the data folder",
     "repeated-question": "an id again, or the same question on the same video under another id",
     "repeated-candidate": "an option is there more than once",
+    "blank-candidate": "an option is blank",
     "answer-no-candidate": "the right answer is none of the options: no reply can be right",
 }
 

@@ -5,6 +5,7 @@ import pytest
 from pipeline.errors import UsageError
 from pipeline.prune.sizes import Sizes
 from tests.pipeline.s3 import S3Server
+from tests.pipeline.videos import write_jpegs
 
 
 @pytest.fixture
@@ -52,3 +53,10 @@ def test_few_refusals_are_no_outage_unless_they_are_all(server):
     assert none.of(refused[:1]) == [-1] and none.of(refused[1:]) == [-1, -1]
     with pytest.raises(UsageError, match=r"no2\.mp4: .*cannot be asked: 403.*--on-changed skip"):
         none.finish()
+
+
+def test_a_folder_of_frames_has_the_bytes_of_its_frames(tmp_path):
+    """As decoding it says: else every resumed run would take it for changed."""
+    folder = write_jpegs(tmp_path / "frames_fps3" / "x", 3)
+    (folder / "notes.txt").write_text("x")
+    assert Sizes().of([str(folder)]) == [sum(path.stat().st_size for path in folder.glob("*.jpg"))]

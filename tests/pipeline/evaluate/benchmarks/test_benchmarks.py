@@ -276,7 +276,7 @@ def test_benchmarks_are_found_by_name_and_questions_by_their_file(tmp_path):
     own = find_benchmark(str(tmp_path / "mine.csv"))
     assert (own.name, own.title, own.protocols) == ("mine.csv", "mine", (LETTER,))
     with pytest.raises(
-        UsageError, match="--benchmark vidoemme: unknown; known are videomme, shapes, and a file of your own"
+        UsageError, match=r"--benchmark vidoemme: unknown; known are videomme, .*, shapes, and a file of your own"
     ):
         find_benchmark("vidoemme")
 
@@ -287,9 +287,9 @@ CLIPS = Benchmark(
     protocols=(replace(LETTER, metric="task"),),
     source="clips",
     files=("json/*.jsonl",),
-    adapt=lambda row, name: {
+    adapt=lambda row, place: {
         **row,
-        "task": Path(name).stem,
+        "task": place.part,
         "candidates": [row[f"option{i}"] for i in range(3) if row[f"option{i}"] != "N/A"],
     },
     paths=("video/{task}/{video}",),
@@ -319,9 +319,12 @@ def test_another_layout_is_another_record(tmp_path):
     """Clips, an option a column, answers as text, the task in the file's name, one file name in two folders."""
     write_clips(tmp_path, [CLIP, CLIP | {"id": 2, "start": 2, "option2": "y"}])
     first, second, last = CLIPS.load(tmp_path).items
-    assert (first.question_id, first.video_id, first.start_s, first.end_s) == ("1", "video/count/a.mp4", 1.5, 9.0)
+    assert (first.question_id, first.path, first.start_s, first.end_s) == ("1", "video/count/a.mp4", 1.5, 9.0)
+    assert [item.video_id for item in (first, second, last)] == [
+        "video/count/a.mp4#t=1.5,9", "video/count/a.mp4#t=2,9", "video/order/a.mp4#t=,9"
+    ]  # fmt: skip
     assert (first.options, first.answer, second.options, second.answer) == (("x", "y"), 1, ("x", "y", "y"), 1)
-    assert (last.video_id, last.start_s, last.splits) == ("video/order/a.mp4", None, {"task": "order"})
+    assert (last.path, last.start_s, last.splits) == ("video/order/a.mp4", None, {"task": "order"})
     assert [fault.kind for fault in CLIPS.load(tmp_path).faults] == ["repeated-candidate"]
 
 

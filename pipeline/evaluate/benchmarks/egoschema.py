@@ -1,0 +1,85 @@
+"""EgoSchema (Mangalam et al., NeurIPS 2023): a question of five options on each of 5,031 clips of 180 s from Ego4D.
+
+The right answers of 500 are published: ``egoschema-subset`` is these, and has a score. ``egoschema`` is all of them,
+and ends in a file {q_uid: index} for the authors' server. They are two benchmarks: the numbers differ by points, and
+neither is ever shown as the other.
+
+Read as on the hub (lmms-eval/egoschema: ``Subset/`` and ``GENERATION/``), or as the authors have it
+(github.com/egoschema/EgoSchema: ``questions.json``, ``subset_answers.json``), whose options are brought into the form
+of the first. Prompt and length of replies: ``tasks/egoschema`` of lmms-eval; 0.5 gave no length, so that the model's
+own held, which is 1,024 on LLaVA-OneVision. Errors go by Ego4D's videos, of which the 5,031 clips are 1,981, where
+``uid_to_ego4d.json`` lies beside; else each clip counts as independent, and errors come out too small.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipeline.evaluate.benchmarks.base import Benchmark
+from pipeline.evaluate.benchmarks.reading import Place
+from pipeline.evaluate.protocols import Prompt, lmms_eval
+from pipeline.generate.choices import letters
+from pipeline.inputs.tables import UserRow
+
+_ANSWERS, _EGO4D = "subset_answers.json", "uid_to_ego4d.json"
+_REPOSITORY = "of github.com/egoschema/EgoSchema"
+_VIDEOS = f"videos/ (of the hub the unpacked videos_chunked_*.zip), and {_EGO4D} {_REPOSITORY} for errors by video"
+_NEWER, _OLDER = lmms_eval(
+    Prompt("{question}\n{options}\nAnswer with the option's letter from the given choices directly."),
+    "egoschema",
+    "egoschema",
+)
+
+
+def _any_row(row: UserRow, place: Place) -> UserRow:
+    """A row of either layout as one of the hub's, with the video that it is a clip of."""
+    if "q_uid" in row:
+        names = zip(letters(5), (row.get(f"option {number}") for number in range(5)), strict=True)
+        options = [f"{letter}. {text}" if isinstance(text, str) else text for letter, text in names]
+        row = {**row, "video_idx": row["q_uid"], "option": options}
+    source = place.tables[_EGO4D].get(str(row.get("video_idx")))
+    video = source.get("video_uid") if isinstance(source, dict) else None
+    return {**row, "cluster": video or row.get("video_idx")}
+
+
+def _subset_row(row: UserRow, place: Place) -> UserRow | None:
+    """The same with the right answer; None for a question that is none of the subset's."""
+    if "q_uid" in row:
+        answers = place.tables[_ANSWERS]
+        if str(row["q_uid"]) not in answers:
+            return None
+        row = {**row, "answer": answers[str(row["q_uid"])]}
+    return _any_row(row, place)
+
+
+EGOSCHEMA = Benchmark(
+    name="egoschema",
+    title="EgoSchema full set",
+    protocols=(_NEWER, replace(_OLDER, max_new_tokens=1024)),
+    source=f"GENERATION/ of the data set lmms-eval/egoschema of the Hugging Face hub, or questions.json {_REPOSITORY}; "
+    + _VIDEOS,
+    files=("GENERATION/test-*.parquet", "questions.json"),
+    adapt=_any_row,
+    tables=(_EGO4D,),
+    paths=tuple(f"{folder}{{video_idx}}{suffix}" for folder in ("videos/", "") for suffix in (".mp4", ".MP4")),
+    question_id="video_idx",
+    options="option",
+    lettered=True,
+    answer_rule="index",
+    cluster="cluster",
+    n_questions=5031,
+    submission=f"python validate.py --f FILE {_REPOSITORY}, or the competition egoschema-public on Kaggle",
+)
+
+EGOSCHEMA_SUBSET = replace(
+    EGOSCHEMA,
+    name="egoschema-subset",
+    title="EgoSchema subset",
+    source=f"Subset/ of the data set lmms-eval/egoschema of the Hugging Face hub, or questions.json and {_ANSWERS} "
+    f"{_REPOSITORY}; {_VIDEOS}",
+    files=("Subset/test-*.parquet", "questions.json"),
+    adapt=_subset_row,
+    tables=(_ANSWERS, _EGO4D),
+    n_questions=500,
+    submission="",
+)

@@ -1,0 +1,61 @@
+"""LongVideoBench (Wu et al., NeurIPS 2024), validation: 1,337 questions on 753 videos of 8 s to an hour.
+
+Three to five options a question. The videos are cut already; ``starting_timestamp_for_subtitles`` is for subtitles,
+which this way of asking (``longvideobench_val_v`` of lmms-eval, with its prompt) does not show. The authors' own way
+puts them between the frames, and is not here. A video is at ``video_path``, which 135 rows have unlike their
+``video_id``.
+"""
+
+from __future__ import annotations
+
+from pipeline.evaluate.benchmarks.base import Benchmark, Split
+from pipeline.evaluate.benchmarks.reading import Place
+from pipeline.evaluate.protocols import Prompt, lmms_eval
+from pipeline.inputs.tables import UserRow
+
+_NONE = "N/A"  # an option that is not there; they come last
+
+
+def _with_candidates(row: UserRow, place: Place) -> UserRow:
+    """A row of the Parquet file, which has an option a column, as one of the JSON file."""
+    if "option0" not in row:
+        return row
+    options = [row.get(f"option{number}") for number in range(5)]
+    while options and options[-1] == _NONE:
+        options.pop()
+    return {**row, "candidates": options}
+
+
+LONGVIDEOBENCH = Benchmark(
+    name="longvideobench",
+    title="LongVideoBench",
+    protocols=lmms_eval(
+        Prompt(
+            "{question}\n{options}\nAnswer with the option's letter from the given choices directly.\n",
+            "{letter}. {text}",
+        ),
+        "longvideobench",
+        "longvideobench",
+        max_new_tokens=32,
+    ),
+    source="the data set longvideobench/LongVideoBench of the Hugging Face hub, with its videos unpacked (cat "
+    "videos.tar.part.* | tar x)",
+    files=("validation-*.parquet", "*/validation-*.parquet", "lvb_val.json"),
+    adapt=_with_candidates,
+    paths=("videos/{video_path}", "{video_path}"),
+    question_id="id",
+    options="candidates",
+    answer="correct_choice",
+    answer_rule="index",
+    cluster="video_path",
+    splits=(
+        Split(
+            "duration_group",
+            "Duration",
+            {"15": "8-15 s", "60": "15-60 s", "600": "3-10 min", "3600": "15-60 min"},
+        ),
+        Split("question_category", "Question"),
+        Split("topic_category", "Topic"),
+    ),
+    n_questions=1337,
+)

@@ -1,0 +1,105 @@
+"""MLVU (Zhou et al., CVPR 2025), multiple choice: dev, 2,175 questions of four options on 1,122 videos of 3 min to 2 h,
+and test, 502 questions of six options. The score is the mean over the tasks (M-Avg): seven of dev, nine of test.
+
+Each is read in two layouts: the authors' (MLVU/MVLU and MLVU/MLVU_Test on the hub), where options are a list and the
+answer one of them, and lmms-eval's (sy1998/MLVU_dev, sy1998/MLVU_Test), where the question's text has the options in it
+and the answer is a letter. Questions of the first are brought into the form of the second, which is that of the prompt
+(``tasks/mlvu`` of lmms-eval; for test it adds nothing to the question). The authors themselves begin the model's answer
+with "Best Option: (", which chat templates leave no place for: that is not here.
+
+The rule for replies in lmms-eval 0.7.3 knows the letters A to D alone, for test too: there E and F are never right.
+"""
+
+from __future__ import annotations
+
+from pipeline.evaluate.benchmarks.annotations import answer_index
+from pipeline.evaluate.benchmarks.base import Benchmark, Split
+from pipeline.evaluate.benchmarks.reading import Place
+from pipeline.evaluate.protocols import Prompt, lmms_eval
+from pipeline.generate.choices import letters
+from pipeline.inputs.tables import UserRow
+
+# Task -> (its letters in the paper, the authors' folder). One task has two names.
+_DEV = {
+    "topic_reasoning": ("TR", "7_topic_reasoning"),
+    "anomaly_reco": ("AR", "6_anomaly_reco"),
+    "needle": ("NQA", "2_needle"),
+    "ego": ("ER", "3_ego"),
+    "plotQA": ("PQA", "1_plotQA"),
+    "order": ("AO", "5_order"),
+    "count": ("AC", "4_count"),
+}
+_TEST = {
+    **{"topic_reasoning": "TR", "anomaly_reco": "AR", "needleQA": "NQA", "ego": "ER", "plotQA": "PQA"},
+    **{"sportsQA": "SQA", "order": "AO", "count": "AC", "tutorialQA": "TQA"},
+}
+
+
+def _row(row: UserRow, place: Place) -> UserRow:
+    """A row of either layout as one of lmms-eval's, with the folder of its task."""
+    if "question_type" in row:
+        row = _lettered(row)
+    task = str(row.get("task_type")).replace("findNeedle", "needle")
+    folder = _DEV[task][1] if task in _DEV else task
+    # The authors' dev has no ids; those that lmms-eval gave need not be unique.
+    return {**row, "task_type": task, "folder": folder, "question_id": f"{task}-{place.number}"}
+
+
+def _lettered(row: UserRow) -> UserRow:
+    """The authors' row: the options into the question, the answer as a letter, where it is an option."""
+    options, answer = row.get("candidates"), row.get("answer")
+    more: UserRow = {"task_type": row["question_type"], "video_name": row.get("video")}
+    if (
+        isinstance(options, list)
+        and all(isinstance(text, str) for text in options)
+        and len(options) <= len(letters(26))
+    ):
+        lines = "".join(f"({letter}) {text}\n" for letter, text in zip(letters(len(options)), options, strict=True))
+        more["question"] = f"{row.get('question')}\n{lines}"
+        index = answer_index("text", answer, options) if isinstance(answer, str) else None
+        more["answer"] = answer if index is None else letters(len(options))[index]
+    return {**row, **more}
+
+
+MLVU_DEV = Benchmark(
+    name="mlvu-dev",
+    title="MLVU dev",
+    protocols=lmms_eval(
+        Prompt("{question}\nOnly give the best option.\nBest option: ("),
+        "extract-mcq-answer",
+        "mlvu-0.5",
+        metric="task_type",
+    ),
+    source="the data set MLVU/MVLU of the Hugging Face hub (json/ and video/), or sy1998/MLVU_dev with its "
+    "video_part_*.zip unpacked into one folder",
+    files=("json/[1-7]_*.json", "MLVU/json/[1-7]_*.json", "test-*.parquet", "*/test-*.parquet"),
+    adapt=_row,
+    paths=(
+        *("video/{folder}/{video_name}", "MLVU/video/{folder}/{video_name}"),
+        *("{video_name}", "video/{video_name}", "videos/{video_name}", "mlvu/{video_name}"),
+    ),
+    options="candidates",
+    n_options=4,
+    splits=(Split("task_type", "Task", {task: title for task, (title, _) in _DEV.items()}),),
+    cluster="video_name",
+    n_questions=2175,
+)
+
+MLVU_TEST = Benchmark(
+    name="mlvu-test",
+    title="MLVU test",
+    protocols=lmms_eval(Prompt("{question}"), "extract-mcq-answer", "mlvu-0.5", metric="task_type"),
+    source="the data set MLVU/MLVU_Test of the Hugging Face hub (test-ground-truth/ and, unpacked, video/), or "
+    "sy1998/MLVU_Test with its videos unpacked into one folder",
+    files=("test-ground-truth/test_mcq_gt.json", "test_mcq_gt.json", "test-*.parquet", "*/test-*.parquet"),
+    adapt=_row,
+    paths=(
+        *("MLVU_Test/video/{video_name}", "video/{video_name}", "{video_name}", "videos/{video_name}"),
+        "mlvu_test/{video_name}",
+    ),
+    options="candidates",
+    n_options=6,
+    splits=(Split("task_type", "Task", _TEST),),
+    cluster="video_name",
+    n_questions=502,
+)

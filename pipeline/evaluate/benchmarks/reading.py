@@ -1,0 +1,84 @@
+"""The files of annotations: rows of tables and of JSON lists, and JSON objects by which rows are completed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from pipeline.errors import UsageError
+from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow, read_rows
+
+#: JSON objects that lie beside the annotations, by the names of their files; one that is not there is empty.
+Tables = Mapping[str, Mapping[str, Any]]
+
+
+class Place(NamedTuple):
+    """Where a row stands, and what completes it.
+
+    Attributes:
+        where: in words.
+        part: name of its file without the suffix, or of its section in the file.
+        number: of the row in that part, from 0.
+        tables: those that the benchmark names.
+    """
+
+    where: str
+    part: str
+    number: int
+    tables: Tables
+
+
+def read_annotations(folder: Path, path: Path, needs: Sequence[str], tables: Tables) -> list[tuple[Place, UserRow]]:
+    """The rows of a file below a folder.
+
+    A .json file is a list of rows, or {"meta": {part: rows}, "root": {part: folder}}, whose rows get a column
+    ``prefix`` with that folder. Anything else is as ``read_rows`` takes it. Raises BadRow, and what UNREADABLE lists.
+    """
+    name = path.relative_to(folder).as_posix()
+    if path.suffix == ".json":
+        return [(Place(f"{name}, {where}", part, number, tables), row) for part, number, where, row in _json_rows(path)]
+    part = PurePosixPath(name).stem
+    with path.open("rb") as file:
+        rows = enumerate(read_rows(name, file, ", ".join(needs)))
+        return [(Place(f"{name}, {where}", part, number, tables), row) for number, (where, row) in rows]
+
+
+def read_tables(folder: Path, names: Sequence[str]) -> Tables:
+    """The JSON objects of these names below a folder. Raises UsageError where one cannot be read as that."""
+    tables: dict[str, Mapping[str, Any]] = {}
+    for name in names:
+        try:
+            tables[name] = _loaded(folder / name) if (folder / name).is_file() else {}
+            if not isinstance(tables[name], dict):
+                raise BadRow("it holds no JSON object")
+        except (BadRow, *UNREADABLE) as error:
+            raise UsageError(f"{folder / name}: cannot be read: {error}; fetch it again") from error
+    return tables
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, int, str, UserRow]]:
+    content = _loaded(path)
+    if isinstance(content, dict) and isinstance(content.get("meta"), dict):
+        root = content.get("root")
+        prefixes = root if isinstance(root, dict) else {}
+        for part, rows in content["meta"].items():
+            for number, row in enumerate(_checked(rows)):
+                prefix = {"prefix": prefixes[part]} if part in prefixes else {}
+                yield part, number, f"{part}, row {number}", {**row, **prefix}
+    else:
+        yield from ((path.stem, number, f"row {number}", row) for number, row in enumerate(_checked(content)))
+
+
+def _checked(rows: object) -> list[UserRow]:
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise BadRow("expected a JSON list of objects")
+    return rows
+
+
+def _loaded(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise BadRow(f"not JSON: {error}") from error

@@ -1,0 +1,78 @@
+"""Files for the server of a benchmark whose right answers are not published: the option that each reply names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import NamedTuple
+
+import pyarrow as pa
+from rich.console import Console
+
+from pipeline.cache.schema import write_parquet
+from pipeline.evaluate.benchmarks.items import Item
+from pipeline.evaluate.files import SCORES
+from pipeline.evaluate.run import Evaluated
+from pipeline.evaluate.statistics.score_matrix import Arm, arms_of
+from pipeline.storage.stores import Store
+
+FOLDER = "submissions"
+
+
+class Submission(NamedTuple):
+    """What one method at one ratio says.
+
+    Attributes:
+        choices: question_id -> index of an option, from 0; failed questions are left out, and wrong there.
+        n_drawn: replies that name no option, for which one was drawn.
+    """
+
+    choices: dict[str, int]
+    n_drawn: int
+
+
+def submissions(items: Sequence[Item], scores: pa.Table) -> dict[Arm, Submission]:
+    """Of every method and ratio.
+
+    Where a reply names no option, one is drawn as lmms-eval does, by the question's id: it is the same for all methods
+    and in every run.
+    """
+    known = {item.question_id: item for item in items}
+    made = {arm: Submission({}, 0) for arm in arms_of(scores)}
+    for row in scores.select(["question_id", "method", "retention_ratio", "status", "parsed"]).to_pylist():
+        arm, item = Arm(row["method"], row["retention_ratio"]), known[row["question_id"]]
+        if row["status"] == "ok":
+            drawn = row["parsed"] is None
+            made[arm].choices[item.question_id] = _draw(item) if drawn else row["parsed"]
+            made[arm] = made[arm]._replace(n_drawn=made[arm].n_drawn + drawn)
+    return made
+
+
+def write_submissions(store: Store, done: Evaluated, console: Console) -> list[str]:
+    """Write the scores without a score, and a file for each method and ratio; returns their names. Raises OSError."""
+    store.put(SCORES, write_parquet(done.scores))
+    names = [SCORES]
+    for arm, submission in submissions(done.loaded.items, done.scores).items():
+        names.append(_name(arm))
+        store.put(names[-1], json.dumps(submission.choices, indent=1).encode())
+        for line in _said(submission, len(done.loaded.items)):
+            console.print(f"note: {names[-1]}: {line}", highlight=False, markup=False, soft_wrap=True)
+    return names
+
+
+def _draw(item: Item) -> int:
+    return int.from_bytes(blake2b(item.question_id.encode(), digest_size=8).digest()) % len(item.options)
+
+
+def _name(arm: Arm) -> str:
+    """Methods may be named by import paths."""
+    return f"{FOLDER}/{re.sub(r'[^A-Za-z0-9=.,+-]+', '-', arm.method)}@{arm.ratio:g}.json"
+
+
+def _said(submission: Submission, n_questions: int) -> Iterator[str]:
+    if submission.n_drawn:
+        yield f"{submission.n_drawn} replies name no option; one is drawn for each, by the question's id"
+    if missing := n_questions - len(submission.choices):
+        yield f"{missing} questions failed, and are left out"

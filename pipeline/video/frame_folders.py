@@ -1,0 +1,112 @@
+"""A video that is a folder of JPEG frames: 00001.jpg, 00002.jpg and so on, as MVBench has those of TVQA.
+
+Frames do not say how fast they follow each other. A folder is taken for a video only where its path says so, as in
+``tvqa/frames_fps3_hq/castle_s07e04_seg02_clip_14``: three a second. Frame number k is at k / 3 s then, and a clip goes
+from the frame nearest to its start, at least the first, to the one nearest to its end, both included
+(``read_frame`` of github.com/OpenGVLab/Ask-Anything, ``video_chat2/mvbench.ipynb``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import stat
+from collections.abc import Iterable
+from pathlib import PurePath
+
+from pipeline.errors import VideoFault
+
+FIRST_FRAME = "00001.jpg"
+_RATE = re.compile(r"(?:^|[_.-])fps(\d+(?:\.\d+)?)(?=$|[_.-])")
+_FRAME = re.compile(r"\d{5,}\.jpg")
+_MOST_BYTES = 2**26  # of a frame
+
+
+def frame_rate(path: str) -> float | None:
+    """Frames a second, as the last name in the path that has an "fps" says; None where none has."""
+    rates = [float(found[1]) for part in PurePath(path).parts for found in _RATE.finditer(part)]
+    return next((rate for rate in reversed(rates) if rate > 0), None)
+
+
+def is_frame_folder(path: str) -> bool:
+    """Whether there is a folder of frames that says how many a second it has."""
+    return frame_rate(path) is not None and os.path.isfile(os.path.join(path, FIRST_FRAME))  # noqa: PTH113, PTH118
+
+
+def frame_names(path: str) -> list[str]:
+    """The frames of a folder, in order; other files are none.
+
+    Raises VideoFault: "unsupported" where it has no frames, "corrupt" where one is missing, "io" where it cannot be
+    read.
+    """
+    try:
+        with os.scandir(path) as entries:
+            names = sorted((entry.name for entry in entries if _FRAME.fullmatch(entry.name)), key=_number)
+    except OSError as error:
+        raise VideoFault("io", f"{path} cannot be read: {error.strerror or error}") from error
+    if not names:
+        raise VideoFault("unsupported", f"{path} is a folder without frames (none is called {FIRST_FRAME})")
+    expected = [f"{number:05}.jpg" for number in range(1, len(names) + 1)]
+    if names != expected:
+        missing = next(name for name, there in zip(expected, names, strict=True) if name != there)
+        raise VideoFault("corrupt", f"{path} has {len(names)} frames, and none is called {missing}: unpack it again")
+    return names
+
+
+def read_frame(path: str, name: str) -> bytes:
+    """The bytes of a frame.
+
+    Raises VideoFault: "policy" where it is a link or no file, "unsupported" where it is no JPEG, "corrupt" where it is
+    cut off, "io" where it cannot be read.
+    """
+    place = os.path.join(path, name)  # noqa: PTH118
+    try:
+        # A link may lead anywhere, and opening a FIFO would block.
+        descriptor = os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if os.path.islink(place):  # noqa: PTH114
+            raise VideoFault("policy", f"{place} is a link; put the frame itself there") from error
+        raise VideoFault("io", f"{place} cannot be read: {error.strerror or error}") from error
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise VideoFault("policy", f"{place} is not a regular file")
+        data = file.read(_MOST_BYTES + 1)
+    if not data.startswith(b"\xff\xd8\xff") or len(data) > _MOST_BYTES:
+        raise VideoFault("unsupported", f"{place} is no JPEG image of at most {_MOST_BYTES >> 20} MiB")
+    if b"\xff\xd9" not in data[-4096:]:
+        raise VideoFault("corrupt", f"{place} is cut off: a JPEG image ends with its marker")
+    return data
+
+
+def fingerprint_frames(path: str, names: Iterable[str]) -> tuple[int, str]:
+    """(bytes of all frames, "blake2b:<hex>" of their lengths and contents, in order). Raises VideoFault."""
+    digest, size = hashlib.blake2b(digest_size=16), 0
+    for name in names:
+        data = read_frame(path, name)
+        digest.update(len(data).to_bytes(8, "big") + data)
+        size += len(data)
+    return size, f"blake2b:{digest.hexdigest()}"
+
+
+def source_bytes(path: str) -> int:
+    """Bytes of a file, or of all frames of a folder. Raises OSError or ValueError where there is none."""
+    status = os.stat(path)  # noqa: PTH116 - of a million files, a Path each would double the time
+    if not stat.S_ISDIR(status.st_mode):
+        return status.st_size
+    with os.scandir(path) as entries:
+        return sum(entry.stat().st_size for entry in entries if _FRAME.fullmatch(entry.name))
+
+
+def whole_frames(start_s: float | None, end_s: float | None, rate: float) -> tuple[float | None, float | None]:
+    """The bounds [start, end) in seconds, None for an open side, that hold the frames of a clip of a folder."""
+    if start_s is not None and 0 <= start_s < math.inf:
+        start_s = max(1, round(start_s * rate)) / rate
+    if end_s is not None and 0 <= end_s < math.inf:
+        end_s = (round(end_s * rate) + 1) / rate
+    return start_s, end_s
+
+
+def _number(name: str) -> int:
+    return int(name.removesuffix(".jpg"))

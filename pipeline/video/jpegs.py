@@ -1,0 +1,90 @@
+"""The pixels of a folder of JPEG frames. Each is decoded by itself, from its bytes: FFmpeg opens no path here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import av
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline.errors import VideoFault
+from pipeline.video.decoders import Frames, chunk_length
+from pipeline.video.frame_folders import FIRST_FRAME, frame_names, frame_rate, read_frame
+from pipeline.video.probe import MAX_PIXELS, Orientation, VideoIndex
+
+#: The decoder of such folders, by which videos record it. No other one reads them, whatever was asked for.
+JPEGS = "pipeline.video.jpegs:JpegDecoder"
+
+
+def index_frames(path: str) -> VideoIndex:
+    """The index of a folder of frames; only the first one is decoded, for its shape.
+
+    Raises VideoFault: "unsupported" where the path does not say how many frames a second there are, and what
+    ``frame_names`` and ``read_frame`` raise.
+    """
+    rate = frame_rate(path)
+    if rate is None:
+        raise VideoFault(
+            "unsupported",
+            f"{path} is a folder, not a video file; one of JPEG frames says in its path how many a second they are, as "
+            "in frames_fps3/NAME",
+        )
+    names, first = frame_names(path), _decoded(path, FIRST_FRAME)
+    none = np.zeros(0, dtype=np.int64)
+    return VideoIndex(
+        path=path,
+        demuxer="",
+        stream=0,
+        codec="mjpeg",
+        width=first.width,
+        height=first.height,
+        orientation=Orientation(),
+        timestamps=np.arange(1, len(names) + 1) / rate,
+        pts=None,
+        keyframes=none,
+        seek_times=none,
+        fps=rate,
+        duration_s=(len(names) + 1) / rate,
+        not_for_decord="it is a folder of frames",
+    )
+
+
+class JpegDecoder:
+    """The ``FrameDecoder`` of such folders. Frames of another size than the first one are scaled to it."""
+
+    version = str(av.__version__)
+
+    def __init__(self, index: VideoIndex) -> None:
+        self._index = index
+        self._names = frame_names(index.path)
+
+    def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
+        """See ``FrameDecoder.read``."""
+        height, width = self._index.height, self._index.width
+        step = chunk_length(height, width)
+        for start in range(0, len(indices), step):
+            pictures = [_decoded(self._index.path, self._names[i]) for i in indices[start : start + step].tolist()]
+            yield np.stack([_pixels(picture, height, width) for picture in pictures])
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+
+def _decoded(path: str, name: str) -> Any:
+    """The picture of a frame. Raises VideoFault, or an error of PyAV's."""
+    decoder = av.CodecContext.create("mjpeg", "r")
+    decoder.thread_count = 1
+    pictures = [*decoder.decode(av.Packet(read_frame(path, name))), *decoder.decode(None)]
+    if not pictures:
+        raise VideoFault("corrupt", f"{path}/{name} cannot be decoded")
+    if pictures[0].width * pictures[0].height > MAX_PIXELS:
+        raise VideoFault("unsupported", f"{path}/{name} is larger than {MAX_PIXELS} pixels")
+    return pictures[0]
+
+
+def _pixels(picture: Any, height: int, width: int) -> Frames:
+    """[H,W,3] uint8 RGB."""
+    pixels: Frames = picture.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
+    return pixels

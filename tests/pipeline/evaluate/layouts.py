@@ -1,0 +1,80 @@
+"""What the fixtures of benchmarks share: small real videos, annotations as published, and replies that are scored."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.evaluate.benchmarks.base import Benchmark
+from pipeline.evaluate.benchmarks.items import Item, Loaded
+from pipeline.evaluate.files import Shown, main_table
+from pipeline.evaluate.run import Evaluated
+from pipeline.evaluate.scores import score_table
+from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
+from pipeline.generate.answers import ANSWER_SCHEMA
+from tests.pipeline.videos import write_clip
+
+_CODECS = {".webm": "libvpx-vp9", ".avi": "mpeg4"}
+
+
+def write_videos(folder: Path, paths: Iterable[str], *, count: int = 8, fps: int = 4) -> None:
+    """A real video of ``count`` numbered frames at each of these paths."""
+    for path in dict.fromkeys(paths):
+        place = folder / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        codec = _CODECS.get(place.suffix, "libx264")
+        write_clip(place, codec=codec, count=count, fps=fps, size=(48, 64))
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=4))
+
+
+def faults_of(loaded: Loaded) -> Counter[tuple[str, bool]]:
+    """How often each kind of fault is there, and whether it left a question out; and every row is accounted for."""
+    left_out = sum(fault.left_out for fault in loaded.faults)
+    assert loaded.n_annotated == len(loaded.items) + left_out
+    return Counter((fault.kind, fault.left_out) for fault in loaded.faults)
+
+
+def faulty(loaded: Loaded, kind: str) -> list[str | None]:
+    """The questions with a fault of this kind."""
+    return [fault.question_id for fault in loaded.faults if fault.kind == kind]
+
+
+def by_id(loaded: Loaded) -> dict[str, Item]:
+    return {item.question_id: item for item in loaded.items}
+
+
+def replied(
+    benchmark: Benchmark,
+    loaded: Loaded,
+    replies: Mapping[str, str],
+    protocol: str | None = None,
+    arms: Mapping[str, Arm] | None = None,
+) -> Evaluated:
+    """The questions scored by a protocol's rule; one without a reply failed. Every arm says the same."""
+    arms = arms or {"none@1": ORIGINAL}
+    common = {"prompt": "p", "run_id": "r", "attempts": 1, "status": "ok"}
+    rows = [
+        {**common, "question_id": name, "video_ids": ["v"], "answer": reply, "pruning": arm}
+        for name, reply in replies.items()
+        for arm in arms
+    ]
+    answers = pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)
+    scores = score_table(loaded.items, arms, answers, benchmark.protocol(protocol).parser)
+    return Evaluated(loaded=loaded, scores=scores)
+
+
+def printed(benchmark: Benchmark, done: Evaluated, protocol: str | None = None) -> dict[str, str]:
+    """The main table's row of full retention: title of the column -> number."""
+    one = benchmark.protocol(protocol)
+    table = main_table(done, Shown(title="T", benchmark=benchmark, protocol=one, described={}, draws=100))
+    cells = zip(table.columns, table.original.cells, strict=True)
+    return {column.title: cell.printed for column, cell in cells if cell}

@@ -1,0 +1,198 @@
+"""A folder of JPEG frames is a video whose path says how many a second they are; a clip has the published frames."""
+
+import os
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+
+from pipeline.errors import VideoFault
+from pipeline.video.decode import DecodeRequest, decode_video
+from pipeline.video.frame_folders import frame_rate, is_frame_folder, source_bytes, whole_frames
+from pipeline.video.jpegs import JPEGS
+from pipeline.video.sampling import Sampling
+from pipeline.video.sandbox import DecodeSandbox
+from tests.pipeline.videos import KeepSize, numbered_frame, numbers, write_clip, write_jpegs
+
+N_FRAMES = 30
+
+
+def request(path, num_frames=8, **options):
+    return DecodeRequest(path, Sampling(num_frames=num_frames), KeepSize(), **options)
+
+
+def fault_of(path, **options):
+    with pytest.raises(VideoFault) as caught:
+        decode_video(request(path, **options))
+    assert caught.value.message.isprintable()
+    return caught.value
+
+
+@pytest.fixture(scope="module")
+def frames(tmp_path_factory):
+    """30 frames: the first ten seconds of a video."""
+    return write_jpegs(tmp_path_factory.mktemp("tvqa") / "frames_fps3_hq" / "castle_clip_14", N_FRAMES)
+
+
+@pytest.fixture
+def few(tmp_path):
+    """Three frames to do something to."""
+    return write_jpegs(tmp_path / "frames_fps3" / "x", 3)
+
+
+def test_the_whole_folder_with_its_provenance(frames):
+    video = decode_video(request(frames, N_FRAMES))
+    assert numbers(video.frames) == list(range(1, N_FRAMES + 1))
+    assert video.frame_indices.tolist() == list(range(N_FRAMES))
+    assert np.allclose(video.timestamps, np.arange(1, N_FRAMES + 1) / 3)
+    assert (video.fps, video.source_frames, video.clip_frames) == (3.0, N_FRAMES, N_FRAMES)
+    assert (video.source_width, video.source_height, video.codec) == (96, 64, "mjpeg")
+    assert (video.backend, video.backend_version, video.backend_note) == (JPEGS, av.__version__, "")
+    assert video.decode_warnings == 0
+    assert video.source_size == sum(path.stat().st_size for path in frames.iterdir()) == source_bytes(str(frames))
+    assert video.source_hash.startswith("blake2b:")
+
+
+def test_pixels_are_those_that_were_encoded(frames):
+    first = decode_video(request(frames, 1)).frames[0]
+    assert np.abs(first.astype(int) - numbered_frame(1, 64, 96)).mean() < 4  # full range, not that of video
+
+
+@pytest.mark.parametrize(
+    ("start_s", "end_s", "first", "last"),
+    [
+        (0.0, 9.9, 1, 30),
+        (0.0, 2.0, 1, 6),  # there is no frame 0
+        (1.5, 5.0, 4, 15),  # 4.5 is rounded to even
+        (2.5, 5.0, 8, 15),  # so is 7.5
+        (3.4, 3.9, 10, 12),
+        (4.0, 4.1, 12, 12),
+        (None, 1.0, 1, 3),
+        (9.0, None, 27, 30),
+        (9.0, 99.0, 27, 30),
+    ],
+)
+def test_a_clip_goes_from_the_frame_nearest_to_its_start_to_the_one_nearest_to_its_end(
+    frames, start_s, end_s, first, last
+):
+    expected = list(range(first, last + 1))
+    video = decode_video(request(frames, len(expected), start_s=start_s, end_s=end_s))
+    assert numbers(video.frames) == expected and video.clip_frames == len(expected)
+    if start_s is not None and end_s is not None:  # as the published reader has it
+        assert (max(1, round(start_s * 3)), min(round(end_s * 3), N_FRAMES)) == (first, last)
+
+
+@pytest.mark.parametrize(("start_s", "end_s"), [(11.0, 12.0), (5.0, 4.0), (-1.0, 4.0), (10.5, None)])
+def test_a_clip_that_holds_no_frame_is_refused(frames, start_s, end_s):
+    assert fault_of(frames, start_s=start_s, end_s=end_s).fault_class == "unsupported"
+
+
+def test_bounds_that_are_open_or_make_no_sense_stay_as_they_are():
+    assert whole_frames(None, None, 3.0) == (None, None)
+    assert whole_frames(-1.0, float("inf"), 3.0) == (-1.0, float("inf"))
+
+
+def test_fewer_frames_than_asked_for_are_repeated(few):
+    video = decode_video(request(few, 8))
+    assert video.n_repeated == 5 and sorted(set(numbers(video.frames))) == [1, 2, 3]
+
+
+def test_no_other_decoder_reads_them(few):
+    for decoder in ("auto", "decord", "pyav", "tests.pipeline.videos:Instant"):
+        assert decode_video(request(few, 3, decoder=decoder)).backend == JPEGS
+
+
+def test_the_child_process_reads_them_too(few):
+    with DecodeSandbox(timeout_s=30) as sandbox:
+        there, here = sandbox.decode(request(few, 3)), decode_video(request(few, 3))
+    assert np.array_equal(there.frames, here.frames) and there.source_hash == here.source_hash
+
+
+@pytest.mark.parametrize(
+    ("path", "rate"),
+    [
+        ("/d/tvqa/frames_fps3_hq/x", 3.0),
+        ("/d/frames_fps3/x", 3.0),
+        ("/fps25/frames_fps3_hq/x", 3.0),  # the last one
+        ("/d/x.fps12.5", 12.5),
+        ("/d/frames_fps0/x", None),
+        ("/d/fpsx/offps3/x", None),
+        ("/d/frames/x", None),
+    ],
+)
+def test_how_many_a_second_is_said_by_the_path(path, rate):
+    assert frame_rate(path) == rate
+
+
+def test_a_folder_that_does_not_say_it_is_no_video(tmp_path):
+    folder = write_jpegs(tmp_path / "frames" / "x", 2)
+    fault = fault_of(folder)
+    assert fault.fault_class == "unsupported" and "how many a second they are" in fault.message
+    assert not is_frame_folder(str(folder))
+    assert not is_frame_folder(str(tmp_path / "frames_fps3"))
+
+
+def test_only_frames_count(few):
+    for name in ("00003.png", "notes.txt", ".DS_Store", "1.jpg"):
+        (few / name).write_text("x")
+    assert is_frame_folder(str(few)) and decode_video(request(few, 3)).source_frames == 3
+
+
+@pytest.mark.parametrize(
+    ("spoil", "fault_class", "said"),
+    [
+        (lambda folder: (folder / "00002.jpg").unlink(), "corrupt", "none is called 00002.jpg"),
+        (lambda folder: [path.unlink() for path in folder.iterdir()], "unsupported", "none is called 00001.jpg"),
+        (lambda folder: (folder / "00002.jpg").write_text("x"), "unsupported", "no JPEG image"),
+        (lambda folder: cut_off(folder / "00003.jpg"), "corrupt", "00003.jpg is cut off"),
+        (lambda folder: link(folder / "00003.jpg"), "policy", "00003.jpg is a link"),
+        (lambda folder: pipe(folder / "00003.jpg"), "policy", "not a regular file"),
+        (lambda folder: scramble(folder / "00001.jpg"), "corrupt", ""),
+    ],
+)
+def test_what_is_wrong_with_a_folder_is_said_by_the_frame(few, spoil, fault_class, said):
+    spoil(few)
+    fault = fault_of(few)
+    assert fault.fault_class == fault_class and said in fault.message
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def link(path: Path) -> None:
+    target = path.parent.parent / "elsewhere.jpg"
+    path.rename(target)
+    path.symlink_to(target)
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def scramble(path: Path) -> None:
+    path.write_bytes(b"\xff\xd8\xff" + b"\0" * 99 + b"\xff\xd9")
+
+
+def test_frames_of_another_size_are_scaled_to_the_first(few):
+    write_jpegs(few.parent / "large", 2, (128, 192))
+    (few.parent / "large" / "00002.jpg").rename(few / "00002.jpg")
+    assert numbers(decode_video(request(few, 3)).frames) == [1, 2, 3]
+
+
+def test_content_order_and_length_are_in_the_hash(few):
+    before = decode_video(request(few, 3)).source_hash
+    one, two = few / "00001.jpg", few / "00002.jpg"
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+    assert decode_video(request(few, 3)).source_hash != before
+
+
+def test_bytes_of_a_file_are_its_own(tmp_path):
+    clip = write_clip(tmp_path / "a.mp4", count=3)
+    assert source_bytes(str(clip)) == clip.stat().st_size
+    with pytest.raises(OSError, match="No such file"):
+        source_bytes(str(tmp_path / "gone"))
