@@ -1,1 +1,1 @@
-"""A video file or folder of frames -> the sampled frames, or a fault that says what is wrong; no Ray, Parquet, models."""
+"""A video file or a folder of frames -> the sampled frames, or a fault that says what is wrong; no Ray, no models."""
