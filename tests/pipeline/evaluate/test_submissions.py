@@ -9,18 +9,15 @@ import pytest
 import ray
 from rich.console import Console
 
-from pipeline.errors import IdentityMismatch, QuestionFault
+from pipeline.errors import IdentityMismatch
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.evaluate import Evaluation, evaluate, render_evaluation
-from pipeline.evaluate.request import prepare, write_results_header
+from pipeline.evaluate.request import prepare
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
 from pipeline.evaluate.submissions import submissions
-from pipeline.generate.answers import commit_answers, write_answers_header
-from pipeline.rows import failed_answer
-from pipeline.storage.stores import LocalStore
 from tests.pipeline.evaluate.egoschema import UIDS, write_authors
-from tests.pipeline.evaluate.layouts import replied
+from tests.pipeline.evaluate.layouts import commit_replies, replied
 
 QUIET = Console(quiet=True)
 FULL = BENCHMARKS["egoschema"]
@@ -63,20 +60,8 @@ def evaluated(data: Path, out: Path, benchmark: str = "egoschema") -> tuple[Eval
     """With answers to all questions there, one of them failed and one empty; and what was said."""
     given = {"benchmark": benchmark, "data": str(data), "out": str(out), "draws": 100}
     given |= {"method": ["gstep"], "retention_ratio": [0.25]}
-    request = prepare(EvaluateConfig(**given), QUIET)
-    write_results_header(request.store, request.identity)
-    answers, said = LocalStore(out / "answers"), io.StringIO()
-    write_answers_header(answers, {})
-    good = {"status": "ok", "n_visual_tokens": 1, "n_prompt_tokens": 2}
-    asked = [{**row, "pruning": arm, "attempts": 1} for row in request.questions.to_pylist() for arm in request.grid]
-    replies = {UIDS[2]: ""}
-    rows = [
-        failed_answer(row, QuestionFault("failed-video", "why"))
-        if row["question_id"] == UIDS[3]
-        else {**row, **good, "answer": replies.get(row["question_id"], "B")}
-        for row in asked
-    ]
-    commit_answers(answers, "run", 0, rows)
+    said = io.StringIO()
+    commit_replies(prepare(EvaluateConfig(**given), QUIET), {UIDS[2]: ""}, failed=[UIDS[3]])
     done = evaluate(EvaluateConfig(**given), Console(file=said, width=300))
     Console(file=said, width=300).print(render_evaluation(done))
     return done, said.getvalue()
