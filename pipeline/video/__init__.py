@@ -1,1 +1,1 @@
-"""One video file -> the sampled frames, or a fault that says what is wrong with it; no Ray, no Parquet, no models."""
+"""A video file or a folder of frames -> the sampled frames, or a fault that says what is wrong; no Ray, no models."""

@@ -49,15 +49,11 @@ def _lettered(row: UserRow) -> UserRow:
     """The authors' row: the options into the question, the answer as a letter, where it is an option."""
     options, answer = row.get("candidates"), row.get("answer")
     more: UserRow = {"task_type": row["question_type"], "video_name": row.get("video")}
-    if (
-        isinstance(options, list)
-        and all(isinstance(text, str) for text in options)
-        and len(options) <= len(letters(26))
-    ):
-        lines = "".join(f"({letter}) {text}\n" for letter, text in zip(letters(len(options)), options, strict=True))
-        more["question"] = f"{row.get('question')}\n{lines}"
+    if isinstance(options, list) and all(isinstance(text, str) for text in options):  # else the row is bad
+        named = zip(letters(len(options)), options, strict=False)
+        more["question"] = f"{row.get('question')}\n" + "".join(f"({letter}) {text}\n" for letter, text in named)
         index = answer_index("text", answer, options) if isinstance(answer, str) else None
-        more["answer"] = answer if index is None else letters(len(options))[index]
+        more["answer"] = dict(enumerate(letters(len(options)))).get(-1 if index is None else index, answer)
     return {**row, **more}
 
 

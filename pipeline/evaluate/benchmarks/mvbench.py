@@ -3,6 +3,7 @@
 Two layouts are published on the hub (OpenGVLab/MVBench). In *main*, ``json/`` has a file a task, five of which have
 ``start`` and ``end``: clips of longer videos, and in one of them of folders of JPEG frames, three a second. Revision
 *video*, which lmms-eval reads, has all clips cut out as MP4 in folders of other names; its ``test.json`` has all tasks.
+Clips of *main* are near, but not those very frames: compare within one layout; results of both never share a place.
 An id of a video carries its folder (20 file names are in two of them) and a clip's bounds.
 
 The score is the mean over the tasks, which is that over the questions where none is missing. lmms-eval prints no mean,

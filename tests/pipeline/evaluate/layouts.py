@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from pipeline.errors import QuestionFault
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import Item, Loaded
 from pipeline.evaluate.files import Shown, main_table
+from pipeline.evaluate.request import EvaluateRequest, write_results_header
 from pipeline.evaluate.run import Evaluated
 from pipeline.evaluate.scores import score_table
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
-from pipeline.generate.answers import ANSWER_SCHEMA
+from pipeline.generate.answers import ANSWER_SCHEMA, commit_answers, write_answers_header
+from pipeline.rows import failed_answer
+from pipeline.storage.stores import LocalStore
 from tests.pipeline.videos import write_clip
 
 _CODECS = {".webm": "libvpx-vp9", ".avi": "mpeg4"}
@@ -70,6 +74,22 @@ def replied(
     answers = pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)
     scores = score_table(loaded.items, arms, answers, benchmark.protocol(protocol).parser)
     return Evaluated(loaded=loaded, scores=scores)
+
+
+def commit_replies(request: EvaluateRequest, replies: Mapping[str, str], failed: Collection[str] = ()) -> None:
+    """Results with an answer to every question under the whole grid, "B" where ``replies`` has none."""
+    write_results_header(request.store, request.identity)
+    answers = LocalStore(f"{request.config.out}/answers")
+    write_answers_header(answers, {})
+    good = {"status": "ok", "n_visual_tokens": 1, "n_prompt_tokens": 2}
+    asked = [{**row, "pruning": arm, "attempts": 1} for row in request.questions.to_pylist() for arm in request.grid]
+    rows = [
+        failed_answer(row, QuestionFault("failed-video", "why"))
+        if row["question_id"] in failed
+        else {**row, **good, "answer": replies.get(row["question_id"], "B")}
+        for row in asked
+    ]
+    commit_answers(answers, "run", 0, rows)
 
 
 def printed(benchmark: Benchmark, done: Evaluated, protocol: str | None = None) -> dict[str, str]:

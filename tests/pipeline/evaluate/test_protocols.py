@@ -9,7 +9,16 @@ from gstep.families import FAMILIES
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.parsers import RULES
-from pipeline.evaluate.protocols import LETTER, FrameRule, ModelRules, PixelLimits, Prompt, Protocol
+from pipeline.evaluate.protocols import (
+    LETTER,
+    LMMS_EVAL_0_5,
+    LMMS_EVAL_0_7,
+    FrameRule,
+    ModelRules,
+    PixelLimits,
+    Prompt,
+    Protocol,
+)
 from pipeline.generate.choices import lettered_prompt
 
 VIDEOMME = BENCHMARKS["videomme"]
@@ -126,6 +135,30 @@ def test_replies_are_greedy_and_short():
     for protocol in VIDEOMME.protocols:
         assert (protocol.max_new_tokens, protocol.temperature, protocol.choices) == (16, 0.0, "generate")
         assert protocol.metric == "questions"
+
+
+PUBLISHED = ("videomme", "longvideobench", "mlvu-dev", "mlvu-test", "mvbench", "egoschema-subset", "egoschema")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_benchmark_has_both_versions_of_lmms_eval_with_their_frames_and_system_texts(name):
+    newer, older = (BENCHMARKS[name].protocol(version) for version in ("lmms-eval-0.7.3", "lmms-eval-0.5"))
+    assert (newer.models, older.models) == (LMMS_EVAL_0_7, LMMS_EVAL_0_5)
+    assert BENCHMARKS[name].protocol() is newer
+    assert {(one.temperature, one.choices) for one in (newer, older)} == {(0.0, "generate")}
+
+
+def test_scores_are_means_over_questions_but_for_those_with_tasks():
+    metrics = {name: {protocol.metric for protocol in BENCHMARKS[name].protocols} for name in PUBLISHED}
+    tasks = {"mlvu-dev": {"task_type"}, "mlvu-test": {"task_type"}, "mvbench": {"task"}}
+    assert metrics == {name: tasks.get(name, {"questions"}) for name in PUBLISHED}
+
+
+def test_numbers_of_questions_are_those_of_the_papers():
+    assert {name: BENCHMARKS[name].n_questions for name in PUBLISHED} == dict(
+        zip(PUBLISHED, (2700, 1337, 2175, 502, 4000, 500, 5031), strict=True)
+    )
+    assert len({BENCHMARKS[name].title for name in PUBLISHED}) == len(PUBLISHED)
 
 
 def test_a_protocol_describes_itself_for_the_identity_of_results():

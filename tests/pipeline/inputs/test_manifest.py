@@ -129,3 +129,19 @@ def test_a_file_name_that_is_no_text_costs_itself_only(tmp_path):
     rows = read_manifest(str(tmp_path)).to_pylist()
     assert [row["video_id"] for row in rows] == ["bad \\xff.mp4", "fine ü.mp4"]
     assert [row["policy"] for row in rows] == ["the file's name is not valid UTF-8; rename it", None]
+
+
+def test_a_folder_of_frames_is_a_video_where_a_manifest_names_it_and_nowhere_else(tmp_path):
+    frames = touch(tmp_path / "frames_fps3" / "x" / "00001.jpg").parent
+    touch(tmp_path / "a.mp4")
+    manifest = write_jsonl(
+        tmp_path / "m.jsonl",
+        [
+            {"video_id": "x#t=1.5,9", "uri": "frames_fps3/x", "start_s": 1.5, "end_s": 9.0},
+            {"video_id": "/", "uri": "/"},
+        ],
+    )
+    first, outside = read_manifest(str(manifest)).to_pylist()
+    assert (first["path"], first["policy"], first["start_s"], first["end_s"]) == (str(frames), None, 1.5, 9.0)
+    assert outside["policy"]
+    assert read_manifest(str(tmp_path))["video_id"].to_pylist() == ["a.mp4"]

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 
 from pipeline.inspect.page import video_page
-from pipeline.inspect.thumbnails import Thumbnails
+from pipeline.inspect.thumbnails import Thumbnails, source_pictures
+from pipeline.prune.decode_stage import decoded_columns
+from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.pipeline.pages import FRAMES, VIDEO, build, data_of, pictures_of
+from tests.pipeline.videos import write_jpegs
 
 
 def test_the_page_shows_the_sampled_frames_of_the_source(cache, decoded):
@@ -56,3 +59,13 @@ def test_a_file_that_does_not_decode_costs_only_the_pictures(decoded, tmp_path):
 )
 def test_thumbnails_fit_their_box_and_are_never_enlarged(height, width, size):
     assert Thumbnails(224).target_size(8, height, width) == size
+
+
+def test_pictures_of_a_folder_of_frames_are_found_again_while_it_is_the_same(tmp_path):
+    folder, clip = write_jpegs(tmp_path / "frames_fps3" / "x", 12), {"start_s": 1.0, "end_s": 3.0}
+    video = decode_video(DecodeRequest(folder, Sampling(4), Thumbnails(64), **clip))
+    row = {"uri": str(folder), **clip, **decoded_columns(video, 1)}
+    pictures = source_pictures(row, {"num_frames": 4}, Objects())
+    assert len(pictures.jpegs) == 4 and not pictures.missing
+    (folder / "00012.jpg").unlink()
+    assert "has changed since: it has" in source_pictures(row, {"num_frames": 4}, Objects()).missing

@@ -5,18 +5,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from pipeline.errors import UsageError
+from pipeline.errors import QuestionsChanged, UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
-from pipeline.evaluate.evaluate import said_of_the_data
+from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.evaluate import evaluate, said_of_the_data
+from pipeline.evaluate.request import prepare
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, score_matrix
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.pipeline.evaluate.layouts import by_id, faults_of, faulty, printed, replied
+from tests.pipeline.evaluate.layouts import by_id, commit_replies, faults_of, faulty, printed, replied
 from tests.pipeline.evaluate.mvbench import FRAMES, MAIN, write_main, write_revision_video
 from tests.pipeline.videos import KeepSize, numbers
 
-MVBENCH = BENCHMARKS["mvbench"]
+MVBENCH, QUIET = BENCHMARKS["mvbench"], Console(quiet=True)
 STAR, TVQA = "video/star/Charades_v1_480/-B1CD.mp4", f"video/tvqa/frames_fps3_hq/{FRAMES}"
 
 
@@ -97,6 +100,16 @@ def test_bounds_of_a_clip_that_is_cut_already_are_not_applied_again(tmp_path):
     (tmp_path / "test.json").write_text(text)
     item = by_id(MVBENCH.load(tmp_path))["action_sequence-0"]
     assert (item.video_id, item.start_s) == ("video/star/Charades_segment/-B1CD_1.5_9.0.mp4", None)
+
+
+def test_results_of_both_layouts_never_share_a_place(data, tmp_path):
+    """The questions have the same ids, and are about other videos."""
+    given = {"benchmark": "mvbench", "out": str(tmp_path / "r"), "method": ["none"], "draws": 100}
+    commit_replies(prepare(EvaluateConfig(data=str(data), **given), QUIET), {})
+    write_revision_video(tmp_path / "v")
+    with pytest.raises(QuestionsChanged, match="are others now"):
+        evaluate(EvaluateConfig(data=str(tmp_path / "v"), **given), QUIET)
+    assert evaluate(EvaluateConfig(data=str(data), **given), QUIET).table.original.n_failed == 0
 
 
 def test_every_fault_is_counted_and_what_can_be_asked_is(loaded, cut):

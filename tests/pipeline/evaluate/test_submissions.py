@@ -1,0 +1,100 @@
+"""A benchmark without published answers ends in files for its server, and in no score anywhere."""
+
+import io
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import ray
+from rich.console import Console
+
+from pipeline.errors import IdentityMismatch
+from pipeline.evaluate.benchmarks import BENCHMARKS
+from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.evaluate import Evaluation, evaluate, render_evaluation
+from pipeline.evaluate.request import prepare
+from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
+from pipeline.evaluate.submissions import submissions
+from tests.pipeline.evaluate.egoschema import UIDS, write_authors
+from tests.pipeline.evaluate.layouts import commit_replies, replied
+
+QUIET = Console(quiet=True)
+FULL = BENCHMARKS["egoschema"]
+ARMS = {"none@1": ORIGINAL, "gstep@0.25": Arm("gstep", 0.25)}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_authors(tmp_path_factory.mktemp("egoschema"))
+
+
+@pytest.fixture(scope="module")
+def loaded(data):
+    return FULL.load(data)
+
+
+def test_every_method_has_a_file_of_the_options_that_its_replies_name(loaded):
+    replies = dict(zip(UIDS[:5], ("(A)", "B", "C.", "D ", "E"), strict=True))
+    made = submissions(loaded.items, replied(FULL, loaded, replies, arms=ARMS).scores)
+    assert list(made) == list(ARMS.values())
+    for submission in made.values():
+        assert submission.choices == {uid: number for number, uid in enumerate(UIDS[:5])} and submission.n_drawn == 0
+
+
+def test_an_option_is_drawn_for_a_reply_that_names_none_the_same_for_every_method_and_run(loaded):
+    replies = dict.fromkeys(UIDS[:5], "")
+    first, again = (submissions(loaded.items, replied(FULL, loaded, replies, arms=ARMS).scores) for _ in range(2))
+    assert first == again and len({json.dumps(one.choices) for one in first.values()}) == 1
+    choices = first[ORIGINAL].choices
+    assert set(choices) == set(UIDS[:5]) and set(choices.values()) <= set(range(5)) and len(set(choices.values())) > 1
+    assert first[ORIGINAL].n_drawn == 5
+
+
+def test_a_question_that_failed_is_left_out(loaded):
+    (made,) = submissions(loaded.items, replied(FULL, loaded, {UIDS[0]: "B"}).scores).values()
+    assert made.choices == {UIDS[0]: 1}
+
+
+def evaluated(data: Path, out: Path, benchmark: str = "egoschema") -> tuple[Evaluation, str]:
+    """With answers to all questions there, one of them failed and one empty; and what was said."""
+    given = {"benchmark": benchmark, "data": str(data), "out": str(out), "draws": 100}
+    given |= {"method": ["gstep"], "retention_ratio": [0.25]}
+    said = io.StringIO()
+    commit_replies(prepare(EvaluateConfig(**given), QUIET), {UIDS[2]: ""}, failed=[UIDS[3]])
+    done = evaluate(EvaluateConfig(**given), Console(file=said, width=300))
+    Console(file=said, width=300).print(render_evaluation(done))
+    return done, said.getvalue()
+
+
+def test_the_full_set_becomes_submissions_without_ray_and_without_a_score(data, tmp_path):
+    done, said = evaluated(data, tmp_path / "r")
+    files = ["scores.parquet", "submissions/none@1.json", "submissions/gstep@0.25.json"]
+    assert done.files == files and not ray.is_initialized()
+    there = {path.relative_to(tmp_path / "r").as_posix() for path in (tmp_path / "r").rglob("*") if path.is_file()}
+    assert set(files) <= there and not {"tables.md", "tables.tex", "report.html"} & there
+    for name in files[1:]:
+        choices = json.loads((tmp_path / "r" / name).read_text())
+        assert set(choices) == set(UIDS) - {UIDS[3], UIDS[5]} and choices[UIDS[0]] == choices[UIDS[4]] == 1
+        assert f"note: {name}: 1 replies name no option; one is drawn for each" in said
+        assert f"note: {name}: 1 questions failed, and are left out" in said
+    assert "no score: the right answers are not published; python validate.py --f FILE" in said
+    assert "EgoSchema full set: 5 questions to ask; 6 annotated of 5,031 in the whole benchmark" in said
+    table = pq.read_table(tmp_path / "r" / "scores.parquet")
+    assert table["right"].null_count == table["score"].null_count == len(table) == 10
+
+
+def test_subset_and_full_set_never_share_a_place(data, tmp_path):
+    done, _ = evaluated(data, tmp_path / "r", "egoschema-subset")
+    assert (
+        done.table is not None and done.table.n_questions == (3,) and done.table.columns[0].title == "EgoSchema subset"
+    )
+    given = {"benchmark": "egoschema", "data": str(data), "out": str(tmp_path / "r")}
+    with pytest.raises(IdentityMismatch, match="benchmark: the results have 'egoschema-subset', this run 'egoschema'"):
+        evaluate(EvaluateConfig(**given), QUIET)
+
+
+def test_its_questions_tell_no_answer(data, tmp_path):
+    given = {"benchmark": "egoschema", "data": str(data), "out": str(tmp_path / "r")}
+    questions = prepare(EvaluateConfig(**given), QUIET).questions
+    assert questions["target"].null_count == len(questions) == 5
