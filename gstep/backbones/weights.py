@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from gstep.checkpoints.random_weights import random_tensors
 from gstep.checkpoints.tensors import TensorSource, read_tensors
 from gstep.errors import ModelError
 
@@ -20,6 +21,7 @@ def load_weights(
     dtype: torch.dtype,
 ) -> None:
     """Give a module built on the meta device its weights from disk: those that its state dict names, and no others.
+    Of a source without weight files they are random (ModelSource.random).
 
     Args:
         names: the name on disk -> the names it may have in memory, the first that exists being taken.
@@ -27,6 +29,9 @@ def load_weights(
     Raises ModelError, naming some, where weights are missing or have another shape.
     """
     expected = module.state_dict()
+    if not source.weight_files:
+        module.load_state_dict(random_tensors(expected, device, dtype), assign=True)
+        return
 
     def wanted(key: str) -> str | None:
         return next((name for name in names(key) if name in expected), None)

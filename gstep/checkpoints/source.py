@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gstep.checkpoints import tiny
+from gstep.checkpoints import random_weights, tiny
 from gstep.checkpoints.files import CheckpointFiles
 from gstep.checkpoints.identity import folder_identity
 from gstep.checkpoints.pooling_head import PoolingHeadSource
@@ -32,10 +32,10 @@ class ModelSource:
     Attributes:
         name: the argument as given.
         model_type: a name in ``gstep.families``.
-        identity: says which weights these are: "hub:<id>@<sha>", "folder:<hash>", "shapes:<hash>" or
-            "tiny:<version>-<hash>".
+        identity: says which weights these are: "hub:<id>@<sha>", "folder:<hash>", "shapes:<hash>",
+            "tiny:<version>-<hash>" or "random:<hash>".
         files: where its files are; ``files.revision`` is the commit sha of a Hugging Face id.
-        weight_files: the names of the safetensors files.
+        weight_files: the names of the safetensors files; none where the weights are random.
         config: config.json.
         preprocessor: the settings that the stock video processor would load (without its class defaults).
         pooling_head: that of another checkpoint, for evidence that the model itself cannot give.
@@ -62,11 +62,8 @@ class ModelSource:
         """
         name = str(model)
         files = CheckpointFiles.locate(name, revision)
-        config = files.read_json("config.json")
-        if config is None:
-            raise ModelError(f"{name!r} has no config.json: pass a model folder in the layout of transformers")
+        config = _config(name, files)
         model_type = _known_type(name, config)
-        refuse_quantized(name, config)
         weight_files = find_weight_files(name, files)
         return cls(
             name=name,
@@ -77,6 +74,23 @@ class ModelSource:
             config=config,
             preprocessor=_preprocessor_settings(name, files),
         )
+
+    @classmethod
+    def random(cls, model: str | Path, folder: Path, revision: str | None = None) -> ModelSource:
+        """The same model with seeded random weights, for measuring: only its config.json has to be there.
+
+        Args:
+            folder: an empty one, for its small files and stand-ins of those that are missing; it must outlive the use.
+
+        Raises ModelError as :meth:`resolve` does.
+        """
+        name = str(model)
+        found = CheckpointFiles.locate(name, revision)
+        config = _config(name, found)
+        model_type = _known_type(name, config)
+        files = random_weights.complete(found, config, folder)
+        settings = _preprocessor_settings(name, files)
+        return cls(name, model_type, random_weights.identity(config), files, (), config, settings)
 
     def file(self, filename: str) -> Path:
         """The local path of a file of the checkpoint, downloaded or built on this node if need be.
@@ -100,6 +114,14 @@ class ModelSource:
         if self.files.kind == "hub":
             return self.files.location, self.files.revision
         return str(self.file("config.json").parent), None
+
+
+def _config(name: str, files: CheckpointFiles) -> dict[str, Any]:
+    config = files.read_json("config.json")
+    if config is None:
+        raise ModelError(f"{name!r} has no config.json: pass a model folder in the layout of transformers")
+    refuse_quantized(name, config)
+    return config
 
 
 def _known_type(name: str, config: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Measure this package on this machine: pruning methods, all forms of GSTEP's selection, resuming, reading, serving."""
+"""Measure this package on this machine: pruning methods, GSTEP's selection, resuming, reading, serving, efficiency."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.benchmark import index, methods, read, resume, selection, serving
+from jobs.benchmark import efficiency, index, methods, read, resume, selection, serving
 from jobs.command import exit_code_of
 from pipeline.errors import ManifestError, RunFailed, VideoFault
 
@@ -19,6 +19,7 @@ _COMMANDS = {
     "index": index,
     "read": read,
     "serving": serving,
+    "efficiency": efficiency,
 }
 
 

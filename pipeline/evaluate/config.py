@@ -8,8 +8,8 @@ from typing import ClassVar
 from gstep.methods import METHODS
 from pipeline.errors import UsageError
 from pipeline.evaluate.grids import TABLES
-from pipeline.generate.late_pruning import LateAsked
-from pipeline.options import DTYPES, EngineOptions, check, named_values, option, positive
+from pipeline.generate.late_pruning import LateAsked, asked_grid
+from pipeline.options import DTYPES, EngineOptions, check, option, positive
 
 DEFAULT_METHODS = ("gstep", "vidcom2", "uniform", "random")
 DEFAULT_RATIOS = (0.25, 0.20, 0.15, 0.10)
@@ -145,16 +145,11 @@ class EvaluateConfig(EngineOptions):
     def grid(self) -> dict[str, LateAsked | None]:
         """What every question is answered under, by label: full retention (None), then each method at each ratio, from
         the largest. Raises UsageError for a method that is no METHOD[,NAME=VALUE...]."""
-        asked: dict[str, LateAsked | None] = {FULL_LABEL: None}
         table = None if self.table is None else TABLES[self.table]
-        ratios = sorted(set(self.retention_ratio or (table.ratios if table else DEFAULT_RATIOS)), reverse=True)
-        for spec in self.method or (table.methods if table else DEFAULT_METHODS):
-            method, *given = (part.strip() for part in spec.split(","))
-            params = named_values(given, f"--method {spec}: a parameter")
-            for ratio in ratios if method != FULL else ():
-                one = LateAsked(method, ratio, params, self.siglip, self.seed)
-                asked[one.label] = one
-        return asked
+        methods = self.method or (table.methods if table else DEFAULT_METHODS)
+        ratios = self.retention_ratio or (table.ratios if table else DEFAULT_RATIOS)
+        asked = asked_grid(methods, ratios, self.siglip, self.seed)
+        return {FULL_LABEL: None, **{one.label: one for one in asked if one.method != FULL}}
 
 
 FULL_LABEL = f"{FULL}@1"

@@ -7,7 +7,7 @@ question's, and the rest is read from the cache.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from gstep.pruners.base import Pruner
 from pipeline.cache.header import CacheIdentity
 from pipeline.cache.method import declared_method, describe_method
 from pipeline.errors import IdentityMismatch, UsageError
+from pipeline.options import named_values
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,19 @@ class LateAsked:
     def method_label(self) -> str:
         """The method with the parameters that were named, in the order of their names."""
         return ",".join([self.method, *(f"{name}={value}" for name, value in sorted(self.params.items()))])
+
+
+def asked_grid(
+    methods: Iterable[str], ratios: Iterable[float], siglip: str | None = None, seed: int = 0
+) -> list[LateAsked]:
+    """Each method, METHOD[,NAME=VALUE...], at each ratio from the largest. Raises UsageError where it is no such."""
+    asked = []
+    largest_first = sorted(set(ratios), reverse=True)
+    for spec in methods:
+        method, *given = (part.strip() for part in spec.split(","))
+        params = named_values(given, f"--method {spec}: a parameter")
+        asked += [LateAsked(method, ratio, params, siglip, seed) for ratio in largest_first]
+    return asked
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
-from gstep.backbones import ModelSource, SampledVideo, choose_runtime, family_of
+from gstep.backbones import Backbone, ModelSource, SampledVideo, choose_runtime, family_of
 from gstep.evidence import is_per_frame, name_of
 from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo
 from pipeline.errors import VideoFault
@@ -52,14 +52,15 @@ class EncodeSetup:
 class VideoEncoder:
     """Encodes and prunes one video after another: what an actor of a run does, and ``jobs.verify --live``.
 
-    Holds one vision tower; never the LLM. Raises ModelError where it cannot be loaded.
+    Holds one vision tower, ``backbone`` where that is loaded already; never the LLM. Raises ModelError where it cannot
+    be loaded.
     """
 
-    def __init__(self, setup: EncodeSetup) -> None:
+    def __init__(self, setup: EncodeSetup, backbone: Backbone | None = None) -> None:
         self._setup = setup
         self._runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
         self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
-        self.backbone = family_of(setup.source).load(self._runtime)
+        self.backbone = backbone or family_of(setup.source).load(self._runtime)
         self._provenance = json.dumps(self._runtime.describe())
         self._stage = "encode"  # what a video is in at this moment: "encode" or "prune"
 
@@ -85,7 +86,7 @@ class VideoEncoder:
 
     def _video(self, record: VideoRecord, frames: NDArray[np.uint8]) -> PrunedVideo:
         started = time.perf_counter()
-        visual = self._encoded(frames)
+        visual = self.encoded(frames)
         encoded = time.perf_counter()
         self._stage = "prune"
         pruned = self._pruned(visual)
@@ -95,11 +96,11 @@ class VideoEncoder:
             "encode_s": encoded - started,
             "prune_s": time.perf_counter() - encoded,
             "runtime": self._provenance,
-            "model_extra": json.dumps(self.backbone.model_extra(_without_pixels(record))),
+            "model_extra": json.dumps(self.backbone.model_extra(without_pixels(record))),
         }
         return PrunedVideo(done, kept_tokens(pruned, visual, self._setup.evidence))
 
-    def _encoded(self, frames: NDArray[np.uint8]) -> VisualTokens:
+    def encoded(self, frames: NDArray[np.uint8]) -> VisualTokens:
         """All tokens and the evidence that pruning or the cache wants, in storage precision."""
         visual = self.backbone.encode(frames, {**self._pruner.sources, **self._setup.evidence})
         self._wait()
@@ -221,7 +222,8 @@ def _check_finite(what: str, values: Tensor) -> None:
         raise VideoFault("internal", f"{what} has values that are not finite", stage="encode")
 
 
-def _without_pixels(record: VideoRecord) -> SampledVideo:
+def without_pixels(record: VideoRecord) -> SampledVideo:
+    """What a decoded video's record says of its frames."""
     return SampledVideo(
         height=record["height"],
         width=record["width"],

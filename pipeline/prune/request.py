@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
+import torch
 from rich.console import Console
 
 from gstep import PRUNERS, make_pruner
-from gstep.backbones import BACKBONES, ModelSource, family_of
+from gstep.backbones import BACKBONES, ModelSource, StaticParts, family_of
 from gstep.errors import ModelError
 from gstep.evidence import HEAD_SOURCES, name_of
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
-from pipeline.cache.header import CacheIdentity, ModelIdentity, PrunerIdentity, differences
+from pipeline.cache.header import CacheHeader, CacheIdentity, ModelIdentity, PrunerIdentity, differences
 from pipeline.cache.index.files import Index, run_id_after
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.method import describe_method
 from pipeline.cache.reader import HEADER, read_header
+from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import CorruptShard, IdentityMismatch, NotACache, UsageError
 from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.inputs.manifest import read_manifest
@@ -95,6 +98,18 @@ class PruneRequest:
             identity["dtype"]["evidence"] = "bfloat16"  # caches of version 1 were pruned by evidence in float32
         return identity
 
+    def header(self, dtype: str, static: StaticParts) -> CacheHeader:
+        """cache.json of an empty cache, tokens being made in ``dtype``."""
+        newline = static.newline
+        bits = None if newline is None else newline.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "identity": self.identity(dtype),
+            "newline": None if bits is None else base64.b64encode(bits).decode(),
+            "hidden_size": static.hidden_size,
+            "deepstack_levels": static.deepstack_levels,
+        }
+
 
 def prepare(config: PruneConfig, console: Console) -> PruneRequest:
     """Check the whole request against the disk and the cache. Raises UsageError; starts nothing."""
@@ -110,11 +125,16 @@ def prepare(config: PruneConfig, console: Console) -> PruneRequest:
         return match_cache(request, console)
 
 
-def resolve(config: PruneConfig, manifest: pa.Table, store: Store, objects: Objects) -> PruneRequest:
-    """What the options mean: the model, its frames, the method. Raises UsageError; looks at no cache and no video."""
+def resolve(
+    config: PruneConfig, manifest: pa.Table, store: Store, objects: Objects, source: ModelSource | None = None
+) -> PruneRequest:
+    """What the options mean: the model, its frames, the method. Raises UsageError; looks at no cache and no video.
+
+    ``source`` is the model where that was found already.
+    """
     with refusing():
         read_pruner(config.pruner, config.pruner_params())  # what is wrong with it is no matter of the model
-        source = _with_limits(ModelSource.resolve(config.model, config.revision), config)
+        source = _with_limits(source or ModelSource.resolve(config.model, config.revision), config)
         sampling = sampling_of(config, family_of(source).default_max_frames)
         # Refuses a number of frames that the model takes of no video.
         family_of(source).preprocessor().target_size(sampling.num_frames or sampling.max_frames or 0, 1080, 1920)

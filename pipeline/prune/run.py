@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass
 
 import pyarrow as pa
-import torch
 from rich.console import Console
 
 from gstep.backbones import family_of
-from pipeline.cache.header import CacheHeader, deepstack_levels, fingerprint, header_bytes
+from pipeline.cache.header import deepstack_levels, fingerprint, header_bytes
 from pipeline.cache.index.compaction import try_compact
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.reader import HEADER, read_header
-from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.execution.cluster import provenance, settle
 from pipeline.execution.request import refusing
 from pipeline.execution.run import Run, Streamed
@@ -107,17 +104,8 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
 def _write_header(request: PruneRequest, dtype: str, lock: Lock) -> None:
     with refusing():
         static = family_of(request.source).static()
-    newline = static.newline
-    bits = None if newline is None else newline.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
-    header: CacheHeader = {
-        "schema_version": SCHEMA_VERSION,
-        "identity": request.identity(dtype),
-        "newline": None if bits is None else base64.b64encode(bits).decode(),
-        "hidden_size": static.hidden_size,
-        "deepstack_levels": static.deepstack_levels,
-    }
     lock.check()  # starting Ray may have taken longer than a lease lasts
-    lock.put(HEADER, header_bytes(header))
+    lock.put(HEADER, header_bytes(request.header(dtype, static)))
 
 
 def _run_record(request: PruneRequest, device: str, dtype: str, n_videos: int) -> RunRecord:

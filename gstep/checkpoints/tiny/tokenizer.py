@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import string
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +75,24 @@ def write(folder: Path, kind: TinyTokenizer) -> None:
     if kind.chat_template is None:
         end = (kind.end, kind.id_of(kind.end))
         tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {kind.end}", special_tokens=[end])
+    _save(folder, tokenizer, kind)
+
+
+def write_bytes(folder: Path, kind: TinyTokenizer, ids: Mapping[str, int], vocab_size: int) -> None:
+    """The same for a vocabulary of any size: the special tokens where ``ids`` has them, a token a byte at the first
+    places besides; the others stand for nothing and come out as <id>."""
+    tokens = {i: token for token, i in ids.items()}
+    free = (i for i in range(vocab_size) if i not in tokens)
+    tokens |= dict(zip(free, sorted(pre_tokenizers.ByteLevel.alphabet()), strict=False))
+    tokens = {i: tokens.get(i, f"<{i}>") for i in range(vocab_size)}
+    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in tokens.items()}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in kind.special])
+    _save(folder, tokenizer, kind)
+
+
+def _save(folder: Path, tokenizer: Tokenizer, kind: TinyTokenizer) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "additional_special_tokens": list(kind.special[1:]),

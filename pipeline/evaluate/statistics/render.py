@@ -71,7 +71,7 @@ def latex(table: ResultsTable) -> str:
     for block in table.blocks:
         heading = rf"\textit{{Pruning Ratio ($\downarrow {escape_latex(_pruned(block))}$)}}"
         lines += [r"\midrule", rf"\multicolumn{{{n_columns}}}{{c}}{{{heading}}} \\"]
-        lines += [_latex_row(_latex_method(row.method), row) for row in block.rows]
+        lines += [_latex_row(latex_method(row.method), row) for row in block.rows]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 
@@ -197,7 +197,8 @@ def _latex_head(columns: Sequence[Column]) -> list[str]:
     return [" & ".join(upper) + r" \\", " ".join(rules), " & ".join(lower) + r" \\"]
 
 
-def _latex_method(method: str) -> str:
+def latex_method(method: str) -> str:
+    """The same in LaTeX; the paper's own method is bold."""
     return _bold("GSTEP (Ours)") if method == "gstep" else escape_latex(method_title(method))
 
 

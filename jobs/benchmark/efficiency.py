@@ -1,0 +1,110 @@
+"""The paper's efficiency figures: E2E and LLM seconds, peak memory, KV cache, tokens a second; and the same questions
+asked of a cache of the videos' tokens instead of the videos."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from jobs.benchmark.sizes import add_json
+from jobs.command import count, file_in_folder, share, wide_console, write_json
+from pipeline.options import ATTN, DEVICES, DTYPES
+
+if TYPE_CHECKING:
+    from jobs.benchmark.efficiency_setup import Job
+
+HELP = "end-to-end and model seconds, memory and tokens a second of each method, from videos and from a cache"
+METHODS = ("fastv", "fastvid", "cdpruner", "vidcom2", "gstep")  # of the paper's Table 3, in its order
+_EVERY_S = 5.0  # between two lines of progress
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default="tiny-qwen2-5-vl",
+        metavar="MODEL",
+        help="a Hugging Face id or folder; of a folder with a config.json and no weights they are random "
+        "[tiny-qwen2-5-vl, random and small: its figures say how methods compare, not how fast a real model is]",
+    )
+    parser.add_argument(
+        "--random-weights", action="store_true", help="read no weights: seeded random ones, made on the device"
+    )
+    parser.add_argument("--siglip", metavar="MODEL", help="for fastvid and cdpruner on LLaVA-OneVision")
+    parser.add_argument(
+        "--method",
+        nargs="+",
+        default=list(METHODS),
+        metavar="METHOD",
+        help=f"parameters behind commas, fastv,K=3; full retention is always there, first [{' '.join(METHODS)}]",
+    )
+    parser.add_argument(
+        "--retention-ratio", type=share, nargs="+", default=[0.25, 0.15], metavar="R", help="[0.25 0.15, the paper's]"
+    )
+    parser.add_argument("--videos", default="sample", metavar="VIDEOS", help="as of jobs.prune [sample]")
+    parser.add_argument("--num-frames", type=count, default=32, metavar="T", help="frames a video [32]")
+    parser.add_argument("--questions", type=count, default=1, metavar="Q", help="a video [1]")
+    parser.add_argument("--max-new-tokens", type=count, default=16, metavar="N", help="of every answer, exactly [16]")
+    parser.add_argument("--device", default="auto", choices=DEVICES, help="[auto]")
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: bfloat16 on GPUs, else float32 [auto]")
+    parser.add_argument("--attn", default="auto", choices=ATTN, help="attention kernel [auto]")
+    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
+    add_json(parser)
+    parser.add_argument("--latex", type=file_in_folder, metavar="FILE", help="write the paper's Table 3 there")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, show and write; returns the exit code."""
+    from jobs.benchmark.efficiency_latex import table3  # noqa: PLC0415 - torch loads after the flags
+    from jobs.benchmark.efficiency_report import as_record, summarise, tables  # noqa: PLC0415
+    from jobs.benchmark.efficiency_setup import prepare  # noqa: PLC0415
+    from jobs.benchmark.efficiency_times import Bench  # noqa: PLC0415
+    from jobs.benchmark.machine import machine  # noqa: PLC0415
+
+    with TemporaryDirectory() as folder:
+        flags = {name: value for name, value in vars(arguments).items() if name not in ("run", "json", "latex")}
+        job = prepare(Path(folder), methods=flags.pop("method"), ratios=flags.pop("retention_ratio"), **flags)
+        with closing(Bench(job, Path(folder), _progress(Console(stderr=True)))) as bench:
+            found = bench.run()
+    rows = [summarise(one) for one in found]
+    title, memory = _title(job, arguments, rows[0].visual_tokens), _memory(job)
+    for table in tables(rows, title, memory):
+        wide_console().print(table)
+    more = {"machine": machine(job.runtime.device), "runtime": job.runtime.describe(), "random_weights": job.random}
+    write_json(arguments.json, as_record(rows, found, title=title, memory=memory, **more, arguments=flags))
+    if arguments.latex is not None:
+        arguments.latex.write_text(table3(found, title, memory), encoding="utf-8")
+    return 0
+
+
+def _title(job: Job, arguments: argparse.Namespace, visual_tokens: float) -> str:
+    from jobs.benchmark.machine import machine_line  # noqa: PLC0415
+
+    runtime = job.runtime
+    model = f"{job.request.source.name}{' with random weights' if job.random else ''}"
+    where = f"{machine_line(runtime.device)}, {runtime.dtype_name}, attention {runtime.attn_implementation}"
+    what = f"{arguments.num_frames} frames, {visual_tokens:.0f} visual tokens, {arguments.max_new_tokens} new tokens"
+    return f"{model} on {where}; {what}; {len(job.videos)} videos x {job.questions} questions x {job.repeats} repeats"
+
+
+def _memory(job: Job) -> str:
+    """What the peak is of, as the title of its column."""
+    return "GPU GiB" if job.runtime.device != "cpu" else "weights + growth of RSS GiB"
+
+
+def _progress(console: Console) -> Callable[[str], None]:
+    """Prints a line where the last one is some seconds old."""
+    last = [float("-inf")]
+
+    def say(line: str) -> None:
+        if time.monotonic() - last[0] >= _EVERY_S:
+            console.print(line, style="dim", highlight=False)
+            last[0] = time.monotonic()
+
+    return say

@@ -1,0 +1,54 @@
+"""The paper's Table 3 (tab:efficiency) in its own layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from jobs.benchmark.efficiency_report import GIB, MIB
+from jobs.benchmark.efficiency_samples import Found
+from pipeline.evaluate.statistics.render import latex_method
+
+_HEAD = r"Method & E2E (s)$\downarrow$ & LLM Time (s)$\downarrow$ & GPU (GB)$\downarrow$ & KV (MB)$\downarrow$ \\"
+
+
+def table3(found: Sequence[Found], title: str, memory: str) -> str:
+    """Seconds of all questions together, as the paper has them, LLM time with vision tower and pruning; GiB and MiB,
+    which the paper calls GB and MB. In brackets the change to full retention, which is the first of ``found``.
+
+    It needs the package booktabs.
+    """
+    full, *others = found
+    lines = [
+        f"% {title}",
+        f"% Needs booktabs. {len(full.online)} questions a line; memory: {memory}.",
+        *(r"\begin{tabular}{lcccc}", r"\toprule", _HEAD, r"\midrule", f"Original (100\\%) & {_cells(full, None)} \\\\"),
+    ]
+    by_ratio = sorted(others, key=lambda one: -one.way.retention_ratio)
+    for ratio, block in groupby(by_ratio, key=lambda one: one.way.retention_ratio):
+        heading = rf"\textit{{Pruning Ratio ($\downarrow {100 * (1 - ratio):g}\%$)}}"
+        lines += [r"\midrule", rf"\multicolumn{{5}}{{c}}{{{heading}}} \\", r"\midrule"]
+        lines += [f"{latex_method(one.way.method)} & {_cells(one, full)} \\\\" for one in block]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def _cells(one: Found, full: Found | None) -> str:
+    values = _values(one)
+    before = [None] * len(values) if full is None else _values(full)
+    return " & ".join(
+        "--" if value is None else f"{value:.{digits}f}{_change(value, old)}"
+        for value, old, digits in zip(values, before, (1, 1, 2, 0), strict=True)
+    )
+
+
+def _values(one: Found) -> tuple[float | None, ...]:
+    kv = max(sample.kv_bytes for sample in one.online) / MIB
+    peak = None if one.online_peak is None else one.online_peak / GIB
+    return sum(s.total_s for s in one.online), sum(s.llm_with_tower_s for s in one.online), peak, kv
+
+
+def _change(value: float, full: float | None) -> str:
+    if not full:
+        return ""
+    change = 100 * (value / full - 1)
+    return rf" ($\{'uparrow' if change > 0 else 'downarrow'}${abs(change):.1f}\%)"

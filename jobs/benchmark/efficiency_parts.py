@@ -1,0 +1,168 @@
+"""The parts of answering a question about a video, each timed: decode, encode, prune, prompt, language model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gstep import PrunedTokens, VisualTokens
+from gstep.backbones import Backbone, StaticParts, family_of
+from gstep.evidence import is_per_frame
+from gstep.language import Decoding, LanguageModel, Visual, load_language_model
+from jobs.benchmark.efficiency_samples import Sample, Timed, timed
+from jobs.benchmark.efficiency_setup import Job, Way
+from pipeline.errors import RunFailed, UsageError
+from pipeline.generate.asking import Embedders
+from pipeline.prune.decode_stage import VideoDecoder
+from pipeline.prune.encode_stage import VideoEncoder, without_pixels
+from pipeline.rows import ManifestRow, VideoRecord
+
+_TEXT = (
+    "Question {number}: what happens in this video after the person has looked at the camera?\n"
+    "A. They sit down.\nB. They leave the room.\nC. They ride a bike.\nD. Nothing happens.\n"
+    "Answer with the option's letter from the given choices directly."
+)
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A video's record and its frames [t,h,w,3], and the seconds until they were here."""
+
+    record: VideoRecord
+    frames: NDArray[np.uint8]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """All tokens of a video, as a cache and as a prompt takes them."""
+
+    decoded: Decoded
+    tokens: VisualTokens
+    visual: Visual
+    seconds: float
+    peak_bytes: float | None
+
+
+class Videos:
+    """Decodes and encodes. Close it after use."""
+
+    def __init__(self, job: Job) -> None:
+        self._request, self._runtime = job.request, job.runtime
+        self.tower: Backbone = family_of(job.request.source).load(job.runtime)
+        self._decoder = VideoDecoder(job.request.decode_setup())
+
+    def close(self) -> None:
+        self._decoder.close()
+
+    def forget_tower(self) -> None:
+        """What is answered from caches has none in memory."""
+        del self.tower
+
+    def static(self, deepstack_levels: int) -> StaticParts:
+        """What the header of a cache says of the model; of random weights no file would tell the newline row."""
+        return StaticParts(self.tower.hidden_size, self._newline(), deepstack_levels)
+
+    def _newline(self) -> torch.Tensor | None:
+        """[D], in the precision of a cache."""
+        row = self.tower.newline()
+        return None if row is None else row.to(torch.bfloat16)
+
+    def decoded(self, row: ManifestRow) -> Decoded:
+        """Raises RunFailed where the video cannot be read."""
+
+        def read() -> tuple[VideoRecord, NDArray[np.uint8] | None]:
+            todo = {**dict.fromkeys(("start_s", "end_s", "manifest", "policy", "size")), **row, "attempts": 1}
+            with self._decoder.open(todo) as source:  # type: ignore[arg-type]
+                return self._decoder.decode_one(todo, source)  # type: ignore[arg-type]
+
+        (record, frames), seconds, _ = timed(read, "cpu")
+        if frames is None:
+            raise RunFailed(f"{record['video_id']}: {record['error_class']}: {record['error_message']}")
+        return Decoded(record, frames, seconds)
+
+    def encoder(self, evidence: frozenset[str]) -> VideoEncoder:
+        """That gives this evidence besides the tokens."""
+        setup = self._request.encode_setup(self._runtime.device, self._runtime.dtype_name)
+        asked = {name: where for name, where in setup.evidence.items() if name in evidence}
+        return VideoEncoder(replace(setup, evidence=asked), self.tower)
+
+    def encoded(self, decoded: Decoded, evidence: frozenset[str]) -> Encoded:
+        encoder, record = self.encoder(evidence), decoded.record
+        tokens, seconds, peak = timed(lambda: encoder.encoded(decoded.frames), self._runtime.device)
+        n_frames, per_frame, _ = tokens.tokens.shape
+        visual = Visual(
+            tokens=tokens.tokens.flatten(0, 1),
+            index=torch.arange(n_frames * per_frame, device="cpu"),
+            n_frames=n_frames,
+            tokens_per_frame=per_frame,
+            extra=self.tower.model_extra(without_pixels(record)),
+            deepstack=tuple(level.flatten(0, 1) for level in tokens.deepstack),
+            newline=self._newline(),
+            evidence={
+                name: values if is_per_frame(name) else values.flatten(0, 1) for name, values in tokens.evidence.items()
+            },
+            frame_indices=record["frame_indices"],
+            fps=record["fps"],
+        )
+        return Encoded(decoded, tokens, visual, seconds, peak)
+
+
+class Answers:
+    """Asks questions about tokens."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self._device = job, job.runtime.device
+        self.llm: LanguageModel = load_language_model(job.request.source, job.runtime)
+        # Every answer has its full length: random weights, or another method, would end some sooner.
+        self.llm.model.generation_config.eos_token_id = None
+        self._embedders = Embedders(self.llm, self._device, [way.late for way in job.ways if way.late is not None])
+        self._how = Decoding(max_new_tokens=job.max_new_tokens)
+
+    def chosen(self, way: Way, visual: Visual, number: int) -> Timed[tuple[Visual, PrunedTokens | None]]:
+        """What a way keeps of all tokens before they go into a prompt."""
+        late = way.late
+
+        def choose() -> tuple[Visual, PrunedTokens | None]:
+            if late is None or late.inside is not None:
+                return replace(visual, evidence={}), None
+            pruned = late.select(visual, self._device, self._embedders.embedding(late, _text(number)))
+            return late.kept(visual, pruned, own_order=False), pruned
+
+        return timed(choose, self._device)
+
+    def asked(self, way: Way, visual: Visual, number: int) -> Sample:
+        """The part of a question that is the same in both modes. Raises UsageError where the prompt is too long."""
+        inside = None if way.late is None else way.late.inside
+        prompt, prompt_s, _ = timed(lambda: self._job.builder.build(_text(number), [visual]), "cpu")
+        if prompt.extent + self._how.max_new_tokens > self.llm.context_length:
+            raise UsageError(
+                f"a prompt of {prompt.extent} tokens and its answer do not fit into the model's context of "
+                f"{self.llm.context_length}: take fewer --num-frames"
+            )
+        (answer,), llm_s, peak = timed(lambda: self.llm.generate([prompt], [self._how], inside=inside), self._device)
+        n_visual = len(visual.index)
+        layer, dropped = way.dropped_inside(n_visual)
+        return Sample(
+            mode="",
+            video_id="",
+            question=number,
+            repeat=0,
+            visual_tokens=n_visual - dropped,
+            prompt_tokens=len(prompt),
+            kv_bytes=self._job.kv.n_bytes(len(prompt), layer=layer, kept=len(prompt) - dropped),
+            prune_s=0.0,
+            prompt_s=prompt_s,
+            llm_s=llm_s,
+            prefill_s=answer.prefill_s,
+            token_decode_s=answer.decode_s,
+            peak_bytes=peak,
+            answer=answer.token_ids,
+        )
+
+
+def _text(number: int) -> str:
+    return _TEXT.format(number=number)

@@ -1,0 +1,127 @@
+"""What is measured of one question, and of one video on its way into a cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+from jobs.benchmark.efficiency_setup import Way
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One question in one mode; seconds, and bytes. What a mode does not do took no time.
+
+    Attributes:
+        mode: "online" from the video, "cached" from its tokens in a cache.
+        visual_tokens: those that are left for most of the language model's layers.
+        prompt_tokens: all that go in, text too.
+        kv_bytes: of the prompt's keys and values after the prefill.
+        llm_s: of the whole ``generate``; ``prefill_s`` until its first token and ``token_decode_s`` from there to the
+            last one are parts of it.
+        peak_bytes: of torch's memory on a GPU, weights included; None on a CPU.
+        answer: token ids.
+    """
+
+    mode: str
+    video_id: str
+    question: int
+    repeat: int
+    visual_tokens: int
+    prompt_tokens: int
+    kv_bytes: int
+    video_decode_s: float = 0.0
+    encode_s: float = 0.0
+    read_s: float = 0.0
+    prune_s: float
+    prompt_s: float
+    llm_s: float
+    prefill_s: float
+    token_decode_s: float
+    bytes_read: int = 0
+    peak_bytes: float | None
+    answer: tuple[int, ...] = field(repr=False)
+
+    @property
+    def llm_with_tower_s(self) -> float:
+        """As the paper's harness counts: vision tower and pruning included."""
+        return self.encode_s + self.prune_s + self.llm_s
+
+    @property
+    def total_s(self) -> float:
+        """From nothing to the answer; online that is the paper's E2E, reading the video included."""
+        return self.video_decode_s + self.read_s + self.prompt_s + self.llm_with_tower_s
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens a second."""
+        return self.prompt_tokens / self.prefill_s
+
+    @property
+    def decode_rate(self) -> float | None:
+        """New tokens a second after the first, which the prefill gives; None of a single one."""
+        return (len(self.answer) - 1) / self.token_decode_s if len(self.answer) > 1 else None
+
+
+@dataclass(frozen=True)
+class Built:
+    """What it takes to put one video into a cache, seconds."""
+
+    video_id: str
+    repeat: int
+    video_decode_s: float
+    encode_s: float
+    prune_s: float
+    write_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.video_decode_s + self.encode_s + self.prune_s + self.write_s
+
+
+@dataclass
+class Found:
+    """All that was measured of one way; peaks are bytes with the weights, None where they cannot be measured."""
+
+    way: Way
+    online: list[Sample] = field(default_factory=list)
+    cached: list[Sample] = field(default_factory=list)
+    built: list[Built] = field(default_factory=list)
+    online_peak: float | None = None
+    cached_peak: float | None = None
+
+
+class Timed(NamedTuple, Generic[T]):
+    """What work gave, the seconds it took, and on a GPU the peak of torch's memory while it ran."""
+
+    value: T
+    seconds: float
+    peak_bytes: float | None
+
+
+def timed(work: Callable[[], T], device: str) -> Timed[T]:
+    """On a GPU by CUDA events, as the paper's harness: nothing is under way before, and all is done after it."""
+    if not device.startswith("cuda"):
+        started = time.perf_counter()
+        value = work()
+        return Timed(value, time.perf_counter() - started, None)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    stream = torch.cuda.current_stream(device)
+    begin.record(stream)
+    value = work()
+    end.record(stream)
+    end.synchronize()
+    return Timed(value, begin.elapsed_time(end) / 1e3, torch.cuda.max_memory_allocated(device))
+
+
+def highest(*peaks: float | None) -> float | None:
+    """The highest of those that were measured."""
+    return max((peak for peak in peaks if peak is not None), default=None)

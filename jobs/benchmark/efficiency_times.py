@@ -1,0 +1,214 @@
+"""What a question about a video costs: from the video itself (online), and from a cache of its tokens made on the spot.
+
+Decoding and encoding do not depend on the question or on the share that is kept: they are measured once a video, repeat
+and kind of evidence, and count for every question that is asked online. A cache is read from the files that were just
+written, which the system still has in memory.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gstep import PrunedTokens, make_pruner
+from gstep.language import Visual
+from jobs.benchmark.efficiency_parts import Answers, Encoded, Videos
+from jobs.benchmark.efficiency_samples import Built, Found, Sample, highest, timed
+from jobs.benchmark.efficiency_setup import FULL, Job, Way
+from jobs.benchmark.peak_memory import peak_memory
+from pipeline.cache.header import header_bytes
+from pipeline.cache.reader import HEADER, TokenCache
+from pipeline.cache.token_shard import TokenShard
+from pipeline.cache.writer import PrunedVideo, commit, write_token_shard
+from pipeline.generate.held_videos import n_bytes, to_visual
+from pipeline.prune.encode_stage import kept_tokens, pruned_columns
+from pipeline.rows import ManifestRow, VideoRecord
+from pipeline.storage.stores import LocalStore
+
+Say = Callable[[str], None]
+Round = Callable[[Sequence[ManifestRow], int, int, Sequence[Found]], None]
+
+
+class Bench:
+    """The models of one job, loaded, and the caches that it makes below ``folder``. Close it after use."""
+
+    def __init__(self, job: Job, folder: Path, say: Say) -> None:
+        self._job, self._folder, self._say = job, folder, say
+        say(f"loading {job.request.source.name}")
+        self._videos, self._answers = Videos(job), Answers(job)
+        self._device = job.runtime.device
+        self._caches: dict[str, TokenCache] = {}
+        self._n_commits = 0
+
+    def close(self) -> None:
+        self._videos.close()
+
+    def run(self) -> list[Found]:
+        """Everything, in turns, so that whatever else the machine does meets all ways alike; in the second half no
+        vision tower is in memory. Raises RunFailed, UsageError."""
+        found = [Found(way) for way in self._job.ways]
+        for one in found:
+            self._store(one.way).put(HEADER, self._header(one.way))
+        self._rounds("online", self._online, found)
+        weights = _weight_bytes(self._answers.llm.model)
+        if self._device == "cpu":
+            self._say("online: memory")
+            self._online_peaks(found, weights + _weight_bytes(self._videos.tower.model))
+        self._videos.forget_tower()
+        gc.collect()
+        if self._device != "cpu":
+            torch.cuda.empty_cache()
+        self._caches = {one.way.label: TokenCache(str(self._store(one.way))) for one in found}
+        self._rounds("cached", self._cached, found)
+        if self._device == "cpu":
+            self._say("cached: memory")
+            self._cached_peaks(found, weights)
+        return found
+
+    def _rounds(self, mode: str, measure: Round, found: Sequence[Found]) -> None:
+        """The first video once, for what is loaded and compiled on first use; then all that counts."""
+        videos = self._job.videos
+        self._say(f"{mode}: to warm up")
+        measure(videos[:1], 1, 0, [Found(one.way) for one in found])
+        for repeat in range(1, self._job.repeats + 1):
+            self._say(f"{mode}: {repeat} of {self._job.repeats}")
+            measure(videos, self._job.questions, repeat, found)
+
+    def _online(self, videos: Sequence[ManifestRow], questions: int, repeat: int, found: Sequence[Found]) -> None:
+        for row in videos:
+            decoded = self._videos.decoded(row)
+            for evidence in dict.fromkeys(one.way.evidence for one in found):
+                encoded = self._videos.encoded(decoded, evidence)
+                for one in (one for one in found if one.way.evidence == evidence):
+                    self._say(f"online: {row['video_id']}, {one.way.label}")
+                    for number in range(questions):
+                        self._ask_online(one, encoded, number, repeat)
+                    one.built.append(self._built(one.way, encoded, repeat))
+
+    def _ask_online(self, one: Found, encoded: Encoded, number: int, repeat: int) -> None:
+        (visual, _), prune_s, prune_peak = self._answers.chosen(one.way, encoded.visual, number)
+        sample = self._answers.asked(one.way, visual, number)
+        sample = replace(
+            sample,
+            mode="online",
+            video_id=encoded.decoded.record["video_id"],
+            repeat=repeat,
+            video_decode_s=encoded.decoded.seconds,
+            encode_s=encoded.seconds,
+            prune_s=prune_s,
+            peak_bytes=highest(encoded.peak_bytes, prune_peak, sample.peak_bytes),
+        )
+        one.online.append(sample)
+        one.online_peak = highest(one.online_peak, sample.peak_bytes)
+
+    def _built(self, way: Way, encoded: Encoded, repeat: int) -> Built:
+        """The video goes into the way's cache, where the last repeat is the live one."""
+
+        def prune() -> PrunedTokens:
+            if way.late is None or not way.stored:
+                return make_pruner(FULL).prune(encoded.tokens, 1.0)
+            return way.late.select(encoded.visual, self._device)
+
+        pruned, prune_s, _ = timed(prune, self._device)
+        record: VideoRecord = {
+            **encoded.decoded.record,
+            **pruned_columns(pruned, encoded.tokens),
+            "attempts": repeat + 1,
+            "encode_s": encoded.seconds,
+            "prune_s": prune_s,
+            "runtime": json.dumps(self._job.runtime.describe()),
+            "model_extra": json.dumps(dict(encoded.visual.extra)),
+        }
+
+        def write() -> None:
+            kept = kept_tokens(pruned, encoded.tokens, () if way.stored else sorted(way.evidence))
+            rows = write_token_shard([PrunedVideo(record, kept)], store=self._store(way), run_id="efficiency")
+            self._n_commits += 1
+            commit(self._store(way), "efficiency", self._n_commits, rows)
+
+        seconds = timed(write, self._device).seconds
+        return Built(record["video_id"], repeat, encoded.decoded.seconds, encoded.seconds, prune_s, seconds)
+
+    def _cached(self, videos: Sequence[ManifestRow], questions: int, repeat: int, found: Sequence[Found]) -> None:
+        for row in videos:
+            for one in found:
+                self._say(f"cached: {row['video_id']}, {one.way.label}")
+                for number in range(questions):
+                    sample = self._ask_cached(one.way, row["video_id"], number)
+                    one.cached.append(replace(sample, mode="cached", video_id=row["video_id"], repeat=repeat))
+                    one.cached_peak = highest(one.cached_peak, sample.peak_bytes)
+
+    def _ask_cached(self, way: Way, video_id: str, number: int) -> Sample:
+        visual, read_s, _ = timed(lambda: self._read(way, video_id), "cpu")
+        prune_s, prune_peak = 0.0, None
+        if not way.stored:
+            (visual, _), prune_s, prune_peak = self._answers.chosen(way, visual, number)
+        sample = self._answers.asked(way, visual, number)
+        peak = highest(prune_peak, sample.peak_bytes)
+        n_read = self._bytes_read(way, video_id)
+        return replace(sample, read_s=read_s, prune_s=prune_s, bytes_read=n_read, peak_bytes=peak)
+
+    def _read(self, way: Way, video_id: str) -> Visual:
+        cache = self._caches[way.label]
+        evidence = () if way.stored else sorted(way.evidence)
+        return to_visual(cache.get(video_id, evidence=evidence), cache.newline)
+
+    def _bytes_read(self, way: Way, video_id: str) -> int:
+        """Of the token shard: what the footer says of the rows and columns that are read."""
+        cache = self._caches[way.label]
+        evidence = () if way.stored else sorted(way.evidence)
+        row = cache.metadata(video_id)
+        shard = TokenShard(cache.store, row["token_shard"], row["footer_hash"])
+        wanted = cache.wanted(row, cache.reading(None, "index", evidence, False))
+        return sum(end - start for start, end in shard.spans(wanted))
+
+    def _online_peaks(self, found: Sequence[Found], weights: int) -> None:
+        """On a CPU: the weights, and what the process grew by in the costlier of encoding and answering."""
+        decoded = self._videos.decoded(self._job.videos[0])
+        for evidence in dict.fromkeys(one.way.evidence for one in found):
+            encoder = self._videos.encoder(evidence)
+            encoding = _grown(lambda encoder=encoder: encoder.encoded(decoded.frames))  # type: ignore[misc]
+            encoded = self._videos.encoded(decoded, evidence)
+            for one in (one for one in found if one.way.evidence == evidence):
+
+                def ask(one: Found = one, visual: Visual = encoded.visual) -> None:
+                    (kept, _), _, _ = self._answers.chosen(one.way, visual, 0)
+                    self._answers.asked(one.way, kept, 0)
+
+                asking = _grown(ask)
+                if encoding is not None and asking is not None:
+                    one.online_peak = weights + max(encoding, n_bytes(encoded.visual) + asking)
+
+    def _cached_peaks(self, found: Sequence[Found], weights: int) -> None:
+        video_id = self._job.videos[0]["video_id"]
+        for one in found:
+            asking = _grown(lambda one=one: self._ask_cached(one.way, video_id, 0))  # type: ignore[misc]
+            one.cached_peak = None if asking is None else weights + asking
+
+    def _store(self, way: Way) -> LocalStore:
+        return LocalStore(self._folder / f"cache-{self._job.ways.index(way)}")
+
+    def _header(self, way: Way) -> bytes:
+        """Of the way's cache: what it keeps, or all tokens and the evidence by which each question chooses."""
+        request, static = self._job.request, self._videos.static(self._job.builder.deepstack_levels)
+        held = {name: where for name, where in request.evidence.items() if name in way.evidence}
+        request = replace(request, evidence={} if way.stored else held)
+        if way.stored and way.late is not None:
+            request = replace(request, pruner=way.late.pruner, retention_ratio=way.late.retention_ratio)
+        return header_bytes(request.header(self._job.runtime.dtype_name, static))
+
+
+def _grown(work: Callable[[], object]) -> float | None:
+    """Bytes."""
+    grown = peak_memory(work)
+    return None if grown is None else grown * 1e6
+
+
+def _weight_bytes(module: Any) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

@@ -1,0 +1,91 @@
+"""Models with random weights: the same ones each time, finite in any precision, from a config and nothing else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from gstep.backbones import ModelSource, choose_runtime, family_of
+from gstep.checkpoints import tiny
+from gstep.checkpoints.random_weights import random_tensors, without_weights
+from gstep.errors import ModelError
+from gstep.families import FAMILIES
+from gstep.language import load_language_model, prompt_builder
+
+NAMES = {config.config["model_type"]: name for name, config in tiny.TINY.items()}
+
+
+@pytest.fixture(params=FAMILIES)
+def bare(request, tmp_path):
+    """A folder with a config.json alone."""
+    folder = tmp_path / "bare"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(tiny.TINY[NAMES[request.param]].config))
+    return folder
+
+
+def random(model, tmp_path, name="made"):
+    (tmp_path / name).mkdir()
+    return ModelSource.random(model, tmp_path / name)
+
+
+def test_both_halves_of_every_family_load_without_weights(bare, tmp_path):
+    assert without_weights(str(bare))
+    with pytest.raises(ModelError, match="no safetensors weights"):
+        ModelSource.resolve(bare)
+    source, runtime = random(bare, tmp_path), choose_runtime("cpu", "bfloat16")
+    assert source.identity.startswith("random:") and not source.weight_files
+    tower, llm = family_of(source).load(runtime), load_language_model(source, runtime)
+    tensors = [*tower.model.parameters(), *llm.model.parameters()]
+    assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
+    again = load_language_model(random(bare, tmp_path, "again"), runtime)
+    for one, other in zip(llm.model.parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert [path.name for path in bare.iterdir()] == ["config.json"]
+
+
+def test_a_checkpoint_keeps_its_own_tokenizer_and_settings(tmp_path):
+    ours, theirs = random("tiny-qwen2-5-vl", tmp_path), ModelSource.resolve("tiny-qwen2-5-vl")
+    assert ours.preprocessor == theirs.preprocessor and ours.config == theirs.config
+    text = "What happens?"
+    assert prompt_builder(ours).tokenizer(text).input_ids == prompt_builder(theirs).tokenizer(text).input_ids
+
+
+def test_a_tokenizer_is_made_around_the_ids_of_the_config(bare, tmp_path):
+    config = json.loads((bare / "config.json").read_text())
+    text = config.get("text_config", config)
+    text["vocab_size"] = 5000
+    key = "video_token_index" if "video_token_index" in config else "video_token_id"
+    config[key] = 4321
+    (bare / "config.json").write_text(json.dumps(config))
+    tokenizer = prompt_builder(random(bare, tmp_path)).tokenizer
+    assert len(tokenizer) == 5000 and tokenizer.convert_tokens_to_ids(tokenizer.convert_ids_to_tokens(4321)) == 4321
+    spoken = "Grüße, ok?"
+    ids = tokenizer(spoken).input_ids
+    assert len(ids) == len(spoken.encode()) and tokenizer.decode(ids) == spoken
+
+
+def test_a_vocabulary_without_room_for_all_bytes_is_refused(bare, tmp_path):
+    config = json.loads((bare / "config.json").read_text())
+    config.get("text_config", config)["vocab_size"] = 100
+    (bare / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"copy tokenizer\.json"):
+        random(bare, tmp_path)
+
+
+def test_a_folder_with_any_weights_is_not_taken_for_one_without(bare, tmp_path):
+    for name in ("model.safetensors.index.json", "pytorch_model.bin", "model-00001-of-00002.safetensors"):
+        (bare / name).write_text("{}")
+        assert not without_weights(str(bare))
+        (bare / name).unlink()
+    assert without_weights(str(bare)) and not without_weights("tiny") and not without_weights(str(tmp_path))
+
+
+def test_matrices_are_drawn_norms_are_one_and_biases_zero():
+    shapes = {"a.weight": torch.empty(400, 300), "norm.weight": torch.empty(9), "a.bias": torch.empty(9)}
+    made = random_tensors(shapes, "cpu", torch.float16)
+    assert 0.019 < float(made["a.weight"].float().std()) < 0.021
+    assert bool((made["norm.weight"] == 1).all()) and not made["a.bias"].any()
+    assert not torch.equal(made["a.weight"], random_tensors(shapes, "cpu", torch.float16, seed=1)["a.weight"])
