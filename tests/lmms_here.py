@@ -17,16 +17,16 @@ pytest.importorskip("lmms_eval", reason="lmms-eval is not installed here: see te
 TASK = "videomme_here"
 _STARTED = """
 import os, runpy, signal
-from pipeline.evaluate.lmms import answering
+from pipeline.generate import run
 
-commit = answering.commit_answers
+commit = run.commit_answers
 
 def dying(store, run_id, number, *more):
     if number == int(os.environ.get("DIE_AT", -1)):
         os.kill(os.getpid(), signal.SIGKILL)
     commit(store, run_id, number, *more)
 
-answering.commit_answers = dying
+run.commit_answers = dying
 runpy.run_module("lmms_eval", run_name="__main__", alter_sys=True)
 """
 
@@ -64,7 +64,7 @@ def replies_in(out: Path) -> dict[int, str]:
     """The reply to each document, as lmms-eval logged it."""
     (file,) = out.rglob(f"*_samples_{TASK}.jsonl")
     samples = [json.loads(line) for line in file.read_text().splitlines()]
-    return {sample["doc_id"]: sample["filtered_resps"][0] for sample in samples}
+    return {sample["doc_id"]: sample["filtered_resps"] for sample in samples}
 
 
 def results_in(out: Path) -> dict[str, object]:

@@ -17,13 +17,13 @@ from pipeline.evaluate.lmms.questions import Asked
 from pipeline.evaluate.lmms.videos import CachedIds
 from pipeline.execution.request import refusing, store_refusing
 from pipeline.execution.run_record import RunFile
-from pipeline.generate.answer_stage import Answerer
-from pipeline.generate.answers import AnswersTable, commit_answers
+from pipeline.generate.answer_stage import Answerer, question_blocks
+from pipeline.generate.answers import AnswersTable
 from pipeline.generate.graph import batch_size
 from pipeline.generate.questions import QUESTION_SCHEMA
 from pipeline.generate.request import GenerateRequest, asked_for, checked, way_of
 from pipeline.generate.resume import in_blocks
-from pipeline.generate.run import AnswerRun, Computed, answer_setup
+from pipeline.generate.run import AnswerRun, Commits, Computed, answer_setup
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 from pipeline.storage.lock import Lock
 from pipeline.storage.s3 import Objects
@@ -51,16 +51,13 @@ class AnswersHere(AnswerRun):
     ) -> int:
         with refusing():
             answerer = Answerer(answer_setup(request, *computed))
-        done, n_failed, said = 0, 0, time.monotonic()
-        for block in in_blocks(ask, batch_size(self.options)):
-            answers = list(answerer.answer(block))
-            commit_answers(request.store, request.run_id, next(numbers), answers, self.options.format, lock)
-            done += len(answers)
-            n_failed += sum(answer["status"] != "ok" for answer in answers)
+        commits, said = Commits(request, numbers, run_file, lock), time.monotonic()
+        for number, block in enumerate(question_blocks(in_blocks(ask, batch_size(self.options)))):
+            commits(number, answerer(block))
             if time.monotonic() - said > self.options.log_interval:
-                self.say(f"{done} of {len(ask)} questions answered, {n_failed} of them failed")
+                self.say(f"{len(commits.answered)} of {len(ask)} questions answered, {commits.n_failed} of them failed")
                 said = time.monotonic()
-        return n_failed
+        return commits.n_failed
 
 
 class CachedReplies:
@@ -81,9 +78,10 @@ class CachedReplies:
                 f"note: the cache's fingerprint is {found}; with fingerprint={found} in --model_args another cache is "
                 "refused, and --use_cache of lmms-eval tells replies from different caches apart"
             )
-        self._config = arguments.config(held)
-        self._way = way_of(self._config)
-        self._checked(QUESTION_SCHEMA.empty_table())
+        with in_these_words():
+            self._config = arguments.config(held)
+            self._way = way_of(self._config)
+            self._checked(QUESTION_SCHEMA.empty_table())
         self._ids: CachedIds | None = None
 
     def replies(self, asked: Sequence[Asked]) -> list[str]:
@@ -94,10 +92,8 @@ class CachedReplies:
         """
         rows = [one.row(video_id, self._way.system) for one, video_id in zip(asked, self._videos(asked), strict=True)]
         table = pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
-        try:
+        with in_these_words():
             AnswersHere(self._config, self._console, partial(self._checked, table)).carry_out()
-        except UsageError as error:
-            raise in_these_words(error) from error
         given = self._given(table)
         failed = [(one, row) for one in asked if (row := given[one.question_id])["status"] != "ok"]
         if failed:
@@ -105,11 +101,7 @@ class CachedReplies:
         return [one.reply(given[one.question_id].get("answer", "")) for one in asked]
 
     def _checked(self, questions: pa.Table) -> GenerateRequest:
-        pruning = {"": asked_for(self._config)}
-        try:
-            return checked(self._config, questions, self._way, pruning, self._console)
-        except UsageError as error:
-            raise in_these_words(error) from error
+        return checked(self._config, questions, self._way, {"": asked_for(self._config)}, self._console)
 
     def _given(self, questions: pa.Table) -> dict[str, AnswerRecord]:
         """The live answers to these questions. Raises RunFailed where one has none."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
@@ -75,27 +76,20 @@ class Arguments:
             raise UsageError(f"--model_args: missing must be {ERROR} or {EMPTY}, got {arguments.missing!r}")
         return arguments
 
-    def rules(self, held: CacheIdentity) -> ModelRules:
-        """What lmms-eval's own class does with the type of model that the cache is of."""
-        return LMMS_EVAL_0_7.get(held["model"]["type"], ModelRules())
-
     def config(self, held: CacheIdentity) -> GenerateConfig:
         """The same as options of jobs.generate, for a cache of this identity. Raises UsageError."""
-        rules = self.rules(held)
+        rules = LMMS_EVAL_0_7.get(held["model"]["type"], ModelRules())
         system = rules.system if self.system is None else self.system or None
-        try:
-            return GenerateConfig(
-                questions="lmms-eval",
-                choices="generate",
-                retry_failed=True,
-                system=system,
-                frame_times=self.frame_times or rules.frame_times,
-                pruner_param=[f"{name}={text}" for name, text in self.parameters.items()],
-                **{name: getattr(self, name) for name in _SAME},
-                **{name: getattr(self, ours) for ours, name in _RENAMED.items() if ours != "seed" or self.method},
-            )
-        except UsageError as error:
-            raise in_these_words(error) from error
+        return GenerateConfig(
+            questions="lmms-eval",
+            choices="generate",
+            retry_failed=True,
+            system=system,
+            frame_times=self.frame_times or rules.frame_times,
+            pruner_param=[f"{name}={text}" for name, text in self.parameters.items()],
+            **{name: getattr(self, name) for name in _SAME},
+            **{name: getattr(self, ours) for ours, name in _RENAMED.items() if ours != "seed" or self.method},
+        )
 
     def check_fingerprint(self, held: CacheIdentity) -> str:
         """The fingerprint of a cache of this identity. Raises IdentityMismatch where another one was asked for."""
@@ -113,12 +107,16 @@ _KNOWN = tuple(item.name for item in fields(Arguments) if item.name != "paramete
 _NUMBERS: Mapping[str, type] = {"retention_ratio": float, "seed": int, "batch_size": int}
 
 
-def in_these_words(error: UsageError) -> UsageError:
-    """An error that speaks of flags of jobs.generate, with what they are here."""
-    if "--" not in str(error):
-        return error
-    names = ", ".join(f"--{theirs.replace('_', '-')} is {ours}=" for ours, theirs in _RENAMED.items())
-    return type(error)(f"{error} (flags are --model_args here: {names}, others by their names)")
+@contextmanager
+def in_these_words() -> Iterator[None]:
+    """An error that speaks of flags of jobs.generate says what they are here."""
+    try:
+        yield
+    except UsageError as error:
+        if "--" not in str(error):
+            raise
+        names = ", ".join(f"--{theirs.replace('_', '-')} is {ours}=" for ours, theirs in _RENAMED.items())
+        raise type(error)(f"{error} (flags are --model_args here: {names}, others by their names)") from error
 
 
 def _value(name: str, value: Any) -> Any:

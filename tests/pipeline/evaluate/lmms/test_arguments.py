@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.cache.header import fingerprint
 from pipeline.errors import IdentityMismatch, UsageError
-from pipeline.evaluate.lmms.arguments import Arguments
+from pipeline.evaluate.lmms.arguments import Arguments, in_these_words
 
 PLACES = {"cache": "c", "answers": "a"}
 HELD = {
@@ -70,9 +70,12 @@ def test_what_cannot_be_is_refused(given, why):
 
 
 def test_errors_of_jobs_generate_say_what_its_flags_are_here():
-    with pytest.raises(UsageError, match=r"--pruner gstep needs --retention-ratio.*--pruner is method="):
+    with (
+        pytest.raises(UsageError, match=r"--pruner gstep needs --retention-ratio.*--pruner is method="),
+        in_these_words(),
+    ):
         Arguments.read({**PLACES, "method": "gstep"}).config(HELD)
-    with pytest.raises(UsageError, match="--positions must be one of"):
+    with pytest.raises(UsageError, match="--positions must be one of"), in_these_words():
         Arguments.read({**PLACES, "positions": "odd"}).config(HELD)
 
 
