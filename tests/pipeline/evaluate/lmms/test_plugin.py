@@ -78,10 +78,10 @@ def test_a_run_that_is_killed_at_half_goes_on_and_asks_nothing_twice(evaluated, 
     known = fingerprint(TokenCache(evaluated.cache).identity)
     asked = {"cache": evaluated.cache, "answers": tmp_path / "a", "method": "gstep", "retention_ratio": 0.25}
     asked |= {"alpha": 0.5, "fingerprint": known}  # alpha is the method's own default
-    lmms_here.lmms_eval_of(tasks, tmp_path / "k", "--batch_size", "2", die_at=3, **asked)
+    lmms_here.lmms_eval_of(tasks, tmp_path / "k", "--batch_size", "3", die_at=2, **asked)
     held = AnswersTable(LocalStore(tmp_path / "a")).rows()["question_id"].to_pylist()
     assert len(held) == 6 and not list((tmp_path / "k").rglob("*_results.json"))
-    lmms_here.lmms_eval_of(tasks, tmp_path / "o", "--batch_size", "2", **asked)
+    lmms_here.lmms_eval_of(tasks, tmp_path / "o", "--batch_size", "3", **asked)
     rows = AnswersTable(LocalStore(tmp_path / "a")).rows()
     assert set(Counter(rows["question_id"].to_pylist()).values()) == {1} and len(rows) == N_VIDEOS * PER_VIDEO
     assert sorted(Counter(rows["run_id"].to_pylist()).values()) == [6, 6]
