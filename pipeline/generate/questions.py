@@ -229,7 +229,7 @@ def _instructions(row: UserRow, where: str, way: Way, has_choices: bool) -> Inst
     """How a question is answered: what its row says before what the run says."""
     own = {name: _number(row[name], kind, name, where) for name, kind in _OPTIONS.items() if row.get(name) is not None}
     # One seed for all would draw the same numbers for every question.
-    own.setdefault("seed", _seed_for(way.decoding.seed, str(row["question_id"])))
+    own.setdefault("seed", seed_for(way.decoding.seed, str(row["question_id"])))
     try:
         decoding = Decoding(**{**asdict(way.decoding), **own})
     except ValueError as error:
@@ -257,6 +257,6 @@ def _number(value: Any, kind: type, name: str, where: str) -> Any:
         raise QuestionsError(f"{where}: {name} must be a number, got one of {len(str(number))} digits") from error
 
 
-def _seed_for(seed: int, question_id: str) -> int:
+def seed_for(seed: int, question_id: str) -> int:
     """A question's own seed, the same whatever else is asked."""
     return int.from_bytes(blake2b(f"{seed}\0{question_id}".encode(errors="replace"), digest_size=8).digest()) >> 1

@@ -163,10 +163,10 @@ def prepare(config: GenerateConfig, console: Console) -> GenerateRequest:
     assert config.questions  # the config refuses a request without
     with store_refusing():
         questions = read_questions(config.questions, way, objects, config.limit)
-    return checked(config, questions, way, {"": _asked_for(config)}, console)
+    return checked(config, questions, way, {"": asked_for(config)}, console)
 
 
-def _asked_for(config: GenerateConfig) -> LateAsked | None:
+def asked_for(config: GenerateConfig) -> LateAsked | None:
     """The pruning that the options name."""
     if config.pruner is None:
         return None

@@ -138,25 +138,15 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
     ) -> int:
         """Answer ``ask`` on the cluster; its shards get these ``numbers``. Returns how many failed."""
         config = self.options
-        runtimes: list[str] = []
-        answered: set[tuple[str, str | None]] = set()
-
-        def commit(_: int, rows: pa.Table) -> None:
-            # What computed the answers, as the nodes themselves say.
-            if new := [text for text in pc.unique(rows["runtime"]).to_pylist() if text not in runtimes]:
-                runtimes.extend(new)
-                run_file.save(runtimes=[json.loads(text) for text in runtimes])
-            answers = [without_nulls(row, AnswerRecord) for row in rows.drop_columns(["runtime"]).to_pylist()]
-            commit_answers(request.store, request.run_id, next(numbers), answers, config.format, lock)
-            answered.update(map(asked_as, answers))
+        commits = Commits(request, numbers, run_file, lock)
 
         def planned(ask: list[QuestionRecord]) -> Graph:
             plan = self._planned(len(ask), computed.device, run_file)
             build = partial(build_graph, ask, answer_setup(request, *computed), plan)
-            return Graph(build, commit, plan, len(ask), offer=self._offer)
+            return Graph(build, commits, plan, len(ask), offer=self._offer)
 
         def left(ask: list[QuestionRecord]) -> list[QuestionRecord]:
-            return [question for question in ask if asked_as(question) not in answered]
+            return [question for question in ask if asked_as(question) not in commits.answered]
 
         return stream(Work(ask, planned, left), lock, self.console, config)
 
@@ -177,6 +167,33 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
             self.console.print(f"note: {room}", highlight=False)
         run_file.save(resources={"cluster": cluster, "plan": asdict(plan)})
         return plan
+
+
+class Commits:
+    """Commits answers as they come, and records what computed them.
+
+    Attributes:
+        answered: what was committed, as ``asked_as`` has it.
+        n_failed: how many of these failed.
+    """
+
+    def __init__(self, request: GenerateRequest, numbers: Iterator[int], run_file: RunFile, lock: Lock) -> None:
+        self._request, self._numbers, self._run_file, self._lock = request, numbers, run_file, lock
+        self._runtimes: list[str] = []
+        self.answered: set[tuple[str, str | None]] = set()
+        self.n_failed = 0
+
+    def __call__(self, _: int, rows: pa.Table) -> None:
+        """One shard of ``rows``, which are ANSWERED."""
+        # What computed the answers, as the nodes themselves say.
+        if new := [text for text in pc.unique(rows["runtime"]).to_pylist() if text not in self._runtimes]:
+            self._runtimes.extend(new)
+            self._run_file.save(runtimes=[json.loads(text) for text in self._runtimes])
+        answers = [without_nulls(row, AnswerRecord) for row in rows.drop_columns(["runtime"]).to_pylist()]
+        request = self._request
+        commit_answers(request.store, request.run_id, next(self._numbers), answers, request.config.format, self._lock)
+        self.answered.update(map(asked_as, answers))
+        self.n_failed += sum(answer["status"] != "ok" for answer in answers)
 
 
 def answer_setup(request: GenerateRequest, device: str, dtype: str) -> AnswerSetup:

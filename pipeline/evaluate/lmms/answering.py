@@ -1,0 +1,150 @@
+"""A run of jobs.generate in this very process: the same checks, prompts, answers and commits, without Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import pyarrow as pa
+from rich.console import Console
+
+from gstep.backbones import choose_runtime
+from pipeline.cache.reader import TokenCache, read_header
+from pipeline.errors import RunFailed, UnknownVideo, UsageError
+from pipeline.evaluate.lmms.arguments import EMPTY, Arguments, in_these_words
+from pipeline.evaluate.lmms.questions import Asked
+from pipeline.evaluate.lmms.videos import CachedIds
+from pipeline.execution.request import refusing, store_refusing
+from pipeline.execution.run_record import RunFile
+from pipeline.generate.answer_stage import Answerer, question_blocks
+from pipeline.generate.answers import AnswersTable
+from pipeline.generate.graph import batch_size
+from pipeline.generate.questions import QUESTION_SCHEMA
+from pipeline.generate.request import GenerateRequest, asked_for, checked, way_of
+from pipeline.generate.resume import in_blocks
+from pipeline.generate.run import AnswerRun, Commits, Computed, answer_setup
+from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
+from pipeline.storage.lock import Lock
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import store_at
+
+_SHOWN = 5  # examples in an error
+
+
+class AnswersHere(AnswerRun):
+    """Commits after every batch, so that a run that is killed loses one."""
+
+    def _computed(self) -> Computed:
+        with refusing():
+            runtime = choose_runtime(self.options.device, self.options.dtype, self.options.attn)
+        return Computed(runtime.device, runtime.dtype_name)
+
+    def _answered(
+        self,
+        request: GenerateRequest,
+        ask: list[QuestionRecord],
+        numbers: Iterator[int],
+        computed: Computed,
+        run_file: RunFile,
+        lock: Lock,
+    ) -> int:
+        with refusing():
+            answerer = Answerer(answer_setup(request, *computed))
+        commits, said = Commits(request, numbers, run_file, lock), time.monotonic()
+        for number, block in enumerate(question_blocks(in_blocks(ask, batch_size(self.options)))):
+            commits(number, answerer(block))
+            if time.monotonic() - said > self.options.log_interval:
+                self.say(f"{len(commits.answered)} of {len(ask)} questions answered, {commits.n_failed} of them failed")
+                said = time.monotonic()
+        return commits.n_failed
+
+
+class CachedReplies:
+    """Replies to the questions of tasks, from the cache and the answers that ``--model_args`` name.
+
+    Raises UsageError where these do not go together, before a model is loaded.
+    """
+
+    def __init__(self, arguments: Arguments, console: Console) -> None:
+        self._arguments, self._console = arguments, console
+        self._objects = Objects.from_environment()
+        self._cache = store_at(arguments.cache, self._objects)
+        with store_refusing():
+            held = read_header(self._cache)["identity"]
+        found = arguments.check_fingerprint(held)
+        if arguments.fingerprint is None:
+            self._say(
+                f"note: the cache's fingerprint is {found}; with fingerprint={found} in --model_args another cache is "
+                "refused, and --use_cache of lmms-eval tells replies from different caches apart"
+            )
+        with in_these_words():
+            self._config = arguments.config(held)
+            self._way = way_of(self._config)
+            self._checked(QUESTION_SCHEMA.empty_table())
+        self._ids: CachedIds | None = None
+
+    def replies(self, asked: Sequence[Asked]) -> list[str]:
+        """A reply to each, in their order; those that are there already are asked nothing.
+
+        Raises UsageError where nothing was asked, RunFailed where not every question has a reply; what was answered
+        stays, and the same command goes on.
+        """
+        rows = [one.row(video_id, self._way.system) for one, video_id in zip(asked, self._videos(asked), strict=True)]
+        table = pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
+        with in_these_words():
+            AnswersHere(self._config, self._console, partial(self._checked, table)).carry_out()
+        given = self._given(table)
+        failed = [(one, row) for one in asked if (row := given[one.question_id])["status"] != "ok"]
+        if failed:
+            self._refuse([f"{one.where}: {row['error_class']}: {row['error_message']}" for one, row in failed])
+        return [one.reply(given[one.question_id].get("answer", "")) for one in asked]
+
+    def _checked(self, questions: pa.Table) -> GenerateRequest:
+        return checked(self._config, questions, self._way, {"": asked_for(self._config)}, self._console)
+
+    def _given(self, questions: pa.Table) -> dict[str, AnswerRecord]:
+        """The live answers to these questions. Raises RunFailed where one has none."""
+        live = AnswersTable(store_at(self._config.out, self._objects)).live()
+        rows = {row["question_id"]: without_nulls(row, AnswerRecord) for row in live.to_pylist()}
+        if absent := [name for name in questions["question_id"].to_pylist() if name not in rows]:
+            raise RunFailed(f"{len(absent)} questions have no row in {self._config.out}, e.g. {absent[0]}")
+        return rows
+
+    def _videos(self, asked: Sequence[Asked]) -> list[str]:
+        """The video of each question. Raises UnknownVideo where one is not there, unless an empty reply will do."""
+        if self._ids is None:
+            with store_refusing():
+                cache = TokenCache(self._arguments.cache, store=self._cache)
+                self._ids = CachedIds(cache.video_ids, cache.failed)
+        found, absent = [], []
+        for one in asked:
+            try:
+                video = self._ids.find(one.key)
+            except UsageError as error:
+                raise UsageError(f"{one.where}: {error}") from error
+            found.append(one.key if video is None else video.video_id)
+            if video is None:
+                absent.append(f"{one.where}: no id is {one.key!r}, ends with '/{one.key}', or is so but for its suffix")
+            elif video.fault is not None:
+                absent.append(f"{one.where}: {video.video_id!r} failed when it was pruned ({video.fault})")
+        if absent and self._arguments.missing != EMPTY:
+            raise UnknownVideo(
+                f"{len(absent)} of {len(asked)} questions are about videos that {self._cache} does not have:\n  "
+                + "\n  ".join(absent[:_SHOWN])
+                + "\nPrune them into the cache, name ids with video_id=TEMPLATE, or take empty replies: missing=empty"
+            )
+        return found
+
+    def _refuse(self, failed: Sequence[str]) -> None:
+        """Raises RunFailed for questions that failed, in words, unless an empty reply will do, which is said."""
+        said = f"{len(failed)} questions have no answer:\n  " + "\n  ".join(failed[:_SHOWN])
+        if self._arguments.missing != EMPTY:
+            raise RunFailed(
+                f"{said}\nThe others have theirs; the same command asks these again, and missing=empty in --model_args "
+                "replies nothing to them"
+            )
+        self._say(f"warning: empty replies (missing=empty): {said}")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)

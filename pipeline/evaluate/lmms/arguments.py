@@ -1,0 +1,172 @@
+"""``--model_args`` of lmms-eval as typed options, with what its parser does to values undone or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any
+
+from gstep.pruners import find_method
+from pipeline.cache.header import CacheIdentity, fingerprint
+from pipeline.errors import IdentityMismatch, UsageError
+from pipeline.evaluate.protocols import LMMS_EVAL_0_7, ModelRules
+from pipeline.generate.config import GenerateConfig
+
+EMPTY, ERROR = "empty", "error"
+#: Of GenerateConfig, by the name that it has there.
+_RENAMED = {"pretrained": "model", "method": "pruner", "answers": "out", "seed": "pruner_seed"}
+_SAME = (
+    *("cache", "revision", "retention_ratio", "siglip", "positions", "order", "rule"),
+    *("device", "dtype", "attn", "batch_size"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Everything that ``--model_args`` can say. None (and "auto") is the default of jobs.generate.
+
+    Attributes:
+        cache: a folder or ``s3://bucket/prefix``.
+        answers: where answers are committed, batch by batch; the same command goes on from there.
+        pretrained: the model that the cache was made with; by default the one that the cache names.
+        method: prunes a cache of all tokens now, by its ``parameters``, at ``retention_ratio``.
+        seed: of methods and answers that are drawn.
+        frame_times: the times of frames that Qwen3-VL reads; None is what lmms-eval's own class has.
+        system: the system message: None is that of lmms-eval's own class, "" is the chat template's.
+        fingerprint: of the cache's identity; another one is refused.
+        video_id: the id of a task's videos, with the fields of its documents in braces: ``videos/{clip}.mp4``.
+        missing: what becomes of a question that has no answer: "error", or an "empty" reply.
+        parameters: of the method, as text; in ``--model_args`` each is a name of its own.
+    """
+
+    cache: str
+    answers: str
+    pretrained: str | None = None
+    revision: str | None = None
+    method: str | None = None
+    retention_ratio: float | None = None
+    siglip: str | None = None
+    seed: int = 0
+    positions: str = "auto"
+    order: str = "auto"
+    rule: str = "transformers-5"
+    frame_times: str | None = None
+    system: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    attn: str = "auto"
+    batch_size: int | None = None
+    fingerprint: str | None = None
+    video_id: str | None = None
+    missing: str = ERROR
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Arguments:
+        """From the keywords that lmms-eval calls a model with. Raises UsageError, in the words of ``--model_args``."""
+        for name in ("cache", "answers"):
+            if given.get(name) in (None, ""):
+                raise UsageError(f"--model_args: {name}=PATH is missing; known are {', '.join(_KNOWN)}")
+        known = {name: _value(name, value) for name, value in given.items() if name in _KNOWN}
+        others = {name: value for name, value in given.items() if name not in _KNOWN}
+        arguments = cls(**known, parameters=_parameters(others, known.get("method")))
+        if arguments.missing not in (ERROR, EMPTY):
+            raise UsageError(f"--model_args: missing must be {ERROR} or {EMPTY}, got {arguments.missing!r}")
+        return arguments
+
+    def config(self, held: CacheIdentity) -> GenerateConfig:
+        """The same as options of jobs.generate, for a cache of this identity. Raises UsageError."""
+        rules = LMMS_EVAL_0_7.get(held["model"]["type"], ModelRules())
+        system = rules.system if self.system is None else self.system or None
+        return GenerateConfig(
+            questions="lmms-eval",
+            choices="generate",
+            retry_failed=True,
+            system=system,
+            frame_times=self.frame_times or rules.frame_times,
+            pruner_param=[f"{name}={text}" for name, text in self.parameters.items()],
+            **{name: getattr(self, name) for name in _SAME},
+            **{name: getattr(self, ours) for ours, name in _RENAMED.items() if ours != "seed" or self.method},
+        )
+
+    def check_fingerprint(self, held: CacheIdentity) -> str:
+        """The fingerprint of a cache of this identity. Raises IdentityMismatch where another one was asked for."""
+        found = fingerprint(held)
+        if self.fingerprint not in (None, found):
+            raise IdentityMismatch(
+                f"{self.cache} has the fingerprint {found}, and --model_args say fingerprint={self.fingerprint}: it is "
+                "another cache than the one that was meant, or it was made anew with other settings (jobs.inspect "
+                f"shows them); with fingerprint={found}, and another answers=PATH, this one is asked"
+            )
+        return found
+
+
+_KNOWN = tuple(item.name for item in fields(Arguments) if item.name != "parameters")
+_NUMBERS: Mapping[str, type] = {"retention_ratio": float, "seed": int, "batch_size": int}
+
+
+@contextmanager
+def in_these_words() -> Iterator[None]:
+    """An error that speaks of flags of jobs.generate says what they are here."""
+    try:
+        yield
+    except UsageError as error:
+        if "--" not in str(error):
+            raise
+        names = ", ".join(f"--{theirs.replace('_', '-')} is {ours}=" for ours, theirs in _RENAMED.items())
+        raise type(error)(f"{error} (flags are --model_args here: {names}, others by their names)") from error
+
+
+def _value(name: str, value: Any) -> Any:
+    """An option's value in its own type: lmms-eval makes numbers of what looks like one, and leaves quotes in texts."""
+    if value is None:
+        return None
+    if name not in _NUMBERS:
+        if isinstance(value, str):
+            return _unquoted(value)
+        raise UsageError(
+            f"--model_args: {name} must be text, and lmms-eval made {value!r} of it: write a path as ./{value}, and "
+            "the name of a folder or a model so that it is no number"
+        )
+    if name == "batch_size" and value == "auto":
+        return None
+    kind = _NUMBERS[name]
+    try:
+        number = kind(value)
+        if isinstance(value, bool) or number != float(value):
+            raise ValueError
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{name} must be {'a whole' if kind is int else 'a'} number, got {value!r}") from error
+    return number
+
+
+def _unquoted(text: str) -> str:
+    """Without the quotes that keep a comma from ending a value."""
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    return text[1:-1] if quoted else text
+
+
+def _parameters(others: Mapping[str, Any], method: str | None) -> dict[str, str]:
+    """What is no option is a parameter of the method, as text. Raises UsageError for what is neither."""
+    accepted: list[str] = []
+    if method is not None:
+        try:
+            accepted = [item.name for item in fields(find_method(method)) if item.init]
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+    for name in others:
+        if name not in accepted:
+            close = get_close_matches(name, [*_KNOWN, *accepted], n=1)
+            meant = f"did you mean {close[0]}?" if close else f"known are {', '.join([*_KNOWN, *accepted])}"
+            raise UsageError(f"--model_args: there is no {name}; {meant}")
+    return {name: _as_text(value) for name, value in others.items()}
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return _unquoted(str(value))

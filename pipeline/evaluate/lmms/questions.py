@@ -1,0 +1,104 @@
+"""A request of lmms-eval as a question of jobs.generate, the prompt as it came."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gstep.language import Decoding
+from pipeline.errors import UsageError
+from pipeline.generate.questions import Instructions, seed_for
+
+MAX_NEW_TOKENS = 1024  # of a task that says nothing, as lmms-eval's llava_onevision has it
+# Every task has it that names no other, and models are not meant to stop there: LLaVA-OneVision looks at no stop text
+# in lmms-eval, Qwen's simple classes leave this one out, and chat classes look at none.
+_EVERY_TASKS = "\n\n"
+_KNOWN = ("max_new_tokens", "temperature", "top_p", "top_k", "do_sample", "num_beams", "until")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question as a task asks it.
+
+    Attributes:
+        key: what its document calls the video.
+        until: the reply ends before the first of these texts.
+    """
+
+    question_id: str
+    task: str
+    doc_id: int
+    key: str
+    prompt: str
+    decoding: Decoding
+    until: tuple[str, ...]
+
+    @property
+    def where(self) -> str:
+        """In words."""
+        return f"task {self.task}, document {self.doc_id}"
+
+    def row(self, video_id: str, system: str | None) -> dict[str, Any]:
+        """Of QUESTION_SCHEMA."""
+        return {
+            "question_id": self.question_id,
+            "video_ids": [video_id],
+            "prompt": self.prompt,
+            "decoding": Instructions("generate", system, self.decoding).describe(),
+            "question_extra": json.dumps({"task": self.task, "doc_id": self.doc_id}),
+        }
+
+    def reply(self, answer: str) -> str:
+        """What the task gets of an answer."""
+        return min((answer.partition(stop)[0] for stop in self.until), key=len, default=answer)
+
+
+def unique(names: Iterable[str]) -> list[str]:
+    """The names, with a number behind one that was there before: a task may ask a question several times."""
+    seen = Counter[str]()
+    found = []
+    for name in names:
+        found.append(f"{name}#{seen[name]}" if seen[name] else name)
+        seen[name] += 1
+    return found
+
+
+def asked(
+    name: str, task: str, doc_id: int, key: str, prompt: str, settings: Mapping[str, Any], seed: int = 0
+) -> Asked:
+    """The question named ``name``, with ``generation_kwargs`` of its task as ``settings``.
+
+    Raises UsageError for settings that are not understood.
+    """
+    try:
+        return Asked(name, task, doc_id, key, prompt, _decoding(settings, seed_for(seed, name)), _stops(settings))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"task {task}: generation_kwargs {dict(settings)}: {error}") from error
+
+
+def _decoding(settings: Mapping[str, Any], seed: int) -> Decoding:
+    """What the settings say, None being the default; a temperature counts only where ``do_sample`` is not off."""
+    said = {name: value for name, value in settings.items() if value is not None}
+    if unknown := [name for name in said if name not in _KNOWN]:
+        raise ValueError(f"{', '.join(unknown)}: not among {', '.join(_KNOWN)}; leave it out with --gen_kwargs")
+    if said.get("num_beams", 1) != 1:
+        raise ValueError("num_beams must be 1: say --gen_kwargs num_beams=1")
+    drawn = bool(said.get("do_sample", said.get("temperature", 0) > 0))
+    return Decoding(
+        max_new_tokens=int(said.get("max_new_tokens", MAX_NEW_TOKENS)),
+        temperature=float(said.get("temperature", 1.0)) if drawn else 0.0,
+        top_p=float(said.get("top_p", 1.0)),
+        top_k=int(said.get("top_k", 0)),
+        seed=seed,
+    )
+
+
+def _stops(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    stops = settings.get("until") or []
+    stops = [stops] if isinstance(stops, str) else list(stops)
+    if not all(isinstance(stop, str) for stop in stops):
+        raise ValueError(f"until must be texts, got {stops!r}")
+    return tuple(stop for stop in stops if stop and stop != _EVERY_TASKS)

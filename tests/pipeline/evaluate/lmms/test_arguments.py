@@ -1,0 +1,87 @@
+"""--model_args as lmms-eval hands them over: converted, quoted, mistyped. lmms-eval is not needed."""
+
+import pytest
+
+from pipeline.cache.header import fingerprint
+from pipeline.errors import IdentityMismatch, UsageError
+from pipeline.evaluate.lmms.arguments import Arguments, in_these_words
+
+PLACES = {"cache": "c", "answers": "a"}
+HELD = {
+    "model": {"type": "llava_onevision", "weights": "w"},
+    "pruner": {"method": "none", "params": {}},
+    "retention_ratio": 1.0,
+}
+QWEN3 = {**HELD, "model": {"type": "qwen3_vl", "weights": "w"}}
+
+
+def test_values_get_their_types_back():
+    read = Arguments.read({**PLACES, "batch_size": "4", "retention_ratio": 1, "seed": 3.0, "system": "'Yes, or no.'"})
+    assert (read.batch_size, read.retention_ratio, read.seed, read.system) == (4, 1.0, 3, "Yes, or no.")
+    assert Arguments.read({**PLACES, "batch_size": "auto", "device": None}).batch_size is None
+    assert Arguments.read({**PLACES, "batch_size": 1}).batch_size == 1
+
+
+def test_options_are_those_of_jobs_generate():
+    read = Arguments.read(
+        {**PLACES, "pretrained": "tiny", "method": "gstep", "alpha": 0.5, "smoothing": "box", "retention_ratio": 0.1}
+    )
+    config = read.config(HELD)
+    assert (config.cache, config.out, config.model, config.pruner) == ("c", "a", "tiny", "gstep")
+    assert config.pruner_params() == {"alpha": "0.5", "smoothing": "box"} and config.retention_ratio == 0.1
+    assert config.choices == "generate" and config.retry_failed
+
+
+@pytest.mark.parametrize(
+    ("more", "held", "system", "times"),
+    [
+        ({}, HELD, "You are a helpful assistant.", "true"),
+        ({}, QWEN3, "You are a helpful assistant.", "stock"),
+        ({"system": "", "frame_times": "true"}, QWEN3, None, "true"),
+        ({"system": "Be brief."}, HELD, "Be brief.", "true"),
+        ({}, {**HELD, "model": {"type": "qwen2_5_vl", "weights": "w"}}, None, "true"),
+    ],
+)
+def test_system_text_and_times_are_those_of_lmms_evals_own_classes_unless_said(more, held, system, times):
+    config = Arguments.read({**PLACES, **more}).config(held)
+    assert (config.system, config.frame_times) == (system, times)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"cache": "c"}, "answers=PATH is missing"),
+        ({"answers": "a"}, "cache=PATH is missing"),
+        ({**PLACES, "retention_ration": 0.1}, "there is no retention_ration; did you mean retention_ratio?"),
+        ({**PLACES, "alpha": 0.5}, "there is no alpha; "),
+        ({**PLACES, "method": "gstep", "alfa": 0.5}, "there is no alfa; did you mean alpha?"),
+        ({**PLACES, "zzz": 1}, "there is no zzz; known are cache, answers"),
+        ({**PLACES, "method": "magic"}, "unknown method 'magic'"),
+        ({"cache": 7, "answers": "a"}, "cache must be text, and lmms-eval made 7 of it: write a path as ./7"),
+        ({**PLACES, "batch_size": "many"}, "batch_size must be a whole number, got 'many'"),
+        ({**PLACES, "seed": 1.5}, "seed must be a whole number"),
+        ({**PLACES, "retention_ratio": True}, "retention_ratio must be a number"),
+        ({**PLACES, "missing": "skip"}, "missing must be error or empty, got 'skip'"),
+    ],
+)
+def test_what_cannot_be_is_refused(given, why):
+    with pytest.raises(UsageError, match=why):
+        Arguments.read(given)
+
+
+def test_errors_of_jobs_generate_say_what_its_flags_are_here():
+    with (
+        pytest.raises(UsageError, match=r"--pruner gstep needs --retention-ratio.*--pruner is method="),
+        in_these_words(),
+    ):
+        Arguments.read({**PLACES, "method": "gstep"}).config(HELD)
+    with pytest.raises(UsageError, match="--positions must be one of"), in_these_words():
+        Arguments.read({**PLACES, "positions": "odd"}).config(HELD)
+
+
+def test_another_cache_is_told_by_its_fingerprint():
+    known = fingerprint(HELD)
+    assert Arguments.read(PLACES).check_fingerprint(HELD) == known
+    assert Arguments.read({**PLACES, "fingerprint": known}).check_fingerprint(HELD) == known
+    with pytest.raises(IdentityMismatch, match=f"{known}"):
+        Arguments.read({**PLACES, "fingerprint": "blake2b:0"}).check_fingerprint(HELD)
