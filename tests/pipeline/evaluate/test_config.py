@@ -47,8 +47,8 @@ def test_seed_and_siglip_go_to_every_method():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"benchmark": None}, "--benchmark NAME, or answers to score, --score ANSWERS: one of them"),
-        ({"score": ["answers"]}, "--score ANSWERS: one of them"),
+        ({"benchmark": None}, "--benchmark NAME, or answers to score, --score ANSWERS, or results .*: one of them"),
+        ({"score": ["answers"]}, "--results RESULTS: one of them"),
         ({"out": " "}, "--out must be a folder"),
         ({"retention_ratio": [0.25, 0.0]}, r"--retention-ratio must be in \(0, 1\], got 0.0"),
         ({"retention_ratio": [1.5]}, "--retention-ratio must be in"),
