@@ -90,7 +90,7 @@ def test_an_engine_that_dies_is_restarted_and_no_question_is_lost_or_doubled(clu
         wait_until(
             lambda: list((out / "answers").glob("[!.]*")) if (out / "answers").exists() else [], "an answer", 300
         )
-        (pid,) = [pid for pid, title in family(os.getpid()).items() if title.startswith("ray::MapWorker")]
+        (pid,) = [pid for pid, title in family(os.getpid()).items() if "MapWorker(MapBatches(Answerer" in title]
         os.kill(pid, signal.SIGKILL)
         killed.append(shards())
 
