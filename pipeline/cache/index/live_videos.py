@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.cache.index.files import FAULT, SHARD_SCHEMA, Index, Place
-from pipeline.cache.live_rows import VIDEOS, live_rows, read_live, read_videos_shard
+from pipeline.cache.live_rows import live_rows, read_live, read_videos_shard
 from pipeline.keys import keys_of
 from pipeline.storage.stores import Store
 
@@ -38,18 +38,20 @@ class LiveVideos:
         """Without an index one LIST a thousand videos shards and a GET each; with one a GET, a LIST of those that came
         after it, and a GET for each of these. Raises CorruptShard, OSError."""
         index = Index.read(store)
-        names = store.names(VIDEOS, ".parquet") if index is None else index.newer()
-        return cls(index, read_live(store, _COLUMNS, names))
+        return cls(index, read_live(store, _COLUMNS, None if index is None else index.newer()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LiveVideos, (self.index, self.newer)
 
     def find(self, video_id: str) -> Place | None:
         """Where the live row of a video is; None where it has none. Raises CorruptShard, OSError."""
+        return _live(*self._both(video_id))
+
+    def _both(self, video_id: str) -> tuple[Place | None, Place | None]:
+        """Its live rows among newer shards, and among those that the index covers."""
         row = self._place.get(video_id)
         newer = None if row is None else self._newer(row)
-        covered = None if self.index is None else self.index.find(video_id)
-        return min((place for place in (newer, covered) if place is not None), key=_rank, default=None)
+        return newer, None if self.index is None else self.index.find(video_id)
 
     def ok(self) -> list[str]:
         """The ids of the videos that have tokens, sorted. Reads the whole index."""
@@ -72,10 +74,10 @@ class LiveVideos:
         rows: dict[str, list[int]] = {}
         gone: dict[str, list[int]] = {}
         for video_id in self._newer_by_key():
-            place, former = self.find(video_id), None if self.index is None else self.index.find(video_id)
-            if place is not None and place != former:
-                if place.fault is None:
-                    rows.setdefault(place.shard, []).append(place.row)
+            newest, former = self._both(video_id)
+            if newest is not None and _live(newest, former) is newest:
+                if newest.fault is None:
+                    rows.setdefault(newest.shard, []).append(newest.row)
                 if former is not None and former.fault is None:
                     gone.setdefault(former.shard, []).append(former.row)
         for shard, dead in gone.items():
@@ -120,10 +122,13 @@ class LiveVideos:
 
     def _faults(self) -> list[tuple[str, str | None]]:
         """(id, class of its fault or None) of every video."""
+        if self.index is None:  # nothing to compare: columns, as this is asked of caches in one's hand again and again
+            ok = pc.equal(self.newer["status"], "ok")
+            faults = pc.if_else(ok, pa.scalar(None, pa.string()), pc.fill_null(self.newer["error_class"], "internal"))
+            return list(zip(self._place, faults.to_pylist(), strict=True))
         found: list[tuple[str, str | None]] = []
-        for block in () if self.index is None else self.index.blocks(("video_id", "code")):
-            assert self.index is not None
-            classes = [None, *self.index.root["classes"][1:]]
+        classes = [None, *self.index.root["classes"][1:]]
+        for block in self.index.blocks(("video_id", "code")):
             ids, codes = block["video_id"].to_pylist(), block["code"].to_numpy() & FAULT
             found += [
                 (video_id, classes[code])
@@ -185,6 +190,11 @@ def widths_of(live: pa.Table) -> set[int]:
     return set(pc.unique(live.filter(pc.equal(live["status"], "ok"))["hidden_size"]).to_pylist())
 
 
+def _live(*places: Place | None) -> Place | None:
+    """The live one of rows of a video."""
+    return min((place for place in places if place is not None), key=_rank, default=None)
+
+
 def _rank(place: Place) -> tuple[bool, int, str]:
     """The rule of ``pipeline.cache.live_rows``: the lowest is live."""
     return place.fault is not None, -place.attempts, place.shard
@@ -193,10 +203,11 @@ def _rank(place: Place) -> tuple[bool, int, str]:
 def read_live_of(store: Store, video_ids: Collection[str], columns: Sequence[str]) -> pa.Table:
     """As ``read_live``, of these videos alone: where the cache has an index, no other shards are read."""
     wanted = pa.array(sorted(set(video_ids)), pa.string())
-    live = LiveVideos.open(store)
-    if live.index is None:
+    index = Index.read(store)
+    if index is None:
         table = read_live(store, columns)
         return table.filter(pc.is_in(table["video_id"], value_set=wanted))
+    live = LiveVideos(index, read_live(store, _COLUMNS, index.newer()))
     rows: dict[str, list[int]] = {}
     for video_id in wanted.to_pylist():
         if (place := live.find(video_id)) is not None:
