@@ -1,7 +1,7 @@
 """Where evidence comes from: methods mean different things by one name, so that a method names a source with it.
 
 A pruner lists its evidence from the vision encoder in ``Pruner.sources``, a model family what it can give in
-``ModelFamily.gives``. Evidence is float32, its axes are those of :data:`gstep.pruners.checks.EVIDENCE_SHAPES`.
+``ModelFamily.gives``. Evidence is float32, its axes are those of :data:`EVIDENCE_SHAPES`.
 
 Who asks for evidence gives a mapping from a label to a source. A label is the evidence's name, or
 ``<name>_<source>`` (:func:`label`) where one name is asked for from several sources: :func:`name_of` tells.
@@ -10,6 +10,17 @@ Who asks for evidence gives a mapping from a label to a source. A label is the e
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+#: Evidence that encoders and language models give, by name, and its axes; equal names are equal lengths.
+EVIDENCE_SHAPES = {
+    "frame_feature": ("T", "Dv"),
+    "token_attention": ("T", "N"),
+    "token_key": ("T", "N", "Dk"),
+    "image_embedding": ("T", "N", "De"),
+    "text_embedding": ("Q", "De"),
+    "llm_attention": ("T*N",),
+    "noise": ("T*N",),
+}
 
 #: The attention that tokens get in the encoder's last layer, mean over heads and queries, and the layer's keys, mean
 #: over heads; pooled as the tokens are.

@@ -87,7 +87,7 @@ def _attention(attn: str, *, flash_can_run: bool) -> str:
     if attn == "flash_attention_2" and not _flash_installed():
         raise ModelError(
             "flash_attention_2 was asked for, but the package flash-attn (2.3.3 or newer) is not installed: "
-            "pip install 'gstep-cache[flash-attn]' (needs a CUDA toolchain), or use sdpa"
+            "pip install -e '.[flash-attn]' in the clone (needs a CUDA toolchain), or use sdpa"
         )
     return attn
 

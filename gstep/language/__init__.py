@@ -2,7 +2,12 @@
 
 The order of use: :func:`prompt_builder` (CPU: a tokenizer and the config, no weights) makes a
 :class:`~gstep.language.types.Prompt` of a question and the cached tokens of its videos; :func:`load_language_model`
-loads the LLM without the vision tower, which answers batches of prompts. Everything is imported when it is first used.
+loads the LLM without the vision tower, which answers batches of prompts. A model of your own takes a
+:class:`~gstep.language.batch.Batch` of prompts and :func:`~gstep.language.batch.encoder_outputs`, as
+``help(pipeline.TokenCache)`` shows.
+
+What ``__all__`` names is public here, and in the modules below it nothing is. Everything is imported when it is first
+used.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from gstep.lazy import LazyTable
 
 if TYPE_CHECKING:
     from gstep.backbones import ModelSource, Runtime
+    from gstep.language.batch import Batch, encoder_outputs
     from gstep.language.model import LanguageModel
     from gstep.language.prompt import PromptBuilder
     from gstep.language.types import Answer, Decoding, Prompt, PromptPolicy, Score, Visual
@@ -24,6 +30,7 @@ _PUBLIC = LazyTable(
     "name",
     {
         "Answer": "gstep.language.types:Answer",
+        "Batch": "gstep.language.batch:Batch",
         "Decoding": "gstep.language.types:Decoding",
         "LanguageModel": "gstep.language.model:LanguageModel",
         "Prompt": "gstep.language.types:Prompt",
@@ -31,12 +38,14 @@ _PUBLIC = LazyTable(
         "PromptPolicy": "gstep.language.types:PromptPolicy",
         "Score": "gstep.language.types:Score",
         "Visual": "gstep.language.types:Visual",
+        "encoder_outputs": "gstep.language.batch:encoder_outputs",
     },
 )
 
 __all__ = [
     "BUILDERS",
     "Answer",
+    "Batch",
     "Decoding",
     "LanguageModel",
     "Prompt",
@@ -44,6 +53,7 @@ __all__ = [
     "PromptPolicy",
     "Score",
     "Visual",
+    "encoder_outputs",
     "load_language_model",
     "prompt_builder",
 ]

@@ -69,7 +69,7 @@ class Batch:
         return torch.cat([counts[None], self.positions])
 
 
-def encoder_outputs(visuals: Sequence[Visual], device: str, dtype: torch.dtype) -> dict[str, Any]:
+def encoder_outputs(visuals: Sequence[Visual], device: str | torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """The ``mm_encoder_outputs`` of transformers, for the placeholders of a batch from its first row to its last."""
     from transformers.modeling_outputs import BaseModelOutputWithPooling  # noqa: PLC0415 - seconds to import
 

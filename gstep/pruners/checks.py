@@ -10,18 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+from gstep.evidence import EVIDENCE_SHAPES
 
-#: Evidence that encoders and language models give, by name, and its axes; equal names are equal lengths.
-EVIDENCE_SHAPES = {
-    "frame_feature": ("T", "Dv"),
-    "token_attention": ("T", "N"),
-    "token_key": ("T", "N", "Dk"),
-    "image_embedding": ("T", "N", "De"),
-    "text_embedding": ("Q", "De"),
-    "llm_attention": ("T*N",),
-    "noise": ("T*N",),
-}
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[float], bool]) -> float:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 import gstep
+from gstep.evidence import EVIDENCE_SHAPES
 from gstep.pruners.base import Pruner
-from gstep.pruners.checks import EVIDENCE_SHAPES
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 FREE_AXES = {"Dv": 6, "Dk": 5, "De": 7, "Q": 2}

@@ -1,11 +1,12 @@
 """Tables whose classes are imported when they are asked for."""
 
+import gc
 import subprocess
 import sys
 
 import pytest
 
-from gstep.lazy import LazyTable, load_object
+from gstep.lazy import LazyTable, importing_much, load_object
 from tests.paths import ROOT
 
 TABLE = LazyTable("colour", {"red": "gstep.errors:ModelError", "blue": "no.such.module:Blue"})
@@ -34,3 +35,19 @@ def test_nothing_is_imported_before_it_is_asked_for():
     )
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "True"]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_is_imported_is_not_looked_through_for_garbage(monkeypatch, enabled):
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with importing_much():
+            assert not gc.isenabled()
+        assert gc.isenabled() is enabled and gc.get_freeze_count() == 0  # nothing was imported
+        with pytest.raises(ZeroDivisionError), importing_much():
+            monkeypatch.setitem(sys.modules, "just_imported", sys)
+            1 // 0  # noqa: B018
+        assert gc.isenabled() is enabled and gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+        gc.enable()

@@ -33,7 +33,7 @@ _ALL = {**TINY, **PARTS}
 
 
 def build(name: str) -> Path:
-    """The folder of a tiny model in the user's cache (XDG_CACHE_HOME, else ~/.cache), built where it is not there yet.
+    """The folder of a tiny model, built where it is not there yet: below XDG_CACHE_HOME, else among temporary files.
 
     Safe when several processes race: a folder appears whole, in one rename. Raises ModelError where none can be made.
     """
@@ -41,7 +41,7 @@ def build(name: str) -> Path:
     if folder.is_dir():
         return folder
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
     except OSError as error:
         raise ModelError(
@@ -82,4 +82,10 @@ def _weights(name: str) -> Weights:
 
 
 def _cache_root() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gstep"
+    """Not in the home folder, in which a first try should leave nothing. Raises ModelError."""
+    if named := os.environ.get("XDG_CACHE_HOME"):
+        return Path(named).expanduser() / "gstep"
+    root = Path(tempfile.gettempdir()) / f"gstep-{os.getuid()}"
+    if root.exists() and root.stat().st_uid != os.getuid():
+        raise ModelError(f"{root} belongs to another user: set XDG_CACHE_HOME to a folder of your own")
+    return root

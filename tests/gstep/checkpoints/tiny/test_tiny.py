@@ -103,6 +103,19 @@ def test_a_node_that_builds_other_bytes_is_found_out(source, monkeypatch):
         source.file("config.json")
 
 
+def test_nothing_is_written_to_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = tiny.build("tiny")
+    assert folder.parent.parent == tmp_path and folder.parent.stat().st_mode & 0o777 == 0o700
+    assert not (tmp_path / "home").exists()
+    (tmp_path / "gstep-12345").mkdir()
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    with pytest.raises(ModelError, match="gstep-12345 belongs to another user: set XDG_CACHE_HOME"):
+        tiny.build("tiny")
+
+
 def test_a_cache_that_cannot_be_written_is_reported(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
