@@ -38,7 +38,7 @@ class Fault(NamedTuple):
 FAULTS: Mapping[FaultClass, Fault] = {
     "unsupported": Fault(
         "no video container, codec, stream or clip that can be read here",
-        "correct the clip, or convert the file: ffmpeg -i IN -c:v libx264 OUT.mp4",
+        "leave out what is no video, correct a clip, or convert the file: ffmpeg -i IN -c:v libx264 OUT.mp4",
         False,
     ),
     "corrupt": Fault("the data is damaged", "fetch or re-encode the file", False),
@@ -54,7 +54,9 @@ FAULTS: Mapping[FaultClass, Fault] = {
         True,
     ),
     "policy": Fault(
-        "the manifest may not name this path", "add --video-root for a folder or prefix that may be read", False
+        "the video may not be read: its path, its name, or what it would open",
+        "add --video-root for a folder or prefix that may be read, rename or leave out the file; then --retry-failed",
+        False,
     ),
     "io": Fault(
         "the file is missing, unreadable or could not be fetched",
@@ -138,6 +140,14 @@ class CacheLocked(UsageError):  # noqa: N818
 
 class RunFailed(RuntimeError):  # noqa: N818
     """The run stopped before every video had a row (exit code 1)."""
+
+
+class TooManyFailed(RunFailed):
+    """A run from Python went through, and more items failed than may; ``summary`` is what a good run returns."""
+
+    def __init__(self, message: str, summary: object = None) -> None:
+        super().__init__(message)
+        self.summary = summary
 
 
 class CorruptShard(RuntimeError):  # noqa: N818

@@ -102,6 +102,12 @@ class RunOptions(S3Options):
         "than the model takes to load, and than a batch takes",
         metavar="S",
     )
+    flush_seconds: float = option(
+        60.0,
+        "seconds after which what is done is written, however little it is: so much work a stopped run may lose. A "
+        "run that does less than a shard in this time writes small ones, which stay small",
+        metavar="S",
+    )
     log_interval: float = option(30.0, "seconds between progress lines where the output is not a terminal", metavar="S")
 
     def __post_init__(self) -> None:
@@ -110,7 +116,7 @@ class RunOptions(S3Options):
         check(self.min_gpus >= 0, "min_gpus", "at least 0", self.min_gpus)
         if self.min_gpus and self.device == "cpu":
             raise UsageError(f"--min-gpus {self.min_gpus} and --device cpu do not go together")
-        for name in ("wait", "stall_timeout", "log_interval"):
+        for name in ("wait", "stall_timeout", "flush_seconds", "log_interval"):
             check(positive(getattr(self, name)), name, "a positive number of seconds", getattr(self, name))
         self.failure_limit(1)
 

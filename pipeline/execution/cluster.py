@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,67 +15,53 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 import ray
-from ray.autoscaler.sdk import request_resources
 
 from gstep.backbones import choose_runtime
 from pipeline.errors import RunFailed, UsageError, printable
+from pipeline.execution.access import address_to_join, check_answers, keep_token_here, no_ray
+from pipeline.execution.import_path import workers_import_this
 from pipeline.execution.request import refusing
 from pipeline.execution.run_record import RunRecord
 from pipeline.execution.stages import OOM_RETRIES, configure_ray_data
 from pipeline.options import RunOptions
 
 _LOOK_S = 1.0
-_REACH_S = 10.0
 _NO_GPU = (
     "the cluster has no GPU now, so the model runs on CPUs, in {}, which what is written here stays with; if GPUs are "
     "still to join, --min-gpus waits for them, and --device cuda refuses to start without"
 )
 
 
-def connect() -> dict[str, float]:
-    """The resources of the cluster: the one that RAY_ADDRESS or a running head names, else one started here."""
+def connect(say: Callable[[str], object] = lambda line: None) -> dict[str, float]:
+    """The resources of the cluster: the one that RAY_ADDRESS or a running head names, else one started here.
+
+    It may take half a minute, so ``say`` is told before and after. Raises RunFailed.
+    """
     if not ray.is_initialized():
         # Ray's C++ core reports harmless matters as errors on this terminal; its log files keep the rest.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         # A task that Ray ends because its node is short of memory is tried again for ever otherwise.
         os.environ.setdefault("RAY_task_oom_retries", str(OOM_RETRIES))
         on_terminate = signal.getsignal(signal.SIGTERM)
-        _check_reachable(os.environ.get("RAY_ADDRESS", ""))
-        try:
+        address = address_to_join()
+        if address is None:
+            say("starting Ray on this machine")
+            keep_token_here()
+        else:
+            say(f"joining the Ray cluster at {address}")
             with _muted_stderr():
+                check_answers(address)
+        try:
+            with _muted_stderr(), workers_import_this():
                 ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False)
         except Exception as error:  # Ray raises bare ones where a process of its own does not start
-            raise RunFailed(_no_ray(error)) from error
+            raise RunFailed(no_ray(error, address)) from error
+        say(_connected_to())
+        atexit.register(ray.shutdown)  # comes before Ray's own, which waits half a second for output that goes nowhere
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler ends the process on the spot
     configure_ray_data()
     return dict(ray.cluster_resources())
-
-
-def _check_reachable(address: str) -> None:
-    """Raises RunFailed where nothing listens at HOST:PORT or ray://HOST:PORT: Ray itself tries for minutes."""
-    host, colon, port = address.removeprefix("ray://").rpartition(":")
-    if not (colon and port.isdigit()):
-        return  # "auto" and the like
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
-    except OSError as error:
-        raise RunFailed(
-            f"no Ray cluster answers at {address} (RAY_ADDRESS): {error.strerror or error}; start its head, or unset "
-            "RAY_ADDRESS to use this machine alone"
-        ) from error
-
-
-def _no_ray(error: Exception) -> str:
-    """Why there is no cluster, in a line, and what may help."""
-    what = printable(f"{type(error).__name__}: {error}")
-    if (address := os.environ.get("RAY_ADDRESS")) is not None:
-        return f"Ray cannot be reached at {address} (RAY_ADDRESS): {what}"
-    return (
-        f"Ray cannot be started on this machine: {what}; look at its logs (RAY_TMPDIR, else /tmp/ray, in "
-        "session_latest/logs), at the room in /tmp, /dev/shm and memory, and name a short path with RAY_TMPDIR if that "
-        "is it"
-    )
 
 
 def wait_for_gpus(wanted: int, wait_s: float, say: Callable[[str], object]) -> dict[str, float]:
@@ -86,6 +72,8 @@ def wait_for_gpus(wanted: int, wait_s: float, say: Callable[[str], object]) -> d
     cluster, deadline = dict(ray.cluster_resources()), time.monotonic() + wait_s
     if cluster.get("GPU", 0.0) >= wanted:
         return cluster
+    from ray.autoscaler.sdk import request_resources  # noqa: PLC0415 - seldom needed, and slow to import
+
     say(f"note: the cluster has {cluster.get('GPU', 0.0):g} GPUs; waiting {wait_s:g} s for {wanted}")
     request_resources(bundles=[{"GPU": 1}] * wanted)
     try:
@@ -104,20 +92,24 @@ def wait_for_gpus(wanted: int, wait_s: float, say: Callable[[str], object]) -> d
 
 @contextmanager
 def _muted_stderr() -> Iterator[None]:
-    """Hold back what native code writes to stderr, and show it only if an exception leaves the block."""
+    """Hold back what native code writes to stderr: Ray's log files have it, and an exception says what matters."""
     sys.stderr.flush()
     descriptor = os.dup(2)
-    with tempfile.TemporaryFile() as held:
-        os.dup2(held.fileno(), 2)
+    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - no file of ours
+        os.dup2(nowhere.fileno(), 2)
         try:
             yield
-        except BaseException:
-            held.seek(0)
-            os.write(descriptor, held.read())
-            raise
         finally:
             os.dup2(descriptor, 2)
             os.close(descriptor)
+
+
+def _connected_to() -> str:
+    """Which cluster it is, and what it has."""
+    has, nodes = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
+    here = f"Ray at {ray.get_runtime_context().gcs_address}"
+    where = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
+    return f"{here}: {has.get('CPU', 0.0):g} CPUs and {has.get('GPU', 0.0):g} GPUs on {where}"
 
 
 def settle(options: RunOptions, dtype: str, say: Callable[[str], object]) -> tuple[str, str]:
@@ -130,7 +122,7 @@ def settle(options: RunOptions, dtype: str, say: Callable[[str], object]) -> tup
     Raises UsageError where the cluster or the machine cannot give what the flags ask for, RunFailed where there is no
     cluster.
     """
-    connect()
+    connect(say)
     cluster, device = wait_for_gpus(options.min_gpus, options.wait, say), options.device
     if cluster.get("CPU", 0.0) <= 0:
         raise UsageError("the Ray cluster has no CPUs at this moment: start its worker nodes first")

@@ -56,12 +56,14 @@ class News(NamedTuple):
         moves: came or went on.
         done: were tried, and nothing went wrong that another node might do better.
         failed: were tried, and something did.
+        made: went on as what the stage makes of them, not as failed ones.
     """
 
     left: int = 0
     moves: int = 0
     done: int = 0
     failed: int = 0
+    made: int = 0
 
     def and_then(self, more: News) -> News:
         return News(*(a + b for a, b in zip(self, more, strict=True)))
@@ -82,6 +84,7 @@ class Reading:
     Attributes:
         inside: for each stage, what its workers hold and where: "ID on HOST", or other work in words.
         left: for each stage, how many videos went through it. One that is tried again counts again.
+        made: of these, how many did not fail, in this stage or before.
         moves: goes up with every video that enters or leaves a stage.
         failure: why a worker gave the run up, where one did.
         tried: for each stage, how it went on each node, by its id.
@@ -91,6 +94,7 @@ class Reading:
 
     inside: dict[str, list[str]] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
+    made: dict[str, int] = field(default_factory=dict)
     moves: int = 0
     failure: str | None = None
     tried: dict[str, dict[str, Tried]] = field(default_factory=dict)
@@ -157,6 +161,7 @@ class Heartbeats:
         self._recently: dict[str, dict[str, _Recently]] = {stage: defaultdict(_Recently) for stage in stages}
         self._out_of_service: dict[str, str] = {}  # worker -> in words
         self._left = dict.fromkeys(stages, 0)
+        self._made = dict.fromkeys(stages, 0)
         self._moves = 0
         self._failure: str | None = None
 
@@ -168,6 +173,7 @@ class Heartbeats:
         else:
             self._held[stage].pop(worker.name, None)
         self._left[stage] += news.left
+        self._made[stage] += news.made
         self._moves += news.moves
         if news.done or news.failed:
             before = self._tried[stage].get(worker.node, Tried(worker.host))
@@ -253,7 +259,8 @@ class Heartbeats:
         out_of_service = list(self._out_of_service.values())
         at_work = {stage: workers for stage in self._held if (workers := self._at_work(stage))}
         failing = [stage for stage, workers in at_work.items() if self._all_fail(stage, workers)]
-        return Reading(inside, dict(self._left), self._moves, self._failure, tried, out_of_service, failing)
+        left, made = dict(self._left), dict(self._made)
+        return Reading(inside, left, made, self._moves, self._failure, tried, out_of_service, failing)
 
 
 def start_heartbeats(stages: Sequence[str]) -> Any:
@@ -269,10 +276,12 @@ class Holding:
     Attributes:
         failed: whether something went wrong with them that another node might do better; None where this worker did not
             try them.
+        made: whether they go on as what the stage makes of them, not as failed ones.
     """
 
     def __init__(self) -> None:
         self.failed: bool | None = None
+        self.made = True
 
 
 class Heartbeat:
@@ -320,7 +329,7 @@ class Heartbeat:
         try:
             yield held
             done, failed = (0, 0) if held.failed is None else (int(not held.failed), int(held.failed))
-            news = News(len(ids), len(ids), done * len(ids), failed * len(ids))
+            news = News(*(len(ids) * each for each in (1, 1, done, failed, held.made)))
             self._failed = self._failed if held.failed is None else held.failed
         finally:
             self._say(before, news)

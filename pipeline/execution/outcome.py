@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -27,6 +29,8 @@ class Outcome:
         n_new: items that this run processed.
         n_new_failed: those of them that failed; a failed redo leaves an earlier result in place.
         wall_s: seconds this run took; None for a summary of a cache.
+        out: where the results are; "" but for who called from Python, as for ``failed``.
+        failed: id -> error class of the items that failed.
     """
 
     n_ok: int
@@ -38,6 +42,8 @@ class Outcome:
     n_new: int = 0
     n_new_failed: int = 0
     wall_s: float | None = None
+    out: str = ""
+    failed: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def n_failed(self) -> int:
@@ -56,7 +62,8 @@ class Outcome:
         return 1 if bad else 0
 
     def as_record(self) -> dict[str, Any]:
-        return {**vars(self), "n_failed": self.n_failed}
+        own = {name: value for name, value in vars(self).items() if name not in ("out", "failed")}
+        return {**own, "n_failed": self.n_failed}
 
     def pace(self, item: str) -> str:
         """What this run did and how fast, in words."""
@@ -76,6 +83,14 @@ class Outcome:
                 name, str(count), Text(f"{example}: {message}"), Text(faults[name].remedy if name in faults else "")
             )
         return table
+
+
+def as_text(shown: RenderableType) -> str:
+    """What a terminal would show, as plain text."""
+    console = Console(file=io.StringIO(), width=120, force_jupyter=False)
+    with console.capture() as captured:
+        console.print(shown)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().split("\n"))
 
 
 def count_failures(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:

@@ -1,16 +1,15 @@
-"""What stages of a graph are made of: actors with what they reserve, and how a graph of them is run."""
+"""What stages of a graph are made of: actors with what they reserve."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 from uuid import uuid4
 
-import pyarrow as pa
 import ray
 import ray.data
 
@@ -24,8 +23,8 @@ TASK_RETRIES = 30
 # What Ray itself ends since a node is short of memory is tried again this often.
 OOM_RETRIES = 3
 MAX_BLOCKS = 20_000
-# Large items (decoded frames of a video: 14 MB for 32 of them) go on one by one, however many one task makes.
-BLOCK_BYTES = 8 * 2**20
+# Items go on one by one, however many one task makes: none waits for others that are still to be made.
+BLOCK_BYTES = 1
 
 
 class StageWords(NamedTuple):
@@ -51,10 +50,10 @@ class Wording:
     stages: Mapping[str, StageWords]
     to_lower: str
 
-    def ahead(self, left: Mapping[str, int], done: int) -> str:
-        """How far the stages before the last are: told every few seconds, so what is done may have overtaken it."""
+    def ahead(self, made: Mapping[str, int], ok: int) -> str:
+        """What the stages before the last have made: told every few seconds, so what is done may have overtaken it."""
         early = list(self.stages.items())[: max(1, len(self.stages) - 1)]
-        return "".join(f", {max(left[stage], done)} {words.done}" for stage, words in early) if left else ""
+        return "".join(f", {max(made[stage], ok)} {words.done}" for stage, words in early) if made else ""
 
 
 class Plan(Protocol):
@@ -69,6 +68,10 @@ class Plan(Protocol):
     @property
     def gpus(self) -> float:
         """GPUs that all workers reserve at once."""
+
+    @property
+    def workers(self) -> str:
+        """The workers that start, in words."""
 
     def collected(self, stage: str, waits: bool) -> int:
         """How many items ``stage`` waits for before it takes any; ``waits``: whether more are to come."""
@@ -100,6 +103,19 @@ def actors(stage: Stage, batch_size: int, labels: Mapping[str, str] | None = Non
     }
 
 
+def start_actors(kind: type, stage: Stage, arguments: Sequence[Any], labels: Mapping[str, str] | None = None) -> Any:
+    """The workers of a stage that the driver runs by itself, as Ray Data would start those of its own."""
+    options = {
+        **({"label_selector": dict(labels)} if labels else {}),
+        "num_cpus": stage.num_cpus,
+        "num_gpus": stage.num_gpus,
+        "max_restarts": RESTARTS,
+        "max_task_retries": TASK_RETRIES,
+        "scheduling_strategy": "SPREAD",
+    }
+    return [ray.remote(kind).options(**options, **_named()).remote(*arguments) for _ in range(stage.workers)]
+
+
 _names: list[str] = []  # of the workers that this process had started
 
 
@@ -122,18 +138,11 @@ def end_workers() -> None:
     _names.clear()
 
 
-def run_graph(dataset: ray.data.Dataset) -> Iterator[pa.Table]:
-    """Run the graph; yield what its last stage gives for each shard, as soon as that is on disk."""
-    # Not iter_batches: its threads wait in a way that nothing can interrupt, and it fetches ahead.
-    for bundle in dataset.iter_internal_ref_bundles():
-        yield from ray.get(bundle.block_refs)
-
-
 def configure_ray_data() -> None:
     """Our progress instead of Ray's, and no error that Ray may swallow."""
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # an error ends the run, which says why
-    # Ray 2.60 announces that max_restarts will move to a named parameter, which it does not have yet.
-    warnings.filterwarnings("ignore", message="`ray_remote_args` is deprecated", category=DeprecationWarning)
+    # Ray 2.60 announces that max_restarts and names will move to a named parameter, which it does not have yet.
+    warnings.filterwarnings("ignore", message="`ray_remote_args(_fn)?` is deprecated")
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False

@@ -1,28 +1,34 @@
-"""From a running graph to the disk: every shard is committed as it comes, under the lock, while a watchdog looks on."""
+"""From a running graph to the disk: every shard is committed as it comes, under the lock, while a watchdog looks on.
+
+What a graph has given and no shard holds yet is written before a run ends, whatever ends it but a store that fails.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sized
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterable, Mapping, Sized
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
-import ray.data
 from rich.console import Console
 
 from pipeline.errors import RunFailed
 from pipeline.execution.cluster import cause
 from pipeline.execution.heartbeat import Reading, start_heartbeats
 from pipeline.execution.progress import Reporter, reporter
-from pipeline.execution.stages import Plan, end_workers, run_graph
+from pipeline.execution.shards import TICK_S, Flow, Shard, Shards
+from pipeline.execution.stages import Plan, end_workers
 from pipeline.execution.watchdog import ClusterShrunk, Watchdog, patiently, still_running
 from pipeline.options import RunOptions
 from pipeline.storage.lock import Lock
 
 W = TypeVar("W", bound=Sized)
+# A run that is ended waits so long for what is being written: schedulers kill half a minute after they ask.
+LEAVE_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,9 @@ class Graph:
     """A graph that is ready to run.
 
     Attributes:
-        build: makes the lazy dataset, given the actor that its workers tell what they do.
-        commit: makes the rows of a shard visible, given its number and what the last stage gave, a ``status`` among it.
+        build: makes what is to be run, given the actor that its workers tell what they do.
+        commit: makes the rows of a shard visible, given its number and the rows, a ``status`` among them. What it was
+            given before, where it was interrupted, changes nothing.
         plan: the shares of the cluster.
         total: items that must come out.
         give_up: why the run should go no further, if so, given what the workers say.
@@ -39,7 +46,7 @@ class Graph:
         heard: told what the workers said in the end, however it ended.
     """
 
-    build: Callable[[Any], ray.data.Dataset]
+    build: Callable[[Any], Flow]
     commit: Callable[[int, pa.Table], object]
     plan: Plan
     total: int
@@ -101,14 +108,25 @@ def stream(work: Work[W], lock: Lock, console: Console, options: RunOptions) -> 
 def _stream(graph: Graph, lock: Lock, console: Console, options: RunOptions, count: Count) -> None:
     """Run one graph. Raises ClusterShrunk too."""
     wording = graph.plan.wording
+    console.print(f"starting workers: {graph.plan.workers}", highlight=False, soft_wrap=True)
     heartbeats = start_heartbeats(tuple(wording.stages))
-    dataset = graph.build(heartbeats)
-    with reporter(console, graph.total, options.log_interval, wording) as progress:
+    flow = graph.build(heartbeats)
+    with (
+        reporter(console, graph.total, options.log_interval, wording) as progress,
+        Shards(flow, options.flush_seconds) as shards,
+    ):
         told = (graph.plan, graph.total, progress.stages, graph.give_up, graph.offer)
         watchdog = Watchdog(heartbeats, options.stall_timeout, *told)
+        committing = (graph, lock, watchdog, progress, count)
         try:
-            with closing(patiently(run_graph(dataset), watchdog.look, watchdog.every_s)) as shards:
-                _commit_all(shards, graph, lock, watchdog, progress, count)
+            with closing(written(flow, shards, watchdog.look, watchdog.every_s, progress.through)) as done:
+                _commit_all(done, *committing)
+        except (RunFailed, ClusterShrunk, KeyboardInterrupt) as ending:
+            if shards.unwritten and not isinstance(ending.__cause__, OSError):  # a store that fails will fail again
+                console.print(f"stopping: what is done is written first, in {LEAVE_S:g} s at most", highlight=False)
+                with suppress(RunFailed):
+                    _commit_all(shards.rest(LEAVE_S), *committing)
+            raise
         finally:
             reading = watchdog.last()
             graph.heard(reading)
@@ -116,12 +134,30 @@ def _stream(graph: Graph, lock: Lock, console: Console, options: RunOptions, cou
                 console.print(f"note: out of service: {worker}", highlight=False, markup=False, soft_wrap=True)
 
 
+def written(
+    flow: Flow, shards: Shards, look: Callable[[], object], every_s: float, through: Callable[[int], object]
+) -> Generator[Shard, None, None]:
+    """Run a graph; yield every shard once it is on disk. ``through`` is told of items that came out."""
+    meanwhile = partial(patiently, tick_s=TICK_S, room=shards.has_room, unfinished=shards.finish)
+    with closing(meanwhile(flow.parts(), look, every_s)) as parts:
+        for part in parts:
+            if part is not None:
+                shards.take(part)
+                through(part.n_items)
+            yield from shards.written()
+
+
 def _commit_all(
-    shards: Iterable[pa.Table], graph: Graph, lock: Lock, watchdog: Watchdog, progress: Reporter, count: Count
+    shards: Iterable[tuple[int, pa.Table]],
+    graph: Graph,
+    lock: Lock,
+    watchdog: Watchdog,
+    progress: Reporter,
+    count: Count,
 ) -> None:
     items = f"{graph.total} {graph.plan.wording.item}s"
     try:
-        for number, rows in enumerate(shards):
+        for number, rows in shards:
             lock.check()
             graph.commit(number, rows)
             watchdog.moved()

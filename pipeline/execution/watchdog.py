@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import queue
 import threading
 import time
@@ -72,7 +73,7 @@ class Watchdog:
         if reading.moves != self._reading.moves:
             self.moved()
         self._reading = reading
-        self._tell(reading.left)
+        self._tell(reading.made)
         if (why := self._give_up(reading)) is not None:
             raise RunFailed(why)
         still_s = time.monotonic() - self._moved_at
@@ -178,8 +179,12 @@ class _Fetcher(Generic[T]):
 
     def _fetch(self) -> None:
         try:
-            for item in self._items:
-                self._hand_over((item,))
+            try:
+                for item in self._items:
+                    self._hand_over((item,))
+            finally:
+                if isinstance(self._items, Generator):
+                    self._items.close()
             self._hand_over(None)
         except _Abandoned:
             pass
@@ -201,25 +206,43 @@ def still_running() -> bool:
     return any(thread.name == _GRAPH and thread.is_alive() for thread in threading.enumerate())
 
 
-def patiently(items: Iterator[T], look: Callable[[], None], every_s: float) -> Generator[T, None, None]:
+def patiently(
+    items: Iterator[T],
+    look: Callable[[], object],
+    every_s: float,
+    *,
+    tick_s: float = math.inf,
+    room: Callable[[], bool] = lambda: True,
+    unfinished: Callable[[], bool] = lambda: False,
+) -> Generator[T | None, None, None]:
     """The items of an iterator that may block for ever, with a ``look`` every ``every_s`` seconds meanwhile.
 
     It runs in a thread, one item ahead at most. What it raises is raised here. When this generator is closed, or
     ``look`` raises, the iterator is interrupted where it is.
+
+    None is yielded in an item's stead where nothing came for ``tick_s``; for as long as there is no ``room`` for
+    another one; and after the last one, for as long as something is ``unfinished``. In the latter two cases whoever
+    takes it has something else to wait for.
     """
-    fetcher, looked_at = _Fetcher(items), time.monotonic()
+    fetcher, looked_at, ended = _Fetcher(items), time.monotonic(), False
     with closing(fetcher):
-        while True:
+        while not ended or unfinished():
             if time.monotonic() - looked_at >= every_s:  # also while items come thick and fast
                 look()
                 looked_at = time.monotonic()
+            if ended or not room():
+                yield None
+                continue
             try:
-                item = fetcher.next(every_s)
+                item = fetcher.next(min(every_s, tick_s))
             except queue.Empty:
+                if tick_s < math.inf:
+                    yield None
                 continue
             if item is None:
-                return
-            yield item[0]
+                ended = True
+            else:
+                yield item[0]
 
 
 def _interrupt(thread: threading.Thread, wait_s: float = 10.0) -> None:

@@ -347,7 +347,7 @@ def check_uri(uri: str) -> None:
     try:
         import boto3  # noqa: F401, PLC0415
     except ImportError:
-        raise UsageError(f"{uri}: S3 needs boto3: pip install 'gstep-cache[s3]'") from None
+        raise UsageError(f"{uri}: S3 needs boto3: pip install -e '.[s3]' in the clone") from None
 
 
 def _split(uri: str) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 import ray
-import ray.data
 from ray.cluster_utils import Cluster
 
 from gstep.backbones import ModelSource, family_of
+from pipeline.execution.shards import Flow, Shards
 from pipeline.execution.stages import configure_ray_data
+from pipeline.execution.stream import written
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import Resources, build_graph
@@ -88,9 +89,24 @@ def _connected(*nodes: dict[str, Any]) -> Iterator[tuple[Callable[..., Any], lis
         cluster.shutdown()
 
 
+def rows_of(
+    flow: Flow,
+    look: Callable[[], object] = lambda: None,
+    every_s: float = 60,
+    moved: Callable[[], object] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Run a graph to its end; returns the rows of its shards. ``moved`` is called for each of these."""
+    rows: list[dict[str, Any]] = []
+    with Shards(flow, age_s=60) as shards, closing(written(flow, shards, look, every_s, lambda items: None)) as done:
+        for shard in done:
+            moved()
+            rows += shard.rows.to_pylist()
+    return rows
+
+
 def graph_of(
     n_videos: int, plan: Resources, out: Path, path: str = "/v.mp4", frames: int = 2, decoder: str = "auto", **more: Any
-) -> ray.data.Dataset:
+) -> Flow:
     """The real graph over one file under ``n_videos`` names, with the tiny model on the CPU."""
     source = ModelSource.resolve("tiny")
     rows = [{"video_id": f"v{i}", "uri": path, "path": path, "attempts": 1} for i in range(n_videos)]

@@ -1,4 +1,4 @@
-"""Every class of faults has its meaning and remedy in one place, which README's table repeats word by word."""
+"""Every class of faults has its meaning and remedy in one place, which the page of prune repeats word by word."""
 
 import pickle
 import re
@@ -16,7 +16,7 @@ def test_every_class_has_an_entry():
 
 
 def test_readme_lists_them():
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "pipeline/prune/README.md").read_text()
     rows = re.findall(r"^\| ([a-z-]+) \| (.+) \| (.+) \|$", text, re.MULTILINE)
     listed = {name: (meaning, remedy) for name, meaning, remedy in rows if name in FAULTS}
     assert listed == {name: (fault.meaning, fault.remedy) for name, fault in FAULTS.items()}

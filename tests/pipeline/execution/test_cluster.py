@@ -9,10 +9,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.errors import UsageError
 from pipeline.execution.cluster import settle
-from pipeline.execution.stages import run_graph
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.graph import plan_resources
-from tests.pipeline.rays import graph_of, growing_ray, ray_here
+from tests.pipeline.rays import graph_of, growing_ray, ray_here, rows_of
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -42,7 +41,7 @@ def test_an_encoder_starts_where_decoders_hold_every_cpu_of_the_gpu_node(two_nod
     ray.get(squatter.ready.remote())
     plan = plan_resources(4, 1, 40)
     assert (plan.decode.workers, plan.encode.workers, plan.encode.num_gpus) == (3, 1, 1)
-    rows = [row for shard in run_graph(graph_of(40, plan, tmp_path)) for row in shard.to_pylist()]
+    rows = rows_of(graph_of(40, plan, tmp_path))
     assert len(rows) == 40
     assert nodes_of("Encoder") == {gpu_node}
     assert nodes_of("Decoder") == {cpu_node}
@@ -70,6 +69,6 @@ def test_gpus_that_join_late_are_waited_for():
 def test_two_nodes_of_one_cpu_each_leave_room_for_the_writers(tmp_path):
     plan = plan_resources(2, 0, 16)
     with ray_here({"num_cpus": 1}, {"num_cpus": 1}) as nodes:
-        rows = [row for shard in run_graph(graph_of(16, plan, tmp_path)) for row in shard.to_pylist()]
+        rows = rows_of(graph_of(16, plan, tmp_path))
         assert len(rows) == 16
         assert nodes_of("Encoder") | nodes_of("Decoder") == set(nodes)

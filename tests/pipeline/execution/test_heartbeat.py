@@ -147,6 +147,15 @@ def test_how_it_went_is_known_by_node(actor):
     assert tried["decode"] == {}
 
 
+def test_what_failed_went_through_a_stage_and_is_not_what_it_made(actor):
+    mine = Heartbeat("decode", handle(actor))
+    for made in (True, False, False):
+        with mine.holding("v") as held:
+            held.made = made
+    reading = actor.read()
+    assert (reading.left["decode"], reading.made["decode"], reading.made["encode"]) == (3, 1, 0)
+
+
 def test_other_work_is_shown_and_is_no_progress(actor):
     with Heartbeat("encode", handle(actor)).busy("the model, being loaded"):
         assert actor.read().inside["encode"] == [f"the model, being loaded on {socket.gethostname()}"]

@@ -5,7 +5,7 @@ import re
 
 from rich.console import Console
 
-from pipeline.execution.progress import LineReporter, reporter
+from pipeline.execution.progress import LineReporter, Pace, reporter
 from pipeline.prune.graph import PRUNING
 from tests.waiting import wait_until
 
@@ -17,22 +17,56 @@ def test_a_log_gets_lines_even_while_nothing_is_committed():
         progress.advance(3, 1)
         progress.stages({"decode": 7, "encode": 5, "write": 4})
     lines = text.getvalue().splitlines()
-    assert lines[0] == "0/10 videos, 0 failed, 0.00 videos/s, no estimate yet"
+    assert lines[0] == "0/10 videos, 0 failed, no estimate yet"
     assert lines[-1].startswith("4/10 videos, 1 failed, 7 decoded, 5 encoded, ")
-    assert "s left" in lines[-1]
 
 
 def test_a_terminal_gets_a_bar():
     text = io.StringIO()
     with reporter(Console(file=text, force_terminal=True, width=120), 10, 30, PRUNING) as progress:
+        progress.stages({"decode": 3, "encode": 2, "write": 0})
         progress.advance(9, 1)
-    assert "10/10" in text.getvalue() and "1 failed" in text.getvalue()
+    assert "10/10" in text.getvalue() and "1 failed, 9 decoded, 9 encoded" in text.getvalue()
 
 
 def test_a_line_stays_one_line_and_never_says_that_less_was_decoded_than_is_done():
     text = io.StringIO()
     with LineReporter(Console(file=text, width=40), 10_000, 60, PRUNING) as progress:
         progress.stages({"decode": 5, "encode": 4, "write": 3})
+        progress.through(1)
+        progress.through(6)
         progress.advance(6, 1)
-    line = r"7/10000 videos, 1 failed, 7 decoded, 7 encoded, \d+\.\d\d videos/s, \d+ s left\n"
+    line = r"7/10000 videos, 1 failed, 6 decoded, 6 encoded, \d+\.\d\d videos/s, \d+ s left\n"
     assert re.fullmatch(line, text.getvalue())
+
+
+def test_files_that_cannot_be_read_were_neither_decoded_nor_encoded():
+    text = io.StringIO()
+    with LineReporter(Console(file=text, width=40), 6, 60, PRUNING) as progress:
+        progress.stages({"decode": 0, "encode": 0, "write": 6})
+        progress.advance(0, 6)
+    assert text.getvalue() == "6/6 videos, 6 failed, 0 decoded, 0 encoded\n"
+
+
+def test_rate_and_time_left_are_of_what_came_through_since_the_first_though_nothing_is_written():
+    now = 30.0  # the workers have loaded their models by then
+    pace = Pace(100, "video", lambda: now)
+    assert str(pace) == "no estimate yet"
+    pace.through(1)
+    assert str(pace) == "no estimate yet"
+    now = 40.0
+    pace.through(20)
+    assert str(pace) == "2.00 videos/s, 40 s left"
+    pace.done(5)
+    assert str(pace) == "2.00 videos/s, 40 s left"
+    pace.through(79)
+    assert str(pace) == ""
+
+
+def test_where_nobody_says_what_came_through_what_is_done_counts():
+    now = 0.0
+    pace = Pace(11, "file", lambda: now)
+    pace.done(1)
+    now = 10.0
+    pace.done(5)
+    assert str(pace) == "0.50 files/s, 10 s left"

@@ -33,9 +33,9 @@ WORDING = Wording(
 
 
 def test_what_is_ahead_of_the_last_stage_is_never_less_than_what_is_done():
-    left = {"decode": 9, "encode": 5, "write": 4}
-    assert WORDING.ahead(left, 4) == ", 9 decoded, 5 encoded"
-    assert WORDING.ahead(left, 7) == ", 9 decoded, 7 encoded"
+    made = {"decode": 9, "encode": 5, "write": 4}
+    assert WORDING.ahead(made, 4) == ", 9 decoded, 5 encoded"
+    assert WORDING.ahead(made, 7) == ", 9 decoded, 7 encoded"
     assert WORDING.ahead({}, 7) == ""
 
 

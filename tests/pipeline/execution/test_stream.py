@@ -57,7 +57,7 @@ class Committing:
             self.lock or FileLock(self.store, "r1") as lock,
         ):
             count = Count()
-            _commit_all(shards, self.graph, lock, self.watchdog, progress, count)
+            _commit_all(enumerate(shards), self.graph, lock, self.watchdog, progress, count)
             return count.failed
 
 

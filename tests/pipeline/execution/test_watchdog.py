@@ -13,11 +13,10 @@ import ray
 from pipeline.errors import RunFailed
 from pipeline.execution import watchdog
 from pipeline.execution.heartbeat import Heartbeat, Reading, start_heartbeats
-from pipeline.execution.stages import run_graph
 from pipeline.execution.watchdog import ClusterShrunk, Watchdog, patiently
 from pipeline.prune import graph
 from pipeline.prune.graph import PRUNING, plan_resources
-from tests.pipeline.rays import graph_of, ray_here
+from tests.pipeline.rays import graph_of, ray_here, rows_of
 from tests.waiting import wait_until
 
 STAGES = tuple(PRUNING.stages)
@@ -40,6 +39,24 @@ def threads() -> list[str]:
 
 def test_every_item_comes_in_order():
     assert list(patiently(iter(range(100)), nothing, 10)) == list(range(100))
+
+
+def test_nothing_is_taken_without_room_and_the_wait_is_for_something_else_then():
+    room, unfinished = iter([True, False, False, True, True]), iter([True, True, False])
+    items = patiently(iter("ab"), nothing, 10, room=lambda: next(room), unfinished=lambda: next(unfinished))
+    assert list(items) == ["a", None, None, "b", None, None]
+
+
+def test_a_tick_passes_while_nothing_comes_and_it_is_looked_no_more_often_for_it():
+    looks: list[float] = []
+    items = patiently(endless("a"), lambda: looks.append(time.monotonic()), 0.2, tick_s=0.01)
+    assert next(items) == "a"
+    ticks = 0
+    while len(looks) < 2:
+        assert next(items) is None
+        ticks += 1
+    items.close()
+    assert ticks > 2
 
 
 def test_an_error_of_the_iterator_arrives():
@@ -90,8 +107,7 @@ def stalled(dataset, plan, n_videos, heartbeats, reached: Callable[[Reading], ob
         watchdog.look()
 
     with pytest.raises(RunFailed) as failed:
-        for _ in patiently(run_graph(dataset), look, watchdog.every_s):
-            watchdog.moved()
+        rows_of(dataset, look, watchdog.every_s, watchdog.moved)
     return str(failed.value)
 
 
@@ -140,18 +156,18 @@ def test_dead_heartbeats_harm_no_video(one_cpu, tmp_path):
     ray.kill(heartbeats)
     watchdog = Watchdog(heartbeats, 60, plan, 8, nothing)
     watchdog.look()
-    shards = patiently(run_graph(graph_of(8, plan, tmp_path, heartbeats=heartbeats)), watchdog.look, 0.2)
-    assert sorted(row["video_id"] for shard in shards for row in shard.to_pylist()) == [f"v{i}" for i in range(8)]
+    rows = rows_of(graph_of(8, plan, tmp_path, heartbeats=heartbeats), watchdog.look, 0.2)
+    assert sorted(row["video_id"] for row in rows) == [f"v{i}" for i in range(8)]
 
 
 class HangingWriter:
     def __init__(self, store, run_id, heartbeats) -> None:
         self._heartbeat = Heartbeat("write", heartbeats)
 
-    def __call__(self, batch: pa.Table) -> pa.Table:
+    def write(self, *blocks: pa.Table) -> pa.Table:
         with self._heartbeat.holding("v7"):
             time.sleep(3600)
-        return batch
+        return pa.concat_tables(blocks)
 
 
 @pytest.mark.slow

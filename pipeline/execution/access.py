@@ -1,0 +1,106 @@
+"""How a driver gets at a Ray cluster: which one it would join, whether that answers, and with which token."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from pathlib import Path
+
+import ray
+from ray._private.utils import read_ray_address
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # what ray.init() asks; its stubs leave it out
+
+from pipeline.errors import RunFailed, printable
+
+_REACH_S = 10.0
+_TRIES = 3  # to ask a cluster that is there; each waits for 40 s, which a busy one may need
+_ALONE = "RAY_ADDRESS=local uses this machine alone"
+_TOKEN = (
+    "set RAY_AUTH_MODE=token, and give the cluster's token in RAY_AUTH_TOKEN, in ~/.ray/auth_token, or in a file named "
+    "by RAY_AUTH_TOKEN_PATH"
+)
+
+
+def address_to_join() -> str | None:
+    """The cluster that ``ray.init()`` joins, as RAY_ADDRESS names it or ``ray start`` left it on this machine.
+
+    None where it starts one of its own. Raises RunFailed for the address of a job server and where nothing listens.
+    """
+    given = os.environ.get("RAY_ADDRESS", "")
+    address = given or read_ray_address()
+    if address is None or address == "local":
+        return None
+    if address.startswith(("http://", "https://")):
+        raise RunFailed(
+            f"RAY_ADDRESS is {address}, the address of a job server: put ray job submit --working-dir . -- before the "
+            "command, or name the cluster itself, HOST:6379"
+        )
+    _check_listens(address, "RAY_ADDRESS" if given else "which ray start left in ray_current_cluster")
+    return address
+
+
+def _check_listens(address: str, whence: str) -> None:
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not (colon and port.isdigit()):
+        return  # "auto" and the like
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
+    except OSError as error:
+        raise RunFailed(
+            f"no Ray cluster answers at {address} ({whence}): {error.strerror or error}; start its head, or {_ALONE}"
+        ) from error
+
+
+def check_answers(address: str) -> None:
+    """Ask the cluster at ``address`` who it is: Ray itself asks twenty times, and says only that it failed.
+
+    Raises RunFailed where it does not answer, or not without a token.
+    """
+    mode, found = os.environ.get("RAY_AUTH_MODE"), not os.environ.get("RAY_ADDRESS")
+    if "://" in address or ":" not in address or (mode is None and found and _has_token()):
+        return  # a client's port speaks another language; to a cluster that it finds Ray is about to show the token
+    if mode == "token" and not _has_token():
+        raise RunFailed(_closed(address))  # asking would end this process
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            GcsClient(address=address)
+            return
+        except ray.exceptions.RayError as error:
+            if not tries_left or isinstance(error, ray.exceptions.AuthenticationError):
+                raise RunFailed(no_ray(error, address)) from error
+
+
+def keep_token_here() -> None:
+    """Give the cluster that ``ray.init()`` starts next a token in this process's environment.
+
+    Ray would write one to ~/.ray/auth_token, where every later ``ray start`` finds it and asks for it. What the user
+    has chosen stays.
+    """
+    if os.environ.get("RAY_AUTH_MODE") != "disabled" and not _has_token():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _has_token() -> bool:
+    """Whether Ray finds one."""
+    named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return bool(named) or (Path.home() / ".ray" / "auth_token").exists()
+
+
+def _closed(address: str) -> str:
+    return f"the Ray cluster at {address} asks for a token that was not given: {_TOKEN}; or {_ALONE}"
+
+
+def no_ray(error: Exception, address: str | None) -> str:
+    """Why there is no cluster, in a line, and what may help."""
+    what = printable(f"{type(error).__name__}: {error}")
+    if isinstance(error, ray.exceptions.AuthenticationError):
+        return _closed(address or "this machine")
+    if address is not None:
+        check = "check the address (HOST:6379), that cluster and its token"
+        return f"Ray cannot be joined at {address}: {what}; {check}, or {_ALONE}"
+    return (
+        f"Ray cannot be started on this machine: {what}; where the machine is busy, try again when it is less so; else "
+        "look at Ray's logs (RAY_TMPDIR, else /tmp/ray, in session_latest/logs), at the room in /tmp, /dev/shm and "
+        "memory, and name a short path with RAY_TMPDIR if that is it"
+    )

@@ -1,0 +1,97 @@
+"""Runs that are called from Python, not as a command: their options, what they tell, and that nothing else changes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import ray
+from ray.data import DataContext
+from rich.console import Console
+
+from pipeline.errors import TooManyFailed, UsageError
+from pipeline.execution.listening import Listening, OneLine, Progress
+from pipeline.execution.outcome import Outcome
+from pipeline.execution.stages import end_workers
+from pipeline.options import RunOptions, check
+
+S = TypeVar("S", bound=Outcome)
+#: What ``progress=`` takes: whether to show it, or who is told of it.
+Tell = bool | Callable[[Progress], object]
+_ONE = threading.Lock()
+# Ray reads it once in a process: the next cluster that this process starts must have the same.
+_TOKEN = "RAY_AUTH_TOKEN"
+
+
+def console_for(progress: Tell) -> Console:
+    """What a run writes to: a terminal gets a bar, a notebook one line that is written over, a log a line now and then,
+    and who asked for it is told. Raises UsageError."""
+    if progress is False:
+        return Console(quiet=True)
+    if progress is not True:
+        check(callable(progress), "progress", "True, False or a function", progress)
+        return Listening(progress)
+    return Listening(OneLine()) if Console().is_jupyter else Console(stderr=True)
+
+
+def checked_outcome(summary: S, config: RunOptions, n_items: int, outside_limit: int | None = None) -> S:
+    """The summary, where a command would end with exit code 0. Raises TooManyFailed, which carries it, elsewhere."""
+    if not summary.exit_code(config.failure_limit(n_items), outside_limit):
+        return summary
+    example, message = next(iter(summary.examples.values()), ("", "no row was written"))
+    classes = ", ".join(f"{count} {name}" for name, count in summary.failures.items())
+    raise TooManyFailed(
+        f"{summary.n_failed} of {n_items} {config.item}s failed ({classes}), e.g. {example}: {message}; the rest is in "
+        f"{summary.out}, and .summary of this error has all counts and ids",
+        summary,
+    )
+
+
+@contextmanager
+def one_run() -> Iterator[None]:
+    """A run of this process, after which everything is as it was: a Ray that it started is shut down, one that was
+    there is kept without the run's workers. Raises UsageError where another run has not ended."""
+    if not _ONE.acquire(blocking=False):
+        raise UsageError("another run of this process has not ended: wait for it, or start this one in another process")
+    try:
+        with _as_it_was():
+            theirs = ray.is_initialized()
+            try:
+                yield
+            finally:
+                if theirs:
+                    end_workers()
+                elif ray.is_initialized():
+                    ray.shutdown()
+    finally:
+        _ONE.release()
+
+
+@contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Undo what runs set for the whole process: Ray Data's context, Ray's loggers, its variables, warnings."""
+    context = vars(DataContext.get_current())
+    held = dict(context)
+    loggers = [logging.getLogger(name) for name in ("ray", "ray.data")]
+    levels = [logger.level for logger in loggers]
+    variables = _variables()
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        context.clear()
+        context.update(held)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        for name in _variables().keys() - {_TOKEN}:
+            del os.environ[name]
+        os.environ.update(variables)
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("RAY_")}

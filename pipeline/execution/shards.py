@@ -1,0 +1,182 @@
+"""From the last stage of a graph to shards: what comes is bundled here, by number and by age, and written by actors.
+
+Ray Data would bundle by number alone, and hold what came last until enough has joined it: a job that is stopped loses
+that. What waits here are references. Their bytes stay in the object stores, where Ray Data counts them against the
+limit of the graph for as long as they are held, which holds back the stages before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import ray
+import ray.data
+
+# Nothing that is due waits longer for somebody to look.
+TICK_S = 0.5
+
+
+class Part(NamedTuple):
+    """What a graph hands over at a time: references to tables, or the tables; and how many items they are of."""
+
+    tables: Sequence[Any]
+    n_items: int
+
+
+class Shard(NamedTuple):
+    """A shard that is on disk: its number, which is its own however often it is given, and the rows to commit."""
+
+    number: int
+    rows: pa.Table
+
+
+def _as_they_are(rows: pa.Table) -> pa.Table:
+    return rows
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A graph that is ready to run, and what becomes of what its last stage gives.
+
+    Attributes:
+        dataset: nothing runs until it is iterated.
+        items_per_shard: so many make a shard.
+        writers: starts the actors whose ``write`` makes a shard of blocks and returns the rows to commit. None: the
+            blocks hold those rows, which are as small as answers and wait here themselves.
+        rows: those of a block, where there are no writers.
+    """
+
+    dataset: ray.data.Dataset
+    items_per_shard: int
+    writers: Callable[[], Sequence[Any]] | None = None
+    rows: Callable[[pa.Table], pa.Table] = _as_they_are
+
+    def parts(self) -> Iterator[Part]:
+        """Run the graph; yield what its last stage gives as soon as it is there."""
+        # Not iter_batches: its threads wait in a way that nothing can interrupt, and it fetches ahead.
+        bundles = self.dataset.iter_internal_ref_bundles()
+        try:
+            for bundle in bundles:
+                if self.writers is not None:
+                    yield Part(bundle.block_refs, bundle.num_rows())
+                else:
+                    tables = [self.rows(block) for block in ray.get(bundle.block_refs)]
+                    yield Part(tables, sum(map(len, tables)))
+        finally:
+            # Whoever stops half-way ends the execution by this. Left to the next look for garbage it would end when
+            # this process may have left the cluster, and asking Ray for anything then starts another one.
+            del bundles
+
+
+class Shards:
+    """Bundles parts into shards: ``flow.items_per_shard`` items, or fewer where the first has waited for ``age_s``.
+
+    A writer gets one shard to write and one that is next; what comes then makes up one more, and no more is taken. A
+    block of Ray Data's that is lost is made again, as Ray does it for the arguments of any call. Use it in a ``with``
+    block, which ends the writers.
+
+    A job that gives less than a shard in ``age_s`` writes one all the same, two files for every ``age_s`` seconds that
+    it runs: 2,880 in a day at a minute. They stay as small as they are, since nothing joins token shards later.
+    """
+
+    def __init__(self, flow: Flow, age_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._flow = flow
+        self._age_s = age_s
+        self._clock = clock
+        self._writers = flow.writers() if flow.writers is not None else []
+        self._waiting: list[Any] = []
+        self._n_waiting = 0
+        self._since = 0.0  # when the first of them came
+        self._n_shards = 0
+        self._writing: dict[Any, tuple[int, Any]] = {}  # the answer to come -> the shard's number, and who gives it
+        self._written: deque[Shard] = deque()  # without writers
+        self._ended = False
+
+    def __enter__(self) -> Shards:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for writer in self._writers:
+            with suppress(Exception):  # a cluster that is gone, which has no writers either
+                ray.kill(writer)
+        self._writers = []
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether there is anything that was taken and not given back to be committed."""
+        return bool(self._waiting or self._writing or self._written)
+
+    def has_room(self) -> bool:
+        """Whether another part may be taken."""
+        return self._n_waiting < self._flow.items_per_shard
+
+    def take(self, part: Part) -> None:
+        if self._n_waiting + part.n_items > self._flow.items_per_shard:
+            self._write()  # it would be too large with it
+        if not self._waiting:
+            self._since = self._clock()
+        self._waiting += part.tables
+        self._n_waiting += part.n_items
+        self._write_what_is_due()
+
+    def finish(self) -> bool:
+        """No more comes, and what waits is a shard. Whether any is left to be written or committed."""
+        self._ended = True
+        self._write_what_is_due()
+        return self.unwritten
+
+    def written(self, wait_s: float = TICK_S) -> Iterator[Shard]:
+        """The shards that are on disk, to be committed; waits, but only where no more is taken meanwhile.
+
+        One is given again where the next was not asked for: who was interrupted cannot know whether it is committed.
+        """
+        self._write_what_is_due()
+        while self._written:
+            yield self._written[0]
+            self._written.popleft()
+        if self._writing:
+            wait_s = wait_s if self._ended or not self.has_room() else 0
+            done, _ = ray.wait(list(self._writing), timeout=wait_s)
+            for answer in done:
+                try:
+                    rows = ray.get(answer)
+                except ray.exceptions.RayError:
+                    del self._writing[answer]
+                    raise
+                yield Shard(self._writing[answer][0], rows)
+                del self._writing[answer]
+
+    def rest(self, within_s: float) -> Iterator[Shard]:
+        """``written`` of all that was taken, as far as it is there within so many seconds."""
+        deadline = time.monotonic() + within_s
+        while self.finish() and (left_s := deadline - time.monotonic()) > 0:
+            with suppress(ray.exceptions.RayError):  # the others may still do
+                yield from self.written(min(TICK_S, left_s))
+
+    def _write_what_is_due(self) -> None:
+        old = self._clock() - self._since >= self._age_s
+        if old or self._ended or not self.has_room():
+            self._write()
+
+    def _write(self) -> None:
+        """Make a shard of what waits, if anything does; it goes on waiting where every writer has its two."""
+        if not self._waiting:
+            return
+        number = self._n_shards
+        if not self._writers:
+            self._written.append(Shard(number, pa.concat_tables(self._waiting)))
+        else:
+            busy = [writer for _, writer in self._writing.values()]
+            writer = min(self._writers, key=busy.count)
+            if busy.count(writer) >= 2:
+                return
+            # Interrupted in here, the same is written again: nobody commits what the first call gives.
+            answer = writer.write.remote(*self._waiting)
+            self._writing[answer] = (number, writer)
+        self._waiting, self._n_waiting, self._n_shards = [], 0, number + 1

@@ -1,0 +1,87 @@
+"""Options from a file or from Python, by the fields of the dataclass that declares them: names, types, what is near."""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from pipeline.errors import UsageError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    C = TypeVar("C", bound=DataclassInstance)
+
+# What a value may be for a field of a type, and what the types are called.
+_TEXT = (str, os.PathLike)
+_ACCEPTED = {int: (Integral,), float: (Real,), bool: (bool,), str: (*_TEXT, Real)}
+_LISTED = {str: "texts", float: "numbers"}
+_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def checked_options(config: type, given: Mapping[str, object], where: str = "") -> dict[str, Any]:
+    """Options from a file or from Python, by field name, each in the type of its field of the dataclass ``config``.
+
+    An int is a float, a number or a path is text, a mapping is a list of NAME=VALUE; nothing else is converted. Raises
+    UsageError, which begins with ``where``, for a name that is no field's and a value of another type.
+    """
+    known = {item.name: item for item in fields(config)}
+    if unknown := [name for name in given if name not in known]:
+        near = [match for name in unknown for match in get_close_matches(name, known, 1)]
+        hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(known)}"
+        raise UsageError(f"{where}unknown option {', '.join(unknown)}; {hint}")
+    hints = get_type_hints(config)
+    values = {
+        name: _as_pairs(value) if known[name].metadata.get("metavar") == "NAME=VALUE" else value
+        for name, value in given.items()
+    }
+    return {name: _checked(value, hints[name], f"{where}{name}") for name, value in values.items()}
+
+
+def config_of(
+    kind: type[C], function: str, options: Mapping[str, object], accepted: Collection[str] | None = None
+) -> C:
+    """The options of a command as keyword arguments of ``function``, which takes no others than ``accepted``.
+
+    Raises UsageError.
+    """
+    accepted = [item.name for item in fields(kind) if item.name != "dry_run"] if accepted is None else accepted
+    for name in sorted(options.keys() & {item.name for item in fields(kind)} - set(accepted)):
+        raise UsageError(
+            f"{function}() takes no {name}, which is for the command; it takes {', '.join(sorted(accepted))}"
+        )
+    return kind(**checked_options(kind, options, f"{function}(): "))
+
+
+def value_type(hint: Any) -> Any:
+    """``int`` of ``int | None``; the hint itself otherwise."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return next(kind for kind in get_args(hint) if kind is not type(None))
+    return hint
+
+
+def _as_pairs(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return value
+    return [f"{name}={str(of).lower() if of is None or isinstance(of, bool) else of}" for name, of in value.items()]
+
+
+def _checked(value: Any, hint: Any, where: str) -> Any:
+    kind = value_type(hint)
+    if value is None and kind is not hint:
+        return None
+    if value is None and get_origin(kind) is list:
+        return []
+    if get_origin(kind) is list:
+        (of,) = get_args(kind)
+        if not isinstance(value, list | tuple) or (of is str and not all(isinstance(one, _TEXT) for one in value)):
+            raise UsageError(f"{where} must be a list of {_LISTED[of]}, got {value!r}")
+        return [_checked(item, of, where) for item in value]
+    if not isinstance(value, _ACCEPTED[kind]) or (isinstance(value, bool) and kind is not bool):
+        raise UsageError(f"{where} must be {_WORDS[kind]}, got {value!r}")
+    return kind(value)

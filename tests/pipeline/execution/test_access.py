@@ -1,0 +1,98 @@
+"""Which Ray cluster a driver gets at, and what it is told where it cannot; no Ray is started."""
+
+import os
+import socket
+
+import pytest
+import ray
+
+from pipeline.errors import RunFailed
+from pipeline.execution.access import address_to_join, check_answers, keep_token_here, no_ray
+
+
+@pytest.fixture(autouse=True)
+def own_machine(tmp_path, monkeypatch):
+    """Without any cluster or token."""
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "tmp" / "ray").mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.fixture
+def left(own_machine):
+    """Writes the address that ``ray start`` leaves."""
+    return (own_machine / "tmp" / "ray" / "ray_current_cluster").write_text
+
+
+def test_a_cluster_is_joined_where_one_is_named_or_was_started(monkeypatch, left):
+    assert address_to_join() is None
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        left(f"{address}\n")
+        assert address_to_join() == address
+        monkeypatch.setenv("RAY_ADDRESS", "local")
+        assert address_to_join() is None
+        monkeypatch.setenv("RAY_ADDRESS", f"ray://{address}")
+        assert address_to_join() == f"ray://{address}"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "nowhere.invalid:6379", "[::1]:1"])
+def test_a_cluster_that_does_not_answer_is_told_by_its_address(monkeypatch, left, address):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(RunFailed, match=r"no Ray cluster answers at .* \(RAY_ADDRESS\): .*or RAY_ADDRESS=local uses"):
+        address_to_join()
+    monkeypatch.delenv("RAY_ADDRESS")
+    left(address)
+    with pytest.raises(RunFailed, match=r"\(which ray start left in ray_current_cluster\): .*; start its head, or"):
+        address_to_join()
+
+
+def test_the_address_of_a_job_server_is_told_from_a_cluster_s(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:8265")
+    with pytest.raises(RunFailed, match="address of a job server: put ray job submit"):
+        address_to_join()
+
+
+def test_the_token_of_a_cluster_of_ones_own_is_in_the_environment_alone(own_machine):
+    keep_token_here()
+    token = os.environ.pop("RAY_AUTH_TOKEN")
+    assert len(token) == 64 and not (own_machine / "home").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "mine"), ("RAY_AUTH_TOKEN_PATH", "/token")]
+)
+def test_what_the_user_has_chosen_stays(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    keep_token_here()
+    assert {key: text for key, text in os.environ.items() if key.startswith("RAY_AUTH")} == {name: value}
+
+
+def test_a_token_of_the_user_s_is_used(own_machine):
+    (own_machine / "home" / ".ray").mkdir(parents=True)
+    (own_machine / "home" / ".ray" / "auth_token").write_text("mine")
+    keep_token_here()
+    assert "RAY_AUTH_TOKEN" not in os.environ
+
+
+def test_a_mode_without_a_token_is_told_before_ray_ends_the_process(monkeypatch):
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    with pytest.raises(RunFailed, match=r"at 127.0.0.1:1 asks for a token that was not given: set RAY_AUTH_MODE=token"):
+        check_answers("127.0.0.1:1")
+
+
+def test_why_there_is_no_cluster_is_one_line_with_the_remedy():
+    for error, address, said in (
+        (
+            ray.exceptions.AuthenticationError("Missing token"),
+            "h:1",
+            "at h:1 asks for a token that was not given: set RAY_AUTH_MODE=token",
+        ),
+        (ConnectionError("a\nb"), "h:1", "cannot be joined at h:1: ConnectionError: a b; check the address"),
+        (RuntimeError("The current node timed out during startup."), None, "where the machine is busy, try again"),
+    ):
+        line = no_ray(error, address)
+        assert said in line and "\n" not in line

@@ -1,0 +1,81 @@
+"""Runs from Python: options by name, one at a time, and a process that is as it was."""
+
+import logging
+import os
+import warnings
+
+import pytest
+import ray
+from ray.data import DataContext
+
+from pipeline.errors import TooManyFailed, UsageError
+from pipeline.execution.library import checked_outcome, console_for, one_run
+from pipeline.execution.outcome import Outcome
+from pipeline.execution.stages import configure_ray_data
+from pipeline.prune.config import PruneConfig
+
+
+def state() -> dict[str, object]:
+    """Of this process what a run of a command changes."""
+    loggers = {name: logging.getLogger(name).level for name in ("ray", "ray.data")}
+    return {
+        "loggers": loggers,
+        "ray": ray.is_initialized(),
+        "context": dict(vars(DataContext.get_current())),
+        "variables": dict(os.environ),
+        "warnings": list(warnings.filters),
+    }
+
+
+def test_all_is_as_it_was_after_a_run_that_fails_too(monkeypatch):
+    monkeypatch.setenv("RAY_HELD", "1")
+    before = state()
+    for error in (None, RuntimeError()):
+        try:
+            with one_run():
+                configure_ray_data()
+                logging.getLogger("ray").setLevel(logging.CRITICAL)
+                os.environ.update(RAY_HELD="2", RAY_NEW="3")
+                assert state() != before
+                if error:
+                    raise error
+        except RuntimeError:
+            pass
+        assert state() == before
+
+
+def test_the_token_of_a_cluster_that_a_run_started_stays_for_the_next(monkeypatch):
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    with one_run():
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "t")
+    assert os.environ["RAY_AUTH_TOKEN"] == "t"
+
+
+def test_a_second_run_beside_the_first_is_refused_and_one_after_it_is_not():
+    with one_run(), pytest.raises(UsageError, match="another run of this process"), one_run():
+        pass
+    with one_run():
+        pass
+
+
+def test_progress_is_shown_or_told_or_neither(capsys):
+    told = []
+    for progress in (False, told.append, True):
+        console_for(progress).print("a note")
+    assert [one.note for one in told] == ["a note"] and capsys.readouterr().err == "a note\n"
+    with pytest.raises(UsageError, match="--progress must be True, False or a function, got 'yes'"):
+        console_for("yes")
+
+
+def outcome(**more: object) -> Outcome:
+    return Outcome(**{"n_ok": 1, "failures": {}, "examples": {}, "n_missing": 0, "out": "c", **more})
+
+
+def test_failures_within_the_limits_are_a_summary_and_beyond_them_an_error_that_has_it():
+    one = outcome(failures={"io": 1}, examples={"io": ("a.mp4", "no such file")}, failed={"a.mp4": "io"})
+    assert checked_outcome(one, PruneConfig(), 2) is one
+    with pytest.raises(TooManyFailed, match=r"1 of 2 videos failed \(1 io\), e\.g\. a\.mp4: no such file") as caught:
+        checked_outcome(one, PruneConfig(max_failed="0"), 2)
+    assert caught.value.summary is one
+    with pytest.raises(TooManyFailed, match="1 of 1 videos failed"):
+        checked_outcome(outcome(n_ok=0, failures={"io": 1}, examples={"io": ("a.mp4", "?")}), PruneConfig(), 1)

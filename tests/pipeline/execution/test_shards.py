@@ -1,0 +1,129 @@
+"""Bundling what a graph gives: by number, by age although nothing follows, and no more than what writers get done."""
+
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import ray
+
+from pipeline.execution.shards import Flow, Part, Shards
+from pipeline.execution.stages import Stage, start_actors
+from tests.pipeline.rays import ray_here
+from tests.waiting import wait_until
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def part(*ids: str) -> Part:
+    return Part([pa.table({"id": list(ids)})], len(ids))
+
+
+def of_three(clock: Clock) -> Shards:
+    """Shards of three items, or of what is a minute old, without writers."""
+    return Shards(Flow(dataset=None, items_per_shard=3), age_s=60, clock=clock)
+
+
+def given(shards: Shards) -> list[list[str]]:
+    return [shard.rows["id"].to_pylist() for shard in shards.written()]
+
+
+def test_a_shard_is_full_by_its_number_of_items():
+    shards = of_three(Clock())
+    for name in "abcd":
+        shards.take(part(name))
+    assert given(shards) == [["a", "b", "c"]]
+    assert shards.finish() and given(shards) == [["d"]]
+
+
+def test_a_part_that_would_make_a_shard_too_large_begins_the_next():
+    shards = of_three(Clock())
+    for name in ("ab", "cd", "efgh"):
+        shards.take(part(*name))
+    assert given(shards) == [["a", "b"], ["c", "d"], ["e", "f", "g", "h"]]  # a part is never cut
+
+
+def test_what_has_waited_long_enough_is_a_shard_although_nothing_follows():
+    clock = Clock()
+    shards = of_three(clock)
+    shards.take(part("a"))
+    clock.now = 59.0
+    shards.take(part("b"))
+    assert given(shards) == []
+    clock.now = 60.0
+    assert given(shards) == [["a", "b"]]
+    clock.now = 119.0
+    shards.take(part("c"))  # its own time begins
+    clock.now = 178.0
+    assert given(shards) == []
+    clock.now = 179.0
+    assert given(shards) == [["c"]] and not shards.unwritten
+
+
+def test_the_last_shard_is_what_is_left():
+    shards = of_three(Clock())
+    assert not shards.finish() and given(shards) == []
+    shards.take(part("a"))
+    assert shards.finish() and given(shards) == [["a"]]
+    assert not shards.finish()
+
+
+def test_a_shard_whose_commit_was_interrupted_is_given_again_under_its_number():
+    shards = of_three(Clock())
+    shards.take(part("a", "b", "c"))
+    interrupted = shards.written()
+    first = next(interrupted)
+    assert (first.number, first.rows["id"].to_pylist()) == (0, ["a", "b", "c"])
+    interrupted.close()
+    assert shards.unwritten
+    shards.take(part("d"))
+    (again, other) = shards.rest(within_s=60)
+    assert again.number == 0 and again.rows.equals(first.rows)
+    assert (other.number, other.rows["id"].to_pylist()) == (1, ["d"])
+    assert not shards.unwritten
+
+
+class Gated:
+    """A writer that takes its time: until there is a file."""
+
+    def __init__(self, gate: Path) -> None:
+        self._gate = gate
+
+    def write(self, *blocks: pa.Table) -> pa.Table:
+        wait_until(self._gate.exists, "the gate")
+        return pa.concat_tables(blocks)
+
+
+def has_ended(writer) -> bool:
+    try:
+        ray.get(writer.write.remote(pa.table({"id": ["nobody's"]})))
+    except ray.exceptions.RayActorError:
+        return True
+    return False
+
+
+@pytest.mark.slow
+def test_no_more_is_taken_than_writers_have_to_do_and_one_that_is_killed_loses_nothing(tmp_path):
+    gate = tmp_path / "open"
+    with ray_here({"num_cpus": 2}):
+        flow = Flow(None, 2, partial(start_actors, Gated, Stage(0, 0, 1, "one"), (gate,)))
+        with Shards(flow, age_s=3600) as shards:
+            (writer,) = shards._writers
+            for number in range(6):  # a shard that is written, one that is next, and one that waits for its place
+                assert shards.has_room()
+                shards.take(Part([ray.put(part(f"v{number}").tables[0])], 1))
+            assert not shards.has_room() and list(shards.written(wait_s=0)) == []
+            ray.kill(writer, no_restart=False)
+            gate.touch()
+            done = sorted(shards.rest(within_s=60), key=lambda shard: shard.number)
+        assert [shard.rows["id"].to_pylist() for shard in done] == [["v0", "v1"], ["v2", "v3"], ["v4", "v5"]]
+        assert [shard.number for shard in done] == [0, 1, 2]
+        wait_until(lambda: has_ended(writer), "the writer's end")  # which the end of the block asked for

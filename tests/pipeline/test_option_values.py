@@ -1,0 +1,30 @@
+"""Options from Python: those of a command, in Python's types, refused by name."""
+
+import pytest
+
+from pipeline.errors import UsageError
+from pipeline.option_values import config_of
+from pipeline.prune.config import PruneConfig
+
+
+def test_options_are_those_of_the_command_in_pythons_types(tmp_path):
+    given = {"out": tmp_path, "video_root": [tmp_path], "retention_ratio": 1, "pruner_param": {"alpha": 0.5, "e": None}}
+    config = config_of(PruneConfig, "f", given)
+    assert (config.out, config.video_root) == (str(tmp_path), [str(tmp_path)])
+    assert (config.retention_ratio, config.pruner_params()) == (1.0, {"alpha": "0.5", "e": "none"})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"retention_ration": 0.5}, r"f\(\): unknown option retention_ration; did you mean retention_ratio\?"),
+        ({"zzz": 1}, r"f\(\): unknown option zzz; known: .*retention_ratio"),
+        ({"num_frames": "8"}, r"f\(\): num_frames must be a whole number, got '8'"),
+        ({"pruner_param": "alpha=1"}, r"f\(\): pruner_param must be a list of texts"),
+        ({"retention_ratio": 2.0}, r"--retention-ratio must be in \(0, 1\], got 2.0"),
+        ({"dry_run": True}, r"f\(\) takes no dry_run, which is for the command"),
+    ],
+)
+def test_other_options_and_values_are_refused_by_name(options, said):
+    with pytest.raises(UsageError, match=said):
+        config_of(PruneConfig, "f", options)
