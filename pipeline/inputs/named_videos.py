@@ -36,6 +36,8 @@ MANIFEST_SCHEMA = pa.schema(
         pa.field("size", pa.int64()),
     ]
 )
+#: Why a file must not be read that lies elsewhere; ``listings.OUTSIDE`` of an object.
+OUTSIDE_FOLDERS = "the path resolves outside the folder that was named (add --video-root for a folder that may be read)"
 _OWN = ("video_id", "uri", "start_s", "end_s", "size_bytes")
 _MOST_BYTES = 2**53  # whole numbers of float64
 _CONTROL = r"[\x00-\x1f\x7f-\x9f]"
@@ -68,7 +70,7 @@ class Judge:
             inside = self._inside[folder] = self._below(os.path.realpath(folder))
         if (inside and not os.path.islink(path)) or self._below(os.path.realpath(path)):  # noqa: PTH114 - a Path each
             return None
-        return "the path resolves outside the folder that was named (add --video-root for a folder that may be read)"
+        return OUTSIDE_FOLDERS
 
     def _below(self, real: str) -> bool:
         return any(Path(real).is_relative_to(root) for root in self._roots)

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, BinaryIO, Protocol
 
@@ -14,12 +14,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline.errors import printable
 from pipeline.inputs.listings import suffix_of
 
 #: A row of a file that a user wrote: it may hold anything.
 UserRow = dict[str, Any]
 TABLE_SUFFIXES = frozenset({".parquet", ".jsonl", ".csv"})
 _PART_ROWS = 2**16
+_SHOWN = 200  # bytes of a header
 _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
 # What reading one may raise; all of it is the file's fault.
 UNREADABLE = (OSError, UnicodeDecodeError, pa.ArrowException)
@@ -29,10 +31,11 @@ class BadRow(ValueError):  # noqa: N818
     """A row is no row; the message begins with where it stands."""
 
 
-def read_rows(name: str, file: BinaryIO, needs: str) -> Iterator[tuple[str, UserRow]]:
+def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> Iterator[tuple[str, UserRow]]:
     """Each row as a dict, with the words that say where it stands; empty cells of a .csv are left out.
 
-    ``needs`` says in an error what a row should have been. Raises BadRow, and what UNREADABLE lists.
+    ``needs`` says in an error what a row should have been; ``key`` is a column without which the first line of a .csv
+    is no header. Raises BadRow, and what UNREADABLE lists.
     """
     suffix = suffix_of(name)
     if suffix == ".parquet":
@@ -40,7 +43,7 @@ def read_rows(name: str, file: BinaryIO, needs: str) -> Iterator[tuple[str, User
             batches = (batch.to_pylist() for batch in shard.iter_batches(use_threads=False))
             yield from ((f"row {i}", row) for i, row in enumerate(row for batch in batches for row in batch))
     elif suffix == ".csv":
-        yield from _csv_rows(name, file)
+        yield from _csv_rows(name, file, needs, key)
     else:
         for number, line in enumerate(io.TextIOWrapper(file, "utf-8-sig"), 1):
             if line.strip():
@@ -62,7 +65,7 @@ class Rows(Protocol):
         """What each row has besides the columns ``own``, as JSON; null where that is nothing."""
 
 
-def read_parts(name: str, file: BinaryIO, needs: str) -> Iterator[Rows]:
+def read_parts(name: str, file: BinaryIO, needs: str, key: str | None = None) -> Iterator[Rows]:
     """The rows of ``read_rows`` in parts that memory holds easily; those of a .parquet never become Python objects
     unless they are asked for one by one."""
     if suffix_of(name) == ".parquet":
@@ -73,9 +76,48 @@ def read_parts(name: str, file: BinaryIO, needs: str) -> Iterator[Rows]:
                     yield _ArrowRows(batch, start)
                 start += len(batch)
         return
-    rows = read_rows(name, file, needs)
+    rows = read_rows(name, file, needs, key)
     while part := list(islice(rows, _PART_ROWS // 8)):
         yield _DictRows(part)
+
+
+def given_parts(name: str, given: object, needs: str) -> Iterator[Rows]:
+    """The same of rows that a caller has at hand: dicts, or a table that Arrow takes (its own, pandas', Polars').
+
+    Raises BadRow.
+    """
+    if hasattr(given, "__arrow_c_stream__"):
+        start = 0
+        for batch in _given_table(name, given, needs).to_batches(max_chunksize=_PART_ROWS):
+            yield _ArrowRows(batch, start)
+            start += len(batch)
+        return
+    rows = given_rows(name, given, needs)
+    while part := list(islice(rows, _PART_ROWS // 8)):
+        yield _DictRows(part)
+
+
+def given_rows(name: str, given: object, needs: str) -> Iterator[tuple[str, UserRow]]:
+    """The rows of ``given_parts`` as ``read_rows`` gives them. Raises BadRow."""
+    if hasattr(given, "__arrow_c_stream__"):
+        given = _given_table(name, given, needs).to_pylist()
+    if isinstance(given, Mapping) or not isinstance(given, Iterable):
+        raise _no_rows(name, given, needs)
+    for number, row in enumerate(given):
+        if not isinstance(row, Mapping):
+            raise BadRow(f"{name}, row {number}: expected a dict with {needs}, got {type(row).__name__}")
+        yield f"row {number}", {key: value for key, value in row.items() if value is not None}
+
+
+def _given_table(name: str, given: object, needs: str) -> pa.Table:
+    try:
+        return pa.table(given)
+    except (TypeError, pa.ArrowException) as error:  # one column, say
+        raise _no_rows(name, given, needs) from error
+
+
+def _no_rows(name: str, given: object, needs: str) -> BadRow:
+    return BadRow(f"{name}: expected a list of dicts or a table with {needs}, got {type(given).__name__}")
 
 
 class _ArrowRows:
@@ -149,9 +191,14 @@ def _as_json(rows: list[UserRow]) -> pa.Array:
     return pa.array([carried_json(row) if row else None for row in given], pa.string())
 
 
-def _csv_rows(name: str, file: BinaryIO) -> Iterator[tuple[str, UserRow]]:
+def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterator[tuple[str, UserRow]]:
     reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
     try:
+        if key is not None and reader.fieldnames and key not in reader.fieldnames:
+            found = printable(", ".join(reader.fieldnames), _SHOWN)
+            raise BadRow(
+                f"{name}, line 1: a .csv begins with the names of its columns, {needs} among them, not {found}"
+            )
         for row in reader:
             where = f"line {reader.line_num}"
             if None in row:  # dropping what is too much would cut a text at its first comma

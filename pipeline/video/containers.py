@@ -14,8 +14,9 @@ from pathlib import Path
 
 from pipeline.errors import FaultClass, VideoFault
 
-_HEAD = 4096  # bytes looked at; three packets of an MPEG transport stream fit well
+HEAD_BYTES = 4096  # bytes looked at; three packets of an MPEG transport stream fit well
 
+_TAR_MAGIC = 257  # where it stands
 # Magic bytes at the start of the file -> name of FFmpeg's demuxer.
 _DEMUXERS: tuple[tuple[bytes, str], ...] = (
     (rb"[\x00-\x08]...(?:ftyp|moov|wide|free|skip|pnot)|....mdat", "mov"),
@@ -61,7 +62,11 @@ def sniff(path: str | Path) -> str:
     what is not a file (a FIFO, a device), "io" where the file cannot be read. The message says what it looks like.
     """
     with open_regular(path) as file:
-        head = file.read(_HEAD)
+        return recognise(file.read(HEAD_BYTES), path)
+
+
+def recognise(head: bytes, path: str | Path) -> str:
+    """The same by the first bytes of the file at ``path``. Raises VideoFault."""
     refused = _match(_REFUSED, head)
     if refused is not None:
         fault_class, looks_like = refused
@@ -156,8 +161,10 @@ def _is_transport_stream(head: bytes) -> bool:
 def _unknown(head: bytes) -> str:
     if not head:
         return "an empty file"
+    if head[_TAR_MAGIC : _TAR_MAGIC + 5] == b"ustar":
+        return "a tar archive"
     try:
-        text = head.decode("utf-8", "strict" if len(head) < _HEAD else "ignore")
+        text = head.decode("utf-8", "strict" if len(head) < HEAD_BYTES else "ignore")
     except UnicodeDecodeError:
         return "unknown binary data"
     return "text" if all(c.isprintable() or c.isspace() for c in text) else "unknown binary data"

@@ -100,7 +100,7 @@ def pick_stream(container: Any) -> Any:
     """
     streams = [s for s in container.streams.video if not s.disposition & _NOT_A_VIDEO]
     if not streams:
-        raise VideoFault("unsupported", "the file holds no video stream")
+        raise VideoFault("unsupported", f"the file holds no video stream{_instead(container)}; leave it out")
     streams = [s for s in streams if s.codec_context is not None]
     if not streams:
         raise VideoFault("unsupported", "no decoder knows the codec of the video stream")
@@ -108,6 +108,12 @@ def pick_stream(container: Any) -> Any:
     if stream.width * stream.height > MAX_PIXELS:
         raise VideoFault("unsupported", f"frames of {stream.width}x{stream.height} are larger than {MAX_PIXELS} pixels")
     return prepared(stream)
+
+
+def _instead(container: Any) -> str:
+    kinds = (("audio", container.streams.audio), ("pictures", container.streams.video))
+    found = " and ".join(name for name, streams in kinds if streams)
+    return f", only {found}" if found else ""
 
 
 def prepared(stream: Any) -> Any:

@@ -143,6 +143,14 @@ class DecodeSandbox:
         return VideoFault("crash", message, backend=backend, exit_signal=number)
 
 
+class InThisProcess(DecodeSandbox):
+    """No child, and no limit: for a video of one's own in a notebook. A crash takes this process along."""
+
+    def decode(self, request: DecodeRequest, descriptor: int | None = None) -> DecodedVideo:
+        """Raises VideoFault as ``decode_video``."""
+        return decode_video(request if descriptor is None else replace(request, path=f"/proc/self/fd/{descriptor}"))
+
+
 class _Child:
     """One child process and the parent's end of the pipe to it. Raises VideoFault("internal") if it does not start."""
 

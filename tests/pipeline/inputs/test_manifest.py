@@ -88,6 +88,7 @@ def test_what_cannot_be_listed_is_refused(tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"video_id": \n')
     (tmp_path / "list.jsonl").write_text("[1]\n")
     (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "headerless.csv").write_text("a,a.mp4\n")
     for videos, message in [
         (tmp_path / "nowhere", "no such folder"),
         (tmp_path, "no video in this folder"),
@@ -96,6 +97,7 @@ def test_what_cannot_be_listed_is_refused(tmp_path):
         (tmp_path / "bad.jsonl", "line 1: not JSON"),
         (tmp_path / "list.jsonl", "expected an object"),
         (tmp_path / "empty.csv", "no rows"),
+        (tmp_path / "headerless.csv", "line 1: .* names of its columns, video_id and uri among them, not a, a.mp4"),
     ]:
         with pytest.raises(ManifestError, match=message):
             read_manifest(str(videos))

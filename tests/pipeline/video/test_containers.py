@@ -44,6 +44,7 @@ REFUSED = {
     "mp3": (b"ID3\x04\0", "unsupported", "MP3 audio"),
     "mp3 without tags": (b"\xff\xfb\x90\x44", "unsupported", "MP3 audio"),
     "pdf": (b"%PDF-1.7", "unsupported", "a PDF document"),
+    "tar": (b"a.mp4".ljust(257, b"\0") + b"ustar\x0000", "unsupported", "a tar archive"),
     "zip": (b"PK\x03\x04", "unsupported", "a compressed archive"),
     "other ebml": (b"\x1a\x45\xdf\xa3\x84\x42\x82\x81\x78", "unsupported", "unknown binary data"),
     "one sync byte": (b"G" + bytes(100), "unsupported", "unknown binary data"),

@@ -16,7 +16,7 @@ def index_of(path):
 
 
 def test_cover_art_is_no_video(tmp_path):
-    with pytest.raises(VideoFault, match="no video stream") as caught:
+    with pytest.raises(VideoFault, match="no video stream, only audio and pictures; leave it out") as caught:
         index_of(audio_with_cover(tmp_path / "a.mp4"))
     assert caught.value.fault_class == "unsupported"
 

@@ -1,0 +1,72 @@
+"""Videos that a caller has at hand: paths, dicts and tables become the same rows as a manifest."""
+
+from pathlib import Path
+
+import polars
+import pyarrow as pa
+import pytest
+
+from pipeline.errors import ManifestError
+from pipeline.inputs.manifest import given_manifest, read_manifest
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> Path:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_paths_are_called_by_their_names_and_may_be_anywhere(tmp_path, here):
+    (tmp_path / "other").mkdir()
+    paths = [tmp_path / "other" / "a.mp4", "b.mp4", "s3://bucket/far/c.mp4"]
+    given = given_manifest(paths).to_pylist()
+    assert given == given_manifest(iter(paths)).to_pylist()
+    assert [(row["video_id"], row["path"], row["policy"]) for row in given] == [
+        ("a.mp4", str(tmp_path / "other" / "a.mp4"), None),
+        ("b.mp4", str(here / "b.mp4"), None),
+        ("c.mp4", "s3://bucket/far/c.mp4", None),
+    ]
+
+
+def test_a_path_that_leads_elsewhere_by_a_link_is_not_read(tmp_path, here):
+    (tmp_path / "secret.mp4").write_text("x")
+    (here / "a.mp4").symlink_to(tmp_path / "secret.mp4")
+    assert "outside" in given_manifest(["a.mp4"])["policy"][0].as_py()
+    assert given_manifest(["a.mp4"], [str(tmp_path)])["policy"][0].as_py() is None
+
+
+ROWS = [{"video_id": "a", "uri": "x.mp4", "start_s": 1.0, "topic": "cats"}, {"video_id": "b", "uri": "y.mp4"}]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter, pa.Table.from_pylist, polars.DataFrame])
+def test_rows_are_those_of_a_manifest_in_the_current_folder(here, kind):
+    (here / "m.jsonl").write_text(
+        '{"video_id": "a", "uri": "x.mp4", "start_s": 1, "topic": "cats"}\n{"video_id": "b", "uri": "y.mp4"}'
+    )
+    assert given_manifest(kind(ROWS)).equals(read_manifest("m.jsonl"))
+
+
+def test_rows_may_name_no_more_than_a_manifest(tmp_path):
+    rows = [{"video_id": "a", "uri": tmp_path / "a.mp4"}]
+    assert "outside" in given_manifest(rows)["policy"][0].as_py()
+    assert given_manifest(rows, [str(tmp_path)])["policy"][0].as_py() is None
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "there is none"),
+        (["x/a.mp4", "y/a.mp4"], "2 paths end in 'a.mp4': give dicts with a video_id and a uri each"),
+        ([{"video_id": "a"}], "videos, row 0: no uri"),
+        ([ROWS[0], "b.mp4"], "videos, row 1: expected a dict with video_id and uri, got str"),
+        ([ROWS[0], ROWS[0]], "1 rows repeat a video_id"),
+        (ROWS[0], "expected a list of dicts or a table with video_id and uri, got dict"),
+        (pa.chunked_array([["a"]]), "expected a list of dicts or a table with video_id and uri, got ChunkedArray"),
+        (7, "expected a list of dicts or a table with video_id and uri, got int"),
+    ],
+)
+def test_what_is_no_list_of_videos_is_refused_by_name(given, said):
+    with pytest.raises(ManifestError, match=said):
+        given_manifest(given)
