@@ -7,18 +7,20 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from gstep.evidence import is_per_frame
-from gstep.pruners.checks import EVIDENCE_SHAPES
+from gstep.evidence import EVIDENCE_SHAPES, is_per_frame
 from pipeline.cache.header import CacheHeader, deepstack_levels
 from pipeline.rows import VideoRow
+
+if TYPE_CHECKING:  # a cache is opened, listed and asked for metadata without torch
+    from torch import Tensor
+
+    from gstep.language import Visual
 
 #: Evidence of one number a token: its labels begin so.
 ONE_NUMBER = tuple(name for name, axes in EVIDENCE_SHAPES.items() if axes == ("T", "N"))
@@ -60,6 +62,25 @@ class CachedVideo:
         """[D] bfloat16, LLaVA-OneVision's row after all tokens of a video; None for families without one."""
         return None if self.header is None else newline_of(self.header)
 
+    @property
+    def visual(self) -> Visual:
+        """The same as prompts take it (``gstep.language``), in the order it was read in."""
+        from gstep.language import Visual  # noqa: PLC0415 - who only reads tokens does without
+
+        row = self.metadata
+        return Visual(
+            tokens=self.tokens,
+            index=self.index,
+            n_frames=row["n_frames"],
+            tokens_per_frame=row["tokens_per_frame"],
+            extra=row["model_extra"] or {},
+            deepstack=self.deepstack,
+            newline=self.newline,
+            evidence=self.evidence,
+            frame_indices=row.get("frame_indices") or (),
+            fps=row.get("fps"),
+        )
+
 
 def newline_of(header: CacheHeader) -> Tensor | None:
     """The newline row that a cache holds."""
@@ -83,6 +104,8 @@ def to_video(
             keeps its own.
         placed: [K,width] columns of vectors that are in that order, and need not be in ``table``.
     """
+
+    import torch  # noqa: PLC0415 - two seconds, for whoever wants tokens
 
     def numbers(name: str, dtype: Any) -> Tensor | None:
         if table[name].null_count:
@@ -145,6 +168,8 @@ def vector_bytes(column: pa.ChunkedArray) -> pa.Buffer:
 
 def bfloat16(data: Any) -> Tensor:
     """A view of the bytes of ``data``."""
-    with warnings.catch_warnings():  # Arrow's memory is read-only, which torch cannot express
+    import torch  # noqa: PLC0415 - as above
+
+    with warnings.catch_warnings():  # Arrow gives its memory for reading only, which torch cannot express
         warnings.filterwarnings("ignore", message=".*not writable.*")
         return torch.from_numpy(np.frombuffer(data, dtype=np.int16)).view(torch.bfloat16)

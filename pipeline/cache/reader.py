@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pyarrow as pa
-from torch import Tensor
 
 from gstep.evidence import name_of
 from pipeline.cache.cached_video import CachedVideo, index_order, newline_of, to_video
@@ -27,6 +26,9 @@ from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, NotACa
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import Fetched, LocalStore, Store, store_at
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 HEADER = "cache.json"
 _SHARDS = 16  # token shards that are kept open
 _AHEAD = 4  # requests of get_many that are under way at once
@@ -41,6 +43,31 @@ def read_header(store: Store) -> CacheHeader:
 
 class TokenCache:
     """A pruned-token cache, opened for reading. It shows what was committed when it was opened.
+
+    Its tokens take the place of the vision encoder's output in the LLM that they were made for. With transformers::
+
+        import torch
+        from transformers import AutoModelForImageTextToText
+
+        from gstep.language import Batch, encoder_outputs, prompt_builder
+        from pipeline import TokenCache, model_source
+
+        cache = TokenCache("cache")
+        source = model_source(cache)  # the checkpoint that the tokens were made for
+        folder, revision = source.pretrained()
+        model = AutoModelForImageTextToText.from_pretrained(folder, revision=revision)  # or your own, on its device
+        builder = prompt_builder(source)  # chat template, tokenizer and positions; no weights
+        visual = cache.get("bikes.mp4", retention_ratio=0.10).visual
+        batch = Batch.of([builder.build("What happens in this video?", [visual])])
+        with torch.inference_mode():
+            ids = model.generate(
+                input_ids=batch.input_ids.to(model.device),
+                attention_mask=batch.mask.to(model.device),
+                position_ids=batch.position_ids().to(model.device),
+                mm_encoder_outputs=encoder_outputs([visual], model.device, model.dtype),
+                max_new_tokens=32,
+            )
+        print(builder.tokenizer.decode(ids[0, batch.input_ids.shape[1] :], skip_special_tokens=True))
 
     ``path`` is a folder or ``s3://bucket/prefix``; how the store is reached is taken from the environment, unless a
     ``store`` is given. Where the cache has a compacted index (``python -m jobs.compact``), opening loads no ids: on S3
@@ -189,8 +216,9 @@ class TokenCache:
         """The tokens of one video, all that are stored or the nested ``retention_ratio`` of all T*N.
 
         ``order="index"`` gives ascending flat index, as an LLM wants them; ``order="selection"`` the order of
-        selection (of a method without one: of its own prompt), as they are stored: the tokens then are a read-only
-        view into what Arrow read, without a copy.
+        selection (of a method without one: of its own prompt), as they are stored: the tokens then are the memory that
+        Arrow read them into, without a copy. Either way they are the caller's own: what is written to them changes no
+        file and no other video.
 
         ``evidence`` names what is read of the same rows besides, of what the cache has (a label, or a name that has one
         source there); nothing of it otherwise.

@@ -121,23 +121,30 @@ def _write(videos: Sequence[tuple[VideoRecord, KeptTokens]], store: Store, run_i
     widths = {name: values.shape[1] for name, values in kept.evidence.items()}
     schema = token_schema(first["hidden_size"], len(kept.deepstack), widths)
     tables: list[pa.Table] = []
-    groups: list[int] = []
     for record, kept in videos:
         tables.append(_token_rows(record, kept, schema))
         # What the checksum means in the schema names no evidence: caches without any keep their bytes.
         record["checksum"] = digest(*(np.ascontiguousarray(part) for part in _vectors(kept).values()))
-        record["first_row_group"] = len(groups)
         record["row_counts"] = tier_row_counts(
             record["n_total"], record["n_tokens"], record["retention_ratio"], nested=record["nested"]
         )
+    put_token_shard(store, run_id, [record for record, _ in videos], tables)
+
+
+def put_token_shard(store: Store, run_id: str, records: Sequence[VideoRecord], tables: Sequence[pa.Table]) -> None:
+    """Write the token rows of videos, whose records have their row_counts, as one shard, and note in the records where
+    each is. Raises OSError."""
+    groups: list[int] = []
+    for record in records:
+        record["first_row_group"] = len(groups)
         groups += record["row_counts"]
     data = write_parquet(pa.concat_tables(tables), groups)
-    ids = digest(*(record["video_id"].encode() + b"\0" for record, _ in videos))
+    ids = digest(*(record["video_id"].encode() + b"\0" for record in records))
     # Of which videos, for whoever looks at a listing; and of which bytes, so that no others ever replace them.
     name = f"{TOKENS}/{run_id}-{_hex(ids)[:16]}-{_hex(digest(data))}.parquet"
     store.put(name, data)
     footer = digest(footer_of(memoryview(data)))
-    for record, _ in videos:
+    for record in records:
         record["token_shard"], record["footer_hash"] = name, footer
 
 

@@ -31,6 +31,12 @@ class PruneConfig(PrunerOptions):
         "a folder or s3://bucket/prefix, besides the manifest's own, that it may name files in; may be repeated",
         metavar="DIR",
     )
+    on_forbidden: str = option(
+        "refuse",
+        "what to do where videos may not be read, since they lie outside the manifest's folder and every --video-root, "
+        "say: refuse to start, or record them as failed and prune the others",
+        choices=("refuse", "record"),
+    )
     on_changed: str = option(
         "refuse",
         "what to do with a cached video whose uri, size or clip differs now",
@@ -135,7 +141,7 @@ class PruneConfig(PrunerOptions):
     target_shard_mb: int = option(
         256,
         "about how many MB (10^6 bytes) of tokens go into one Parquet shard, by the planned size of its videos (as if "
-        "in full HD where that depends on their shape); small runs use smaller shards",
+        "in full HD where that depends on their shape); small runs use smaller shards, and so does --flush-seconds",
         metavar="MB",
     )
     videos_per_shard: int | None = option(

@@ -65,9 +65,9 @@ class VideoDecoder:
     A crash, a hang or a memory bomb costs one video and no actor. Close it after use.
     """
 
-    def __init__(self, setup: DecodeSetup) -> None:
+    def __init__(self, setup: DecodeSetup, sandbox: DecodeSandbox | None = None) -> None:
         self._setup = setup
-        self._sandbox = DecodeSandbox(timeout_s=setup.timeout_s, memory_mb=setup.memory_mb)
+        self._sandbox = sandbox or DecodeSandbox(timeout_s=setup.timeout_s, memory_mb=setup.memory_mb)
 
     def close(self) -> None:
         """End the child."""
@@ -125,7 +125,7 @@ class Decoder:
                 self._heartbeat.rest()
                 with self._heartbeat.holding(row["video_id"]) as held, next(sources) as source:
                     record, frames = self._decoder.decode_one(row, source)
-                    held.failed = may_succeed_elsewhere(record)
+                    held.failed, held.made = may_succeed_elsewhere(record), frames is not None
                     decoded = decoded_batch(record, frames)
                 yield decoded
 

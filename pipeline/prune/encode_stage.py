@@ -17,6 +17,7 @@ from torch import Tensor
 from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import Backbone, ModelSource, SampledVideo, choose_runtime, family_of
 from gstep.evidence import is_per_frame, name_of
+from gstep.lazy import importing_much
 from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo
 from pipeline.errors import VideoFault
 from pipeline.execution.gpu_fault import exit_after_gpu_fault
@@ -137,7 +138,7 @@ class Encoder:
     def __init__(self, setup: EncodeSetup, heartbeats: Any = None) -> None:
         self._heartbeat = Heartbeat("encode", heartbeats)
         self._heartbeat.start()
-        with self._heartbeat.busy("the model, being loaded"):
+        with self._heartbeat.busy("the model, being loaded"), importing_much():
             self.encoder = VideoEncoder(setup)
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
@@ -146,6 +147,7 @@ class Encoder:
             with self._heartbeat.holding(record["video_id"]) as held:
                 video = self._video(batch, row, record)
                 held.failed = may_succeed_elsewhere(video.record) if record["status"] == "ok" else None
+                held.made = video.kept is not None
                 encoded = encoded_batch(video)
             yield encoded
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from gstep.backbones import BACKBONES
-from gstep.evidence import PER_FRAME, SOURCES, label
+from gstep.evidence import EVIDENCE_SHAPES, PER_FRAME, SOURCES, label
 from gstep.methods import METHODS
 from gstep.pruners import read_pruner
 from gstep.pruners.base import Pruner
-from gstep.pruners.checks import EVIDENCE_SHAPES
 from pipeline.errors import UsageError
 
 #: The evidence that an encoder gives: of each token, [T,N] or [T,N,width], or of each frame.

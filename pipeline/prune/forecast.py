@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +20,7 @@ from pipeline.cache.ledger import Ledger
 from pipeline.errors import CacheLocked, UsageError
 from pipeline.execution.request import store_refusing
 from pipeline.prune.config import PruneConfig
+from pipeline.prune.manifest_checks import Example, doomed
 from pipeline.prune.request import PruneRequest, prepare
 from pipeline.prune.resume import Tally, remaining, share_of
 from pipeline.storage.lock import holder
@@ -37,7 +37,7 @@ class Forecast:
         out: the cache, as named.
         tally: the manifest's videos by what is to be done with them.
         n_todo: those that the run would process; the rest of those to do waits for ``--limit``.
-        n_policy: those of them that may not be read, and would become error rows.
+        doomed: those of them that would become error rows, as far as that shows, by what is wrong with them.
         first_ids: of the videos to process.
         identity: what every row of the cache would share; the dtype may be left to the cluster ("auto").
         grid: (T, N) of a video; where its shape decides, of one in full HD with as many frames as are sampled at most.
@@ -49,13 +49,17 @@ class Forecast:
     out: str
     tally: Tally
     n_todo: int
-    n_policy: int
+    doomed: dict[str, Example]
     first_ids: list[str]
     identity: CacheIdentity
     grid: tuple[int, int]
     kept: int
     video_bytes: int
     one_size: bool
+
+    def as_record(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {**vars(self), "tally": self.tally._asdict()}
 
 
 def forecast(config: PruneConfig, console: Console) -> Forecast:
@@ -81,7 +85,7 @@ def _forecast(request: PruneRequest, counts: Tally, todo: pa.Table) -> Forecast:
         out=str(request.store),
         tally=counts,
         n_todo=len(todo),
-        n_policy=pc.sum(todo["policy"].is_valid()).as_py() or 0,
+        doomed=doomed(todo),
         first_ids=todo["video_id"].slice(0, _SHOWN).to_pylist(),
         identity=request.identity(request.dtype),
         grid=(T, N),
@@ -121,11 +125,13 @@ def _lines(plan: Forecast) -> list[tuple[str, str]]:
     rest = f", {waiting} more wait (--limit)" if waiting else ""
     again = f"{counts.new} new, {counts.retried} failed before, {counts.redone} changed"
     largest = "" if plan.one_size else ", in full HD and of full length"
-    total = plan.video_bytes * (plan.n_todo - plan.n_policy)
+    wrong = [(f"{found.n} of the {plan.n_todo} {what}", found.first) for what, found in plan.doomed.items()]
+    total = plan.video_bytes * (plan.n_todo - sum(found.n for found in plan.doomed.values()))
     lines = [
         ("cache", plan.out),
         ("videos", f"{plan.n_todo} to do{rest}, {counts.done} done, {counts.failed} failed before and left alone"),
-        ("left to do", f"{again}; {plan.n_policy} of the {plan.n_todo} may not be read: error rows of class policy"),
+        ("left to do", again),
+        *(("will fail", f"{count}, e.g. {first}") for count, first in wrong),
         ("a video", f"{T} x {N} = {T * N} tokens, about {plan.kept} kept{largest}"),
         ("bytes", f"about {plan.video_bytes:,} a video, {total:,} in all{largest}"),
     ]

@@ -1,9 +1,11 @@
 """The stages in order, and what each may use: the page to read first.
 
-    manifest -> decode (CPU actors, killable child processes) -> encode + prune (GPU actors) -> write -> driver commits
+    manifest -> decode (CPU actors, killable child processes) -> encode + prune (GPU actors)
+        -> the driver bundles references, by number or age -> write (actors) -> the driver commits
 
 A video is one row all the way. Encode and prune share an actor, so that a video's full tokens (45 MB for 32 frames of
 LLaVA-OneVision-7B) never cross the object store; decode is a stage of its own, so that nodes without GPUs can take it.
+Ray Data runs these two; what is encoded waits nowhere for longer than --flush-seconds (``pipeline.execution.shards``).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -18,7 +21,8 @@ import ray.data
 from ray.data import ExecutionResources
 
 from pipeline.execution.nodes import elsewhere
-from pipeline.execution.stages import BLOCK_BYTES, MAX_BLOCKS, Stage, StageWords, Wording, actors
+from pipeline.execution.shards import Flow
+from pipeline.execution.stages import MAX_BLOCKS, Stage, StageWords, Wording, actors, start_actors
 from pipeline.prune.decode_stage import Decoder, DecodeSetup
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.prune.write_stage import Writer
@@ -51,10 +55,10 @@ class Resources:
     def store_bytes(self, frame_bytes: int, token_bytes: int) -> int:
         """What may wait in the object stores, beside what workers have in hand: a few videos a worker, a few shards.
 
-        ``frame_bytes`` and ``token_bytes`` are those of one video. Below the shards that the writers collect and hold,
-        Ray would creep: it lets out one block in ten seconds.
+        ``frame_bytes`` and ``token_bytes`` are those of one video. Below the shards that are collected and that writers
+        hold, Ray would creep: it lets out one block in ten seconds.
         """
-        frames = 4 * (self.decode.workers + self.encode.workers) * max(frame_bytes, BLOCK_BYTES)
+        frames = 4 * (self.decode.workers + self.encode.workers) * max(frame_bytes, LEAST_BYTES)
         return frames + self.shards_at_once * self.videos_per_shard * token_bytes
 
     def fitting(self, store_bytes: float, token_bytes: int) -> Resources:
@@ -77,17 +81,24 @@ class Resources:
         """GPUs that all encoders reserve at once."""
         return self.encode.num_gpus * self.encode.workers
 
+    @property
+    def workers(self) -> str:
+        """The workers that start, in words."""
+        return f"{self.decode.workers} to decode, {self.encode.workers} to encode, which load the model first"
+
     def collected(self, stage: str, waits: bool) -> int:
         """How many videos a stage waits for before it takes any: a shard is collected first, unless it is the last, and
-        workers before it hand over what they made of a block when they are through with all of it."""
+        each worker before it may be about to hand one over."""
         if not waits:
             return 1
         before = {"encode": self.decode, "write": self.encode}.get(stage)
-        unfinished = before.workers * self.videos_per_block if before else 0
-        return unfinished + (self.videos_per_shard if stage == "write" else 1)
+        handed_over = before.workers if before else 0
+        return handed_over + (self.videos_per_shard if stage == "write" else 1)
 
 
-# The records of a shard must fit a block: the driver commits what comes in one.
+LEAST_BYTES = 8 * 2**20  # that a worker's videos may take, however small they are
+# The driver commits the records of a shard at once, and makes a reference to each of its videos an argument of a call.
+RECORDS_BYTES = 8 * 2**20
 RECORD_BYTES, FRAME_RECORD_BYTES = 4096, 64  # more than a video's record takes, and each frame in it
 
 
@@ -95,9 +106,9 @@ def videos_for(shard_bytes: int, token_bytes: int, n_frames: int) -> int:
     """How many videos of ``token_bytes`` and ``n_frames`` make a shard of ``shard_bytes``.
 
     Shards are bundled from what comes in, never filled over several tasks, so that a task that is tried again writes
-    the same file. No more videos than whose records the driver commits in one block.
+    the same file. No more videos than whose records the driver commits at once.
     """
-    records = BLOCK_BYTES // (RECORD_BYTES + FRAME_RECORD_BYTES * n_frames)
+    records = RECORDS_BYTES // (RECORD_BYTES + FRAME_RECORD_BYTES * n_frames)
     return max(1, min(shard_bytes // max(token_bytes, 1), records))
 
 
@@ -146,8 +157,8 @@ def build_graph(
     heartbeats: Any = None,
     *,
     without: Collection[str] = (),
-) -> ray.data.Dataset:
-    """The lazy dataset whose rows are the written records of ``todo``; nothing runs until it is iterated.
+) -> Flow:
+    """What makes the written records of ``todo``; nothing runs until its parts are asked for.
 
     ``without`` are ids of nodes on which no worker may run.
     """
@@ -165,12 +176,10 @@ def build_graph(
     tokens = frames.map_batches(
         Encoder, fn_constructor_args=(encode, heartbeats), **actors(resources.encode, 1, labels)
     )
-    # 4. Write: one token shard a call.
-    arguments = (store, run_id, heartbeats)
-    size = resources.videos_per_shard
-    written = tokens.map_batches(Writer, fn_constructor_args=arguments, **actors(resources.write, size, labels))
     # Ray's own limit is half of the object stores, which a fast decoder would fill with frames.
     shape = decode.largest_frames()
     limit = resources.store_bytes(3 * math.prod(shape), encode.bytes_per_video(*shape))
-    written.context.execution_options.resource_limits = ExecutionResources(object_store_memory=limit)
-    return written
+    tokens.context.execution_options.resource_limits = ExecutionResources(object_store_memory=limit)
+    # 4. Write: one token shard a call, of what the driver has bundled.
+    writers = partial(start_actors, Writer, resources.write, (store, run_id, heartbeats), labels)
+    return Flow(tokens, resources.videos_per_shard, writers)

@@ -46,6 +46,7 @@ class Commits:
     Attributes:
         failed: of the videos that failed, the attempts that each has had.
         retryable: those that may be the fault of a machine.
+        n_shards: how many numbers of shards are taken.
     """
 
     def __init__(self, request: PruneRequest, made_with: str, lock: Lock, limit: int) -> None:
@@ -54,17 +55,17 @@ class Commits:
         self.lock = lock
         self.failed: dict[str, int] = {}
         self.retryable: dict[str, int] = {}
+        self.n_shards = 0
         self._made_with = made_with
-        self._count = 0
         self._limit = max(limit, ALIKE)
         self._outside: Counter[FaultClass] = Counter()
         self._example: dict[FaultClass, str] = {}
 
-    def __call__(self, number: int, rows: pa.Table) -> None:
-        """Commit the rows of a shard (WRITTEN); its ``number`` is that of its pass."""
+    def __call__(self, before: int, number: int, rows: pa.Table) -> None:
+        """Commit the rows of a shard (WRITTEN); its ``number`` counts from those ``before`` its graph."""
         records, store, run_id = written_records(rows), self.request.store, self.request.run_id
-        commit(store, run_id, self._count, records, made_with=self._made_with, lock=self.lock)
-        self._count += 1
+        commit(store, run_id, before + number, records, made_with=self._made_with, lock=self.lock)
+        self.n_shards = max(self.n_shards, before + number + 1)
         failed = [record for record in records if record["status"] != "ok"]
         self.failed |= {record["video_id"]: record["attempts"] for record in failed}
         self.retryable |= {record["video_id"]: record["attempts"] for record in filter(may_succeed_elsewhere, failed)}
@@ -138,7 +139,8 @@ class Passes:
         def planned(videos: pa.Table) -> Graph:
             plan, request = self._planned(offer(), len(videos)), self._commits.request
             build = partial(build_graph, videos, *self._setups, plan, request.store, request.run_id, without=without)
-            return Graph(build, self._commits, plan, len(videos), give_up, offer, self._heard)
+            commit = partial(self._commits, self._commits.n_shards)
+            return Graph(build, commit, plan, len(videos), give_up, offer, self._heard)
 
         def left(videos: pa.Table) -> pa.Table:
             return left_of(videos, self._ledger.refresh(), self._commits.failed)

@@ -24,11 +24,12 @@ from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import CorruptShard, IdentityMismatch, NotACache, UsageError
 from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
-from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.manifest import given_manifest, read_manifest
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.evidence import evidence_sources
+from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 from pipeline.video.decoders import DECODERS, load_decoder
@@ -111,13 +112,22 @@ class PruneRequest:
         }
 
 
-def prepare(config: PruneConfig, console: Console) -> PruneRequest:
-    """Check the whole request against the disk and the cache. Raises UsageError; starts nothing."""
+def prepare(config: PruneConfig, console: Console, given: object = None) -> PruneRequest:
+    """Check the whole request against the disk and the cache. Raises UsageError; starts nothing.
+
+    ``given`` are videos that a caller has at hand, as of ``given_manifest``; None where the options name them.
+    """
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     store = store_at(config.out, objects)
     check_out(store)
     with store_refusing():
-        manifest = read_manifest(config.videos, config.video_root, objects)
+        if given is None:
+            manifest = read_manifest(config.videos, config.video_root, objects)
+            refuse_other_files(manifest, config.videos, objects)
+        else:
+            manifest = given_manifest(given, config.video_root)
+        if config.on_forbidden == "refuse":
+            refuse_forbidden(manifest, config.videos)
         if not store.exists(HEADER) and store.taken():
             raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
     request = resolve(config, manifest, store, objects)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from pipeline.cache.ledger import TIMED, Ledger
 from pipeline.errors import FAULTS
-from pipeline.execution.outcome import Outcome
+from pipeline.execution.outcome import Outcome, as_text
 from pipeline.keys import parts_of
 
 
@@ -35,6 +35,9 @@ class Summary(Outcome):
     token_bytes: int
     seconds: dict[str, float] = field(default_factory=dict)
     n_warned: int = 0
+
+    def __str__(self) -> str:
+        return as_text(render(self))
 
 
 def summarise(

@@ -22,8 +22,9 @@ class Writer:
         self._heartbeat = Heartbeat("write", heartbeats)
         self._heartbeat.start()
 
-    def __call__(self, batch: pa.Table) -> pa.Table:
-        videos = encoded_videos(batch)
+    def write(self, *blocks: pa.Table) -> pa.Table:
+        """The rows (WRITTEN) of the videos of some blocks (ENCODED), whose tokens are on disk from now on."""
+        videos = encoded_videos(pa.concat_tables(blocks))
         with self._heartbeat.holding(*(video.record["video_id"] for video in videos)):
             try:
                 rows = write_token_shard(videos, store=self._store, run_id=self._run_id)

@@ -74,6 +74,33 @@ def test_order_of_selection_is_a_view_without_a_copy(tmp_path, videos):
     assert with_index.index.tolist() == sorted(with_index.index.tolist())
 
 
+@pytest.mark.parametrize("order", ["index", "selection"])
+def test_tokens_are_the_caller_s_own(tmp_path, videos, order):
+    make_cache(tmp_path, videos)
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*.parquet")}
+    cache = TokenCache(tmp_path)
+    video, before = cache.get("v1.mp4", order=order), bits(cache.get("v1.mp4").tokens)
+    video.tokens.fill_(7)
+    assert torch.equal(bits(cache.get("v1.mp4").tokens), before)
+    assert files == {path: path.read_bytes() for path in files}
+
+
+LIGHT = """
+import sys
+from pipeline import TokenCache
+cache = TokenCache(sys.argv[1])
+assert cache.video_ids and "v1.mp4" in cache and cache.metadata("v1.mp4")["status"] == "ok" and not cache.failed
+print([name for name in ("torch", "ray", "transformers", "av") if name in sys.modules])
+print(cache.get("v1.mp4").tokens.dtype)
+"""
+
+
+def test_a_cache_is_opened_and_looked_through_without_torch_or_ray(tmp_path, videos):
+    make_cache(tmp_path, videos)
+    done = subprocess.run([sys.executable, "-c", LIGHT, tmp_path], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[]", "torch.bfloat16"]
+
+
 class CountingStore(LocalStore):
     """Counts the bytes that a reader asks for."""
 

@@ -1,6 +1,7 @@
 """The dry run: what a run would do, told without starting or writing anything."""
 
 import io
+import json
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from pipeline.prune.forecast import Forecast, forecast, render_forecast
 from pipeline.prune.resume import Tally
 from pipeline.storage.lock import cache_lock
 from pipeline.storage.stores import LocalStore
+from tests.pipeline.inputs.test_manifest import write_jsonl
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def shown(plan: Forecast) -> str:
 
 def test_a_forecast_counts_and_writes_nothing(folder):
     plan = told(folder)
-    assert (plan.tally, plan.n_todo, plan.n_policy) == (Tally(new=3), 3, 0)
+    assert (plan.tally, plan.n_todo, plan.doomed) == (Tally(new=3), 3, {})
     assert plan.first_ids == ["a.mp4", "b.mp4", "c.mp4"] and plan.out == str(folder / "c")
     n_frames, per_frame = plan.grid
     assert n_frames == 4 and plan.one_size and plan.kept == round(0.25 * n_frames * per_frame)
@@ -56,14 +58,36 @@ def test_a_limit_leaves_the_rest_waiting(folder):
     assert "1 to do, 2 more wait (--limit), 0 done" in said and f"{plan.video_bytes:,} in all" in said
 
 
-def test_videos_that_may_not_be_read_take_no_bytes(folder):
-    outside = folder / "outside.mp4"
-    outside.write_bytes(b"x")
-    (folder / "videos" / "link.mp4").symlink_to(outside)
-    plan = told(folder)
-    assert (plan.n_todo, plan.n_policy) == (4, 1)
-    assert f"{3 * plan.video_bytes:,} in all" in shown(plan)
-    assert "1 of the 4 may not be read" in shown(plan)
+def test_videos_that_are_known_to_fail_are_told_and_take_no_bytes(folder):
+    (folder / "outside.mp4").write_bytes(b"x")
+    (folder / "videos" / "link.mp4").symlink_to(folder / "outside.mp4")
+    rows = [
+        {"video_id": "good", "uri": "a.mp4", "start_s": 1, "end_s": 2},
+        {"video_id": "link", "uri": "link.mp4"},
+        {"video_id": "gone 1", "uri": "gone.mp4"},
+        {"video_id": "gone 2", "uri": "gone.mp4", "start_s": 1},
+        {"video_id": "back", "uri": "a.mp4", "start_s": 4, "end_s": 2.5},
+        {"video_id": "empty", "uri": "a.mp4", "start_s": 4, "end_s": 4},
+        {"video_id": "zero", "uri": "a.mp4", "end_s": 0},
+        {"video_id": "early", "uri": "a.mp4", "start_s": -1},
+    ]
+    write_jsonl(folder / "videos" / "m.jsonl", rows)
+    plan = told(folder, videos=str(folder / "videos" / "m.jsonl"), on_forbidden="record")
+    assert plan.n_todo == 8 and [found.n for found in plan.doomed.values()] == [1, 2, 4]
+    said = shown(plan)
+    assert f"about {plan.video_bytes:,} a video, {plan.video_bytes:,} in all" in said
+    for line in (
+        "1 of the 8 may not be read (policy), e.g. link: the path resolves outside",
+        f"2 of the 8 are not there, seen from this machine (io), e.g. gone 1: {folder}/videos/gone.mp4",
+        "4 of the 8 have a clip that starts before 0 or ends before it starts (unsupported), e.g. back: from 4 s to",
+    ):
+        assert line in said, said
+
+
+def test_a_forecast_is_json_able(folder):
+    record = json.loads(json.dumps(told(folder, limit=1).as_record()))
+    assert record["tally"] == {"new": 3, "retried": 0, "redone": 0, "done": 0, "failed": 0}
+    assert (record["n_todo"], record["first_ids"], record["identity"]["retention_ratio"]) == (1, ["a.mp4"], 0.25)
 
 
 def test_the_identity_is_shown_leaf_by_leaf(folder):
@@ -76,6 +100,10 @@ def test_what_a_run_would_refuse_is_refused(folder):
     with cache_lock(LocalStore(folder / "c"), "r9", print), pytest.raises(CacheLocked, match="r9"):
         told(folder)
     (folder / "file").write_text("x")
+    (folder / "videos" / "link.mp4").symlink_to(folder / "file")
+    with pytest.raises(UsageError, match=rf"1 of 4 videos may not be read(.|\n)*--video-root {folder}"):
+        told(folder)
+    (folder / "videos" / "link.mp4").unlink()
     with pytest.raises(UsageError, match=rf"{folder}/file/c: nothing can be written here: .*file is no folder"):
         told(folder, out=str(folder / "file" / "c"))
 

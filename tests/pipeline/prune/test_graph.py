@@ -7,13 +7,15 @@ import ray.data
 from ray.data._internal.logical.optimizers import get_execution_plan
 
 from gstep.backbones import ModelSource, family_of
-from pipeline.execution.stages import BLOCK_BYTES, RESTARTS, TASK_RETRIES, run_graph
+from pipeline.execution.shards import Flow
+from pipeline.execution.stages import RESTARTS, TASK_RETRIES
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import (
     FRAME_RECORD_BYTES,
     PRUNING,
     RECORD_BYTES,
+    RECORDS_BYTES,
     Resources,
     build_graph,
     plan_resources,
@@ -22,7 +24,7 @@ from pipeline.prune.graph import (
 from pipeline.prune.resume import TODO_SCHEMA
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
-from tests.pipeline.rays import ray_here
+from tests.pipeline.rays import ray_here, rows_of
 
 
 @pytest.mark.parametrize("cpus", [1, 2, 3, 4, 8, 64, 256])
@@ -81,7 +83,7 @@ def test_shards_shrink_to_what_the_object_stores_hold():
 def test_shards_are_sized_by_what_videos_take():
     assert videos_for(256 * 10**6, 11_239_424, 32) == 22  # LLaVA-OneVision-7B: 32 x 49 tokens of 3584 values
     assert videos_for(256 * 10**6, 10**9, 768) == 1
-    assert videos_for(10**12, 1, 32) * (RECORD_BYTES + 32 * FRAME_RECORD_BYTES) <= BLOCK_BYTES  # the driver's block
+    assert videos_for(10**12, 1, 32) * (RECORD_BYTES + 32 * FRAME_RECORD_BYTES) <= RECORDS_BYTES
     for n_videos in (1, 100, 10**4):
         shard = plan_resources(64, 8, n_videos, videos_per_shard=1365).videos_per_shard
         assert shard == max(1, min(1365, n_videos // 32))  # every one of 8 writers gets four
@@ -108,7 +110,7 @@ def operators(dataset: ray.data.Dataset) -> list[str]:
         (operator,) = operator.input_dependencies
 
 
-def lazy_graph(plan: Resources, out: str) -> ray.data.Dataset:
+def lazy_graph(plan: Resources, out: str) -> Flow:
     source = ModelSource.resolve("tiny")
     row = {"video_id": "v", "uri": "/v.mp4", "path": "/v.mp4", "attempts": 1}
     todo = pa.Table.from_pylist([row] * 8, schema=TODO_SCHEMA)
@@ -120,14 +122,15 @@ def lazy_graph(plan: Resources, out: str) -> ray.data.Dataset:
 @pytest.mark.slow
 @pytest.mark.parametrize(("cpus", "gpus"), [(1, 0), (2, 0), (64, 0), (64, 8)])
 def test_ray_does_not_fuse_the_stages(local_ray, tmp_path, cpus, gpus):
-    names = operators(lazy_graph(plan_resources(cpus, gpus, 8), str(tmp_path)))
-    assert names == ["Input", "MapBatches(Decoder)", "MapBatches(Encoder)", "MapBatches(Writer)"]
+    names = operators(lazy_graph(plan_resources(cpus, gpus, 8), str(tmp_path)).dataset)
+    assert names == ["Input", "MapBatches(Decoder)", "MapBatches(Encoder)"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus", [0, 8])
 def test_every_task_is_tried_again_finitely(local_ray, tmp_path, gpus):
-    operator = get_execution_plan(lazy_graph(plan_resources(64, gpus, 8), str(tmp_path))._logical_plan)[0].dag
+    dataset = lazy_graph(plan_resources(64, gpus, 8), str(tmp_path)).dataset
+    operator = get_execution_plan(dataset._logical_plan)[0].dag
     limits = []
     while operator.input_dependencies:
         options = operator._ray_remote_args
@@ -136,7 +139,7 @@ def test_every_task_is_tried_again_finitely(local_ray, tmp_path, gpus):
         )
         (operator,) = operator.input_dependencies
     actors = {"max_restarts": RESTARTS, "max_task_retries": TASK_RETRIES}
-    assert limits == [actors] * 3
+    assert limits == [actors] * 2
 
 
 @pytest.mark.slow
@@ -148,13 +151,13 @@ def test_the_check_for_fusion_would_see_it(local_ray):
 @pytest.mark.slow
 def test_it_runs_on_a_single_cpu(local_ray, tmp_path):
     """Every stage finds room beside the others: a missing file goes all the way and comes out as an error row."""
-    rows = [row for shard in run_graph(lazy_graph(plan_resources(1, 0, 8), str(tmp_path))) for row in shard.to_pylist()]
+    rows = rows_of(lazy_graph(plan_resources(1, 0, 8), str(tmp_path)))
     assert [row["error_class"] for row in rows] == ["io"] * 8
 
 
 def test_what_a_worker_has_not_handed_over_is_not_waiting():
-    """An encoder that stops inside a block of four holds back what it made of them: the writers are not to blame."""
+    """An encoder that stops before it hands over what it made holds that back: the writers are not to blame."""
     plan = plan_resources(2, 0, 64, videos_per_shard=2)
     assert (plan.decode.workers, plan.encode.workers, plan.videos_per_block, plan.videos_per_shard) == (1, 1, 4, 2)
-    assert [plan.collected(stage, waits=True) for stage in PRUNING.stages] == [1, 5, 6]
+    assert [plan.collected(stage, waits=True) for stage in PRUNING.stages] == [1, 2, 3]
     assert [plan.collected(stage, waits=False) for stage in PRUNING.stages] == [1, 1, 1]

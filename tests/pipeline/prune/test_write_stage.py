@@ -24,7 +24,9 @@ def batch_of(*videos) -> pa.Table:
 def test_videos_become_one_shard_that_can_be_committed_and_read(tmp_path):
     store = write_header(tmp_path)
     good = [encoded(name, random_tokens(i), 0.25, "gstep") for i, name in enumerate("ab")]
-    written = Writer(store, "run")(batch_of(good[0], encoded_failure("bad", VideoFault("corrupt", "torn")), good[1]))
+    written = Writer(store, "run").write(
+        batch_of(good[0], encoded_failure("bad", VideoFault("corrupt", "torn")), good[1])
+    )
     assert written.schema.equals(WRITTEN)
     rows = written_records(written)
     assert [(row["video_id"], row["status"]) for row in rows] == [("a", "ok"), ("bad", "failed"), ("b", "ok")]
@@ -40,14 +42,14 @@ def test_videos_become_one_shard_that_can_be_committed_and_read(tmp_path):
 def test_the_same_videos_again_are_the_same_file(tmp_path):
     store = write_header(tmp_path)
     batch = batch_of(encoded("a", random_tokens(0), 0.25, "gstep"))
-    first, again = (written_records(Writer(store, "run")(batch))[0] for _ in range(2))
+    first, again = (written_records(Writer(store, "run").write(batch))[0] for _ in range(2))
     assert first["token_shard"] == again["token_shard"] and first["footer_hash"] == again["footer_hash"]
     assert len(store.names("tokens", ".parquet")) == 1
 
 
 def test_failed_videos_alone_write_nothing(tmp_path):
     store = write_header(tmp_path)
-    (row,) = written_records(Writer(store, "run")(batch_of(encoded_failure("bad", VideoFault("io", "gone")))))
+    (row,) = written_records(Writer(store, "run").write(batch_of(encoded_failure("bad", VideoFault("io", "gone")))))
     assert row["error_class"] == "io" and store.names("tokens", "") == []
 
 
@@ -59,5 +61,5 @@ def test_a_disk_that_fails_ends_the_run_with_its_reason(tmp_path, monkeypatch):
     actor = Heartbeats(tuple(PRUNING.stages))
     handle = SimpleNamespace(state=SimpleNamespace(remote=actor.state), fail=SimpleNamespace(remote=actor.fail))
     with pytest.raises(OSError, match=r"exists|directory"):
-        Writer(LocalStore(tmp_path), "run", handle)(batch_of(encoded("a", random_tokens(0), 0.25, "gstep")))
+        Writer(LocalStore(tmp_path), "run", handle).write(batch_of(encoded("a", random_tokens(0), 0.25, "gstep")))
     assert actor.read().failure.partition(":")[0] in {"FileExistsError", "NotADirectoryError"}

@@ -1,0 +1,87 @@
+"""``pipeline.prune_videos``: what ``python -m jobs.prune`` does, called from Python."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from pipeline.cache.ledger import Ledger
+from pipeline.execution.library import Tell, checked_outcome, console_for, one_run
+from pipeline.keys import parts_of
+from pipeline.option_values import config_of
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.request import PruneRequest, prepare
+from pipeline.prune.run import PruneRun, Todo
+from pipeline.prune.summary import Summary
+
+
+def prune_videos(
+    videos: object = "sample", *, out: str | os.PathLike[str] = "cache", progress: Tell = True, **options: Any
+) -> Summary:
+    """Decode videos, encode them, prune their visual tokens and write them to a Parquet cache, on Ray.
+
+    >>> summary = pipeline.prune_videos("videos/", out="my-cache", model="tiny", num_frames=8)
+    >>> print(summary)
+    >>> summary.n_ok, summary.failed, summary.wall_s  # failed: video_id -> class of the error
+    >>> pipeline.TokenCache(summary.out)
+
+    The same call again goes on where the last one stopped. A Ray that this process has joined is used and left as it
+    was; else one is started, or the cluster of RAY_ADDRESS is joined, and left at the end. No signal handler, logger
+    or setting of Ray Data is changed for longer than the call takes. Several calls share one Ray after ``ray.init()``.
+
+    Args:
+        videos: as VIDEOS of ``python -m jobs.prune``: a folder, a glob, a file, a manifest, "sample". Or a list of
+            paths, each called by its file's name. Or rows with video_id, uri and optional start_s, end_s: dicts, or a
+            table of Arrow, pandas or Polars; they may name what a manifest in the current folder may.
+        out: the cache to create or to continue.
+        progress: True shows it on stderr: a bar on a terminal, one line in a notebook. False shows nothing. A function
+            is called with a :class:`pipeline.Progress` whenever something is new; what it raises ends the run, which
+            keeps what is committed.
+        options: every option of ``python -m jobs.prune --help`` by its name, ``--on-changed skip`` as
+            ``on_changed="skip"``. A repeatable one is a list, and ``pruner_param`` may be a dict.
+
+    Returns what the cache holds of these videos, counted from its rows.
+
+    Raises:
+        UsageError: the request cannot be carried out, and nothing was started.
+        RunFailed: the run stopped; what is committed stays.
+        TooManyFailed: (a RunFailed) it went through, and as many failed as end the command with 1: all of them, one by
+            a bug, more than ``max_failed``; its ``summary`` is what would be returned.
+    """
+    given = None if isinstance(videos, str | os.PathLike) else videos
+    named = videos if given is None else "videos from Python"
+    config = config_of(PruneConfig, "prune_videos", {"videos": named, "out": out, **options})
+    with one_run():
+        summary = _GivenRun(config, console_for(progress), given).carry_out()
+    return checked_outcome(summary, config, summary.n_videos, config.outside_limit(summary.n_videos))
+
+
+class _GivenRun(PruneRun):
+    """A run whose videos the caller may have at hand, and whose summary names those that failed."""
+
+    def __init__(self, config: PruneConfig, console: Console, given: object) -> None:
+        super().__init__(config, console)
+        self._given = given
+
+    def prepare(self) -> PruneRequest:
+        return prepare(self.options, self.console, self._given)
+
+    def summarise(self, request: PruneRequest, todo: Todo, n_failed: int, wall_s: float) -> Summary:
+        summary = super().summarise(request, todo, n_failed, wall_s)
+        return replace(summary, out=str(request.store), failed=failed_of(request, todo.ledger))
+
+
+def failed_of(request: PruneRequest, ledger: Ledger) -> dict[str, str]:
+    """The class of the error of each video of a request that failed, by its id."""
+    failed = {}
+    for ids in parts_of(request.manifest["video_id"]):
+        rows = ledger.find(ids)
+        (there,) = np.nonzero(rows >= 0)
+        faults = ledger.faults(rows[there])
+        for place, fault in zip(there[faults > 0].tolist(), faults[faults > 0].tolist(), strict=True):
+            failed[ids[place].as_py()] = ledger.classes[fault]
+    return failed

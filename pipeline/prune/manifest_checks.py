@@ -1,0 +1,134 @@
+"""What can be told of videos before anything is started: from the list alone, or at the price of a look at a file."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.errors import ManifestError, VideoFault, printable
+from pipeline.inputs.listings import OUTSIDE, suffix_of
+from pipeline.inputs.manifest import VIDEO_SUFFIXES
+from pipeline.inputs.named_videos import OUTSIDE_FOLDERS
+from pipeline.inputs.tables import TABLE_SUFFIXES
+from pipeline.keys import ROWS_AT_ONCE
+from pipeline.rows import TodoRow
+from pipeline.storage.s3 import SCHEME, Objects, is_object
+from pipeline.video.containers import HEAD_BYTES, recognise, sniff
+
+_REASONS = 5  # that a refusal names
+_LOOKED_AT = 1000  # paths that a root is suggested for
+_NAME_ONE = (
+    "name a video, a folder or glob of videos, or a manifest (.jsonl, .csv or .parquet with video_id and uri), and "
+    "unpack an archive first"
+)
+
+
+class Example(NamedTuple):
+    """How many videos something is true of, and what is said of the first."""
+
+    n: int
+    first: str
+
+
+def refuse_forbidden(manifest: pa.Table, named: str) -> None:
+    """Raises ManifestError where a list (MANIFEST_SCHEMA), ``named`` so, has videos that may not be read.
+
+    It says what would allow them.
+    """
+    forbidden = manifest.filter(manifest["policy"].is_valid())
+    if not len(forbidden):
+        return
+    counts = sorted(forbidden["policy"].value_counts().to_pylist(), key=lambda found: -found["counts"])
+    reasons = [f"{one['counts']}: {one['values']}, {_example(forbidden, one['values'])}" for one in counts[:_REASONS]]
+    more = [f"and {len(counts) - _REASONS} other reasons"] if len(counts) > _REASONS else []
+    roots = [f"--video-root {shlex.quote(root)}" for root in _roots_for(forbidden)]
+    remedy = f"Allow that with {' '.join(roots)}, or correct" if roots else "Correct"
+    raise ManifestError(
+        f"{named}: {len(forbidden)} of {len(manifest)} videos may not be read, so nothing was started:\n  "
+        + "\n  ".join(reasons + more)
+        + f"\n{remedy} the list; or record them as failed and prune the others with --on-forbidden record."
+    )
+
+
+def _example(forbidden: pa.Table, reason: str) -> str:
+    row = forbidden.filter(pc.equal(forbidden["policy"], reason)).slice(0, 1).to_pylist()[0]
+    return printable(f"e.g. {row['video_id']}: {row['uri']}")
+
+
+def _roots_for(forbidden: pa.Table) -> Iterator[str]:
+    """The folder and the prefix that would allow what lies outside; none where that would be everything."""
+    outside = forbidden.filter(pc.is_in(forbidden["policy"], value_set=pa.array([OUTSIDE, OUTSIDE_FOLDERS])))
+    paths: list[str] = outside["path"].slice(0, _LOOKED_AT).to_pylist()
+    folders = [os.path.dirname(os.path.realpath(path)) for path in paths if not is_object(path)]  # noqa: PTH120
+    if folders and (root := os.path.commonpath(folders)) != "/":
+        yield root
+    prefixes = [path.removeprefix(SCHEME).rpartition("/")[0] for path in paths if is_object(path)]
+    if prefixes and (prefix := os.path.commonpath(prefixes)):
+        yield f"{SCHEME}{prefix}"
+
+
+def refuse_other_file(named: str) -> None:
+    """Raises ManifestError where the user ``named`` a file of this machine that is neither a video nor a manifest.
+
+    Costs a look at its first bytes, and needs neither torch nor Ray: the command looks before it loads them.
+    """
+    path = Path(named.removeprefix("file://"))
+    if path.is_file() and suffix_of(named) not in TABLE_SUFFIXES:
+        with _refusing_faults():
+            sniff(path)
+
+
+def refuse_other_files(manifest: pa.Table, named: str, objects: Objects) -> None:
+    """The same of an object, too. ``manifest`` is what ``named`` was read as; one with a video's suffix is not asked
+    for its bytes."""
+    path = named if is_object(named) else os.path.abspath(named.removeprefix("file://"))  # noqa: PTH100 - links stay
+    row = manifest.slice(0, 1).to_pylist()[0]
+    if row["policy"] is not None or row["path"] != path:
+        return
+    with _refusing_faults():
+        if not is_object(named):
+            sniff(path)
+        elif suffix_of(named) not in VIDEO_SUFFIXES:
+            recognise(objects.read_slice(named, 0, HEAD_BYTES).data if row["size"] else b"", named)
+
+
+@contextmanager
+def _refusing_faults() -> Iterator[None]:
+    try:
+        yield
+    except VideoFault as fault:
+        raise ManifestError(f"{fault.message}; {_NAME_ONE}") from fault
+
+
+def doomed(todo: pa.Table) -> dict[str, Example]:
+    """What would become error rows of TODO_SCHEMA, as far as that shows without opening a video, by what is wrong.
+
+    A look at each file; objects on S3 are not asked for.
+    """
+    found: dict[str, Example] = {}
+    for part in todo.to_batches(max_chunksize=ROWS_AT_ONCE):
+        for row in part.to_pylist():
+            if (wrong := _wrong(row)) is not None:
+                n, first = found.get(wrong[0], (0, f"{row['video_id']}: {wrong[1]}"))
+                found[wrong[0]] = Example(n + 1, first)
+    return found
+
+
+def _wrong(row: TodoRow) -> tuple[str, str] | None:
+    """(what is wrong with a video, in words and of which class; the details), if that is known."""
+    if row["policy"] is not None:
+        return "may not be read (policy)", row["policy"]
+    start, end = row["start_s"] or 0.0, row["end_s"]
+    if start < 0 or (end is not None and end <= start):
+        clip = f"from {start:g} s to {'the end' if end is None else f'{end:g} s'}"
+        return "have a clip that starts before 0 or ends before it starts (unsupported)", clip
+    if not is_object(row["path"]) and not os.path.exists(row["path"]):  # noqa: PTH110 - a Path each
+        return "are not there, seen from this machine (io)", row["path"]
+    return None

@@ -1,0 +1,168 @@
+"""Decoding, and encoding with pruning, as callables for ``map_batches`` of a Ray Data pipeline of one's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gstep.backbones import family_of
+from pipeline.cache.cached_video import CachedVideo
+from pipeline.cache.reading import read_json
+from pipeline.cache.schema import VIDEO_SCHEMA
+from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo
+from pipeline.execution.token_source import as_row
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
+from pipeline.inputs.tables import given_parts
+from pipeline.option_values import config_of
+from pipeline.prune.batches import encoded_videos
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.decode_stage import Decoder, DecodeSetup
+from pipeline.prune.encode_stage import Encoder, EncodeSetup
+from pipeline.prune.one_video import OPTIONS, request_of
+from pipeline.rows import VideoRow
+
+# What every row has; as of ``pipeline.ray_dataset``, but for the three that say how it went.
+_TOKENS = pa.schema(
+    [
+        *((name, pa.string()) for name in ("video_id", "status", "error_class", "error_message", "metadata")),
+        ("hidden_size", pa.int32()),
+        *((name, pa.list_(pa.int32())) for name in ("index", "rank", "frame")),
+        ("merged", pa.list_(pa.bool_())),
+        ("density", pa.list_(pa.float32())),
+    ]
+)
+_ANYWHERE = Roots([Path("/")], ["s3://"])  # whoever makes the rows says what is read
+
+
+@dataclass(frozen=True)
+class PruneStages:
+    """What the workers of both stages need to know; it travels to them."""
+
+    decode: DecodeSetup
+    encode: EncodeSetup
+
+
+def prune_stages(**options: Any) -> PruneStages:
+    """The model, the sampling and the method of ``DecodeVideos`` and ``EncodeVideos``, found and checked here.
+
+    With a folder ``videos``, this prints what was kept of each clip in it::
+
+        from pathlib import Path
+
+        import ray
+        import torch
+
+        import pipeline
+
+        paths = sorted(Path("videos").resolve().glob("*.mp4"))
+        videos = ray.data.from_items([{"video_id": path.name, "uri": str(path)} for path in paths])
+        stages = pipeline.prune_stages(model="tiny", num_frames=4, retention_ratio=0.25)
+        one = ray.data.ActorPoolStrategy(size=1)
+        how = {"fn_constructor_args": (stages,), "batch_format": "pyarrow", "compute": one}
+        frames = videos.map_batches(pipeline.DecodeVideos, batch_size=4, num_cpus=1, **how)
+        tokens = frames.map_batches(pipeline.EncodeVideos, batch_size=1, num_cpus=0.5, **how)
+        for row in tokens.iter_rows():
+            if row["status"] == "ok":
+                kept = torch.frombuffer(bytearray(row["tokens"]), dtype=torch.bfloat16).view(-1, row["hidden_size"])
+                print(row["video_id"], tuple(kept.shape), row["index"][:3])
+            else:
+                print(row["video_id"], row["error_class"], row["error_message"])
+
+    With GPUs give encoders ``num_gpus=1`` instead of CPUs. Nothing is cached or resumed; ``prune_videos`` does that.
+
+    Args:
+        options: of ``python -m jobs.prune --help`` those that concern one video, and ``decode_timeout``,
+            ``decode_memory``.
+
+    Raises UsageError where they make no sense or the model is not there.
+    """
+    config = config_of(PruneConfig, "prune_stages", options, OPTIONS | {"decode_timeout", "decode_memory"})
+    request = request_of(config)
+    return PruneStages(request.decode_setup(), request.encode_setup(config.device, config.dtype))
+
+
+class DecodeVideos:
+    """Rows with video_id, uri (a path that the workers see, or s3://) and optional start_s, end_s -> their frames.
+
+    A batch is a table of Arrow. What comes out is for ``EncodeVideos``: ``record``, the row of the videos table as far
+    as it is known, with other columns of the input as JSON in its ``manifest``; and ``frames``, the bytes of
+    [F,height,width,3] uint8 as the model takes them, null where the record's status is "failed". A child process
+    decodes, which a video may crash.
+    """
+
+    def __init__(self, stages: PruneStages) -> None:
+        self._decoder = Decoder(stages.decode)
+        self._named = NamedVideos("videos", Path.cwd(), _ANYWHERE)
+
+    def close(self) -> None:
+        """End the child; the workers of Ray Data end with their processes."""
+        self._decoder.close()
+
+    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        rows = [self._named.table(part) for part in given_parts("videos", batch, "video_id and uri")]
+        videos = pa.Table.from_batches(rows, MANIFEST_SCHEMA)
+        return self._decoder(videos.append_column("attempts", pa.array([1] * len(videos), pa.int32())))
+
+
+class EncodeVideos:
+    """What ``DecodeVideos`` gives -> the kept tokens, a row a video.
+
+    The columns are those of ``pipeline.ray_dataset``, in ascending position, and ``status``, ``error_class`` and
+    ``error_message``; a video that failed has no tokens. One vision tower a worker, on the GPU that it was given.
+    """
+
+    def __init__(self, stages: PruneStages) -> None:
+        self._encoder = Encoder(stages.encode)
+        levels = family_of(stages.encode.source).static().deepstack_levels
+        self._schema = _TOKENS.append(pa.field("tokens", pa.large_binary()))
+        for level in range(levels):
+            self._schema = self._schema.append(pa.field(f"deepstack_{level}", pa.large_binary()))
+
+    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
+        for encoded in self._encoder(batch):
+            for video in encoded_videos(encoded):
+                yield self._row(video)
+
+    def _row(self, video: PrunedVideo) -> pa.Table:
+        row = read_json({name: video.record.get(name) for name in VIDEO_SCHEMA.names})
+        said = {name: row[name] for name in ("video_id", "status", "error_class", "error_message")}
+        if video.kept is None:
+            return pa.Table.from_pylist([{**said, "metadata": json.dumps(row)}], schema=self._schema)
+        table = as_row(cached_video(row, video.kept))
+        for name in ("status", "error_class", "error_message"):
+            table = table.append_column(name, pa.array([said[name]], pa.string()))
+        return table.select(self._schema.names).cast(self._schema)
+
+
+def cached_video(row: VideoRow, kept: KeptTokens) -> CachedVideo:
+    """What a reader of the cache would get of a video, in ascending position; ``row`` is that of the videos table."""
+    order = np.argsort(kept.index, kind="stable")
+    index = torch.from_numpy(kept.index[order].astype(np.int64))
+
+    def ordered(values: NDArray[Any] | None) -> Tensor | None:
+        return None if values is None else torch.from_numpy(values[order])
+
+    return CachedVideo(
+        video_id=row["video_id"],
+        tokens=_vectors(kept.tokens[order]),
+        index=index,
+        rank=ordered(kept.rank),
+        frame=index // row["tokens_per_frame"],
+        merged=ordered(kept.merged),
+        density=ordered(kept.density),
+        metadata=row,
+        deepstack=tuple(_vectors(level[order]) for level in kept.deepstack),
+    )
+
+
+def _vectors(bits: Bits) -> Tensor:
+    return torch.from_numpy(bits).view(torch.bfloat16)

@@ -1,0 +1,46 @@
+"""An LLM of one's own: the lines that ``help(pipeline.TokenCache)`` shows run as they stand, and give the answer."""
+
+import pytest
+
+from gstep.backbones import ModelSource, choose_runtime, family_of
+from gstep.language import Decoding, load_language_model, prompt_builder
+from pipeline import TokenCache
+from tests.gstep.llms import FAMILIES
+from tests.pipeline.asking import newline_of
+from tests.pipeline.caches import write_header, write_shard
+from tests.pipeline.docstrings import code_of, run_code
+from tests.pipeline.encoding import encode_clip
+from tests.pipeline.videos import sample
+
+
+def real_cache(out, name):
+    """A cache of one real clip, at 0.25 of its tokens."""
+    source = ModelSource.resolve(name)
+    _, video = encode_clip(source, sample("bikes.mp4"), 4, "gstep", 0.25, video_id="bikes.mp4")
+    identity = {
+        "model": {"type": source.model_type, "weights": source.identity},
+        "pruner": {"method": "gstep", "params": {}},
+        "retention_ratio": 0.25,
+        "dtype": {"stored": "bfloat16"},
+    }
+    static = family_of(source).static()
+    newline = None if static.newline is None else newline_of(source)
+    store = write_header(out, identity=identity, newline=newline, deepstack_levels=static.deepstack_levels)
+    write_shard(store, "run", video)
+    return source
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_twenty_lines_answer_as_jobs_generate_does(name, tmp_path, monkeypatch, capsys):
+    source = real_cache(tmp_path / "cache", name)
+    code = code_of(TokenCache)
+    assert len([line for line in code.split("\n") if line]) <= 22
+    monkeypatch.chdir(tmp_path)
+    names = run_code(code, "help(TokenCache)")
+    said = capsys.readouterr().out.strip()
+    visual = TokenCache("cache").get("bikes.mp4", 0.10).visual
+    prompt = prompt_builder(source).build("What happens in this video?", [visual])
+    model = load_language_model(source, choose_runtime("cpu", "float32"))
+    (answer,) = model.generate([prompt], [Decoding(max_new_tokens=32)])
+    assert said == answer.text.strip() and said
+    assert len(names["visual"].index) == 4 * names["visual"].tokens_per_frame // 10 or name != "tiny"

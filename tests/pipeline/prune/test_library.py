@@ -1,0 +1,75 @@
+"""``prune_videos`` where nothing needs Ray: what is refused, and what is there already."""
+
+import pytest
+import ray
+from rich.console import Console
+
+import pipeline
+from gstep.backbones import family_of
+from pipeline.cache.header import header_bytes
+from pipeline.cache.reader import HEADER
+from pipeline.errors import ManifestError, TooManyFailed, UsageError, VideoFault
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.request import prepare
+from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_shard
+from tests.pipeline.videos import write_clip
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch, tmp_path):
+    def forbidden(*args: object, **keywords: object) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(ray, "init", forbidden)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def clips(tmp_path):
+    """Two clips whose rows the cache ``c`` holds: one is ok, one failed."""
+    paths = [write_clip(tmp_path / name, count=2) for name in ("a.mp4", "b.mp4")]
+    request = prepare(PruneConfig(out="c", num_frames=4), Console(quiet=True), paths)
+    request.store.put(HEADER, header_bytes(request.header("float32", family_of(request.source).static())))
+    good = encoded("a.mp4", random_tokens(0, (4, 196, 64)), 0.25, "gstep", uri=str(paths[0]))
+    write_shard(request.store, "run", good, encoded_failure("b.mp4", VideoFault("corrupt", "cut"), uri=str(paths[1])))
+    return paths
+
+
+def test_what_is_there_is_a_summary_that_names_the_failed_and_prints_as_a_table(clips):
+    told = []
+    summary = pipeline.prune_videos(clips, out="c", num_frames=4, progress=told.append)
+    assert isinstance(summary, pipeline.Summary)
+    assert (summary.n_videos, summary.n_ok, summary.n_new) == (2, 1, 0)
+    assert (summary.failed, summary.failures, summary.out) == ({"b.mp4": "corrupt"}, {"corrupt": 1}, "c")
+    assert str(summary).startswith("videos    1 ok, 1 failed, 0 without a row\n") and "b.mp4: cut" in str(summary)
+    assert any("2 of 2 videos" in one.note for one in told)
+    rows = [{"video_id": path.name, "uri": str(path)} for path in clips]
+    assert pipeline.prune_videos(rows[:1], out="c", num_frames=4, progress=False).failed == {}
+
+
+def test_more_failures_than_may_be_are_an_error_that_has_the_summary(clips):
+    with pytest.raises(TooManyFailed, match=r"1 of 1 videos failed \(1 corrupt\), e\.g\. b\.mp4: cut") as caught:
+        pipeline.prune_videos(clips[1:], out="c", num_frames=4, progress=False)
+    assert caught.value.summary.failed == {"b.mp4": "corrupt"}
+    with pytest.raises(pipeline.RunFailed):
+        pipeline.prune_videos(clips, out="c", num_frames=4, max_failed=0, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("videos", "options", "error", "said"),
+    [
+        ("gone", {}, ManifestError, "gone: no such folder"),
+        ([], {}, ManifestError, "there is none"),
+        ("gone", {"retention_ration": 1}, UsageError, r"prune_videos\(\): .*did you mean retention_ratio\?"),
+        (["a.mp4"], {"num_frames": 4, "model": "tiny-qwen3-vl"}, UsageError, "made with other settings"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_nothing_is_started(clips, videos, options, error, said):
+    with pytest.raises(error, match=said):
+        pipeline.prune_videos(videos, out="c", progress=False, **options)
+
+
+def test_public_names_are_there_and_say_what_they_are():
+    for name in pipeline.__all__:
+        assert getattr(pipeline, name).__doc__, name
+    assert set(pipeline.__all__) <= set(dir(pipeline))

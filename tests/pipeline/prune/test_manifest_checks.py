@@ -1,0 +1,151 @@
+"""What a list of videos already says: who may not be read, which file is no video, and what a run could do about it."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ManifestError
+from pipeline.inputs.manifest import read_manifest
+from pipeline.prune.manifest_checks import refuse_forbidden, refuse_other_files
+from pipeline.storage.s3 import Objects
+from tests.paths import ROOT
+from tests.pipeline.inputs.test_manifest import touch, write_jsonl
+from tests.pipeline.s3 import S3Server
+from tests.pipeline.videos import sample
+
+NOWHERE = Objects(endpoint_url="http://127.0.0.1:1")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with S3Server() as server:
+        yield server
+
+
+def refused(manifest: Path, *roots: str) -> str:
+    """What is said of a list that is refused."""
+    with pytest.raises(ManifestError) as caught:
+        refuse_forbidden(read_manifest(str(manifest), roots, NOWHERE), str(manifest))
+    return str(caught.value)
+
+
+def test_videos_outside_are_refused_with_a_root_that_allows_them(tmp_path):
+    for name in ("data/a b/one.mp4", "data/a b/c/two.mp4"):
+        touch(tmp_path / name)
+    folder = tmp_path / "lists"
+    folder.mkdir()
+    (folder / "link.mp4").symlink_to(tmp_path / "data/a b/one.mp4")
+    rows = [
+        ("one", f"{tmp_path}/data/a b/one.mp4"),
+        ("two", "../data/a b/c/two.mp4"),
+        ("link", "link.mp4"),
+        ("own", "x.mp4"),
+    ]
+    manifest = write_jsonl(folder / "m.jsonl", [{"video_id": name, "uri": uri} for name, uri in rows])
+    said = refused(manifest)
+    assert f"{manifest}: 3 of 4 videos may not be read, so nothing was started" in said
+    assert "3: the path resolves outside the folder that was named" in said and f"e.g. one: {tmp_path}/data" in said
+    assert f"Allow that with --video-root '{tmp_path}/data/a b', or correct the list" in said
+    refuse_forbidden(read_manifest(str(manifest), [f"{tmp_path}/data/a b"]), "m")
+
+
+def test_objects_outside_are_refused_with_their_prefix(tmp_path):
+    uris = ["s3://bucket/v/x/a.mp4", "s3://bucket/v/y/b.mp4", "s3://bucket/v/y/c/d.mp4"]
+    manifest = write_jsonl(tmp_path / "m.jsonl", [{"video_id": uri, "uri": uri} for uri in uris])
+    assert "Allow that with --video-root s3://bucket/v, or correct the list" in refused(manifest)
+    refuse_forbidden(read_manifest(str(manifest), ["s3://bucket/v"], NOWHERE), "m")
+
+
+def test_no_root_is_suggested_that_allows_everything_or_nothing(tmp_path):
+    rows = [
+        ("a", "/etc/hostname"),
+        ("b", "/usr/bin/env"),
+        ("c", "http://u:pw@host/c.mp4"),
+        ("d", "s3://k:s@bucket/d.mp4"),
+    ]
+    rows += [(f"scheme {i}", f"x{i}://host/v.mp4") for i in range(4)]
+    said = refused(write_jsonl(tmp_path / "m.jsonl", [{"video_id": name, "uri": uri} for name, uri in rows]))
+    assert "8 of 8" in said and "http:// is not read from a manifest" in said and "and 2 other reasons" in said
+    assert "Correct the list; or record them as failed and prune the others with --on-forbidden record." in said
+    assert "--video-root " not in said.partition("Correct")[2] and "pw" not in said
+
+
+def test_a_name_that_is_no_text_is_refused_with_its_own_remedy(tmp_path):
+    touch(tmp_path / "fine.mp4")
+    (tmp_path / os.fsdecode(b"bad \xff.mp4")).write_bytes(b"x")
+    said = refused(tmp_path)
+    assert "1 of 2" in said and "not valid UTF-8; rename it, e.g. bad \\xff.mp4" in said and "--video-root" not in said
+
+
+def test_a_list_that_may_be_read_passes(tmp_path):
+    touch(tmp_path / "a.mp4")
+    refuse_forbidden(read_manifest(str(tmp_path)), "x")
+
+
+def other_file(path: Path) -> Path:
+    """A file of the kind that its name says."""
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("a.mp4", b"x")
+    elif path.suffix == ".tar":
+        with tarfile.open(path, "w") as archive:
+            archive.add(__file__, "a.mp4")
+    else:
+        path.write_text(
+            {".json": json.dumps([{"video_id": "a", "uri": "a.mp4"}]), ".tsv": "a\ta.mp4\n"}.get(path.suffix, "a")
+        )
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".tsv", ".json", ".tar", ".zip", ".mp4"])
+def test_a_single_file_is_judged_by_its_content(tmp_path, suffix):
+    file = other_file(tmp_path / f"list{suffix}")
+    for named in (str(file), f"{tmp_path}/../{tmp_path.name}/{file.name}", f"file://{file}"):
+        with pytest.raises(
+            ManifestError, match=rf"{suffix} is not a video.*; name a video, .*manifest .*unpack an archive"
+        ):
+            refuse_other_files(read_manifest(named), named, NOWHERE)
+    file.write_bytes(sample("bikes.mp4").read_bytes())
+    refuse_other_files(read_manifest(str(file)), str(file), NOWHERE)
+
+
+def test_files_of_a_folder_or_a_list_are_left_to_the_run(tmp_path):
+    touch(tmp_path / "a.mp4")
+    refuse_other_files(read_manifest(str(tmp_path)), str(tmp_path), NOWHERE)
+    manifest = write_jsonl(tmp_path / "m.jsonl", [{"video_id": "a", "uri": "a.mp4"}])
+    refuse_other_files(read_manifest(str(manifest)), str(manifest), NOWHERE)
+
+
+def test_a_single_object_of_another_suffix_is_one_request(server):
+    objects = server.objects()
+
+    def check(uri: str) -> None:
+        manifest = read_manifest(uri, (), objects)
+        server.requests.clear()
+        refuse_other_files(manifest, uri, objects)
+
+    for key, data in (("v/list.txt", b"a.mp4"), ("v/empty.zip", b"")):
+        with pytest.raises(ManifestError, match=r"s3://.*is not a video container; it looks like .*; name a video"):
+            check(server.upload(key, data))
+    check(server.upload("v/clip", sample("bikes.mp4").read_bytes()))
+    assert server.counts() == {"GET": 1}
+    check(server.upload("v/named.mp4", b"text"))
+    assert server.counts() == {}
+
+
+def test_the_command_refuses_a_file_that_is_no_video_before_it_loads_torch(tmp_path):
+    (tmp_path / "notes.txt").write_text("not a video")
+    code = (
+        "import sys; from jobs.prune import main; "
+        f"code = main([{str(tmp_path / 'notes.txt')!r}, '--out', {str(tmp_path / 'c')!r}]); "
+        "print(code, *{'torch', 'ray', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2" and "notes.txt" in done.stderr and "text" in done.stderr
+    assert not (tmp_path / "c").exists()
