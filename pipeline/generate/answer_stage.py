@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from gstep.backbones import choose_runtime
 from pipeline.errors import QuestionFault
 from pipeline.execution.gpu_fault import exit_after_gpu_fault, give_up_process
 from pipeline.execution.heartbeat import Heartbeat
-from pipeline.generate.answers import ANSWER_SCHEMA
+from pipeline.generate.answers import ANSWER_SCHEMA, asked_as
 from pipeline.generate.asking import Asked, Asker, AskSetup, named
 from pipeline.generate.choices import parse_letter
 from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, EngineDied, EngineSetup, load_engine
@@ -29,11 +30,18 @@ TO_ASK = pa.schema([*QUESTION_SCHEMA, pa.field("pruning", pa.string()), pa.field
 ASKED = pa.schema([pa.field("questions", pa.list_(pa.struct(list(TO_ASK))))])
 # ``runtime``: JSON of what computed an answer.
 ANSWERED = pa.schema([*(field.with_nullable(True) for field in ANSWER_SCHEMA), pa.field("runtime", pa.string())])
+# What the actor hands over at a time is one row likewise.
+_HANDED_OVER = pa.schema([pa.field("answers", pa.list_(pa.struct(list(ANSWERED))))])
 
 
 def question_blocks(blocks: Iterable[Sequence[QuestionRecord]]) -> list[pa.Table]:
     """What the actor takes: ASKED, a row a block."""
     return [pa.Table.from_pylist([{"questions": list(block)}], schema=ASKED) for block in blocks]
+
+
+def answered_rows(handed_over: pa.Table) -> pa.Table:
+    """The answers that the actor handed over, as ANSWERED."""
+    return pa.Table.from_struct_array(handed_over["answers"].combine_chunks().flatten()).cast(ANSWERED)
 
 
 @dataclass(frozen=True)
@@ -72,16 +80,32 @@ class Answerer:
         self._heartbeat = Heartbeat(STAGE, heartbeats)
         self._heartbeat.start()
         runtime = choose_runtime(setup.device, setup.dtype, setup.attn)
+        self._handed_over_at_once = setup.batch_size
         self._size = BatchSize(setup.batch_size)
         with self._heartbeat.busy("the model, being loaded"):
             self._engine = load_engine(setup.engine, setup.source, runtime)
             self._asker = Asker(setup, self._engine, runtime.device, self._heartbeat)
         self._provenance = json.dumps(self._engine.describe())
 
-    def __call__(self, batch: pa.Table) -> pa.Table:
+    def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         rows = [row for block in batch["questions"].to_pylist() for row in block]
-        answers = self.answer([without_nulls(row, QuestionRecord) for row in rows])
-        return pa.Table.from_pylist([{**answer, "runtime": self._provenance} for answer in answers], schema=ANSWERED)
+        for answers in self.in_parts([without_nulls(row, QuestionRecord) for row in rows]):
+            part = [{**answer, "runtime": self._provenance} for answer in answers]
+            yield pa.Table.from_pylist([{"answers": part}], schema=_HANDED_OVER)
+
+    def in_parts(self, questions: Sequence[QuestionRecord]) -> Iterator[list[AnswerRecord]]:
+        """The answers, as soon as they are known; but in the order of the questions, and so many at a time whatever
+        batches were made. Ray counts the parts of a call that it tries again, and takes the same number for the same.
+        """
+        known: dict[tuple[str, str | None], AnswerRecord] = {}
+        size = self._handed_over_at_once
+        parts = deque(
+            [asked_as(row) for row in questions[start : start + size]] for start in range(0, len(questions), size)
+        )
+        for answer in self.answer(questions):
+            known[asked_as(answer)] = answer
+            while parts and all(key in known for key in parts[0]):
+                yield [known.pop(key) for key in parts.popleft()]
 
     def answer(self, questions: Sequence[QuestionRecord]) -> Iterator[AnswerRecord]:
         """A row for each question. Those that are scored, those that are generated, and those for which the model

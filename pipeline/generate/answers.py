@@ -19,7 +19,7 @@ from pipeline.cache.header import header_bytes, read_header_file
 from pipeline.cache.live_rows import check_content, live_rows, shard_name
 from pipeline.cache.schema import READ_THREADS, column, open_parquet, write_parquet
 from pipeline.errors import NotAnswers
-from pipeline.rows import AnswerRecord
+from pipeline.rows import AnswerRecord, QuestionRecord
 from pipeline.storage.lock import Lock
 from pipeline.storage.stores import Store, store_at
 
@@ -75,6 +75,11 @@ ANSWER_SCHEMA = pa.schema(
         column("question_extra", pa.string(), "JSON of the questions file's other columns"),
     ]
 )
+
+
+def asked_as(row: QuestionRecord | AnswerRecord) -> tuple[str, str | None]:
+    """What no two questions of a run share: the id, and under which pruning."""
+    return row["question_id"], row.get("pruning")
 
 
 def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:

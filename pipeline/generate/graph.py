@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import ray.data
 
+from pipeline.execution.shards import Flow
 from pipeline.execution.stages import MAX_BLOCKS, Stage, StageWords, Wording, actors
-from pipeline.generate.answer_stage import STAGE, Answerer, AnswerSetup, question_blocks
+from pipeline.generate.answer_stage import STAGE, Answerer, AnswerSetup, answered_rows, question_blocks
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import BATCH_SIZES
 from pipeline.generate.resume import in_blocks
@@ -45,6 +46,11 @@ class AnswerPlan:
         """GPUs that all models reserve at once."""
         return self.answer.num_gpus * self.answer.workers
 
+    @property
+    def workers(self) -> str:
+        """The workers that start, in words."""
+        return f"{self.answer.workers} to answer, which load the model first"
+
     def collected(self, stage: str, waits: bool) -> int:
         """A block of questions is taken as it is."""
         return 1
@@ -73,12 +79,11 @@ def batch_size(config: GenerateConfig) -> int:
     return config.batch_size or BATCH_SIZES[config.engine]
 
 
-def build_graph(
-    ask: Sequence[QuestionRecord], setup: AnswerSetup, plan: AnswerPlan, heartbeats: Any = None
-) -> ray.data.Dataset:
-    """The lazy dataset whose rows are the answers to ``ask``; nothing runs until it is iterated."""
+def build_graph(ask: Sequence[QuestionRecord], setup: AnswerSetup, plan: AnswerPlan, heartbeats: Any = None) -> Flow:
+    """What makes the answers to ``ask``; nothing runs until its parts are asked for."""
     # A block is one row: its questions share videos, which are read once and go through the model once.
     blocks = question_blocks(in_blocks(ask, plan.questions_per_block))
-    return ray.data.from_blocks(blocks).map_batches(
+    answers = ray.data.from_blocks(blocks).map_batches(
         Answerer, fn_constructor_args=(setup, heartbeats), **actors(plan.answer, 1)
     )
+    return Flow(answers, plan.questions_per_block, rows=answered_rows)

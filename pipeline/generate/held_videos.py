@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -138,18 +139,7 @@ def _selects(late: LatePruning) -> tuple[Pruner, int, float | None]:
 
 def to_visual(video: CachedVideo, newline: torch.Tensor | None) -> Visual:
     """A cached video as prompts take it, in the order it was read in."""
-    return Visual(
-        tokens=video.tokens,
-        index=video.index,
-        n_frames=video.metadata["n_frames"],
-        tokens_per_frame=video.metadata["tokens_per_frame"],
-        extra=video.metadata["model_extra"] or {},
-        deepstack=video.deepstack,
-        newline=newline,
-        evidence=video.evidence,
-        frame_indices=video.metadata.get("frame_indices") or (),
-        fps=video.metadata.get("fps"),
-    )
+    return replace(video.visual, newline=newline)
 
 
 def n_bytes(visual: Visual) -> int:

@@ -188,12 +188,18 @@ def late_pruning(asked: LateAsked, held: CacheIdentity, source: ModelSource, bui
             f"{held['pruner']['method']} kept at {held['retention_ratio']:g}: make one with python -m jobs.prune "
             "--pruner none"
         )
-    if pruner.layer is not None:
-        layers = int(builder.config.get_text_config().num_hidden_layers)
-        check_layer(pruner, layers, builder.deepstack_levels)
+    check_inside(pruner, builder)
     evidence = () if pruner.layer is not None else _evidence(method, pruner, held, source)
     tower = _text_tower(method, pruner, evidence, asked.siglip, held, source)
     return LatePruning(pruner, pruner.nominal_ratio(asked.retention_ratio), tower, evidence, asked.seed)
+
+
+def check_inside(pruner: Pruner, builder: PromptBuilder) -> None:
+    """Refuse a method that prunes inside a model, before a layer that this one has not or cannot go without. Raises
+    ValueError."""
+    if pruner.layer is not None:
+        layers = int(builder.config.get_text_config().num_hidden_layers)
+        check_layer(pruner, layers, builder.deepstack_levels)
 
 
 def _evidence(method: str, pruner: Pruner, held: CacheIdentity, source: ModelSource) -> tuple[tuple[str, str], ...]:

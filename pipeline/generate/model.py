@@ -9,6 +9,7 @@ from gstep.checkpoints.shipped import SHIPPED
 from gstep.checkpoints.tiny import TINY
 from gstep.language import PromptBuilder
 from pipeline.cache.header import CacheHeader, ModelIdentity, deepstack_levels
+from pipeline.cache.reader import TokenCache
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.storage.stores import Store
 
@@ -25,6 +26,21 @@ def model_of(model: str | None, revision: str | None, weights: str) -> tuple[str
     if kind in SHIPPED or kind in TINY:
         return kind, revision
     raise UsageError(f"--model is missing: the cache was made with a folder ({weights}), and does not say where it is")
+
+
+def model_source(cache: TokenCache, model: str | None = None) -> ModelSource:
+    """The checkpoint that a cache was made with; no weights are read. Its ``pretrained()`` gives the name and revision
+    for ``from_pretrained`` of transformers.
+
+    Args:
+        model: where the cache does not name it: the folder with those weights.
+
+    Raises UsageError where the model is missing or another one, ModelError where it is not there.
+    """
+    held = cache.identity["model"]
+    source = ModelSource.resolve(*model_of(model, None, held["weights"]))
+    check_model(cache.store, held, source)
+    return source
 
 
 def check_model(cache: Store | str, held: ModelIdentity, source: ModelSource) -> None:

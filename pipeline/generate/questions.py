@@ -19,7 +19,16 @@ from gstep.language import Decoding
 from pipeline.errors import QuestionsError
 from pipeline.generate.choices import MAX_LETTERS
 from pipeline.inputs.listings import suffix_of
-from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, UserRow, carried_json, is_text, read_rows
+from pipeline.inputs.tables import (
+    TABLE_SUFFIXES,
+    UNREADABLE,
+    BadRow,
+    UserRow,
+    carried_json,
+    given_rows,
+    is_text,
+    read_rows,
+)
 from pipeline.storage.s3 import Objects, check_uri, is_object
 
 # ``decoding`` is what ``Way.describe`` gives, as JSON: everything that decides how this one question is answered.
@@ -115,12 +124,21 @@ def read_questions(place: str, way: Way, objects: Objects | None = None, limit: 
     """
     with _opened(place, objects) as file:
         try:
-            found = islice(read_rows(place, file, _NEEDS), limit)
-            rows = [_question(row, f"{place}, {where}", way) for where, row in found]
-        except BadRow as error:
-            raise QuestionsError(str(error)) from error
+            return _table(read_rows(place, file, _NEEDS, "question_id"), place, way, limit)
         except UNREADABLE as error:
             raise QuestionsError(f"{place}: cannot be read as questions: {error}") from error
+
+
+def given_questions(given: object, way: Way, limit: int | None = None) -> pa.Table:
+    """The same of questions that a caller has at hand: dicts, or a table that Arrow takes. Raises QuestionsError."""
+    return _table(given_rows("questions", given, _NEEDS), "questions", way, limit)
+
+
+def _table(found: Iterator[tuple[str, UserRow]], place: str, way: Way, limit: int | None) -> pa.Table:
+    try:
+        rows = [_question(row, f"{place}, {where}", way) for where, row in islice(found, limit)]
+    except BadRow as error:
+        raise QuestionsError(str(error)) from error
     if not rows:
         raise QuestionsError(f"{place}: there is no question in it")
     counts = Counter(row["question_id"] for row in rows)

@@ -27,7 +27,7 @@ from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import ENGINES, EngineSetup
 from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
 from pipeline.generate.model import check_model, check_tokens, model_of
-from pipeline.generate.questions import Way, read_questions
+from pipeline.generate.questions import Way, given_questions, read_questions
 from pipeline.options import EngineOptions
 from pipeline.rows import VideoRecord, without_nulls
 from pipeline.storage.s3 import Objects
@@ -156,13 +156,19 @@ def without_evidence(held: CacheIdentity) -> dict[str, Any]:
     return {**rest, "model": model, "dtype": dtype}
 
 
-def prepare(config: GenerateConfig, console: Console) -> GenerateRequest:
-    """Check the whole request. Raises UsageError, and CorruptShard where the cache was damaged; starts nothing."""
+def prepare(config: GenerateConfig, console: Console, given: object = None) -> GenerateRequest:
+    """Check the whole request. Raises UsageError, and CorruptShard where the cache was damaged; starts nothing.
+
+    ``given`` are questions that a caller has at hand, as of ``given_questions``; None where the options name a file.
+    """
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     way = way_of(config)
     assert config.questions  # the config refuses a request without
     with store_refusing():
-        questions = read_questions(config.questions, way, objects, config.limit)
+        if given is None:
+            questions = read_questions(config.questions, way, objects, config.limit)
+        else:
+            questions = given_questions(given, way, config.limit)
     return checked(config, questions, way, {"": asked_for(config)}, console)
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from itertools import count
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -20,7 +19,7 @@ from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile
 from pipeline.execution.stream import Graph, Work, stream
 from pipeline.generate.answer_stage import AnswerSetup
-from pipeline.generate.answers import AnswersTable, commit_answers, read_answers_header, write_answers_header
+from pipeline.generate.answers import AnswersTable, asked_as, commit_answers, read_answers_header, write_answers_header
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.graph import AnswerPlan, batch_size, build_graph, plan_answers
 from pipeline.generate.request import PRUNINGS, GenerateRequest, match_answers, prepare
@@ -103,7 +102,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
                 commit_answers(request.store, request.run_id, number, part, config.format, lock)
             if computed is not None:
                 run_file.save(**computed._asdict())
-                n_failed += self._answered(request, ask, count(len(starts)), computed, run_file, lock)
+                n_failed += self._answered(request, ask, len(starts), computed, run_file, lock)
         return Streamed(run_file, n_failed)
 
     @staticmethod
@@ -131,19 +130,19 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         self,
         request: GenerateRequest,
         ask: list[QuestionRecord],
-        numbers: Iterator[int],
+        n_shards: int,
         computed: Computed,
         run_file: RunFile,
         lock: Lock,
     ) -> int:
-        """Answer ``ask`` on the cluster; its shards get these ``numbers``. Returns how many failed."""
+        """Answer ``ask`` on the cluster, where the run has ``n_shards`` already. Returns how many failed."""
         config = self.options
-        commits = Commits(request, numbers, run_file, lock)
+        commits = Commits(request, n_shards, run_file, lock)
 
         def planned(ask: list[QuestionRecord]) -> Graph:
             plan = self._planned(len(ask), computed.device, run_file)
             build = partial(build_graph, ask, answer_setup(request, *computed), plan)
-            return Graph(build, commits, plan, len(ask), offer=self._offer)
+            return Graph(build, partial(commits, commits.n_shards), plan, len(ask), offer=self._offer)
 
         def left(ask: list[QuestionRecord]) -> list[QuestionRecord]:
             return [question for question in ask if asked_as(question) not in commits.answered]
@@ -175,23 +174,27 @@ class Commits:
     Attributes:
         answered: what was committed, as ``asked_as`` has it.
         n_failed: how many of these failed.
+        n_shards: how many numbers of shards are taken.
     """
 
-    def __init__(self, request: GenerateRequest, numbers: Iterator[int], run_file: RunFile, lock: Lock) -> None:
-        self._request, self._numbers, self._run_file, self._lock = request, numbers, run_file, lock
+    def __init__(self, request: GenerateRequest, n_shards: int, run_file: RunFile, lock: Lock) -> None:
+        self._request, self._run_file, self._lock = request, run_file, lock
+        self.n_shards = n_shards
         self._runtimes: list[str] = []
         self.answered: set[tuple[str, str | None]] = set()
         self.n_failed = 0
 
-    def __call__(self, _: int, rows: pa.Table) -> None:
-        """One shard of ``rows``, which are ANSWERED."""
+    def __call__(self, before: int, number: int, rows: pa.Table) -> None:
+        """One shard of ``rows``, which are ANSWERED; its ``number`` counts from those ``before`` its graph."""
         # What computed the answers, as the nodes themselves say.
         if new := [text for text in pc.unique(rows["runtime"]).to_pylist() if text not in self._runtimes]:
             self._runtimes.extend(new)
             self._run_file.save(runtimes=[json.loads(text) for text in self._runtimes])
         answers = [without_nulls(row, AnswerRecord) for row in rows.drop_columns(["runtime"]).to_pylist()]
         request = self._request
-        commit_answers(request.store, request.run_id, next(self._numbers), answers, request.config.format, self._lock)
+        place = before + number
+        commit_answers(request.store, request.run_id, place, answers, request.config.format, self._lock)
+        self.n_shards = max(self.n_shards, place + 1)
         self.answered.update(map(asked_as, answers))
         self.n_failed += sum(answer["status"] != "ok" for answer in answers)
 
@@ -214,8 +217,3 @@ def answer_setup(request: GenerateRequest, device: str, dtype: str) -> AnswerSet
         dtype=dtype,
         attn=request.config.attn,
     )
-
-
-def asked_as(row: QuestionRecord | AnswerRecord) -> tuple[str, str | None]:
-    """What no two questions of a run share: the id, and under which pruning."""
-    return row["question_id"], row.get("pruning")

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from pipeline.errors import QUESTION_FAULTS
-from pipeline.execution.outcome import Outcome, count_failures
+from pipeline.execution.outcome import Outcome, as_text, count_failures
 
 _COLUMNS = (
     *(
@@ -45,6 +45,9 @@ class AnswerSummary(Outcome):
     prompt_tokens: float
     new_tokens: int
     seconds: dict[str, float]
+
+    def __str__(self) -> str:
+        return as_text(render_answers(self))
 
 
 def summarise_answers(

@@ -15,7 +15,7 @@ from gstep.pruners.cdpruner import CDPruner
 from pipeline import TokenCache
 from pipeline.execution import gpu_fault
 from pipeline.generate import answer_stage
-from pipeline.generate.answer_stage import GROW_AFTER, Answerer, BatchSize
+from pipeline.generate.answer_stage import ANSWERED, GROW_AFTER, Answerer, BatchSize, answered_rows, question_blocks
 from pipeline.generate.engines import transformers
 from pipeline.generate.held_videos import to_visual
 from pipeline.generate.late_pruning import LatePruning
@@ -114,6 +114,35 @@ def test_choices_by_letter_and_by_text(cache, tmp_path):
     assert letter["n_prompt_tokens"] > text["n_prompt_tokens"]  # the options stand in the prompt
     assert answers["generate"]["n_prompt_tokens"] == letter["n_prompt_tokens"]
     assert answers["generate"]["n_new_tokens"] > 0 and answers["generate"].get("choice_scores") is None
+
+
+class Watched(Answerer):
+    """Notes what was answered."""
+
+    answered = 0
+
+    def answer(self, questions):
+        for row in super().answer(questions):
+            self.answered += 1
+            yield row
+
+
+@pytest.mark.parametrize("fitting", [1, 2, 3])
+def test_answers_are_handed_over_while_others_are_asked_in_the_same_parts_whatever_batches_are_made(
+    cache, tmp_path, fitting
+):
+    """So many batches fit the memory at first; the second question is one that no model is asked."""
+    asked = open_questions(tmp_path, 5)
+    asked[1] |= {"video_ids": ["gone"]}
+    actor = Watched(setup_of(cache, batch_size=2))
+    actor._size.now = fitting
+    parts = actor(question_blocks([asked])[0])
+    first = answered_rows(next(parts))
+    assert actor.answered < 5
+    rows = [first, *map(answered_rows, parts)]
+    assert [part["question_id"].to_pylist() for part in rows] == [["0", "1"], ["2", "3"], ["4"]]
+    assert {part.schema for part in rows} == {ANSWERED}
+    assert first["status"].to_pylist() == ["ok", "failed"] and first["answer"].to_pylist()[0]
 
 
 class Failing:

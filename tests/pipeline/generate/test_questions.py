@@ -2,11 +2,12 @@
 
 import json
 
+import pyarrow as pa
 import pytest
 
 from gstep.language import Decoding
 from pipeline.errors import QuestionsError
-from pipeline.generate.questions import Instructions, Way, read_questions
+from pipeline.generate.questions import Instructions, Way, given_questions, read_questions
 from tests.pipeline.asking import write_questions
 
 WAY = Way(Decoding(max_new_tokens=16))
@@ -189,3 +190,24 @@ def test_an_answer_that_is_neither_text_nor_a_number_is_refused(tmp_path, answer
 def test_an_answer_that_is_no_text_is_refused(tmp_path):
     with pytest.raises(QuestionsError, match="line 1: not valid text"):
         targets(tmp_path / "q.jsonl", "\ud800")
+
+
+@pytest.mark.parametrize("kind", [list, iter, pa.Table.from_pylist])
+def test_questions_at_hand_are_those_of_a_file(tmp_path, kind):
+    rows = [{"question_id": str(i), "video_id": "a", "prompt": "p", "choices": ["x", "y"]} for i in range(3)]
+    assert given_questions(kind(rows), WAY, limit=2).to_pylist() == read(tmp_path / "q.jsonl", rows, limit=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([], "questions: there is no question in it"),
+        ([{"question_id": 1, "video_id": "a"}], "questions, row 0: prompt must be text"),
+        (["What?"], "questions, row 0: expected a dict with question_id, video_id and prompt, got str"),
+        ("What?", "questions, row 0: expected a dict"),
+        ({"question_id": 1}, "expected a list of dicts or a table"),
+    ],
+)
+def test_what_is_no_list_of_questions_is_refused_by_name(given, said):
+    with pytest.raises(QuestionsError, match=said):
+        given_questions(given, WAY)
