@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.command import EXIT_CODES, run_command
+from jobs.command import EXIT_CODES, Parser, run_command, wide_console
+from jobs.json_document import Done
 from pipeline.evaluate.config import EvaluateConfig
 
 EPILOG = """\
@@ -28,7 +29,7 @@ there. --out gets scores.parquet, tables.md, tables.tex and report.html.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m jobs.evaluate",
         description=__doc__,
         epilog=EPILOG + EXIT_CODES.format(item="question"),
@@ -37,19 +38,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(parser, EvaluateConfig, _evaluate, argv)
 
 
-def _evaluate(config: EvaluateConfig, console: Console) -> int:
+def _evaluate(config: EvaluateConfig, console: Console) -> Done:
     # Ray, torch and the decoders load only now: --help and a mistyped flag answer at once.
     if config.results:
         return _lay_out(config, console)
     from pipeline.evaluate.evaluate import evaluate, render_evaluation  # noqa: PLC0415
 
     done = evaluate(config, console)
-    out = Console()
+    out = wide_console()
     out.print(render_evaluation(done))
-    return done.exit_code(config)
+    return Done(done.exit_code(config), done.as_record())
 
 
-def _lay_out(config: EvaluateConfig, console: Console) -> int:
+def _lay_out(config: EvaluateConfig, console: Console) -> Done:
     from pipeline.evaluate.paper.files import lay_out  # noqa: PLC0415
     from pipeline.evaluate.paper.render import markdown  # noqa: PLC0415
 
@@ -58,7 +59,7 @@ def _lay_out(config: EvaluateConfig, console: Console) -> int:
         console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
     print(markdown(laid.sheets))
     console.print(f"{laid.out}: {', '.join(laid.files)}", highlight=False, markup=False, soft_wrap=True)
-    return 0
+    return Done(0, {"out": laid.out, "files": laid.files, "missing": laid.missing})
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ class EvaluateConfig(EngineOptions):
     )
     protocol: str | None = option(
         None,
-        "whose prompt, frames and rule for replies: lmms-eval-0.7.3 or lmms-eval-0.5, for videomme official too; "
-        "letter for shapes and your own (default: the benchmark's first)",
+        "whose prompt, frames and rule for replies: lmms-eval-0.7.3 or lmms-eval-0.5, which is also called paper; for "
+        "videomme official, too; letter for shapes and your own (default: the benchmark's first; with --table paper)",
         metavar="NAME",
     )
     limit: int | None = option(None, "only the first so many questions", metavar="N")

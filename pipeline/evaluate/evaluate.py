@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from statistics import fmean
+from typing import Any
 
 import pyarrow.compute as pc
 from rich.console import Console, Group, RenderableType
@@ -55,6 +56,34 @@ class Evaluation:
             return 1 if n_failed > config.failure_limit(len(self.done.scores)) else 0
         bug = videos is not None and "internal" in videos.failures
         return 1 if bug else answers.exit_code(config.failure_limit(answers.n_questions))
+
+    def as_record(self) -> dict[str, Any]:
+        """JSON-able: where the files are, the scores as the tables have them, and the counts of videos and answers."""
+        answers, videos = self.done.answers, self.done.videos
+        return {
+            "out": self.out,
+            "files": self.files,
+            "scores": [] if self.table is None else list(scores_of(self.table)),
+            "submission": self.submission or None,
+            "left_out": self.done.n_left_out,
+            "videos": None if videos is None else videos.as_record(),
+            "answers": None if answers is None else answers.as_record(),
+        }
+
+
+def scores_of(table: ResultsTable) -> Iterator[dict[str, Any]]:
+    """A record a row of the table: each column by its key, ``rel`` as a percentage of full retention."""
+    for row in (table.original, *(row for block in table.blocks for row in block.rows)):
+        cells = zip(table.columns, row.cells, strict=True)
+        yield {
+            "method": row.method,
+            "retention_ratio": row.ratio,
+            "scores": {column.key: cell.score for column, cell in cells if cell is not None},
+            "rel": None if row.rel is None else row.rel.score,
+            "kept_share": row.kept_share,
+            "unparsed_share": row.unparsed_share,
+            "n_failed": row.n_failed,
+        }
 
 
 def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:

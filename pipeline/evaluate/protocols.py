@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 ChoicesMethod = Literal["generate", "letter", "loglikelihood"]
 #: The metric that is the plain mean over all questions.
 QUESTIONS = "questions"
+#: The GSTEP paper's protocol. The paper does not state it; but its rows of full retention, VidCom2 and FastV are, digit
+#: for digit, those of github.com/xuyang-liu16/VidCom2, which carries lmms-eval 0.5.0: 32 frames, greedy replies.
+PAPER = "paper"
+#: Other names of protocols.
+ALIASES: Mapping[str, str] = {PAPER: "lmms-eval-0.5"}
 _HELPFUL = "You are a helpful assistant."
 
 

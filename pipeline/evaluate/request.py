@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 from rich.console import Console
 
-from gstep.backbones import ModelSource
-from gstep.evidence import HEAD_SOURCES, pairs
+from gstep.backbones import ModelSource, family_of
 from gstep.language import prompt_builder
+from gstep.pruners import read_pruner
 from pipeline.cache.header import CacheIdentity, differences, header_bytes, read_header_file
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.errors import IdentityMismatch, NotACache, NotResults, UsageError
@@ -21,41 +21,23 @@ from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import Loaded
 from pipeline.evaluate.config import EvaluateConfig
-from pipeline.evaluate.protocols import FrameRule, Protocol
+from pipeline.evaluate.protocols import PAPER, Protocol
 from pipeline.evaluate.questions import question_table
+from pipeline.evaluate.whole_cache import PASSED_ON, Grid, check_frames, identity_of, videos_of
 from pipeline.execution.request import check_out, refusing, store_refusing
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import AnswersTable, read_answers_header
 from pipeline.generate.engines import ENGINES, EngineSetup
-from pipeline.generate.late_pruning import LateAsked, is_whole, late_pruning
+from pipeline.generate.late_pruning import check_inside, is_whole, late_pruning
 from pipeline.generate.model import check_model, model_of
 from pipeline.generate.request import PRUNINGS, describe_prunings, engine_of, refuse_others
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.evidence import needed_by
-from pipeline.prune.request import match_cache, resolve, sampling_settings
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
-from pipeline.video.sampling import ROUND_EVEN, TRUNCATE, Sampling
 
 RESULTS_VERSION = 1
 RESULTS_HEADER = "evaluation.json"
 ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"
-_PASSED_ON = (
-    *(
-        "revision",
-        "dtype",
-        "device",
-        "attn",
-        "min_gpus",
-        "wait",
-        "retry_failed",
-        "max_attempts",
-        "stall_timeout",
-        "log_interval",
-    ),
-    *("s3_endpoint", "s3_region"),
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +45,6 @@ class EvaluateRequest:
     """A request that was checked.
 
     Attributes:
-        grid: what every question is answered under, by label; None is full retention.
         questions: QUESTION_SCHEMA.
         store: where the results go.
         cache: the cache of all tokens.
@@ -75,7 +56,7 @@ class EvaluateRequest:
     protocol: Protocol
     loaded: Loaded
     source: ModelSource
-    grid: Mapping[str, LateAsked | None]
+    grid: Grid
     questions: pa.Table
     store: Store
     cache: str
@@ -98,7 +79,7 @@ class EvaluateRequest:
 
     def passed_on(self) -> dict[str, Any]:
         """The options that the runs of this evaluation take as they are."""
-        return {name: getattr(self.config, name) for name in _PASSED_ON}
+        return {name: getattr(self.config, name) for name in PASSED_ON}
 
 
 def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
@@ -108,7 +89,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     store, cache = store_at(config.out, objects), config.cache or f"{config.out.rstrip('/')}/{CACHE_FOLDER}"
     check_out(store)
     benchmark = find_benchmark(config.benchmark)
-    protocol = benchmark.protocol(config.protocol)
+    protocol = _protocol(config, benchmark)
     loaded = benchmark.load(config.data).first(config.limit)
     with store_refusing():
         cached = store_at(cache, objects)
@@ -118,12 +99,12 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     source = _model(config, held)
     if held is not None:
         check_model(cached, held["model"], source)
-    videos = _videos(config, protocol, source, cache, held)
+    grid = _possible(config, source, console)
+    videos = videos_of(config, grid, protocol, source, cache, held)
     if held is not None and videos is None:
-        _check_frames(config, protocol, source, cache, held)
-    grid = config.grid()
+        check_frames(config, protocol, source, cache, held)
     with refusing():
-        made = held if videos is None else _identity(videos, cached, objects, console)
+        made = held if videos is None else identity_of(videos, cached, objects, console)
         described = _check_methods(grid, made, source, cache, engine_of(config))
     with store_refusing():
         _match_answers(store_at(answers_place(config), objects), described, engine_of(config))
@@ -166,6 +147,30 @@ def write_results_header(store: Store, identity: Mapping[str, Any]) -> None:
     store.put(RESULTS_HEADER, header_bytes({"schema_version": RESULTS_VERSION, "identity": identity}))
 
 
+def _protocol(config: EvaluateConfig, benchmark: Benchmark) -> Protocol:
+    """The one that was named; of a paper's table the paper's, where the benchmark has it."""
+    of_paper = config.table is not None and benchmark.has_protocol(PAPER)
+    return benchmark.protocol(config.protocol or (PAPER if of_paper else None))
+
+
+def _possible(config: EvaluateConfig, source: ModelSource, console: Console) -> Grid:
+    """The grid; of a table's own methods those that cannot prune inside this model are left out, and said."""
+    grid = config.grid()
+    if config.table is None or config.method:
+        return grid
+    refused = {}
+    with refusing():
+        builder, variant = prompt_builder(source), family_of(source).variant
+        for one in {one.method_label: one for one in grid.values() if one is not None}.values():
+            try:
+                check_inside(read_pruner(one.method, one.params, family=variant), builder)
+            except ValueError as error:
+                refused[one.method_label] = error
+    for label, why in refused.items():
+        console.print(f"note: --table {config.table} without {label}: {why}", highlight=False, markup=False)
+    return {label: one for label, one in grid.items() if one is None or one.method_label not in refused}
+
+
 def _model(config: EvaluateConfig, held: CacheIdentity | None) -> ModelSource:
     with refusing():
         if held is None:
@@ -173,93 +178,8 @@ def _model(config: EvaluateConfig, held: CacheIdentity | None) -> ModelSource:
         return ModelSource.resolve(*model_of(config.model, config.revision, held["model"]["weights"]))
 
 
-def _videos(
-    config: EvaluateConfig, protocol: Protocol, source: ModelSource, cache: str, held: CacheIdentity | None
-) -> PruneConfig | None:
-    """How the protocol's frames become a cache of all tokens with what the methods look at; None where there are no
-    videos to add to it. A cache that is there goes on as it is."""
-    evidence = _evidence(config, source, cache, held)
-    heads = HEAD_SOURCES & {where for _, where in evidence}
-    if config.siglip is not None and not heads:
-        raise UsageError("--siglip: none of the methods takes anything from a SigLIP checkpoint")
-    if config.data is None or (held is not None and heads and config.siglip is None):
-        return None
-    rules = protocol.rules(source.model_type)
-    pixels = {} if rules.pixels is None else vars(rules.pixels)
-    return PruneConfig(
-        out=cache,
-        video_root=[str(config.data)],
-        model=source.name,
-        siglip=config.siglip,
-        pruner="none",
-        retention_ratio=1.0,
-        evidence=[f"{name}={where}" for name, where in sorted(evidence)],
-        num_frames=config.num_frames or rules.frames.num_frames,
-        frame_rule=frame_rule(rules.frames),
-        decode_timeout=config.decode_timeout,
-        decode_workers=config.decode_workers,
-        encode_workers=config.encode_workers,
-        **pixels,
-        **{name: getattr(config, name) for name in _PASSED_ON},
-    )
-
-
-def _check_frames(
-    config: EvaluateConfig, protocol: Protocol, source: ModelSource, cache: str, held: CacheIdentity
-) -> None:
-    """Refuse a cache that is only read where its frames are not those that the results would name."""
-    asked = config.num_frames is not None or source.model_type in protocol.models
-    if not asked or "sampling" not in held:
-        return
-    frames = protocol.rules(source.model_type).frames
-    rule = frame_rule(frames)
-    wanted = sampling_settings(Sampling(num_frames=config.num_frames or frames.num_frames, rule=rule))
-    if wanted != held["sampling"]:
-        raise IdentityMismatch(
-            f"{cache} has the frames {held['sampling']}, and {protocol.name} asks for {wanted}: name another "
-            "--cache, or its own number with --num-frames"
-        )
-
-
-def _evidence(
-    config: EvaluateConfig, source: ModelSource, cache: str, held: CacheIdentity | None
-) -> frozenset[tuple[str, str]]:
-    """What the methods look at besides tokens; of a cache that is there, what it holds. Raises UsageError where that is
-    less."""
-    needed: dict[tuple[str, str], str] = {}
-    with refusing():
-        for one in config.grid().values():
-            if one is not None:
-                needed |= dict.fromkeys(needed_by(one.method, source.model_type, one.params), one.method)
-    if held is None:
-        return frozenset(needed)
-    stored = pairs(held.get("evidence", {}))
-    if missing := sorted(needed.keys() - stored):
-        raise UsageError(
-            f"{cache} holds no {' and '.join(name for name, _ in missing)} for {needed[missing[0]]}: name another "
-            "place with --cache, where all tokens are made again with it; the answers that are there stay"
-        )
-    return stored
-
-
-def frame_rule(rule: FrameRule) -> str:
-    """The name of a protocol's rule in jobs.prune. Raises UsageError for one that it does not have."""
-    names = {("truncate", False): TRUNCATE, ("round", True): ROUND_EVEN}
-    if (rule.rounding, rule.even) not in names:
-        raise UsageError(f"frames that are {rule} are not sampled here")
-    return names[rule.rounding, rule.even]
-
-
-def _identity(videos: PruneConfig, cached: Store, objects: Objects, console: Console) -> CacheIdentity:
-    """What the cache will be. Raises IdentityMismatch where one that is there is something else."""
-    job = resolve(videos, MANIFEST_SCHEMA.empty_table(), cached, objects)
-    with store_refusing():
-        job = match_cache(job, console)
-    return job.identity("float32" if job.dtype == "auto" else job.dtype)
-
-
 def _check_methods(
-    grid: Mapping[str, LateAsked | None],
+    grid: Grid,
     held: CacheIdentity | None,
     source: ModelSource,
     cache: str,

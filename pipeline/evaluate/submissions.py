@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from pipeline.cache.schema import write_parquet
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.files import SCORES
 from pipeline.evaluate.run import Evaluated
+from pipeline.evaluate.server_scores import FORM, submission_name, write_form
 from pipeline.evaluate.statistics.score_matrix import Arm, arms_of
 from pipeline.storage.stores import Store
 
@@ -51,24 +51,23 @@ def submissions(items: Sequence[Item], scores: pa.Table) -> dict[Arm, Submission
 
 
 def write_submissions(store: Store, done: Evaluated, console: Console) -> list[str]:
-    """Write the scores without a score, and a file for each method and ratio; returns their names. Raises OSError."""
+    """Write the scores without a score, a file for each method and ratio, and the form for what the server returns.
+
+    Returns their names. Raises OSError; UsageError where somebody made the form unreadable.
+    """
     store.put(SCORES, write_parquet(done.scores))
     names = [SCORES]
     for arm, submission in submissions(done.loaded.items, done.scores).items():
-        names.append(_name(arm))
+        names.append(f"{FOLDER}/{submission_name(arm)}.json")
         store.put(names[-1], json.dumps(submission.choices, indent=1).encode())
         for line in _said(submission, len(done.loaded.items)):
             console.print(f"note: {names[-1]}: {line}", highlight=False, markup=False, soft_wrap=True)
-    return names
+    write_form(store, arms_of(done.scores))
+    return [*names, FORM]
 
 
 def _draw(item: Item) -> int:
     return int.from_bytes(blake2b(item.question_id.encode(), digest_size=8).digest()) % len(item.options)
-
-
-def _name(arm: Arm) -> str:
-    """Methods may be named by import paths."""
-    return f"{FOLDER}/{re.sub(r'[^A-Za-z0-9=.,+-]+', '-', arm.method)}@{arm.ratio:g}.json"
 
 
 def _said(submission: Submission, n_questions: int) -> Iterator[str]:

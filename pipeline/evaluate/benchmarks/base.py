@@ -20,7 +20,7 @@ from pipeline.evaluate.benchmarks.annotations import (
 )
 from pipeline.evaluate.benchmarks.items import Collected, Item, Loaded, clip_id
 from pipeline.evaluate.benchmarks.reading import Place, Tables, read_annotations, read_tables
-from pipeline.evaluate.protocols import QUESTIONS, Protocol
+from pipeline.evaluate.protocols import ALIASES, QUESTIONS, Protocol
 from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow
 
 #: Makes a row of what a benchmark's columns name, given a row of a file; None where it is not one of the benchmark's.
@@ -99,12 +99,17 @@ class Benchmark:
 
     def protocol(self, name: str | None = None) -> Protocol:
         """The protocol of this name, by default the first. Raises UsageError that lists them."""
-        if name is None:
-            return self.protocols[0]
-        known = {protocol.name: protocol for protocol in self.protocols}
-        if name not in known:
+        known = self._named_protocols()
+        if name is not None and name not in known:
             raise UsageError(f"--protocol {name}: {self.title} has {', '.join(known)}")
-        return known[name]
+        return self.protocols[0] if name is None else known[name]
+
+    def has_protocol(self, name: str) -> bool:
+        return name in self._named_protocols()
+
+    def _named_protocols(self) -> dict[str, Protocol]:
+        named = {protocol.name: protocol for protocol in self.protocols}
+        return named | {alias: named[name] for alias, name in ALIASES.items() if name in named}
 
     def load(self, data: Path | str | None) -> Loaded:
         """The questions whose videos are below the folder ``data``, and all faults.

@@ -103,7 +103,7 @@ def _rows(file: str) -> list[tuple[str, UserRow]]:
         raise QuestionsError(f"{file}: cannot be read: {error.strerror}") from error
     with opened:
         try:
-            return list(read_rows(file, opened, _NEEDS))
+            return list(read_rows(file, opened, _NEEDS, "question_id"))
         except BadRow as error:
             raise QuestionsError(str(error)) from error
         except UNREADABLE as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import pyarrow as pa
@@ -17,7 +17,7 @@ from pipeline.evaluate.lmms.questions import Asked
 from pipeline.evaluate.lmms.videos import CachedIds
 from pipeline.execution.request import refusing, store_refusing
 from pipeline.execution.run_record import RunFile
-from pipeline.generate.answer_stage import Answerer, question_blocks
+from pipeline.generate.answer_stage import Answerer, answered_rows, question_blocks
 from pipeline.generate.answers import AnswersTable
 from pipeline.generate.graph import batch_size
 from pipeline.generate.questions import QUESTION_SCHEMA
@@ -44,16 +44,17 @@ class AnswersHere(AnswerRun):
         self,
         request: GenerateRequest,
         ask: list[QuestionRecord],
-        numbers: Iterator[int],
+        n_shards: int,
         computed: Computed,
         run_file: RunFile,
         lock: Lock,
     ) -> int:
         with refusing():
             answerer = Answerer(answer_setup(request, *computed))
-        commits, said = Commits(request, numbers, run_file, lock), time.monotonic()
-        for number, block in enumerate(question_blocks(in_blocks(ask, batch_size(self.options)))):
-            commits(number, answerer(block))
+        commits, said = Commits(request, n_shards, run_file, lock), time.monotonic()
+        for block in question_blocks(in_blocks(ask, batch_size(self.options))):
+            for part in answerer(block):
+                commits(commits.n_shards, 0, answered_rows(part))
             if time.monotonic() - said > self.options.log_interval:
                 self.say(f"{len(commits.answered)} of {len(ask)} questions answered, {commits.n_failed} of them failed")
                 said = time.monotonic()

@@ -56,5 +56,6 @@ def _facts(found: Sequence[Gathered]) -> list[tuple[str, str]]:
     for one in found:
         frames, protocol = one.identity.get("num_frames"), one.identity.get("protocol")
         asked = len(set(one.scores["question_id"].to_pylist()))
-        facts.append((one.benchmark.title, f"{asked:,} questions, {frames} frames, {protocol}"))
+        whose = ", scores from its server, without errors" if one.benchmark.submission else ""
+        facts.append((one.benchmark.title, f"{asked:,} questions, {frames} frames, {protocol}{whose}"))
     return facts

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.cache.header import differences, read_header_file
@@ -17,7 +18,9 @@ from pipeline.evaluate.files import SCORES
 from pipeline.evaluate.grids import PaperTable
 from pipeline.evaluate.protocols import QUESTIONS
 from pipeline.evaluate.request import RESULTS_HEADER, RESULTS_VERSION
+from pipeline.evaluate.server_scores import FORM, with_server_scores
 from pipeline.evaluate.statistics.results import Column, ResultsTable
+from pipeline.evaluate.statistics.score_matrix import arms_of
 from pipeline.evaluate.statistics.tables import ScoredBenchmark, results_table
 from pipeline.generate.late_pruning import LateAsked
 from pipeline.options import named_values
@@ -88,7 +91,17 @@ def missing(table: PaperTable, found: Sequence[Gathered]) -> list[str]:
         if lacking:
             more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
             lines.append(f"{one.place} ({one.benchmark.title}) has no {', '.join(lacking[:3])}{more}")
+        lines += _untyped(one)
     return lines
+
+
+def _untyped(one: Gathered) -> list[str]:
+    """A line where the server of a benchmark was asked about none or some of the arms."""
+    if not one.benchmark.submission or not one.scores["score"].null_count:
+        return []
+    without = arms_of(one.scores.filter(pc.is_null(one.scores["score"])))
+    where = f"type what its server returns into {one.place}/{FORM}"
+    return [f"{one.place} ({one.benchmark.title}) has {len(without)} submissions without a score: {where}"]
 
 
 def label(method: str) -> str:
@@ -108,4 +121,7 @@ def _read(place: str, objects: Objects) -> Gathered:
         scores = pq.read_table(pa.BufferReader(store.read(SCORES)))
     except FileNotFoundError:
         raise NotResults(f"{place} has no {SCORES} yet: run its python -m jobs.evaluate to the end") from None
-    return Gathered(place, find_benchmark(identity["benchmark"]), identity, scores)
+    benchmark = find_benchmark(identity["benchmark"])
+    if benchmark.submission:
+        scores = with_server_scores(store, scores)
+    return Gathered(place, benchmark, identity, scores)

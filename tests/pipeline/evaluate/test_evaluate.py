@@ -1,6 +1,7 @@
 """One evaluation from its options to its files and its exit code; what is said of it on the way."""
 
 import io
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,16 @@ def printed(shown) -> str:
     said = io.StringIO()
     Console(file=said, width=200).print(render_evaluation(shown))
     return said.getvalue()
+
+
+def test_the_record_has_every_method_with_its_scores_and_the_counts(done):
+    record = json.loads(json.dumps(replace(done, done=replace(done.done, answers=answers())).as_record()))
+    assert (record["out"], record["files"]) == (done.out, list(done.files)) and record["answers"]["n_ok"] is not None
+    rows = [done.table.original, *(row for block in done.table.blocks for row in block.rows)]
+    assert [(row["method"], row["retention_ratio"]) for row in record["scores"]] == [(r.method, r.ratio) for r in rows]
+    first = record["scores"][0]
+    assert first["scores"].keys() == {column.key for column in done.table.columns}
+    assert (first["rel"], first["scores"]["overall"]) == (rows[0].rel.score, rows[0].cells[-1].score)
 
 
 def test_the_terminal_shows_every_method_with_its_share_and_the_files(done):

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from gstep.families import FAMILIES
+from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.parsers import RULES
@@ -55,6 +56,19 @@ def test_videomme_is_asked_in_the_words_of_lmms_eval(name):
     assert protocol.text(ITEM, "qwen2_5_vl") == DEFAULT
     assert protocol.text(ITEM, "qwen3_vl") == QWEN3
     assert protocol.text(ITEM, "another") == DEFAULT
+
+
+@pytest.mark.parametrize("name", ["videomme", "longvideobench", "mlvu-dev", "mlvu-test", "mvbench", "egoschema"])
+def test_the_papers_protocol_is_that_of_the_lmms_eval_which_its_rows_come_from(name):
+    paper = BENCHMARKS[name].protocol("paper")
+    assert paper is BENCHMARKS[name].protocol("lmms-eval-0.5") and paper.name == "lmms-eval-0.5"
+    for model in FAMILIES:
+        assert paper.rules(model).frames.num_frames == 32 and paper.temperature == 0
+
+
+def test_a_benchmark_without_the_papers_protocol_says_what_it_has():
+    with pytest.raises(UsageError, match="--protocol paper: Shapes has letter"):
+        BENCHMARKS["shapes"].protocol("paper")
 
 
 def test_videomme_is_asked_in_the_words_of_its_authors():

@@ -1,5 +1,6 @@
 """A request to evaluate: checked against benchmark, model, cache and results before anything is started or written."""
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +20,11 @@ from pipeline.evaluate.protocols import FrameRule
 from pipeline.evaluate.request import (
     RESULTS_HEADER,
     data_folder,
-    frame_rule,
     match_results,
     prepare,
     write_results_header,
 )
+from pipeline.evaluate.whole_cache import frame_rule
 from pipeline.generate.answers import commit_answers, write_answers_header
 from pipeline.generate.late_pruning import late_pruning
 from pipeline.generate.questions import QUESTION_SCHEMA
@@ -53,11 +54,11 @@ def own(folder, **options):
     return prepare(EvaluateConfig(**{"benchmark": str(file), **given, **options}), Console(quiet=True))
 
 
-def videomme(folder, **options):
+def videomme(folder, console=None, **options):
     """A checked request to evaluate a small VideoMME, whose videos are there by name only."""
     data = write_videomme(folder / "d", n_videos=2, videos=False)
     given = {"benchmark": "videomme", "data": str(data), "out": str(folder / "r"), "method": ["gstep"]}
-    return prepare(EvaluateConfig(**{**given, **options}), Console(quiet=True))
+    return prepare(EvaluateConfig(**{**given, **options}), console or Console(quiet=True))
 
 
 def test_own_questions_go_to_the_model_of_the_cache_under_the_grid(tmp_path):
@@ -81,6 +82,21 @@ def test_only_the_first_so_many_questions_are_asked_and_all_faults_are_kept(tmp_
     assert len(request.questions) == len(request.loaded.items) == 2
     assert request.loaded.n_annotated == 2 * PER_VIDEO + LEFT_OUT
     assert sum(fault.left_out for fault in request.loaded.faults) == LEFT_OUT
+
+
+@pytest.mark.parametrize(("model", "fits"), [("tiny", False), ("tiny-qwen2-5-vl", True), ("tiny-qwen3-vl", False)])
+def test_a_table_leaves_out_what_cannot_prune_inside_the_model_and_says_so(tmp_path, model, fits):
+    said = io.StringIO()
+    options = {"table": "main", "method": [], "model": model, "siglip": "tiny" if model == "tiny" else None}
+    request = videomme(tmp_path, console=Console(file=said, width=300), **options)
+    assert request.protocol.name == "lmms-eval-0.5"  # the paper's
+    methods = {label.partition("@")[0] for label in request.grid}
+    assert methods == {"none", "fastvid", "cdpruner", "visionzip", "vidcom2", "gstep"} | ({"fastv"} if fits else set())
+    assert ("note: --table main without fastv: fastv with K=2 prunes before layer 2" in said.getvalue()) is not fits
+    assert videomme(tmp_path, **options, protocol="lmms-eval-0.7.3").protocol.name == "lmms-eval-0.7.3"
+    if not fits:
+        with pytest.raises(UsageError, match="fastv with K=2 prunes before layer 2"):
+            videomme(tmp_path, **{**options, "method": ["fastv", "cdpruner"]})
 
 
 def test_videos_are_cached_whole_with_the_protocols_frames(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import ray
 from rich.console import Console
 
-from pipeline.errors import IdentityMismatch
+from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.evaluate import Evaluation, evaluate, render_evaluation
@@ -69,11 +69,11 @@ def evaluated(data: Path, out: Path, benchmark: str = "egoschema") -> tuple[Eval
 
 def test_the_full_set_becomes_submissions_without_ray_and_without_a_score(data, tmp_path):
     done, said = evaluated(data, tmp_path / "r")
-    files = ["scores.parquet", "submissions/none@1.json", "submissions/gstep@0.25.json"]
+    files = ["scores.parquet", "submissions/none@1.json", "submissions/gstep@0.25.json", "submissions/server.json"]
     assert done.files == files and not ray.is_initialized()
     there = {path.relative_to(tmp_path / "r").as_posix() for path in (tmp_path / "r").rglob("*") if path.is_file()}
     assert set(files) <= there and not {"tables.md", "tables.tex", "report.html"} & there
-    for name in files[1:]:
+    for name in files[1:3]:
         choices = json.loads((tmp_path / "r" / name).read_text())
         assert set(choices) == set(UIDS) - {UIDS[3], UIDS[5]} and choices[UIDS[0]] == choices[UIDS[4]] == 1
         assert f"note: {name}: 1 replies name no option; one is drawn for each" in said
@@ -82,6 +82,18 @@ def test_the_full_set_becomes_submissions_without_ray_and_without_a_score(data, 
     assert "EgoSchema full set: 5 questions to ask; 6 annotated of 5,031 in the whole benchmark" in said
     table = pq.read_table(tmp_path / "r" / "scores.parquet")
     assert table["right"].null_count == table["score"].null_count == len(table) == 10
+
+
+def test_what_was_typed_in_stays_when_more_is_asked(data, tmp_path):
+    evaluated(data, tmp_path / "r")
+    form = tmp_path / "r" / "submissions" / "server.json"
+    assert json.loads(form.read_text()) == {"none@1": None, "gstep@0.25": None}
+    form.write_text(json.dumps({"gstep@0.25": 59.2, "other@0.1": 7}))
+    evaluated(data, tmp_path / "r")
+    assert json.loads(form.read_text()) == {"none@1": None, "gstep@0.25": 59.2, "other@0.1": 7}
+    form.write_text("59.2")
+    with pytest.raises(UsageError, match="must be an object such as"):
+        evaluated(data, tmp_path / "r")
 
 
 def test_subset_and_full_set_never_share_a_place(data, tmp_path):

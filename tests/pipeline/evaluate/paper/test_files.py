@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -87,6 +89,45 @@ def test_the_main_table_of_the_paper(tmp_path, capsys):
     latex, page = (tmp_path / "paper" / f"main.{kind}" for kind in ("tex", "html"))
     assert r"\textbf{100.2\%}" in latex.read_text() and "100.2%" in page.read_text()
     assert "1,000 questions, 32 frames, p" in page.read_text() and "src=" not in page.read_text()
+
+
+def submitted(folder, arms, typed):
+    """What jobs.evaluate leaves of the full set of EgoSchema, and what its user typed in."""
+    place = results(folder, "egoschema", arms)
+    file = LocalStore(folder / "egoschema").root / "scores.parquet"
+    table = pq.read_table(file)
+    nothing = pa.nulls(len(table), pa.float64())
+    pq.write_table(table.set_column(table.schema.get_field_index("score"), "score", nothing), file)
+    if typed:
+        LocalStore(place).put("submissions/server.json", json.dumps(typed).encode())
+    return place
+
+
+def test_what_the_server_of_egoschema_returned_goes_into_the_table(tmp_path, capsys):
+    arms = [("none", 1.0, "60.0"), ("gstep", 0.25, "57.0"), ("vidcom2", 0.25, "54.0")]
+    typed = {"none@1": 60.4, "gstep@0.25": 60, "vidcom2@0.25": None}
+    places = [results(tmp_path, "mvbench", arms), submitted(tmp_path, arms, typed)]
+    text, said = laid("main", places, tmp_path / "paper", capsys)
+    assert cells(text, MODEL["weights"]) == ["60.0", "60.4", "100.0%"]
+    assert cells(text, "GSTEP") == ["57.0", "60.0", "97.2%"]  # the mean of 57.0/60.0 and 60.0/60.4
+    assert cells(text, "VidCom2")[1:] == ["–", "–"]
+    assert "has 1 submissions without a score: type what its server returns into" in said
+    assert "scores from its server, without errors" in (tmp_path / "paper" / "main.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("typed", "why"),
+    [
+        ({"gstep@0.25": "59"}, "gstep@0.25 must be a percentage of right answers, got '59'"),
+        ({"gstep@0.25": 590}, "must be a percentage of right answers, got 590"),
+        ({"gstep@0.25": 0.59}, "percentages are wanted, 59.2 and not 0.592"),
+        ([1], "must be an object such as"),
+    ],
+)
+def test_a_score_that_is_none_is_refused(tmp_path, capsys, typed, why):
+    place = submitted(tmp_path, [("none", 1.0, "60.0"), ("gstep", 0.25, "57.0")], typed)
+    assert evaluate.main(["--table", "main", "--results", place, "--out", str(tmp_path / "paper")]) == 2
+    assert why in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_ablations_of_the_paper(tmp_path, capsys):

@@ -1,0 +1,73 @@
+"""What the server of a benchmark without published answers returned, typed in by whoever asked it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from pipeline.errors import UsageError
+from pipeline.evaluate.statistics.score_matrix import Arm
+from pipeline.storage.stores import Store
+
+FORM = "submissions/server.json"
+_CLUSTER = "server"  # only the mean is known, so there is nothing that errors could be estimated from
+
+
+def submission_name(arm: Arm) -> str:
+    """What an arm is called in files: methods may be named by import paths."""
+    return f"{re.sub(r'[^A-Za-z0-9=.,+-]+', '-', arm.method)}@{arm.ratio:g}"
+
+
+def write_form(store: Store, arms: Iterable[Arm]) -> None:
+    """A file with a place for the score of each submission; what was typed in stays. Raises UsageError, OSError."""
+    form = dict.fromkeys(map(submission_name, arms)) | _read(store)
+    store.put(FORM, json.dumps(form, indent=1).encode())
+
+
+def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
+    """Scores whose means are what was typed in; an arm that nobody typed a score of stays without.
+
+    Args:
+        scores: SCORE_SCHEMA, of a benchmark without published answers.
+
+    Raises UsageError where a number is none, or no percentage.
+    """
+    typed = {name: value for name, value in _read(store).items() if value is not None}
+    _check(store, typed)
+    rows = zip(scores["method"].to_pylist(), scores["retention_ratio"].to_pylist(), strict=True)
+    of_row = [typed.get(submission_name(Arm(method, ratio))) for method, ratio in rows]
+    columns = {
+        "score": pa.array([None if value is None else value / 100 for value in of_row], pa.float64()),
+        "cluster": pa.array(np.full(len(of_row), _CLUSTER), pa.string()),
+        # A reply that failed is wrong on the server, and counted in its number.
+        "status": pa.array(np.full(len(of_row), "ok"), pa.string()),
+    }
+    for name, values in columns.items():
+        place = scores.schema.get_field_index(name)
+        scores = scores.set_column(place, scores.schema.field(name), values)
+    return scores
+
+
+def _read(store: Store) -> dict[str, Any]:
+    if not store.exists(FORM):
+        return {}
+    try:
+        form = json.loads(store.read(FORM))
+    except ValueError as error:
+        raise UsageError(f"{store}: {FORM} is no JSON: {error}") from error
+    if not isinstance(form, dict):
+        raise UsageError(f'{store}: {FORM} must be an object such as {{"gstep@0.25": 59.2}}')
+    return form
+
+
+def _check(store: Store, typed: dict[str, Any]) -> None:
+    for name, value in typed.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 100:
+            raise UsageError(f"{store}: {FORM}: {name} must be a percentage of right answers, got {value!r}")
+    if typed and max(typed.values()) <= 1:
+        raise UsageError(f"{store}: {FORM}: percentages are wanted, 59.2 and not 0.592")
