@@ -7,22 +7,18 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
 
 from gstep.types import budget_for
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.header import CacheIdentity
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TIERS
-from pipeline.errors import UsageError
 from pipeline.inspect.charts import density_chart, kept_chart
-from pipeline.inspect.report import flat, frames_of, source_facts, source_frames
+from pipeline.inspect.facts import flat
+from pipeline.inspect.page_files import asset, check_file, templates, write_file
+from pipeline.inspect.report import frames_of, source_facts, source_frames
 from pipeline.inspect.thumbnails import Pictures, source_pictures
 from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects
@@ -64,15 +60,9 @@ def write_page(
 
     Raises UsageError where ``file`` cannot be written, and what ``video_page`` raises.
     """
-    if not file.parent.is_dir():
-        raise UsageError(f"{file}: the folder {file.parent} does not exist")
-    if file.is_dir():
-        raise UsageError(f"{file}: is a folder; name a file for the page")
+    check_file(file)
     page = video_page(cache, video_id, retention_ratio, objects)
-    try:
-        size = file.write_bytes(page.html.encode())
-    except OSError as error:
-        raise UsageError(f"{file}: cannot be written: {error.strerror}") from error
+    size = write_file(file, page.html)
     pictures = f"without pictures: {page.missing}" if page.missing else "with pictures of its frames"
     return f"{file}: {size / 1000:,.0f} kB, {video_id} {pictures}"
 
@@ -119,21 +109,6 @@ def tiers_of(row: VideoRow, more: float | None = None) -> list[tuple[float, int]
     return [*kept, (stored, row["n_tokens"])]
 
 
-@cache
-def templates() -> Environment:
-    """The templates of this room. Every value is escaped, and a name without a value is an error."""
-    environment = Environment(
-        loader=PackageLoader("pipeline.inspect"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    return environment
-
-
 def _render(video: CachedVideo, identity: CacheIdentity, pictures: Pictures, start: float | None) -> str:
     row = video.metadata
     tiers = [Tier(ratio, f"{100 * ratio:g} %", kept) for ratio, kept in tiers_of(row, start)]
@@ -141,12 +116,12 @@ def _render(video: CachedVideo, identity: CacheIdentity, pictures: Pictures, sta
     seconds = [row["timestamps"][frames[0]] for frames in frames_of(row)]
     density = row["temporal_density"]
     rows, columns = grid_of(row) or (1, 1)
-    script = _asset("page.js")
+    script = asset("page.js")
     return (
         templates()
         .get_template("page.html")
         .render(
-            style=_asset("page.css"),
+            style=asset("page.css"),
             script=script,
             script_hash=_policy_hash(f"\n{script}"),
             video_id=row["video_id"],
@@ -166,11 +141,6 @@ def _render(video: CachedVideo, identity: CacheIdentity, pictures: Pictures, sta
             data=_data(video, tiers),
         )
     )
-
-
-def _asset(name: str) -> Markup:
-    """A file that stands beside the template, as it is."""
-    return Markup((files("pipeline.inspect") / "templates" / name).read_text(encoding="utf-8"))
 
 
 def _policy_hash(script: str) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from rich.console import Group, RenderableType
@@ -14,6 +15,7 @@ from rich.text import Text
 from gstep.evidence import in_words
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.reader import TokenCache
+from pipeline.inspect.facts import facts_table, flat
 from pipeline.inspect.run_progress import latest_run
 from pipeline.prune.summary import render, summarise
 from pipeline.rows import VideoRow
@@ -42,6 +44,23 @@ def cache_report(cache: TokenCache) -> RenderableType:
     return Group(head, "", render(summarise(ledger, deepstack_levels=cache.deepstack_levels)), "", _videos(cache))
 
 
+def cache_record(cache: TokenCache) -> dict[str, Any]:
+    """The same, JSON-able: cache, identity, index, last_run, and the counts that the summary of a prune run has."""
+    ledger = Ledger(cache.store).refresh()
+    index = {"shards": ledger.n_covered, "newer": ledger.n_shards - ledger.n_covered, "unusable": ledger.unusable}
+    run = latest_run(cache.store, ledger)
+    counts = summarise(ledger, deepstack_levels=cache.deepstack_levels).as_record()
+    for name in ("n_missing", "n_waiting", "n_new", "n_new_failed", "wall_s"):
+        del counts[name]  # of a run
+    return {
+        "cache": str(cache.store),
+        "identity": cache.identity,
+        "index": index if ledger.index is not None or ledger.unusable else None,
+        "last_run": None if run is None else asdict(run),
+        **counts,
+    }
+
+
 def _videos(cache: TokenCache, limit: int = 20) -> RenderableType:
     table = Table(show_edge=False)
     for name in ("video", "frames", "tokens", "kept", "decoder"):
@@ -65,12 +84,30 @@ def video_report(cache: TokenCache, video_id: str, retention_ratio: float | None
     row = cache.metadata(video_id)
     if row["status"] != "ok":
         return Group(
-            _source(row), Text(f"failed  {row['error_class']} in {row['error_stage']}: {row['error_message']}")
+            facts_table(source_facts(row)),
+            Text(f"failed  {row['error_class']} in {row['error_stage']}: {row['error_message']}"),
         )
     video = cache.get(video_id, retention_ratio)
     kept = torch.bincount(video.frame, minlength=row["n_frames"]).tolist()
     title = f"{len(video.index)} of {row['n_total']} tokens kept ({len(video.index) / row['n_total']:.1%})"
-    return Group(_source(row), "", _frames(row, kept, title))
+    return Group(facts_table(source_facts(row)), "", _frames(row, kept, title))
+
+
+def video_record(cache: TokenCache, video_id: str, retention_ratio: float | None = None) -> dict[str, Any]:
+    """The same, JSON-able: the video's row (``pipeline.cache.schema.VIDEO_SCHEMA``), and what is kept of each frame at
+    the ratio, None where the video failed.
+
+    Raises UnknownVideo, RatioNotCached.
+    """
+    row = cache.metadata(video_id)
+    record: dict[str, Any] = {"cache": str(cache.store), "video_id": video_id, "status": row["status"]}
+    record |= {"retention_ratio": None, "n_kept": None, "kept_per_frame": None}
+    if row["status"] == "ok":
+        video = cache.get(video_id, retention_ratio)
+        record["retention_ratio"] = row["retention_ratio"] if retention_ratio is None else retention_ratio
+        record["n_kept"] = len(video.index)
+        record["kept_per_frame"] = torch.bincount(video.frame, minlength=row["n_frames"]).tolist()
+    return {**record, "row": row}
 
 
 def source_facts(row: VideoRow) -> list[tuple[str, str]]:
@@ -89,13 +126,6 @@ def source_facts(row: VideoRow) -> list[tuple[str, str]]:
         warned = f", {row['decode_warnings']} warnings" if row["decode_warnings"] else ""
         facts.append(("decoder", f"{row['backend']} {row['backend_version'] or ''}{warned}"))
     return [*facts, ("run", f"{row['run_id']}, attempt {row['attempts']}")]
-
-
-def _source(row: VideoRow) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for name, value in source_facts(row):
-        table.add_row(name, Text(value))
-    return table
 
 
 def _frames(row: VideoRow, kept: list[int], title: str) -> Table:
@@ -122,8 +152,3 @@ def frames_of(row: VideoRow) -> list[list[int]]:
 def source_frames(row: VideoRow, frames: Sequence[int]) -> str:
     """Some of the sampled frames by their numbers in the source: ``frame 3`` or ``frames 3, 7``."""
     return f"frame{'s' if len(frames) > 1 else ''} {', '.join(str(row['frame_indices'][i]) for i in frames)}"
-
-
-def flat(values: Mapping[str, object]) -> str:
-    """``name=value`` for every value that is set."""
-    return " ".join(f"{name}={json.dumps(value)}" for name, value in values.items() if value is not None)

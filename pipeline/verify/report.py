@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -13,23 +13,21 @@ from rich.text import Text
 from pipeline.storage.s3 import Upload
 from pipeline.storage.stores import FileInfo
 
-_REDO = (
-    "restore it from a copy, or remove the videos shard that names it and run jobs.prune again: that redoes its videos"
-)
+_REDO = "restore it from a copy, or let --repair mark its videos for another attempt of jobs.prune"
 REMEDIES: Mapping[str, str] = {
     "header": "restore cache.json from a copy: it says what all tokens were made with",
-    "commit": "restore it from a copy, or remove it and run jobs.prune again: that redoes its videos",
-    "lost": "restore the videos shard from a copy, or run jobs.prune again, then remove the token shards by hand",
+    "commit": "restore it from a copy, or let --repair mark its videos for another attempt of jobs.prune",
+    "lost": "restore the videos shard from a copy, or let --repair mark its videos for another attempt of jobs.prune",
     "schema": "another program or another version of this one wrote it: read it with that one",
     "fingerprint": "the shard belongs to a cache of other settings: move it there, and its token shards",
-    "row": "the row contradicts itself: report it; remove its videos shard and run jobs.prune again",
+    "row": "the row contradicts itself: report it; --repair marks its video for another attempt of jobs.prune",
     "duplicate": "only the row in the videos shard that sorts first is read: report it",
     "missing": _REDO,
     "footer": _REDO,
     "damaged": _REDO,
     "rows": _REDO,
     "checksum": _REDO,
-    "tokens": "the tokens contradict their row: report it; remove its videos shard and run jobs.prune again",
+    "tokens": "the tokens contradict their row: report it; --repair marks the video for another attempt of jobs.prune",
     "unreadable": "look at the disk or the store, and at who may read there; then verify again",
     "live-failed": "the source is the same and cannot be encoded here: the message says why, the tokens may be sound",
     "live": "remove the videos shard and run jobs.prune again, unless that processor rounds in another way",
@@ -83,6 +81,55 @@ class LiveResult:
     versions: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
+class Marked(NamedTuple):
+    """A video that a repair gave a failed row, in place of one that could not be trusted; ``uri`` is "" where it is not
+    known."""
+
+    video_id: str
+    uri: str
+    attempts: int
+    why: str
+
+
+@dataclass
+class Repaired:
+    """What a repair did.
+
+    Attributes:
+        kept_in: the folder below the cache that has what was replaced.
+        marked: videos for another attempt.
+        moved: sound videos whose tokens were written again, away from damaged ones.
+        replaced: videos shards.
+        indexed: videos shards of the new index; None where there was none before.
+        command: what encodes the marked videos again; "" where there are none.
+    """
+
+    kept_in: str
+    marked: list[Marked] = field(default_factory=list)
+    moved: int = 0
+    replaced: list[str] = field(default_factory=list)
+    indexed: int | None = None
+    command: str = ""
+
+    def as_record(self) -> dict[str, Any]:
+        return {**vars(self), "marked": [video._asdict() for video in self.marked]}
+
+    def lines(self) -> Iterator[str]:
+        """What it did, in words."""
+        if self.replaced:
+            kept = f"those that were there before are in {self.kept_in}/, to be removed by hand"
+            yield f"{len(self.replaced):,} videos shards written anew; {kept}"
+        if self.moved:
+            yield f"{self.moved:,} sound videos moved to new token shards"
+        if self.indexed is not None:
+            yield f"index made anew, of {self.indexed:,} videos shards"
+        yield f"{len(self.marked):,} videos marked for another attempt"
+        for video in self.marked[:_SHOWN]:
+            yield f"  {video.video_id}: {video.why}"
+        if len(self.marked) > _SHOWN:
+            yield f"  ... and {len(self.marked) - _SHOWN:,} more: jobs.inspect CACHE --failed lists them"
+
+
 @dataclass
 class Report:
     """Everything that a run of verify found; it fills up as the run goes on.
@@ -98,6 +145,8 @@ class Report:
         uploads: pending multipart uploads.
         removed: names of what ``--clean`` removed.
         live: videos that were encoded again.
+        found: the problems that a repair mended; ``problems`` are those that are left.
+        repaired: what the repair did; None where there was none.
         bytes_read: of the cache.
         seconds: what reading took.
     """
@@ -112,6 +161,8 @@ class Report:
     uploads: list[Upload] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
     live: list[LiveResult] = field(default_factory=list)
+    found: list[Problem] = field(default_factory=list)
+    repaired: Repaired | None = None
     bytes_read: int = 0
     seconds: float = 0.0
 
@@ -136,6 +187,8 @@ class Report:
             "uploads": [{**u._asdict(), "started": u.started.isoformat()} for u in self.uploads],
             "removed": self.removed,
             "live": [asdict(result) for result in self.live],
+            "found": [problem.as_record() for problem in self.found],
+            "repaired": None if self.repaired is None else self.repaired.as_record(),
             "bytes_read": self.bytes_read,
             "seconds": round(self.seconds, 3),
             "gb_per_s": round(self.gb_per_s, 3),
@@ -156,8 +209,10 @@ def render(report: Report) -> RenderableType:
     parts: list[RenderableType] = [head]
     if report.live:
         parts += ["", _live_table(report.live)]
+    if report.repaired is not None:
+        parts += ["", _problem_table(report.found, "problems before"), "", *map(Text, report.repaired.lines())]
     n = len(report.problems)
-    parts += ["", _problem_table(report.problems)] if n else []
+    parts += ["", _problem_table(report.problems, "problems")] if n else []
     parts += ["", Text(f"{n:,} problems" if n else "nothing is wrong", style="red" if n else "green")]
     return Group(*parts)
 
@@ -178,9 +233,9 @@ def _listed(names: Sequence[str]) -> str:
     return "\n".join([str(len(names)), *names[:_SHOWN]]) + more
 
 
-def _problem_table(problems: Sequence[Problem]) -> Table:
+def _problem_table(problems: Sequence[Problem], title: str) -> Table:
     """The problems by class, with one example and the remedy of each."""
-    table = Table(title="problems", title_justify="left", show_edge=False)
+    table = Table(title=title, title_justify="left", show_edge=False)
     for name in ("class", "count", "example", "remedy"):
         table.add_column(name, overflow="fold", justify="right" if name == "count" else "left")
     for kind in REMEDIES:

@@ -106,7 +106,7 @@ def row_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
         yield from _count_faults(row, header)
         yield from _frame_faults(row)
     for name in ("manifest", "model_extra", "runtime"):
-        if row[name] is not None and not _is_json(row[name]):
+        if row[name] is not None and not is_json(row[name]):
             yield f"{name} is not JSON"
 
 
@@ -158,7 +158,8 @@ def _frame_faults(row: VideoRow) -> Iterator[str]:
         yield f"n_repeated is {row['n_repeated']}, {repeated} frames repeat"
 
 
-def _is_json(text: str) -> bool:
+def is_json(text: str) -> bool:
+    """Whether a column that should hold JSON does."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,9 +26,12 @@ from pipeline.execution.request import new_run_id
 from pipeline.execution.stages import Wording
 from pipeline.storage.lock import Lock, cache_lock, holder
 from pipeline.storage.stores import FileInfo, Store
+from pipeline.verify.command_again import command_again
 from pipeline.verify.index import check_index
+from pipeline.verify.judge import Judge, Place
 from pipeline.verify.orphans import clean, list_files, list_uploads, lost_commits, sort_files
-from pipeline.verify.report import Problem, Report
+from pipeline.verify.repair import Repair, finish_interrupted, repairable
+from pipeline.verify.report import Problem, Repaired, Report
 from pipeline.verify.rows import KEPT, CheckedCommit, check_commit, method_of
 from pipeline.verify.tokens import CheckedShard, check_token_shard
 
@@ -37,7 +40,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R", bound="CheckedCommit | CheckedShard")
-Place = tuple[str, int]  # a videos shard and a row in it
+Sound = dict[str, CheckedShard]  # token shards without a problem, by name
+_STAY = (
+    "no orphan was removed: they may be of the videos shards that were damaged or lost; put those back from a copy, or "
+    "remove the orphans with --clean"
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ class Request:
     Attributes:
         jobs: files read at a time.
         clean: whether to remove what nothing names.
+        repair: whether to mark what is damaged for another attempt, before that.
         live: how many videos are encoded again.
         seed: which ones.
         model: the model's folder or id, where it is not where the run found it.
@@ -55,6 +63,7 @@ class Request:
 
     jobs: int = 2
     clean: bool = False
+    repair: bool = False
     live: int = 0
     seed: int = 0
     model: str | None = None
@@ -62,22 +71,25 @@ class Request:
 
 
 def verify(store: Store, request: Request, console: Console) -> Report:
-    """Read all of the cache at ``store`` and check it; nothing is written there without ``request.clean``.
+    """Read all of the cache at ``store`` and check it; nothing is written there without ``clean`` or ``repair``.
 
-    Raises NotACache where there is none, CacheLocked where it is to be cleaned and a run holds it, UsageError where
+    Raises NotACache where there is none, CacheLocked where it is to be changed and a run holds it, UsageError where
     videos cannot be encoded again, RunFailed where the lock is lost, and OSError where the store fails as a whole.
     """
     if not store.exists(HEADER):
         read_header(store)  # raises
-    if not request.clean:
-        return _verify(store, request, console, None)
+    if not (request.clean or request.repair):
+        return _verify(store, request, console, None, {})
     # From the beginning: what is an orphan is found out under the lock, too.
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     with cache_lock(store, new_run_id(), say) as lock:
-        return _verify(store, request, console, lock)
+        if request.repair:
+            finish_interrupted(store, lock)
+            request = replace(request, clean=True)
+        return _verify(store, request, console, lock, {})
 
 
-def _verify(store: Store, request: Request, console: Console, lock: Lock | None) -> Report:
+def _verify(store: Store, request: Request, console: Console, lock: Lock | None, sound: Sound) -> Report:
     report = Report(str(store))
     started = time.monotonic()
     try:
@@ -104,13 +116,33 @@ def _verify(store: Store, request: Request, console: Console, lock: Lock | None)
     live = _check_live(rows, report)
     check_index(store, rows, report)
     again = _live_check(store, request, live) if request.live else None
-    _check_tokens(store, header, request, console, report, _places(rows, live), bad)
+    sound |= _check_tokens(store, header, request, console, report, _places(rows, live), bad, sound)
     _sort(store, files, rows, live, report)
     report.seconds = time.monotonic() - started
     if again is not None:
         again.run(_sound(live, report), request.live, request.seed, report)
-    if lock is not None:
+    if lock is not None and request.repair and repairable(report):
+        repaired = Repair(store, lock, header, report).carry_out(Judge(store, header, rows, live, bad), rows)
+        request = replace(request, repair=False, clean=not _lost(report))
+        return _after_repair(_verify(store, request, console, lock, sound), report, repaired, store)
+    if lock is not None and request.clean:
         clean(store, report, lock, commits=[file.name for file in files[VIDEOS]])
+    return report
+
+
+def _lost(report: Report) -> bool:
+    """Whether a videos shard is lost or damaged: a copy of it may turn up, and its token shards are sound."""
+    return any(problem.kind in {"commit", "lost"} for problem in report.problems)
+
+
+def _after_repair(report: Report, before: Report, repaired: Repaired, store: Store) -> Report:
+    """What is there now, with what was before."""
+    if repaired.marked:
+        repaired.command = command_again(store, max(video.attempts for video in repaired.marked))
+    report.found, report.repaired = before.problems, repaired
+    report.notes += [note for note in before.notes if note not in report.notes] + [_STAY] * _lost(before)
+    report.bytes_read += before.bytes_read
+    report.seconds += before.seconds
     return report
 
 
@@ -186,22 +218,28 @@ def _check_tokens(
     report: Report,
     places: Mapping[str, Sequence[Place]],
     bad: set[Place],
-) -> None:
-    """Every token shard of ``places``, which has the videos rows that name it."""
+    sound: Sound,
+) -> Sound:
+    """Every token shard of ``places``, which has the videos rows that name it; those that are ``sound`` are not read.
+    Returns those without a problem."""
     # Neighbours in the order of commits share a videos shard, which is in memory then.
     names = sorted(places, key=lambda name: places[name][0])
     full = VideoRows(store, keep=8 * request.jobs)
 
     def check(name: str) -> CheckedShard:
+        if name in sound:
+            return replace(sound[name], n_bytes=0)
         good = [place for place in places[name] if place not in bad]
         rows = [(commit, full(commit, row)) for commit, row in good]
         whole = len(good) == len(places[name])
         return check_token_shard(store, name, rows, header, whole=whole) if rows else CheckedShard([])
 
     widths: dict[str, int] = {}
-    n_tokens = 0
+    n_tokens, passed = 0, {}
     for name, checked in _checked(check, names, "token shard", request, console):
         report.problems += checked.problems
+        if not checked.problems:
+            passed[name] = checked
         report.bytes_read += checked.n_bytes
         n_tokens += checked.n_tokens
         for key, width in checked.widths.items():
@@ -209,6 +247,7 @@ def _check_tokens(
                 what = f"{store}/{name}: {width} numbers of {key} a token, {widths[key]} in other shards"
                 report.problems.append(Problem("schema", what, name))
     report.counts |= {"token_shards": len(names), "tokens": n_tokens}
+    return passed
 
 
 def _token_shards(rows: pa.Table) -> set[str]:

@@ -16,7 +16,8 @@ from jinja2 import UndefinedError
 from gstep.types import budget_for
 from pipeline import TokenCache
 from pipeline.cache.header import header_bytes
-from pipeline.inspect.page import grid_of, templates, tiers_of, video_page, write_page
+from pipeline.inspect.page import grid_of, tiers_of, video_page, write_page
+from pipeline.inspect.page_files import templates
 from pipeline.inspect.thumbnails import Thumbnails
 from pipeline.prune.decode_stage import decoded_columns
 from pipeline.video.decode import DecodeRequest, decode_video

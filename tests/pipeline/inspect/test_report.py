@@ -4,7 +4,8 @@ import pytest
 from rich.console import Console
 
 from pipeline.errors import RatioNotCached, UnknownVideo
-from pipeline.inspect.report import cache_report, flat, frames_of, source_facts, source_frames, video_report
+from pipeline.inspect.facts import flat
+from pipeline.inspect.report import cache_report, frames_of, source_facts, source_frames, video_report
 from tests.pipeline.pages import FRAMES, VIDEO, build
 
 

@@ -16,4 +16,4 @@ def test_the_report_counts_by_class(store):
     Console(file=output, width=200).print(render(verified(store)))
     said = " ".join(output.getvalue().replace("│", " ").split())
     assert f"missing 2 {store}" in said  # the class, how many, and one of them
-    assert "the shard is missing" in said and "run jobs.prune" in said and said.endswith("2 problems")
+    assert "the shard is missing" in said and "let --repair mark" in said and said.endswith("2 problems")

@@ -1,0 +1,149 @@
+"""What ``jobs.inspect`` shows of answers: how many there are, what failed, and some questions with their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.errors import QUESTION_FAULTS, UsageError
+from pipeline.generate.answers import AnswersTable, read_answers_header
+from pipeline.generate.summary import AnswerSummary, summarise_answers
+from pipeline.inspect.facts import facts_table, flat
+from pipeline.storage.stores import Store
+
+SHOWN = 20  # questions in the terminal
+_TEXT = 72  # characters of a prompt or an answer in a table
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers that were read.
+
+    Attributes:
+        place: where they are, as named.
+        identity: what all of them were made with.
+        rows: the live row of every question under every pruning (``pipeline.generate.answers.ANSWER_SCHEMA``).
+    """
+
+    place: str
+    identity: dict[str, Any]
+    rows: pa.Table
+
+    @classmethod
+    def open(cls, store: Store, question_id: str | None = None) -> Answers:
+        """All of them, or those to one question.
+
+        Raises NotAnswers, UsageError for a question that has no row, CorruptShard, OSError.
+        """
+        identity, rows = read_answers_header(store)["identity"], AnswersTable(store).live()
+        if question_id is not None:
+            n_rows, rows = len(rows), rows.filter(pc.equal(rows["question_id"], question_id))
+            if not len(rows):
+                raise UsageError(f"{question_id!r} is not among the {n_rows} answers in {store}")
+        return cls(str(store), identity, rows)
+
+    @property
+    def summary(self) -> AnswerSummary:
+        return summarise_answers(self.rows, len(self.rows), frozenset(), 0.0)
+
+    @property
+    def several(self) -> bool:
+        """Whether questions were asked under several prunings."""
+        return any(name is not None for name in pc.unique(self.rows["pruning"]).to_pylist())
+
+    def as_record(self) -> dict[str, Any]:
+        """JSON-able: identity and counts, no answer."""
+        counts = self.summary.as_record()
+        for name in ("n_missing", "n_waiting", "n_outside", "n_new", "n_new_failed", "wall_s", "seconds"):
+            del counts[name]  # of a run
+        return {"answers": self.place, "identity": self.identity, **counts}
+
+    def as_records(self) -> list[dict[str, Any]]:
+        """JSON-able: every row whole."""
+        rows: list[dict[str, Any]] = self.rows.drop_columns(["shard"]).to_pylist()
+        return rows
+
+    def facts(self) -> list[tuple[str, str]]:
+        """(name, value) of what all answers were made with, and of how many there are."""
+        cache, counts = self.identity.get("cache", {}), self.summary
+        facts = [("answers", self.place)]
+        if model := self.identity.get("model"):
+            facts.append(("model", f"{model.get('type')}  {model.get('weights')}"))
+        if "pruner" in cache:
+            facts.append(("cache", f"{cache['pruner'].get('method')} at {cache.get('retention_ratio')}"))
+        if pruner := self.identity.get("pruner"):
+            facts.append(("pruner", flat(pruner)))
+        if (ratio := self.identity.get("retention_ratio")) is not None and not self.several:
+            facts.append(("answered at", f"{ratio} of the visual tokens"))
+        facts += [(name, flat(self.identity[name])) for name in ("prompt", "decoding") if name in self.identity]
+        if self.several:
+            facts.append(
+                ("prunings", ", ".join(name or "none" for name in pc.unique(self.rows["pruning"]).to_pylist()))
+            )
+        tokens = f"{counts.visual_tokens:.0f} visual of {counts.prompt_tokens:.0f} in a prompt on average"
+        return [
+            *facts,
+            ("questions", f"{counts.n_ok} answered, {counts.n_failed} failed"),
+            ("tokens", f"{tokens}, {counts.new_tokens:,} generated"),
+        ]
+
+
+def answers_report(answers: Answers) -> RenderableType:
+    """Counts, failures by class, and the first questions with their answers."""
+    parts: list[RenderableType] = [facts_table(answers.facts()), ""]
+    if answers.summary.failures:
+        parts += [answers.summary.failures_table("question", QUESTION_FAULTS), ""]
+    table = Table(show_edge=False)
+    for name in ("question", *(["pruning"] if answers.several else []), "prompt", "answer", "target"):
+        table.add_column(name, overflow="fold")
+    for row in answers.rows.slice(0, SHOWN).to_pylist():
+        said = row["answer"] if row["status"] == "ok" else f"failed: {row['error_class']}"
+        pruning = [row["pruning"]] if answers.several else []
+        cells = [row["question_id"], *pruning, _cut(row["prompt"]), _cut(said), _cut(row["target"])]
+        table.add_row(*(Text(cell or "") for cell in cells))  # texts come from files: never markup
+    more = len(answers.rows) - SHOWN
+    return Group(*parts, table, *([f"... and {more} more"] if more > 0 else []))
+
+
+def question_report(answers: Answers) -> RenderableType:
+    """The rows of one question, whole."""
+    parts: list[RenderableType] = []
+    for row in answers.rows.to_pylist():
+        parts += [facts_table(_whole(row)), ""]
+    return Group(*parts[:-1])
+
+
+def _whole(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "question", row["question_id"]
+    if row["pruning"] is not None:
+        yield "pruning", row["pruning"]
+    yield "videos", ", ".join(row["video_ids"])
+    yield "prompt", row["prompt"]
+    scores = row["choice_scores"] or []
+    for number, choice in enumerate(row["choices"] or []):
+        score = (
+            f"  (log-probability {scores[number]:.3f})" if len(scores) > number and scores[number] is not None else ""
+        )
+        yield f"choice {number}", f"{choice}{score}"
+    if row["status"] == "ok":
+        yield "answer", row["answer"] or ""
+    else:
+        yield "failed", f"{row['error_class']}: {row['error_message']}"
+    if row["target"] is not None:
+        yield "target", row["target"]
+    if row["n_kept"] is not None:
+        yield "tokens", f"{row['n_kept']} of {row['n_total']} visual ones, {row['n_prompt_tokens']} in the prompt"
+    yield "run", f"{row['run_id']}, attempt {row['attempts']}"
+
+
+def _cut(text: str | None) -> str:
+    """The text in one line, of which the end may be missing."""
+    line = " ".join((text or "").split())
+    return line if len(line) <= _TEXT else f"{line[: _TEXT - 3]}..."

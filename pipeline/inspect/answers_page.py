@@ -1,0 +1,71 @@
+"""What ``jobs.inspect ANSWERS --html`` writes: one self-contained page of questions with their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import QUESTION_FAULTS
+from pipeline.inspect.answers import Answers
+from pipeline.inspect.page_files import asset, templates, write_file
+
+MOST = 1000  # questions on a page, failed ones first: browsers stay quick, and the page below some megabytes
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One that a question offers, with the letter it is named by; ``share`` is its probability among them in percent,
+    None where none was computed."""
+
+    letter: str
+    text: str
+    chosen: bool
+    share: float | None
+
+
+def write_answers_page(answers: Answers, file: Path) -> str:
+    """Write the page; returns a line that says what was written. Raises UsageError where ``file`` cannot be."""
+    size = write_file(file, answers_page(answers))
+    shown, of = min(len(answers.rows), MOST), len(answers.rows)
+    which = f"{shown} answers" if shown == of else f"{shown} of {of} answers, failed ones first"
+    return f"{file}: {size / 1000:,.0f} kB, {which}"
+
+
+def answers_page(answers: Answers) -> str:
+    """The page as HTML. Whatever a question or a model says is text there, never markup."""
+    rows = answers.as_records()
+    rows.sort(key=lambda row: row["status"] == "ok")  # stable: by id below that
+    counts = answers.summary
+    remedies = {str(name): fault.remedy for name, fault in QUESTION_FAULTS.items()}
+    faults = [(name, count, counts.examples[name], remedies.get(name, "")) for name, count in counts.failures.items()]
+    return (
+        templates()
+        .get_template("answers.html")
+        .render(
+            style=asset("page.css") + asset("answers.css"),
+            place=answers.place,
+            counts=counts,
+            faults=faults,
+            facts=answers.facts(),
+            rows=[{**row, "offered": choices_of(row)} for row in rows[:MOST]],
+            n_rows=len(rows),
+        )
+    )
+
+
+def choices_of(row: dict[str, Any]) -> Sequence[Choice]:
+    """What the question of a row offers, and how likely the model found each."""
+    texts, scores = row["choices"] or [], row["choice_scores"]
+    if scores is None:
+        shares: list[float | None] = [None] * len(texts)
+    else:
+        best = max((score for score in scores if score is not None), default=0.0)
+        weights = [0.0 if score is None else exp(score - best) for score in scores]
+        shares = [100 * weight / (sum(weights) or 1.0) for weight in weights]
+    return [
+        Choice(chr(ord("A") + number), text, row["choice"] == number, share)
+        for number, (text, share) in enumerate(zip(texts, shares, strict=True))
+    ]

@@ -1,0 +1,50 @@
+"""What failed, as a list: ids with the class of the error and its message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.cache.index.live_videos import read_live_of
+from pipeline.cache.reader import TokenCache
+
+_VIDEO = ("video_id", "uri", "error_stage", "error_class", "error_message", "attempts", "status")
+_QUESTION = ("question_id", "pruning", "error_class", "error_message", "attempts")
+_NAMES = {"error_class": "class", "error_message": "message", "error_stage": "stage"}
+Failures = list[dict[str, Any]]
+
+
+def failed_videos(cache: TokenCache) -> Failures:
+    """A record a failed video, by id: video_id, uri, stage, class, message, attempts. Raises CorruptShard, OSError."""
+    rows = read_live_of(cache.store, list(cache.failed), _VIDEO)
+    return _records(rows, _VIDEO[:-1])
+
+
+def failed_questions(answers: pa.Table) -> Failures:
+    """A record a failed question (and pruning) of the live rows of answers: question_id, pruning, class, message,
+    attempts."""
+    return _records(answers, _QUESTION)
+
+
+def failed_lines(failures: Failures) -> Iterator[str]:
+    """``ID<TAB>class<TAB>message`` of each; of a question asked under several prunings ``ID<TAB>pruning<TAB>...``."""
+    several = any(item.get("pruning") is not None for item in failures)
+    for item in failures:
+        columns = [item.get("video_id", item.get("question_id"))]
+        columns += [item["pruning"]] if several else []
+        yield "\t".join(map(_one_line, [*columns, item["class"], item["message"]]))
+
+
+def _records(rows: pa.Table, names: Sequence[str]) -> Failures:
+    failed = rows.filter(pc.not_equal(rows["status"], "ok")).select(list(names))
+    return [{_NAMES.get(name, name): value for name, value in row.items()} for row in failed.to_pylist()]
+
+
+def _one_line(value: str | None) -> str:
+    """The text, as a JSON string where it would break the line or the columns."""
+    text = value or ""
+    return text if text.isprintable() else json.dumps(text)

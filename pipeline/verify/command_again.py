@@ -1,0 +1,58 @@
+"""The command that a cache was last made with, as its own records have it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import MISSING, fields
+from typing import Any
+
+from pipeline.execution.run_record import RUNS
+from pipeline.prune.config import PruneConfig
+from pipeline.storage.stores import Store
+
+_NOT_AGAIN = {"out", "limit", "dry_run", "retry_failed", "max_attempts"}
+
+
+def command_again(store: Store, attempts: int) -> str:
+    """``python -m jobs.prune ... --retry-failed``, which also takes videos that had so many ``attempts``; with the
+    options of the newest run whose record can be read."""
+    config = _newest_config(store)
+    more = ["--retry-failed"]
+    most = PruneConfig().max_attempts if config is None else config.get("max_attempts", PruneConfig().max_attempts)
+    if attempts >= most:
+        more += ["--max-attempts", str(attempts + 1)]
+    elif most != PruneConfig().max_attempts:
+        more += ["--max-attempts", str(most)]
+    if config is None:
+        return f"the command that made it, with {shlex.join(more)}"
+    return shlex.join(["python", "-m", "jobs.prune", *_words(config), "--out", str(store), *more])
+
+
+def _words(config: dict[str, Any]) -> Iterator[str]:
+    """The flags of options that are not the default; of secret ones a record says nothing."""
+    for item in fields(PruneConfig):
+        value = config.get(item.name)
+        default = item.default if item.default is not MISSING else []
+        if item.name in _NOT_AGAIN or item.metadata.get("secret") or value is None or value == default:
+            continue
+        flag = "--" + item.name.replace("_", "-")
+        if item.metadata.get("positional"):
+            yield str(value)
+        elif isinstance(value, bool):
+            yield flag if value else f"--no-{flag[2:]}"
+        else:
+            for one in value if isinstance(value, list) else [value]:
+                yield from (flag, str(one))
+
+
+def _newest_config(store: Store) -> dict[str, Any] | None:
+    for name in reversed(store.names(RUNS, ".json")):
+        try:
+            config = json.loads(store.read(name))["config"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if isinstance(config, dict):
+            return config
+    return None

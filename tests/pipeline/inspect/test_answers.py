@@ -1,0 +1,162 @@
+"""What is shown of answers, in the terminal and on a page; whatever a question or a model says is text there."""
+
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+
+from pipeline.errors import NotAnswers, UsageError
+from pipeline.generate.answers import ANSWER_SCHEMA, commit_answers, write_answers_header
+from pipeline.inspect import answers_page as page
+from pipeline.inspect.answers import SHOWN, Answers, answers_report, question_report
+from pipeline.inspect.answers_page import answers_page, choices_of, write_answers_page
+from pipeline.inspect.failed import failed_lines, failed_questions
+from pipeline.storage.stores import LocalStore
+
+HOSTILE = "</style><script>x()</script> {{ 7 * 7 }} <img src=x> & \"q\" 'a'"
+IDENTITY = {
+    "cache": {"pruner": {"method": "gstep"}, "retention_ratio": 0.25},
+    "model": {"type": "llava_onevision", "weights": "hub:x@1"},
+    "retention_ratio": 0.1,
+}
+GOOD = {
+    "status": "ok", "attempts": 1, "n_visual_tokens": 6, "n_prompt_tokens": 10, "n_new_tokens": 3, "n_total": 60,
+    "n_kept": 6, "load_s": 0.5, "prefill_s": 0.5, "decode_s": 0.5, "batch_size": 1,
+}  # fmt: skip
+
+
+def row(question_id: str, **more):
+    return {"question_id": question_id, "video_ids": ["v.mp4"], "prompt": "What?", **GOOD, "answer": "this", **more}
+
+
+def failed(question_id: str, **more):
+    fault = {"error_class": "io", "error_message": "it cannot be read"}
+    return {
+        "question_id": question_id,
+        "video_ids": ["v.mp4"],
+        "prompt": "?",
+        "status": "failed",
+        "attempts": 2,
+        **fault,
+        **more,
+    }
+
+
+def stored(tmp_path, *rows) -> LocalStore:
+    store = LocalStore(tmp_path / "answers")
+    write_answers_header(store, IDENTITY)
+    commit_answers(store, "run", 0, rows)
+    return store
+
+
+def shown(report) -> str:
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(report)
+    return captured.get()
+
+
+def test_counts_failures_and_the_first_questions_are_shown(tmp_path):
+    rows = [row(f"q{n:02}", target="that") for n in range(SHOWN + 2)]
+    said = shown(answers_report(Answers.open(stored(tmp_path, *rows, failed("b", target=None)))))
+    assert f"{SHOWN + 2} answered, 1 failed" in said and "hub:x@1" in said and "gstep at 0.25" in said
+    assert "failed: io" in said and "it cannot be read" in said and "--retry-failed" in said
+    assert "q00" in said and f"q{SHOWN:02}" not in said and "... and 3 more" in said
+    assert next(line for line in said.splitlines() if "q00" in line).split("│")[2:] == [" this       ", " that   "]
+
+
+def test_a_question_is_shown_whole_under_each_pruning(tmp_path):
+    choices = {"choices": ["a dog", "a cat"], "choice": 1, "choice_scores": [-2.0, float("-inf")]}
+    store = stored(tmp_path, row("q", pruning="gstep@0.1", **choices), failed("q", pruning="uniform@0.1"), row("other"))
+    answers = Answers.open(store, "q")
+    said = shown(question_report(answers))
+    assert "a dog  (log-probability -2.000)" in said and "gstep@0.1" in said and "io: it cannot be read" in said
+    assert "6 of 60" in said and "other" not in said
+    assert [record["pruning"] for record in answers.as_records()] == ["gstep@0.1", "uniform@0.1"]
+    assert list(answers.as_records()[0]) == ANSWER_SCHEMA.names
+    assert "gstep@0.1" in shown(answers_report(Answers.open(store)))
+
+
+def test_the_record_has_the_identity_and_the_counts(tmp_path):
+    record = Answers.open(stored(tmp_path, row("a"), failed("b"))).as_record()
+    assert record == {
+        "answers": str(tmp_path / "answers"), "identity": IDENTITY, "n_questions": 2, "n_ok": 1, "n_failed": 1,
+        "failures": {"io": 1}, "examples": {"io": ("b", "it cannot be read")}, "visual_tokens": 6.0,
+        "prompt_tokens": 10.0, "new_tokens": 3,
+    }  # fmt: skip
+
+
+def test_what_failed_is_a_line_each_with_tabs_between(tmp_path):
+    store = stored(tmp_path, row("a"), failed("b"), failed("line\nbreak", error_message="x"))
+    failures = failed_questions(Answers.open(store).rows)
+    assert failures[0] == {
+        "question_id": "b", "pruning": None, "class": "io", "message": "it cannot be read", "attempts": 2
+    }  # fmt: skip
+    assert list(failed_lines(failures)) == ["b\tio\tit cannot be read", '"line\\nbreak"\tio\tx']
+    several = [{**item, "pruning": "gstep@0.1"} for item in failures[:1]]
+    assert list(failed_lines(several)) == ["b\tgstep@0.1\tio\tit cannot be read"]
+
+
+def test_what_is_not_there_is_said(tmp_path):
+    store = stored(tmp_path, row("a"))
+    with pytest.raises(UsageError, match="'b' is not among the 1 answers"):
+        Answers.open(store, "b")
+    with pytest.raises(NotAnswers, match=r"no answers\.json"):
+        Answers.open(LocalStore(tmp_path))
+
+
+class Page(HTMLParser):
+    """The elements of a page and its texts, as a browser has them."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.texts: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def test_no_text_breaks_out_of_its_place(tmp_path):
+    everything = {"prompt": HOSTILE, "target": HOSTILE, "video_ids": [HOSTILE], "pruning": HOSTILE}
+    rows = [
+        row("1", **everything, answer=HOSTILE, choices=[HOSTILE, "b"], choice=0, choice_scores=[-0.1, -3.0]),
+        failed(f"2{HOSTILE}", **everything, error_message=HOSTILE),
+    ]
+    html = answers_page(Answers.open(stored(tmp_path, *rows)))
+    found = Page(html)
+    assert "script" not in found.tags and "img" not in found.tags
+    assert sum(HOSTILE in text for text in found.texts) >= 11
+    assert "default-src 'none'" in html and "http" not in html.replace("http-equiv", "")
+
+
+def test_the_page_has_failed_questions_first_and_says_what_it_leaves_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "MOST", 2)
+    store = stored(tmp_path, row("a"), row("b"), failed("z"))
+    line = write_answers_page(Answers.open(store), tmp_path / "p.html")
+    assert "2 of 3 answers, failed ones first" in line
+    html = (tmp_path / "p.html").read_text()
+    assert [text for text in Page(html).texts if text in {"a", "b", "z"}] == ["z", "a"]
+    assert "2 of 3, failed ones first" in html and 'id="failed"' in html
+
+
+def test_a_page_without_failures_has_nothing_to_choose(tmp_path):
+    assert 'type="radio"' not in answers_page(Answers.open(stored(tmp_path, row("a"))))
+
+
+def test_shares_of_choices_are_those_of_their_probabilities():
+    choices = ["a", "b", "c"]
+    scored = choices_of({"choices": choices, "choice": 1, "choice_scores": [-1000.0, -1000.0, None]})
+    assert [(c.letter, c.chosen, c.share) for c in scored] == [("A", False, 50.0), ("B", True, 50.0), ("C", False, 0.0)]
+    assert {c.share for c in choices_of({"choices": choices, "choice": None, "choice_scores": None})} == {None}
+    assert choices_of({"choices": None, "choice": None, "choice_scores": None}) == []
+
+
+def test_a_page_cannot_be_a_folder(tmp_path):
+    answers = Answers.open(stored(tmp_path, row("a")))
+    with pytest.raises(UsageError, match="is a folder"):
+        write_answers_page(answers, tmp_path)

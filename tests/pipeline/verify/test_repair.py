@@ -1,0 +1,294 @@
+"""A repair: what is damaged is marked, what is sound stays bit for bit, and nothing is lost, wherever it is ended."""
+
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from pipeline import TokenCache
+from pipeline.cache.index.compaction import compact
+from pipeline.cache.index.files import ROOT, Index
+from pipeline.cache.ledger import Ledger
+from pipeline.cache.live_rows import shard_name
+from pipeline.cache.schema import write_parquet
+from pipeline.errors import RunFailed, VideoFault
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.resume import remaining
+from pipeline.storage.lock import cache_lock
+from pipeline.storage.stores import LocalStore, ObjectStore
+from pipeline.verify import verify as rooms
+from pipeline.verify.judge import Judge
+from pipeline.verify.repair import KEPT_IN
+from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.pipeline.damage import flip, rewrite_row, shards
+from tests.pipeline.verifying import SHAPE, kinds, verified
+
+IDS = "abcdef"
+
+
+def of(video_id: str, seed: int | None = None, **more):
+    return encoded(video_id, random_tokens(IDS.index(video_id) if seed is None else seed, SHAPE), 0.25, "gstep", **more)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """a, b and c share a token shard and a videos shard; d, e have their own; bad failed; f was done twice."""
+    store = write_header(tmp_path_factory.mktemp("whole") / "c", hidden_size=8)
+    write_shard(store, "run", *(of(name) for name in "abc"))
+    write_shard(store, "run", of("d"), encoded_failure("bad", VideoFault("corrupt", "x")))
+    write_shard(store, "run", of("e"), of("f", 20))
+    write_shard(store, "run2", of("f", attempts=2))
+    return store.root
+
+
+@pytest.fixture
+def store(whole, tmp_path) -> LocalStore:
+    return LocalStore(shutil.copytree(whole, tmp_path / "c"))
+
+
+def token_shard(store, video_id: str) -> Path:
+    return store.root / TokenCache(store.root).metadata(video_id)["token_shard"]
+
+
+def damage_tokens(store, video_id: str) -> None:
+    """One bit of a token of one video."""
+    file, row = token_shard(store, video_id), TokenCache(store.root).metadata(video_id)
+    group = pq.read_metadata(file).row_group(row["first_row_group"])
+    columns = [group.column(number) for number in range(group.num_columns)]
+    flip(file, next(c.data_page_offset for c in columns if c.path_in_schema == "token") + 60)
+
+
+def commit_of(store, video_id: str) -> Path:
+    return store.root / TokenCache(store.root).place_of(video_id).shard
+
+
+def tokens_of(root: Path) -> dict[str, torch.Tensor]:
+    cache = TokenCache(root)
+    return {name: cache.get(name, verify=True, order="selection").tokens for name in cache.video_ids}
+
+
+def assert_same_without(root: Path, whole: Path, lost: set[str]) -> None:
+    """All videos are there but ``lost``, bit for bit, and the cache is sound."""
+    before, now = tokens_of(whole), tokens_of(root)
+    assert now.keys() == before.keys() - lost
+    assert all(torch.equal(now[name], before[name]) for name in now)
+    assert kinds(verified(LocalStore(root))) == []
+
+
+def test_one_damaged_video_is_marked_and_its_neighbours_stay_bit_for_bit(store, whole):
+    damage_tokens(store, "b")
+    report = verified(store, repair=True)
+    assert (kinds(report), [p.kind for p in report.found], report.exit_code) == ([], ["damaged"], 0)
+    assert [video.video_id for video in report.repaired.marked] == ["b"] and report.repaired.moved == 2
+    assert_same_without(store.root, whole, {"b"})
+    row = TokenCache(store.root).metadata("b")
+    assert (row["status"], row["error_class"], row["attempts"], row["uri"]) == ("failed", "io", 1, "/videos/b")
+    assert "marked by a repair" in row["error_message"]
+    assert len(shards(store)) == 4  # of a and c together, d, f's second, e
+
+
+def test_a_marked_video_is_what_the_next_run_takes_up(store):
+    damage_tokens(store, "b")
+    verified(store, repair=True)
+    rows = [{"video_id": v, "uri": f"/videos/{v}", "path": f"/videos/{v}"} for v in IDS]
+    manifest = MANIFEST_SCHEMA.empty_table().from_pylist(rows, schema=MANIFEST_SCHEMA)
+    todo, _ = remaining(manifest, Ledger(store).refresh(), PruneConfig(retry_failed=True, on_changed="skip"))
+    assert (todo["video_id"].to_pylist(), todo["attempts"].to_pylist()) == (["b"], [2])
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:-1])])
+def test_a_token_shard_that_is_gone_or_cut_costs_its_own_videos_alone(store, whole, harm):
+    harm(token_shard(store, "a"))
+    report = verified(store, repair=True)
+    assert sorted(video.video_id for video in report.repaired.marked) == ["a", "b", "c"]
+    assert_same_without(store.root, whole, {"a", "b", "c"})
+
+
+def test_an_earlier_attempt_at_a_damaged_video_does_not_come_back(store, whole):
+    """Its tokens may be of another file."""
+    token_shard(store, "f").unlink()
+    verified(store, repair=True)
+    assert TokenCache(store.root).failed["f"] == "io"
+    assert_same_without(store.root, whole, {"f"})
+
+
+def test_a_row_that_contradicts_itself_is_marked(store, whole):
+    rewrite_row(store, "a", lambda row: row.update(n_total=row["n_total"] + 1))
+    report = verified(store, repair=True)
+    assert [(video.video_id, video.why) for video in report.repaired.marked] == [("a", "its row contradicts itself")]
+    assert_same_without(store.root, whole, {"a"})
+
+
+def test_an_earlier_attempt_does_not_come_back_for_a_row_without_a_token_shard(store, whole):
+    file = commit_of(store, "f")  # of its second attempt alone
+    table = pq.read_table(file)
+    row = {**table.to_pylist()[0], "token_shard": None}
+    data = write_parquet(table.from_pylist([row], schema=table.schema))
+    file.unlink()
+    store.put(shard_name("videos", "run2", 0, data), data)
+    verified(store, repair=True)
+    assert_same_without(store.root, whole, {"f"})
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, lambda file: flip(file, 600)])
+def test_the_videos_of_a_commit_that_is_lost_or_damaged_are_named_by_their_tokens(store, whole, harm):
+    tokens = token_shard(store, "a")
+    harm(commit_of(store, "a"))
+    report = verified(store, repair=True)
+    assert (kinds(report), len(report.found)) == ([], 1)
+    assert sorted(video.video_id for video in report.repaired.marked) == ["a", "b", "c"]
+    assert_same_without(store.root, whole, {"a", "b", "c"})
+    assert tokens.exists()  # a copy of the commit may turn up
+    assert [file.name for file in report.orphans] == [f"tokens/{tokens.name}"] and "--clean" in report.notes[-1]
+    verified(store, clean=True)
+    assert not tokens.exists() and kinds(verified(store)) == []
+
+
+def test_several_lost_commits_of_a_run_leave_no_gap(store, whole):
+    first, second = commit_of(store, "a"), commit_of(store, "d")
+    first.unlink()
+    second.unlink()
+    report = verified(store, repair=True)
+    assert sorted(video.video_id for video in report.repaired.marked) == ["a", "b", "c", "d"]
+    assert_same_without(store.root, whole, {"a", "b", "c", "d"})
+    assert len(shards(store, "videos")) == 4
+
+
+def test_a_file_that_no_run_wrote_goes_out_of_the_way(store, whole):
+    (store.root / "videos" / "notes.parquet").write_bytes(b"not ours")
+    verified(store, repair=True)
+    assert_same_without(store.root, whole, set())
+    assert (store.root / KEPT_IN / "notes.parquet").read_bytes() == b"not ours"
+
+
+def test_what_was_replaced_is_kept(store):
+    damage_tokens(store, "b")
+    file = commit_of(store, "b")
+    before = file.read_bytes()
+    report = verified(store, repair=True)
+    assert report.repaired.replaced == [f"videos/{file.name}"] and not file.exists()
+    assert (store.root / KEPT_IN / file.name).read_bytes() == before
+
+
+def test_the_index_is_made_anew(store, whole):
+    with cache_lock(store, "r", print) as lock:
+        compact(store, lock)
+    damage_tokens(store, "b")
+    report = verified(store, repair=True)
+    assert report.repaired.indexed == 4 and Index.read(store) is not None
+    assert_same_without(store.root, whole, {"b"})
+    (store.root / ROOT).write_text("{")
+    assert kinds(verified(store)) == ["index"]
+    report = verified(store, repair=True)
+    assert kinds(report) == [] and report.repaired.marked == []
+    assert_same_without(store.root, whole, {"b"})
+
+
+def test_a_sound_cache_is_only_cleaned(store, whole):
+    shutil.copy(token_shard(store, "a"), store.root / "tokens" / "run0-orphan.parquet")
+    report = verified(store, repair=True)
+    assert report.repaired is None and report.removed == ["tokens/run0-orphan.parquet"]
+    assert_same_without(store.root, whole, set())
+
+
+def test_a_cache_whose_tokens_are_all_away_is_left_alone(store):
+    """They may be on a disk that is not mounted."""
+    (store.root / "tokens").rename(store.root / "elsewhere")
+    with pytest.raises(RunFailed, match="tokens/ is mounted"):
+        verified(store, repair=True)
+    (store.root / "elsewhere").rename(store.root / "tokens")
+    assert kinds(verified(store)) == []
+
+
+def test_a_cache_under_the_header_of_another_one_is_left_alone(store):
+    before = {file: file.read_bytes() for file in (store.root / "videos").iterdir()}
+    write_header(store.root, ratio=0.5, hidden_size=8)
+    with pytest.raises(RunFailed, match="is its own"):
+        verified(store, repair=True)
+    assert {file: file.read_bytes() for file in (store.root / "videos").iterdir()} == before
+
+
+def test_shards_of_other_settings_are_refused(store, whole, tmp_path):
+    other = write_header(tmp_path / "other", ratio=0.25, method="topk", hidden_size=8)
+    name = write_shard(other, "run3", encoded("x", random_tokens(9, SHAPE), 0.25, "topk"))
+    shutil.copy(other.root / name, store.root / name)
+    damage_tokens(store, "b")
+    with pytest.raises(RunFailed, match=f"move {name} away first"):
+        verified(store, repair=True)
+
+
+def test_damage_that_another_look_does_not_find_is_let_be(store):
+    rows = Ledger(store).refresh()
+    assert len(rows)
+    report = verified(store)
+    header = rooms.read_header(store)
+    table, bad = rooms._check_commits(store, header, rooms.Request(), rooms.Console(quiet=True), report)
+    name = f"tokens/{token_shard(store, 'a').name}"
+    verdict = Judge(store, header, table, rooms._check_live(table, report), bad).verdict([name])
+    assert (verdict.marked, verdict.moving, verdict.spared) == ({}, {}, [name])
+
+
+class Dying(LocalStore):
+    """It fails at a write or removal, counted down."""
+
+    left = 10**9
+
+    def put(self, name, data) -> None:
+        self._count(name)
+        super().put(name, data)
+
+    def delete(self, name) -> None:
+        self._count(name)
+        super().delete(name)
+
+    def _count(self, name: str) -> None:
+        Dying.left -= 1
+        if Dying.left < 0:
+            raise OSError(5, "the machine went down", name)
+
+
+def damage_all(store) -> None:
+    commit = commit_of(store, "d")
+    damage_tokens(store, "b")
+    commit.write_bytes(b"PAR1")
+
+
+def test_a_repair_that_is_ended_anywhere_is_ended_by_the_next(whole, tmp_path):
+    ended = 0
+    for steps in range(40):
+        store = Dying(shutil.copytree(whole, tmp_path / str(steps)))
+        with cache_lock(store, "r", print) as lock:
+            compact(store, lock)
+        damage_all(store)
+        Dying.left = steps
+        try:
+            verified(store, repair=True)
+        except OSError:
+            ended += 1
+        else:
+            break
+        finally:
+            Dying.left = 10**9
+        report = verified(store, repair=True)
+        assert kinds(report) == [], steps
+        assert TokenCache(store.root).failed == {"b": "io", "d": "io"}
+        assert_same_without(store.root, whole, {"b", "d"})
+    assert 8 < ended < 39
+
+
+def test_the_same_on_s3(server, whole):
+    store = ObjectStore(server.uri("repair"), server.objects())
+    local = LocalStore(whole)
+    for folder in ("", "tokens", "videos"):
+        for file in local.listed(folder):
+            if not file.name.startswith(".lock"):
+                store.put(file.name, local.read(file.name))
+    name = TokenCache(str(store), store=store).metadata("a")["token_shard"]
+    store.put(name, store.read(name)[:-20])
+    report = verified(store, repair=True)
+    assert (kinds(report), report.repaired.moved) == ([], 0)
+    cache = TokenCache(str(store), store=store)
+    assert sorted(cache.failed) == ["a", "b", "bad", "c"] and cache.video_ids == ["d", "e", "f"]
