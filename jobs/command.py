@@ -3,31 +3,86 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
 
 from jobs.flags import add_flags, from_flags, read_config_file
+from jobs.json_document import HELP, STDOUT, Done, add_json, error_record, stdout_as_stderr, write_document
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 
 Errors = tuple[type[Exception], ...]
 T = TypeVar("T")
+VERSIONS_OF = ("gstep-cache", "torch", "ray", "transformers")  # what --version tells
 EXIT_CODES = """\
 Exit code: 0 every {item} has a row and failures are within --max-failed; 1 the run failed, or too many {item}s did;
 2 the request was refused and nothing was started; 130 interrupted.
 """
 
 
+class LogConsole(Console):
+    """Messages to stderr: as they are on a terminal; in a log each with its time, and a line however long it is."""
+
+    def __init__(self) -> None:
+        super().__init__(stderr=True)
+        self.soft_wrap = not self.is_terminal
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As of any console."""
+        if not self.is_terminal:
+            objects = (time.strftime("%Y-%m-%d %H:%M:%S"), *objects)
+        super().print(*objects, **options)
+
+
+class Parser(argparse.ArgumentParser):
+    """One that knows ``--version``, and whose refusals are JSON documents too where ``--json`` is among the flags."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._json = False
+        self.add_argument(
+            "--version", action=_Version, help="show the versions of this package, torch, Ray, transformers"
+        )
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._json = "--json" in (sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        if self._json:
+            write_document(STDOUT, error_record(UsageError(message)))
+        super().error(message)
+
+
+class _Version(argparse.Action):
+    """Prints a name and a version a line; nothing is imported for it."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **more)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib import metadata  # noqa: PLC0415 - nothing else needs it
+
+        for name in VERSIONS_OF:
+            try:
+                print(name, metadata.version(name))
+            except metadata.PackageNotFoundError:
+                print(name, "not installed")
+        parser.exit()
+
+
 def run_command(
     parser: argparse.ArgumentParser,
     config: type[T],
-    work: Callable[[T, Console], int],
+    work: Callable[[T, Console], int | Done],
     argv: Sequence[str] | None,
     overruled: Callable[[argparse.Namespace], Iterable[str]] = lambda flags: (),
 ) -> int:
@@ -35,6 +90,7 @@ def run_command(
 
     ``overruled`` names the options of the file that do not go with the flags, which win.
     """
+    add_json(parser)
     parser.add_argument(
         "--config",
         metavar="FILE",
@@ -42,11 +98,11 @@ def run_command(
     )
     add_flags(parser, config)
     namespace = parser.parse_args(argv)
-    console = Console(stderr=True)
+    console = LogConsole()
     # A thread of Ray Data's that outlives Ray at exit would start another Ray.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
-    def run() -> int:
+    def run() -> int | Done:
         flags = namespace
         if flags.config is not None:
             options = read_config_file(flags.config, config)
@@ -56,30 +112,53 @@ def run_command(
         return work(from_flags(config, flags), console)
 
     interrupted = "interrupted: what was committed stays; the same command goes on from here"
-    return exit_code_of(run, console, failed=(RunFailed, CorruptShard), interrupted=interrupted)
+    failed = (RunFailed, CorruptShard)
+    return exit_code_of(run, console, failed=failed, interrupted=interrupted, document=namespace.json)
 
 
 def exit_code_of(
-    work: Callable[[], int],
+    work: Callable[[], int | Done],
     console: Console,
     *,
     failed: Errors = (),
     refused: Errors = (UsageError,),
     interrupted: str = "interrupted",
+    document: Path | None = None,
 ) -> int:
-    """What ``work`` returns; else 1 if it failed, 2 if it was refused, 130 if interrupted, and a line that says so."""
+    """What ``work`` returns; else 1 if it failed, 2 if it was refused, 130 if interrupted, and a line that says so.
+
+    ``document`` is where ``--json`` wants one: what the work returns with its exit code, or the error.
+    """
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return work()
-    except failed as error:
+        with stdout_as_stderr() if document == STDOUT else nullcontext():
+            done = _ended(work, console, failed, refused, interrupted)
+    except Exception as error:
+        write_document(document, error_record(error))
+        raise
+    try:
+        write_document(document, done.record)
+    except OSError as error:
         console.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
+    return done.exit_code
+
+
+def _ended(work: Callable[[], int | Done], console: Console, failed: Errors, refused: Errors, interrupted: str) -> Done:
+    try:
+        done = work()
+    except failed as error:
+        console.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return Done(1, error_record(error))
     except refused as error:
-        console.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return 2
-    except KeyboardInterrupt:
+        # No line of a log: nothing was started.
+        Console.print(console, f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return Done(2, error_record(error))
+    except KeyboardInterrupt as error:
         console.print(interrupted, highlight=False)
-        return 130
+        return Done(130, error_record(error, interrupted))
+    code, record = done if isinstance(done, Done) else (done, {})
+    return Done(code, {"exit_code": code, **record})
 
 
 def count(text: str) -> int:
@@ -108,16 +187,24 @@ def file_in_folder(text: str) -> Path:
     return path
 
 
+def add_json_or_file(parser: argparse.ArgumentParser) -> None:
+    """``--json`` and ``--json FILE``, for commands where a positional word that it swallowed is missed."""
+    parser.add_argument(
+        "--json", nargs="?", const=STDOUT, type=_document_file, metavar="FILE", help=f"{HELP}; or write it to FILE"
+    )
+
+
+def _document_file(text: str) -> Path:
+    try:
+        return file_in_folder(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or put --json last for stdout") from None
+
+
 def wide_console() -> Console:
     """For tables: cut to the width of a terminal, but not of a file or a pipe."""
     console = Console()
     return console if console.is_terminal else Console(width=200)
-
-
-def write_json(file: Path | None, record: Mapping[str, object]) -> None:
-    """Write ``record`` where ``--json`` names a file."""
-    if file is not None:
-        file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 
 from rich.console import Console
 
-from jobs.command import exit_code_of
+from jobs.command import LogConsole, Parser, exit_code_of
 from jobs.flags import add_flags, from_flags
+from jobs.json_document import Done, add_json
 from pipeline.errors import CorruptShard, RunFailed
 from pipeline.options import S3Options
 
@@ -25,7 +27,7 @@ Exit code: 0 made; 1 a videos shard is damaged, or the store failed; 2 usage, no
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m jobs.compact",
         description=__doc__,
         epilog=EPILOG,
@@ -35,18 +37,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rebuild", action="store_true", help="read every videos shard again, whatever the present index says"
     )
+    add_json(parser)
     add_flags(parser, S3Options)
     arguments = parser.parse_args(argv)
-    console = Console(stderr=True)
+    console = LogConsole()
     return exit_code_of(
         lambda: _compact(arguments, console),
         console,
         failed=(CorruptShard, RunFailed, OSError),
         interrupted="interrupted: the earlier index stays",
+        document=arguments.json,
     )
 
 
-def _compact(arguments: argparse.Namespace, console: Console) -> int:
+def _compact(arguments: argparse.Namespace, console: Console) -> Done:
     from pipeline.cache.index.compaction import compact, described  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.cache.reader import read_header  # noqa: PLC0415
     from pipeline.execution.request import new_run_id  # noqa: PLC0415
@@ -60,9 +64,10 @@ def _compact(arguments: argparse.Namespace, console: Console) -> int:
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     with cache_lock(store, new_run_id(), say) as lock:
         say(f"reading the videos shards of {store}")
-        for line in described(compact(store, lock, rebuild=arguments.rebuild)):
-            say(line)
-    return 0
+        done = compact(store, lock, rebuild=arguments.rebuild)
+    for line in described(done):
+        say(line)
+    return Done(0, {"cache": str(store), **asdict(done)})
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ Why not a library (tried in November 2026, on all options of jobs.prune and jobs
 from __future__ import annotations
 
 import argparse
-import types
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pipeline.errors import UsageError
+from pipeline.option_values import checked_options, value_type
 
 T = TypeVar("T")
 
@@ -51,36 +51,10 @@ def read_config_file(path: str, config: type) -> dict[str, object]:
         return {}
     if not isinstance(content, dict):
         raise UsageError(f"--config {path}: expected options as NAME: VALUE, got {type(content).__name__}")
-    names = [item.name for item in fields(config)]
-    hints = get_type_hints(config)
     if twice := [name for name in content if "-" in str(name) and str(name).replace("-", "_") in content]:
         raise UsageError(f"--config {path}: {', '.join(twice)} is given twice, with - and with _")
     options = {str(name).replace("-", "_"): value for name, value in content.items()}
-    if unknown := sorted(options.keys() - set(names)):
-        raise UsageError(f"--config {path}: unknown option {', '.join(unknown)}; known: {', '.join(names)}")
-    return {name: _checked(value, hints[name], f"--config {path}: {name}") for name, value in options.items()}
-
-
-def _checked(value: Any, hint: Any, where: str) -> Any:
-    """A YAML value as the type of its field. An int is a float, a number is text; nothing else is converted."""
-    kind = _value_type(hint)
-    if value is None and kind is not hint:
-        return None
-    if value is None and get_origin(kind) is list:
-        return []
-    if get_origin(kind) is list:
-        (of,) = get_args(kind)
-        if not isinstance(value, list) or (of is str and not all(isinstance(item, str) for item in value)):
-            raise UsageError(f"{where} must be a list of {_LISTED[of]}, got {value!r}")
-        return [_checked(item, of, where) for item in value]
-    accepted = {float: (int, float), str: (str, int, float)}.get(kind, (kind,))
-    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-        raise UsageError(f"{where} must be {_WORDS[kind]}, got {value!r}")
-    return kind(value)
-
-
-_LISTED = {str: "texts", float: "numbers"}
-_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+    return checked_options(config, options, f"--config {path}: ")
 
 
 def from_flags(config: type[T], namespace: argparse.Namespace) -> T:
@@ -101,7 +75,7 @@ def _add(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, about: str
     for key in ("metavar", "choices"):
         if key in item.metadata:
             keywords[key] = item.metadata[key]
-    kind = _value_type(hint)
+    kind = value_type(hint)
     if kind is bool:
         keywords["action"] = argparse.BooleanOptionalAction  # a flag must be able to overrule a file
     elif get_origin(hint) is list:
@@ -114,13 +88,6 @@ def _add(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, about: str
         group.add_argument(item.name, nargs="?", **keywords)
     else:
         group.add_argument("--" + item.name.replace("_", "-"), **keywords)
-
-
-def _value_type(hint: Any) -> Any:
-    """``int`` of ``int | None``; the hint itself otherwise."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return next(kind for kind in get_args(hint) if kind is not type(None))
-    return hint
 
 
 def _help(text: str, default: Any) -> str:

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.command import EXIT_CODES, run_command
+from gstep.lazy import importing_much
+from jobs.command import EXIT_CODES, Parser, run_command, wide_console
+from jobs.json_document import Done
 from pipeline.generate.config import GenerateConfig
 
 EPILOG = """\
@@ -25,7 +27,7 @@ The same command again goes on where the last one stopped, and does nothing wher
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m jobs.generate",
         description=__doc__,
         epilog=EPILOG + EXIT_CODES.format(item="question"),
@@ -34,18 +36,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_command(parser, GenerateConfig, _generate, argv)
 
 
-def _generate(config: GenerateConfig, console: Console) -> int:
+def _generate(config: GenerateConfig, console: Console) -> Done:
     # Ray, torch and transformers load only now: --help and a mistyped flag answer at once.
-    from pipeline.generate.run import answer_questions  # noqa: PLC0415
-    from pipeline.generate.summary import render_answers  # noqa: PLC0415
+    with importing_much():
+        from pipeline.generate.run import answer_questions  # noqa: PLC0415
+        from pipeline.generate.summary import render_answers  # noqa: PLC0415
 
     summary = answer_questions(config, console)
-    out = Console()
+    out = wide_console()
     out.print(render_answers(summary))
     rows = f'read_answers({json.dumps(config.out)}).select(["question_id", "answer"]).slice(0, 5).to_pylist()'
     code = f'from pipeline import read_answers; print(*{rows}, sep="\\n")'
     out.print(f"\nread the first: python -c {shlex.quote(code)}", markup=False, highlight=False, soft_wrap=True)
-    return summary.exit_code(config.failure_limit(summary.n_questions))
+    ended = summary.exit_code(config.failure_limit(summary.n_questions))
+    return Done(ended, {"out": config.out, **summary.as_record()})
 
 
 if __name__ == "__main__":

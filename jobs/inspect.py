@@ -1,65 +1,142 @@
-"""Show what a cache holds: a summary, or for one video what was kept of each frame."""
+"""Show what a cache or a folder of answers holds: a summary, one video or question of it, or what failed."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
-from jobs.command import exit_code_of
+from jobs.command import Parser, exit_code_of, wide_console
 from jobs.flags import add_flags, from_flags
-from pipeline.errors import CorruptShard, UnknownVideo
+from jobs.json_document import Done, add_json, print_lines
+from pipeline.errors import CorruptShard, NotACache, UnknownVideo
 from pipeline.options import S3Options
+
+if TYPE_CHECKING:
+    from pipeline.inspect.failed import Failures
+    from pipeline.storage.s3 import Objects
+    from pipeline.storage.stores import Store
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser("python -m jobs.inspect", description=__doc__)
-    parser.add_argument("cache", metavar="CACHE", help="the folder or s3://bucket/prefix that jobs.prune wrote")
-    parser.add_argument("video_id", metavar="VIDEO_ID", nargs="?", help="one video of it")
+    parser = Parser("python -m jobs.inspect", description=__doc__)
     parser.add_argument(
-        "--retention-ratio", type=float, metavar="R", help="with VIDEO_ID: show a smaller ratio of the same cache"
+        "place",
+        metavar="CACHE|ANSWERS",
+        help="the folder or s3://bucket/prefix that jobs.prune or jobs.generate wrote",
+    )
+    parser.add_argument("item", metavar="ID", nargs="?", help="one video of the cache, one question of the answers")
+    parser.add_argument(
+        "--failed", action="store_true", help="only what failed: a line each of id, class and message, tabs between"
     )
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="with VIDEO_ID: write a page that shows the kept tokens in its frames"
+        "--retention-ratio", type=float, metavar="R", help="with a video: show a smaller ratio of the same cache"
     )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page: of a video the kept tokens in its frames, of answers the questions",
+    )
+    add_json(parser)
     add_flags(parser, S3Options)
     arguments = parser.parse_args(argv)
-    if arguments.html is not None and arguments.video_id is None:
-        parser.error("--html goes with VIDEO_ID")
-    if arguments.retention_ratio is not None and arguments.video_id is None:
-        parser.error("--retention-ratio goes with VIDEO_ID")
+    if arguments.retention_ratio is not None and arguments.item is None:
+        parser.error("--retention-ratio goes with a video")
+    if arguments.failed and (arguments.item is not None or arguments.html is not None):
+        parser.error("--failed goes with neither an ID nor --html")
     return exit_code_of(
         lambda: _inspect(arguments),
         Console(stderr=True),
         failed=(CorruptShard, OSError),
         refused=(ValueError, UnknownVideo),
+        document=arguments.json,
     )
 
 
-def _inspect(arguments: argparse.Namespace) -> int:
-    from pipeline.cache.reader import TokenCache  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
-    from pipeline.inspect.report import cache_report, video_report  # noqa: PLC0415
+def _inspect(arguments: argparse.Namespace) -> Done:
+    from pipeline.cache.reader import HEADER  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
+    from pipeline.generate.answers import HEADER as ANSWERS_HEADER  # noqa: PLC0415
     from pipeline.storage.s3 import Objects  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
     s3 = from_flags(S3Options, arguments)
     objects = Objects.from_environment(s3.s3_endpoint, s3.s3_region)
-    cache = TokenCache(arguments.cache, store=store_at(arguments.cache, objects))
-    console = Console()
-    if arguments.video_id is None:
-        console.print(cache_report(cache))
-    elif arguments.html is None:
-        console.print(video_report(cache, arguments.video_id, arguments.retention_ratio))
-    else:
+    store = store_at(arguments.place, objects)
+    if store.exists(HEADER):
+        return _cache(store, arguments, objects)
+    if store.exists(ANSWERS_HEADER):
+        return _answers(store, arguments)
+    if store.exists(f"answers/{ANSWERS_HEADER}"):
+        raise NotACache(
+            f"{store} holds results of jobs.evaluate: open its report.html, or name {store}/answers or {store}/cache"
+        )
+    return _cache(store, arguments, objects)
+
+
+def _answers(store: Store, arguments: argparse.Namespace) -> Done:
+    from pipeline.inspect.answers import Answers, answers_report, question_report  # noqa: PLC0415
+    from pipeline.inspect.failed import failed_questions  # noqa: PLC0415
+
+    if arguments.retention_ratio is not None:
+        raise ValueError(f"--retention-ratio goes with a video of a cache; {store} holds answers")
+    answers = Answers.open(store, arguments.item)
+    if arguments.html is not None:
+        from pipeline.inspect.answers_page import write_answers_page  # noqa: PLC0415
+
+        line = write_answers_page(answers, arguments.html)
+        return _written(line, {"answers": str(store)}, arguments.html)
+    if arguments.failed:
+        return _failed(failed_questions(answers.rows), {"answers": str(store)}, arguments)
+    if arguments.item is not None:
+        record = {"answers": str(store), "question_id": arguments.item, "rows": answers.as_records()}
+        return _shown(question_report(answers), record, arguments)
+    return _shown(answers_report(answers), answers.as_record(), arguments)
+
+
+def _cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> Done:
+    from pipeline.cache.reader import TokenCache  # noqa: PLC0415
+    from pipeline.inspect.failed import failed_videos  # noqa: PLC0415
+    from pipeline.inspect.report import cache_record, cache_report, video_record, video_report  # noqa: PLC0415
+
+    video_id, ratio = arguments.item, arguments.retention_ratio
+    if arguments.html is not None and video_id is None:
+        raise ValueError("--html goes with a video: python -m jobs.inspect CACHE VIDEO_ID --html FILE")
+    cache = TokenCache(arguments.place, store=store)
+    if arguments.html is not None:
         from pipeline.inspect.page import write_page  # noqa: PLC0415 - only the page needs the decoders
 
-        line = write_page(cache, arguments.video_id, arguments.html, arguments.retention_ratio, objects)
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-    return 0
+        line = write_page(cache, video_id, arguments.html, ratio, objects)
+        return _written(line, {"cache": str(store), "video_id": video_id}, arguments.html)
+    if arguments.failed:
+        return _failed(failed_videos(cache), {"cache": str(store)}, arguments)
+    if arguments.json is not None:
+        return Done(0, cache_record(cache) if video_id is None else video_record(cache, video_id, ratio))
+    return _shown(cache_report(cache) if video_id is None else video_report(cache, video_id, ratio), {}, arguments)
+
+
+def _shown(report: RenderableType, record: Mapping[str, object], arguments: argparse.Namespace) -> Done:
+    if arguments.json is None:
+        wide_console().print(report)
+    return Done(0, record)
+
+
+def _failed(failures: Failures, where: Mapping[str, object], arguments: argparse.Namespace) -> Done:
+    from pipeline.inspect.failed import failed_lines  # noqa: PLC0415
+
+    if arguments.json is None:
+        print_lines(failed_lines(failures))
+    return Done(0, {**where, "n_failed": len(failures), "failed": failures})
+
+
+def _written(line: str, where: Mapping[str, object], page: Path) -> Done:
+    Console().print(line, markup=False, highlight=False, soft_wrap=True)
+    return Done(0, {**where, "page": str(page)})
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.command import EXIT_CODES, run_command
+from gstep.lazy import importing_much
+from jobs.command import EXIT_CODES, Parser, run_command, wide_console
+from jobs.json_document import Done
 from pipeline.prune.config import PruneConfig
 
 EPILOG = """\
@@ -25,7 +27,7 @@ The same command again goes on where the last one stopped, and does nothing wher
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m jobs.prune",
         description=__doc__,
         epilog=EPILOG + EXIT_CODES.format(item="video"),
@@ -39,25 +41,32 @@ def _other_sampling(flags: argparse.Namespace) -> set[str]:
     return {"fps", "max_frames"} if flags.num_frames else {"num_frames"} if flags.fps else set()
 
 
-def _prune(config: PruneConfig, console: Console) -> int:
-    # Ray, torch and the decoders load only now: --help and a mistyped flag answer at once.
-    from pipeline.prune.forecast import forecast, render_forecast  # noqa: PLC0415
-    from pipeline.prune.run import prune_videos  # noqa: PLC0415
-    from pipeline.prune.summary import render  # noqa: PLC0415
+def _prune(config: PruneConfig, console: Console) -> Done:
+    from pipeline.prune.manifest_checks import refuse_other_file  # noqa: PLC0415
 
-    out = Console()
+    refuse_other_file(config.videos)
+    # Ray, torch and the decoders load only now: --help, a mistyped flag and a file that is no video answer at once.
+    with importing_much():
+        from pipeline.prune.forecast import forecast, render_forecast  # noqa: PLC0415
+        from pipeline.prune.run import prune_videos  # noqa: PLC0415
+        from pipeline.prune.summary import render  # noqa: PLC0415
+
+    out = wide_console()
     if config.dry_run:
-        out.print(render_forecast(forecast(config, console)))
-        return 0
+        plan = forecast(config, console)
+        out.print(render_forecast(plan))
+        return Done(0, plan.as_record())
     summary = prune_videos(config, console)
     out.print(render(summary))
-    out.print(f"\nlook inside: python -m jobs.inspect {shlex.quote(config.out)}", markup=False, highlight=False)
+    inside = f"python -m jobs.inspect {shlex.quote(config.out)}"
+    out.print(f"\nlook inside: {inside}", markup=False, highlight=False, soft_wrap=True)
     limit = config.outside_limit(summary.n_videos)
     if summary.n_outside > limit:
         failed = f"failed: {summary.n_outside} of {summary.n_videos} videos failed by what is no fault of theirs"
         remedy = "look at nodes, mounts, credentials and GPUs, then run again with --retry-failed"
         console.print(f"{failed} (io, internal, memory of a GPU), more than {limit}: {remedy}", highlight=False)
-    return summary.exit_code(config.failure_limit(summary.n_videos), limit)
+    code = summary.exit_code(config.failure_limit(summary.n_videos), limit)
+    return Done(code, {"out": config.out, **summary.as_record()})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.command import run_command
+from jobs.command import Parser, run_command
 from pipeline.serve.config import ServeConfig
 
 EPILOG = """\
@@ -24,7 +24,7 @@ examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m jobs.serve",
         description=__doc__,
         epilog=EPILOG,

@@ -1,4 +1,4 @@
-"""Check that every file of a cache holds what was committed, and list files left behind; nothing is changed."""
+"""Check that every file of a cache holds what was committed, and list what was left behind; repair it where asked."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.command import count, exit_code_of, file_in_folder, wide_console, write_json
+from jobs.command import LogConsole, Parser, add_json_or_file, count, exit_code_of, wide_console
 from jobs.flags import add_flags, from_flags
-from pipeline.errors import RunFailed
+from jobs.json_document import Done
+from pipeline.errors import CorruptShard, RunFailed
 from pipeline.options import S3Options
 
 EPILOG = """\
 Checked: the header; each videos shard against the hash in its name, and its rows; of each token shard that they name
 the footer, the checksums of all pages, the layout, positions, ranks and the checksum of every video's tokens.
 
-Exit code: 0 all is well (files left behind are a note); 1 something is wrong; 2 usage, or no cache;
-130 interrupted.
+Exit code: 0 all is well (files left behind are a note), after --repair or --clean if asked; 1 something is wrong;
+2 usage, or no cache; 130 interrupted.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m jobs.verify",
         description=__doc__,
         epilog=EPILOG,
@@ -35,14 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.model is not None and not arguments.live:
         parser.error("--model goes with --live")
+    if arguments.repair and arguments.live:
+        parser.error("--repair and --live do not go together: repair first")
     if arguments.log_interval <= 0:
         parser.error("--log-interval must be above 0")
-    console = Console(stderr=True)
+    console = LogConsole()
     return exit_code_of(
         lambda: _verify(arguments, console),
         console,
-        failed=(RunFailed, OSError),
+        failed=(RunFailed, CorruptShard, OSError),
         interrupted="interrupted: the cache was not read to its end",
+        document=arguments.json,
     )
 
 
@@ -59,33 +63,40 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "meanwhile",
     )
     parser.add_argument(
+        "--repair",
+        action="store_true",
+        help="give videos whose tokens or rows are damaged a failed row, which jobs.prune --retry-failed does again "
+        "(the command is printed), keep what is sound, make the index anew, then --clean; what was replaced stays in "
+        "CACHE/repaired/",
+    )
+    parser.add_argument(
         "--live", type=count, default=0, metavar="K", help="encode K random videos again from their sources"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="with --live: which videos [0]")
     parser.add_argument(
         "--model", metavar="MODEL", help="with --live: the model's id or folder, where it has changed since"
     )
-    parser.add_argument(
-        "--json", type=file_in_folder, metavar="FILE", help="write the whole report, every problem by name"
-    )
+    add_json_or_file(parser)
     parser.add_argument("--log-interval", type=float, default=30.0, metavar="S", help="seconds between progress lines")
     add_flags(parser, S3Options)
 
 
-def _verify(arguments: argparse.Namespace, console: Console) -> int:
+def _verify(arguments: argparse.Namespace, console: Console) -> Done:
     from pipeline.storage.s3 import Objects  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.storage.stores import store_at  # noqa: PLC0415
     from pipeline.verify.report import render  # noqa: PLC0415
     from pipeline.verify.verify import Request, verify  # noqa: PLC0415
 
-    names = ("jobs", "clean", "live", "seed", "model", "log_interval")
+    names = ("jobs", "clean", "repair", "live", "seed", "model", "log_interval")
     request = Request(**{name: getattr(arguments, name) for name in names})
     s3 = from_flags(S3Options, arguments)
     objects = Objects.from_environment(s3.s3_endpoint, s3.s3_region)
     report = verify(store_at(arguments.cache, objects), request, console)
-    wide_console().print(render(report))
-    write_json(arguments.json, report.as_record())
-    return report.exit_code
+    out = wide_console()
+    out.print(render(report))
+    if report.repaired is not None and report.repaired.command:
+        out.print(f"\nencode them again: {report.repaired.command}", markup=False, highlight=False, soft_wrap=True)
+    return Done(report.exit_code, report.as_record())
 
 
 if __name__ == "__main__":

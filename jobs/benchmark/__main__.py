@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from typing import cast
 
 from rich.console import Console
 
 from jobs.benchmark import efficiency, index, methods, read, resume, selection, serving
-from jobs.command import exit_code_of
+from jobs.command import Parser, exit_code_of
+from jobs.json_document import Done
 from pipeline.errors import ManifestError, RunFailed, VideoFault
 
 _COMMANDS = {
@@ -25,7 +26,7 @@ _COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser("python -m jobs.benchmark", description=__doc__)
+    parser = Parser("python -m jobs.benchmark", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="|".join(_COMMANDS))
     for name, command in _COMMANDS.items():
         flags = commands.add_parser(name, help=command.HELP, description=command.__doc__)
@@ -34,7 +35,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     # The sample clips are read by the selection's benchmark: where they are missing or damaged, it failed.
     return exit_code_of(
-        lambda: int(arguments.run(arguments)), Console(stderr=True), failed=(ManifestError, RunFailed, VideoFault)
+        lambda: cast(int | Done, arguments.run(arguments)),
+        Console(stderr=True),
+        failed=(ManifestError, RunFailed, VideoFault),
+        document=arguments.json,
     )
 
 

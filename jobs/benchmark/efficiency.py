@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jobs.benchmark.sizes import add_json
-from jobs.command import count, file_in_folder, share, wide_console, write_json
+from jobs.command import add_json_or_file, count, file_in_folder, share, wide_console
+from jobs.json_document import Done
 from pipeline.options import ATTN, DEVICES, DTYPES
 
 if TYPE_CHECKING:
@@ -55,12 +55,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", choices=DTYPES, help="auto: bfloat16 on GPUs, else float32 [auto]")
     parser.add_argument("--attn", default="auto", choices=ATTN, help="attention kernel [auto]")
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
-    add_json(parser)
+    add_json_or_file(parser)
     parser.add_argument("--latex", type=file_in_folder, metavar="FILE", help="write the paper's Table 3 there")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure, show and write; returns the exit code."""
+def run(arguments: argparse.Namespace) -> Done:
+    """Measure, show and write; returns the exit code and the figures."""
     from jobs.benchmark.efficiency_latex import table3  # noqa: PLC0415 - torch loads after the flags
     from jobs.benchmark.efficiency_report import as_record, summarise, tables  # noqa: PLC0415
     from jobs.benchmark.efficiency_setup import prepare  # noqa: PLC0415
@@ -77,10 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
     for table in tables(rows, title, memory):
         wide_console().print(table)
     more = {"machine": machine(job.runtime.device), "runtime": job.runtime.describe(), "random_weights": job.random}
-    write_json(arguments.json, as_record(rows, found, title=title, memory=memory, **more, arguments=flags))
     if arguments.latex is not None:
         arguments.latex.write_text(table3(found, title, memory), encoding="utf-8")
-    return 0
+    return Done(0, as_record(rows, found, title=title, memory=memory, **more, arguments=flags))
 
 
 def _title(job: Job, arguments: argparse.Namespace, visual_tokens: float) -> str:

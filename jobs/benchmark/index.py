@@ -8,8 +8,9 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from jobs.benchmark.sizes import add_folder, add_json
-from jobs.command import count, wide_console, write_json
+from jobs.benchmark.sizes import add_folder
+from jobs.command import add_json_or_file, count, wide_console
+from jobs.json_document import Done
 
 HELP = "opening a cache of millions of videos, and finding one"
 
@@ -18,11 +19,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--videos", type=count, default=35_000_000, metavar="N", help="of the cache [35000000]")
     parser.add_argument("--videos-per-shard", type=count, default=22, metavar="N", help="[22]")
     add_folder(parser)
-    add_json(parser)
+    add_json_or_file(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure, show and write; returns the exit code."""
+def run(arguments: argparse.Namespace) -> Done:
+    """Measure and show; returns the exit code and the figures."""
     from jobs.benchmark.index_times import as_table, measure  # noqa: PLC0415 - torch and Arrow load after the flags
     from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415
 
@@ -34,5 +35,4 @@ def run(arguments: argparse.Namespace) -> int:
     with TemporaryDirectory(dir=arguments.folder) as folder:
         found = measure(arguments.videos, arguments.videos_per_shard, Path(folder), say)
     wide_console().print(as_table(found, f"A compacted index of made-up videos, {machine_line('cpu')}"))
-    write_json(arguments.json, {**found, "machine": machine("cpu")})
-    return 0
+    return Done(0, {**found, "machine": machine("cpu")})

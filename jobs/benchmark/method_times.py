@@ -12,8 +12,8 @@ from rich.table import Table
 from torch import Tensor
 
 from gstep import PRUNERS, VisualTokens, make_pruner
+from gstep.evidence import EVIDENCE_SHAPES
 from gstep.pruners.base import Pruner
-from gstep.pruners.checks import EVIDENCE_SHAPES
 from jobs.benchmark.tokens import structured_tokens
 
 # Widths of evidence whose size the tokens do not decide: those of SigLIP so400m.

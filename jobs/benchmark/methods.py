@@ -8,7 +8,8 @@ from rich.console import Console
 
 from gstep.methods import METHODS
 from jobs.benchmark.sizes import add_sizes
-from jobs.command import share, write_json
+from jobs.command import share
+from jobs.json_document import Done
 from pipeline.errors import UsageError
 
 HELP = "every pruning method beside GSTEP"
@@ -23,8 +24,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda [cpu]")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure, show and write; returns the exit code."""
+def run(arguments: argparse.Namespace) -> Done:
+    """Measure and show; returns the exit code and the figures."""
     from gstep.backbones import choose_runtime  # noqa: PLC0415 - torch loads only after the flags are checked
     from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415
     from jobs.benchmark.method_times import as_record, as_table, measure  # noqa: PLC0415
@@ -43,5 +44,4 @@ def run(arguments: argparse.Namespace) -> int:
     title = f"seconds a video, D = {arguments.hidden}, r = {arguments.retention_ratio}, on {where}"
     Console().print(as_table(times, title))
     more = {"machine": machine(arguments.device), "hidden": arguments.hidden}
-    write_json(arguments.json, as_record(times, **more, retention_ratio=arguments.retention_ratio))
-    return 0
+    return Done(0, as_record(times, **more, retention_ratio=arguments.retention_ratio))

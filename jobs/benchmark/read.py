@@ -8,8 +8,8 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from jobs.benchmark.sizes import add_json
-from jobs.command import count, wide_console, write_json
+from jobs.command import add_json_or_file, count, wide_console
+from jobs.json_document import Done
 
 HELP = "reading tokens out of a cache, beside plain pyarrow"
 
@@ -24,11 +24,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--folder", type=Path, metavar="DIR", help="make the cache below it, and remove it [a temporary folder]"
     )
     parser.add_argument("--s3", action="store_true", help="from a server of moto's in a process of its own, too")
-    add_json(parser)
+    add_json_or_file(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure, show and write; returns the exit code."""
+def run(arguments: argparse.Namespace) -> Done:
+    """Measure and show; returns the exit code and the figures."""
     from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - torch and Arrow load after the flags
     from jobs.benchmark.read_cache import ReadJob  # noqa: PLC0415
     from jobs.benchmark.read_times import as_record, as_table, measure  # noqa: PLC0415
@@ -50,5 +50,4 @@ def run(arguments: argparse.Namespace) -> int:
     video_mb = 2e-6 * job.tokens * job.hidden
     title = f"Reading {job.videos} videos of {video_mb:.1f} MB of tokens each, in memory already, {machine_line('cpu')}"
     wide_console().print(as_table(found, title))
-    write_json(arguments.json, as_record(found, job, machine=machine("cpu")))
-    return 0
+    return Done(0, as_record(found, job, machine=machine("cpu")))

@@ -8,8 +8,9 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from jobs.benchmark.sizes import add_folder, add_json
-from jobs.command import count, wide_console, write_json
+from jobs.benchmark.sizes import add_folder
+from jobs.command import add_json_or_file, count, wide_console
+from jobs.json_document import Done
 
 HELP = "finding out what is left of millions of videos"
 
@@ -19,11 +20,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--videos-per-shard", type=count, default=22, metavar="N", help="of the cache [22]")
     parser.add_argument("--manifest", choices=("parquet", "jsonl", "csv"), default="parquet", help="its kind [parquet]")
     add_folder(parser)
-    add_json(parser)
+    add_json_or_file(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure, show and write; returns the exit code."""
+def run(arguments: argparse.Namespace) -> Done:
+    """Measure and show; returns the exit code and the figures."""
     from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - torch and Arrow load after the flags
     from jobs.benchmark.resume_times import as_record, as_table, measure  # noqa: PLC0415
 
@@ -36,5 +37,4 @@ def run(arguments: argparse.Namespace) -> int:
         found = measure(arguments.videos, arguments.videos_per_shard, arguments.manifest, Path(folder), say)
     title = f"What is left of a {found.kind} manifest whose videos are nine tenths in a cache, {machine_line('cpu')}"
     wide_console().print(as_table(found, title))
-    write_json(arguments.json, as_record(found, machine=machine("cpu")))
-    return 0
+    return Done(0, as_record(found, machine=machine("cpu")))

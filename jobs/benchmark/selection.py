@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from jobs.benchmark.sizes import add_sizes
-from jobs.command import count, file_in_folder, share, wide_console, write_json
+from jobs.command import count, file_in_folder, share, wide_console
+from jobs.json_document import Done
 from pipeline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,13 +35,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure, show and write; returns the exit code. Ctrl-C ends it with what was measured until then."""
+def run(arguments: argparse.Namespace) -> int | Done:
+    """Measure and show; returns the exit code and the figures. Ctrl-C ends it with what was measured until then."""
     if arguments.plot is not None and find_spec("matplotlib") is None:
-        raise UsageError("--plot needs matplotlib: pip install matplotlib, or this package with its extra `benchmark`")
+        raise UsageError("--plot needs matplotlib: pip install matplotlib")
     import torch  # noqa: PLC0415 - loads only after the flags are checked
 
     from jobs.benchmark.machine import machine, machine_line, stream_bandwidth  # noqa: PLC0415
+    from jobs.benchmark.selection_report import as_record  # noqa: PLC0415
     from jobs.benchmark.selection_times import Settings  # noqa: PLC0415
 
     settings = Settings(
@@ -56,9 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
     title = f"Selection of D = {settings.hidden}, on {machine_line('cpu')}, stream {stream:.1f} GB/s"
     times, agreements, interrupted = _measure(settings)
     about = {"machine": machine("cpu"), "stream_gb_per_s": stream, "settings": vars(settings)}
-    if times:
-        _show(times, agreements, title, {**about, "interrupted": interrupted}, arguments)
-    return 130 if interrupted else 0
+    code = 130 if interrupted else 0
+    if not times:
+        return code
+    _show(times, agreements, title, arguments.plot)
+    return Done(code, as_record(times, agreements, **about, interrupted=interrupted))
 
 
 def _forms(named: Sequence[str] | None) -> list[str]:
@@ -95,14 +100,8 @@ def _measure(settings: Settings) -> tuple[list[FormTime], list[Agreement], bool]
     return times, agreements, False
 
 
-def _show(
-    times: list[FormTime],
-    agreements: list[Agreement],
-    title: str,
-    about: dict[str, object],
-    arguments: argparse.Namespace,
-) -> None:
-    from jobs.benchmark.selection_report import agreement_table, as_record, growth_table, growths, time_table  # noqa: PLC0415
+def _show(times: list[FormTime], agreements: list[Agreement], title: str, plot: Path | None) -> None:
+    from jobs.benchmark.selection_report import agreement_table, growth_table, growths, time_table  # noqa: PLC0415
 
     console = wide_console()
     tables = [time_table(times, title)]
@@ -112,8 +111,7 @@ def _show(
         tables.append(agreement_table(agreements))
     for table in tables:
         console.print(table, "")
-    write_json(arguments.json, as_record(times, agreements, **about))
-    if arguments.plot is not None:
+    if plot is not None:
         from jobs.benchmark.selection_plot import write_plot  # noqa: PLC0415
 
-        write_plot(times, title, arguments.plot)
+        write_plot(times, title, plot)

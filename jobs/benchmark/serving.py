@@ -8,8 +8,8 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
-from jobs.benchmark.sizes import add_json
-from jobs.command import count, share, wide_console, write_json
+from jobs.command import add_json_or_file, count, share, wide_console
+from jobs.json_document import Done
 
 HELP = "answering from a cache, by vLLM and by transformers, beside vLLM on the videos themselves"
 MODES = ("cached-vllm", "cached-transformers", "online-vllm")
@@ -36,11 +36,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=count, default=16, metavar="N", help="[16]")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="[all]")
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
-    add_json(parser)
+    add_json_or_file(parser)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Measure, show and write; returns the exit code."""
+def run(arguments: argparse.Namespace) -> Done:
+    """Measure and show; returns the exit code and the figures."""
     from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - torch loads after the flags
     from jobs.benchmark.serving_times import (  # noqa: PLC0415
         Job,
@@ -73,5 +73,4 @@ def run(arguments: argparse.Namespace) -> int:
             console.print(f"{mode}: a process of its own", style="dim")
             found += measure(mode, job)
     wide_console().print(as_table(found, f"{arguments.model} on {machine_line(device())}"))
-    write_json(arguments.json, as_record(found, job, machine=machine(device())))
-    return 0
+    return Done(0, as_record(found, job, machine=machine(device())))

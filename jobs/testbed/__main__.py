@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from jobs.command import exit_code_of
+from jobs.command import Parser, exit_code_of
 from jobs.testbed import compare, make, study, train
 
 EPILOG = """\
@@ -29,7 +29,7 @@ COMMANDS = {"make": make, "train": train, "study": study, "compare": compare}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m jobs.testbed",
         description=__doc__,
         epilog=EPILOG,

@@ -30,9 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, console: Console) -> int:
     """Train; returns the exit code."""
     if find_spec("matplotlib") is None:
-        raise UsageError(
-            "the curves need matplotlib: pip install matplotlib, or this package with its extra `benchmark`"
-        )
+        raise UsageError("the curves need matplotlib: pip install matplotlib")
     from jobs.testbed.training.train import train  # noqa: PLC0415 - loads torch and transformers
 
     recipe = TrainingRecipe(**{one.name: getattr(arguments, one.name) for one in fields(TrainingRecipe)})

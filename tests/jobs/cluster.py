@@ -28,6 +28,7 @@ class Cluster:
 
     Attributes:
         address: of the job server, what ``ray job submit --address`` takes.
+        gcs_address: of the cluster, what RAY_ADDRESS takes.
         folder: private and short-lived: the nodes' home and, below it, Ray's own files.
         environment: what the nodes, and with them every job, are started in.
     """
@@ -43,6 +44,7 @@ class Cluster:
         self._nodes: list[subprocess.Popen[bytes]] = []
         self._gcs, dashboard, agent, client = _free_ports(4)
         self.address = f"http://127.0.0.1:{dashboard}"
+        self.gcs_address = f"127.0.0.1:{self._gcs}"
         self._start(
             "--head", f"--port={self._gcs}", f"--temp-dir={self.folder}", "--include-dashboard=true",
             f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}",

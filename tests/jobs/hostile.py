@@ -71,6 +71,24 @@ class SlowDecoder(PyavDecoder):
         yield from super().read(indices)
 
 
+class StuckDecoder(PyavDecoder):
+    """Lets as many videos through, in whatever order they come, as a file named stuck beside them says.
+
+    Once that says something else, a worker that a killed driver left goes on, and ends.
+    """
+
+    def read(self, indices: NDArray[np.int64]) -> Iterator[NDArray[np.uint8]]:
+        path = Path(self._index.path)
+        stuck = path.with_name("stuck")
+        number = stuck.read_text()
+        through = path.with_name(f"through-{number}")
+        through.mkdir(exist_ok=True)
+        while len(list(through.iterdir())) >= int(number) and stuck.read_text() == number:
+            time.sleep(0.1)
+        (through / path.stem).touch()
+        yield from super().read(indices)
+
+
 class AwayDecoder(PyavDecoder):
     """Finds no file, after a while."""
 

@@ -29,8 +29,11 @@ def clips() -> list[Path]:
     return [sample(name) for name in SAMPLES]
 
 
-def environment(**more: str) -> dict[str, str]:
-    """An environment in which Ray starts a cluster of its own, with its files in a private folder."""
+def environment(**more: str | None) -> dict[str, str]:
+    """An environment in which Ray starts a cluster of its own, with its files in a private folder.
+
+    ``more`` is set besides, or left out where it is None.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     # Unix socket paths below it must stay under 108 characters.
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
@@ -46,10 +49,11 @@ def environment(**more: str) -> dict[str, str]:
         "RAY_worker_niceness": "0",  # else (15) workers starve beside whatever else keeps the cores busy
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # else ``ray start`` lingers for half a minute at its end
     }
-    return {**kept, **paths, **ray, "PYTHONUNBUFFERED": "1", **more}
+    wanted = {**kept, **paths, **ray, "PYTHONUNBUFFERED": "1", **more}
+    return {name: value for name, value in wanted.items() if value is not None}
 
 
-def start(*argv: str, **more: str) -> subprocess.Popen[str]:
+def start(*argv: str, **more: str | None) -> subprocess.Popen[str]:
     """``python -m <argv>`` in the background."""
     return subprocess.Popen(
         [sys.executable, "-m", *argv],
@@ -61,7 +65,7 @@ def start(*argv: str, **more: str) -> subprocess.Popen[str]:
     )
 
 
-def run(*argv: str, timeout: float = 240, **more: str) -> subprocess.CompletedProcess[str]:
+def run(*argv: str, timeout: float = 240, **more: str | None) -> subprocess.CompletedProcess[str]:
     """``python -m <argv>`` to its end; stdout and stderr together."""
     process = start(*argv, **more)
     output, _ = process.communicate(timeout=timeout)

@@ -110,12 +110,15 @@ def test_a_dry_run_says_what_a_run_would_do(half, idle):
     rows += [{"video_id": "evil", "uri": "/etc/hostname"}, {"video_id": "far", "uri": "https://user:pw@host/v.mp4"}]
     (folder / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
     before = tree(folder)
-    code, text = pruned(folder, "--dry-run", "--retry-failed", videos="m.jsonl")
+    code, text = pruned(folder, "--dry-run", videos="m.jsonl")
+    assert code == 2 and "2 of 5 videos may not be read" in text and "pw" not in text
+    recorded = ("--dry-run", "--on-forbidden", "record")
+    code, text = pruned(folder, *recorded, "--retry-failed", videos="m.jsonl")
     assert code == 0 and tree(folder) == before
     assert "4 to do, 1 done, 0 failed before and left alone" in text
-    assert "3 new, 1 failed before, 0 changed; 2 of the 4 may not be read" in text
+    assert "3 new, 1 failed before, 0 changed" in text and "2 of the 4 may not be read (policy)" in text
     assert "dtype.compute float32" in text and "pw" not in text
-    assert "3 to do, 1 done, 1 failed before and left alone" in pruned(folder, "--dry-run", videos="m.jsonl")[1]
+    assert "3 to do, 1 done, 1 failed before and left alone" in pruned(folder, *recorded, videos="m.jsonl")[1]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +226,7 @@ def test_failures_are_grouped_with_remedies_and_secrets_show_nowhere(one_ray, fo
     }
     (folder / "m.jsonl").write_text("\n".join(json.dumps({"video_id": v, "uri": uri}) for v, uri in uris.items()))
     endpoint = "http://planted-user-04:planted-pass-05@127.0.0.1:9/?key=planted-sign-06"
-    options = ["--video-root", "s3://bucket", "--s3-endpoint", endpoint]
+    options = ["--video-root", "s3://bucket", "--s3-endpoint", endpoint, "--on-forbidden", "record"]
     code, text = pruned(folder, *options, "--decoder", "tests.jobs.hostile:HostileReader", videos="m.jsonl")
     assert code == 0, text
     cache = TokenCache(folder / "cache")

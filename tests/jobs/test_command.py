@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from jobs import prune
-from jobs.command import count, exit_code_of, file_in_folder, share
+from jobs.command import LogConsole, count, exit_code_of, file_in_folder, share
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.prune.config import PruneConfig
 
@@ -37,6 +38,19 @@ def test_errors_become_exit_codes_with_a_line_each():
     assert code_of(raising(UsageError("no such [flag]")), failed=failed) == (2, "error: no such [flag]")
     assert code_of(raising(ValueError("odd")), refused=(ValueError,)) == (2, "error: odd")
     assert code_of(raising(KeyboardInterrupt()), interrupted="ended early") == (130, "ended early")
+
+
+def test_a_log_has_the_time_in_front_of_every_message_and_no_line_is_cut(capsys):
+    console = LogConsole()
+    console.print("note: " + "word " * 100, highlight=False)
+    console.print("[room]", markup=False)
+    assert exit_code_of(raising(RunFailed("x" * 300)), console, failed=(RunFailed,)) == 1
+    assert exit_code_of(raising(UsageError("y" * 300)), console) == 2  # nothing was started: no log
+    lines = capsys.readouterr().err.splitlines()
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+    wanted = [f"{stamp}note: (word ){{100}}", stamp + r"\[room\]", f"{stamp}failed: x{{300}}", "error: y{300}"]
+    assert len(lines) == len(wanted)
+    assert all(re.fullmatch(pattern, line) for pattern, line in zip(wanted, lines, strict=True)), lines
 
 
 def test_a_failure_that_is_a_refusal_elsewhere_is_a_failure():

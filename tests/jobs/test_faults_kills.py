@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import duckdb
+import pyarrow.parquet as pq
 import pytest
 import ray
 
@@ -164,6 +165,32 @@ def test_a_driver_killed_again_and_again_on_one_cache_and_run_again_completes_it
     assert len(files(chain.cache, "tokens")) > len(token_shards(chain.cache))  # orphans are there to the end
 
 
+def test_what_was_encoded_survives_a_kill_by_its_age_and_a_request_to_end_at_once(cluster, videos, visible, tmp_path):
+    """The next video never comes, and what is encoded makes no shard. First the driver is killed, then terminated."""
+    cache, stuck = tmp_path / "c", videos / "stuck"
+    one_each = ["--encode-workers", "1", "--decode-workers", "1", "--decoder", "tests.jobs.hostile:StuckDecoder"]
+    argv = [str(videos), "--out", str(cache), "--num-frames", "2", "--log-interval", "0.2", *one_each]
+    stuck.write_text("6")
+    driver = Driver([*argv, "--flush-seconds", "1"], tmp_path / "log", RAY_ADDRESS=cluster)
+    driver.until(lambda: n_rows(cache) >= 6, "what is older than a second")
+    driver.kill()
+    assert len(visible.check(cache)) == 6
+
+    stuck.write_text("4")
+    driver = Driver([*argv, "--flush-seconds", "3600"], tmp_path / "log", RAY_ADDRESS=cluster)
+    driver.until(lambda: "4 decoded, 4 encoded" in driver.output, "four more that are encoded")
+    assert n_rows(cache) == 6
+    os.kill(driver.pid, signal.SIGTERM)
+    assert driver.wait() == 130, driver.output
+    assert "what is done is written first" in driver.output
+    assert len(visible.check(cache)) == 10
+
+
+def n_rows(cache: Path) -> int:
+    """How many rows are committed; cheap to ask again and again while a run commits."""
+    return sum(pq.read_metadata(file).num_rows for file in files(cache, "videos"))
+
+
 def token_shards(cache: Path) -> set[str]:
     """The token shards that a videos shard names."""
     named = duckdb.sql(f"select distinct token_shard from read_parquet('{cache}/videos/*.parquet')")
@@ -171,6 +198,6 @@ def token_shards(cache: Path) -> set[str]:
 
 
 def by_sql(cache: Path) -> list[str]:
-    """The videos that the README's query finds."""
-    query = (ROOT / "README.md").read_text().partition("```sql\n")[2].partition("```")[0]
+    """The videos that the query on the cache's page finds."""
+    query = (ROOT / "pipeline/cache/README.md").read_text().partition("```sql\n")[2].partition("```")[0]
     return sorted({row[0] for row in duckdb.sql(query.replace("cache/", f"{cache}/")).fetchall()})

@@ -101,6 +101,7 @@ def test_what_a_manifest_may_not_name_is_neither_read_nor_asked_for(cluster, lis
     rows = {**uris, "good": "good.mp4"}
     (folder / "m.jsonl").write_text("\n".join(json.dumps({"video_id": v, "uri": uri}) for v, uri in rows.items()))
     argv = [str(folder / "m.jsonl"), "--out", str(tmp_path / "c"), "--num-frames", "2", "--max-failed", "12"]
+    argv += ["--on-forbidden", "record"]
     done = run_here(prune, argv)
     assert done.returncode == 0, done.stdout
     cache = TokenCache(tmp_path / "c")

@@ -117,6 +117,10 @@ def test_nothing_is_asked_twice_and_a_changed_question_is_refused(first, cache, 
     before = sorted(first[1].rglob("*"))
     assert ask(cache, *first) == 0
     assert "17 of 17 questions have their answers already" in capsys.readouterr().err
+    assert ask(cache, *first, "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["n_questions"], record["n_ok"], record["n_new"], record["out"]) == (17, 14, 0, str(first[1]))
+    assert record["failures"] == dict.fromkeys(FAILURES.values(), 1) and record["n_failed"] == 3
     changed = write_questions(tmp_path / "q.jsonl", [{**asked()[0], "prompt": "Something else?"}])
     assert ask(cache, changed, first[1]) == 2
     assert "q00: prompt was 'What is special?', is 'Something else?'" in " ".join(capsys.readouterr().err.split())
@@ -192,7 +196,7 @@ def test_a_worker_that_hangs_ends_the_run_and_is_named(first, cache, tmp_path, m
 def test_every_retry_is_finite(cache):
     plan = plan_answers(8, 2, 100, GenerateConfig(questions="q.jsonl"))
     question = {"question_id": "1", "video_ids": ["v"], "prompt": "p", "decoding": "{}", "attempts": 1}
-    dataset = build_graph([question], setup_of(LocalStore(cache)), plan)
+    dataset = build_graph([question], setup_of(LocalStore(cache)), plan).dataset
     operator = get_execution_plan(dataset._logical_plan)[0].dag
     options = {name: operator._ray_remote_args[name] for name in ("max_restarts", "max_task_retries", "num_gpus")}
     assert options == {"max_restarts": RESTARTS, "max_task_retries": TASK_RETRIES, "num_gpus": 1}

@@ -193,7 +193,7 @@ def test_without_a_video_every_question_has_its_row_and_nothing_starts(ask, tmp_
 
 def test_a_device_that_the_cluster_lacks_is_refused_before_any_row(ask, tmp_path, monkeypatch):
     tiny_cache(tmp_path / "c")
-    monkeypatch.setattr(cluster, "connect", lambda: None)
+    monkeypatch.setattr(cluster, "connect", lambda say: None)
     monkeypatch.setattr(cluster, "wait_for_gpus", lambda *wanted: {"CPU": 2.0})
     code, text = ask("--device", "cuda", rows=[QUESTION, {**QUESTION, "question_id": 2, "video_id": "gone"}])
     assert code == 2 and "--device cuda: the Ray cluster has no GPU" in text

@@ -1,13 +1,18 @@
-"""jobs.inspect: what it refuses, how it fails, and the page that it writes."""
+"""jobs.inspect: what it shows, lists and writes of caches and of answers, what it refuses, and how it fails."""
 
+import json
 import os
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
-from jobs import inspect
+from jobs import compact, inspect
 from pipeline import TokenCache
 from pipeline.cache.reader import TokenCache as Opened
+from pipeline.generate.answers import commit_answers, write_answers_header
+from pipeline.storage.stores import LocalStore
 from tests.pipeline.pages import FRAMES, VIDEO, build, decoded_clip, pictures_of
 
 
@@ -44,12 +49,98 @@ def test_a_larger_ratio_is_refused(cache, tmp_path, capsys):
     assert "0.5 is larger" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("flag", [["--html", "page.html"], ["--retention-ratio", "0.1"]], ids=lambda flag: flag[0])
-def test_some_flags_go_with_a_video(cache, capsys, flag):
-    with pytest.raises(SystemExit) as caught:
-        inspect.main([str(cache.store), *flag])
-    assert caught.value.code == 2
-    assert f"{flag[0]} goes with VIDEO_ID" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--html", "page.html"], "--html goes with a video"),
+        (["--retention-ratio", "0.1"], "--retention-ratio goes with a video"),
+        (["--failed", "--html", "page.html"], "--failed goes with neither"),
+        ([VIDEO, "--failed"], "--failed goes with neither"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(cache, capsys, flags, message):
+    try:
+        code = inspect.main([str(cache.store), *flags])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and message in capsys.readouterr().err
+
+
+def document(capsys, *argv: str) -> dict:
+    assert inspect.main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+
+def test_a_cache_as_a_document(cache, capsys):
+    found = document(capsys, str(cache.store))
+    assert (found["cache"], found["n_videos"], found["n_ok"], found["n_failed"]) == (str(cache.store), 2, 1, 1)
+    assert found["failures"] == {"corrupt": 1} and found["examples"] == {"corrupt": ["bad.mp4", "the file is cut off"]}
+    assert found["identity"]["retention_ratio"] == 0.25 and (found["index"], found["last_run"]) == (None, None)
+    assert {"tokens_in", "tokens_kept", "token_bytes", "seconds", "n_warned", "n_outside", "exit_code"} <= found.keys()
+
+
+def test_a_video_as_a_document(cache, capsys):
+    found = document(capsys, str(cache.store), VIDEO, "--retention-ratio", "0.1")
+    assert (found["status"], found["retention_ratio"], found["n_kept"]) == ("ok", 0.1, 156)
+    assert sum(found["kept_per_frame"]) == 156 and sum(found["row"]["kept_per_frame"]) == 392
+    found = document(capsys, str(cache.store), "bad.mp4")
+    assert (found["status"], found["n_kept"], found["row"]["error_class"]) == ("failed", None, "corrupt")
+
+
+def test_what_failed_is_a_list_of_ids_classes_and_messages(cache, capsys):
+    assert inspect.main([str(cache.store), "--failed"]) == 0
+    assert capsys.readouterr().out == "bad.mp4\tcorrupt\tthe file is cut off\n"
+    found = document(capsys, str(cache.store), "--failed")
+    assert found["n_failed"] == 1 and found["failed"] == [
+        {
+            "video_id": "bad.mp4", "uri": "/videos/bad.mp4", "stage": "decode", "class": "corrupt",
+            "message": "the file is cut off", "attempts": 1,
+        }
+    ]  # fmt: skip
+
+
+def test_what_failed_is_found_through_an_index_too(cache, tmp_path, capsys):
+    store = shutil.copytree(cache.store.root, tmp_path / "c")
+    assert compact.main([str(store)]) == 0
+    assert [item["video_id"] for item in document(capsys, str(store), "--failed")["failed"]] == ["bad.mp4"]
+
+
+@pytest.fixture
+def answers(tmp_path) -> Path:
+    store = LocalStore(tmp_path / "answers")
+    write_answers_header(store, {"retention_ratio": 0.1})
+    asked = {"video_ids": [VIDEO], "prompt": "What?", "attempts": 1}
+    kept = {"n_visual_tokens": 6, "n_prompt_tokens": 9, "n_total": 60, "n_kept": 6}
+    seconds = {"load_s": 0.1, "prefill_s": 0.1, "decode_s": 0.1, "batch_size": 1}
+    good = {**asked, "question_id": "1", "status": "ok", "answer": "a bike", **kept, **seconds}
+    bad = {**asked, "question_id": "2", "status": "failed", "error_class": "io", "error_message": "gone"}
+    commit_answers(store, "run", 0, [good, bad])
+    return store.root
+
+
+def test_answers_are_shown_and_listed_and_written_as_a_page(answers, tmp_path, capsys):
+    assert inspect.main([str(answers)]) == 0
+    said = capsys.readouterr().out
+    assert "1 answered, 1 failed" in said and "a bike" in said
+    assert inspect.main([str(answers), "1"]) == 0
+    assert "6 of 60" in capsys.readouterr().out
+    assert inspect.main([str(answers), "--failed"]) == 0
+    assert capsys.readouterr().out == "2\tio\tgone\n"
+    assert inspect.main([str(answers), "--html", str(tmp_path / "a.html")]) == 0
+    assert "2 answers" in capsys.readouterr().out and "a bike" in (tmp_path / "a.html").read_text()
+    assert document(capsys, str(answers))["n_ok"] == 1
+    assert document(capsys, str(answers), "1")["rows"][0]["answer"] == "a bike"
+    found = document(capsys, str(answers), "--failed")
+    assert [(item["question_id"], item["class"]) for item in found["failed"]] == [("2", "io")]
+    assert document(capsys, str(answers), "--html", str(tmp_path / "b.html"))["page"] == str(tmp_path / "b.html")
+
+
+def test_what_goes_with_a_cache_alone_and_what_is_neither_is_refused(answers, tmp_path, capsys):
+    assert inspect.main([str(answers), "3"]) == 2
+    assert inspect.main([str(answers), "1", "--retention-ratio", "0.1"]) == 2
+    assert "holds answers" in capsys.readouterr().err
+    assert inspect.main([str(tmp_path)]) == 2  # as the results of jobs.evaluate hold them
+    assert f"name {answers} or" in " ".join(capsys.readouterr().err.split())
 
 
 def test_an_interrupted_look_ends_with_130(cache, capsys, monkeypatch):

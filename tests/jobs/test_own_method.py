@@ -1,4 +1,4 @@
-"""A method of one's own, from the README to a cache: the block there is the file that these tests run."""
+"""A method of one's own, from the page of gstep to a cache: the block there is the file that these tests run."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from tests.pipeline.asking import tiny_cache, write_questions
 from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import sample
 
-SECTION = (ROOT / "README.md").read_text().split("**Add a method.**")[1].split("\n## ")[0]
+SECTION = (ROOT / "gstep/README.md").read_text().split("## Add a method\n")[1].split("\n## ")[0]
 CODE = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 
 

@@ -50,9 +50,11 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def first(folder, tmp_path_factory):
-    """One finished run: (cache, its completed process)."""
-    cache = tmp_path_factory.mktemp("out") / "cache"
-    return cache, run("jobs.prune", str(folder), "--out", str(cache), "--num-frames", str(FRAMES))
+    """One finished run of a user who has set nothing up: (cache, its completed process)."""
+    out = tmp_path_factory.mktemp("out")
+    (out / "home").mkdir()
+    clean = {"HOME": str(out / "home"), "XDG_CACHE_HOME": None, "RAY_AUTH_MODE": None}
+    return out / "cache", run("jobs.prune", str(folder), "--out", str(out / "cache"), f"--num-frames={FRAMES}", **clean)
 
 
 def test_good_videos_are_cached_and_bad_ones_have_a_row(first):
@@ -68,6 +70,12 @@ def test_good_videos_are_cached_and_bad_ones_have_a_row(first):
         assert sum(row["kept_per_frame"]) == row["n_tokens"]
         assert len(row["timestamps"]) == len(row["temporal_density"]) == FRAMES
         assert all(row[f"{stage}_s"] > 0 for stage in ("decode", "encode", "prune", "write"))
+
+
+def test_nothing_is_left_in_the_home_folder(first):
+    """A token of Ray's above all, with which a later ``ray start`` would ask for it."""
+    path, done = first
+    assert done.returncode == 0 and list((path.parent / "home").rglob("*")) == []
 
 
 def test_the_summary_is_on_screen_and_in_the_cache(first):
@@ -212,6 +220,7 @@ def test_a_manifest_with_clips_by_time_and_a_model_folder(one_ray, tmp_path, cap
     ]
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = ["--fps", "2", "--max-frames", "4", "--pruner", "none", "--model", str(tmp_path / "model")]
+    options += ["--on-forbidden", "record"]
     argv = [str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "c[/b]"), *options]
     assert prune.main(argv) == 0
     cache = TokenCache(tmp_path / "c[/b]")

@@ -1,18 +1,21 @@
 """The command: exit codes, its report, and videos encoded again from their sources."""
 
 import json
+import shlex
 import shutil
 import signal
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
+import torch
 
-from jobs import prune, verify
+from jobs import inspect, prune, verify
 from pipeline import TokenCache
 from pipeline.storage.stores import LOCK, LocalStore, ObjectStore
 from tests.jobs.jobs import forbid_ray, run_here, start, stop
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
-from tests.pipeline.damage import other_tokens, rewrite_tokens, shards
+from tests.pipeline.damage import flip, other_tokens, rewrite_tokens, shards
 from tests.pipeline.rays import ray_here
 from tests.pipeline.s3 import S3Server
 from tests.pipeline.videos import sample
@@ -42,12 +45,36 @@ def test_exit_codes_and_the_report_as_json(cache, tmp_path):
     assert problem["videos_shard"].startswith("videos/run-000000-") and problem["remedy"]
 
 
+def test_the_report_is_one_document_on_stdout_where_no_file_is_named(cache, capsys):
+    assert verify.main([str(cache), "--json"]) == 0
+    said = capsys.readouterr()
+    record = json.loads(said.out)
+    assert (record["exit_code"], record["counts"]["videos"], record["repaired"]) == (0, 2, None)
+    assert "nothing is wrong" in said.err
+
+
+def test_a_repair_says_what_it_did_and_what_to_do_next(cache, capsys):
+    write_shard(LocalStore(cache), "run", encoded("c", random_tokens(2, (4, 9, 8)), 0.25, "gstep"))
+    (cache / TokenCache(cache).metadata("a")["token_shard"]).unlink()
+    assert verify.main([str(cache), "--repair"]) == 0
+    said = capsys.readouterr().out
+    assert "2 videos marked for another attempt" in said and "nothing is wrong" in said and "in repaired/" in said
+    assert "encode them again: the command that made it, with --retry-failed" in said
+    assert inspect.main([str(cache), "--failed"]) == 0
+    assert [line.split("\t")[:2] for line in capsys.readouterr().out.splitlines()] == [["a", "io"], ["b", "io"]]
+
+
 def test_what_cannot_be_done_is_refused(cache, tmp_path, capsys):
     assert verify.main([str(tmp_path / "nowhere")]) == 2
     assert "no cache.json" in capsys.readouterr().err
     assert verify.main([str(cache), "--live", "1"]) == 2  # its runs left no record
     assert "which model" in capsys.readouterr().err
-    for flags in (["--jobs", "0"], ["--json", str(tmp_path / "no" / "r.json")], ["--model", "tiny"]):
+    for flags in (
+        ["--jobs", "0"],
+        ["--json", str(tmp_path / "no" / "r.json")],
+        ["--model", "tiny"],
+        ["--repair", "--live", "1"],
+    ):
         with pytest.raises(SystemExit) as ended:
             verify.main([str(cache), *flags])
         assert ended.value.code == 2
@@ -118,6 +145,29 @@ def test_live_says_what_differs_and_what_is_gone(pruned, tmp_path):
     done = run_here(verify, [str(out), "--live", "1"])
     assert done.returncode == 2 and "model.type: the cache has 'llava_onevision'" in done.stdout
     assert run_here(verify, [str(out), "--live", "1", "--model", "tiny"]).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_repaired_cache_is_whole_again_after_the_command_that_it_names(pruned, tmp_path, capsys):
+    out = tmp_path / "c"
+    shutil.copytree(pruned, out)
+    before = {name: TokenCache(out).get(name, verify=True).tokens for name in CLIPS}
+    shard = out / TokenCache(out).metadata(CLIPS[0])["token_shard"]
+    flip(shard, pq.read_metadata(shard).row_group(0).column(4).data_page_offset + 100)
+    assert verify.main([str(out), "--repair", "--json"]) == 0
+    repaired = json.loads(capsys.readouterr().out)["repaired"]
+    assert [video["video_id"] for video in repaired["marked"]] == [CLIPS[0]]
+    assert TokenCache(out).failed == {CLIPS[0]: "io"}
+    command = shlex.split(repaired["command"])
+    assert command[:3] == ["python", "-m", "jobs.prune"] and "--num-frames" in command
+    with ray_here({"num_cpus": 2}):
+        assert prune.main([*command[3:], "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["n_ok"], summary["n_new"], summary["n_failed"], summary["out"]) == (2, 1, 0, str(out))
+    now = TokenCache(out)
+    assert now.failed == {} and now.metadata(CLIPS[0])["attempts"] == 2
+    assert all(torch.equal(now.get(name, verify=True).tokens, before[name]) for name in CLIPS)
+    assert run_here(verify, [str(out)]).returncode == 0
 
 
 @pytest.mark.slow

@@ -143,6 +143,7 @@ def test_a_manifest_may_mix_places_and_what_it_may_not_name_is_not_asked_for(ser
     }
     (tmp_path / "m.jsonl").write_text("\n".join(json.dumps({"video_id": v, "uri": uri}) for v, uri in uris.items()))
     argv = ["jobs.prune", str(tmp_path / "m.jsonl"), "--out", str(tmp_path / "c"), "--video-root", server.uri("root")]
+    argv += ["--on-forbidden", "record"]
     done = run(*argv, *OPTIONS, "--max-failed", "3", **server.environment(), RAY_ADDRESS=cluster[0])
     assert done.returncode == 0, done.stdout
     cache = TokenCache(tmp_path / "c")

@@ -19,7 +19,7 @@ from jobs.testbed.studying.knock_out import TokenSet
 from pipeline.errors import UsageError, VideoFault
 from pipeline.evaluate.benchmarks.shapes import SHAPES
 from pipeline.evaluate.protocols import FrameRule
-from pipeline.evaluate.request import frame_rule
+from pipeline.evaluate.whole_cache import frame_rule
 from pipeline.generate.choices import lettered_prompt, letters
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling

@@ -26,8 +26,11 @@ def test_an_unknown_device_is_refused(capsys):
     assert "tpu" in capsys.readouterr().err
 
 
-def test_some_methods_can_be_named_and_gstep_is_there(tmp_path):
+def test_some_methods_can_be_named_and_gstep_is_there(tmp_path, capsys):
     argv = ["methods", "--frames", "4", "--tokens-per-frame", "9", "--hidden", "16", "--repeats", "1"]
     assert benchmark.main([*argv, "--method", "novelty", "--json", str(tmp_path / "m.json")]) == 0
     record = json.loads((tmp_path / "m.json").read_text())
     assert {row["method"] for row in record["times"]} == {"gstep", "novelty"}
+    capsys.readouterr()
+    assert benchmark.main([*argv, "--method", "novelty", "--json"]) == 0  # on stdout, where no file is named
+    assert json.loads(capsys.readouterr().out).keys() == record.keys()

@@ -1,0 +1,47 @@
+"""gstep-cache: every command by its name, from any folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import cast
+
+from jobs.command import Parser
+
+#: Its name -> the module whose ``main`` carries it out, and what it does.
+COMMANDS = {
+    "prune": ("jobs.prune", "encode videos, prune their visual tokens and cache them"),
+    "generate": ("jobs.generate", "answer questions about cached videos"),
+    "evaluate": ("jobs.evaluate", "score pruning methods on a benchmark"),
+    "inspect": ("jobs.inspect", "show what a cache holds, a video's kept tokens, or answers"),
+    "verify": ("jobs.verify", "check every file of a cache, and repair or clean it"),
+    "compact": ("jobs.compact", "make the index of a cache of millions of videos"),
+    "serve": ("jobs.serve", "an OpenAI chat API on a cache, by vLLM"),
+    "benchmark": ("jobs.benchmark.__main__", "measure this package on this machine"),
+    "testbed": ("jobs.testbed.__main__", "make synthetic videos with questions, and study methods on them"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that is named first; returns its exit code. No other command is imported."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in COMMANDS:
+        command = import_module(COMMANDS[words[0]][0])
+        return cast(int, command.main(words[1:]))
+    parser = Parser(
+        "gstep-cache",
+        description=__doc__,
+        epilog="commands:\n" + "\n".join(f"  {name:10} {what}" for name, (_, what) in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "command", choices=COMMANDS, metavar="COMMAND", help="gstep-cache COMMAND --help shows its flags"
+    )
+    parser.parse_args(words)
+    return 2  # unreachable: no word of COMMANDS stands first, so that argparse has ended it
+
+
+if __name__ == "__main__":
+    sys.exit(main())

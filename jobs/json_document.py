@@ -1,0 +1,84 @@
+"""``--json``: what a command says, as one JSON document for programs; what people read goes to stderr then."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+STDOUT = Path("-")
+HELP = "print one JSON document on stdout, for an error too, and everything else on stderr"
+
+
+class Done(NamedTuple):
+    """What a command did: its exit code, and what its JSON document says besides."""
+
+    exit_code: int
+    record: Mapping[str, object]
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """``--json``, for commands of which something positional may follow it."""
+    parser.add_argument("--json", action="store_const", const=STDOUT, help=HELP)
+
+
+def error_record(error: BaseException, message: str = "") -> dict[str, object]:
+    """The document of an error."""
+    return {"error": {"class": type(error).__name__, "message": message or str(error)}}
+
+
+def write_document(target: Path | None, record: Mapping[str, object]) -> None:
+    """Write ``record`` where ``--json`` wants it: on stdout, in a file, or (None) nowhere. Raises OSError.
+
+    It is strict JSON in ASCII: a number that is not finite becomes null.
+    """
+    if target is None:
+        return
+    text = json.dumps(_strict(record), indent=2, allow_nan=False)
+    if target == STDOUT:
+        print_lines([text])
+    else:
+        target.write_text(text + "\n", encoding="utf-8")
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print to stdout; whoever reads it may have read enough and gone (``| head``)."""
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still in the buffer would raise once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def stdout_as_stderr() -> Iterator[None]:
+    """Whatever is printed meanwhile goes to stderr, of libraries in C and of child processes too."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _strict(value: Any) -> Any:
+    """What JSON knows: texts, finite numbers, lists and objects."""
+    if isinstance(value, Mapping):
+        return {str(key): _strict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_strict(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)

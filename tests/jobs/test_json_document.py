@@ -1,0 +1,153 @@
+"""``--json``: one strict document on stdout whatever else is printed, for errors too, and the same exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from jobs import compact, evaluate, generate, inspect, prune, serve, verify
+from jobs.benchmark import __main__ as benchmark
+from jobs.command import exit_code_of
+from jobs.json_document import STDOUT, Done, print_lines, write_document
+from pipeline.errors import RunFailed, UsageError
+from pipeline.generate.summary import AnswerSummary
+from pipeline.prune.summary import Summary
+from tests.paths import ROOT
+
+
+def ended(work, capsys, document: Path | None = STDOUT, **more) -> tuple[int, dict, str]:
+    """Exit code, document and stderr."""
+    code = exit_code_of(work, Console(stderr=True), document=document, **more)
+    said = capsys.readouterr()
+    return code, json.loads(said.out, parse_constant=pytest.fail), said.err
+
+
+def raising(error: BaseException):
+    def work() -> int:
+        raise error
+
+    return work
+
+
+def test_what_is_printed_meanwhile_goes_to_stderr(capfd):
+    """By this process, by C code and by child processes: only the document is on stdout."""
+
+    def work() -> Done:
+        print("a table")
+        os.write(1, b"of a library\n")
+        subprocess.run([sys.executable, "-c", "print('of a child')"], check=True)
+        return Done(3, {"n": 1})
+
+    assert exit_code_of(work, Console(stderr=True), document=STDOUT) == 3
+    out, err = capfd.readouterr()
+    assert json.loads(out) == {"exit_code": 3, "n": 1}
+    assert {"a table", "of a library", "of a child"} <= set(err.splitlines())
+    print("later")
+    assert capfd.readouterr().out == "later\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "named", "message"),
+    [
+        (RunFailed("no [room]"), 1, "RunFailed", "no [room]"),
+        (UsageError("no such flag"), 2, "UsageError", "no such flag"),
+        (KeyboardInterrupt(), 130, "KeyboardInterrupt", "ended early"),
+    ],
+)
+def test_an_error_is_a_document_with_the_same_exit_code(capsys, error, code, named, message):
+    more = {"failed": (RunFailed,), "interrupted": "ended early"}
+    ends = ended(raising(error), capsys, **more)
+    assert ends[:2] == (code, {"error": {"class": named, "message": message}}) and message in ends[2]
+
+
+def test_a_bug_is_a_document_and_still_raises(capsys):
+    with pytest.raises(ZeroDivisionError):
+        exit_code_of(raising(ZeroDivisionError("by nought")), Console(stderr=True), document=STDOUT)
+    assert json.loads(capsys.readouterr().out) == {"error": {"class": "ZeroDivisionError", "message": "by nought"}}
+
+
+def test_without_the_flag_there_is_no_document(capsys):
+    assert exit_code_of(lambda: Done(0, {"n": 1}), Console(stderr=True)) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_document_is_strict_json_in_ascii(capsys):
+    write_document(STDOUT, {"x": float("nan"), "y": (1, float("-inf")), "z": {"ü": Path("a")}, "s": "\udcff"})
+    out = capsys.readouterr().out
+    assert out.isascii()
+    assert json.loads(out, parse_constant=pytest.fail) == {"x": None, "y": [1, None], "z": {"ü": "a"}, "s": "\udcff"}
+
+
+def test_a_file_that_cannot_be_written_is_a_failure_with_a_line(tmp_path, capsys):
+    file = tmp_path / "gone" / "r.json"
+    assert exit_code_of(lambda: Done(0, {}), Console(stderr=True, width=200), document=file) == 1
+    assert "failed: " in capsys.readouterr().err
+
+
+def test_a_reader_that_has_read_enough_is_no_error():
+    code = "from jobs.json_document import print_lines; print_lines(str(i) for i in range(10**5))"
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -c '{code}' | head -1; exit ${{PIPESTATUS[0]}}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0\n", "")
+    print_lines([])
+
+
+COMMANDS = {
+    "prune": prune, "generate": generate, "evaluate": evaluate, "inspect": inspect, "verify": verify,
+    "compact": compact, "serve": serve, "benchmark": benchmark,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_mistyped_flag_is_a_document_on_every_command(name, capsys):
+    words = ["read"] if name == "benchmark" else []
+    with pytest.raises(SystemExit) as caught:
+        COMMANDS[name].main([*words, "--json", "--no-such-flag"])
+    said = capsys.readouterr()
+    assert caught.value.code == 2 and "usage: " in said.err
+    error = json.loads(said.out)["error"]
+    assert error["class"] == "UsageError" and error["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "argv", "named"),
+    [
+        ("prune", ["/no/such/folder"], "ManifestError"),
+        ("generate", ["/no/cache"], "UsageError"),
+        ("evaluate", [], "UsageError"),
+        ("inspect", ["/no/cache"], "NotACache"),
+        ("verify", ["/no/cache"], "NotACache"),
+        ("compact", ["/no/cache"], "NotACache"),
+    ],
+)
+def test_a_refusal_is_a_document_on_every_command(name, argv, named, capsys):
+    assert COMMANDS[name].main([*argv, "--json"]) == 2
+    said = capsys.readouterr()
+    error = json.loads(said.out)["error"]
+    assert error["class"] == named
+    assert error["message"] in said.err.removeprefix("error: ")
+
+
+OF_RUNS = {
+    *("n_ok", "n_failed", "failures", "examples", "n_missing", "n_waiting", "n_outside"),
+    *("n_new", "n_new_failed", "wall_s", "seconds"),
+}
+
+
+def test_the_counts_that_programs_rely_on_keep_their_names():
+    """The README has them: more may come, none may go."""
+    tokens = {"tokens_in": 4, "tokens_kept": 1, "token_bytes": 8}
+    videos = Summary(n_ok=1, failures={}, examples={}, n_missing=0, n_videos=1, **tokens)
+    assert videos.as_record().keys() >= OF_RUNS | tokens.keys() | {"n_videos", "n_warned"}
+    about = {"visual_tokens": 1.0, "prompt_tokens": 2.0, "new_tokens": 3, "seconds": {}}
+    answers = AnswerSummary(n_ok=1, failures={}, examples={}, n_missing=0, n_questions=1, **about)
+    assert answers.as_record().keys() >= OF_RUNS | {"n_questions", "visual_tokens", "prompt_tokens", "new_tokens"}

@@ -1,0 +1,71 @@
+"""``gstep-cache``: every command by its name, versions, and a folder whose files hide this package."""
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from jobs.__main__ import COMMANDS, main
+from jobs.command import VERSIONS_OF
+from tests.paths import ROOT
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_runs_by_its_name_and_says_the_versions(name, capsys):
+    for argv in ([name, "--version"], [name, "--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            main(argv)
+    said = capsys.readouterr().out
+    lines = dict(line.split(" ", 1) for line in said.splitlines()[: len(VERSIONS_OF)])
+    assert tuple(lines) == VERSIONS_OF and all(version[0].isdigit() for version in lines.values())
+    assert "--version" in said and callable(import_module(COMMANDS[name][0]).main)
+
+
+def test_without_a_command_or_with_another_one_it_is_refused(capsys):
+    for argv in ([], ["prunes"], ["--frames"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(argv)
+    assert "prune" in capsys.readouterr().err
+
+
+def test_the_help_names_every_command(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert all(f"\n  {name:10} {what}" in said for name, (_, what) in COMMANDS.items())
+
+
+def test_only_the_command_that_is_named_is_imported():
+    code = (
+        "import sys\nfrom jobs.__main__ import main\n"
+        "try: main(['verify', '--version'])\nexcept SystemExit: pass\n"
+        "print(*sorted(name for name in sys.modules if name.split('.')[0] in {'jobs', 'torch', 'ray', 'pyarrow'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert "jobs.verify" in loaded and "jobs.prune" not in loaded
+    assert {name.split(".")[0] for name in loaded} == {"jobs"}
+
+
+def in_folder(folder, *argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *argv],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("hiding", ["pipeline.py", "gstep.py", "pipeline/__init__.py"])
+def test_a_file_that_hides_the_package_is_named_in_one_line(tmp_path, hiding):
+    file = tmp_path / hiding
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("raise SystemExit('not ours')")
+    done = in_folder(tmp_path, "-m", "jobs.prune", "--help")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"error: {file} hides the package") and "gstep-cache" in done.stderr
+    # As the console script, which has not the current folder on its path.
+    assert in_folder(tmp_path, "-P", "-m", "jobs", "prune", "--help").returncode == 0
