@@ -9,6 +9,11 @@ import pytest
 
 # Before torch loads. Threads of several processes that share the cores wait for each other longer than they compute.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# As tests.jobs.jobs.environment has it for processes of their own. Ray reads it once in a process: after a cluster with
+# a token every other one would be refused.
+os.environ["RAY_AUTH_MODE"] = "disabled"
+# Nothing that a finished run left behind may start a cluster.
+os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,5 @@
-"""The house rules: rooms, types, style, and a README whose commands are the ones that run."""
+"""The house rules: rooms, types, style."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,17 +52,3 @@ def test_top_level_is_the_four_rooms():
 def test_importing_stays_light(module, absent):
     code = f"import sys, {module}; print(*sorted({absent!r} & set(sys.modules)))"
     assert run(sys.executable, "-c", code).stdout.strip() == ""
-
-
-def test_readme_links_and_commands_exist():
-    text = (ROOT / "README.md").read_text()
-    for module in set(re.findall(r"python -m (jobs\.\w+)", text)):
-        place = ROOT / module.replace(".", "/")
-        assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), module
-    assert "<!-- test command -->" in text
-
-
-def test_the_files_that_readme_names_exist():
-    named = set(re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)`", (ROOT / "README.md").read_text()))
-    missing = {name for name in named if not any((ROOT / room / name).is_file() for room in ("", "tests"))}
-    assert len(named) > 15 and missing <= {"tests/gstep/pruners/test_mine.py", "gstep/pruners/mine.py"}

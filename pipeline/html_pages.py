@@ -1,0 +1,35 @@
+"""Self-contained HTML pages: the templates and files of a package, and what a page's policy lets run."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib.resources import files
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+
+def environment(package: str) -> Environment:
+    """The templates of a package. Every value is escaped, and a name without a value is an error."""
+    made = Environment(
+        loader=PackageLoader(package),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return made
+
+
+def asset(package: str, name: str) -> Markup:
+    """A file that stands beside the templates of a package, as it is."""
+    return Markup((files(package) / "templates" / name).read_text(encoding="utf-8"))
+
+
+def policy_hash(script: str) -> str:
+    """Of the one script that a page runs, for its policy: so nothing runs that a name, an annotation or a reply may
+    carry. The template puts ``script`` on a line of its own."""
+    return base64.b64encode(hashlib.sha256(f"\n{script}".encode()).digest()).decode()

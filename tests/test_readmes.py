@@ -1,0 +1,136 @@
+"""The pages: every block runs as pasted, in one folder, page after page, and prints what the page shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import ray
+
+from tests.jobs.jobs import environment
+from tests.paths import ROOT
+from tests.pipeline.rays import ray_here
+
+#: In the order of reading: later pages use what earlier ones made.
+PAGES = (
+    "README.md",
+    "gstep/README.md",
+    "pipeline/cache/README.md",
+    "pipeline/prune/README.md",
+    "pipeline/generate/README.md",
+    "pipeline/verify/README.md",
+    "pipeline/evaluate/README.md",
+)
+OTHERS = ("jobs/benchmark/README.md", "tests/README.md", "pipeline/evaluate/shapes/README.md")
+#: What stands in a comment before a block that is not pasted here, or not as it is.
+MARKS = {
+    "needs a hub", "needs a cluster", "needs S3", "needs vLLM", "needs lmms-eval", "needs vLLM and lmms-eval",
+    "test command", "a file", "output",
+}  # fmt: skip
+FIRST = "first command"
+FENCE = re.compile(r"(?:<!-- ([^>]+) -->\n)?```(\w*)\n(.*?)```", re.DOTALL)
+LINK = re.compile(r"\]\(([^)#]*)(#[^)]*)?\)|src=\"([^\"]+)\"")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: the comment before it, its language, its text."""
+
+    mark: str
+    language: str
+    text: str
+
+
+def blocks(page: str) -> list[Block]:
+    """In order; of the command that installs, what comes after that."""
+    found = [Block(*match.groups(default="")) for match in FENCE.finditer((ROOT / page).read_text())]
+    return [
+        replace(one, mark="", text=one.text.rpartition(".venv/bin/")[2]) if one.mark == FIRST else one for one in found
+    ]
+
+
+def shape(text: str) -> list[str]:
+    """Lines without what differs from run to run: numbers, bars, spaces."""
+    return [" ".join(re.sub(r"[\d.,]+|[━╸╺─]+", "#", line).split()) for line in text.splitlines() if line.strip()]
+
+
+def pasted(block: Block, folder: Path, **environ: str) -> str:
+    """What a block prints where the environment was activated."""
+    environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = ["bash", "-euo", "pipefail", "-c", block.text] if block.language == "bash" else [sys.executable, "-"]
+    given = None if block.language == "bash" else block.text
+    done = subprocess.run(
+        command, cwd=folder, env=environment(**environ), input=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{block.text}\n{done.stdout}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def address():
+    """A Ray that all commands join: starting one for each takes half of their time."""
+    with ray_here({"num_cpus": 2}):
+        yield ray.get_runtime_context().gcs_address
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("pasted")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_of_a_page_runs_as_pasted(page, folder, address):
+    ran = 0
+    for block, after in pairwise([*blocks(page), Block("", "", "")]):
+        if block.mark or block.language not in ("bash", "python"):
+            continue
+        printed = pasted(block, folder, RAY_ADDRESS=address)
+        ran += 1
+        if after.mark == "output":
+            missing = [line for line in shape(after.text) if line not in shape(printed)]
+            assert not missing, f"{block.text}\nprinted\n{printed}\nand the page shows\n{after.text}"
+    assert ran
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS])
+def test_what_is_not_pasted_says_why(page):
+    assert {block.mark for block in blocks(page)} <= MARKS | {""}
+    assert all(block.language or block.text.startswith((" ", "cache.json", "tests/")) for block in blocks(page))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS])
+def test_links_lead_somewhere(page):
+    for file, anchor, picture in LINK.findall((ROOT / page).read_text()):
+        target = file or picture
+        if target.startswith("http"):
+            continue
+        place = (ROOT / page).parent / target if target else ROOT / page
+        assert place.exists(), f"{page}: {target}"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", place.read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor[1:] in slugs, f"{page}: {target}{anchor}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS])
+def test_commands_and_files_that_a_page_names_exist(page):
+    text = (ROOT / page).read_text()
+    for module in set(re.findall(r"python -m (jobs\.\w+)", text)):
+        place = ROOT / module.replace(".", "/")
+        assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), module
+    named = set(re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.py)`", text))
+    places = ("", "tests", "gstep", str(Path(page).parent))
+    missing = {name for name in named if not any((ROOT / place / name).is_file() for place in places)}
+    assert missing <= {"tests/gstep/pruners/test_mine.py", "gstep/pruners/mine.py"}
+
+
+def test_the_first_page_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
