@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.header import CacheIdentity
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.schema import TIERS
+from pipeline.html_pages import policy_hash
 from pipeline.inspect.charts import density_chart, kept_chart
 from pipeline.inspect.facts import flat
 from pipeline.inspect.page_files import asset, check_file, templates, write_file
@@ -123,7 +123,7 @@ def _render(video: CachedVideo, identity: CacheIdentity, pictures: Pictures, sta
         .render(
             style=asset("page.css"),
             script=script,
-            script_hash=_policy_hash(f"\n{script}"),
+            script_hash=policy_hash(script),
             video_id=row["video_id"],
             summary=_summary(row),
             missing=pictures.missing,
@@ -141,11 +141,6 @@ def _render(video: CachedVideo, identity: CacheIdentity, pictures: Pictures, sta
             data=_data(video, tiers),
         )
     )
-
-
-def _policy_hash(script: str) -> str:
-    """What the page's policy lets run: its own script, so nothing that a video's name or path may carry."""
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _frame(row: VideoRow, t: int, pictures: Pictures) -> Frame:

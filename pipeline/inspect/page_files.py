@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 from markupsafe import Markup
 
+from pipeline import html_pages
 from pipeline.errors import UsageError
+
+PACKAGE = "pipeline.inspect"
 
 
 @cache
 def templates() -> Environment:
-    """The templates of this room. Every value is escaped, and a name without a value is an error."""
-    environment = Environment(
-        loader=PackageLoader("pipeline.inspect"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
-    return environment
+    """The templates of this room."""
+    return html_pages.environment(PACKAGE)
 
 
 def asset(name: str) -> Markup:
-    """A file that stands beside the template, as it is."""
-    return Markup((files("pipeline.inspect") / "templates" / name).read_text(encoding="utf-8"))
+    """A file that stands beside them."""
+    return html_pages.asset(PACKAGE, name)
 
 
 def check_file(file: Path) -> None:

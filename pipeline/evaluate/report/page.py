@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
 from typing import Any
 from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from jinja2 import Environment
 
 from pipeline.evaluate.benchmarks.items import AnnotationFault, Item
 from pipeline.evaluate.report import text
@@ -27,6 +23,9 @@ from pipeline.evaluate.report.kept_frames import kept_videos
 from pipeline.evaluate.statistics.render import NOISE
 from pipeline.evaluate.statistics.results import SIGNIFICANT, ResultsTable
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
+from pipeline.html_pages import asset, environment, policy_hash
+
+PACKAGE = "pipeline.evaluate.report"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +70,16 @@ def report_page(report: Report) -> str:
     found = disagreements(answers)
     style = styles(list(dict.fromkeys(arm.method for arm in arms)))
     per_question = {answers.questions[q]: count for q, count in found.per_question.items()}
-    script = _asset("report.js")
+    script = asset(PACKAGE, "report.js")
     return (
         templates()
         .get_template("report.html")
         .render(
             report=report,
             table=table,
-            style=_asset("report.css"),
+            style=asset(PACKAGE, "report.css"),
             script=script,
-            script_hash=_policy_hash(f"\n{script}"),
+            script_hash=policy_hash(script),
             noise=NOISE,
             significant=SIGNIFICANT,
             styles=style,
@@ -107,16 +106,8 @@ def report_page(report: Report) -> str:
 
 @cache
 def templates() -> Environment:
-    """The templates of this room. Every value is escaped, and a name without a value is an error."""
-    environment = Environment(
-        loader=PackageLoader("pipeline.evaluate.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    """The templates of this room, which write numbers in its words."""
+    made = environment(PACKAGE)
     words = (
         text.title_of,
         text.ratio_text,
@@ -124,19 +115,9 @@ def templates() -> Environment:
         text.signed,
         text.p_text,
     )
-    environment.filters |= {word.__name__: word for word in words}
-    environment.globals |= {"bracket": text.bracket, "column_title": text.column_title, "style": _asset("report.css")}
-    return environment
-
-
-def _asset(name: str) -> Markup:
-    """A file that stands beside the template, as it is."""
-    return Markup((files("pipeline.evaluate.report") / "templates" / name).read_text(encoding="utf-8"))
-
-
-def _policy_hash(script: str) -> str:
-    """What the page's policy lets run: its own script, so nothing that an annotation or a reply may carry."""
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    made.filters |= {word.__name__: word for word in words}
+    made.globals |= {"bracket": text.bracket, "column_title": text.column_title, "style": asset(PACKAGE, "report.css")}
+    return made
 
 
 def _check(report: Report) -> None:
