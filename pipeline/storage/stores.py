@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import secrets
@@ -82,12 +83,25 @@ def store_at(place: str | Path, objects: Objects | None = None) -> Store:
     return LocalStore(text.removeprefix("file://"))
 
 
+def below(name: str) -> str:
+    """``name``, where it stays below the root of a store: those of shards stand in files that anybody may have written.
+
+    Raises FileNotFoundError.
+    """
+    if name.startswith("/") or ".." in name.split("/"):
+        raise FileNotFoundError(errno.ENOENT, "the name leads out of the cache", name)
+    return name
+
+
 class LocalStore:
     """A folder."""
 
     def __init__(self, root: Path | str) -> None:
         self._shown = str(root)
         self.root = Path(os.path.abspath(root))  # noqa: PTH100 - workers have other working folders; links stay
+
+    def _path(self, name: str) -> Path:
+        return self.root / below(name)
 
     def make(self) -> None:
         try:
@@ -100,7 +114,7 @@ class LocalStore:
         return root.exists() and (not root.is_dir() or any(not path.name.startswith(LOCK) for path in root.iterdir()))
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
-        path = self.root / name
+        path = self._path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
         try:
@@ -116,13 +130,13 @@ class LocalStore:
         fsync_folder(path.parent)
 
     def read(self, name: str) -> bytes:
-        return (self.root / name).read_bytes()
+        return self._path(name).read_bytes()
 
     def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
         return map(self.read, names)
 
     def open(self, name: str) -> pa.NativeFile:
-        return pa.memory_map(str(self.root / name), "r")
+        return pa.memory_map(str(self._path(name)), "r")
 
     def names(self, folder: str, suffix: str, after: str = "") -> list[str]:
         try:
@@ -150,13 +164,13 @@ class LocalStore:
         return sorted(found)
 
     def exists(self, name: str) -> bool:
-        return (self.root / name).is_file()
+        return self._path(name).is_file()
 
     def age(self, name: str) -> timedelta:
-        return datetime.now(UTC) - datetime.fromtimestamp((self.root / name).stat().st_mtime, UTC)
+        return datetime.now(UTC) - datetime.fromtimestamp(self._path(name).stat().st_mtime, UTC)
 
     def delete(self, name: str) -> None:
-        (self.root / name).unlink(missing_ok=True)
+        self._path(name).unlink(missing_ok=True)
 
     def __str__(self) -> str:
         return self._shown
@@ -173,6 +187,9 @@ class ObjectStore:
         """The same for requests that are worth nothing when they come late."""
         return ObjectStore(self.root, self.objects.impatient())
 
+    def _uri(self, name: str) -> str:
+        return f"{self.root}/{below(name)}"
+
     def make(self) -> None:
         """Prefixes need no making."""
 
@@ -182,10 +199,10 @@ class ObjectStore:
         return any(not found.uri.startswith(f"{self.root}/{LOCK}") for found in first)
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
-        self.objects.put(f"{self.root}/{name}", data)
+        self.objects.put(self._uri(name), data)
 
     def read(self, name: str) -> bytes:
-        return self.objects.read(f"{self.root}/{name}")
+        return self.objects.read(self._uri(name))
 
     def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
         with ThreadPoolExecutor(_READERS) as pool:  # latency, not bandwidth, is what many small files cost
@@ -193,7 +210,7 @@ class ObjectStore:
                 yield from pool.map(self.read, names[start : start + 8 * _READERS])
 
     def open(self, name: str) -> RangedObject:
-        return RangedObject(self.objects, f"{self.root}/{name}")
+        return RangedObject(self.objects, self._uri(name))
 
     def names(self, folder: str, suffix: str, after: str = "") -> list[str]:
         listed = self.objects.list(f"{self.root}/{folder}/", after=f"{self.root}/{after}" if after else "")
@@ -207,13 +224,13 @@ class ObjectStore:
         return [FileInfo(item.uri.removeprefix(f"{self.root}/"), item.size) for item in found]
 
     def exists(self, name: str) -> bool:
-        return self.objects.exists(f"{self.root}/{name}")
+        return self.objects.exists(self._uri(name))
 
     def age(self, name: str) -> timedelta:
-        return self.objects.age(f"{self.root}/{name}")
+        return self.objects.age(self._uri(name))
 
     def delete(self, name: str) -> None:
-        self.objects.delete(f"{self.root}/{name}")
+        self.objects.delete(self._uri(name))
 
     def __str__(self) -> str:
         return self.root

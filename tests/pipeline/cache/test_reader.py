@@ -2,6 +2,7 @@
 
 import gc
 import io
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ from pipeline.storage.stores import LocalStore
 from tests.gstep import synthetic
 from tests.paths import ROOT
 from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
+from tests.pipeline.damage import rewrite_row
 
 RATIOS = (0.10, 0.15, 0.17, 0.20, 0.25)
 
@@ -49,6 +51,16 @@ def test_every_nested_ratio_comes_back_bit_for_bit(tmp_path, videos, method):
             assert torch.equal(video.frame, expected.index // tokens.shape[1])
         everything = cache.get(video_id)
         assert len(everything.index) == len(gstep.prune(tokens, 0.25, method).index)
+
+
+def test_a_token_shard_outside_the_cache_is_not_read(tmp_path, videos):
+    store = make_cache(tmp_path / "c", videos)
+    name = next(iter(videos))
+    shard = store.root / TokenCache(store.root).metadata(name)["token_shard"]
+    shutil.copy(shard, tmp_path / "elsewhere.parquet")
+    rewrite_row(store, name, lambda row: row.update(token_shard="../elsewhere.parquet"))
+    with pytest.raises(CorruptShard, match=r"elsewhere\.parquet: the shard is missing"):
+        TokenCache(store.root).get(name)
 
 
 def test_nan_payloads_survive(tmp_path):

@@ -26,6 +26,19 @@ def test_a_failed_write_leaves_nothing_and_names_the_file(tmp_path, monkeypatch)
     assert store.read("a/kept") == b"old"
 
 
+@pytest.mark.parametrize("name", ["../outside", "tokens/../../outside", "/outside", ".."])
+def test_a_name_that_leads_out_of_the_root_is_no_file_of_the_store(tmp_path, name):
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"not the cache's")
+    name = str(outside) if name == "/outside" else name
+    store = LocalStore(tmp_path / "c")
+    (store.root / "tokens").mkdir(parents=True)
+    for attempt in (store.read, store.open, store.exists, store.age, store.delete, lambda name: store.put(name, b"")):
+        with pytest.raises(FileNotFoundError, match="leads out of the cache"):
+            attempt(name)
+    assert outside.read_bytes() == b"not the cache's"
+
+
 def test_names_leave_out_what_is_not_finished(tmp_path):
     store = LocalStore(tmp_path)
     for name in ("d/b.parquet", "d/a.parquet", "d/note.txt"):

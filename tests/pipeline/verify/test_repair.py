@@ -1,5 +1,6 @@
 """A repair: what is damaged is marked, what is sound stays bit for bit, and nothing is lost, wherever it is ended."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -277,6 +278,16 @@ def test_a_repair_that_is_ended_anywhere_is_ended_by_the_next(whole, tmp_path):
         assert TokenCache(store.root).failed == {"b": "io", "d": "io"}
         assert_same_without(store.root, whole, {"b", "d"})
     assert 8 < ended < 39
+
+
+def test_what_a_repair_left_half_done_names_files_of_the_cache_alone(store, tmp_path):
+    own = tmp_path / "own"
+    own.write_text("not the cache's")
+    store.put("repaired/pending.json", json.dumps(["../own", f"videos/{commit_of(store, 'a').name}"]).encode())
+    damage_tokens(store, "b")
+    with pytest.raises(FileNotFoundError, match="leads out of the cache"):
+        verified(store, repair=True)
+    assert own.exists()
 
 
 def test_the_same_on_s3(server, whole):
