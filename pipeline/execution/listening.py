@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pipeline.execution.stages import Wording
+from pipeline.execution.stages import Wording, in_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,7 @@ class Progress:
         return self.ok + self.failed
 
     def __str__(self) -> str:
-        ahead = "".join(f", {count} {word}" for word, count in self.ahead.items())
-        return f"{self.done}/{self.total} {self.item}s, {self.failed} failed{ahead}"
+        return f"{self.done}/{self.total} {self.item}s, {self.failed} failed{in_words(self.ahead)}"
 
 
 class Listening(Console):
@@ -64,6 +63,7 @@ class ListenedReporter:
         self._tell = console.tell
         self._words = words
         self._at = Progress(item=words.item, total=total)
+        self._made: Mapping[str, int] = {}
 
     def __enter__(self) -> ListenedReporter:
         self._tell(self._at)
@@ -77,15 +77,14 @@ class ListenedReporter:
         """What is not written yet is told by its stage."""
 
     def advance(self, ok: int, failed: int) -> None:
-        self._at = replace(self._at, ok=self._at.ok + ok, failed=self._at.failed + failed)
-        ahead = {word: max(count, self._at.ok) for word, count in self._at.ahead.items()}
-        self._at = replace(self._at, ahead=ahead)
-        self._tell(self._at)
+        self._say(replace(self._at, ok=self._at.ok + ok, failed=self._at.failed + failed))
 
-    def stages(self, left: Mapping[str, int]) -> None:
-        early = list(self._words.stages.items())[: max(1, len(self._words.stages) - 1)]
-        ahead = {words.done: max(left.get(stage, 0), self._at.ok) for stage, words in early}
-        now = replace(self._at, ahead=ahead)
+    def stages(self, made: Mapping[str, int]) -> None:
+        self._made = made
+        self._say(self._at)
+
+    def _say(self, at: Progress) -> None:
+        now = replace(at, ahead=self._words.ahead(self._made, at.ok))
         if now != self._at:
             self._at = now
             self._tell(now)

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from pipeline.execution.listening import ListenedReporter, Listening
-from pipeline.execution.stages import Wording
+from pipeline.execution.stages import Wording, in_words
 
 
 class Reporter(Protocol):
@@ -129,7 +129,8 @@ class BarReporter:
         self._say()
 
     def _say(self) -> None:
-        self._progress.update(self._task, failed=self._failed, stages=self._words.ahead(self._made, self._ok))
+        ahead = in_words(self._words.ahead(self._made, self._ok))
+        self._progress.update(self._task, failed=self._failed, stages=ahead)
 
 
 class LineReporter:
@@ -171,6 +172,6 @@ class LineReporter:
             self._line()
 
     def _line(self) -> None:
-        ahead, done, pace = self._words.ahead(self._made, self._ok), self._ok + self._failed, str(self._pace)
+        ahead, done, pace = in_words(self._words.ahead(self._made, self._ok)), self._ok + self._failed, str(self._pace)
         text = f"{done}/{self._total} {self._words.item}s, {self._failed} failed{ahead}"
         self._console.print(f"{text}, {pace}" if pace else text, highlight=False, soft_wrap=True)

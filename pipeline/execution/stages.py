@@ -50,10 +50,16 @@ class Wording:
     stages: Mapping[str, StageWords]
     to_lower: str
 
-    def ahead(self, made: Mapping[str, int], ok: int) -> str:
-        """What the stages before the last have made: told every few seconds, so what is done may have overtaken it."""
+    def ahead(self, made: Mapping[str, int], ok: int) -> dict[str, int]:
+        """What the stages before the last have ``made``, by what that did to it ("decoded"); nothing where that was not
+        told yet. It is told every few seconds, so what is done (``ok``) may have overtaken it."""
         early = list(self.stages.items())[: max(1, len(self.stages) - 1)]
-        return "".join(f", {max(made[stage], ok)} {words.done}" for stage, words in early) if made else ""
+        return {words.done: max(made[stage], ok) for stage, words in early} if made else {}
+
+
+def in_words(ahead: Mapping[str, int]) -> str:
+    """To go on with behind other numbers: ", 9 decoded"."""
+    return "".join(f", {count} {word}" for word, count in ahead.items())
 
 
 class Plan(Protocol):
