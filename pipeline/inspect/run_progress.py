@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Any
 
 from pipeline.cache.ledger import Ledger
 from pipeline.errors import CorruptShard
@@ -56,21 +58,23 @@ class RunProgress:
 
 
 def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
-    """How far the newest run has come, counted from the ledger of this cache."""
+    """How far the run that writes to the cache has come, or else the newest, counted from the ledger of this cache."""
     names = store.names(RUNS, ".json")
     if not names:
         return None
+    now_at_work = holder(store) or {}
+    own = f"{RUNS}/{now_at_work.get('run_id')}.json"
+    name = own if own in names else names[-1]  # a run_id begins with its time
     try:
-        return _progress(store, ledger, json.loads(store.read(names[-1])))  # a run_id begins with its time
+        return _progress(ledger, json.loads(store.read(name)), now_at_work)
     except (KeyError, TypeError, ValueError) as error:
-        raise CorruptShard(f"{store}/{names[-1]}: it is no record of a run; remove it") from error
+        raise CorruptShard(f"{store}/{name}: it is no record of a run; remove it") from error
 
 
-def _progress(store: Store, ledger: Ledger, record: RunRecord) -> RunProgress:
+def _progress(ledger: Ledger, record: RunRecord, now_at_work: Mapping[str, Any]) -> RunProgress:
     n_done, n_failed = ledger.of_run(record["run_id"])
     status = record["status"]
-    now_at_work = holder(store) or {}
-    if now_at_work.get("run_id", record["run_id"]) != record["run_id"]:
+    if now_at_work and not _is_of(record, now_at_work):
         return RunProgress(
             run_id=now_at_work["run_id"],
             status="starting",
@@ -96,3 +100,10 @@ def _progress(store: Store, ledger: Ledger, record: RunRecord) -> RunProgress:
         seconds=(until - datetime.fromisoformat(record["started"])).total_seconds(),
         error=record.get("error"),
     )
+
+
+def _is_of(record: RunRecord, at_work: Mapping[str, Any]) -> bool:
+    """Whether it is the record of the run that holds the lock, which takes another id where its own would sort before
+    what an index covers."""
+    same_process = all(record[name] == at_work[name] for name in ("host", "pid"))
+    return record["run_id"] == at_work["run_id"] or (same_process and record["status"] == "running")

@@ -31,7 +31,7 @@ def test_a_store_that_fails_refuses_the_request_by_its_name(tmp_path):
 def test_names_of_runs_differ_and_sort_by_their_time():
     names = [new_run_id() for _ in range(50)]
     assert len(set(names)) == 50
-    assert all(re.fullmatch(r"\d{8}T\d{6}Z-[0-9a-f]{6}", name) for name in names)
+    assert all(re.fullmatch(r"\d{8}T\d{9}Z-[0-9a-f]{6}", name) for name in names)
     times = [name.partition("-")[0] for name in names]
     assert times == sorted(times)
 
