@@ -79,7 +79,7 @@ def _connected(*nodes: dict[str, Any]) -> Iterator[tuple[Callable[..., Any], lis
     """What adds a node, and the ids of those that are there."""
     cluster = Cluster()
     try:
-        add = partial(cluster.add_node, include_dashboard=False)
+        add = partial(cluster.add_node, include_dashboard=False, include_log_monitor=False)
         ids = [add(**node).node_id for node in nodes]
         ray.init(cluster.address, logging_level="error", log_to_driver=False)
         configure_ray_data()
