@@ -57,11 +57,17 @@ def connect(say: Callable[[str], object] = lambda line: None) -> dict[str, float
         except Exception as error:  # Ray raises bare ones where a process of its own does not start
             raise RunFailed(no_ray(error, address)) from error
         say(_connected_to())
-        atexit.register(ray.shutdown)  # comes before Ray's own, which waits half a second for output that goes nowhere
+        atexit.unregister(_leave)  # once, however often we connect
+        atexit.register(_leave)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler ends the process on the spot
     configure_ray_data()
     return dict(ray.cluster_resources())
+
+
+def _leave() -> None:
+    """At exit, before Ray's own, which waits half a second for output that goes nowhere."""
+    ray.shutdown()
 
 
 def wait_for_gpus(wanted: int, wait_s: float, say: Callable[[str], object]) -> dict[str, float]:
