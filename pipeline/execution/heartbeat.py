@@ -329,7 +329,8 @@ class Heartbeat:
         try:
             yield held
             done, failed = (0, 0) if held.failed is None else (int(not held.failed), int(held.failed))
-            news = News(*(len(ids) * each for each in (1, 1, done, failed, held.made)))
+            n = len(ids)
+            news = News(left=n, moves=n, done=n * done, failed=n * failed, made=n * held.made)
             self._failed = self._failed if held.failed is None else held.failed
         finally:
             self._say(before, news)

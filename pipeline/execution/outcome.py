@@ -14,6 +14,8 @@ from rich.text import Text
 
 from pipeline.errors import Fault
 
+_OF_A_RUN = frozenset({"n_missing", "n_waiting", "n_new", "n_new_failed", "wall_s"})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -64,6 +66,10 @@ class Outcome:
     def as_record(self) -> dict[str, Any]:
         own = {name: value for name, value in vars(self).items() if name not in ("out", "failed")}
         return {**own, "n_failed": self.n_failed}
+
+    def standing(self) -> dict[str, Any]:
+        """``as_record`` of what is there, whichever runs made it."""
+        return {name: value for name, value in self.as_record().items() if name not in _OF_A_RUN}
 
     def pace(self, item: str) -> str:
         """What this run did and how fast, in words."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pyarrow as pa
@@ -49,20 +50,19 @@ class Answers:
                 raise UsageError(f"{question_id!r} is not among the {n_rows} answers in {store}")
         return cls(str(store), identity, rows)
 
-    @property
+    @cached_property
     def summary(self) -> AnswerSummary:
         return summarise_answers(self.rows, len(self.rows), frozenset(), 0.0)
 
-    @property
+    @cached_property
     def several(self) -> bool:
         """Whether questions were asked under several prunings."""
         return any(name is not None for name in pc.unique(self.rows["pruning"]).to_pylist())
 
     def as_record(self) -> dict[str, Any]:
         """JSON-able: identity and counts, no answer."""
-        counts = self.summary.as_record()
-        for name in ("n_missing", "n_waiting", "n_outside", "n_new", "n_new_failed", "wall_s", "seconds"):
-            del counts[name]  # of a run
+        counts = self.summary.standing()
+        del counts["n_outside"], counts["seconds"]  # answers say neither of themselves
         return {"answers": self.place, "identity": self.identity, **counts}
 
     def as_records(self) -> list[dict[str, Any]]:

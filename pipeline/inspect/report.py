@@ -49,15 +49,12 @@ def cache_record(cache: TokenCache) -> dict[str, Any]:
     ledger = Ledger(cache.store).refresh()
     index = {"shards": ledger.n_covered, "newer": ledger.n_shards - ledger.n_covered, "unusable": ledger.unusable}
     run = latest_run(cache.store, ledger)
-    counts = summarise(ledger, deepstack_levels=cache.deepstack_levels).as_record()
-    for name in ("n_missing", "n_waiting", "n_new", "n_new_failed", "wall_s"):
-        del counts[name]  # of a run
     return {
         "cache": str(cache.store),
         "identity": cache.identity,
         "index": index if ledger.index is not None or ledger.unusable else None,
         "last_run": None if run is None else asdict(run),
-        **counts,
+        **summarise(ledger, deepstack_levels=cache.deepstack_levels).standing(),
     }
 
 
