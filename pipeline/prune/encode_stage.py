@@ -45,6 +45,10 @@ class EncodeSetup:
         whole = family_of(self.source).token_bytes(n_frames, height, width, self._names())
         return round(self.retention_ratio * whole)
 
+    def encoder(self) -> VideoEncoder:
+        """Load the vision tower and return what encodes with it. Raises ModelError where it cannot be loaded."""
+        return VideoEncoder(self)
+
     def _names(self) -> tuple[str, ...]:
         """Of the evidence that is stored; one of two sources is there twice."""
         return tuple(name_of(labelled, source) for labelled, source in self.evidence.items())
@@ -139,7 +143,7 @@ class Encoder:
         self._heartbeat = Heartbeat("encode", heartbeats)
         self._heartbeat.start()
         with self._heartbeat.busy("the model, being loaded"), importing_much():
-            self.encoder = VideoEncoder(setup)
+            self.encoder = setup.encoder()
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         for row, record in enumerate(records(batch)):
