@@ -14,11 +14,13 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import ray
@@ -36,7 +38,7 @@ POISON = 2  # processes that died with an item in hand: it is not given to anoth
 # mount may come back.
 RECENT, REST_S, BETTER = 8, 60.0, 0.25
 _AT_WORK_S = 10.0  # since another worker last moved; where none is at work, resting gains nothing
-_LOOK_S = 1.0
+_LOOK_S = _SAY_S = 1.0
 _BACKLOG = 1000  # statements that a worker may have under way; an actor that hangs must not fill its memory
 
 
@@ -271,21 +273,32 @@ def start_heartbeats(stages: Sequence[str]) -> Any:
 
 
 class Holding:
-    """Items in hand.
+    """Items in hand, of which those that are done are let go one by one, in their order."""
 
-    Attributes:
-        failed: whether something went wrong with them that another node might do better; None where this worker did not
-            try them.
-        made: whether they go on as what the stage makes of them, not as failed ones.
-    """
+    def __init__(self, items: Sequence[str], count: Callable[[Holding, News], None]) -> None:
+        self.items = list(items)
+        self._count = count
 
-    def __init__(self) -> None:
-        self.failed: bool | None = None
-        self.made = True
+    def done(self, failed: bool | None = None, *, made: bool = True, n: int = 1) -> None:
+        """Let go of the next ``n`` items, which go on to the next stage.
+
+        Args:
+            failed: whether something went wrong with them that another node might do better; None where this worker did
+                not try them. A failure is told at once, since it may put the worker out of service.
+            made: whether they go on as what the stage makes of them, not as failed ones.
+        """
+        del self.items[:n]
+        tried = n * (failed is not None)
+        wrong = n * bool(failed)
+        self._count(self, News(left=n, moves=n, done=tried - wrong, failed=wrong, made=n * made))
 
 
 class Heartbeat:
-    """A worker's side: says what the worker holds. It travels to the workers; without the actor it says nothing."""
+    """A worker's side: says what the worker holds. It travels to the workers; without the actor it says nothing.
+
+    A worker may hold several items, also in several threads. It says so when it takes some, when it has let go of all
+    of them, and meanwhile once a second: a statement for each of many short items would be much of its work.
+    """
 
     def __init__(self, stage: str, heartbeats: Any = None) -> None:
         self._stage = stage
@@ -293,7 +306,8 @@ class Heartbeat:
         self._news = News()  # not said yet
         self._failed = False
         self._one_died = False
-        self._now: Sequence[str] = ()  # what is held
+        self._held: list[Holding] = []
+        self._speaking = threading.RLock()  # statements must leave in the order of what they say
 
     def start(self) -> None:
         """Say that this process of the worker starts. Raises WorkerGivenUp where too many have died before it."""
@@ -301,6 +315,7 @@ class Heartbeat:
             # Ray's C++ core takes itself apart after Python has ended, and may wait for itself there for ever
             # (CoreWorkerProcess::HandleAtExit, where its cluster is gone): a process that nobody would end.
             atexit.register(os._exit, 0)
+            threading.Thread(target=self._say_news, name="heartbeat", daemon=True).start()
         n_died = self._ask_of_me("start", otherwise=0)
         if n_died is None:
             raise WorkerGivenUp(f"the processes of this {self._stage} worker die again and again")
@@ -321,19 +336,10 @@ class Heartbeat:
 
     @contextmanager
     def holding(self, *ids: str) -> Iterator[Holding]:
-        """The block works on these videos (or questions); afterwards, however it ends, the worker holds what it did
-        before."""
-        before = self._now
-        self._say(ids, News(moves=len(ids)))
-        news, held = News(), Holding()
-        try:
+        """Work on these videos (or questions) in the block, which says which of them are done. However it ends, the
+        worker holds none of them afterwards."""
+        with self._meanwhile(ids, News(moves=len(ids))) as held:
             yield held
-            done, failed = (0, 0) if held.failed is None else (int(not held.failed), int(held.failed))
-            n = len(ids)
-            news = News(left=n, moves=n, done=n * done, failed=n * failed, made=n * held.made)
-            self._failed = self._failed if held.failed is None else held.failed
-        finally:
-            self._say(before, news)
 
     @contextmanager
     def busy(self, work: str) -> Iterator[None]:
@@ -341,12 +347,36 @@ class Heartbeat:
 
         What was held is held on: the last statement before a process dies may be lost with it.
         """
-        before = self._now
-        self._say((work, *before))
-        try:
+        with self._meanwhile((work,), News()):
             yield
+
+    @contextmanager
+    def _meanwhile(self, items: Sequence[str], news: News) -> Iterator[Holding]:
+        held = Holding(items, self._count)
+        with self._speaking:
+            self._held.insert(0, held)
+            self._say(news)
+        try:
+            yield held
         finally:
-            self._say(before)
+            with self._speaking:
+                self._held.remove(held)
+                self._say()
+
+    def _count(self, held: Holding, news: News) -> None:
+        with self._speaking:
+            self._news = self._news.and_then(news)
+            if news.done or news.failed:
+                self._failed = bool(news.failed)
+            if news.failed and held.items:  # else it is told as the block ends
+                self._say()
+
+    def _say_news(self) -> None:
+        while True:
+            time.sleep(_SAY_S)
+            with self._speaking:
+                if self._news != News():
+                    self._say()
 
     def fail(self, why: str) -> None:
         """Say why this worker gives the run up, before it raises: Ray would bury its error in texts of its own."""
@@ -355,7 +385,7 @@ class Heartbeat:
     def _ask_of_me(self, method: str, otherwise: object = None) -> Any:
         if self._heartbeats is None:  # asking Ray for the name of this worker would start it
             return otherwise
-        return self._ask(method, self._stage, _worker(), otherwise=otherwise)
+        return self._ask(method, self._stage, self._me, otherwise=otherwise)
 
     def _ask(self, method: str, *arguments: object, otherwise: object = None) -> Any:
         """The actor's answer, or ``otherwise`` where there is none."""
@@ -366,14 +396,18 @@ class Heartbeat:
         except Exception:  # noqa: BLE001 - as in _say
             return otherwise
 
-    def _say(self, held: Sequence[str], news: News = News()) -> None:  # noqa: B008 - immutable
-        self._now = held
+    def _say(self, news: News = News()) -> None:  # noqa: B008 - immutable
         if self._heartbeats is None:
             return
         self._news = self._news.and_then(news)
+        held = [item for holding in self._held for item in holding.items]
         with suppress(Exception):  # a dead actor, a full backlog: nothing that a video should hear of
-            self._heartbeats.state.remote(self._stage, _worker(), held, self._news)
+            self._heartbeats.state.remote(self._stage, self._me, held, self._news)
             self._news = News()
+
+    @cached_property
+    def _me(self) -> Worker:
+        return _worker()
 
 
 def _worker() -> Worker:

@@ -57,7 +57,7 @@ class Pace:
 
     def through(self, items: int) -> None:
         """So many more are computed."""
-        self._through += items
+        self._through = min(self._through + items, self._total)
         self._begin()
 
     def done(self, items: int) -> None:

@@ -50,12 +50,14 @@ class Flow:
         writers: starts the actors whose ``write`` makes a shard of blocks and returns the rows to commit. None: the
             blocks hold those rows, which are as small as answers and wait here themselves.
         rows: those of a block, where there are no writers.
+        items_per_row: so many share a row of what the last stage gives to writers; the last rows may have fewer.
     """
 
     dataset: ray.data.Dataset
     items_per_shard: int
     writers: Callable[[], Sequence[Any]] | None = None
     rows: Callable[[pa.Table], pa.Table] = _as_they_are
+    items_per_row: int = 1
 
     def parts(self) -> Iterator[Part]:
         """Run the graph; yield what its last stage gives as soon as it is there."""
@@ -64,7 +66,7 @@ class Flow:
         try:
             for bundle in bundles:
                 if self.writers is not None:
-                    yield Part(bundle.block_refs, bundle.num_rows())
+                    yield Part(bundle.block_refs, bundle.num_rows() * self.items_per_row)
                 else:
                     tables = [self.rows(block) for block in ray.get(bundle.block_refs)]
                     yield Part(tables, sum(map(len, tables)))

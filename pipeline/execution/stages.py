@@ -23,7 +23,8 @@ TASK_RETRIES = 30
 # What Ray itself ends since a node is short of memory is tried again this often.
 OOM_RETRIES = 3
 MAX_BLOCKS = 20_000
-# Items go on one by one, however many one task makes: none waits for others that are still to be made.
+# Rows go on one by one, however many one task makes: none waits for others that are still to be made, and what is one
+# row is one block, whoever runs the task again.
 BLOCK_BYTES = 1
 
 
@@ -85,12 +86,19 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class Stage:
-    """What one task or actor of a stage reserves, and how many of them may run."""
+    """What one task or actor of a stage reserves, and how many of them may run.
+
+    Attributes:
+        calls: how many a worker runs at a time.
+        in_flight: how many wait for a worker or run on it; None: as many as Ray Data thinks right.
+    """
 
     num_cpus: float
     num_gpus: float
     workers: int
     why: str
+    calls: int = 1
+    in_flight: int | None = None
 
 
 def actors(stage: Stage, batch_size: int, labels: Mapping[str, str] | None = None) -> Mapping[str, Any]:
@@ -100,7 +108,8 @@ def actors(stage: Stage, batch_size: int, labels: Mapping[str, str] | None = Non
         "batch_size": batch_size,
         "batch_format": "pyarrow",
         "zero_copy_batch": True,
-        "compute": ray.data.ActorPoolStrategy(size=stage.workers),
+        "compute": ray.data.ActorPoolStrategy(size=stage.workers, max_tasks_in_flight_per_actor=stage.in_flight),
+        "max_concurrency": stage.calls,
         "num_cpus": stage.num_cpus,
         "num_gpus": stage.num_gpus,
         "max_restarts": RESTARTS,

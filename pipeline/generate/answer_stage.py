@@ -136,10 +136,11 @@ class Answerer:
         return [row for part in [*([calm] if calm else []), *alone] for row in self._answer_together(part)]
 
     def _answer_together(self, batch: list[Asked]) -> list[AnswerRecord]:
-        with self._heartbeat.holding(*(named(asked.row) for asked in batch)):
+        with self._heartbeat.holding(*(named(asked.row) for asked in batch)) as held:
             self._short, self._fitted = False, 0
             rows = self._answer_batch(batch)
             self._size.ended(self._fitted, self._short)
+            held.done(n=len(batch))
             return rows
 
     def _answer_batch(self, batch: list[Asked]) -> list[AnswerRecord]:

@@ -1,13 +1,16 @@
-"""How videos travel between the stages of a graph: Arrow rows whose record has the types of the videos table.
+"""How videos travel between the stages of a graph: bundles of them, each one row of Arrow.
 
-Arrays are wrapped, not copied, as flat bytes beside the record that says their shapes: ragged tensors as Arrow's own
-tensor columns would fail where two shapes meet in a block.
+Small videos share a bundle, because Ray Data carries some twenty blocks a second and worker, whatever is in them. A
+bundle is one row, because Ray Data cuts blocks between rows: what a call yields is a block, never more and never less.
+The records of its videos are one cell of JSON, because a column for each of their keys costs milliseconds a block.
+Arrays are flat bytes, one cell a video, whose shapes the records say; those of a video that is alone are not copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,124 +18,153 @@ from numpy.typing import NDArray
 
 from gstep.evidence import is_per_frame
 from pipeline.cache.schema import VIDEO_SCHEMA
-from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo
+from pipeline.cache.writer import KeptTokens, PrunedVideo
 from pipeline.rows import VideoRecord, without_nulls
 
-RECORD = pa.field("record", pa.struct([field.with_nullable(True) for field in VIDEO_SCHEMA]))
 BYTES = pa.large_binary()
+CELLS = pa.list_(BYTES)
+# Of KeptTokens, one cell a video, null where it has none.
+_ARRAYS: Mapping[str, Any] = {
+    "tokens": np.int16,
+    "index": np.int32,
+    "rank": np.int32,
+    "merged": np.bool_,
+    "density": np.float32,
+}
 
-DECODED = pa.schema([RECORD, pa.field("frames", BYTES)])  # [t,h,w,3] uint8; null for a video that failed
+DECODED = pa.schema([pa.field("records", BYTES), pa.field("frames", CELLS)])
+# ``deepstack`` and ``evidence`` hold the arrays of all videos, one after the other; ``layout`` says which.
 ENCODED = pa.schema(
     [
-        RECORD,
-        pa.field("tokens", BYTES),  # null for a video that failed
-        *(pa.field(name, BYTES) for name in ("index", "rank", "merged", "density")),
-        pa.field("deepstack", pa.list_(BYTES)),
-        pa.field("evidence", pa.map_(pa.string(), BYTES)),
+        pa.field("records", BYTES),
+        pa.field("layout", BYTES),
+        *(pa.field(name, CELLS) for name in (*_ARRAYS, "deepstack", "evidence")),
     ]
 )
-WRITTEN = pa.schema(list(RECORD.type))
+WRITTEN = pa.schema([field.with_nullable(True) for field in VIDEO_SCHEMA])
 
 
-def decoded_batch(record: VideoRecord, frames: NDArray[np.uint8] | None = None) -> pa.Table:
-    """One video as DECODED."""
-    return pa.table([_records([record]), _wrapped([frames])], schema=DECODED)
+class VideoFrames(NamedTuple):
+    """A video between decoding and encoding: its record, and its frames unless it failed.
+
+    Attributes:
+        frames: [t,h,w,3] uint8; of ``decoded_videos`` the same bytes as one flat array.
+    """
+
+    record: VideoRecord
+    frames: NDArray[np.uint8] | None = None
 
 
-def decoded_frames(batch: pa.Table, row: int, record: VideoRecord) -> NDArray[np.uint8]:
-    """The frames of a video that was decoded, whose record is ``record``, [t,h,w,3]."""
-    frames = _unwrapped(batch["frames"], row, np.uint8)
-    assert frames is not None
-    return frames.reshape(len(record["frame_indices"]), record["height"], record["width"], 3)
+def decoded_bundle(videos: Sequence[VideoFrames]) -> pa.Table:
+    """Return decoded videos as one row of DECODED."""
+    return pa.table([_records([v.record for v in videos]), _cells(v.frames for v in videos)], schema=DECODED)
 
 
-def encoded_batch(video: PrunedVideo) -> pa.Table:
-    """One video as ENCODED."""
-    kept = video.kept
-    if kept is None:
-        columns = [pa.nulls(1, field.type) for field in list(ENCODED)[1:]]
-        return pa.table([_records([video.record]), *columns], schema=ENCODED)
-    flat = [_wrapped([values]) for values in (kept.tokens, kept.index, kept.rank, kept.merged, kept.density)]
-    levels = pa.ListArray.from_arrays([0, len(kept.deepstack)], _wrapped(kept.deepstack))
-    names = pa.array(list(kept.evidence), pa.string())
-    evidence = pa.MapArray.from_arrays([0, len(names)], names, _wrapped(kept.evidence.values()))
-    return pa.table([_records([video.record]), *flat, levels, evidence], schema=ENCODED)
+def decoded_videos(bundle: pa.Table) -> list[VideoFrames]:
+    """Return the videos of a row of DECODED, their frames flat views into the bundle."""
+    frames = bundle["frames"].chunk(0).flatten()
+    return [
+        VideoFrames(record, unwrapped(frames, place, np.uint8))
+        for place, record in enumerate(_from_json(bundle["records"]))
+    ]
 
 
-def encoded_videos(batch: pa.Table) -> list[PrunedVideo]:
-    """The videos of rows of ENCODED, their arrays views into the batch."""
-    return [PrunedVideo(record, _kept(batch, row, record)) for row, record in enumerate(records(batch))]
+def encoded_bundle(videos: Sequence[PrunedVideo]) -> pa.Table:
+    """Return encoded videos as one row of ENCODED."""
+    kept = [video.kept for video in videos]
+    layout = [(len(one.deepstack), list(one.evidence)) if one else (0, []) for one in kept]
+    columns: list[Iterable[NDArray[Any] | None]] = [
+        *([getattr(one, name, None) for one in kept] for name in _ARRAYS),
+        [level for one in kept if one for level in one.deepstack],
+        [values for one in kept if one for values in one.evidence.values()],
+    ]
+    records = _records([video.record for video in videos])
+    return pa.table([records, _json(layout), *map(_cells, columns)], schema=ENCODED)
+
+
+def encoded_videos(bundle: pa.Table) -> list[PrunedVideo]:
+    """Return the videos of a row of ENCODED, their arrays views into the bundle."""
+    columns = {name: bundle[name].chunk(0).flatten() for name in ENCODED.names[2:]}
+    levels, labels, videos = 0, 0, []
+    layout = _from_json(bundle["layout"])
+    for place, (record, (n_levels, names)) in enumerate(zip(_from_json(bundle["records"]), layout, strict=True)):
+        arrays = {name: unwrapped(columns[name], place, kind) for name, kind in _ARRAYS.items()}
+        deepstack = [unwrapped(columns["deepstack"], levels + level, np.int16) for level in range(n_levels)]
+        evidence = {name: unwrapped(columns["evidence"], labels + at, np.int16) for at, name in enumerate(names)}
+        videos.append(PrunedVideo(record, _kept(record, arrays, deepstack, evidence)))
+        levels, labels = levels + n_levels, labels + len(names)
+    return videos
 
 
 def written_batch(rows: Sequence[VideoRecord]) -> pa.Table:
-    """Videos as WRITTEN."""
-    return pa.Table.from_struct_array(_records(rows)).cast(WRITTEN)
+    """Return the records of written videos as WRITTEN."""
+    _refuse_unknown(rows)
+    return pa.Table.from_pylist(list(rows), schema=WRITTEN)
 
 
 def written_records(batch: pa.Table) -> list[VideoRecord]:
-    """The records of rows of WRITTEN."""
+    """Return the records of rows of WRITTEN."""
     return [without_nulls(row, VideoRecord) for row in batch.to_pylist()]
 
 
-def records(batch: pa.Table) -> list[VideoRecord]:
-    """The records of rows of DECODED or ENCODED."""
-    return [without_nulls(row, VideoRecord) for row in batch["record"].to_pylist()]
-
-
-def _kept(batch: pa.Table, row: int, record: VideoRecord) -> KeptTokens | None:
-    def numbers(name: str, dtype: Any) -> Any:
-        return _unwrapped(batch[name], row, dtype)
-
-    index = numbers("index", np.int32)
+def _kept(
+    record: VideoRecord, arrays: Mapping[str, Any], deepstack: Sequence[Any], evidence: Mapping[str, Any]
+) -> KeptTokens | None:
+    index = arrays["index"]
     if index is None:
         return None
-
-    def vectors(column: pa.ChunkedArray | pa.Array, place: int, rows: int) -> Bits:
-        values = _unwrapped(column, place, np.int16)
-        assert values is not None
-        return values.reshape(rows, -1)
-
-    levels = batch["deepstack"][row].values
-    names, cells = batch["evidence"][row].values.flatten()
+    n = len(index)
     return KeptTokens(
-        tokens=vectors(batch["tokens"], row, len(index)),
-        index=index,
-        rank=numbers("rank", np.int32),
-        merged=numbers("merged", np.bool_),
-        density=numbers("density", np.float32),
-        deepstack=[vectors(levels, place, len(index)) for place in range(len(levels))],
+        **{**arrays, "tokens": arrays["tokens"].reshape(n, -1)},
+        deepstack=[level.reshape(n, -1) for level in deepstack],
         evidence={
-            name: vectors(cells, place, record["n_frames"] if is_per_frame(name) else len(index))
-            for place, name in enumerate(names.to_pylist())
+            name: values.reshape(record["n_frames"] if is_per_frame(name) else n, -1)
+            for name, values in evidence.items()
         },
     )
 
 
 def _records(rows: Sequence[VideoRecord]) -> pa.Array:
-    if unknown := {name for row in rows for name in row} - {field.name for field in RECORD.type}:
-        raise KeyError(f"no columns of the videos table: {', '.join(sorted(unknown))}")  # Arrow would drop them
-    return pa.array(rows, RECORD.type)
+    _refuse_unknown(rows)
+    return _json(rows)
 
 
-def _wrapped(arrays: Iterable[NDArray[Any] | None]) -> pa.Array:
-    """Each array as one cell of bytes, null for None; a single one without a copy."""
-    parts = [None if array is None else np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
-    present = [part for part in parts if part is not None]
-    if len(present) != len(parts):
-        return pa.array([None if part is None else part.tobytes() for part in parts], BYTES)
-    offsets = np.cumsum([0, *map(len, present)], dtype=np.int64)
-    data = present[0] if len(present) == 1 else np.concatenate([np.empty(0, np.uint8), *present])
-    return pa.Array.from_buffers(BYTES, len(present), [None, pa.py_buffer(offsets), pa.py_buffer(data)])
+def _json(value: object) -> pa.Array:
+    return pa.array([json.dumps(value).encode()], BYTES)
 
 
-def _unwrapped(column: pa.ChunkedArray | pa.Array, row: int, dtype: Any) -> NDArray[Any] | None:
-    """What ``_wrapped`` put into a cell, as a flat read-only view. (A scalar of it would be a copy.)"""
-    for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
-        if row < len(chunk):
-            break
-        row -= len(chunk)
-    if chunk.slice(row, 1).null_count:
+def _from_json(column: pa.ChunkedArray) -> list[Any]:
+    found: list[Any] = json.loads(column[0].as_buffer().to_pybytes())
+    return found
+
+
+def _refuse_unknown(rows: Sequence[VideoRecord]) -> None:
+    """Raise KeyError where a record has a key that is no column of the videos table: it would be dropped at its end."""
+    if unknown := {name for row in rows for name in row} - set(WRITTEN.names):
+        raise KeyError(f"no columns of the videos table: {', '.join(sorted(unknown))}")
+
+
+def _cells(arrays: Iterable[NDArray[Any] | None]) -> pa.Array:
+    """Return one row that is a list of cells, each the bytes of an array, null for None."""
+    values = _wrapped(list(arrays))
+    return pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
+
+
+def _wrapped(arrays: Sequence[NDArray[Any] | None]) -> pa.Array:
+    """Return each array as one cell of bytes, null for None; the only one that has any bytes is not copied."""
+    none = np.empty(0, np.uint8)
+    parts = [none if one is None else np.ascontiguousarray(one).reshape(-1).view(np.uint8) for one in arrays]
+    offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+    filled = [part for part in parts if len(part)]
+    data = filled[0] if len(filled) == 1 else np.concatenate([none, *filled])
+    present = pa.array([one is not None for one in arrays], pa.bool_()).buffers()[1]  # packed as Arrow's validity is
+    return pa.Array.from_buffers(BYTES, len(parts), [present, pa.py_buffer(offsets), pa.py_buffer(data)])
+
+
+def unwrapped(cells: pa.Array, place: int, dtype: Any) -> Any:
+    """Return the bytes of a cell as a flat read-only view, None for null. (A scalar of it would be a copy.)"""
+    if cells.slice(place, 1).null_count:
         return None
-    _, offsets, data = chunk.buffers()
-    start, end = np.frombuffer(offsets, np.int64)[chunk.offset + row : chunk.offset + row + 2].tolist()
+    _, offsets, data = cells.buffers()
+    start, end = np.frombuffer(offsets, np.int64)[cells.offset + place : cells.offset + place + 2].tolist()
     return np.frombuffer(data.slice(start, end - start), dtype)

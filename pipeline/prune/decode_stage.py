@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipeline.errors import VideoFault
-from pipeline.execution.heartbeat import Heartbeat
-from pipeline.prune.batches import decoded_batch
+from pipeline.execution.heartbeat import Heartbeat, Holding
+from pipeline.prune.batches import VideoFrames, decoded_bundle
 from pipeline.prune.config import PruneConfig
 from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewhere
 from pipeline.storage.s3 import Objects, is_object
@@ -23,7 +23,7 @@ from pipeline.video.decoders import decoder_version
 from pipeline.video.frame_folders import source_bytes
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from pipeline.video.source import Source, one_ahead, open_source
+from pipeline.video.source import Source, open_source
 
 if TYPE_CHECKING:
     from gstep.backbones import Preprocessor
@@ -107,12 +107,18 @@ class VideoDecoder:
 
 
 class Decoder:
-    """The actor: a VideoDecoder that has the next video fetched while one is decoded, and a heartbeat."""
+    """The actor: a VideoDecoder and a heartbeat. A call takes rows and gives bundles of so many of their videos.
 
-    def __init__(self, setup: DecodeSetup, heartbeats: Any = None) -> None:
+    Two calls may run at a time: while the child decodes a video of one, the other fetches its next video and hands over
+    what was decoded. The bundles of a call follow from its rows alone: Ray counts them when it tries a call again.
+    """
+
+    def __init__(self, setup: DecodeSetup, heartbeats: Any = None, videos_per_bundle: int = 1) -> None:
         self._heartbeat = Heartbeat("decode", heartbeats)
         self._heartbeat.start()
         self._decoder = VideoDecoder(setup)
+        self._decoding = threading.Lock()  # there is one child
+        self._videos_per_bundle = videos_per_bundle
 
     def close(self) -> None:
         """End the child; the actors of a run end with their processes."""
@@ -120,14 +126,18 @@ class Decoder:
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         rows: list[TodoRow] = batch.to_pylist()
-        with closing(one_ahead(self._decoder.open, rows)) as sources:
-            for row in rows:
-                self._heartbeat.rest()
-                with self._heartbeat.holding(row["video_id"]) as held, next(sources) as source:
-                    record, frames = self._decoder.decode_one(row, source)
-                    held.failed, held.made = may_succeed_elsewhere(record), frames is not None
-                    decoded = decoded_batch(record, frames)
-                yield decoded
+        for start in range(0, len(rows), self._videos_per_bundle):
+            bundle = rows[start : start + self._videos_per_bundle]
+            with self._heartbeat.holding(*(row["video_id"] for row in bundle)) as held:
+                decoded = decoded_bundle([self._video(row, held) for row in bundle])
+            yield decoded
+
+    def _video(self, row: TodoRow, held: Holding) -> VideoFrames:
+        self._heartbeat.rest()
+        with self._decoder.open(row) as source, self._decoding:
+            record, frames = self._decoder.decode_one(row, source)
+        held.done(may_succeed_elsewhere(record), made=frames is not None)
+        return VideoFrames(record, frames)
 
 
 def _begun(row: TodoRow) -> VideoRecord:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,14 +18,17 @@ from torch import Tensor
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
 from gstep.backbones import Backbone, ModelSource, SampledVideo, choose_runtime, family_of
+from gstep.backbones.preprocess.base import as_frames
 from gstep.evidence import is_per_frame, name_of
 from gstep.lazy import importing_much
 from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo
 from pipeline.errors import VideoFault
 from pipeline.execution.gpu_fault import exit_after_gpu_fault
-from pipeline.execution.heartbeat import POISON, Heartbeat
-from pipeline.prune.batches import decoded_frames, encoded_batch, records
+from pipeline.execution.heartbeat import POISON, Heartbeat, Holding
+from pipeline.prune.batches import VideoFrames, decoded_videos, encoded_bundle
 from pipeline.rows import VideoRecord, failed_video, may_succeed_elsewhere
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,9 @@ class EncodeSetup:
 class VideoEncoder:
     """Encodes and prunes one video after another: what an actor of a run does, and ``jobs.verify --live``.
 
-    Holds one vision tower, ``backbone`` where that is loaded already; never the LLM. Raises ModelError where it cannot
-    be loaded.
+    Several threads may call it: the frames of one video go to the device, and what was kept of another comes back,
+    while a third is encoded; never are two encoded or pruned at a time. Holds one vision tower, ``backbone`` where that
+    is loaded already; never the LLM. Raises ModelError where it cannot be loaded.
     """
 
     def __init__(self, setup: EncodeSetup, backbone: Backbone | None = None) -> None:
@@ -67,45 +73,55 @@ class VideoEncoder:
         self._pruner = make_pruner(setup.pruner, **setup.pruner_params)
         self.backbone = backbone or family_of(setup.source).load(self._runtime)
         self._provenance = json.dumps(self._runtime.describe())
-        self._stage = "encode"  # what a video is in at this moment: "encode" or "prune"
+        self._computing = threading.Lock()
+        device = torch.device(self._runtime.device)
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> PrunedVideo:
-        """The kept tokens of a video that was decoded, and its record.
+        """Return the kept tokens of a video that was decoded, and its record.
 
         Args:
             frames: [t,h,w,3], as the preprocessor resized them.
 
         Raises VideoFault, whatever happens.
         """
-        self._stage = "encode"
-        try:
-            return self._video(record, frames)
-        except VideoFault:
-            raise
-        except torch.OutOfMemoryError as error:
-            fault = VideoFault("out-of-memory", str(error), stage=self._stage)
-        except Exception as error:  # noqa: BLE001 - whatever one video provokes must not cost its neighbours
-            exit_after_gpu_fault(record["video_id"], error)
-            fault = VideoFault("internal", f"{type(error).__name__}: {error}", stage=self._stage)
-        raise fault  # outside of the handlers: it must not hold the error, which holds the tensors of the video
+        video_id = record["video_id"]
+        loaded = _guarded("encode", video_id, lambda: self._loaded(frames))
+        with self._computing:
+            started = time.perf_counter()
+            visual = _guarded("encode", video_id, lambda: self.encoded(loaded))
+            encoded = time.perf_counter()
+            pruned = _guarded("prune", video_id, lambda: self._pruned(visual))
+            seconds = (encoded - started, time.perf_counter() - encoded)
+        return _guarded("prune", video_id, lambda: self._stored(record, visual, pruned, seconds))
 
-    def _video(self, record: VideoRecord, frames: NDArray[np.uint8]) -> PrunedVideo:
-        started = time.perf_counter()
-        visual = self.encoded(frames)
-        encoded = time.perf_counter()
-        self._stage = "prune"
-        pruned = self._pruned(visual)
+    def _loaded(self, frames: NDArray[np.uint8]) -> Tensor:
+        """Return the frames on the device; from pinned memory the copy runs beside the kernels of another video."""
+        if self._copies is None:
+            return as_frames(frames)
+        pinned = torch.empty(frames.shape, dtype=torch.uint8, pin_memory=True)
+        np.copyto(pinned.numpy(), frames)
+        with torch.cuda.stream(self._copies):
+            loaded = pinned.to(self._runtime.device, non_blocking=True)
+        self._copies.synchronize()
+        return loaded
+
+    def _stored(
+        self, record: VideoRecord, visual: VisualTokens, pruned: PrunedTokens, seconds: tuple[float, float]
+    ) -> PrunedVideo:
         done: VideoRecord = {
             **record,
             **pruned_columns(pruned, visual),
-            "encode_s": encoded - started,
-            "prune_s": time.perf_counter() - encoded,
+            "encode_s": seconds[0],
+            "prune_s": seconds[1],
             "runtime": self._provenance,
             "model_extra": json.dumps(self.backbone.model_extra(without_pixels(record))),
         }
-        return PrunedVideo(done, kept_tokens(pruned, visual, self._setup.evidence))
+        # On the stream that the kernels of another video may use by now, a copy would wait for them.
+        with torch.cuda.stream(self._copies) if self._copies else nullcontext():
+            return PrunedVideo(done, kept_tokens(pruned, visual, self._setup.evidence))
 
-    def encoded(self, frames: NDArray[np.uint8]) -> VisualTokens:
+    def encoded(self, frames: Tensor | NDArray[np.uint8]) -> VisualTokens:
         """All tokens and the evidence that pruning or the cache wants, in storage precision."""
         visual = self.backbone.encode(frames, {**self._pruner.sources, **self._setup.evidence})
         self._wait()
@@ -132,37 +148,69 @@ class VideoEncoder:
             torch.cuda.synchronize()
 
 
-class Encoder:
-    """The actor: a VideoEncoder, the error boundary of its stage, and a heartbeat.
+def _guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
+    """Return the result of ``work`` on a video. Raises VideoFault, whatever it raises."""
+    try:
+        return work()
+    except VideoFault:
+        raise
+    except torch.OutOfMemoryError as error:
+        fault = VideoFault("out-of-memory", str(error), stage=stage)
+    except Exception as error:  # noqa: BLE001 - whatever one video provokes must not cost its neighbours
+        exit_after_gpu_fault(video_id, error)
+        fault = VideoFault("internal", f"{type(error).__name__}: {error}", stage=stage)
+    raise fault  # outside of the handlers: it must not hold the error, which holds the tensors of the video
 
-    A video with which its process dies, by a signal or by an error that breaks the GPU's context, is tried once more,
-    and is an error row after that: its neighbours and the run go on.
+
+class Encoder:
+    """The actor: a VideoEncoder, the error boundary of its stage, and a heartbeat. A bundle in, a bundle out.
+
+    Two calls may run at a time, of which one computes. A video with which its process dies, by a signal or by an error
+    that breaks the GPU's context, is tried once more, by itself, and is an error row after that: its neighbours and the
+    run go on.
     """
 
     def __init__(self, setup: EncodeSetup, heartbeats: Any = None) -> None:
         self._heartbeat = Heartbeat("encode", heartbeats)
         self._heartbeat.start()
+        self._alone = threading.Lock()
         with self._heartbeat.busy("the model, being loaded"), importing_much():
             self.encoder = setup.encoder()
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        for row, record in enumerate(records(batch)):
-            self._heartbeat.rest()
-            with self._heartbeat.holding(record["video_id"]) as held:
-                video = self._video(batch, row, record)
-                held.failed = may_succeed_elsewhere(video.record) if record["status"] == "ok" else None
-                held.made = video.kept is not None
-                encoded = encoded_batch(video)
-            yield encoded
+        yield encoded_bundle(self._encoded(decoded_videos(batch)))
 
-    def _video(self, batch: pa.Table, row: int, record: VideoRecord) -> PrunedVideo:
-        if record["status"] != "ok":
-            return PrunedVideo(record)
-        if len(hosts := self._heartbeat.deaths(record["video_id"])) >= POISON:
-            return PrunedVideo(failed_video(record, _poison(hosts)))
+    def _encoded(self, videos: Sequence[VideoFrames]) -> list[PrunedVideo]:
+        ids = [video.record["video_id"] for video in videos]
+        with self._heartbeat.holding(*ids) as held:
+            if not any(map(self._heartbeat.deaths, ids)):
+                return [self._video(video, held) for video in videos]
+        return [self._suspect(video) for video in videos]
+
+    def _suspect(self, video: VideoFrames) -> PrunedVideo:
+        """Encode a video that may have killed a process, with nothing else in hand that could be blamed for it."""
+        record = video.record
+        with self._alone, self._heartbeat.holding(record["video_id"]) as held:
+            hosts = self._heartbeat.deaths(record["video_id"])
+            if record["status"] != "ok" or len(hosts) < POISON:
+                return self._video(video, held)
+            held.done(made=False)
+        return PrunedVideo(failed_video(record, _poison(hosts)))
+
+    def _video(self, video: VideoFrames, held: Holding) -> PrunedVideo:
+        self._heartbeat.rest()
+        if video.frames is None:
+            held.done(made=False)
+            return PrunedVideo(video.record)
+        pruned = self._pruned(video.record, video.frames)
+        held.done(may_succeed_elsewhere(pruned.record), made=pruned.kept is not None)
+        return pruned
+
+    def _pruned(self, record: VideoRecord, frames: NDArray[np.uint8]) -> PrunedVideo:
         started = time.perf_counter()
         try:
-            return self.encoder.encode_one(record, decoded_frames(batch, row, record))
+            shape = len(record["frame_indices"]), record["height"], record["width"], 3
+            return self.encoder.encode_one(record, frames.reshape(shape))
         except VideoFault as error:
             fault = error.with_traceback(None)  # which holds the frames of the video
         except Exception as error:  # noqa: BLE001 - a record that does not fit its frames

@@ -3,17 +3,19 @@
     manifest -> decode (CPU actors, killable child processes) -> encode + prune (GPU actors)
         -> the driver bundles references, by number or age -> write (actors) -> the driver commits
 
-A video is one row all the way. Encode and prune share an actor, so that a video's full tokens (45 MB for 32 frames of
-LLaVA-OneVision-7B) never cross the object store; decode is a stage of its own, so that nodes without GPUs can take it.
+Videos travel in bundles: small ones together, a large one alone (``pipeline.prune.batches``). Encode and prune share an
+actor, so that a video's full tokens (45 MB for 32 frames of LLaVA-OneVision-7B) never cross the object store; decode is
+a stage of its own, so that nodes without GPUs can take it.
 Ray Data runs these two; what is encoded waits nowhere for longer than --flush-seconds (``pipeline.execution.shards``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import pyarrow as pa
@@ -51,20 +53,50 @@ class Resources:
     write: Stage
     videos_per_block: int
     videos_per_shard: int
+    videos_per_bundle: int = 1
 
     def store_bytes(self, frame_bytes: int, token_bytes: int) -> int:
-        """What may wait in the object stores, beside what workers have in hand: a few videos a worker, a few shards.
+        """What may wait in the object stores, beside what workers have in hand: a few bundles a decoder, what is under
+        way to each encoder, and a few shards.
 
         ``frame_bytes`` and ``token_bytes`` are those of one video. Below the shards that are collected and that writers
         hold, Ray would creep: it lets out one block in ten seconds.
         """
-        frames = 4 * (self.decode.workers + self.encode.workers) * max(frame_bytes, LEAST_BYTES)
+        bundles = 4 * self.decode.workers + (self.encode.in_flight or 4) * self.encode.workers
+        frames = bundles * max(self.videos_per_bundle * frame_bytes, LEAST_BYTES)
         return frames + self.shards_at_once * self.videos_per_shard * token_bytes
 
-    def fitting(self, store_bytes: float, token_bytes: int) -> Resources:
-        """The same with shards so small that those at once fit half of the cluster's object stores, Ray's own limit."""
+    def fitting(self, store_bytes: float, frame_bytes: int, token_bytes: int, n_videos: int) -> Resources:
+        """Size what travels and what is written by what videos take.
+
+        Small videos share a bundle, as far as all workers get enough of them. So many are under way to an encoder that
+        it does not wait for the driver, which looks ten times a second; but in a short run no more than an eighth of
+        its share, which others may be done with before it, and no more than a quarter of the object stores. Shards are
+        so small that those at once fit half of these, Ray's own limit.
+        """
         room = store_bytes / 2 / (self.shards_at_once * max(token_bytes, 1))
-        return replace(self, videos_per_shard=max(1, int(min(self.videos_per_shard, room))))
+        shard = max(1, int(min(self.videos_per_shard, room)))
+        workers = self.decode.workers + self.encode.workers
+        most = min(MOST_BUNDLED, BUNDLE_BYTES // max(frame_bytes, 1), n_videos // (16 * workers), shard)
+        bundle = math.ceil(shard / math.ceil(shard / max(1, most)))  # a divisor, or nearly: shards hold whole bundles
+        share = n_videos // (8 * bundle * self.encode.workers)
+        fit = int(store_bytes / 4 / (self.encode.workers * bundle * max(frame_bytes, 1)))
+        in_flight = max(2 * CALLS, min(max(4, UNDER_WAY // bundle), share, fit))
+        return replace(
+            self,
+            videos_per_shard=shard,
+            videos_per_bundle=bundle,
+            videos_per_block=bundle * max(1, self.videos_per_block // bundle),
+            encode=replace(self.encode, in_flight=in_flight),
+        )
+
+    def blocks(self, n_videos: int) -> Iterator[tuple[int, int]]:
+        """Yield where each block of the manifest starts and ends. The last ones are a bundle each: so few wait for a
+        slow worker when the others have nothing left."""
+        last = self.decode.workers * (self.decode.in_flight or 1) * self.videos_per_block
+        head = max(0, n_videos - last) // self.videos_per_block * self.videos_per_block
+        starts = [*range(0, head, self.videos_per_block), *range(head, n_videos, self.videos_per_bundle)]
+        return pairwise([*starts, n_videos])
 
     @property
     def shards_at_once(self) -> int:
@@ -92,11 +124,15 @@ class Resources:
         if not waits:
             return 1
         before = {"encode": self.decode, "write": self.encode}.get(stage)
-        handed_over = before.workers if before else 0
+        handed_over = before.workers * before.calls * self.videos_per_bundle if before else 0
         return handed_over + (self.videos_per_shard if stage == "write" else 1)
 
 
 LEAST_BYTES = 8 * 2**20  # that a worker's videos may take, however small they are
+# Of the frames in a bundle, which are copied once more where they are of several videos; and its videos.
+BUNDLE_BYTES, MOST_BUNDLED = LEAST_BYTES, 32
+CALLS = 2  # at a time in a worker: what one hands over or takes up is hidden behind the work of the other
+UNDER_WAY = 16  # videos on their way to an encoder: a quarter of a second where each takes 15 ms
 # The driver commits the records of a shard at once, and makes a reference to each of its videos an argument of a call.
 RECORDS_BYTES = 8 * 2**20
 RECORD_BYTES, FRAME_RECORD_BYTES = 4096, 64  # more than a video's record takes, and each frame in it
@@ -135,11 +171,11 @@ def plan_resources(
     # Small runs use small shards: progress shows, a killed run loses little, and every writer has its share.
     shard = max(1, min(videos_per_shard, n_videos // max(16, 4 * encoders)))
     return Resources(
-        decode=Stage(cpu, 0, decoders, "a decode child runs one thread"),
-        encode=Stage(cpu, 0, encoders, "its threads share one CPU with nobody")
+        decode=Stage(cpu, 0, decoders, "a decode child runs one thread", CALLS, 2 * CALLS),
+        encode=Stage(cpu, 0, encoders, "its threads share one CPU with nobody", CALLS, 2 * CALLS)
         if gpus < 1
         # Its host thread's CPU is left free, not reserved: decoders may hold every CPU of the node with the GPU.
-        else Stage(0, 1, encoders, "one model a GPU; a CPU for its host thread is left free"),
+        else Stage(0, 1, encoders, "one model a GPU; a CPU for its host thread is left free", CALLS, 2 * CALLS),
         write=Stage(0, 0, encoders, "hashing and one file write; must find room while the others hold the CPUs"),
         # A block is the unit of work and of retry: few videos, but no more blocks than the driver tracks lightly.
         videos_per_block=max(1, min(4, n_videos // (4 * decoders)), n_videos // MAX_BLOCKS),
@@ -165,14 +201,13 @@ def build_graph(
     labels = elsewhere(without)
     # 1. Manifest: blocks small enough to spread. They are cut here and made without a task (from_arrow starts one a
     # block): tasks of Ray's own ask for a whole CPU, wait for it without end and are tried again without end.
-    size = resources.videos_per_block
-    videos = ray.data.from_blocks([todo.slice(start, size) for start in range(0, len(todo), size)])
+    size, bundle = resources.videos_per_block, resources.videos_per_bundle
+    videos = ray.data.from_blocks([todo.slice(start, end - start) for start, end in resources.blocks(len(todo))])
     # 2. Decode: file -> model-ready uint8 frames, or an error row.
     frames = videos.map_batches(
-        Decoder, fn_constructor_args=(decode, heartbeats), **actors(resources.decode, size, labels)
+        Decoder, fn_constructor_args=(decode, heartbeats, bundle), **actors(resources.decode, size, labels)
     )
-    # 3. Encode and prune: frames -> the kept tokens in order of selection. A larger batch would collect the frames of
-    # so many videos before it starts.
+    # 3. Encode and prune: frames -> the kept tokens in order of selection. A batch is a row, which is a bundle.
     tokens = frames.map_batches(
         Encoder, fn_constructor_args=(encode, heartbeats), **actors(resources.encode, 1, labels)
     )
@@ -182,4 +217,4 @@ def build_graph(
     tokens.context.execution_options.resource_limits = ExecutionResources(object_store_memory=limit)
     # 4. Write: one token shard a call, of what the driver has bundled.
     writers = partial(start_actors, Writer, resources.write, (store, run_id, heartbeats), labels)
-    return Flow(tokens, resources.videos_per_shard, writers)
+    return Flow(tokens, resources.videos_per_shard, writers, items_per_row=bundle)

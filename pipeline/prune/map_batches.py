@@ -23,12 +23,12 @@ from pipeline.execution.token_source import as_row
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
 from pipeline.inputs.tables import given_parts
 from pipeline.option_values import config_of
-from pipeline.prune.batches import encoded_videos
+from pipeline.prune.batches import BYTES, VideoFrames, decoded_bundle, decoded_videos, encoded_videos, unwrapped
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import Decoder, DecodeSetup
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.prune.one_video import OPTIONS, request_of
-from pipeline.rows import VideoRow
+from pipeline.rows import VideoRecord, VideoRow, without_nulls
 
 # What every row has; as of ``pipeline.ray_dataset``, but for the three that say how it went.
 _TOKENS = pa.schema(
@@ -40,6 +40,8 @@ _TOKENS = pa.schema(
         ("density", pa.list_(pa.float32())),
     ]
 )
+_RECORD = pa.struct([field.with_nullable(True) for field in VIDEO_SCHEMA])
+_DECODED = pa.schema([("record", _RECORD), ("frames", BYTES)])
 _ANYWHERE = Roots([Path("/")], ["s3://"])  # whoever makes the rows says what is read
 
 
@@ -110,7 +112,13 @@ class DecodeVideos:
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         rows = [self._named.table(part) for part in given_parts("videos", batch, "video_id and uri")]
         videos = pa.Table.from_batches(rows, MANIFEST_SCHEMA)
-        return self._decoder(videos.append_column("attempts", pa.array([1] * len(videos), pa.int32())))
+        todo = videos.append_column("attempts", pa.array([1] * len(videos), pa.int32()))
+        return (_decoded(bundle) for bundle in self._decoder(todo))
+
+
+def _decoded(bundle: pa.Table) -> pa.Table:
+    records = [video.record for video in decoded_videos(bundle)]
+    return pa.table([pa.array(records, _RECORD), bundle["frames"].chunk(0).flatten()], schema=_DECODED)
 
 
 class EncodeVideos:
@@ -128,9 +136,12 @@ class EncodeVideos:
             self._schema = self._schema.append(pa.field(f"deepstack_{level}", pa.large_binary()))
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        for encoded in self._encoder(batch):
-            for video in encoded_videos(encoded):
-                yield self._row(video)
+        for part in batch.to_batches():
+            for place, row in enumerate(part["record"].to_pylist()):
+                frames = unwrapped(part["frames"], place, np.uint8)
+                bundle = decoded_bundle([VideoFrames(without_nulls(row, VideoRecord), frames)])
+                for encoded in self._encoder(bundle):
+                    yield from map(self._row, encoded_videos(encoded))
 
     def _row(self, video: PrunedVideo) -> pa.Table:
         row = read_json({name: video.record.get(name) for name in VIDEO_SCHEMA.names})

@@ -162,7 +162,8 @@ class Passes:
         shape = self._setups.decode.largest_frames()
         token_bytes = self._setups.encode.bytes_per_video(*shape)
         wanted = _plan(self._config, cluster, self._device, n_videos, token_bytes, shape[0])
-        plan = wanted.fitting(cluster.get("object_store_memory", math.inf), token_bytes)
+        store_bytes = cluster.get("object_store_memory", math.inf)
+        plan = wanted.fitting(store_bytes, 3 * math.prod(shape), token_bytes, n_videos)
         for note in _shortfalls(self._config, wanted, plan, n_videos):
             self._note(note)
         self._run_file.save(resources={"cluster": cluster, "plan": asdict(plan)})

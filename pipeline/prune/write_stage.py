@@ -22,13 +22,14 @@ class Writer:
         self._heartbeat = Heartbeat("write", heartbeats)
         self._heartbeat.start()
 
-    def write(self, *blocks: pa.Table) -> pa.Table:
-        """The rows (WRITTEN) of the videos of some blocks (ENCODED), whose tokens are on disk from now on."""
-        videos = encoded_videos(pa.concat_tables(blocks))
-        with self._heartbeat.holding(*(video.record["video_id"] for video in videos)):
+    def write(self, *bundles: pa.Table) -> pa.Table:
+        """Write the videos of some bundles (ENCODED) as a shard; return their rows (WRITTEN)."""
+        videos = [video for bundle in bundles for video in encoded_videos(bundle)]
+        with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as held:
             try:
                 rows = write_token_shard(videos, store=self._store, run_id=self._run_id)
             except OSError as error:  # no video's fault: it ends the run
                 self._heartbeat.fail(f"{type(error).__name__}: {error}")
                 raise
+            held.done(n=len(videos))
         return written_batch(rows)

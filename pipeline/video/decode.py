@@ -33,6 +33,8 @@ from pipeline.video.jpegs import JPEGS, index_frames
 from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
 from pipeline.video.sampling import Sampling, choose_frames, clip_range, count_repeated
 
+#: Gives an array of the shape [T,h,w,3] for the frames of a video.
+Allocate = Callable[[tuple[int, ...]], Frames]
 _FFMPEG_LINE = re.compile(rb"^\[[^\]]+ @ 0x[0-9a-f]+\]", re.MULTILINE)
 _CREDENTIALS = re.compile(r"(\w+://)[^/@\s]+@")
 _TORCH_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|alloc_cpu", re.IGNORECASE)
@@ -128,8 +130,21 @@ class DecodedVideo:
     attempts: int = 1
 
 
-def decode_video(request: DecodeRequest, announce: Callable[[str], None] = lambda backend: None) -> DecodedVideo:
-    """Read, sample and resize one video. ``announce`` is told the name of each decoder before it touches the file.
+def frames_array(shape: tuple[int, ...]) -> Frames:
+    """Return an array of this process's own for [T,h,w,3] frames."""
+    return np.empty(shape, np.uint8)
+
+
+def decode_video(
+    request: DecodeRequest,
+    announce: Callable[[str], None] = lambda backend: None,
+    allocate: Allocate = frames_array,
+) -> DecodedVideo:
+    """Read, sample and resize one video.
+
+    Args:
+        announce: is told the name of each decoder before it touches the file.
+        allocate: gives the array that the frames are put into.
 
     File descriptor 2 and FFmpeg's log callback are redirected meanwhile, for the whole process.
 
@@ -144,7 +159,7 @@ def decode_video(request: DecodeRequest, announce: Callable[[str], None] = lambd
 
     try:
         with counted_warnings() as count:
-            video = _decode(request, note)
+            video = _decode(request, note, allocate)
             return replace(video, decode_warnings=count(), seconds=time.perf_counter() - started)
     except VideoFault as fault:
         fault.backend = fault.backend or (backend[-1] if backend else None)
@@ -153,10 +168,10 @@ def decode_video(request: DecodeRequest, announce: Callable[[str], None] = lambd
         raise fault_of(error, backend[-1] if backend else None) from error
 
 
-def _decode(request: DecodeRequest, announce: Callable[[str], None]) -> DecodedVideo:
+def _decode(request: DecodeRequest, announce: Callable[[str], None], allocate: Allocate) -> DecodedVideo:
     path = os.path.abspath(request.path)  # noqa: PTH100 - a relative "http:x" must not look like an address to FFmpeg
     if os.path.isdir(path):  # noqa: PTH112
-        return _decode_folder(request, path, announce)
+        return _decode_folder(request, path, announce, allocate)
     demuxer = sniff(path)
     size, digest = fingerprint(path)
     missing = missing_bytes(path, demuxer)
@@ -166,35 +181,39 @@ def _decode(request: DecodeRequest, announce: Callable[[str], None]) -> DecodedV
     *preferred, last = decoders_for(request.decoder, index)
     for name in preferred:
         try:
-            return replace(_read(request, index, name, announce), source_size=size, source_hash=digest)
+            return replace(_read(request, index, name, announce, allocate), source_size=size, source_hash=digest)
         except Exception as error:  # noqa: BLE001 - whatever ails the preferred decoder, the other one reads the file
             note = f"{name}: {_text(error)}"
     try:
-        video = _read(request, index, last, announce)
+        video = _read(request, index, last, announce, allocate)
     except IndexMismatch as error:
         if last != "pyav":
             raise
         note = note or f"index made by decoding: {error}"
-        video = _read(request, scan(index), last, announce)
+        video = _read(request, scan(index), last, announce, allocate)
     return replace(video, source_size=size, source_hash=digest, backend_note=note)
 
 
-def _decode_folder(request: DecodeRequest, path: str, announce: Callable[[str], None]) -> DecodedVideo:
+def _decode_folder(
+    request: DecodeRequest, path: str, announce: Callable[[str], None], allocate: Allocate
+) -> DecodedVideo:
     index = index_frames(path)
     size, digest = fingerprint_frames(path, frame_names(path))
     start_s, end_s = whole_frames(request.start_s, request.end_s, index.fps)
-    video = _read(replace(request, start_s=start_s, end_s=end_s), index, JPEGS, announce)
+    video = _read(replace(request, start_s=start_s, end_s=end_s), index, JPEGS, announce, allocate)
     return replace(video, source_size=size, source_hash=digest)
 
 
-def _read(request: DecodeRequest, index: VideoIndex, backend: str, announce: Callable[[str], None]) -> DecodedVideo:
+def _read(
+    request: DecodeRequest, index: VideoIndex, backend: str, announce: Callable[[str], None], allocate: Allocate
+) -> DecodedVideo:
     """Choose the frames by ``index`` and read them with one decoder."""
     clip = request.start_s, request.end_s
     chosen = choose_frames(index.timestamps, request.sampling, *clip, index.duration_s)
     first, stop = clip_range(index.timestamps, *clip, index.duration_s)
     announce(backend)
     with closing(load_decoder(backend)(index)) as decoder:
-        frames = _resized(decoder.read(np.unique(chosen)), chosen, index, request.preprocessor)
+        frames = _resized(decoder.read(np.unique(chosen)), chosen, index, request.preprocessor, allocate)
         version = str(decoder.version)
     return DecodedVideo(
         frames=frames,
@@ -219,7 +238,11 @@ def _read(request: DecodeRequest, index: VideoIndex, backend: str, announce: Cal
 
 
 def _resized(
-    chunks: Iterator[Frames], chosen: NDArray[np.int64], index: VideoIndex, preprocessor: FramePreprocessor
+    chunks: Iterator[Frames],
+    chosen: NDArray[np.int64],
+    index: VideoIndex,
+    preprocessor: FramePreprocessor,
+    allocate: Allocate,
 ) -> Frames:
     """[T,h,w,3]: each chunk is resized as it comes, so that full-size frames never pile up; repeats are copied."""
     try:
@@ -227,7 +250,8 @@ def _resized(
     except UnsupportedVideo as error:
         raise VideoFault("unsupported", str(error)) from error
     unique, inverse = np.unique(chosen, return_inverse=True)
-    kept: Frames = np.empty((len(unique), *size, 3), dtype=np.uint8)
+    repeats = len(unique) < len(chosen)
+    kept = (frames_array if repeats else allocate)((len(unique), *size, 3))
     done = 0
     for chunk in chunks:
         if chunk.shape[1:] != (index.height, index.width, 3):
@@ -236,7 +260,7 @@ def _resized(
         done += len(chunk)
     if done != len(unique):
         raise IndexMismatch(f"the decoder delivered {done} of {len(unique)} frames")
-    return kept if len(unique) == len(chosen) else kept[inverse]
+    return kept.take(inverse, axis=0, out=allocate((len(chosen), *size, 3))) if repeats else kept
 
 
 def fingerprint(path: str | Path) -> tuple[int, str]:

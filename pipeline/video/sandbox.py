@@ -20,19 +20,18 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import connection, reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
-
-import numpy as np
+from typing import Any
 
 from pipeline.errors import FaultClass, VideoFault
 from pipeline.video import decode
 from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video, fault_of
+from pipeline.video.shared_frames import SharedFrames, mapped
 
 _LOG = logging.getLogger(__name__)
 _START_S = 120.0  # for a child to come up; the first one waits for the imports of the fork server
@@ -110,8 +109,7 @@ class DecodeSandbox:
                 if isinstance(answer, VideoFault):
                     raise answer
                 if isinstance(answer, DecodedVideo):
-                    child.pipe.recv_bytes_into(answer.frames.data.cast("B"))
-                    return answer
+                    return _with_frames(answer, child.pipe)
                 backend = str(answer)
         except VideoFault:
             raise
@@ -197,10 +195,10 @@ def _serve(pipe: Connection, memory_mb: int) -> None:
     pipe.send(_confine(memory_mb))
     while True:
         try:
-            answer = _answer(pipe)
-            frames = answer.frames
-            pipe.send(replace(answer, frames=cast(Any, _Empty(frames.shape))))
-            pipe.send_bytes(frames.data.cast("B"))
+            with closing(SharedFrames()) as shared:
+                answer = _answer(pipe, shared)
+                pipe.send(replace(answer, frames=answer.frames[:0]))  # its shape; the pixels stay where they are
+                reduction.send_handle(pipe, shared.sealed(), os.getppid())
         except (EOFError, BrokenPipeError):
             return
         except VideoFault as fault:
@@ -209,10 +207,19 @@ def _serve(pipe: Connection, memory_mb: int) -> None:
             pipe.send(fault_of(error, None))
 
 
-def _answer(pipe: Connection) -> DecodedVideo:
+def _answer(pipe: Connection, shared: SharedFrames) -> DecodedVideo:
     with _handed_over(pipe) as path:
         request = pipe.recv()
-        return decode_video(request if path is None else replace(request, path=path), announce=pipe.send)
+        return decode_video(request if path is None else replace(request, path=path), pipe.send, shared.allocate)
+
+
+def _with_frames(video: DecodedVideo, pipe: Connection) -> DecodedVideo:
+    """Return the video with the frames that follow it. Raises OSError where they do not."""
+    descriptor = reduction.recv_handle(pipe)
+    try:
+        return replace(video, frames=mapped(descriptor, (len(video.frame_indices), *video.frames.shape[1:])))
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -226,16 +233,6 @@ def _handed_over(pipe: Connection) -> Iterator[str | None]:
         yield f"/proc/self/fd/{descriptor}"  # each opening has a position of its own
     finally:
         os.close(descriptor)
-
-
-class _Empty:
-    """Pickles as an uninitialised uint8 array of ``shape``: the pixels follow as plain bytes."""
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self._shape = shape
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return np.empty, (self._shape, np.uint8)
 
 
 def _confine(memory_mb: int) -> str:

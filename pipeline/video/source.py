@@ -11,14 +11,10 @@ import fcntl
 import os
 import re
 import tempfile
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
 
 from pipeline.errors import VideoFault, printable
 from pipeline.rows import VideoRow
@@ -27,7 +23,6 @@ from pipeline.video.decode import DecodedVideo, DecodeRequest, fault_of
 from pipeline.video.frame_folders import source_bytes
 from pipeline.video.sandbox import DecodeSandbox
 
-T = TypeVar("T")
 _IN_MEMORY = re.compile(r"/proc/self/fd/\d+|/memfd:\S*(?: \(deleted\))?")
 
 
@@ -147,19 +142,3 @@ def _fault(uri: str, error: Exception, limit: int) -> VideoFault:
     if isinstance(error, OSError) and error.errno != errno.ENOMEM:
         return VideoFault("io", f"{uri} cannot be read: {error.strerror or error}")
     return fault_of(error, None)
-
-
-def one_ahead(load: Callable[[T], Source], items: Sequence[T]) -> Generator[Source, None, None]:
-    """``load`` of every item, in order; while one is in use, the next is loaded in a thread. The caller closes them."""
-    with ThreadPoolExecutor(1, "fetch") as pool:
-        coming = deque(pool.submit(load, item) for item in items[:1])
-        try:
-            for following in range(1, len(items) + 1):
-                source = coming[0].result()
-                coming.popleft()
-                coming.extend(pool.submit(load, item) for item in items[following : following + 1])
-                yield source
-        finally:
-            for left in coming:
-                if not left.cancel():
-                    left.result().close()

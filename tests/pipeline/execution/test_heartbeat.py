@@ -4,7 +4,9 @@ import atexit
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -117,10 +119,11 @@ def test_a_worker_asks_how_often_others_died_and_is_given_up_in_the_end(actor, m
 
 def test_a_worker_says_what_it_holds_and_lets_go_of_it(actor):
     mine = Heartbeat("decode", handle(actor))
-    with mine.holding("v1", "v2"):
+    with mine.holding("v1", "v2") as held:
         inside = actor.read()
         assert inside.inside["decode"] == [f"{name} on {socket.gethostname()}" for name in ("v1", "v2")]
         assert (inside.left["decode"], inside.moves) == (0, 2)
+        held.done(n=2)
     after = actor.read()
     assert (after.inside["decode"], after.left["decode"], after.moves) == ([], 2, 4)
 
@@ -137,10 +140,9 @@ def test_how_it_went_is_known_by_node(actor):
     mine = Heartbeat("encode", handle(actor))
     for failed in (False, True, None, True):  # None: it came as a failure of another stage
         with mine.holding("v") as held:
-            held.failed = failed
+            held.done(failed)
     actor.state("encode", worker("w2", "h2", "n2"), [], News(done=5))
-    with pytest.raises(OSError, match="away"), mine.holding("v") as held:
-        held.failed = True
+    with pytest.raises(OSError, match="away"), mine.holding("v"):
         raise OSError("away")  # it is tried again here
     tried = actor.read().tried
     assert tried["encode"] == {"n1": Tried(socket.gethostname(), 1, 2), "n2": Tried("h2", 5, 0)}
@@ -151,7 +153,7 @@ def test_what_failed_went_through_a_stage_and_is_not_what_it_made(actor):
     mine = Heartbeat("decode", handle(actor))
     for made in (True, False, False):
         with mine.holding("v") as held:
-            held.made = made
+            held.done(made=made)
     reading = actor.read()
     assert (reading.left["decode"], reading.made["decode"], reading.made["encode"]) == (3, 1, 0)
 
@@ -173,14 +175,43 @@ def test_what_was_held_before_is_held_meanwhile_and_after(actor):
     assert actor.read().inside["encode"] == []
 
 
+def test_of_several_items_those_that_are_done_are_let_go_and_told_with_the_last(actor):
+    """Except where something went wrong, which may put this worker out of service."""
+    mine, here = Heartbeat("decode", handle(actor)), socket.gethostname()
+    with mine.holding("v1", "v2", "v3", "v4") as held:
+        held.done(failed=False)
+        assert (actor.read().left["decode"], len(actor.read().inside["decode"])) == (0, 4)
+        held.done(failed=True, made=False)
+        reading = actor.read()
+        assert reading.inside["decode"] == [f"v3 on {here}", f"v4 on {here}"]
+        assert (reading.left["decode"], reading.made["decode"], reading.moves) == (2, 1, 6)
+        assert reading.tried["decode"]["n1"] == Tried(here, 1, 1)
+        held.done(failed=False)
+    reading = actor.read()
+    assert (reading.inside["decode"], reading.left["decode"], reading.moves) == ([], 3, 7)
+
+
+def test_a_worker_says_what_two_threads_hold(actor):
+    mine, here, other = Heartbeat("encode", handle(actor)), socket.gethostname(), ExitStack()
+    with mine.holding("v1", "v2"):
+        thread = threading.Thread(target=lambda: other.enter_context(mine.holding("v3")))
+        thread.start()
+        thread.join()
+        assert actor.read().inside["encode"] == [f"{name} on {here}" for name in ("v3", "v1", "v2")]
+    assert actor.read().inside["encode"] == [f"v3 on {here}"]
+    other.close()
+    assert actor.read().inside["encode"] == []
+
+
 def test_what_could_not_be_said_is_said_with_the_next_statement(actor):
     def full(*statement: object) -> None:
         raise RuntimeError("the backlog is full")
 
     mute = SimpleNamespace(state=Called(full))
     mine = Heartbeat("decode", mute)
-    with mine.holding("v1"):
+    with mine.holding("v1") as held:
         mute.state = Called(actor.state)
+        held.done()
     assert (actor.read().left["decode"], actor.read().moves) == (1, 2)
 
 
@@ -195,7 +226,7 @@ def test_a_worker_without_an_actor_or_with_a_dead_one_is_not_disturbed(actor):
             mine.start()
             assert mine.deaths("v1") == []
             with mine.holding("v1") as held:
-                held.failed = True
+                held.done(failed=True)
             mine.rest()
 
 
@@ -279,14 +310,14 @@ def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(ac
     monkeypatch.setattr(mine, "_ask", lambda *question, otherwise: asked.append(question[0]) or next(answers))
     mine.rest()
     with mine.holding("v1") as held:
-        held.failed = True
-    with mine.holding("v2"):  # not tried here
-        pass
+        held.done(failed=True)
+    with mine.holding("v2") as held:
+        held.done()  # not tried here
     assert asked == []
     mine.rest()
     assert asked == ["rests"] * 3
     with mine.holding("v3") as held:
-        held.failed = False
+        held.done(failed=False)
     mine.rest()
     assert asked == ["rests"] * 3
 
@@ -295,6 +326,28 @@ def test_a_worker_waits_before_it_takes_an_item_and_asks_only_after_a_failure(ac
 def heartbeats():
     with ray_here({"num_cpus": 1}):
         yield start_heartbeats(STAGES)
+
+
+class Slow:
+    """A worker that is done with one of its two items."""
+
+    def __init__(self, heartbeats):
+        self.heartbeat = Heartbeat("decode", heartbeats)
+        self.heartbeat.start()
+        self.held = ExitStack()
+
+    def take(self):
+        self.held.enter_context(self.heartbeat.holding("first", "second")).done(failed=False)
+
+
+@pytest.mark.slow
+def test_what_a_slow_worker_is_at_is_known_a_second_later(heartbeats):
+    worker = ray.remote(Slow).options(num_cpus=0).remote(heartbeats)
+    ray.get(worker.take.remote())
+    at_the_second = [f"second on {socket.gethostname()}"]
+    wait_until(lambda: ray.get(heartbeats.read.remote()).inside["decode"] == at_the_second, "the next statement")
+    assert ray.get(heartbeats.read.remote()).left["decode"] == 1
+    ray.kill(worker)
 
 
 @pytest.mark.slow

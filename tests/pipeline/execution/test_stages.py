@@ -47,11 +47,13 @@ def test_of_a_single_stage_what_went_through_it_is_told():
 
 def test_actors_are_options_of_map_batches():
     """Ray takes them: the names are those of the installed version, and as many actors start as are planned."""
-    options = actors(Stage(0.5, 1, 3, "why"), batch_size=4)
+    options = actors(Stage(0.5, 1, 3, "why", calls=2, in_flight=16), batch_size=4)
     accepted = set(inspect.signature(ray.data.Dataset.map_batches).parameters)
-    assert options.keys() - {"max_restarts", "max_task_retries"} <= accepted  # those go to the actors themselves
+    of_the_actors = {"max_concurrency", "max_restarts", "max_task_retries"}
+    assert options.keys() - of_the_actors <= accepted
     assert (options["num_cpus"], options["num_gpus"], options["batch_size"]) == (0.5, 1, 4)
     assert (options["max_restarts"], options["max_task_retries"]) == (RESTARTS, TASK_RETRIES)
+    assert (options["max_concurrency"], options["compute"].max_tasks_in_flight_per_actor) == (2, 16)
     assert (options["compute"].min_size, options["compute"].max_size) == (3, 3)
     made = [options["ray_remote_args_fn"]()["name"] for _ in range(3)]
     assert len(set(made)) == 3  # by which those that outlive their graph are found

@@ -1,4 +1,4 @@
-"""How videos travel between stages: what goes into a batch comes out of it, without a copy where that is possible."""
+"""How videos travel between stages: what goes into a bundle comes out of it, without a copy where that is possible."""
 
 from typing import Any
 
@@ -15,11 +15,11 @@ from pipeline.prune.batches import (
     DECODED,
     ENCODED,
     WRITTEN,
-    decoded_batch,
-    decoded_frames,
-    encoded_batch,
+    VideoFrames,
+    decoded_bundle,
+    decoded_videos,
+    encoded_bundle,
     encoded_videos,
-    records,
     written_batch,
     written_records,
 )
@@ -67,36 +67,49 @@ def same_array(ours: np.ndarray | None, expected: np.ndarray | None) -> None:
 
 
 def buffers(array: Any) -> set[int]:
-    return {buffer.address for chunk in array.chunks for buffer in chunk.buffers() if buffer is not None}
+    return {buffer.address for chunk in array.chunks for buffer in chunk.flatten().buffers() if buffer is not None}
 
 
-def test_frames_are_wrapped_without_a_copy_and_come_back():
-    batch = decoded_batch(record(), FRAMES)
-    assert batch.schema.equals(DECODED) and records(batch) == [record()]
-    assert FRAMES.ctypes.data in buffers(batch["frames"])
-    assert np.array_equal(decoded_frames(batch, 0, record()), FRAMES)
+def same_frames(ours: VideoFrames, expected: VideoFrames) -> None:
+    assert ours.record == expected.record
+    same_array(ours.frames, None if expected.frames is None else expected.frames.reshape(-1))
 
 
-def test_frames_are_views_into_the_batch():
-    frames = decoded_frames(decoded_batch(record(), FRAMES), 0, record())
-    assert frames.ctypes.data == FRAMES.ctypes.data and not frames.flags.writeable
+def test_frames_of_a_video_that_is_alone_are_wrapped_without_a_copy_and_come_back_as_views():
+    bundle = decoded_bundle([VideoFrames(record(), FRAMES)])
+    assert bundle.schema.equals(DECODED) and len(bundle) == 1
+    assert FRAMES.ctypes.data in buffers(bundle["frames"])
+    (video,) = decoded_videos(bundle)
+    same_frames(video, VideoFrames(record(), FRAMES))
+    assert video.frames.ctypes.data == FRAMES.ctypes.data and not video.frames.flags.writeable
 
 
 def test_frames_that_do_not_lie_in_a_row_are_laid_out():
     turned = FRAMES[:, :, ::-1]
-    assert np.array_equal(decoded_frames(decoded_batch(record(), turned), 0, record()), turned)
+    (video,) = decoded_videos(decoded_bundle([VideoFrames(record(), turned)]))
+    assert np.array_equal(video.frames.reshape(turned.shape), turned)
 
 
-def test_a_video_that_failed_has_no_frames():
+def test_videos_that_share_a_bundle_are_one_row_whatever_became_of_them():
+    """Ray Data cuts blocks between rows, and would make two of what one call gave."""
     failed = failed_video(record("bad"), VideoFault("corrupt", "torn"))
-    both = pa.concat_tables([decoded_batch(failed), decoded_batch(record(), FRAMES)])
-    assert both["frames"].is_valid().to_pylist() == [False, True]
-    assert records(both) == [failed, record()] and np.array_equal(decoded_frames(both, 1, record()), FRAMES)
+    videos = [
+        VideoFrames(failed),
+        VideoFrames(record("a"), FRAMES),
+        VideoFrames(failed),
+        VideoFrames(record("b"), FRAMES[:1]),
+    ]
+    bundle = decoded_bundle(videos)
+    assert len(bundle) == 1
+    for ours, expected in zip(decoded_videos(bundle), videos, strict=True):
+        same_frames(ours, expected)
+    assert len(encoded_bundle([FIVE, PrunedVideo(failed)])) == 1
 
 
-def test_frames_that_are_not_as_many_as_the_record_says_are_refused():
-    with pytest.raises(ValueError, match="reshape"):
-        decoded_frames(decoded_batch(record(), FRAMES[:2]), 0, record())
+def test_records_come_back_exactly():
+    odd = record("\udcff", timestamps=[0.1 + 0.2, 1e-320, 3.0], manifest='{"a": "ü\\n"}', fps=30000 / 1001)
+    ((ours, _),) = decoded_videos(decoded_bundle([VideoFrames(odd)]))
+    assert ours == odd
 
 
 FULL = {
@@ -118,7 +131,7 @@ FULL = {
 )
 def test_kept_tokens_come_back(tokens):
     video = PrunedVideo(record(), tokens)
-    batch = encoded_batch(video)
+    batch = encoded_bundle([video])
     assert batch.schema.equals(ENCODED)
     (again,) = encoded_videos(batch)
     assert_same(again, video)
@@ -126,7 +139,7 @@ def test_kept_tokens_come_back(tokens):
 
 def test_numbers_come_back_bit_for_bit_nan_included():
     video = PrunedVideo(record(), kept(**FULL))
-    (again,) = encoded_videos(encoded_batch(video))
+    (again,) = encoded_videos(encoded_bundle([video]))
     assert again.kept is not None and again.kept.density is not None
     assert again.kept.density.tobytes() == FULL["density"].tobytes()
     assert again.kept.merged.tolist() == [True, False] and again.kept.rank.tolist() == [0, 1]
@@ -136,33 +149,32 @@ NAMES = ("tokens", "index", "rank", "merged", "density")
 FIVE = PrunedVideo(record(), kept(5, 8, **{name: np.resize(values, 5) for name, values in FULL.items()}))
 
 
-def test_tokens_are_wrapped_without_a_copy():
-    batch = encoded_batch(FIVE)
+def test_tokens_of_a_video_that_is_alone_are_wrapped_without_a_copy():
+    batch = encoded_bundle([FIVE, PrunedVideo(record("bad"))])
     for name in NAMES:
         assert getattr(FIVE.kept, name).ctypes.data in buffers(batch[name]), name
 
 
-def test_tokens_are_views_into_the_batch():
-    (again,) = encoded_videos(encoded_batch(FIVE))
+def test_tokens_are_views_into_the_bundle():
+    (again,) = encoded_videos(encoded_bundle([FIVE]))
     for name in NAMES:
         assert getattr(again.kept, name).ctypes.data == getattr(FIVE.kept, name).ctypes.data, name
 
 
-def test_videos_of_many_shapes_and_failures_share_a_table():
-    """Also behind a slice, as Ray cuts them, and after the way through a file."""
+def test_videos_of_many_shapes_and_failures_share_a_bundle():
+    """Also after the way through a file."""
     videos = [
         PrunedVideo(record("a"), kept(2, 4)),
         PrunedVideo(failed_video(record("bad"), VideoFault("crash", "gone", exit_signal=11))),
         PrunedVideo(record("b"), kept(5, 3, levels=2, evidence={"token_key": 2})),
         encoded("c", random_tokens(0), 0.25, "gstep"),
+        PrunedVideo(record("d"), kept(3, 2, levels=1, evidence={"token_key": 1, "token_attention": 4})),
     ]
-    table = pa.concat_tables([encoded_batch(video) for video in videos])
+    bundle = encoded_bundle(videos)
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink)
-    for batch in (table, table.combine_chunks(), pq.read_table(pa.BufferReader(sink.getvalue()))):
+    pq.write_table(bundle, sink)
+    for batch in (bundle, pq.read_table(pa.BufferReader(sink.getvalue()))):
         for ours, expected in zip(encoded_videos(batch), videos, strict=True):
-            assert_same(ours, expected)
-        for ours, expected in zip(encoded_videos(batch.slice(1, 2)), videos[1:3], strict=True):
             assert_same(ours, expected)
 
 
@@ -175,7 +187,7 @@ def test_videos_of_many_shapes_and_failures_share_a_table():
 )
 def test_any_shape_comes_back(n, width, levels, evidence):
     video = PrunedVideo(record(), kept(n, width, levels, evidence=evidence))
-    (again,) = encoded_videos(encoded_batch(video))
+    (again,) = encoded_videos(encoded_bundle([video]))
     assert_same(again, video)
 
 
@@ -194,9 +206,9 @@ def test_written_records_come_back_without_the_keys_that_were_absent():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda row: decoded_batch(row, FRAMES),
-        lambda row: encoded_batch(PrunedVideo(row, kept())),
-        lambda row: encoded_batch(PrunedVideo(row)),
+        lambda row: decoded_bundle([VideoFrames(record()), VideoFrames(row, FRAMES)]),
+        lambda row: encoded_bundle([PrunedVideo(row, kept())]),
+        lambda row: encoded_bundle([PrunedVideo(row)]),
         lambda row: written_batch([record(), row]),
     ],
 )

@@ -3,6 +3,7 @@
 import pyarrow as pa
 import pytest
 
+from pipeline.prune.batches import decoded_videos
 from pipeline.prune.decode_stage import Decoder, DecodeSetup
 from pipeline.prune.resume import TODO_SCHEMA
 from pipeline.video.sampling import Sampling
@@ -34,10 +35,10 @@ def test_a_decoder_fetches_with_what_its_setup_holds_and_asks_nothing_else(serve
     assert SECRET not in repr(setup) and KEY not in repr(setup)
     decoder = Decoder(setup)
     table = pa.concat_tables([todo(*uris, str(clip), server.uri("gone.mp4"), size=7), todo("s3://x/y", policy="no")])
-    records = [row["record"][0].as_py() for row in decoder(table)]
+    records = [video.record for bundle in decoder(table) for video in decoded_videos(bundle)]
     assert [record["status"] for record in records] == ["ok"] * 5 + ["failed"] * 2
     assert [record["error_class"] for record in records[5:]] == ["io", "policy"]
-    assert [record["source_size"] for record in records] == [clip.stat().st_size] * 5 + [7, None]
+    assert [record.get("source_size") for record in records] == [clip.stat().st_size] * 5 + [7, None]
     assert {record["source_hash"] for record in records[:5]} == {records[4]["source_hash"]}
     assert server.counts() == {"GET": 5}  # each object, and the one that is gone
     decoder.close()

@@ -11,7 +11,7 @@ import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from pipeline.cache.cached_video import bfloat16
 from pipeline.errors import VideoFault
-from pipeline.prune.batches import decoded_batch, encoded_videos
+from pipeline.prune.batches import VideoFrames, decoded_bundle, encoded_videos
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.rows import failed_video
 from tests.pipeline.caches import source_record
@@ -21,7 +21,7 @@ FRAMES = np.random.default_rng(0).integers(0, 256, (2, 384, 384, 3), dtype=np.ui
 
 def decoded(video_id: str, frames: np.ndarray | None = FRAMES, **more):
     record = source_record(video_id, (2, 196, 64), height=384, width=384, **more)
-    return decoded_batch(record, frames)
+    return decoded_bundle([VideoFrames(record, frames)])
 
 
 def only(batches):
@@ -55,7 +55,7 @@ def test_rows_hold_the_selection_in_its_order(encoder):
 def test_failed_rows_pass_through_and_bad_ones_stay_alone(encoder):
     bad = source_record("bad", (2, 1, 1))
     rows = [
-        decoded_batch(failed_video(bad, VideoFault("corrupt", "torn"))),
+        decoded_bundle([VideoFrames(failed_video(bad, VideoFault("corrupt", "torn")))]),
         decoded("short", FRAMES[:1]),  # fewer bytes than its record says
         decoded("good"),
     ]
@@ -89,7 +89,7 @@ def qwen3_encoder(method: str = "gstep", ratio: float = 0.25) -> Encoder:
 
 def qwen3_row(video_id: str = "v"):
     record = source_record(video_id, (5, 15, 64), height=96, width=160, start_s=0.25)
-    return decoded_batch(record, QWEN_FRAMES)
+    return decoded_bundle([VideoFrames(record, QWEN_FRAMES)])
 
 
 @pytest.mark.parametrize("method", ["gstep", "random", "topk", "fps", "uniform", "none"])

@@ -1,5 +1,7 @@
 """The graph: how a cluster is shared out, and that Ray runs the stages apart."""
 
+from dataclasses import replace
+
 import pyarrow as pa
 import pytest
 import ray
@@ -8,10 +10,11 @@ from ray.data._internal.logical.optimizers import get_execution_plan
 
 from gstep.backbones import ModelSource, family_of
 from pipeline.execution.shards import Flow
-from pipeline.execution.stages import RESTARTS, TASK_RETRIES
+from pipeline.execution.stages import MAX_BLOCKS, RESTARTS, TASK_RETRIES
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import (
+    BUNDLE_BYTES,
     FRAME_RECORD_BYTES,
     PRUNING,
     RECORD_BYTES,
@@ -74,10 +77,51 @@ def test_every_writer_may_hold_a_shard_and_wait_for_the_next():
 
 def test_shards_shrink_to_what_the_object_stores_hold():
     plan = plan_resources(4, 1, 1000)
-    assert plan.fitting(10**12, 10**7).videos_per_shard == 16
-    small = plan.fitting(10**9, 26 * 10**6).videos_per_shard
+    assert plan.fitting(10**12, 10**7, 10**7, 1000).videos_per_shard == 16
+    small = plan.fitting(10**9, 10**7, 26 * 10**6, 1000).videos_per_shard
     assert 1 <= small < 16 and small * plan.shards_at_once * 26 * 10**6 <= 10**9 / 2
-    assert plan.fitting(1, 10**9).videos_per_shard == 1
+    assert plan.fitting(1, 10**7, 10**9, 1000).videos_per_shard == 1
+
+
+FRAME = 384 * 384 * 3
+
+
+def fitted(n_videos: int, frames: int, store_bytes: float = 10**12, cpus: float = 64, gpus: float = 8) -> Resources:
+    plan = plan_resources(cpus, gpus, n_videos)
+    return plan.fitting(store_bytes, frames * FRAME, frames * 350_000, n_videos)
+
+
+def test_small_videos_share_a_bundle_and_a_large_one_is_alone():
+    sizes = {frames: fitted(10**5, frames).videos_per_bundle for frames in (1, 2, 8, 16, 32, 768)}
+    assert sizes == {1: 16, 2: 8, 8: 2, 16: 1, 32: 1, 768: 1}  # 16 make a shard, and shards hold whole bundles
+    assert all(size * frames * FRAME <= BUNDLE_BYTES for frames, size in sizes.items() if size > 1)
+    assert fitted(100, 1).videos_per_bundle == 1  # all workers have some
+    assert (
+        replace(plan_resources(64, 8, 10**5), videos_per_shard=3).fitting(1e12, FRAME, 1, 10**5).videos_per_bundle == 3
+    )
+
+
+def test_encoders_have_enough_under_way_and_no_more_than_the_object_stores_hold():
+    for frames in (1, 2, 8, 32):
+        plan = fitted(10**5, frames)
+        assert plan.videos_per_bundle * plan.encode.in_flight >= 16
+    small = fitted(10**5, 32, store_bytes=8 * 20 * 32 * FRAME)
+    assert small.encode.in_flight * small.encode.workers * 32 * FRAME <= 8 * 20 * 32 * FRAME / 4
+    assert fitted(10**5, 768, store_bytes=10**9).encode.in_flight == 4  # what is computed and what comes next
+    assert fitted(8 * 64, 32).encode.in_flight == 8  # an eighth of its share of a short run
+
+
+@pytest.mark.parametrize("n_videos", [1, 7, 160, 1001, 5 * 10**6])
+@pytest.mark.parametrize("frames", [1, 8, 32])
+def test_blocks_of_the_manifest_are_whole_bundles_and_the_last_ones_a_bundle_each(n_videos, frames):
+    plan = fitted(n_videos, frames, cpus=8, gpus=2)
+    blocks = list(plan.blocks(n_videos))
+    assert [start for start, _ in blocks] == [0, *(end for _, end in blocks[:-1])] and blocks[-1][1] == n_videos
+    sizes = [end - start for start, end in blocks]
+    assert all(size % plan.videos_per_bundle == 0 for size in sizes[:-1])
+    waiting = plan.decode.workers * plan.decode.in_flight
+    assert all(size <= plan.videos_per_bundle for size in sizes[-waiting:])
+    assert len(blocks) <= MAX_BLOCKS + waiting * plan.videos_per_block
 
 
 def test_shards_are_sized_by_what_videos_take():
@@ -159,5 +203,5 @@ def test_what_a_worker_has_not_handed_over_is_not_waiting():
     """An encoder that stops before it hands over what it made holds that back: the writers are not to blame."""
     plan = plan_resources(2, 0, 64, videos_per_shard=2)
     assert (plan.decode.workers, plan.encode.workers, plan.videos_per_block, plan.videos_per_shard) == (1, 1, 4, 2)
-    assert [plan.collected(stage, waits=True) for stage in PRUNING.stages] == [1, 2, 3]
+    assert [plan.collected(stage, waits=True) for stage in PRUNING.stages] == [1, 3, 4]  # of two calls at a time
     assert [plan.collected(stage, waits=False) for stage in PRUNING.stages] == [1, 1, 1]

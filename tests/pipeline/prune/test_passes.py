@@ -17,7 +17,7 @@ def test_what_was_asked_for_and_is_not_to_be_had_is_said():
     def said(cluster_cpus: float, n_videos: int, store_bytes: float = 1e12, **options) -> list[str]:
         config = PruneConfig(**options)
         wanted = _plan(config, {"CPU": cluster_cpus}, "cpu", n_videos, 10**6, 32)
-        return list(_shortfalls(config, wanted, wanted.fitting(store_bytes, 10**6), n_videos))
+        return list(_shortfalls(config, wanted, wanted.fitting(store_bytes, 10**6, 10**6, n_videos), n_videos))
 
     assert said(64, 10**4) == said(64, 10**4, decode_workers=4, encode_workers=2) == []
     assert said(4, 10**4, decode_workers=9) == ["the cluster has room for 3 of --decode-workers 9"]

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import pyarrow as pa
 import pytest
 
 from pipeline import TokenCache
@@ -10,23 +9,18 @@ from pipeline.cache.writer import commit
 from pipeline.errors import VideoFault
 from pipeline.execution import heartbeat
 from pipeline.execution.heartbeat import Heartbeats, Worker
-from pipeline.prune.batches import WRITTEN, encoded_batch, written_records
+from pipeline.prune.batches import WRITTEN, encoded_bundle, written_records
 from pipeline.prune.graph import PRUNING
 from pipeline.prune.write_stage import Writer
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header
 
 
-def batch_of(*videos) -> pa.Table:
-    return pa.concat_tables([encoded_batch(video) for video in videos])
-
-
 def test_videos_become_one_shard_that_can_be_committed_and_read(tmp_path):
     store = write_header(tmp_path)
     good = [encoded(name, random_tokens(i), 0.25, "gstep") for i, name in enumerate("ab")]
-    written = Writer(store, "run").write(
-        batch_of(good[0], encoded_failure("bad", VideoFault("corrupt", "torn")), good[1])
-    )
+    failure = encoded_failure("bad", VideoFault("corrupt", "torn"))
+    written = Writer(store, "run").write(encoded_bundle([good[0], failure]), encoded_bundle([good[1]]))
     assert written.schema.equals(WRITTEN)
     rows = written_records(written)
     assert [(row["video_id"], row["status"]) for row in rows] == [("a", "ok"), ("bad", "failed"), ("b", "ok")]
@@ -41,7 +35,7 @@ def test_videos_become_one_shard_that_can_be_committed_and_read(tmp_path):
 
 def test_the_same_videos_again_are_the_same_file(tmp_path):
     store = write_header(tmp_path)
-    batch = batch_of(encoded("a", random_tokens(0), 0.25, "gstep"))
+    batch = encoded_bundle([encoded("a", random_tokens(0), 0.25, "gstep")])
     first, again = (written_records(Writer(store, "run").write(batch))[0] for _ in range(2))
     assert first["token_shard"] == again["token_shard"] and first["footer_hash"] == again["footer_hash"]
     assert len(store.names("tokens", ".parquet")) == 1
@@ -49,7 +43,8 @@ def test_the_same_videos_again_are_the_same_file(tmp_path):
 
 def test_failed_videos_alone_write_nothing(tmp_path):
     store = write_header(tmp_path)
-    (row,) = written_records(Writer(store, "run").write(batch_of(encoded_failure("bad", VideoFault("io", "gone")))))
+    failure = encoded_failure("bad", VideoFault("io", "gone"))
+    (row,) = written_records(Writer(store, "run").write(encoded_bundle([failure])))
     assert row["error_class"] == "io" and store.names("tokens", "") == []
 
 
@@ -60,6 +55,7 @@ def test_a_disk_that_fails_ends_the_run_with_its_reason(tmp_path, monkeypatch):
     (tmp_path / "tokens").write_text("in the way")
     actor = Heartbeats(tuple(PRUNING.stages))
     handle = SimpleNamespace(state=SimpleNamespace(remote=actor.state), fail=SimpleNamespace(remote=actor.fail))
+    video = encoded("a", random_tokens(0), 0.25, "gstep")
     with pytest.raises(OSError, match=r"exists|directory"):
-        Writer(LocalStore(tmp_path), "run", handle).write(batch_of(encoded("a", random_tokens(0), 0.25, "gstep")))
+        Writer(LocalStore(tmp_path), "run", handle).write(encoded_bundle([video]))
     assert actor.read().failure.partition(":")[0] in {"FileExistsError", "NotADirectoryError"}

@@ -17,7 +17,7 @@ from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
-from pipeline.video.source import Source, one_ahead, open_source
+from pipeline.video.source import open_source
 from tests.pipeline.s3 import KEY, SECRET, S3Server
 from tests.pipeline.videos import KeepSize, decord_killer, memory_files, sample, write_clip
 
@@ -203,21 +203,3 @@ def test_a_store_that_stalls_or_hangs_up_in_mid_body_is_an_io_fault(monkeypatch,
         assert reason in source.fault.message and len(connections) == requests
         assert "s3://bucket/a.mp4" in source.fault.message
         assert url.partition("//")[2] not in source.fault.message and SECRET not in source.fault.message
-
-
-def test_the_next_one_is_loaded_ahead_and_closed_if_nobody_takes_it():
-    loaded, ready = [], threading.Event()
-
-    def load(name):
-        loaded.append(Source(name, descriptor=os.open(os.devnull, os.O_RDONLY)))
-        if name == "b":
-            ready.set()
-        return loaded[-1]
-
-    sources = one_ahead(load, ["a", "b", "c"])
-    with next(sources) as first:
-        assert first.uri == "a" and ready.wait(10)  # b comes while a is in use
-    assert [source.uri for source in loaded] == ["a", "b"]
-    sources.close()
-    assert all(source.descriptor is None for source in loaded)
-    assert list(one_ahead(load, [])) == []
