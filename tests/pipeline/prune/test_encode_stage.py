@@ -2,6 +2,9 @@
 
 import json
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +14,9 @@ import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from pipeline.cache.cached_video import bfloat16
 from pipeline.errors import VideoFault
-from pipeline.prune.batches import VideoFrames, decoded_bundle, encoded_videos
+from pipeline.execution import heartbeat
+from pipeline.execution.heartbeat import Heartbeats, News, Worker
+from pipeline.prune.batches import VideoFrames, decoded_bundle, decoded_videos, encoded_videos
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.rows import failed_video
 from tests.pipeline.caches import source_record
@@ -121,3 +126,62 @@ def test_levels_that_are_not_finite_are_an_error_row(monkeypatch):
     record, _ = only(encoder(qwen3_row()))
     assert (record["error_class"], record["error_stage"]) == ("internal", "encode")
     assert "deepstack level 1" in record["error_message"]
+
+
+def test_two_calls_at_a_time_never_compute_at_a_time_and_one_loads_while_the_other_computes(encoder, monkeypatch):
+    """What Ray Data's threads do: one video's frames are taken up while another is encoded."""
+    backbone, computing, most = encoder.encoder.backbone, [], []
+    encode, loaded, load = backbone.encode, threading.Semaphore(0), encoder.encoder._loaded
+
+    def counted(frames, evidence):
+        computing.append(1)
+        most.append(len(computing))
+        if len(most) == 1:
+            assert all(loaded.acquire(timeout=30) for _ in range(2)), "the other call waits before it loads"
+        computing.pop()
+        return encode(frames, evidence)
+
+    def counted_load(frames):
+        loaded.release()
+        return load(frames)
+
+    monkeypatch.setattr(backbone, "encode", counted)
+    monkeypatch.setattr(encoder.encoder, "_loaded", counted_load)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(lambda name: only(encoder(decoded(name))), name) for name in "ab"]
+        records = [call.result()[0] for call in calls]
+    assert [(record["video_id"], record["status"]) for record in records] == [("a", "ok"), ("b", "ok")]
+    assert most == [1, 1]
+
+
+def test_a_bundle_that_was_in_hand_when_a_process_died_goes_one_by_one(monkeypatch):
+    """The heartbeats' own class behind what takes itself for the handle of their actor."""
+    monkeypatch.setattr(heartbeat, "_worker", lambda: Worker("w", "h", "n"))
+    monkeypatch.setattr(heartbeat.ray, "get", lambda answer, timeout: answer)
+    actor = Heartbeats(("decode", "encode"))
+    methods = ("state", "start", "deaths", "rests")
+    handle = SimpleNamespace(**{name: SimpleNamespace(remote=getattr(actor, name)) for name in methods})
+    setup = EncodeSetup(ModelSource.resolve("tiny"), "gstep", 0.25, device="cpu")
+    bundle = decoded_bundle([video for name in "abc" for video in decoded_videos(decoded(name))])
+    held = []
+
+    def dies(process: Encoder, at: str) -> None:
+        def encode_one(record, frames):
+            held.append(actor.read().inside["encode"])
+            if record["video_id"] == at:
+                raise SystemExit
+            raise VideoFault("internal", "never mind", stage="encode")
+
+        process.encoder.encode_one = encode_one
+        with pytest.raises(SystemExit):
+            list(process(bundle))
+        actor.state("encode", Worker("w", "h", "n"), [item.split()[0] for item in held[-1]], News())  # its last words
+
+    dies(Encoder(setup, handle), at="b")
+    assert held == [["a on h", "b on h", "c on h"], ["b on h", "c on h"]]
+    held.clear()
+    dies(Encoder(setup, handle), at="b")
+    assert held == [["a on h"], ["b on h"]]
+    (last,) = Encoder(setup, handle)(bundle)
+    records = {video.record["video_id"]: video.record for video in encoded_videos(last)}
+    assert {name: record.get("error_class") for name, record in records.items()} == {"a": None, "b": "crash", "c": None}
