@@ -1,0 +1,61 @@
+"""Processes by kind, with what they used."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.benchmark.pipeline import processes
+from jobs.benchmark.pipeline.processes import MAIN, OTHER, ProcessTree, kind_of
+from tests.waiting import wait_until
+
+RAY = "/venv/lib/python3.11/site-packages/ray"
+
+
+@pytest.mark.parametrize(
+    ("command", "kind"),
+    [
+        ("ray::MapWorker(MapBatches(Decoder)).submit", "decode actor"),
+        ("ray::worker-1248:MapWorker(MapBatches(Encoder)).__init__", "encode actor"),
+        ("ray::Writer.write", "write actor"),
+        ("ray::Heartbeats", "heartbeat actor"),
+        ("/venv/bin/python -c from multiprocessing.forkserver import main; main(48, 50, ['numpy'])", "decode child"),
+        ("/venv/bin/python -m jobs.benchmark.pipeline.loop {}", "DataLoader worker"),
+        (f"{RAY}/core/src/ray/raylet/raylet --raylet_socket_name=/tmp/r/sockets/raylet", "raylet"),
+        (f"{RAY}/core/src/ray/gcs/gcs_server --log_dir=/tmp/r/logs", "gcs"),
+        (f"/venv/bin/python {RAY}/_private/workers/default_worker.py --raylet-name=/tmp/r/sockets/raylet", OTHER),
+        ("ray::IDLE", OTHER),
+        ("ray::_StatsActor", OTHER),
+    ],
+)
+def test_a_process_is_known_by_its_command_line(command, kind):
+    assert kind_of(command) == kind
+
+
+BUSY = "import time; end = time.process_time() + .3\nwhile time.process_time() < end: pass\ntime.sleep(60)"
+
+
+def test_a_tree_counts_children_whose_parent_has_ended_and_ends_them(monkeypatch):
+    monkeypatch.setitem(processes.KINDS, "process_time", "busy child")
+    start = f"subprocess.Popen([sys.executable, '-c', {BUSY!r}], stdin=subprocess.DEVNULL)"
+    code = f"import subprocess, sys; print({start}.pid, flush=True); sys.stdin.read()"
+    root = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    tree = ProcessTree(root.pid)
+    try:
+        child = Path(f"/proc/{int(root.stdout.readline())}/cmdline")
+
+        def used() -> float:
+            tree.look(memory=True)
+            return tree.cpu_s().get("busy child", 0.0)
+
+        wait_until(lambda: used() > 0.1, "the child works")
+        root.stdin.close()
+        root.wait(timeout=30)
+        wait_until(lambda: used() >= 0.25, "the child goes on")
+        assert tree.cpu_s()[MAIN] > 0 and tree.peak_bytes > 10**6
+    finally:
+        tree.end()
+        root.kill()
+        root.stdout.close()
+    wait_until(lambda: not child.exists() or not child.read_bytes(), "the child has ended")  # a zombie's is empty
