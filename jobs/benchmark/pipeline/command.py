@@ -8,85 +8,68 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import product
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from jobs.benchmark.pipeline.work import Work
+from jobs.benchmark.pipeline.work import DECODE, JOB, LOOP, SINGLE, Work
 from jobs.benchmark.sizes import add_folder
 from jobs.command import add_json_or_file, count, file_in_folder, wide_console
 from jobs.json_document import Done
 from pipeline.errors import UsageError
 
-if TYPE_CHECKING:
-    from jobs.benchmark.pipeline.measure import Cell
-
 HELP = "the whole job beside a plain DataLoader loop"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    frames, sleeps = [2, 32], [15, 60, 250]
-    parser.add_argument("--frames", type=count, nargs="+", default=frames, metavar="T", help="0.44 MB each [2 32]")
-    parser.add_argument(
-        "--encode-ms", type=count, nargs="+", default=sleeps, metavar="MS", help="encoders sleep a video [15 60 250]"
-    )
-    parser.add_argument("--workers", type=count, metavar="N", help="to decode, of job and loop [the CPUs less one]")
-    parser.add_argument(
-        "--nodes", type=count, nargs="+", metavar="N", help="the job alone, on logical nodes of two workers each"
-    )
-    parser.add_argument("--seconds", type=count, default=20, metavar="S", help="about, for one measurement [20]")
-    parser.add_argument("--repeats", type=count, default=1, metavar="N", help="times each; medians are shown [1]")
+    for name, default, unit, what in (
+        ("--frames", [2, 32], "T", "of a video, 0.44 MB each [2 32]"),
+        ("--encode-ms", [15, 60, 250], "MS", "that encoders sleep for a video [15 60 250]"),
+        ("--nodes", [], "N", "instead: the job on logical nodes, with a worker of each kind a node"),
+    ):
+        parser.add_argument(name, type=count, nargs="+", default=default, metavar=unit, help=what)
+    for name, value, unit, what in (
+        ("--workers", max(1, (os.cpu_count() or 1) - 1), "N", "that decode, in job and loop [the CPUs less one]"),
+        ("--seconds", 20, "S", "about, of one measurement [20]"),
+        ("--repeats", 1, "N", "times each; medians are shown [1]"),
+    ):
+        parser.add_argument(name, type=count, default=value, metavar=unit, help=what)
     parser.add_argument("--plot", type=file_in_folder, metavar="FILE.png", help="draw it (needs matplotlib)")
     add_folder(parser)
     add_json_or_file(parser)
 
 
 def run(arguments: argparse.Namespace) -> Done:
-    """Measure and show; returns the exit code and the figures. Ctrl-C ends it with what was measured until then."""
+    """Measure and show; returns the exit code and the figures."""
     if arguments.plot is not None and find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
     from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - torch loads after the flags
-    from jobs.benchmark.pipeline.report import as_record, as_table  # noqa: PLC0415
+    from jobs.benchmark.pipeline.report import as_table  # noqa: PLC0415
 
-    cells, interrupted = _measure(arguments)
-    title = f"Encoders that sleep, {os.cpu_count()} CPUs, {machine_line('cpu')}"
+    cells = _measure(arguments)
+    title = f"Encoders that sleep, on {os.cpu_count()} CPUs, {machine_line('cpu')}"
     wide_console().print(as_table(cells, title))
-    if arguments.plot is not None and cells:
+    if arguments.plot is not None:
         from jobs.benchmark.pipeline.plot import write_plot  # noqa: PLC0415 - needs the extra benchmark
 
         write_plot(cells, title, arguments.plot)
-    record = {"machine": machine("cpu"), "cpus": os.cpu_count(), "seconds": arguments.seconds}
-    return Done(130 if interrupted else 0, {**record, "repeats": arguments.repeats, "cells": as_record(cells)})
+    return Done(0, {"machine": machine("cpu"), "cpus": os.cpu_count(), "cells": cells})
 
 
-def _measure(arguments: argparse.Namespace) -> tuple[list[Cell], bool]:
-    """Return what was measured, and whether it was interrupted."""
-    from jobs.benchmark.pipeline.measure import compare  # noqa: PLC0415
+def _measure(arguments: argparse.Namespace) -> list[dict[str, float]]:
+    """Return the figures of each size of videos, time of encoding and number of nodes."""
+    from jobs.benchmark.pipeline.measure import compare  # noqa: PLC0415 - NumPy loads after the flags
+    from jobs.benchmark.pipeline.report import cell  # noqa: PLC0415
 
-    console = Console(stderr=True)
-    cells: list[Cell] = []
-
-    def say(text: str) -> None:
-        console.print(text, style="dim", highlight=False)
-
-    try:
-        # One by one into the list, which an interrupt leaves with what was measured.
-        cells.extend(compare(works, arguments.seconds, arguments.repeats, say) for works in _works(arguments))
-    except KeyboardInterrupt:
-        return cells, True
-    return cells, False
-
-
-def _works(arguments: argparse.Namespace) -> Iterator[list[Work]]:
-    """Yield what is measured in turns, for each row of the table."""
-    workers = arguments.workers or max(1, (os.cpu_count() or 1) - 1)
+    console, cells = Console(stderr=True), []
     for frames, encode_ms in product(arguments.frames, arguments.encode_ms):
-        work = Work("job", 0, frames, encode_ms / 1e3, workers, folder=str(arguments.folder or ""))
-        for nodes in arguments.nodes or ():
-            yield [replace(work, workers=nodes, encoders=nodes, nodes=nodes)]
-        if not arguments.nodes:
-            yield [replace(work, kind=kind) for kind in ("loop", "job", "single", "decode")]
+        first = None
+        for nodes in sorted(arguments.nodes) or [0]:
+            work = Work(JOB, frames, encode_ms / 1e3, nodes or arguments.workers, nodes or 1, nodes)
+            works = [replace(work, kind=kind) for kind in ((JOB,) if nodes else (LOOP, JOB, SINGLE, DECODE))]
+            found = compare(works, arguments.folder, arguments.seconds, arguments.repeats, console.print)
+            cells.append(cell(work, found, first))
+            first = first or cells[-1]
+    return cells

@@ -1,69 +1,102 @@
-"""Run the whole job over made-up videos with a sleeping encoder: a child process of the benchmark."""
+"""Run the whole job with encoders that sleep instead of computing, as a GPU's work is to its host."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cache
 
+import numpy as np
 import ray
+import torch
+from numpy.typing import NDArray
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from ray.cluster_utils import Cluster
 
-from jobs.benchmark.pipeline.sleeping import SleepingSetup
-from jobs.benchmark.pipeline.work import RATIO, Answer, Work, answer
+from gstep import PrunedTokens, VisualTokens, make_pruner
+from jobs.benchmark.pipeline.work import HIDDEN, RATIO, TOKENS_PER_FRAME, Work
+from pipeline.cache.writer import PrunedVideo
 from pipeline.errors import RunFailed
 from pipeline.execution.cluster import connect
 from pipeline.execution.import_path import workers_import_this
-from pipeline.prune.encode_stage import EncodeSetup
+from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder, kept_tokens, pruned_columns
 from pipeline.prune.library import prune_videos
 from pipeline.prune.request import PruneRequest
+from pipeline.rows import VideoRecord
 
-CPUS_PER_NODE = 2  # a decode worker and an encode worker
-_STORE_BYTES = 512 * 2**20  # a node
+_NODE = {"num_cpus": 2, "object_store_memory": 512 * 2**20, "include_dashboard": False, "include_log_monitor": False}
 
 
-def run(work: Work) -> Answer:
-    """Prune the videos of a work. Raises RunFailed where one of them failed."""
-    _let_encoders_sleep(work.work_s)
+@dataclass(frozen=True)
+class SleepingSetup(EncodeSetup):
+    """What a sleeping encoder needs to know: the seconds that a video takes, too."""
+
+    work_s: float = 0.0
+
+    def encoder(self) -> VideoEncoder:
+        """Return the encoder; nothing is loaded."""
+        return SleepingEncoder(self)
+
+
+class SleepingEncoder(VideoEncoder):
+    """Sleeps for each video, and packs for each the same tokens, as those of a model are packed."""
+
+    def __init__(self, setup: SleepingSetup) -> None:
+        self._sleeping = setup
+
+    def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> PrunedVideo:
+        """Sleep; return tokens that were made up, and their record."""
+        visual, pruned = made_up(len(frames), self._sleeping.pruner, self._sleeping.retention_ratio)
+        time.sleep(self._sleeping.work_s)
+        seconds: VideoRecord = {"encode_s": self._sleeping.work_s, "prune_s": 0.0, "runtime": "{}", "model_extra": "{}"}
+        return PrunedVideo({**record, **pruned_columns(pruned, visual), **seconds}, kept_tokens(pruned, visual))
+
+
+@cache
+def made_up(n_frames: int, method: str, ratio: float) -> tuple[VisualTokens, PrunedTokens]:
+    """Return random tokens of so many frames, and what the method keeps of them."""
+    numbers = torch.randn(n_frames, TOKENS_PER_FRAME, HIDDEN, generator=torch.Generator().manual_seed(0))
+    visual = VisualTokens(numbers.to(torch.bfloat16))
+    return visual, make_pruner(method).prune(visual, ratio)
+
+
+def run(work: Work) -> dict[str, float]:
+    """Prune the videos; return the seconds and what went through Ray's object stores. Raises RunFailed."""
+    made = PruneRequest.encode_setup
+
+    def encode_setup(self: PruneRequest, device: str, dtype: str) -> EncodeSetup:
+        return SleepingSetup(**vars(made(self, device, dtype)), work_s=work.work_s)
+
+    PruneRequest.encode_setup = encode_setup  # type: ignore[method-assign]
+    options = {"model": "tiny", "num_frames": work.frames, "retention_ratio": RATIO, "device": "cpu"}
+    workers = {"decode_workers": work.workers, "encode_workers": work.encoders}
     with _ray(work.nodes):
         started = time.perf_counter()
-        options = {"model": "tiny", "num_frames": work.frames, "retention_ratio": RATIO, "device": "cpu"}
-        workers = {"decode_workers": work.workers, "encode_workers": work.encoders}
         summary = prune_videos(work.manifest, out=work.out, progress=False, **options, **workers)
         seconds = time.perf_counter() - started
         if summary.n_ok != work.videos:
             raise RunFailed(f"{summary.n_ok} of {work.videos} videos are ok: {summary.examples}")
         store = get_memory_info_reply(get_state_from_address(ray.get_runtime_context().gcs_address)).store_stats
-        return Answer(seconds, store.cumulative_created_bytes, store.cumulative_created_objects)
-
-
-def _let_encoders_sleep(work_s: float) -> None:
-    """Have the runs of this process take sleeping encoders."""
-    made = PruneRequest.encode_setup
-
-    def encode_setup(self: PruneRequest, device: str, dtype: str) -> EncodeSetup:
-        return SleepingSetup(**vars(made(self, device, dtype)), work_s=work_s)
-
-    PruneRequest.encode_setup = encode_setup  # type: ignore[method-assign]
+        made_there = {
+            "store MB": store.cumulative_created_bytes / 1e6,
+            "store objects": store.cumulative_created_objects,
+        }
+        return {"seconds": seconds, **made_there}
 
 
 @contextmanager
 def _ray(nodes: int) -> Iterator[None]:
     """Start Ray as the job does, or so many logical nodes; end it."""
-    quiet = {"include_dashboard": False, "include_log_monitor": False}
     with ExitStack() as stack:
         if nodes:
             cluster = Cluster()
             stack.callback(cluster.shutdown)
             for _ in range(nodes):
-                cluster.add_node(num_cpus=CPUS_PER_NODE, object_store_memory=_STORE_BYTES, **quiet)
+                cluster.add_node(**_NODE)
             stack.enter_context(workers_import_this())
             ray.init(cluster.address, logging_level="error", log_to_driver=False)
         stack.callback(ray.shutdown)
         connect()
         yield
-
-
-if __name__ == "__main__":
-    answer(run)

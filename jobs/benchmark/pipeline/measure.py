@@ -7,161 +7,93 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from jobs.benchmark.pipeline.clips import make_videos
+import av
+import numpy as np
+
 from jobs.benchmark.pipeline.processes import ProcessTree
-from jobs.benchmark.pipeline.work import Answer, Work
+from jobs.benchmark.pipeline.work import SIDE, Work
 from pipeline.errors import RunFailed
 
-Say = Callable[[str], None]
-LOOP, JOB, SINGLE, DECODE = "loop", "job", "single", "decode"
-_MODULES = {LOOP: "loop", JOB: "job", SINGLE: "loop", DECODE: "stage"}
+#: Of one child process, or of each video by which two differ: "seconds", "peak MB", "store MB", "store objects" (what
+#: is larger than 100 kB; other things travel with their calls), and "CPU" seconds of each kind of process.
+Figures = Mapping[str, float]
 _LOOK_S, _LOOKS_A_MEMORY = 0.25, 8
 _LEAST_S = 0.03  # a video takes, for how many make up so many seconds
 _FEW = 16  # videos, at least: fewer would not fill every stage
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a child process took over so many videos."""
-
-    videos: int
-    answer: Answer
-    cpu_s: dict[str, float]
-    peak_bytes: int
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What a video more takes.
-
-    Attributes:
-        videos_per_s: that are done.
-        cpu_ms: of the processor, a video, by kind of process.
-        store_bytes: that are made in Ray's object stores, a video.
-        store_objects: how many objects these are: what is larger than 100 kB, others travel with their calls.
-        peak_mb: the most memory of all processes of the larger run, in MB (10^6 bytes) of proportional set size.
-    """
-
-    videos_per_s: float
-    cpu_ms: dict[str, float]
-    store_bytes: float
-    store_objects: float
-    peak_mb: float
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What was measured of videos of one size whose encoding takes so long, by what ran.
-
-    Attributes:
-        nodes: logical ones that the job ran on; 0 where it started Ray by itself.
-    """
-
-    frames: int
-    work_s: float
-    workers: int
-    encoders: int
-    nodes: int
-    rates: dict[str, Rates]
-
-    def busy(self, rates: Rates) -> float:
-        """Return the share of the time in which an encoder works: by what it is to take, not by a clock around it."""
-        return rates.videos_per_s * self.work_s / self.encoders
-
-    @property
-    def slowest_stage(self) -> float | None:
-        """Videos a second of the job's slowest stage by itself; None where decoding was not measured."""
-        decode = self.rates.get(DECODE)
-        return min(self.encoders / self.work_s, decode.videos_per_s) if decode else None
-
-    @property
-    def job_of_loop(self) -> float | None:
-        """Videos a second of the job over those of the loop."""
-        return self.rates[JOB].videos_per_s / self.rates[LOOP].videos_per_s if LOOP in self.rates else None
-
-    @property
-    def job_of_stage(self) -> float | None:
-        """Videos a second of the job over those of its slowest stage."""
-        return self.rates[JOB].videos_per_s / self.slowest_stage if self.slowest_stage else None
-
-
-def compare(works: Sequence[Work], seconds: float, repeats: int, say: Say) -> Cell:
-    """Measure works of several kinds on the same videos, in turns."""
-    rates: dict[str, list[Rates]] = {work.kind: [] for work in works}
+def compare(
+    works: Sequence[Work], folder: Path | None, seconds: float, repeats: int, say: Callable[[str], None]
+) -> dict[str, Figures]:
+    """Measure works of several kinds in turns, with files below ``folder``; return the medians of each kind."""
+    found: dict[str, list[Figures]] = {work.kind: [] for work in works}
     for turn in range(repeats):
         for work in works:
-            say(f"{work.frames} frames, {work.work_s * 1e3:g} ms, {max(work.nodes, 1)} nodes: {work.kind}, {turn + 1}")
-            rates[work.kind].append(measure(work, seconds))
-    one = works[0]
-    found = {kind: medians(of) for kind, of in rates.items()}
-    return Cell(one.frames, one.work_s, one.workers, one.encoders, one.nodes, found)
+            say(f"{work.frames} frames, {work.work_s * 1e3:g} ms, {work.nodes or 1} nodes: {work.kind}, {turn + 1}")
+            found[work.kind].append(measure(replace(work, folder=str(folder or "")), seconds))
+    return {kind: medians(figures) for kind, figures in found.items()}
 
 
-def measure(work: Work, seconds: float) -> Rates:
-    """Measure one kind of work over few and over many videos, which differ by about so many seconds of its encoders."""
+def measure(work: Work, seconds: float) -> Figures:
+    """Measure few and many videos, which differ by about so many seconds of an encoder's work."""
     more = max(_FEW, round(seconds * work.encoders / max(work.work_s, _LEAST_S)))
     few = max(_FEW * work.encoders, more // 4)
-    return slope(run_child(replace(work, videos=few)), run_child(replace(work, videos=few + more)))
+    return slope(run_child(replace(work, videos=few)), run_child(replace(work, videos=few + more)), more)
 
 
-def slope(few: Run, many: Run) -> Rates:
-    """Return what each video took by which two runs differ. Raises RunFailed where the smaller took longer."""
-    videos, seconds = many.videos - few.videos, many.answer.seconds - few.answer.seconds
-    if seconds <= 0:
-        raise RunFailed(f"{many.videos} videos took no longer than {few.videos}: give more --seconds")
-    used = {kind: many.cpu_s.get(kind, 0.0) - few.cpu_s.get(kind, 0.0) for kind in {**few.cpu_s, **many.cpu_s}}
-    return Rates(
-        videos_per_s=videos / seconds,
-        cpu_ms={kind: 1e3 * cpu_s / videos for kind, cpu_s in used.items()},
-        store_bytes=(many.answer.store_bytes - few.answer.store_bytes) / videos,
-        store_objects=(many.answer.store_objects - few.answer.store_objects) / videos,
-        peak_mb=many.peak_bytes / 1e6,
-    )
+def slope(few: Figures, many: Figures, more: int) -> Figures:
+    """Return what each of so many videos more took, and the larger run's memory. Raises RunFailed for no seconds."""
+    found = {name: (many.get(name, 0.0) - few.get(name, 0.0)) / more for name in {**few, **many}}
+    if found["seconds"] <= 0:
+        raise RunFailed(f"{more} videos more took no longer: give more --seconds")
+    return {**found, "peak MB": many["peak MB"]}
 
 
-def medians(rates: Sequence[Rates]) -> Rates:
+def medians(figures: Sequence[Figures]) -> Figures:
     """Return the median of each figure."""
-
-    def middle(figures: Iterable[float]) -> float:
-        return median(figures)
-
-    kinds = {kind: None for one in rates for kind in one.cpu_ms}
-    return Rates(
-        middle(one.videos_per_s for one in rates),
-        {kind: middle(one.cpu_ms.get(kind, 0.0) for one in rates) for kind in kinds},
-        middle(one.store_bytes for one in rates),
-        middle(one.store_objects for one in rates),
-        middle(one.peak_mb for one in rates),
-    )
+    return {name: median(one.get(name, 0.0) for one in figures) for name in {k: 0 for one in figures for k in one}}
 
 
-def run_child(work: Work) -> Run:
+def run_child(work: Work) -> Figures:
     """Run one work in a process of its own, with a Ray of its own. Raises RunFailed where it fails."""
-    with TemporaryDirectory(dir=work.folder or None) as folder, TemporaryDirectory(prefix="ray-") as ray_folder:
-        work = replace(work, folder=folder)
+    below = work.folder or None
+    private = TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)  # processes that are ending may write there
+    with TemporaryDirectory(dir=below) as folder, private as ray_folder:
+        work, logs = replace(work, folder=folder), Path(folder)
         make_videos(work)
-        module = f"jobs.benchmark.pipeline.{_MODULES[work.kind]}"
-        with (Path(folder) / "stdout").open("w+") as out, (Path(folder) / "stderr").open("w+") as err:
+        with (logs / "stdout").open("wb") as out, (logs / "stderr").open("wb") as err:
+            command = [sys.executable, "-m", "jobs.benchmark.pipeline.work", json.dumps(asdict(work))]
             child = subprocess.Popen(
-                [sys.executable, "-m", module, json.dumps(asdict(work))],
-                stdout=out, stderr=err, env=_environment(ray_folder), start_new_session=True,
-            )  # fmt: skip
+                command, stdout=out, stderr=err, env=_environment(ray_folder), start_new_session=True
+            )
             tree = _watched(child)
-            out.seek(0)
-            err.seek(0)
-            said, wrong = out.read().splitlines(), err.read().strip().splitlines()
         if child.returncode:
-            raise RunFailed(f"the {work.kind} over {work.videos} videos failed: {(wrong or ['it said nothing'])[-1]}")
-    return Run(work.videos, Answer(**json.loads(said[-1])), tree.cpu_s(), tree.peak_bytes)
+            wrong = ["it said nothing", *(logs / "stderr").read_text(errors="replace").strip().splitlines()]
+            raise RunFailed(f"the {work.kind} over {work.videos} videos failed: {wrong[-1]}")
+        answer: dict[str, float] = json.loads((logs / "stdout").read_text().splitlines()[-1])
+    return {**answer, "peak MB": tree.peak_mb, **{f"CPU {kind}": used for kind, used in tree.cpu_s().items()}}
 
 
-def _watched(child: subprocess.Popen[bytes] | subprocess.Popen[str]) -> ProcessTree:
+def make_videos(work: Work) -> None:
+    """Write a manifest whose rows all name one still clip, which decodes fast."""
+    picture = np.full((SIDE, SIDE, 3), np.linspace(32, 224, SIDE, dtype=np.uint8)[:, None], dtype=np.uint8)
+    with av.open(str(work.manifest.with_name("clip.mp4")), "w") as container:
+        stream = container.add_stream("libx264", rate=30)
+        stream.width, stream.height, stream.pix_fmt = SIDE, SIDE, "yuv420p"
+        for _ in range(work.frames):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode(None))
+    rows = [{"video_id": f"video-{number:07d}", "uri": "clip.mp4"} for number in range(work.videos)]
+    work.manifest.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+
+
+def _watched(child: subprocess.Popen[bytes]) -> ProcessTree:
     """Wait for a process, with a look at all it started every now and then; nothing of it is left."""
     tree, looks = ProcessTree(child.pid), 0
     try:

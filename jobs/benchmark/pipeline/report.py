@@ -1,86 +1,47 @@
-"""Show what was measured of the whole job: as a table, and for machines."""
+"""Work out what is shown of the whole job, and show it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from jobs.benchmark.pipeline.measure import DECODE, JOB, LOOP, SINGLE, Cell, Rates
-from jobs.benchmark.pipeline.work import FRAME_BYTES
+from jobs.benchmark.pipeline.measure import Figures
+from jobs.benchmark.pipeline.work import DECODE, FRAME_BYTES, JOB, LOOP, Work
 
-_LOOPS = {
-    "plain loop": LOOP,
-    "the job": JOB,
-    "single process": SINGLE,
-}
+_CPU = "CPU "
+OF_JOB = f"{JOB}, CPU ms: "  # a kind of process
 
 
-def as_table(cells: Sequence[Cell], title: str) -> Table:
-    """Return a table with a column for each size of video, time of encoding and number of nodes."""
-    table = Table(title=title, title_justify="left", show_edge=False, caption_justify="left")
-    table.add_column("frames; encode; nodes")
-    for cell in cells:
-        table.add_column(f"{cell.frames * FRAME_BYTES / 1e6:.1f} MB; {1e3 * cell.work_s:g} ms; {cell.nodes or 1}")
-    for name, kind in _LOOPS.items():
-        _add(table, f"{name}, videos/s (busy)", [_speed(cell, cell.rates.get(kind)) for cell in cells])
-    _add(table, "decode alone, videos/s", [_number(cell.rates, DECODE) for cell in cells])
-    _add(table, "job / plain loop", [_share(cell.job_of_loop) for cell in cells])
-    _add(table, "job / slowest stage", [_share(cell.job_of_stage) for cell in cells])
-    _add(table, "job / nodes x the first", [_share(scaled(cells, cell)) for cell in cells])
-    kinds = dict.fromkeys(kind for cell in cells for kind in cell.rates[JOB].cpu_ms)
-    _add(table, "job, CPU ms a video", [f"{sum(cell.rates[JOB].cpu_ms.values()):.1f}" for cell in cells])
-    for kind in kinds:
-        _add(table, f"  {kind}", [f"{cell.rates[JOB].cpu_ms.get(kind, 0.0):.1f}" for cell in cells])
-    loops = [cell.rates.get(LOOP) for cell in cells]
-    _add(table, "loop, CPU ms a video", [f"{sum(one.cpu_ms.values()):.1f}" if one else "" for one in loops])
-    _add(table, "object store, MB a video", [f"{cell.rates[JOB].store_bytes / 1e6:.2f}" for cell in cells])
-    _add(table, "object store, objects a video", [f"{cell.rates[JOB].store_objects:.2f}" for cell in cells])
-    _add(table, "job, peak memory (PSS), MB", [f"{cell.rates[JOB].peak_mb:,.0f}" for cell in cells])
-    _add(table, "loop, peak memory (PSS), MB", [f"{one.peak_mb:,.0f}" if one else "" for one in loops])
-    table.caption = "busy: videos/s x the time that encoding takes, an encoder"
+def cell(work: Work, found: Mapping[str, Figures], first: Figures | None = None) -> dict[str, float]:
+    """Return all figures of one size of videos, time of encoding and number of nodes, by their names.
+
+    ``found`` is by kind of work; ``first`` is the cell of the fewest nodes.
+    """
+    shown = {"MB": work.frames * FRAME_BYTES / 1e6, "encode ms": 1e3 * work.work_s, "nodes": work.nodes or 1}
+    speeds = {kind: 1 / figures["seconds"] for kind, figures in found.items()}
+    for kind, speed in speeds.items():
+        shown[f"{kind}, videos/s"] = speed
+        if kind != DECODE:  # by what an encoder is to take, never by a clock around it
+            shown[f"{kind}, busy"] = speed * work.work_s / work.encoders
+    if LOOP in found:
+        shown["slowest stage alone, videos/s"] = min(work.encoders / work.work_s, speeds[DECODE])
+        shown[f"job / {LOOP}"] = speeds[JOB] / speeds[LOOP]
+        shown["job / slowest stage"] = speeds[JOB] / shown["slowest stage alone, videos/s"]
+    if first:
+        shown["job / nodes x the first"] = speeds[JOB] / (first[f"{JOB}, videos/s"] * work.nodes / first["nodes"])
+    for kind in (kind for kind in (JOB, LOOP) if kind in found):
+        by_process = {name: 1e3 * used for name, used in found[kind].items() if name.startswith(_CPU)}
+        shown[f"{kind}, peak MB (PSS)"] = found[kind]["peak MB"]
+        shown[f"{kind}, CPU ms a video"] = sum(by_process.values())
+        shown |= {f"{kind}, CPU ms: {name.removeprefix(_CPU)}": used for name, used in by_process.items()}
+    return shown | {f"{name} a video": found[JOB][name] for name in ("store MB", "store objects")}
+
+
+def as_table(cells: Sequence[Figures], title: str) -> Table:
+    """Return a table with a column a cell."""
+    table = Table(title=title, title_justify="left", show_edge=False, show_header=False)
+    for name in dict.fromkeys(name for one in cells for name in one):
+        shown = ((one[name], 2 if abs(one[name]) < 10 else 1) if name in one else None for one in cells)
+        table.add_row(name, *("" if one is None else f"{one[0]:,.{one[1]}f}" for one in shown))
     return table
-
-
-def scaled(cells: Sequence[Cell], cell: Cell) -> float | None:
-    """Return a cell's videos a second over those of the fewest nodes, times as many; None where no other is there."""
-    alike = [one for one in cells if (one.frames, one.work_s) == (cell.frames, cell.work_s) and one.nodes]
-    least = min(alike, key=lambda one: one.nodes, default=cell)
-    if least is cell:
-        return None
-    return cell.rates[JOB].videos_per_s / (least.rates[JOB].videos_per_s * cell.nodes / least.nodes)
-
-
-def as_record(cells: Sequence[Cell]) -> list[dict[str, object]]:
-    """Return a JSON-able record of each cell."""
-    return [
-        {
-            **asdict(cell),
-            "frame_bytes": cell.frames * FRAME_BYTES,
-            "busy": {kind: cell.busy(rates) for kind, rates in cell.rates.items() if kind != DECODE},
-            "slowest_stage": cell.slowest_stage,
-            "job_of_loop": cell.job_of_loop,
-            "job_of_slowest_stage": cell.job_of_stage,
-            "job_of_nodes_times_first": scaled(cells, cell),
-        }
-        for cell in cells
-    ]
-
-
-def _add(table: Table, name: str, figures: Sequence[str]) -> None:
-    """Add a row, unless it says nothing."""
-    if any(figures):
-        table.add_row(name, *figures)
-
-
-def _speed(cell: Cell, rates: Rates | None) -> str:
-    return f"{rates.videos_per_s:.1f} ({cell.busy(rates):.0%})" if rates else ""
-
-
-def _number(rates: dict[str, Rates], kind: str) -> str:
-    return f"{rates[kind].videos_per_s:.1f}" if kind in rates else ""
-
-
-def _share(share: float | None) -> str:
-    return "" if share is None else f"{share:.2f}"

@@ -1,17 +1,18 @@
-"""What a child process is to run over so many videos, and what it answers."""
+"""Describe what a child process runs over so many videos; as a command, be that child process."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 SIDE = 384  # pixels: of the clips, and of what LLaVA-OneVision's preprocessing makes of them
 FRAME_BYTES = 3 * SIDE**2
 TOKENS_PER_FRAME, HIDDEN, RATIO = 196, 64, 0.25  # of the model "tiny"
 KEPT_BYTES_PER_FRAME = int(RATIO * TOKENS_PER_FRAME) * HIDDEN * 2
+LOOP, JOB, SINGLE, DECODE = "plain loop", "job", "single process", "decode alone"
 
 
 @dataclass(frozen=True)
@@ -19,50 +20,39 @@ class Work:
     """What a child process is to do.
 
     Attributes:
-        kind: "job", "loop" (a DataLoader with workers), "single" (a loop without) or "decode" (that stage alone).
-        videos: how many.
-        frames: of each.
-        work_s: what the encoder sleeps for each.
+        kind: LOOP is a DataLoader with workers, SINGLE one without, DECODE that stage of the JOB.
+        frames: of each video.
+        work_s: what an encoder sleeps for each video.
         workers: that decode.
         encoders: of the job; the loops have one.
-        nodes: logical ones, of two CPUs each; 0 is a Ray as the job starts it by itself.
-        folder: has the clips, and gets the results.
+        nodes: logical ones; 0 is a Ray as the job starts it by itself.
+        folder: has the videos, and gets the results.
     """
 
     kind: str
-    videos: int
     frames: int
     work_s: float
     workers: int
     encoders: int = 1
     nodes: int = 0
     folder: str = ""
+    videos: int = 0
 
     @property
     def manifest(self) -> Path:
-        return Path(self.folder) / f"{self.videos}-of-{self.frames}.jsonl"
+        return Path(self.folder) / "manifest.jsonl"
 
     @property
     def out(self) -> Path:
         return Path(self.folder) / "out"
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a child process measured.
-
-    Attributes:
-        seconds: from where everything is loaded, and Ray runs, to the last file.
-        store_bytes: that were made in Ray's object stores.
-        store_objects: how many objects these were.
-    """
-
-    seconds: float
-    store_bytes: int = 0
-    store_objects: int = 0
+def main() -> None:
+    """Run the work of the command line; print what was measured as the last line."""
+    work = Work(**json.loads(sys.argv[1]))
+    room = "job" if work.kind == JOB else "decode_alone" if work.kind == DECODE else "loop"
+    print(json.dumps(import_module(f"jobs.benchmark.pipeline.{room}").run(work)))
 
 
-def answer(run: Callable[[Work], Answer], argv: Sequence[str] | None = None) -> None:
-    """Run the work that the command line describes, and print the answer as the last line."""
-    (described,) = sys.argv[1:] if argv is None else argv
-    print(json.dumps(asdict(run(Work(**json.loads(described))))))
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,9 @@
 """The picture of the whole job."""
 
 from jobs.benchmark.pipeline.plot import write_plot
-from tests.jobs.benchmark.pipeline.runs import cell
+from jobs.benchmark.pipeline.report import cell
+from jobs.benchmark.pipeline.work import DECODE, JOB, LOOP, SINGLE, Work
+from tests.jobs.benchmark.pipeline.test_report import took
 
 
 def width(path, cells):
@@ -12,9 +14,9 @@ def width(path, cells):
 
 
 def test_a_picture_grows_with_the_cells(tmp_path):
-    one = cell(loop=16, job=12, single=10, decode=30)
+    one = cell(Work("", 2, 0.05, 1), {kind: took(0.1) for kind in (LOOP, JOB, SINGLE, DECODE)})
     assert width(tmp_path / "four.png", [one] * 4) > width(tmp_path / "two.png", [one] * 2)
 
 
 def test_nodes_are_drawn_without_a_loop(tmp_path):
-    assert width(tmp_path / "nodes.png", [cell(1, 1, job=10), cell(2, 2, job=18)]) > 0
+    assert width(tmp_path / "nodes.png", [cell(Work(JOB, 2, 0.05, 2, 2, 2), {JOB: took(0.1)})]) > 0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gstep.backbones import ModelSource
-from jobs.benchmark.pipeline.sleeping import SleepingSetup
+from jobs.benchmark.pipeline.job import SleepingSetup
 from jobs.benchmark.pipeline.work import HIDDEN, KEPT_BYTES_PER_FRAME, SIDE
 from pipeline.prune.batches import encoded_batch, encoded_videos
 
@@ -22,4 +22,4 @@ def test_tokens_travel_and_have_the_size_of_a_quarter(frames):
     (video,) = encoded_videos(encoded_batch(made))
     assert video.kept.tokens.nbytes == frames * KEPT_BYTES_PER_FRAME
     assert video.record["n_tokens"] == frames * 49 and video.record["hidden_size"] == HIDDEN
-    assert sorted(video.kept.rank) == list(range(frames * 49)) and video.record["encode_s"] >= 0.02
+    assert sorted(video.kept.rank) == list(range(frames * 49)) and video.record["encode_s"] == 0.02
