@@ -275,7 +275,7 @@ def start_heartbeats(stages: Sequence[str]) -> Any:
 class Holding:
     """Items in hand, of which those that are done are let go one by one, in their order."""
 
-    def __init__(self, items: Sequence[str], count: Callable[[Holding, News], None]) -> None:
+    def __init__(self, items: Sequence[str], count: Callable[[News], None]) -> None:
         self.items = list(items)
         self._count = count
 
@@ -290,23 +290,30 @@ class Holding:
         del self.items[:n]
         tried = n * (failed is not None)
         wrong = n * bool(failed)
-        self._count(self, News(left=n, moves=n, done=tried - wrong, failed=wrong, made=n * made))
+        self._count(News(left=n, moves=n, done=tried - wrong, failed=wrong, made=n * made))
 
 
 class Heartbeat:
     """A worker's side: says what the worker holds. It travels to the workers; without the actor it says nothing.
 
-    A worker may hold several items, also in several threads. It says so when it takes some, when it has let go of all
-    of them, and meanwhile once a second: a statement for each of many short items would be much of its work.
+    A worker may hold several items, also in several threads. An actor says so when it takes some, and what happened to
+    them once a second: a statement for each end of each short item would be much of its work.
+
+    Args:
+        suspects: whether an item may kill its process, so that what is taken must be said before. Else that, too, is
+            said once a second.
     """
 
-    def __init__(self, stage: str, heartbeats: Any = None) -> None:
+    def __init__(self, stage: str, heartbeats: Any = None, *, suspects: bool = True) -> None:
         self._stage = stage
         self._heartbeats = heartbeats
+        self._suspects = suspects
+        self._speaks_by_itself = False
         self._news = News()  # not said yet
         self._failed = False
         self._one_died = False
         self._held: list[Holding] = []
+        self._said: list[str] = []  # to be held
         self._speaking = threading.RLock()  # statements must leave in the order of what they say
 
     def start(self) -> None:
@@ -315,6 +322,7 @@ class Heartbeat:
             # Ray's C++ core takes itself apart after Python has ended, and may wait for itself there for ever
             # (CoreWorkerProcess::HandleAtExit, where its cluster is gone): a process that nobody would end.
             atexit.register(os._exit, 0)
+            self._speaks_by_itself = True
             threading.Thread(target=self._say_news, name="heartbeat", daemon=True).start()
         n_died = self._ask_of_me("start", otherwise=0)
         if n_died is None:
@@ -355,28 +363,34 @@ class Heartbeat:
         held = Holding(items, self._count)
         with self._speaking:
             self._held.insert(0, held)
-            self._say(news)
+            self._news = self._news.and_then(news)
+            if self._suspects or not self._speaks_by_itself:
+                self._say()
         try:
             yield held
         finally:
             with self._speaking:
                 self._held.remove(held)
-                self._say()
+                if not self._speaks_by_itself:
+                    self._say()
 
-    def _count(self, held: Holding, news: News) -> None:
+    def _count(self, news: News) -> None:
         with self._speaking:
             self._news = self._news.and_then(news)
             if news.done or news.failed:
                 self._failed = bool(news.failed)
-            if news.failed and held.items:  # else it is told as the block ends
+            if news.failed:
                 self._say()
 
     def _say_news(self) -> None:
         while True:
             time.sleep(_SAY_S)
             with self._speaking:
-                if self._news != News():
+                if self._news != News() or self._held_items() != self._said:
                     self._say()
+
+    def _held_items(self) -> list[str]:
+        return [item for holding in self._held for item in holding.items]
 
     def fail(self, why: str) -> None:
         """Say why this worker gives the run up, before it raises: Ray would bury its error in texts of its own."""
@@ -396,14 +410,13 @@ class Heartbeat:
         except Exception:  # noqa: BLE001 - as in _say
             return otherwise
 
-    def _say(self, news: News = News()) -> None:  # noqa: B008 - immutable
+    def _say(self) -> None:
         if self._heartbeats is None:
             return
-        self._news = self._news.and_then(news)
-        held = [item for holding in self._held for item in holding.items]
+        held = self._held_items()
         with suppress(Exception):  # a dead actor, a full backlog: nothing that a video should hear of
             self._heartbeats.state.remote(self._stage, self._me, held, self._news)
-            self._news = News()
+            self._news, self._said = News(), held
 
     @cached_property
     def _me(self) -> Worker:

@@ -114,7 +114,7 @@ class Decoder:
     """
 
     def __init__(self, setup: DecodeSetup, heartbeats: Any = None, videos_per_bundle: int = 1) -> None:
-        self._heartbeat = Heartbeat("decode", heartbeats)
+        self._heartbeat = Heartbeat("decode", heartbeats, suspects=False)  # a child dies in its stead
         self._heartbeat.start()
         self._decoder = VideoDecoder(setup)
         self._decoding = threading.Lock()  # there is one child
