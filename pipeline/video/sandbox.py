@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, MutableMapping
@@ -25,7 +26,7 @@ from dataclasses import replace
 from multiprocessing import connection, reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from pipeline.errors import FaultClass, VideoFault
@@ -156,7 +157,8 @@ class _Child:
         context = _context()
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, memory_mb), name="decode", daemon=True)
-        self.process.start()
+        with _no_main_module():
+            self.process.start()
         theirs.close()  # the child now holds the only other end: when it dies, reading here ends
         try:
             if not self.pipe.poll(_START_S):
@@ -181,6 +183,20 @@ class _Child:
         code: int | None = self.process.exitcode
         self.end()
         return code
+
+
+@contextmanager
+def _no_main_module() -> Iterator[None]:
+    """Keep a child that starts within from importing this process's main module, which it has no use for.
+
+    That of an actor is Ray's worker, with half a second of imports.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
 def _context() -> Any:
