@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 
 import ray
@@ -67,6 +67,10 @@ def connect(say: Callable[[str], object] = lambda line: None) -> dict[str, float
 
 def _leave() -> None:
     """At exit, before Ray's own, which waits half a second for output that goes nowhere."""
+    # Of a cluster that it started Ray ends the GCS first, and waits a second for the monitor, which has a last word for
+    # the GCS. Nothing public ends the monitor alone.
+    with suppress(AttributeError):  # this process has left already, or this version of Ray has it otherwise
+        ray._private.worker._global_node.kill_monitor(check_alive=False)
     ray.shutdown()
 
 

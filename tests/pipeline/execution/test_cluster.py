@@ -1,14 +1,16 @@
 """Clusters of two nodes: the GPU on one of them and most CPUs on the other, or one CPU each."""
 
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock, call, create_autospec
 
 import pytest
 import ray
 from ray._private import state
+from ray._private.node import Node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.errors import UsageError
-from pipeline.execution.cluster import settle
+from pipeline.execution.cluster import _leave, settle
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.graph import plan_resources
 from tests.pipeline.rays import graph_of, growing_ray, ray_here, rows_of
@@ -72,3 +74,15 @@ def test_two_nodes_of_one_cpu_each_leave_room_for_the_writers(tmp_path):
         rows = rows_of(graph_of(16, plan, tmp_path))
         assert len(rows) == 16
         assert nodes_of("Encoder") | nodes_of("Decoder") == set(nodes)
+
+
+def test_the_monitor_is_ended_before_the_gcs_that_it_would_wait_for(monkeypatch):
+    done = Mock()
+    done.attach_mock(create_autospec(Node, instance=True), "node")
+    monkeypatch.setattr(ray._private.worker, "_global_node", done.node)
+    monkeypatch.setattr(ray, "shutdown", done.shutdown)
+    _leave()
+    assert done.mock_calls == [call.node.kill_monitor(check_alive=False), call.shutdown()]
+    monkeypatch.setattr(ray._private.worker, "_global_node", None)
+    _leave()
+    assert done.mock_calls[2:] == [call.shutdown()]
