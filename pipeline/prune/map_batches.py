@@ -79,7 +79,8 @@ def prune_stages(**options: Any) -> PruneStages:
             else:
                 print(row["video_id"], row["error_class"], row["error_message"])
 
-    With GPUs give encoders ``num_gpus=1`` instead of CPUs. Nothing is cached or resumed; ``prune_videos`` does that.
+    With GPUs give encoders ``num_gpus=1`` instead of CPUs. With ``max_concurrency=2`` a worker of either stage fetches
+    or hands over one video while it works on another. Nothing is cached or resumed; ``prune_videos`` does that.
 
     Args:
         options: of ``python -m jobs.prune --help`` those that concern one video, and ``decode_timeout``,

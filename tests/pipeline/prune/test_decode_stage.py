@@ -1,5 +1,7 @@
 """The decode actor: a row in, a row out, whatever the video is."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pyarrow as pa
 import pytest
 
@@ -41,4 +43,26 @@ def test_a_decoder_fetches_with_what_its_setup_holds_and_asks_nothing_else(serve
     assert [record.get("source_size") for record in records] == [clip.stat().st_size] * 5 + [7, None]
     assert {record["source_hash"] for record in records[:5]} == {records[4]["source_hash"]}
     assert server.counts() == {"GET": 5}  # each object, and the one that is gone
+    decoder.close()
+
+
+def test_bundles_follow_from_the_rows_whatever_becomes_of_their_videos(clip, tmp_path):
+    """Ray counts what a call gave before it was lost, and takes as much from the next one for the same."""
+    rows = todo(str(clip), "away", str(clip), "away", "away", str(clip), str(clip))
+    other = todo(*["away"] * 7)
+    decoder = Decoder(DecodeSetup(Sampling(num_frames=2), KeepSize()), videos_per_bundle=3)
+    for table in (rows, other):
+        bundles = [[video.record["video_id"] for video in decoded_videos(bundle)] for bundle in decoder(table)]
+        ids = table["video_id"].to_pylist()
+        assert bundles == [ids[:3], ids[3:6], ids[6:]]
+    decoder.close()
+
+
+def test_two_calls_at_a_time_share_one_child(clip):
+    decoder = Decoder(DecodeSetup(Sampling(num_frames=2), KeepSize()), videos_per_bundle=2)
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(lambda: list(decoder(todo(*[str(clip)] * 6)))) for _ in range(2)]
+        videos = [video for call in calls for bundle in call.result() for video in decoded_videos(bundle)]
+    assert [video.record["status"] for video in videos] == ["ok"] * 12
+    assert len({video.frames.tobytes() for video in videos}) == 1
     decoder.close()
