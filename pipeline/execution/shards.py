@@ -91,7 +91,7 @@ class Shards:
         self._flow = flow
         self._age_s = age_s
         self._clock = clock
-        self._writers = flow.writers() if flow.writers is not None else []
+        self._writers: Sequence[Any] = ()
         self._waiting: list[Any] = []
         self._n_waiting = 0
         self._since = 0.0  # when the first of them came
@@ -107,7 +107,7 @@ class Shards:
         for writer in self._writers:
             with suppress(Exception):  # a cluster that is gone, which has no writers either
                 ray.kill(writer)
-        self._writers = []
+        self._writers = ()
 
     @property
     def unwritten(self) -> bool:
@@ -121,6 +121,8 @@ class Shards:
     def take(self, part: Part) -> None:
         if self._n_waiting + part.n_items > self._flow.items_per_shard:
             self._write()  # it would be too large with it
+        if self._flow.writers is not None and not self._writers:
+            self._writers = self._flow.writers()  # not before: those of earlier stages take longer to start
         if not self._waiting:
             self._since = self._clock()
         self._waiting += part.tables
@@ -171,7 +173,7 @@ class Shards:
         if not self._waiting:
             return
         number = self._n_shards
-        if not self._writers:
+        if self._flow.writers is None:
             self._written.append(Shard(number, pa.concat_tables(self._waiting)))
         else:
             busy = [writer for _, writer in self._writing.values()]

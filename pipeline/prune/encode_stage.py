@@ -109,16 +109,16 @@ class VideoEncoder:
     def _stored(
         self, record: VideoRecord, visual: VisualTokens, pruned: PrunedTokens, seconds: tuple[float, float]
     ) -> PrunedVideo:
-        done: VideoRecord = {
-            **record,
-            **pruned_columns(pruned, visual),
-            "encode_s": seconds[0],
-            "prune_s": seconds[1],
-            "runtime": self._provenance,
-            "model_extra": json.dumps(self.backbone.model_extra(without_pixels(record))),
-        }
-        # On the stream that the kernels of another video may use by now, a copy would wait for them.
+        # On the stream that the kernels of another video use by now, what follows would wait for them.
         with torch.cuda.stream(self._copies) if self._copies else nullcontext():
+            done: VideoRecord = {
+                **record,
+                **pruned_columns(pruned, visual),
+                "encode_s": seconds[0],
+                "prune_s": seconds[1],
+                "runtime": self._provenance,
+                "model_extra": json.dumps(self.backbone.model_extra(without_pixels(record))),
+            }
             return PrunedVideo(done, kept_tokens(pruned, visual, self._setup.evidence))
 
     def encoded(self, frames: Tensor | NDArray[np.uint8]) -> VisualTokens:
