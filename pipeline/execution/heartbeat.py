@@ -296,8 +296,9 @@ class Holding:
 class Heartbeat:
     """A worker's side: says what the worker holds. It travels to the workers; without the actor it says nothing.
 
-    A worker may hold several items, also in several threads. An actor says so when it takes some, and what happened to
-    them once a second: a statement for each end of each short item would be much of its work.
+    A worker may hold several items, also in several threads. An actor says so when it takes some, what happened to them
+    once a second, and at once when it has nothing left: a statement for each of many short items would be much of its
+    work.
 
     Args:
         suspects: whether an item may kill its process, so that what is taken must be said before. Else that, too, is
@@ -371,7 +372,7 @@ class Heartbeat:
         finally:
             with self._speaking:
                 self._held.remove(held)
-                if not self._speaks_by_itself:
+                if not self._held or not self._speaks_by_itself:  # Ray Data may end an idle worker before it speaks
                     self._say()
 
     def _count(self, news: News) -> None:

@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -339,6 +340,12 @@ class Slow:
     def take(self):
         self.held.enter_context(self.heartbeat.holding("first", "second")).done(failed=False)
 
+    def end(self):
+        """Ray Data ends a worker that has nothing left to do."""
+        self.held.close()
+        time.sleep(0.2)  # Ray sends from a thread of its own
+        os.kill(os.getpid(), signal.SIGKILL)
+
 
 @pytest.mark.slow
 def test_what_a_slow_worker_is_at_is_known_a_second_later(heartbeats):
@@ -347,7 +354,14 @@ def test_what_a_slow_worker_is_at_is_known_a_second_later(heartbeats):
     at_the_second = [f"second on {socket.gethostname()}"]
     wait_until(lambda: ray.get(heartbeats.read.remote()).inside["decode"] == at_the_second, "the next statement")
     assert ray.get(heartbeats.read.remote()).left["decode"] == 1
-    ray.kill(worker)
+
+
+@pytest.mark.slow
+def test_a_worker_that_ends_with_nothing_in_hand_is_not_taken_to_be_at_work(heartbeats):
+    worker = ray.remote(Slow).options(num_cpus=0).remote(heartbeats)
+    ray.get(worker.take.remote())
+    worker.end.remote()
+    wait_until(lambda: not ray.get(heartbeats.read.remote()).inside["decode"], "the last statement")
 
 
 @pytest.mark.slow
