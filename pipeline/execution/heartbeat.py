@@ -312,7 +312,7 @@ class Heartbeat:
         self._speaks_by_itself = False
         self._news = News()  # not said yet
         self._failed = False
-        self._one_died = False
+        self.one_died = False
         self._held: list[Holding] = []
         self._said: list[str] = []  # to be held
         self._speaking = threading.RLock()  # statements must leave in the order of what they say
@@ -328,7 +328,7 @@ class Heartbeat:
         n_died = self._ask_of_me("start", otherwise=0)
         if n_died is None:
             raise WorkerGivenUp(f"the processes of this {self._stage} worker die again and again")
-        self._one_died = n_died > 0
+        self.one_died = n_died > 0
 
     def rest(self) -> None:
         """Before an item is taken: wait while this worker is out of service. Asks only after an item that failed."""
@@ -341,7 +341,7 @@ class Heartbeat:
         Ask while holding it: the answer comes after the actor has heard of that, so this process's death would count.
         A worker of which no process died does not ask: Ray gives an item again to the worker that it killed.
         """
-        return (self._ask("deaths", self._stage, item) or []) if self._one_died else []
+        return (self._ask("deaths", self._stage, item) or []) if self.one_died else []
 
     @contextmanager
     def holding(self, *ids: str) -> Iterator[Holding]:

@@ -29,6 +29,7 @@ from pipeline.prune.batches import VideoFrames, decoded_videos, encoded_bundle
 from pipeline.rows import VideoRecord, failed_video, may_succeed_elsewhere
 
 T = TypeVar("T")
+CAREFUL = 100  # more videos than a process has in hand and on their way to it
 
 
 @dataclass(frozen=True)
@@ -166,14 +167,15 @@ class Encoder:
     """The actor: a VideoEncoder, the error boundary of its stage, and a heartbeat. A bundle in, a bundle out.
 
     Two calls may run at a time, of which one computes. A video with which its process dies, by a signal or by an error
-    that breaks the GPU's context, is tried once more, by itself, and is an error row after that: its neighbours and the
-    run go on.
+    that breaks the GPU's context, is tried once more, and is an error row after that: its neighbours and the run go on.
+    To tell it from these, a process that follows one that died takes its first videos one by one.
     """
 
     def __init__(self, setup: EncodeSetup, heartbeats: Any = None) -> None:
         self._heartbeat = Heartbeat("encode", heartbeats)
         self._heartbeat.start()
         self._alone = threading.Lock()
+        self._careful = CAREFUL if self._heartbeat.one_died else 0  # videos
         with self._heartbeat.busy("the model, being loaded"), importing_much():
             self.encoder = setup.encoder()
 
@@ -181,18 +183,19 @@ class Encoder:
         yield encoded_bundle(self._encoded(decoded_videos(batch)))
 
     def _encoded(self, videos: Sequence[VideoFrames]) -> list[PrunedVideo]:
-        ids = [video.record["video_id"] for video in videos]
-        with self._heartbeat.holding(*ids) as held:
-            if not any(map(self._heartbeat.deaths, ids)):
-                return [self._video(video, held) for video in videos]
-        return [self._suspect(video) for video in videos]
+        if self._careful > 0:
+            with self._alone:
+                self._careful -= len(videos)
+                return [self._suspect(video) for video in videos]
+        with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as held:
+            return [self._video(video, held) for video in videos]
 
     def _suspect(self, video: VideoFrames) -> PrunedVideo:
-        """Encode a video that may have killed a process, with nothing else in hand that could be blamed for it."""
+        """Encode a video that may have killed the process before this one, with nothing else in hand to be blamed."""
         record = video.record
-        with self._alone, self._heartbeat.holding(record["video_id"]) as held:
+        with self._heartbeat.holding(record["video_id"]) as held:
             hosts = self._heartbeat.deaths(record["video_id"])
-            if record["status"] != "ok" or len(hosts) < POISON:
+            if len(hosts) < POISON:
                 return self._video(video, held)
             held.done(made=False)
         return PrunedVideo(failed_video(record, _poison(hosts)))

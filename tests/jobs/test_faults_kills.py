@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -80,7 +81,8 @@ def test_killed_workers_cost_no_row_and_no_more_calls_than_they_had_in_hand(clus
     assert shards[1] < len(files(cache, "videos")) / 2, "it was not in the middle"
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").iterdir()]
     again = sum(calls(videos).values()) - len(calls(videos))
-    assert again <= record["resources"]["plan"]["videos_per_block"]
+    plan = record["resources"]["plan"]
+    assert again <= plan["decode"]["calls"] * plan["videos_per_block"]
 
 
 @dataclass
@@ -170,20 +172,22 @@ def test_what_was_encoded_survives_a_kill_by_its_age_and_a_request_to_end_at_onc
     cache, stuck = tmp_path / "c", videos / "stuck"
     one_each = ["--encode-workers", "1", "--decode-workers", "1", "--decoder", "tests.jobs.hostile:StuckDecoder"]
     argv = [str(videos), "--out", str(cache), "--num-frames", "2", "--log-interval", "0.2", *one_each]
-    stuck.write_text("6")
+    stuck.write_text("18")  # of these up to four in each of two bundles wait for their neighbours
     driver = Driver([*argv, "--flush-seconds", "1"], tmp_path / "log", RAY_ADDRESS=cluster)
-    driver.until(lambda: n_rows(cache) >= 6, "what is older than a second")
+    driver.until(lambda: n_rows(cache) >= 10, "what is older than a second")
     driver.kill()
-    assert len(visible.check(cache)) == 6
+    before = len(visible.check(cache))
+    assert before >= 10
 
-    stuck.write_text("4")
+    stuck.write_text("8")  # fewer than make a shard
     driver = Driver([*argv, "--flush-seconds", "3600"], tmp_path / "log", RAY_ADDRESS=cluster)
-    driver.until(lambda: "4 decoded, 4 encoded" in driver.output, "four more that are encoded")
-    assert n_rows(cache) == 6
+    encoded = re.compile(r"(\d+) encoded")
+    driver.until(lambda: max(map(int, encoded.findall(driver.output)), default=0) >= 3, "more that are encoded")
+    assert n_rows(cache) == before
     os.kill(driver.pid, signal.SIGTERM)
     assert driver.wait() == 130, driver.output
     assert "what is done is written first" in driver.output
-    assert len(visible.check(cache)) == 10
+    assert len(visible.check(cache)) >= before + 3
 
 
 def n_rows(cache: Path) -> int:

@@ -116,11 +116,11 @@ def test_no_more_is_taken_than_writers_have_to_do_and_one_that_is_killed_loses_n
     with ray_here({"num_cpus": 2}):
         flow = Flow(None, 2, partial(start_actors, Gated, Stage(0, 0, 1, "one"), (gate,)))
         with Shards(flow, age_s=3600) as shards:
-            (writer,) = shards._writers
             for number in range(6):  # a shard that is written, one that is next, and one that waits for its place
                 assert shards.has_room()
                 shards.take(Part([ray.put(part(f"v{number}").tables[0])], 1))
             assert not shards.has_room() and list(shards.written(wait_s=0)) == []
+            (writer,) = shards._writers
             ray.kill(writer, no_restart=False)
             gate.touch()
             done = sorted(shards.rest(within_s=60), key=lambda shard: shard.number)
