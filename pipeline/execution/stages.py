@@ -26,6 +26,9 @@ MAX_BLOCKS = 20_000
 # Rows go on one by one, however many one task makes: none waits for others that are still to be made, and what is one
 # row is one block, whoever runs the task again.
 BLOCK_BYTES = 1
+# A task stops after so many blocks that the driver has not taken, which it does ten times a second: after Ray's two a
+# decoder would stand still. Nothing public sets it.
+BLOCKS_AHEAD = 4
 
 
 class StageWords(NamedTuple):
@@ -163,3 +166,4 @@ def configure_ray_data() -> None:
     context.print_on_execution_start = False
     context.max_errored_blocks = 0
     context.target_max_block_size = BLOCK_BYTES
+    context._max_num_blocks_in_streaming_gen_buffer = BLOCKS_AHEAD

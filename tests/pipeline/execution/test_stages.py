@@ -7,6 +7,7 @@ import ray.data
 from pipeline.execution.heartbeat import DEATHS
 from pipeline.execution.stages import (
     BLOCK_BYTES,
+    BLOCKS_AHEAD,
     OOM_RETRIES,
     RESTARTS,
     TASK_RETRIES,
@@ -61,11 +62,12 @@ def test_actors_are_options_of_map_batches():
 
 def test_ray_data_shows_nothing_and_swallows_nothing():
     context = ray.data.DataContext.get_current()
-    before = context.enable_progress_bars, context.max_errored_blocks, context.target_max_block_size
+    before = dict(vars(context))
     try:
         context.max_errored_blocks = 7
         configure_ray_data()
         assert (context.enable_progress_bars, context.max_errored_blocks) == (False, 0)
         assert context.target_max_block_size == BLOCK_BYTES
+        assert context._max_num_blocks_in_streaming_gen_buffer == BLOCKS_AHEAD
     finally:
-        context.enable_progress_bars, context.max_errored_blocks, context.target_max_block_size = before
+        vars(context).update(before)
