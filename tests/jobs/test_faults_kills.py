@@ -180,7 +180,9 @@ def test_what_was_encoded_survives_a_kill_by_its_age_and_a_request_to_end_at_onc
     assert before >= 10
 
     stuck.write_text("8")  # fewer than make a shard
-    driver = Driver([*argv, "--flush-seconds", "3600"], tmp_path / "log of the second", RAY_ADDRESS=cluster)
+    log = tmp_path / "log of the second"  # whose output is looked at before it says anything
+    log.touch()
+    driver = Driver([*argv, "--flush-seconds", "3600"], log, RAY_ADDRESS=cluster)
     encoded = re.compile(r"(\d+) encoded")
     driver.until(lambda: max(map(int, encoded.findall(driver.output)), default=0) >= 3, "more that are encoded")
     assert n_rows(cache) == before
