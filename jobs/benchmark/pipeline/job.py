@@ -32,7 +32,7 @@ _NODE = {"num_cpus": 2, "object_store_memory": 512 * 2**20, "include_dashboard":
 
 @dataclass(frozen=True)
 class SleepingSetup(EncodeSetup):
-    """What a sleeping encoder needs to know: the seconds that a video takes, too."""
+    """Tell a sleeping encoder what every encoder needs to know, and the seconds that a video takes."""
 
     work_s: float = 0.0
 

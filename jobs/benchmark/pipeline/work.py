@@ -17,7 +17,7 @@ LOOP, JOB, SINGLE, DECODE = "plain loop", "job", "single process", "decode alone
 
 @dataclass(frozen=True)
 class Work:
-    """What a child process is to do.
+    """Describe what a child process is to do.
 
     Attributes:
         kind: LOOP is a DataLoader with workers, SINGLE one without, DECODE that stage of the JOB.
