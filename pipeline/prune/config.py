@@ -122,7 +122,10 @@ class PruneConfig(PrunerOptions):
         None, "Qwen models: cap long videos as the stock processors do with cap_pixels_per_frame", metavar="N"
     )
     decoder: str = option(
-        "auto", "auto, decord, pyav, or the import path module:Class of a decoder", metavar="DECODER", group="decoding"
+        "auto",
+        "auto, pyav, decord, torchcodec, or the import path module:Class of a decoder",
+        metavar="DECODER",
+        group="decoding",
     )
     decode_timeout: float = option(
         120.0, "seconds one video may take to decode before it is given up; less than --stall-timeout", metavar="S"

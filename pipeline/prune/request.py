@@ -229,8 +229,9 @@ def _check_decoder(name: str) -> None:
         decoder = load_decoder(name)
         if not (isinstance(decoder, type) and hasattr(decoder, "read") and hasattr(decoder, "close")):
             raise AttributeError("it is no decoder: a class with read and close")
-    except (KeyError, ImportError, AttributeError) as error:
-        raise UsageError(f"--decoder {name}: {error}; known: auto, {', '.join(DECODERS)}, module:Class") from error
+    except (KeyError, ImportError, AttributeError, OSError, RuntimeError) as error:
+        said = str(error).strip().split("\n", 1)[0]  # torchcodec's goes on for pages
+        raise UsageError(f"--decoder {name}: {said}; known: auto, {', '.join(DECODERS)}, module:Class") from error
 
 
 def sampling_of(config: PruneConfig, max_frames: int) -> Sampling:

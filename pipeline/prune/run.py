@@ -24,7 +24,7 @@ from pipeline.prune.resume import another_attempt, remaining, said_of_the_rest, 
 from pipeline.prune.summary import Summary, summarise
 from pipeline.storage.lock import Lock
 
-_RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord")
+_RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord", "torchcodec")
 
 
 def prune_videos(config: PruneConfig, console: Console) -> Summary:

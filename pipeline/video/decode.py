@@ -35,7 +35,8 @@ from pipeline.video.sampling import Sampling, choose_frames, clip_range, count_r
 
 #: Gives an array of the shape [T,h,w,3] for the frames of a video.
 Allocate = Callable[[tuple[int, ...]], Frames]
-_FFMPEG_LINE = re.compile(rb"^\[[^\]]+ @ 0x[0-9a-f]+\]", re.MULTILINE)
+# A line of FFmpeg's log, but for one: decoding that begins at an open group is told to forget frames it never had.
+_FFMPEG_LINE = re.compile(rb"^\[[^\]]+ @ 0x[0-9a-f]+\] (?!mmco: unref short failure)", re.MULTILINE)
 _CREDENTIALS = re.compile(r"(\w+://)[^/@\s]+@")
 _TORCH_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|alloc_cpu", re.IGNORECASE)
 
@@ -63,7 +64,7 @@ class DecodeRequest:
         preprocessor: what size they get.
         start_s: start of the clip in seconds; None for the start of the video.
         end_s: end of the clip in seconds, not included; None for the end of the video.
-        decoder: "auto" (decord where it is known to be right, else PyAV), "decord" (PyAV where it fails), "pyav", or
+        decoder: "auto" or "pyav" (PyAV), "decord" or "torchcodec" (PyAV where they fail or are known to be wrong), or
             the import path "package.module:Class" of a ``pipeline.video.decoders.FrameDecoder``, which has no fallback.
 
     Raises ValueError for an unknown decoder.
@@ -99,14 +100,14 @@ class DecodedVideo:
         source_width: pixels, as shown.
         source_height: pixels, as shown.
         codec: of the video stream, as FFmpeg calls it.
-        backend: the decoder that served: "decord", "pyav" or an import path.
+        backend: the decoder that served: a name of ``decoders.DECODERS`` or an import path.
         backend_version: its version.
         backend_note: why the decoder tried first did not serve; empty where it did.
         decode_warnings: lines FFmpeg logged as errors while it read the file; above 0, frames may be damaged.
         source_size: bytes of the file.
         source_hash: "blake2b:" and the 16 byte digest of the whole file in hex.
         seconds: what decoding took, from opening the file on.
-        attempts: child processes it took (2 where decord took the first one down).
+        attempts: child processes it took (2 where another library than PyAV took the first one down).
     """
 
     frames: Frames
@@ -177,11 +178,22 @@ def _decode(request: DecodeRequest, announce: Callable[[str], None], allocate: A
     missing = missing_bytes(path, demuxer)
     if missing:
         raise VideoFault("corrupt", f"the file is cut off: {missing} of its {size + missing} bytes are missing")
-    index, note = probe(path, demuxer), ""
-    *preferred, last = decoders_for(request.decoder, index)
+    index = probe(path, demuxer)
+    assert index.packets is not None
+    with closing(index.packets):
+        video = _read_by_any(request, index, announce, allocate)
+    return replace(video, source_size=size, source_hash=digest)
+
+
+def _read_by_any(
+    request: DecodeRequest, index: VideoIndex, announce: Callable[[str], None], allocate: Allocate
+) -> DecodedVideo:
+    """Read with the first decoder for the request that can; the last one's error is the video's."""
+    note = ""
+    *preferred, last = decoders_for(request.decoder)
     for name in preferred:
         try:
-            return replace(_read(request, index, name, announce, allocate), source_size=size, source_hash=digest)
+            return _read(request, index, name, announce, allocate)
         except Exception as error:  # noqa: BLE001 - whatever ails the preferred decoder, the other one reads the file
             note = f"{name}: {_text(error)}"
     try:
@@ -191,7 +203,7 @@ def _decode(request: DecodeRequest, announce: Callable[[str], None], allocate: A
             raise
         note = note or f"index made by decoding: {error}"
         video = _read(request, scan(index), last, announce, allocate)
-    return replace(video, source_size=size, source_hash=digest, backend_note=note)
+    return replace(video, backend_note=note)
 
 
 def _decode_folder(

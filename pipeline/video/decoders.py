@@ -1,28 +1,36 @@
-"""What delivers the pixels of chosen frames: decord where it is right, PyAV for everything, or a user's own class."""
+"""What delivers the pixels of chosen frames: PyAV, another library that was asked for, or a user's own class."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import av
+import av.filter
 import numpy as np
+from av.video.frame import PictureType
+from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
 from gstep.lazy import LazyTable, load_object
-from pipeline.video.probe import IndexMismatch, Orientation, VideoIndex, decoded_frames, open_container, prepared
+from pipeline.video.probe import IndexMismatch, Orientation, VideoIndex
 
 Frames = NDArray[np.uint8]
 
 DECODERS: LazyTable = LazyTable(
-    "decoder", {"decord": "pipeline.video.decoders:DecordDecoder", "pyav": "pipeline.video.decoders:PyavDecoder"}
+    "decoder",
+    {
+        "pyav": "pipeline.video.decoders:PyavDecoder",
+        "decord": "pipeline.video.decord_decoder:DecordDecoder",
+        "torchcodec": "pipeline.video.torchcodec_decoder:TorchcodecDecoder",
+    },
 )
-_LIBRARIES = {"decord": "decord", "pyav": "av"}  # by the names of their packages
+_LIBRARIES = {"pyav": "av", "decord": "decord", "torchcodec": "torchcodec"}  # by the names of their packages
 _CHUNK_FRAMES = 8
 _CHUNK_BYTES = 64 * 2**20
-_SEEK_GAIN = 12  # frames: reading on is cheaper than a seek that skips fewer
-_SEEKABLE = ("mov", "matroska")  # elsewhere FFmpeg may land behind the keyframe that was asked for
 
 
 class FrameDecoder(Protocol):
@@ -72,35 +80,8 @@ def chunk_length(height: int, width: int) -> int:
     return max(1, min(_CHUNK_FRAMES, _CHUNK_BYTES // (height * width * 3)))
 
 
-class DecordDecoder:
-    """decord, one thread. It opens files without saying which demuxer, so only sniffed files may reach it.
-
-    Raises decord's DECORDError for what it cannot read, and IndexMismatch where it counts other frames than the index.
-    """
-
-    def __init__(self, index: VideoIndex) -> None:
-        import decord  # noqa: PLC0415 - not there on every platform
-
-        decord.logging.set_level(decord.logging.ERROR)
-        self.version = str(decord.__version__)
-        self._chunk = chunk_length(index.height, index.width)
-        # fault_tol: an error for the first damaged frame, instead of a silent copy of its neighbour.
-        self._video = decord.VideoReader(index.path, ctx=decord.cpu(0), num_threads=1, fault_tol=1e-6)
-        if len(self._video) != len(index.timestamps):
-            raise IndexMismatch(f"decord counts {len(self._video)} frames, the file lists {len(index.timestamps)}")
-
-    def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
-        """See ``FrameDecoder.read``."""
-        for start in range(0, len(indices), self._chunk):
-            yield self._video.get_batch(indices[start : start + self._chunk].tolist()).asnumpy()
-
-    def close(self) -> None:
-        """Release the file."""
-        del self._video
-
-
 class PyavDecoder:
-    """PyAV, one thread. It seeks only forward, and only over enough frames to be worth it.
+    """PyAV, one thread, from the packets that made the index: of those, only what the frames asked for need.
 
     Raises IndexMismatch where a frame of the index does not come out of the decoder.
     """
@@ -108,14 +89,15 @@ class PyavDecoder:
     version = str(av.__version__)
 
     def __init__(self, index: VideoIndex) -> None:
+        assert index.packets is not None
         self._index = index
-        self._container: Any = open_container(index.path, index.demuxer)
-        self._stream = prepared(self._container.streams[index.stream])
+        self._packets = index.packets
+        self._reformatter = VideoReformatter()
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
         """See ``FrameDecoder.read``. Frames of another size than the first one are scaled to it."""
         index = self._index
-        frames = self._by_count(indices) if index.pts is None else self._by_time(index.pts, indices)
+        frames = self._by_count(indices) if index.pts is None else self._by_time(index.pts[indices].tolist())
         step = chunk_length(index.height, index.width)
         for start in range(0, len(indices), step):
             chunk = np.empty((min(step, len(indices) - start), index.height, index.width, 3), dtype=np.uint8)
@@ -124,8 +106,7 @@ class PyavDecoder:
             yield chunk
 
     def close(self) -> None:
-        """Release the file."""
-        self._container.close()
+        """Leave the packets to the index."""
 
     def _pixels(self, frame: Any) -> Frames:
         """[H,W,3] as shown."""
@@ -133,14 +114,17 @@ class PyavDecoder:
         width, height = index.width, index.height
         if index.orientation.transpose:
             width, height = height, width
-        stored: Frames = frame.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
-        return turned(stored, index.orientation)
+        if frame.interlaced_frame:
+            frame = _without_fields(frame)
+        # One reformatter and one thread: for each frame, FFmpeg would set up a scaler with a thread for every core.
+        stored: Any = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BICUBIC", threads=1)
+        return turned(stored.to_ndarray(), index.orientation)
 
     def _by_count(self, indices: NDArray[np.int64]) -> Iterator[Any]:
         """The decoded frames number ``indices`` of the file, read from its beginning."""
         wanted: list[int] = indices.tolist()
         found = 0
-        for number, frame in enumerate(decoded_frames(self._container, self._stream)):
+        for number, frame in enumerate(self._packets.decoded(0, len(self._packets.table))):
             if number == wanted[found]:
                 yield frame
                 found += 1
@@ -148,38 +132,54 @@ class PyavDecoder:
                     return
         raise IndexMismatch(f"frame {wanted[found]} does not come out of the decoder")
 
-    def _by_time(self, pts: NDArray[np.int64], indices: NDArray[np.int64]) -> Iterator[Any]:
-        """The decoded frames whose presentation times are ``pts[indices]``, skipping groups of pictures by seeking."""
-        position, found = -1, 0
-        while found < len(indices):
-            self._seek(pts, position, int(indices[found]))
-            for frame in decoded_frames(self._container, self._stream):
-                target = int(indices[found])
-                if frame.pts is None or frame.pts < pts[target]:
+    def _by_time(self, times: Sequence[int]) -> Iterator[Any]:
+        """The decoded frames whose presentation times are ``times``, from no more packets than they need."""
+        table = self._packets.table
+        for run in self._packets.runs(times):
+            missing = deque(run.times)
+            for frame in self._packets.decoded(run.start, run.stop, run.times):
+                if run.start and frame.pts == table[run.start].pts and not _starts_a_group(frame):
+                    raise IndexMismatch(f"the frame at {frame.pts} is no keyframe, as the file says")
+                if frame.pts is None or frame.pts < missing[0]:
                     continue
-                if frame.pts > pts[target]:
-                    raise IndexMismatch(f"frame {target} does not come out of the decoder")
-                yield frame
-                position, found = target, found + 1
-                if found == len(indices) or self._keyframe_ahead(pts, position, int(indices[found])) is not None:
+                if frame.pts > missing[0]:
                     break
-            else:
-                raise IndexMismatch(f"frame {indices[found]} does not come out of the decoder")
+                missing.popleft()
+                yield frame
+                if not missing:
+                    break
+            if missing:
+                raise IndexMismatch(f"the frame at {missing[0]} does not come out of the decoder")
 
-    def _seek(self, pts: NDArray[np.int64], position: int, target: int) -> None:
-        keyframe = self._keyframe_ahead(pts, position, target)
-        if keyframe is not None:
-            self._container.seek(int(self._index.seek_times[keyframe]), stream=self._stream)
 
-    def _keyframe_ahead(self, pts: NDArray[np.int64], position: int, target: int) -> int | None:
-        """The last keyframe up to frame ``target``, if it lies far enough behind frame ``position``; else None."""
-        if self._index.demuxer not in _SEEKABLE:
-            return None
-        keyframe = int(np.searchsorted(self._index.keyframes, pts[target], side="right")) - 1
-        if keyframe < 0:
-            return None
-        skipped = int(np.searchsorted(pts, self._index.keyframes[keyframe])) - position - 1
-        return keyframe if skipped >= _SEEK_GAIN else None
+def _without_fields(frame: Any) -> Any:
+    """The frame without its mark of two fields, so that its colours are scaled as those of one picture.
+
+    The models' own loaders (decord, torchcodec) do so; FFmpeg would scale them field by field.
+    """
+    graph = av.filter.Graph()
+    source = graph.add_buffer(
+        width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base or Fraction(1, 25)
+    )
+    graph.link_nodes(source, graph.add("setfield", "prog"), graph.add("buffersink")).configure()
+    graph.push(frame)
+    return graph.pull()
+
+
+def _starts_a_group(frame: Any) -> bool:
+    """Whether a decoded frame needs no other one."""
+    return bool(frame.key_frame) or frame.pict_type in (PictureType.I, PictureType.SI, PictureType.BI)
+
+
+def wrong_elsewhere(index: VideoIndex) -> str:
+    """Why other libraries would deliver other frames of this file than a player shows; empty where they do not."""
+    if index.packets is None or index.pts is None:
+        return "the file has no timestamps"
+    if index.demuxer not in ("mov", "matroska"):
+        return "it is neither MP4 nor Matroska"
+    if any(packet.discard for packet in index.packets.table):
+        return "it has an edit list"
+    return "its parameters change on the way" if index.packets.parameters_change else ""
 
 
 def turned(frame: Frames, orientation: Orientation) -> Frames:
@@ -191,8 +191,8 @@ def turned(frame: Frames, orientation: Orientation) -> Frames:
     return frame[rows, columns]
 
 
-def decoders_for(decoder: str, index: VideoIndex) -> Sequence[str]:
-    """Names of the decoders to try for ``decoder`` ("auto", "decord", "pyav" or an import path), the best one first."""
+def decoders_for(decoder: str) -> Sequence[str]:
+    """Names of the decoders to try for ``decoder`` (auto, a name of DECODERS or an import path), the best one first."""
     if decoder == "auto":
-        return ("pyav",) if index.not_for_decord else ("decord", "pyav")
-    return ("decord", "pyav") if decoder == "decord" else (decoder,)
+        return ("pyav",)
+    return (decoder, "pyav") if decoder in DECODERS and decoder != "pyav" else (decoder,)

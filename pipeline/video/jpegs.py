@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from pipeline.errors import VideoFault
 from pipeline.video.decoders import Frames, chunk_length
 from pipeline.video.frame_folders import FIRST_FRAME, frame_names, frame_rate, read_frame
-from pipeline.video.probe import MAX_PIXELS, Orientation, VideoIndex
+from pipeline.video.packets import MAX_PIXELS
+from pipeline.video.probe import Orientation, VideoIndex
 
 #: The decoder of such folders, by which videos record it. No other one reads them, whatever was asked for.
 JPEGS = "pipeline.video.jpegs:JpegDecoder"
@@ -32,7 +33,6 @@ def index_frames(path: str) -> VideoIndex:
             "in frames_fps3/NAME",
         )
     names, first = frame_names(path), _decoded(path, FIRST_FRAME)
-    none = np.zeros(0, dtype=np.int64)
     return VideoIndex(
         path=path,
         demuxer="",
@@ -41,13 +41,12 @@ def index_frames(path: str) -> VideoIndex:
         width=first.width,
         height=first.height,
         orientation=Orientation(),
+        pixel_format=first.format.name,
         timestamps=np.arange(1, len(names) + 1) / rate,
         pts=None,
-        keyframes=none,
-        seek_times=none,
+        keyframes=np.zeros(0, dtype=np.int64),
         fps=rate,
         duration_s=(len(names) + 1) / rate,
-        not_for_decord="it is a folder of frames",
     )
 
 

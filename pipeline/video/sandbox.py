@@ -32,11 +32,12 @@ from typing import Any
 from pipeline.errors import FaultClass, VideoFault
 from pipeline.video import decode
 from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video, fault_of
+from pipeline.video.decoders import decoders_for
 from pipeline.video.shared_frames import SharedFrames, mapped
 
 _LOG = logging.getLogger(__name__)
 _START_S = 120.0  # for a child to come up; the first one waits for the imports of the fork server
-_PRELOAD = ["numpy", "torch", "av", "decord", decode.__name__]  # by name; decord need not be there
+_PRELOAD = ["numpy", "torch", "av", decode.__name__]
 _SECRET_NAMES = ("AWS_", "AZURE_", "GOOGLE_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _SECRET_PARTS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "API_KEY", "ACCESS_KEY", "PRIVATE_KEY")
 
@@ -70,7 +71,7 @@ class DecodeSandbox:
             self._child = None
 
     def decode(self, request: DecodeRequest, descriptor: int | None = None) -> DecodedVideo:
-        """Decode one video in the child; see ``decode_video``. Where decord takes the child down, PyAV tries again.
+        """Decode one video in the child; see ``decode_video``. Where another library ends the child, PyAV tries again.
 
         ``descriptor`` is an open file to be read instead of ``request.path``. It stays the caller's; the child closes
         its own copy before it answers.
@@ -85,7 +86,7 @@ class DecodeSandbox:
         try:
             return self._attempt(request, descriptor, deadline)
         except VideoFault as fault:
-            if fault.fault_class != "crash" or fault.backend != "decord":
+            if fault.fault_class != "crash" or len(decoders_for(fault.backend or "auto")) == 1:
                 raise
             first = fault
         try:
@@ -93,7 +94,7 @@ class DecodeSandbox:
         except VideoFault as fault:
             fault.attempts = 2
             raise
-        return replace(video, attempts=2, backend_note=f"decord: {first.message}")
+        return replace(video, attempts=2, backend_note=f"{first.backend}: {first.message}")
 
     def _attempt(self, request: DecodeRequest, descriptor: int | None, deadline: float) -> DecodedVideo:
         child = self._ready_child()
@@ -259,8 +260,6 @@ def _confine(memory_mb: int) -> str:
     _end_with_parent()
     strip_credentials(os.environ)
     torch.set_num_threads(1)
-    with suppress(ImportError):
-        import decord  # noqa: F401, PLC0415
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     return _limit_memory(memory_mb)
 

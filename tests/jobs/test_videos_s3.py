@@ -102,7 +102,7 @@ def test_a_folder_on_s3_by_workers_that_have_no_credentials_of_their_own(
     assert opened.video_ids == ["big.mp4", *names] and opened.failed == {"empty.mp4": "unsupported"}
     for name, clip in zip(names, clips(), strict=True):
         row = opened.metadata(name)
-        assert (row["uri"], row["backend"]) == (server.uri(f"all/{name}"), "decord")
+        assert (row["uri"], row["backend"]) == (server.uri(f"all/{name}"), "pyav")
         assert (row["source_size"], row["source_hash"]) == fingerprint(clip)
     assert opened.metadata("big.mp4")["source_size"] > BIG
     videos = ["big.mp4", "empty.mp4", *names]

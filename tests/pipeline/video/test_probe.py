@@ -23,7 +23,7 @@ def test_cover_art_is_no_video(tmp_path):
 
 def test_huge_frames_are_refused_before_they_are_decoded(tmp_path, monkeypatch):
     path = write_clip(tmp_path / "a.mp4", count=2)
-    monkeypatch.setattr("pipeline.video.probe.MAX_PIXELS", 64 * 96 - 1)
+    monkeypatch.setattr("pipeline.video.packets.MAX_PIXELS", 64 * 96 - 1)
     with pytest.raises(VideoFault, match="larger than") as caught:
         index_of(path)
     assert caught.value.fault_class == "unsupported"
@@ -38,7 +38,7 @@ def test_an_index_is_found_without_decoding_and_decoding_finds_the_same(tmp_path
     assert places[0] == 0 and np.diff([*places, 30]).max() <= 10
     decoded = scan(index)
     assert np.array_equal(decoded.timestamps, index.timestamps) and decoded.duration_s == index.duration_s
-    assert decoded.pts is None and decoded.not_for_decord  # frames that were counted cannot be told by their times
+    assert decoded.pts is None  # frames that were counted cannot be told by their times
 
 
 def test_a_file_that_does_not_hold_the_half_of_what_it_promises_is_corrupt(tmp_path):

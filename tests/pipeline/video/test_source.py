@@ -91,7 +91,7 @@ def test_faults_name_the_object_and_not_where_it_lies(server, place, clip):
 def test_what_took_decord_down_is_read_again_from_the_same_bytes(server, place, tmp_path):
     uri = server.upload("killer.mp4", decord_killer(tmp_path / "a.mp4").read_bytes())
     with DecodeSandbox() as sandbox:
-        video = decode(sandbox, server, uri, request())
+        video = decode(sandbox, server, uri, request("decord"))
     assert (video.backend, video.attempts) == ("pyav", 2) and "SIGABRT" in video.backend_note
     assert server.counts() == {"GET": 1}
 
@@ -109,8 +109,8 @@ def test_nothing_stays_open_in_parent_or_child(server, clip, tmp_path):
             fault_of(sandbox, server, text, request())
             fault_of(sandbox, server, good, request("Raising"))
         told = fault_of(sandbox, server, good, request("Leaving"))
-        assert json.loads(told.message)["files"] == [good]  # its own, and none of an earlier video
-        decode(sandbox, server, killer, request())
+        assert json.loads(told.message)["files"] == [good, good]  # handed over and opened, and none of an earlier video
+        decode(sandbox, server, killer, request("decord"))
         assert fault_of(sandbox, server, good, request("Aborting")).fault_class == "crash"
         decode(sandbox, server, good, request())
         assert sandbox._child is not None and memory_files(sandbox._child.process.pid) == []

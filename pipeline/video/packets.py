@@ -1,0 +1,230 @@
+"""The packets of a video file, read once: they are its index, and what a decoder is given of it."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import dropwhile, islice
+from typing import Any, NamedTuple
+
+import av
+from av.codec.context import Flags
+from av.error import InvalidDataError
+from av.stream import Disposition
+
+from pipeline.errors import VideoFault
+
+MAX_PIXELS = 8192 * 8192  # of a frame: one RGB frame is 200 MB there
+_MOST_KEPT = 256 * 2**20  # bytes of packets; those of larger files are read a second time
+_OVERHEAD = 600  # bytes that PyAV and FFmpeg take for a packet beside its data
+_NOT_A_VIDEO = Disposition.attached_pic | Disposition.timed_thumbnails
+_SEEKABLE = ("mov", "matroska")  # elsewhere FFmpeg may land behind the keyframe that was asked for
+# Codecs whose keyframes are marked by FFmpeg's own parser, whatever the container says.
+_PARSED = ("h264", "hevc", "mpeg1video", "mpeg2video", "mpeg4")
+_SKIPPING = ("h264", "hevc", "mpeg1video", "mpeg2video")  # codecs that say truly which frames nothing refers to
+_HEAD = 1024  # bytes of a packet, among which parameter sets stand
+_HEVC_PARAMETERS = re.compile(rb"\x42\x01(.)", re.DOTALL)  # a sequence parameter set; then its number of sub-layers
+
+
+class PacketInfo(NamedTuple):
+    """What the container says of one packet; times in the stream's ticks."""
+
+    pts: int | None
+    dts: int | None
+    duration: int
+    keyframe: bool
+    discard: bool
+
+
+class Run(NamedTuple):
+    """Packets number ``start`` to ``stop`` - 1, from which the frames shown at ``times`` (ascending) can be decoded."""
+
+    start: int
+    stop: int
+    times: tuple[int, ...]
+
+
+class VideoPackets:
+    """The packets of the video stream of a file, in the file's order. Close it after use.
+
+    Attributes:
+        demuxer: name of FFmpeg's demuxer, as ``containers.sniff`` gave it.
+        stream: PyAV's stream; its codec context decodes.
+        codec: the codec's own name ("av1", "vp9"), not that of the library which decodes it ("libdav1d").
+        start_time: of the container, microseconds; None where it has none.
+        n_streams: how many video streams the file has.
+        table: what the container says of each packet.
+        parameters_change: whether the container gives the decoder new parameters on the way.
+
+    Raises VideoFault (see ``pick_stream``) or an error of PyAV's.
+    """
+
+    def __init__(self, path: str, demuxer: str) -> None:
+        self.demuxer = demuxer
+        self._path = path
+        self._container = open_container(path, demuxer)
+        self._again: Any = None  # the container where it was opened a second time, and the number of its next packet
+        self._next = 0
+        self._kept: list[Any] | None = []
+        try:
+            self.stream = pick_stream(self._container)
+            self.codec = str(self.stream.codec_context.codec.canonical_name)
+            self.start_time: int | None = self._container.start_time
+            self.n_streams = len(self._container.streams.video)
+            self.table: list[PacketInfo] = []
+            self.parameters_change = False
+            self._sub_layers: set[int] = _sub_layers(self.stream.codec_context.extradata or b"")
+            self._read()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the file and forget the packets."""
+        self._kept = []
+        self._container.close()
+        if self._again is not None:
+            self._again.close()
+
+    def first_frame(self) -> Any:
+        """The first frame that comes out of the decoder; None where none does."""
+        tries = (next(self.decoded(0, stop), None) for stop in (1, len(self.table)))
+        return next((frame for frame in tries if frame is not None), None)
+
+    def decoded(self, start: int, stop: int, wanted: Sequence[int] | None = None) -> Iterator[Any]:
+        """The frames of packets number ``start`` to ``stop`` - 1, as they are shown one after another.
+
+        Damaged packets give none (FFmpeg has logged that). Of the frames that are not shown at one of the ``wanted``
+        times, those to which no other refers are left out where the codec marks them; None: all are wanted.
+        """
+        codec = self.stream.codec_context
+        codec.flush_buffers()
+        skips = wanted is not None and self._tells_references()
+        times = frozenset(wanted or ())
+        try:
+            for packet in self.between(start, stop):
+                if skips:
+                    codec.skip_frame = "DEFAULT" if packet.pts in times else "NONREF"
+                yield from _frames_of(codec, packet)
+        finally:
+            codec.skip_frame = "DEFAULT"  # or the frames that the decoder still holds would be lost
+        yield from _frames_of(codec, None)
+
+    def runs(self, times: Sequence[int]) -> Iterator[Run]:
+        """The packets to decode for the frames that are shown at ``times`` (ascending), each run from a keyframe on.
+
+        A frame that is shown before a keyframe and stored behind it needs the keyframe before that one.
+        """
+        place = {packet.pts: number for number, packet in enumerate(self.table) if not packet.discard}
+        keys = [n for n, p in enumerate(self.table) if p.keyframe and p.pts is not None] if self._can_jump() else []
+        run = Run(0, 0, ())
+        for time in times:
+            last = place[time]
+            before = reversed(keys[: bisect_right(keys, last)])
+            start = next((n for n in before if (self.table[n].pts or 0) <= time), 0)
+            if run.times and start > run.stop:
+                yield run
+                run = Run(start, start, ())
+            run = Run(run.start if run.times else start, max(run.stop, last + 1), (*run.times, time))
+        yield run
+
+    def between(self, start: int, stop: int) -> Iterator[Any]:
+        """Packets number ``start`` to ``stop`` - 1."""
+        if self._kept is not None:
+            return iter(self._kept[start:stop])
+        return islice(self._read_again(start), stop - start)
+
+    def _can_jump(self) -> bool:
+        """Whether the decoder can begin at any keyframe."""
+        return not self.parameters_change and (self.demuxer in _SEEKABLE or self.codec in _PARSED)
+
+    def _tells_references(self) -> bool:
+        """Whether the codec marks the frames to which no other refers.
+
+        In HEVC with sub-layers, those marked so may be referred to by a higher layer.
+        """
+        return self.codec in _SKIPPING and (self.codec != "hevc" or self._sub_layers == {1})
+
+    def _read(self) -> None:
+        """Fill the table, and keep the packets while they are few."""
+        size = 0
+        for packet in self._container.demux(self.stream):
+            if not packet.size:
+                continue
+            self.table.append(
+                PacketInfo(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe, packet.is_discard)
+            )
+            self.parameters_change = self.parameters_change or packet.has_sidedata("new_extradata")
+            if self.codec == "hevc" and packet.is_keyframe:
+                self._sub_layers |= _sub_layers(memoryview(packet)[:_HEAD])
+            size += packet.size + _OVERHEAD
+            if size > _MOST_KEPT:
+                self._kept = None
+            elif self._kept is not None:
+                self._kept.append(packet)
+
+    def _read_again(self, start: int, may_seek: bool = True) -> Iterator[Any]:
+        """The packets from number ``start`` on, by seeking where that is sure to arrive, else by reading on."""
+        if self._again is None or start < self._next:
+            self._again, self._next = open_container(self._path, self.demuxer), 0
+        stream = self._again.streams[self.stream.index]
+        time = self.table[start].pts
+        seeks = may_seek and start > 0 and time is not None and self.demuxer in _SEEKABLE
+        if seeks:
+            # By presentation time: FFmpeg takes it for one in MP4, and a decoding time leads to the keyframe before.
+            self._again.seek(time, stream=stream)
+        packets = (packet for packet in self._again.demux(stream) if packet.size)
+        skipped = islice(packets, start - self._next, None)
+        self._next = start
+        for packet in dropwhile(lambda packet: packet.pts != time, packets) if seeks else skipped:
+            self._next += 1
+            yield packet
+        if seeks and self._next == start:  # it landed behind the packet, as in files of fragments
+            self._again = None
+            yield from self._read_again(start, may_seek=False)
+
+
+def open_container(path: str, demuxer: str) -> Any:
+    """The file, opened by PyAV with its demuxer forced, and barred from opening anything but files."""
+    return av.open(path, format=demuxer, options={"protocol_whitelist": "file"}, metadata_errors="replace")
+
+
+def pick_stream(container: Any) -> Any:
+    """The video stream that the ffmpeg command line takes: the largest, a default one counting 5 megapixels more.
+
+    Raises VideoFault("unsupported") where there is none (cover art is no video), its codec is unknown or its
+    frames are too large.
+    """
+    streams = [s for s in container.streams.video if not s.disposition & _NOT_A_VIDEO]
+    if not streams:
+        raise VideoFault("unsupported", f"the file holds no video stream{_instead(container)}; leave it out")
+    streams = [s for s in streams if s.codec_context is not None]
+    if not streams:
+        raise VideoFault("unsupported", "no decoder knows the codec of the video stream")
+    stream = max(streams, key=lambda s: s.width * s.height + 5_000_000 * bool(s.disposition & Disposition.default))
+    if stream.width * stream.height > MAX_PIXELS:
+        raise VideoFault("unsupported", f"frames of {stream.width}x{stream.height} are larger than {MAX_PIXELS} pixels")
+    stream.codec_context.thread_count = 1  # the pipeline runs one decoder a core
+    # FFmpeg would leave columns on the left that the file hides, where hiding them costs it the alignment of rows.
+    stream.codec_context.flags |= Flags.unaligned
+    return stream
+
+
+def _instead(container: Any) -> str:
+    kinds = (("audio", container.streams.audio), ("pictures", container.streams.video))
+    found = " and ".join(name for name, streams in kinds if streams)
+    return f", only {found}" if found else ""
+
+
+def _sub_layers(data: bytes | memoryview) -> set[int]:
+    """How many temporal sub-layers the parameter sets in HEVC data may have."""
+    return {1 + (found[1][0] >> 1 & 7) for found in _HEVC_PARAMETERS.finditer(data)}
+
+
+def _frames_of(codec: Any, packet: Any) -> list[Any]:
+    """The frames that a packet completes, or those that the decoder still holds where there is no packet."""
+    try:
+        return list(codec.decode(packet))
+    except InvalidDataError:
+        return []

@@ -1,0 +1,144 @@
+"""Packets are read once, and only those that a chosen frame needs reach the codec; no frame's pixels change by that."""
+
+import numpy as np
+import pytest
+
+from pipeline.video import packets
+from pipeline.video.containers import sniff
+from pipeline.video.decoders import PyavDecoder
+from pipeline.video.packets import VideoPackets, open_container
+from pipeline.video.probe import IndexMismatch, probe
+from tests.pipeline.ffmpeg import make_clip
+from tests.pipeline.videos import numbers, write_clip
+
+SIZE = (120, 160)  # x265 has no temporal layers in smaller frames
+X264 = ("-c:v", "libx264", "-preset", "veryfast", "-pix_fmt", "yuv420p")
+X265 = ("-c:v", "libx265", "-preset", "ultrafast", "-pix_fmt", "yuv420p")
+LAYERED = ("-c:v", "libx265", "-pix_fmt", "yuv420p", "-x265-params")
+#: Groups of pictures as encoders make them; the hard ones are those whose frames need what lies outside their group.
+GROUPS = {
+    "closed.mp4": (*X264, "-g", 12, "-bf", 2, "-x264-params", "scenecut=0"),
+    "one-group.mp4": (*X264, "-g", 250, "-bf", 3),
+    "pyramid.mkv": (*X264, "-g", 40, "-x264-params", "b-pyramid=normal:bframes=8:b-adapt=0"),
+    "open.mp4": (*X264, "-x264-params", "open-gop=1:bframes=3:scenecut=0:keyint=12"),
+    "open.mkv": (*X264, "-x264-params", "open-gop=1:bframes=3:scenecut=0:keyint=12"),
+    "open.ts": (*X264, "-x264-params", "open-gop=1:bframes=3:scenecut=0:keyint=12"),
+    "refresh.mp4": (*X264, "-x264-params", "intra-refresh=1:bframes=0:keyint=15"),
+    "refresh.ts": (*X264, "-x264-params", "intra-refresh=1:bframes=0:keyint=15"),
+    "hevc-open.mp4": (*X265, "-x265-params", "keyint=12:open-gop=1:bframes=4:log-level=none"),
+    "hevc-open.ts": (*X265, "-x265-params", "keyint=12:open-gop=1:bframes=4:log-level=none"),
+    "hevc-layers.mp4": (
+        "-c:v",
+        "libx265",
+        "-pix_fmt",
+        "yuv420p",
+        "-x265-params",
+        "keyint=48:temporal-layers=3:bframes=7:log-level=none",
+    ),
+    "mpeg2.ts": ("-c:v", "mpeg2video", "-g", 12, "-bf", 2),
+    "mpeg2.mpg": ("-c:v", "mpeg2video", "-g", 12, "-bf", 2),
+    "mpeg4.mkv": ("-c:v", "mpeg4", "-g", 12, "-bf", 2),
+    "vp9.webm": ("-c:v", "libvpx-vp9", "-g", 20, "-auto-alt-ref", 1, "-lag-in-frames", 25, "-b:v", "200k"),
+    "fields.ts": ("-c:v", "mpeg2video", "-g", 12, "-bf", 2, "-flags", "+ilme+ildct"),
+    "fragments.mp4": (*X264, "-g", 12, "-movflags", "frag_keyframe+empty_moov"),
+}
+
+
+def index_of(path):
+    return probe(str(path), sniff(path))
+
+
+def chosen(seed, count=90):
+    rng = np.random.default_rng(seed)
+    return [np.sort(rng.choice(count, size, replace=False)) for size in (1, 2, 3, 8, 40)]
+
+
+def read(index, wanted):
+    return np.concatenate(list(PyavDecoder(index).read(wanted)))
+
+
+def straight(path):
+    """Every frame of the file, decoded from its beginning by nothing but PyAV."""
+    with open_container(str(path), sniff(path)) as container:
+        frames = sorted(container.decode(video=0), key=lambda frame: frame.pts)
+        return np.stack([frame.to_ndarray(format="rgb24", interpolation="BICUBIC") for frame in frames])
+
+
+@pytest.mark.parametrize("most_kept", [packets._MOST_KEPT, 0], ids=["kept", "read-again"])
+@pytest.mark.parametrize("name", GROUPS)
+def test_frames_are_those_of_decoding_everything(name, most_kept, tmp_path, monkeypatch):
+    monkeypatch.setattr(packets, "_MOST_KEPT", most_kept)
+    monkeypatch.setattr("pipeline.video.decoders._without_fields", lambda frame: frame)  # compared before conversion
+    path = make_clip(tmp_path / name, *GROUPS[name], count=90, size=SIZE)
+    index = index_of(path)
+    everything = straight(path)
+    assert len(everything) == len(index.timestamps) == 90
+    for wanted in chosen(3):
+        try:
+            assert np.array_equal(read(index, wanted), everything[wanted])
+        except IndexMismatch:  # then the whole file is decoded, and its frames are counted
+            assert name.startswith("refresh")
+
+
+def decoded_count(index, wanted):
+    """How many frames came out of the decoder for those that were wanted."""
+    times = index.pts[wanted].tolist()
+    return sum(1 for run in index.packets.runs(times) for _ in index.packets.decoded(*run))
+
+
+def test_what_no_frame_needs_is_not_decoded(tmp_path):
+    index = index_of(make_clip(tmp_path / "a.mp4", *GROUPS["closed.mp4"], count=96, size=(64, 96)))
+    assert decoded_count(index, [0, 12, 24, 36]) == 4  # keyframes need nothing else
+    assert decoded_count(index, [95]) <= 12
+    assert decoded_count(index, np.arange(96)) == 96
+    one_group = index_of(make_clip(tmp_path / "b.mp4", *GROUPS["one-group.mp4"], count=96, size=(64, 96)))
+    assert 4 <= decoded_count(one_group, [0, 30, 60, 90]) < 80  # frames to which no other refers were left out
+
+
+def test_frames_of_a_layer_that_others_may_refer_to_are_decoded(tmp_path):
+    index = index_of(make_clip(tmp_path / "a.mp4", *GROUPS["hevc-layers.mp4"], count=90, size=SIZE))
+    assert decoded_count(index, [40]) == 1 + max(n for n, p in enumerate(index.packets.table) if p.pts == index.pts[40])
+
+
+def test_a_file_is_opened_once(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr(packets, "open_container", lambda *args: opened.append(args) or open_container(*args))
+    index = index_of(write_clip(tmp_path / "a.mp4"))
+    read(index, np.arange(0, 30, 3))
+    assert len(opened) == 1
+
+
+def test_a_packet_that_is_wrongly_called_a_keyframe_is_found_out(tmp_path):
+    index = index_of(write_clip(tmp_path / "a.mp4", count=60, gop=60, codec_options={"bf": "0", "sc_threshold": "0"}))
+    table = index.packets.table
+    assert sum(packet.keyframe for packet in table) == 1
+    table[30] = table[30]._replace(keyframe=True)
+    with pytest.raises(IndexMismatch, match="does not come out"):
+        read(index, np.array([2, 40]))
+
+
+def test_where_seeking_misses_a_group_the_file_is_read_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(packets, "_MOST_KEPT", 0)
+    index = index_of(write_clip(tmp_path / "a.mp4", count=60, gop=10))
+    monkeypatch.setattr(index.packets, "_again", Astray(open_container(index.path, index.demuxer)))
+    assert numbers(read(index, np.array([25, 45]))) == [25, 45]
+
+
+class Astray:
+    """A container that seeks one group too far."""
+
+    def __init__(self, container):
+        self._container = container
+        self.streams, self.demux, self.close = container.streams, container.demux, container.close
+
+    def seek(self, time, stream):
+        self._container.seek(time + 10 * 512, stream=stream)
+
+
+def test_close_gives_the_file_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(packets, "_MOST_KEPT", 0)
+    held = VideoPackets(str(write_clip(tmp_path / "a.mp4")), "mov")
+    assert numbers([next(held.decoded(0, 30)).to_ndarray(format="rgb24")]) == [0]
+    held.close()
+    held.close()
+    assert list(held.between(0, 30)) == []
