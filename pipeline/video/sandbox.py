@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, MutableMapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import connection, reduction
 from multiprocessing.connection import Connection
@@ -33,7 +33,7 @@ from pipeline.errors import FaultClass, VideoFault
 from pipeline.video import decode
 from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video, fault_of
 from pipeline.video.decoders import decoders_for
-from pipeline.video.shared_frames import SharedFrames, mapped
+from pipeline.video.shared_frames import Handover, ReceivedFrames, SharedFrames
 
 _LOG = logging.getLogger(__name__)
 _START_S = 120.0  # for a child to come up; the first one waits for the imports of the fork server
@@ -100,7 +100,7 @@ class DecodeSandbox:
         child = self._ready_child()
         backend: str | None = None
         try:
-            child.pipe.send(descriptor is not None)
+            child.pipe.send((descriptor is not None, child.received.done()))
             if descriptor is not None:
                 reduction.send_handle(child.pipe, descriptor, child.process.pid)
             child.pipe.send(request)
@@ -110,8 +110,8 @@ class DecodeSandbox:
                 answer = child.pipe.recv()
                 if isinstance(answer, VideoFault):
                     raise answer
-                if isinstance(answer, DecodedVideo):
-                    return _with_frames(answer, child.pipe)
+                if isinstance(answer, tuple):
+                    return child.with_frames(*answer)
                 backend = str(answer)
         except VideoFault:
             raise
@@ -157,6 +157,7 @@ class _Child:
     def __init__(self, memory_mb: int) -> None:
         context = _context()
         self.pipe, theirs = context.Pipe()
+        self.received = ReceivedFrames()
         self.process = context.Process(target=_serve, args=(theirs, memory_mb), name="decode", daemon=True)
         with _no_main_module():
             self.process.start()
@@ -171,12 +172,23 @@ class _Child:
         if note:
             _LOG.warning("%s", note)
 
+    def with_frames(self, video: DecodedVideo, handover: Handover) -> DecodedVideo:
+        """Return the video with the frames that were handed over. Raises OSError where they were not."""
+        descriptor = reduction.recv_handle(self.pipe) if handover.new else None
+        try:
+            shape = len(video.frame_indices), *video.frames.shape[1:]
+            return replace(video, frames=self.received.frames(handover, descriptor, shape))
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
     def end(self) -> None:
         """Kill the process, if it still runs, and reap it."""
         self.process.kill()  # at once: it holds nothing that needs saving, and may be deaf to anything gentler
         self.process.join()
         self.process.close()
         self.pipe.close()
+        self.received.close()
 
     def exit_code(self) -> int | None:
         """How the process ended: negative for a signal."""
@@ -210,12 +222,15 @@ def _context() -> Any:
 def _serve(pipe: Connection, memory_mb: int) -> None:
     """The child: answers requests until the parent closes the pipe or goes away."""
     pipe.send(_confine(memory_mb))
+    shared = SharedFrames()
     while True:
         try:
-            with closing(SharedFrames()) as shared:
-                answer = _answer(pipe, shared)
-                pipe.send(replace(answer, frames=answer.frames[:0]))  # its shape; the pixels stay where they are
-                reduction.send_handle(pipe, shared.sealed(), os.getppid())
+            video = _answer(pipe, shared)
+            handover, descriptor = shared.hand_over()
+            pipe.send((replace(video, frames=video.frames[:0]), handover))  # its shape; the pixels stay where they are
+            if descriptor is not None:
+                reduction.send_handle(pipe, descriptor, os.getppid())
+                os.close(descriptor)
         except (EOFError, BrokenPipeError):
             return
         except VideoFault as fault:
@@ -225,24 +240,17 @@ def _serve(pipe: Connection, memory_mb: int) -> None:
 
 
 def _answer(pipe: Connection, shared: SharedFrames) -> DecodedVideo:
-    with _handed_over(pipe) as path:
+    has_descriptor, done = pipe.recv()
+    shared.reuse(done)
+    with _handed_over(pipe, has_descriptor) as path:
         request = pipe.recv()
         return decode_video(request if path is None else replace(request, path=path), pipe.send, shared.allocate)
 
 
-def _with_frames(video: DecodedVideo, pipe: Connection) -> DecodedVideo:
-    """Return the video with the frames that follow it. Raises OSError where they do not."""
-    descriptor = reduction.recv_handle(pipe)
-    try:
-        return replace(video, frames=mapped(descriptor, (len(video.frame_indices), *video.frames.shape[1:])))
-    finally:
-        os.close(descriptor)
-
-
 @contextmanager
-def _handed_over(pipe: Connection) -> Iterator[str | None]:
+def _handed_over(pipe: Connection, comes: bool) -> Iterator[str | None]:
     """The path by which this process opens the file that comes with the request; None where none comes."""
-    if not pipe.recv():
+    if not comes:
         yield None
         return
     descriptor = reduction.recv_handle(pipe)

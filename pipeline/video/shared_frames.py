@@ -1,4 +1,7 @@
-"""Frames in memory that a decode process fills and the process that asked for them reads, without a copy between."""
+"""Frames in memory that a decode process fills and the process that asked for them reads, without a copy between.
+
+Memory that its reader has done with is filled again: the kernel takes longer to find new pages than to resize a frame.
+"""
 
 from __future__ import annotations
 
@@ -7,50 +10,108 @@ import math
 import mmap
 import os
 import tempfile
+import weakref
 from contextlib import suppress
+from typing import NamedTuple
 
 import numpy as np
 
 from pipeline.video.decoders import Frames
 
+_MOST_IDLE = 64 * 2**20  # bytes of memory kept for the next videos
+
+
+class Handover(NamedTuple):
+    """Says which memory holds the frames of a video: its number, whether it is new, and those that were given up."""
+
+    number: int
+    new: bool
+    dropped: tuple[int, ...]
+
 
 class SharedFrames:
-    """The memory for the frames of one video, in the process that decodes it. Close it after use."""
+    """The memory for frames in the process that decodes, one piece a video."""
 
     def __init__(self) -> None:
-        self._descriptor: int | None = None
+        self._idle: dict[int, mmap.mmap] = {}
+        self._lent: dict[int, mmap.mmap] = {}
+        self._made = 0
+        self._current: tuple[int, mmap.mmap] | None = None
+        self._descriptor: int | None = None  # of the current piece, where its reader does not have it yet
+
+    def reuse(self, numbers: list[int]) -> None:
+        """Fill these pieces again, with which their reader has done."""
+        for number in numbers:
+            self._idle[number] = self._lent.pop(number)
 
     def allocate(self, shape: tuple[int, ...]) -> Frames:
-        """Return an array for [T,h,w,3] frames; one that was given before is no longer shared."""
-        self.close()
-        self._descriptor = _file_in_memory()
-        os.ftruncate(self._descriptor, max(1, math.prod(shape)))
-        return np.frombuffer(mmap.mmap(self._descriptor, 0), np.uint8, math.prod(shape)).reshape(shape)
+        """Return an array for [T,h,w,3] frames; one that was given since the last handover is no longer shared."""
+        self._take_back()
+        size = math.prod(shape)
+        number = min((n for n, m in self._idle.items() if len(m) >= size), key=lambda n: len(self._idle[n]), default=-1)
+        if number >= 0:
+            self._current = number, self._idle.pop(number)
+        else:
+            self._made += 1
+            self._descriptor = _file_in_memory(max(1, size))
+            self._current = self._made, mmap.mmap(self._descriptor, 0)
+        return np.frombuffer(self._current[1], np.uint8, size).reshape(shape)
 
-    def sealed(self) -> int:
-        """Return the descriptor of the memory, which from now on never shrinks under whoever maps it."""
-        assert self._descriptor is not None
-        with suppress(AttributeError, OSError):  # not every platform has seals
-            fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-        return self._descriptor
+    def hand_over(self) -> tuple[Handover, int | None]:
+        """Say where the frames are; a new piece comes with its descriptor, which the caller closes."""
+        assert self._current is not None
+        (number, memory), descriptor = self._current, self._descriptor
+        self._current = self._descriptor = None
+        self._lent[number] = memory
+        dropped = []
+        while sum(map(len, self._idle.values())) > _MOST_IDLE:
+            dropped.append(max(self._idle, key=lambda n: len(self._idle[n])))
+            del self._idle[dropped[-1]]
+        return Handover(number, descriptor is not None, tuple(dropped)), descriptor
+
+    def _take_back(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)  # nobody has seen it
+        elif self._current is not None:
+            self._idle[self._current[0]] = self._current[1]
+        self._current = self._descriptor = None
+
+
+class ReceivedFrames:
+    """The same memory in the process that reads. An array counts as done with once nothing refers to it."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, mmap.mmap] = {}
+        self._done: list[int] = []
 
     def close(self) -> None:
-        """Give the memory back, once nothing maps it. May be called twice."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-        self._descriptor = None
+        """Give the memory back, once no array refers to it. May be called twice."""
+        self._pieces.clear()
 
+    def done(self) -> list[int]:
+        """Return the numbers of the pieces that may be filled again, once."""
+        done = self._done[:]
+        del self._done[: len(done)]
+        return done
 
-def mapped(descriptor: int, shape: tuple[int, ...]) -> Frames:
-    """Return the [T,h,w,3] frames in the memory of ``descriptor``.
+    def frames(self, handover: Handover, descriptor: int | None, shape: tuple[int, ...]) -> Frames:
+        """Return the [T,h,w,3] frames of a video; ``descriptor`` is that of a new piece.
 
-    Raises OSError where it is smaller, or could become so: reading would end this process then.
-    """
-    size = math.prod(shape)
-    if os.fstat(descriptor).st_size < size or not _keeps_its_size(descriptor):
-        raise OSError(f"the decode process handed over less than {size:,} bytes of frames")
-    memory = mmap.mmap(descriptor, max(1, size), flags=mmap.MAP_SHARED | _AT_ONCE)
-    return np.frombuffer(memory, np.uint8, size).reshape(shape)
+        Raises OSError where the memory is smaller, or could become so: reading would end this process then.
+        """
+        size = math.prod(shape)
+        for number in handover.dropped:
+            self._pieces.pop(number, None)
+        if descriptor is not None:
+            if not _keeps_its_size(descriptor):
+                raise OSError("the decode process handed over frames in memory that may shrink")
+            self._pieces[handover.number] = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED | _AT_ONCE)
+        memory = self._pieces.get(handover.number)
+        if memory is None or len(memory) < size:
+            raise OSError(f"the decode process handed over less than {size:,} bytes of frames")
+        frames = np.frombuffer(memory, np.uint8, size)  # all views have this array for their base
+        weakref.finalize(frames, self._done.append, handover.number)
+        return frames.reshape(shape)
 
 
 _AT_ONCE = getattr(mmap, "MAP_POPULATE", 0)  # one call for all pages, not a fault for each
@@ -62,8 +123,14 @@ def _keeps_its_size(descriptor: int) -> bool:
     return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
 
 
-def _file_in_memory() -> int:
+def _file_in_memory(size: int) -> int:
+    """Return the descriptor of so many bytes of memory, which never become fewer under whoever maps them."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("frames", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+        descriptor = os.memfd_create("frames", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    with suppress(AttributeError, OSError):  # not every platform has seals
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return descriptor

@@ -1,56 +1,103 @@
 """Frames in memory that two processes share: the same bytes, and nothing that could end the one who reads them."""
 
 import fcntl
+import gc
 import os
-from contextlib import closing
 
 import numpy as np
 import pytest
 
-from pipeline.video.shared_frames import SharedFrames, mapped
+from pipeline.video import shared_frames
+from pipeline.video.shared_frames import Handover, ReceivedFrames, SharedFrames
 
 SHAPE = (3, 4, 6, 3)
 
 
+def handed_over(shared, received, value, shape=SHAPE):
+    """Frames full of ``value`` as the reader gets them."""
+    shared.allocate(shape)[:] = value
+    handover, descriptor = shared.hand_over()
+    try:
+        return received.frames(handover, descriptor, shape), handover
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
 def test_what_is_put_into_the_array_is_what_another_mapping_reads():
-    with closing(SharedFrames()) as shared:
-        frames = shared.allocate(SHAPE)
-        frames[:] = np.arange(frames.size, dtype=np.uint8).reshape(SHAPE)
-        there = mapped(shared.sealed(), SHAPE)
+    shared = SharedFrames()
+    frames = shared.allocate(SHAPE)
+    frames[:] = np.arange(frames.size, dtype=np.uint8).reshape(SHAPE)
+    handover, descriptor = shared.hand_over()
+    there = ReceivedFrames().frames(handover, descriptor, SHAPE)
+    os.close(descriptor)
     assert np.array_equal(there, frames) and there.flags.writeable and there.flags.c_contiguous
     assert not np.shares_memory(there, frames)  # two mappings of the same pages
     frames[0] = 7
     assert (there[0] == 7).all()
 
 
+def test_memory_is_filled_again_once_nothing_refers_to_its_frames():
+    shared, received = SharedFrames(), ReceivedFrames()
+    first, told = handed_over(shared, received, 1)
+    assert told == Handover(1, True, ())
+    second, told = handed_over(shared, received, 2)
+    assert told.new and received.done() == []
+    part, values = memoryview(first[1:, ::2]), first[2].tolist()
+    del first
+    gc.collect()
+    assert received.done() == []  # a view is left
+    shared.reuse(received.done())
+    other, told = handed_over(shared, received, 3)
+    assert told.new and part.tolist()[1][0] == values[0]
+    del part, second, other
+    gc.collect()
+    done = received.done()
+    assert sorted(done) == [1, 2, 3] and received.done() == []
+    shared.reuse(done)
+    third, told = handed_over(shared, received, 4, (1, 4, 6, 3))
+    assert not told.new and (third == 4).all()
+
+
 def test_a_second_array_takes_the_place_of_the_first():
     """As where the preferred decoder fails half-way."""
-    with closing(SharedFrames()) as shared:
-        shared.allocate(SHAPE)[:] = 1
-        shared.allocate((1, 2, 2, 3))[:] = 2
-        assert mapped(shared.sealed(), (1, 2, 2, 3)).tolist() == np.full((1, 2, 2, 3), 2).tolist()
+    shared, received = SharedFrames(), ReceivedFrames()
+    shared.allocate(SHAPE)[:] = 1
+    frames, told = handed_over(shared, received, 2, (1, 2, 2, 3))
+    assert frames.tolist() == np.full((1, 2, 2, 3), 2).tolist() and told.new
+    del frames
+    shared.reuse(received.done())
+    shared.allocate((1, 2, 2, 3))  # given up before it was handed over, it is idle again
+    assert not handed_over(shared, received, 3, (1, 2, 2, 3))[1].new
+
+
+def test_no_more_memory_is_kept_than_the_next_videos_need(monkeypatch):
+    monkeypatch.setattr(shared_frames, "_MOST_IDLE", 300)
+    shared, received = SharedFrames(), ReceivedFrames()
+    held = [handed_over(shared, received, n)[0] for n in range(3)]  # of 216 bytes
+    del held
+    shared.reuse(received.done())
+    frames, told = handed_over(shared, received, 9)
+    assert not told.new and len(told.dropped) == 1 and (frames == 9).all()
+    assert set(received._pieces) == {told.number, *shared._idle}
 
 
 def test_memory_that_is_smaller_or_could_become_so_is_refused():
     """Reading beyond its end would be a bus error of the actor's."""
-    with closing(SharedFrames()) as shared:
-        shared.allocate(SHAPE)
-        with pytest.raises(OSError, match="less than 216 bytes"):
-            mapped(shared._descriptor, SHAPE)
-        descriptor = shared.sealed()
-        with pytest.raises(OSError, match="less than 432 bytes"):
-            mapped(descriptor, (6, 4, 6, 3))
-        with pytest.raises(PermissionError):
-            os.ftruncate(descriptor, 1)
-        with pytest.raises(PermissionError):
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
-
-
-def test_closing_leaves_no_descriptor():
-    shared = SharedFrames()
+    shared, received = SharedFrames(), ReceivedFrames()
     shared.allocate(SHAPE)
-    descriptor = shared.sealed()
-    shared.close()
-    shared.close()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
+    handover, descriptor = shared.hand_over()
+    with pytest.raises(OSError, match="less than"):
+        received.frames(handover, descriptor, (600, 4, 6, 3))
+    with pytest.raises(OSError, match="less than"):
+        received.frames(Handover(8, False, ()), None, SHAPE)
+    with pytest.raises(PermissionError):
+        os.ftruncate(descriptor, 1)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+    os.close(descriptor)
+    unsealed = os.memfd_create("frames", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, 4096)
+    with pytest.raises(OSError, match="may shrink"):
+        received.frames(Handover(9, True, ()), unsealed, SHAPE)
+    os.close(unsealed)
