@@ -131,6 +131,7 @@ class Resources:
 LEAST_BYTES = 8 * 2**20  # that a worker's videos may take, however small they are
 # Of the frames in a bundle, which are copied once more where they are of several videos; and its videos.
 BUNDLE_BYTES, MOST_BUNDLED = LEAST_BYTES, 32
+DECODER_BYTES = 2**30  # of memory for a decoder: two processes, the packets of a file, and the frames in hand
 CALLS = 2  # at a time in a worker: what one hands over or takes up is hidden behind the work of the other
 UNDER_WAY = 16  # videos on their way to an encoder: a quarter of a second where each takes 15 ms
 # The driver commits the records of a shard at once, and makes a reference to each of its videos an argument of a call.
@@ -153,29 +154,25 @@ def plan_resources(
     gpus: float,
     n_videos: int,
     *,
+    memory: float = math.inf,
     videos_per_shard: int = 16,
     decode_workers: int | None = None,
     encode_workers: int | None = None,
 ) -> Resources:
-    """Share out a cluster of ``cpus`` and ``gpus`` for ``n_videos``.
+    """Share out a cluster of ``cpus``, ``gpus`` and bytes of ``memory`` for ``n_videos``.
 
-    All stages must be able to run at once, or the first would fill the cluster and wait for the last for ever: on a
-    cluster of one CPU two actors share it, and writers reserve nothing, so that they find room on any node.
+    Decoders reserve every CPU, since decoding is what most runs wait for, and the others reserve none: the system
+    shares the cores with an encoder, which often waits, and both find room on any node.
     """
-    cpu = min(1.0, cpus / 2)
-    room = max(2, int(cpus / cpu + 1e-9))  # in actors; a GPU encoder's host thread takes a whole CPU too
+    cores = max(1, int(cpus))
     encoders = encode_workers or (int(gpus) if gpus >= 1 else int(cpus // 4))
-    # GPU encoders reserve no CPU: where there are fewer CPUs than GPUs, every GPU is used all the same.
-    encoders = max(1, min(encoders, int(gpus) if gpus >= 1 else room - 1, n_videos))
-    decoders = max(1, min(decode_workers or room, room - encoders, n_videos))
+    encoders = max(1, min(encoders, int(gpus) if gpus >= 1 else cores, n_videos))
+    decoders = max(1, min(decode_workers or cores, cores, int(min(memory / DECODER_BYTES, cores)), n_videos))
     # Small runs use small shards: progress shows, a killed run loses little, and every writer has its share.
     shard = max(1, min(videos_per_shard, n_videos // max(16, 4 * encoders)))
     return Resources(
-        decode=Stage(cpu, 0, decoders, "a decode child runs one thread", CALLS, 2 * CALLS),
-        encode=Stage(cpu, 0, encoders, "its threads share one CPU with nobody", CALLS, 2 * CALLS)
-        if gpus < 1
-        # Its host thread's CPU is left free, not reserved: decoders may hold every CPU of the node with the GPU.
-        else Stage(0, 1, encoders, "one model a GPU; a CPU for its host thread is left free", CALLS, 2 * CALLS),
+        decode=Stage(min(1.0, cpus), 0, decoders, "a decode child runs one thread", CALLS, 2 * CALLS),
+        encode=Stage(0, 1 if gpus >= 1 else 0, encoders, "one model a GPU, or four cores", CALLS, 2 * CALLS),
         write=Stage(0, 0, encoders, "hashing and one file write; must find room while the others hold the CPUs"),
         # A block is the unit of work and of retry: few videos, but no more blocks than the driver tracks lightly.
         videos_per_block=max(1, min(4, n_videos // (4 * decoders)), n_videos // MAX_BLOCKS),

@@ -179,6 +179,7 @@ def _plan(
         cluster["CPU"],
         cluster.get("GPU", 0.0) if device == "cuda" else 0.0,
         n_videos,
+        memory=cluster.get("memory", math.inf),
         videos_per_shard=config.videos_per_shard or by_size,
         decode_workers=config.decode_workers,
         encode_workers=config.encode_workers,

@@ -42,7 +42,7 @@ def test_an_encoder_starts_where_decoders_hold_every_cpu_of_the_gpu_node(two_nod
     squatter = Squatter.options(scheduling_strategy=NodeAffinitySchedulingStrategy(gpu_node, soft=False)).remote()
     ray.get(squatter.ready.remote())
     plan = plan_resources(4, 1, 40)
-    assert (plan.decode.workers, plan.encode.workers, plan.encode.num_gpus) == (3, 1, 1)
+    assert (plan.decode.workers, plan.encode.workers, plan.encode.num_gpus) == (4, 1, 1)
     rows = rows_of(graph_of(40, plan, tmp_path))
     assert len(rows) == 40
     assert nodes_of("Encoder") == {gpu_node}

@@ -55,14 +55,21 @@ def test_all_workers_and_a_writer_fit_at_once(cpus, gpus, asked):
 
 
 def test_a_cluster_is_used_whole():
-    assert (plan_resources(64, 8, 1000).encode.workers, plan_resources(64, 8, 1000).decode.workers) == (8, 56)
-    assert (plan_resources(64, 0, 1000).encode.workers, plan_resources(64, 0, 1000).decode.workers) == (16, 48)
+    assert (plan_resources(64, 8, 1000).encode.workers, plan_resources(64, 8, 1000).decode.workers) == (8, 64)
+    assert (plan_resources(64, 0, 1000).encode.workers, plan_resources(64, 0, 1000).decode.workers) == (16, 64)
 
 
-def test_gpu_encoders_reserve_no_cpu_but_one_each_is_left_free():
-    plan = plan_resources(64, 8, 1000)
-    assert (plan.encode.num_cpus, plan.encode.num_gpus) == (0, 1)
-    assert plan.cpus <= 64 - plan.encode.workers
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+@pytest.mark.parametrize("cpus", [1, 2, 8, 96])
+def test_every_core_decodes_and_an_encoder_reserves_none(cpus, gpus):
+    plan = plan_resources(cpus, gpus, 1000)
+    assert plan.decode.workers == plan.cpus == cpus
+    assert (plan.encode.num_cpus, plan.encode.num_gpus) == (0, min(gpus, 1))
+
+
+def test_memory_bounds_how_many_decode():
+    assert plan_resources(96, 8, 1000, memory=16 * 2**30).decode.workers == 16
+    assert plan_resources(96, 8, 1000, memory=2**20).decode.workers == 1
 
 
 def test_what_may_wait_does_not_grow_with_the_corpus():
@@ -202,6 +209,6 @@ def test_it_runs_on_a_single_cpu(local_ray, tmp_path):
 def test_what_a_worker_has_not_handed_over_is_not_waiting():
     """An encoder that stops before it hands over what it made holds that back: the writers are not to blame."""
     plan = plan_resources(2, 0, 64, videos_per_shard=2)
-    assert (plan.decode.workers, plan.encode.workers, plan.videos_per_block, plan.videos_per_shard) == (1, 1, 4, 2)
-    assert [plan.collected(stage, waits=True) for stage in PRUNING.stages] == [1, 3, 4]  # of two calls at a time
+    assert (plan.decode.workers, plan.encode.workers, plan.videos_per_block, plan.videos_per_shard) == (2, 1, 4, 2)
+    assert [plan.collected(stage, waits=True) for stage in PRUNING.stages] == [1, 5, 4]  # of two calls at a time
     assert [plan.collected(stage, waits=False) for stage in PRUNING.stages] == [1, 1, 1]

@@ -22,7 +22,7 @@ from tests.pipeline.videos import write_clip
 pytestmark = pytest.mark.slow
 
 FRAMES, FRAME_BYTES = 16, 16 * 384 * 384 * 3  # 7 MB a video, all of them more than may wait
-SMALL, LARGE = 20, 60
+SMALL, LARGE = 30, 90
 
 
 class SlowEncoder(Encoder):

@@ -20,7 +20,7 @@ def test_what_was_asked_for_and_is_not_to_be_had_is_said():
         return list(_shortfalls(config, wanted, wanted.fitting(store_bytes, 10**6, 10**6, n_videos), n_videos))
 
     assert said(64, 10**4) == said(64, 10**4, decode_workers=4, encode_workers=2) == []
-    assert said(4, 10**4, decode_workers=9) == ["the cluster has room for 3 of --decode-workers 9"]
+    assert said(4, 10**4, decode_workers=9) == ["the cluster has room for 4 of --decode-workers 9"]
     assert said(64, 2, decode_workers=9) == []  # no more than videos are needed
     (note,) = said(64, 10**4, store_bytes=10**8)
     assert note == "shards get 1 videos: more would not fit Ray's object stores"
