@@ -1,4 +1,4 @@
-"""Measure this package on this machine: the whole job, methods, selection, resuming, reading, serving, efficiency."""
+"""Measure this package here: the whole job, decoding, methods, selection, resuming, reading, serving, efficiency."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import cast
 from rich.console import Console
 
 from jobs.benchmark import efficiency, index, methods, read, resume, selection, serving
+from jobs.benchmark.decode import command as decode
 from jobs.benchmark.pipeline import command as whole_job
 from jobs.command import Parser, exit_code_of
 from jobs.json_document import Done
@@ -16,6 +17,7 @@ from pipeline.errors import ManifestError, RunFailed, VideoFault
 
 _COMMANDS = {
     "pipeline": whole_job,
+    "decode": decode,
     "methods": methods,
     "selection": selection,
     "resume": resume,

@@ -36,7 +36,7 @@ class CacheIdentity(TypedDict):
 
     Attributes:
         preprocessing: the family's own settings.
-        sampling: num_frames, or fps and max_frames.
+        sampling: num_frames, or fps and max_frames; rule and snap_to_keyframes_s where they are set.
         dtype: of the arithmetic ("compute"), of what is stored ("stored"), and of evidence as methods see it
             ("evidence"), where there is any.
         evidence: stored besides the tokens, label -> where in the encoder it is from (gstep.evidence).

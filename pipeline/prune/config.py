@@ -111,6 +111,12 @@ class PruneConfig(PrunerOptions):
     max_frames: int | None = option(
         None, "with --fps: at most this many frames, uniform beyond (default: the model family's)", metavar="K"
     )
+    snap_to_keyframes: float | None = option(
+        None,
+        "move a frame to the nearest keyframe that no other frame took, if that is at most so many seconds away: long "
+        "videos then cost a tenth to decode (default: off)",
+        metavar="SECONDS",
+    )
     min_pixels: int | None = option(
         None,
         "Qwen models: least pixels of a frame (Qwen2.5-VL) or of all sampled frames together (Qwen3-VL) "
@@ -169,6 +175,8 @@ class PruneConfig(PrunerOptions):
             )
         check(0.0 < self.retention_ratio <= 1.0, "retention_ratio", "in (0, 1]", self.retention_ratio)
         check(self.fps is None or positive(self.fps), "fps", "a positive number", self.fps)
+        snap = self.snap_to_keyframes
+        check(snap is None or positive(snap), "snap_to_keyframes", "a positive number of seconds", snap)
         if self.fps is not None and self.num_frames is not None:
             raise UsageError("--num-frames and --fps are two ways of sampling: give one of them")
         if self.fps is not None and self.frame_rule != "truncate":

@@ -236,17 +236,21 @@ def _check_decoder(name: str) -> None:
 
 def sampling_of(config: PruneConfig, max_frames: int) -> Sampling:
     """How frames are sampled; ``max_frames`` is the model family's limit where the configuration sets none."""
+    snap = config.snap_to_keyframes
     if config.fps is None:
-        return Sampling(num_frames=config.num_frames or DEFAULT_FRAMES, rule=config.frame_rule)
-    return Sampling(num_frames=None, fps=config.fps, max_frames=config.max_frames or max_frames)
+        n_frames = config.num_frames or DEFAULT_FRAMES
+        return Sampling(num_frames=n_frames, rule=config.frame_rule, snap_to_keyframes_s=snap)
+    return Sampling(None, config.fps, config.max_frames or max_frames, snap_to_keyframes_s=snap)
 
 
 def sampling_settings(sampling: Sampling) -> dict[str, Any]:
     """What the fingerprint keeps of it: a limit that cannot bite is no difference."""
+    snap = sampling.snap_to_keyframes_s
+    moved = {} if snap is None else {"snap_to_keyframes_s": snap}
     if sampling.fps is None:
         rule = {} if sampling.rule == TRUNCATE else {"rule": sampling.rule}
-        return {"num_frames": sampling.num_frames, **rule}
-    return {"fps": sampling.fps, "max_frames": sampling.max_frames}
+        return {"num_frames": sampling.num_frames, **rule, **moved}
+    return {"fps": sampling.fps, "max_frames": sampling.max_frames, **moved}
 
 
 def _run_id(request: PruneRequest) -> str:

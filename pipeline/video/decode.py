@@ -31,7 +31,7 @@ from pipeline.video.decoders import DECODERS, Frames, decoders_for, load_decoder
 from pipeline.video.frame_folders import fingerprint_frames, frame_names, whole_frames
 from pipeline.video.jpegs import JPEGS, index_frames
 from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
-from pipeline.video.sampling import Sampling, choose_frames, clip_range, count_repeated
+from pipeline.video.sampling import Sampling, choose_frames, clip_range, count_repeated, snapped
 
 #: Gives an array of the shape [T,h,w,3] for the frames of a video.
 Allocate = Callable[[tuple[int, ...]], Frames]
@@ -223,6 +223,10 @@ def _read(
     clip = request.start_s, request.end_s
     chosen = choose_frames(index.timestamps, request.sampling, *clip, index.duration_s)
     first, stop = clip_range(index.timestamps, *clip, index.duration_s)
+    if request.sampling.snap_to_keyframes_s is not None and index.pts is not None:
+        keyframes = np.searchsorted(index.pts, index.keyframes)
+        keyframes = keyframes[(keyframes >= first) & (keyframes < stop)]
+        chosen = snapped(chosen, index.timestamps, keyframes, request.sampling.snap_to_keyframes_s)
     announce(backend)
     with closing(load_decoder(backend)(index)) as decoder:
         frames = _resized(decoder.read(np.unique(chosen)), chosen, index, request.preprocessor, allocate)

@@ -31,6 +31,7 @@ class Sampling:
         max_frames: with ``fps``: where it gives more than this, this many are spread evenly instead; None: no limit.
         rule: of ``num_frames``, a name of FRAME_RULES: what becomes of a place between two frames, and of a video that
             has too few.
+        snap_to_keyframes_s: a place moves to a keyframe within so many seconds (``snapped``); None: no place moves.
 
     Raises ValueError unless exactly one of the two ways is chosen, with positive numbers.
     """
@@ -39,6 +40,7 @@ class Sampling:
     fps: float | None = None
     max_frames: int | None = 768
     rule: str = TRUNCATE
+    snap_to_keyframes_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.rule not in FRAME_RULES:
@@ -53,6 +55,8 @@ class Sampling:
             raise ValueError(f"fps must be a positive number, got {self.fps}")
         if self.max_frames is not None and self.max_frames < 1:
             raise ValueError(f"max_frames must be at least 1, got {self.max_frames}")
+        if self.snap_to_keyframes_s is not None and not 0 < self.snap_to_keyframes_s < math.inf:
+            raise ValueError(f"snap_to_keyframes_s must be a positive number, got {self.snap_to_keyframes_s}")
 
 
 def clip_range(
@@ -120,6 +124,32 @@ def choose_frames(
         return _spread(first, stop, sampling.max_frames)
     times = start + np.arange(count) / sampling.fps
     return np.searchsorted(timestamps, times + _EPSILON, side="right").astype(np.int64) - 1
+
+
+def snapped(
+    chosen: NDArray[np.int64], timestamps: NDArray[np.float64], keyframes: NDArray[np.int64], within_s: float
+) -> NDArray[np.int64]:
+    """[T] indices, ascending: each chosen frame moves to the nearest keyframe at most ``within_s`` seconds away.
+
+    A keyframe takes one frame, the nearest; those that find none stay. So no two frames become one, and a decoder has
+    little to decode beside what is used.
+
+    Args:
+        chosen: [T] indices of frames, ascending.
+        timestamps: [F] seconds of every frame, ascending.
+        keyframes: [K] indices of those frames that may be moved to, ascending.
+        within_s: seconds.
+    """
+    times, at = timestamps[keyframes], timestamps[chosen]
+    first, stop = (np.searchsorted(times, at + side, "right" if side > 0 else "left") for side in (-within_s, within_s))
+    pairs = [(abs(at[i] - times[k]), i, k) for i in range(len(chosen)) for k in range(first[i], stop[i])]
+    result, moved, taken = chosen.copy(), set[int](), set[int]()
+    for _, place, key in sorted(pairs):
+        if place not in moved and key not in taken:
+            moved.add(place)
+            taken.add(key)
+            result[place] = keyframes[key]
+    return np.sort(result)
 
 
 def count_repeated(indices: NDArray[np.int64]) -> int:

@@ -156,3 +156,16 @@ def test_videos_of_a_shape_that_the_model_does_not_take(tmp_path):
         with pytest.raises(VideoFault, match=message) as caught:
             decode_video(DecodeRequest(path, sampling, preprocessor))
         assert (caught.value.fault_class, caught.value.retryable) == ("unsupported", False)
+
+
+def test_frames_that_move_to_keyframes_have_the_times_at_which_they_are_shown(tmp_path):
+    path = write_clip(tmp_path / "a.mp4", count=100, gop=25, codec_options={"bf": "2", "sc_threshold": "0"})
+    sampling = Sampling(num_frames=4, snap_to_keyframes_s=0.3)
+    video = decode_video(DecodeRequest(path, sampling, KeepSize()))
+    assert video.frame_indices.tolist() == [0, 33, 66, 99]  # too far away, all but the first, which is one
+    near = decode_video(DecodeRequest(path, Sampling(num_frames=4, snap_to_keyframes_s=0.4), KeepSize()))
+    assert near.frame_indices.tolist() == [0, 25, 75, 99]
+    assert numbers(near.frames) == near.frame_indices.tolist()
+    assert np.allclose(near.timestamps, near.frame_indices / 25)
+    clip = decode_video(DecodeRequest(path, Sampling(num_frames=4, snap_to_keyframes_s=9.0), KeepSize(), 1.2, 3.2))
+    assert clip.frame_indices.tolist() == [30, 50, 62, 75]  # of the clip's own keyframes

@@ -1,0 +1,86 @@
+"""What decoding costs: CPU seconds a clip beside other libraries, and beside the least that its frames need."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from jobs.command import add_json_or_file, count, wide_console
+from jobs.json_document import Done
+from pipeline.errors import UsageError
+
+if TYPE_CHECKING:
+    from jobs.benchmark.decode.measure import Times
+
+HELP = "decoding alone, beside other libraries and the least that is possible"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--clips", nargs="+", metavar="NAME", help="some of them only, by what their names hold [all]")
+    parser.add_argument("--frames", type=count, default=32, metavar="T", help="frames a clip [32]")
+    parser.add_argument("--fps", type=_positive, metavar="F", help="so many frames a second instead")
+    parser.add_argument("--snap", type=_positive, default=5.0, metavar="S", help="seconds to keyframes [5]")
+    parser.add_argument("--repeats", type=count, default=3, metavar="N", help="rounds; the best is shown [3]")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="make the clips there, and keep them")
+    add_json_or_file(parser)
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no positive number")
+    return number
+
+
+def run(arguments: argparse.Namespace) -> Done:
+    """Measure and show; returns the exit code and the figures. Raises UsageError for clips that there are none of."""
+    import torch  # noqa: PLC0415 - loads after the flags
+
+    from jobs.benchmark.decode.clips import CLIPS, make_clips  # noqa: PLC0415
+    from jobs.benchmark.decode.measure import measure  # noqa: PLC0415
+    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415
+    from pipeline.video.sampling import Sampling  # noqa: PLC0415
+
+    console = Console(stderr=True)
+    names = [name for name in CLIPS if any(part in name for part in arguments.clips or [""])]
+    if not names:
+        raise UsageError(f"--clips: no name holds {' or '.join(arguments.clips)}; there are {', '.join(CLIPS)}")
+    sampling = Sampling(None if arguments.fps else arguments.frames, arguments.fps)
+    torch.set_num_threads(1)
+    found = []
+    with TemporaryDirectory() as temporary:
+        console.print("making the clips", style="dim")
+        for name, path in make_clips(arguments.folder or Path(temporary), names).items():
+            console.print(f"decoding {name}", style="dim", highlight=False)
+            found.append(measure(name, path, sampling, arguments.repeats, arguments.snap))
+    frames = f"{arguments.fps:g} frames a second" if arguments.fps else f"{arguments.frames} frames"
+    title = f"CPU seconds for {frames} of a clip at 384 x 384, best of {arguments.repeats}, {machine_line('cpu')}"
+    wide_console().print(as_table(found, title))
+    record = [{"clip": one.clip, "bytes": one.n_bytes, "cpu_s": one.ways} for one in found]
+    return Done(0, {"machine": machine("cpu"), "clips": record})
+
+
+def as_table(found: Sequence[Times], title: str) -> Table:
+    """A row a way, a column a clip; the last rows say how many times the least ours takes."""
+    from jobs.benchmark.decode.measure import CHILD, FLOOR, HERE  # noqa: PLC0415
+
+    table = Table("", title=title)
+    for one in found:
+        table.add_column(one.clip, justify="right")
+    ways = [FLOOR, *(way for way in found[0].ways if way != FLOOR)]
+    for way in ways:
+        table.add_row(way, *(_shown(one.ways.get(way)) for one in found))
+    for way in (HERE, CHILD, "decord", "torchcodec"):
+        table.add_row(f"{way} / {FLOOR}", *(_shown(one.over_floor(way)) for one in found))
+    table.add_row("MB through the object store", *(f"{one.n_bytes / 1e6:.1f}" for one in found))
+    return table
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}" if value < 0.1 else f"{value:.2f}"

@@ -1,0 +1,54 @@
+"""The command that measures decoding, on a clip that is made for it here."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jobs.benchmark import __main__ as benchmark
+from jobs.benchmark.decode import clips
+from jobs.benchmark.decode.measure import CHILD, FLOOR, HERE, Times, needed
+from pipeline.video.containers import sniff
+from pipeline.video.probe import probe
+
+
+@pytest.fixture
+def one_clip(monkeypatch):
+    monkeypatch.setattr(clips, "CLIPS", {"h264-small": clips.Clip("libx264", 192, 128, 2, 12)})
+
+
+def test_all_ways_of_decoding_are_measured_beside_the_least(one_clip, tmp_path, capsys):
+    file = tmp_path / "decode.json"
+    argv = ["decode", "--frames", "4", "--repeats", "1", "--folder", str(tmp_path / "clips"), "--json", str(file)]
+    assert benchmark.main(argv) == 0
+    (clip,) = json.loads(file.read_text())["clips"]
+    assert clip["clip"] == "h264-small" and clip["bytes"] == 4 * 384 * 384 * 3
+    measured = {way for way, seconds in clip["cpu_s"].items() if seconds is not None}
+    assert measured >= {FLOOR, HERE, CHILD, "plain PyAV", "decord", "indexed", "ours, within 5 s of keyframes"}
+    assert all(seconds > 0 for way, seconds in clip["cpu_s"].items() if way in measured)
+    assert f"{HERE} / {FLOOR}" in capsys.readouterr().out.replace("\n", " ")
+    (made,) = (tmp_path / "clips").iterdir()
+    stamp = made.stat().st_mtime_ns
+    assert benchmark.main(argv) == 0 and made.stat().st_mtime_ns == stamp  # kept, and not made again
+
+
+def test_clips_that_there_are_none_of_are_named(capsys):
+    assert benchmark.main(["decode", "--clips", "mpeg1"]) == 2
+    assert "h264-720p-10s-g250" in capsys.readouterr().err.replace("\n", "")
+
+
+def test_the_least_decodes_what_was_asked_for(one_clip, tmp_path):
+    path = clips.make_clips(tmp_path, ["h264-small"])["h264-small"]
+    index = probe(str(path), sniff(path))
+    assert len(index.timestamps) == 48 and len(index.keyframes) == 4
+    wanted = index.pts[np.array([0, 13, 40])].tolist()
+    assert [frame.pts for frame in needed(str(path), wanted, index.keyframes.tolist())] == wanted
+
+
+def test_the_best_of_the_rounds_counts_and_what_failed_has_no_figure():
+    times = Times("a")
+    for seconds in (3.0, 2.0, 4.0):
+        times.add(HERE, seconds)
+        times.add("torchcodec", None)
+    times.ways[FLOOR] = 1.0
+    assert (times.over_floor(HERE), times.over_floor("torchcodec")) == (2.0, None)
