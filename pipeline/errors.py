@@ -45,7 +45,7 @@ FAULTS: Mapping[FaultClass, Fault] = {
     "timeout": Fault("decoding took longer than --decode-timeout", "raise --decode-timeout, then --retry-failed", True),
     "crash": Fault(
         "the decode process died, or the encode process twice",
-        "re-encode the file, or try --decoder pyav with --retry-failed",
+        "re-encode the file, or try another --decoder with --retry-failed",
         True,
     ),
     "out-of-memory": Fault(
