@@ -280,7 +280,10 @@ def _resized(
 
 
 def fingerprint(path: str | Path) -> tuple[int, str]:
-    """(size in bytes, "blake2b:<hex>") of the file. Raises VideoFault("io")."""
+    """(size in bytes, "blake2b:<hex>") of the file, in a read of its own: FFmpeg's does not pass here, and is cached.
+
+    Raises VideoFault("io").
+    """
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
         return file.tell(), f"blake2b:{digest.hexdigest()}"

@@ -67,6 +67,7 @@ class VideoPackets:
         self._again: Any = None  # the container where it was opened a second time, and the number of its next packet
         self._next = 0
         self._kept: list[Any] | None = []
+        self._fields = False  # whether the first frame consists of two
         try:
             self.stream = pick_stream(self._container)
             self.codec = str(self.stream.codec_context.codec.canonical_name)
@@ -90,7 +91,9 @@ class VideoPackets:
     def first_frame(self) -> Any:
         """The first frame that comes out of the decoder; None where none does."""
         tries = (next(self.decoded(0, stop), None) for stop in (1, len(self.table)))
-        return next((frame for frame in tries if frame is not None), None)
+        first = next((frame for frame in tries if frame is not None), None)
+        self._fields = first is not None and bool(first.interlaced_frame)
+        return first
 
     def decoded(self, start: int, stop: int, wanted: Sequence[int] | None = None) -> Iterator[Any]:
         """The frames of packets number ``start`` to ``stop`` - 1, as they are shown one after another.
@@ -140,11 +143,11 @@ class VideoPackets:
         return not self.parameters_change and (self.demuxer in _SEEKABLE or self.codec in _PARSED)
 
     def _tells_references(self) -> bool:
-        """Whether the codec marks the frames to which no other refers.
+        """Whether the codec marks the frames to which no other refers, and a packet is a frame.
 
-        In HEVC with sub-layers, those marked so may be referred to by a higher layer.
+        In HEVC with sub-layers, those marked so may be referred to by a higher layer; a field may have its own packet.
         """
-        return self.codec in _SKIPPING and (self.codec != "hevc" or self._sub_layers == {1})
+        return self.codec in _SKIPPING and not self._fields and (self.codec != "hevc" or self._sub_layers == {1})
 
     def _read(self) -> None:
         """Fill the table, and keep the packets while they are few."""

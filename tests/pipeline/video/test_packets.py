@@ -95,9 +95,11 @@ def test_what_no_frame_needs_is_not_decoded(tmp_path):
     assert 4 <= decoded_count(one_group, [0, 30, 60, 90]) < 80  # frames to which no other refers were left out
 
 
-def test_frames_of_a_layer_that_others_may_refer_to_are_decoded(tmp_path):
-    index = index_of(make_clip(tmp_path / "a.mp4", *GROUPS["hevc-layers.mp4"], count=90, size=SIZE))
-    assert decoded_count(index, [40]) == 1 + max(n for n, p in enumerate(index.packets.table) if p.pts == index.pts[40])
+@pytest.mark.parametrize("name", ["hevc-layers.mp4", "fields.ts"])
+def test_where_it_is_not_known_what_nothing_refers_to_all_is_decoded(name, tmp_path):
+    index = index_of(make_clip(tmp_path / name, *GROUPS[name], count=90, size=SIZE))
+    (run,) = index.packets.runs([int(index.pts[10])])
+    assert run.start == 0 and sum(1 for _ in index.packets.decoded(*run)) == run.stop
 
 
 def test_a_file_is_opened_once(tmp_path, monkeypatch):
