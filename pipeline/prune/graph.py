@@ -132,6 +132,8 @@ LEAST_BYTES = 8 * 2**20  # that a worker's videos may take, however small they a
 # Of the frames in a bundle, which are copied once more where they are of several videos; and its videos.
 BUNDLE_BYTES, MOST_BUNDLED = LEAST_BYTES, 32
 DECODER_BYTES = 2**30  # of memory for a decoder: two processes, the packets of a file, and the frames in hand
+# Of video files that make another decoder worth its start, about a second of a core: half a minute at 1 Mbit/s.
+DECODER_FILES_BYTES = 4 * 2**20
 CALLS = 2  # at a time in a worker: what one hands over or takes up is hidden behind the work of the other
 UNDER_WAY = 16  # videos on their way to an encoder: a quarter of a second where each takes 15 ms
 # The driver commits the records of a shard at once, and makes a reference to each of its videos an argument of a call.
@@ -155,11 +157,13 @@ def plan_resources(
     n_videos: int,
     *,
     memory: float = math.inf,
+    files_bytes: float = math.inf,
     videos_per_shard: int = 16,
     decode_workers: int | None = None,
     encode_workers: int | None = None,
 ) -> Resources:
-    """Share out a cluster of ``cpus``, ``gpus`` and bytes of ``memory`` for ``n_videos``.
+    """Share out a cluster of ``cpus``, ``gpus`` and bytes of ``memory`` for ``n_videos``, whose files have
+    ``files_bytes`` where that is known.
 
     Decoders reserve every CPU, since decoding is what most runs wait for, and the others reserve none: the system
     shares the cores with an encoder, which often waits, and both find room on any node.
@@ -167,7 +171,8 @@ def plan_resources(
     cores = max(1, int(cpus))
     encoders = encode_workers or (int(gpus) if gpus >= 1 else int(cpus // 4))
     encoders = max(1, min(encoders, int(gpus) if gpus >= 1 else cores, n_videos))
-    decoders = max(1, min(decode_workers or cores, cores, int(min(memory / DECODER_BYTES, cores)), n_videos))
+    useful = decode_workers or math.ceil(min(files_bytes / DECODER_FILES_BYTES, cores))
+    decoders = max(1, min(useful, cores, int(min(memory / DECODER_BYTES, cores)), n_videos))
     # Small runs use small shards: progress shows, a killed run loses little, and every writer has its share.
     shard = max(1, min(videos_per_shard, n_videos // max(16, 4 * encoders)))
     return Resources(

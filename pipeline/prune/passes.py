@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
@@ -28,9 +29,12 @@ from pipeline.prune.request import PruneRequest
 from pipeline.prune.resume import left_of
 from pipeline.rows import failed_from_outside, may_succeed_elsewhere
 from pipeline.storage.lock import Lock
+from pipeline.storage.s3 import is_object
 
 # Fewer failures than these never stop a run: a folder that is missing may be as large.
 ALIKE = 50
+# Videos whose files are looked at before the run, to see whether they are worth a decoder a core.
+FEW = 256
 
 
 class Setups(NamedTuple):
@@ -137,7 +141,7 @@ class Passes:
             return resources_without(without)
 
         def planned(videos: pa.Table) -> Graph:
-            plan, request = self._planned(offer(), len(videos)), self._commits.request
+            plan, request = self._planned(offer(), videos), self._commits.request
             build = partial(build_graph, videos, *self._setups, plan, request.store, request.run_id, without=without)
             commit = partial(self._commits, self._commits.n_shards)
             return Graph(build, commit, plan, len(videos), give_up, offer, self._heard)
@@ -155,13 +159,14 @@ class Passes:
     def _note(self, text: str) -> None:
         self._console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
 
-    def _planned(self, cluster: dict[str, float], n_videos: int) -> Resources:
+    def _planned(self, cluster: dict[str, float], videos: pa.Table) -> Resources:
         """The shares of the cluster; what was asked for and is not to be had is said."""
         if cluster.get("CPU", 0.0) <= 0 or (self._device == "cuda" and cluster.get("GPU", 0.0) < 1):
             raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
-        shape = self._setups.decode.largest_frames()
+        n_videos, shape = len(videos), self._setups.decode.largest_frames()
         token_bytes = self._setups.encode.bytes_per_video(*shape)
-        wanted = _plan(self._config, cluster, self._device, n_videos, token_bytes, shape[0])
+        files_bytes = bytes_of_few(videos)
+        wanted = _plan(self._config, cluster, self._device, n_videos, token_bytes, shape[0], files_bytes)
         store_bytes = cluster.get("object_store_memory", math.inf)
         plan = wanted.fitting(store_bytes, 3 * math.prod(shape), token_bytes, n_videos)
         for note in _shortfalls(self._config, wanted, plan, n_videos):
@@ -171,19 +176,41 @@ class Passes:
 
 
 def _plan(
-    config: PruneConfig, cluster: dict[str, float], device: str, n_videos: int, token_bytes: int, n_frames: int
+    config: PruneConfig,
+    cluster: dict[str, float],
+    device: str,
+    n_videos: int,
+    token_bytes: int,
+    n_frames: int,
+    files_bytes: float = math.inf,
 ) -> Resources:
-    """The shares of the cluster, for videos whose kept tokens take ``token_bytes``."""
+    """The shares of the cluster, for videos whose kept tokens take ``token_bytes`` each, and files ``files_bytes`` in all."""
     by_size = videos_for(config.target_shard_mb * 10**6, token_bytes, n_frames)
     return plan_resources(
         cluster["CPU"],
         cluster.get("GPU", 0.0) if device == "cuda" else 0.0,
         n_videos,
         memory=cluster.get("memory", math.inf),
+        files_bytes=files_bytes,
         videos_per_shard=config.videos_per_shard or by_size,
         decode_workers=config.decode_workers,
         encode_workers=config.encode_workers,
     )
+
+
+def bytes_of_few(videos: pa.Table) -> float:
+    """Add up the bytes of the files of ``videos`` (TODO_SCHEMA). Infinite where there are many videos, or where one's
+    size does not show here: then every decoder is wanted."""
+    if len(videos) > FEW:
+        return math.inf
+    rows = videos.select(["path", "policy", "size"]).to_pylist()
+    return sum(_file_bytes(row["path"], row["size"]) for row in rows if row["policy"] is None)
+
+
+def _file_bytes(path: str, listed: int | None) -> float:
+    if listed is not None or is_object(path):
+        return math.inf if listed is None else listed
+    return os.path.getsize(path) if os.path.isfile(path) else math.inf  # noqa: PTH202, PTH113 - as manifests have it
 
 
 def _shortfalls(config: PruneConfig, wanted: Resources, plan: Resources, n_videos: int) -> Iterator[str]:

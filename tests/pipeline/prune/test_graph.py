@@ -1,5 +1,6 @@
 """The graph: how a cluster is shared out, and that Ray runs the stages apart."""
 
+import math
 from dataclasses import replace
 
 import pyarrow as pa
@@ -70,6 +71,15 @@ def test_every_core_decodes_and_an_encoder_reserves_none(cpus, gpus):
 def test_memory_bounds_how_many_decode():
     assert plan_resources(96, 8, 1000, memory=16 * 2**30).decode.workers == 16
     assert plan_resources(96, 8, 1000, memory=2**20).decode.workers == 1
+
+
+def test_small_files_get_no_more_decoders_than_are_worth_their_start():
+    def decoders(files_bytes: float, **asked: int) -> int:
+        return plan_resources(8, 0, 100, files_bytes=files_bytes, **asked).decode.workers
+
+    assert [decoders(n * 2**20) for n in (0, 1, 4, 5, 17, 10**6)] == [1, 1, 1, 2, 5, 8]
+    assert decoders(math.inf) == 8
+    assert decoders(0, decode_workers=6) == 6
 
 
 def test_what_may_wait_does_not_grow_with_the_corpus():

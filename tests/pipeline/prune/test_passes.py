@@ -1,7 +1,11 @@
 """The passes of a prune run: what they ask of the cluster, and what is said of what they do not get."""
 
+import math
+
+import pyarrow as pa
+
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.passes import _plan, _shortfalls
+from pipeline.prune.passes import FEW, _plan, _shortfalls, bytes_of_few
 
 
 def test_a_number_of_videos_a_shard_wins_over_its_size():
@@ -24,3 +28,20 @@ def test_what_was_asked_for_and_is_not_to_be_had_is_said():
     assert said(64, 2, decode_workers=9) == []  # no more than videos are needed
     (note,) = said(64, 10**4, store_bytes=10**8)
     assert note == "shards get 1 videos: more would not fit Ray's object stores"
+
+
+def test_sizes_of_a_few_files_are_added_up_and_one_unknown_makes_all_unknown(tmp_path):
+    def known(*rows: tuple[str, str | None, int | None]) -> float:
+        return bytes_of_few(
+            pa.Table.from_pylist([dict(zip(("path", "policy", "size"), row, strict=True)) for row in rows])
+        )
+
+    (tmp_path / "a.mp4").write_bytes(bytes(700))
+    local = (str(tmp_path / "a.mp4"), None, None)
+    listed, unlisted, forbidden = ("s3://b/v.mp4", None, 30), ("s3://b/w.mp4", None, None), ("/etc/passwd", "no", None)
+    assert known(local, listed, forbidden) == 730
+    assert known(local, unlisted) == math.inf
+    assert known(local, (str(tmp_path / "of_other_nodes.mp4"), None, None)) == math.inf
+    assert known(local, (str(tmp_path), None, None)) == math.inf  # a folder of frames
+    assert known(*[listed] * FEW) == 30 * FEW
+    assert known(*[listed] * (FEW + 1)) == math.inf
