@@ -20,7 +20,7 @@ COMMANDS = {
     "compact": ("jobs.compact", "make the index of a cache of millions of videos"),
     "serve": ("jobs.serve", "an OpenAI chat API on a cache, by vLLM"),
     "benchmark": ("jobs.benchmark.__main__", "measure this package on this machine"),
-    "testbed": ("jobs.testbed.__main__", "make synthetic videos with questions, and study methods on them"),
+    "testbed": ("jobs.testbed.__main__", "make synthetic videos with questions, and train a model that answers them"),
 }
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from jobs.command import Parser, exit_code_of
-from jobs.testbed import compare, make, study, train
+from jobs.testbed import compare, make, train
 
 EPILOG = """\
 examples:
@@ -18,13 +18,12 @@ examples:
   python -m jobs.testbed train model
   python -m jobs.evaluate --benchmark shapes --data shapes --model shapes --method gstep vidcom2 \
       --retention-ratio .25 .10
-  python -m jobs.testbed study shapes --out study
   python -m jobs.testbed compare results --method gstep --against vidcom2
 
 The same command again writes the same bytes. Exit code: 0 all is written; 1 a file could not be written; 2 the request
 was refused; 130 interrupted (the same command goes on).
 """
-COMMANDS = {"make": make, "train": train, "study": study, "compare": compare}
+COMMANDS = {"make": make, "train": train, "compare": compare}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

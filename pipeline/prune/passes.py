@@ -184,7 +184,7 @@ def _plan(
     n_frames: int,
     files_bytes: float = math.inf,
 ) -> Resources:
-    """The shares of the cluster, for videos whose kept tokens take ``token_bytes`` each, and files ``files_bytes`` in all."""
+    """The shares of the cluster, for videos of ``token_bytes`` of kept tokens each, and of ``files_bytes`` in all."""
     by_size = videos_for(config.target_shard_mb * 10**6, token_bytes, n_frames)
     return plan_resources(
         cluster["CPU"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,14 +54,6 @@ class Evidence:
         """JSON-able; ``boxes`` are [frame, x0, y0, x1, y1], x1 and y1 not included."""
         parts = [{"name": p.name, "contrast": p.contrast, "boxes": [list(box) for box in p.boxes]} for p in self.parts]
         return {"n_frames": self.n_frames, "needs": self.needs, "parts": parts}
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> Evidence:
-        """What ``as_record`` made."""
-        parts = (
-            Part(part["name"], part["contrast"], tuple(Box(*box) for box in part["boxes"])) for part in record["parts"]
-        )
-        return cls(record["n_frames"], record["needs"], tuple(parts))
 
 
 def part_of(thing: Thing, shots: Sequence[Shot] | None = None) -> Part:

@@ -23,7 +23,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.errors import UsageError
-from pipeline.evaluate.shapes.evidence import Evidence
 from pipeline.evaluate.shapes.files import ENCODER, FPS, write_mp4
 from pipeline.evaluate.shapes.hardness import HARDNESS, Hardness
 from pipeline.evaluate.shapes.making import make_video
@@ -129,14 +128,6 @@ def write_benchmark(folder: Path, recipe: Recipe, progress: Callable[[int], None
     table = pa.Table.from_pylist([_videomme_row(*one) for one in asked], schema=_COLUMNS)
     pq.write_table(table, folder / ANNOTATIONS)
     return len(asked)
-
-
-def read_evidence(folder: Path) -> dict[str, Evidence]:
-    """By question_id, in the order of the questions. Raises UsageError where the folder has none."""
-    if not (folder / EVIDENCE).is_file():
-        raise UsageError(f"{folder}: there is no {EVIDENCE} in it; make it with python -m jobs.testbed make {folder}")
-    lines = (folder / EVIDENCE).read_text(encoding="utf-8").splitlines()
-    return {row["question_id"]: Evidence.from_record(row) for row in map(json.loads, lines)}
 
 
 def _claim(folder: Path, record: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ they are made only where the name of their split is given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 from pipeline.errors import UsageError
@@ -19,17 +19,6 @@ SEEDS: Mapping[SplitName, range] = {"train": TRAIN, "development": DEVELOPMENT, 
 SPLIT_NAMES: tuple[SplitName, ...] = get_args(SplitName)
 #: Videos of one benchmark at most; benchmarks of other seeds have others.
 BLOCK = 10_000
-
-
-def refuse_overlap(one: Sequence[int], other: Sequence[int]) -> None:
-    """Raises ValueError, with examples, where a seed is in both."""
-    few, many = sorted((one, other), key=len)
-    known = many if isinstance(many, range) else set(many)  # a range has no need of a set of millions
-    if shared := [seed for seed in few if seed in known]:
-        examples = ", ".join(map(str, shared[:3]))
-        raise ValueError(
-            f"{len(shared)} seeds are in both, e.g. {examples}: train on other videos than those that are asked about"
-        )
 
 
 def check_seed(seed: int, split: SplitName) -> None:

@@ -48,24 +48,6 @@ def cluster_sums(values_AQ: Floats, cluster_Q: Ints, n_clusters: int) -> Floats:
     return np.stack([np.bincount(cluster_Q, row, n_clusters) for row in values_AQ], axis=1)
 
 
-def plain_error(scores_Q: Floats) -> float:
-    """Standard error of a mean of independent questions: sqrt(sum (s_i - m)^2 / (n (n - 1))); nan for a single one."""
-    n = len(scores_Q)
-    return math.nan if n < 2 else float(np.std(scores_Q, ddof=1)) / math.sqrt(n)
-
-
-def clustered_error(scores_Q: Floats, cluster_Q: Ints) -> float:
-    """Standard error by Miller's equation 4, which lmms-eval prints as ``Stderr_Clustered``.
-
-    With few clusters it can come near 0, where the questions of each happen to cancel out.
-    """
-    if len(scores_Q) < 2:
-        return math.nan
-    residual_Q = scores_Q - scores_Q.mean()
-    between = np.sum(np.bincount(cluster_Q, residual_Q) ** 2) - np.sum(residual_Q**2)
-    return math.sqrt(max(0.0, plain_error(scores_Q) ** 2 + float(between) / len(scores_Q) ** 2))
-
-
 def sandwich_error(scores_Q: Floats, cluster_Q: Ints, part_Q: Ints | None = None, *, corrected: bool = True) -> float:
     """Cluster-robust standard error of a mean, or of a mean over parts; never negative. nan for a single cluster.
 
@@ -79,43 +61,6 @@ def sandwich_error(scores_Q: Floats, cluster_Q: Ints, part_Q: Ints | None = None
     residual_AQ = weighted_residuals(scores_Q[None], part_Q)[:, part_Q != OUTSIDE]
     variance = float(np.sum(cluster_sums(residual_AQ, cluster, n) ** 2))
     return math.sqrt(variance * (n / (n - 1) if corrected else 1))
-
-
-def paired_t(difference_Q: Floats) -> tuple[float, float]:
-    """t and two-sided p of independent differences, as lmms-eval's ``paired_ttest``: blind to clusters.
-
-    Differences that are all the same have no error: t is then infinite (p = 0), or 0 (p = 1) where all are 0.
-    """
-    mean, error = float(difference_Q.mean()), plain_error(difference_Q)
-    if error == 0:
-        return (math.copysign(math.inf, mean), 0.0) if mean else (0.0, 1.0)
-    return mean / error, _student_p(mean / error, len(difference_Q) - 1)
-
-
-def _student_p(t: float, df: int) -> float:
-    """P(|T| >= |t|) for a whole number of degrees of freedom (Abramowitz and Stegun 26.7.3 and 26.7.4)."""
-    angle = math.atan(abs(t) / math.sqrt(df))
-    sine, cosine = math.sin(angle), math.cos(angle)
-    odd = df % 2
-    term, total = (cosine, 0.0) if odd else (1.0, 0.0)
-    for k in range(1 + odd, df, 2):
-        total += term
-        term *= cosine**2 * k / (k + 1)
-    inside = 2 / math.pi * (angle + sine * total) if odd else sine * total
-    return min(1.0, max(0.0, 1 - inside))
-
-
-def mcnemar_p(n_gained: int, n_lost: int) -> float:
-    """Exact two-sided p of McNemar's test: questions that only the one, and that only the other arm has right.
-
-    Blind to clusters.
-    """
-    n = n_gained + n_lost
-    term, total = 1, 0
-    for k in range(min(n_gained, n_lost) + 1):
-        total += term  # C(n, k), in whole numbers
-        term = term * (n - k) // (k + 1)
-    return min(1.0, float(2 * total / 2**n))
 
 
 def sign_flip_p(difference_Q: Floats, cluster_Q: Ints, *, draws: int = 10_000, seed: int = 0) -> float:

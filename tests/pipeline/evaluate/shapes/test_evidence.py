@@ -1,7 +1,5 @@
 """Where the answer is seen, and whether kept tokens still show it."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -88,8 +86,3 @@ def test_all_tokens_show_every_part_and_none_shows_nothing():
         for question in ask(video):
             assert all(parts_kept(question.evidence, everything))
             assert not any(parts_kept(question.evidence, ~everything))
-
-
-def test_a_record_of_it_is_json_and_comes_back():
-    for question in ask(videos(3)[2]):
-        assert Evidence.from_record(json.loads(json.dumps(question.evidence.as_record()))) == question.evidence

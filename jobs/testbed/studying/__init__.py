@@ -1,1 +1,0 @@
-"""Whether answers come from where the answer is seen: what a study asks, counts and writes."""
