@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import platform
-import time
-from functools import partial
 
 import torch
-
-_STREAM_ELEMENTS = 2**27  # 512 MB of float32: beyond any cache
-_STREAM_REPEATS = 5
 
 
 def machine(device: str) -> dict[str, str | int]:
@@ -29,18 +24,6 @@ def machine_line(device: str) -> str:
     if not device.startswith("cuda"):
         parts.insert(1, "1 thread" if where["threads"] == 1 else f"{where['threads']} threads")
     return ", ".join(parts)
-
-
-def stream_bandwidth(elements: int = _STREAM_ELEMENTS) -> float:
-    """Bytes a second at which this process's threads read float32 numbers: the best of a few sums and dot products."""
-    numbers = torch.ones(elements)
-    best = float("inf")
-    for _ in range(_STREAM_REPEATS):
-        for read in (numbers.sum, partial(torch.dot, numbers, numbers)):
-            started = time.perf_counter()
-            read()
-            best = min(best, time.perf_counter() - started)
-    return elements * numbers.element_size() / best
 
 
 def _cpu_name() -> str:

@@ -1,4 +1,4 @@
-"""How long the exact selection of GSTEP takes, all its forms side by side on the same tokens.
+"""Measure the selection of GSTEP: the paper's loop, what gstep.prune runs instead, and whole methods.
 
 Shapes: T frames, N tokens a frame, M = T*N tokens, D hidden size, B budget.
 """
@@ -7,206 +7,138 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
+from rich.table import Table
 from torch import Tensor
+from torch.nn.functional import normalize
 
-from gstep.density import spatio_temporal_density
-from gstep.selection.lazy import Counts
-from gstep.selection.reference import density_guided_fps
-from jobs.benchmark.peak_memory import peak_memory
-from jobs.benchmark.selection_forms import ALPHA, BETA, Form, Outcome, Run, Task, all_forms, plain_steps
-from jobs.benchmark.tokens import INPUTS, structured_tokens
+from gstep import VisualTokens, budget_for, make_pruner
+from gstep.density import ZERO_DISTANCE, spatio_temporal_density
+from gstep.selection.dispatch import fast_density_guided_fps
+from jobs.benchmark.tokens import INPUTS
 
-_ENOUGH = 60.0  # seconds after which a form is not repeated
-_ORACLE_TOKENS = 2048  # up to here a selection in float64 is no work
-
-Say = Callable[[str], None]
+ALPHA, BETA = 0.5, 1e-6  # those of gstep.prune
+PREFIX = 200  # steps of the loop that are timed where all of them would take too long; all cost the same
+# The loop runs whole up to here: about 20 s at 10 GB/s.
+_WHOLE_TOKENS, _WHOLE_BYTES = 25_000, 2e11
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured.
-
-    Attributes:
-        inputs: names in INPUTS.
-        frames: T of each size.
-        ratios: shares of tokens kept.
-        forms: names in ``all_forms()``.
-        repeats: runs of each form, of which the median counts.
-    """
+    """Say what is measured: every input (a name in INPUTS) with every number of frames at every ratio."""
 
     inputs: Sequence[str]
     frames: Sequence[int]
     tokens_per_frame: int
     hidden: int
     ratios: Sequence[float]
-    forms: Sequence[str]
     repeats: int
+    device: str
 
 
 @dataclass(frozen=True)
-class FormTime:
-    """One form on one input, size and ratio.
+class SelectionTimes:
+    """Hold the medians of one input, size and ratio, in seconds.
 
     Attributes:
-        seconds: the median of ``runs``; where ``extrapolated``, it stands for all steps by ``steps`` of them.
-        to_plain: to the plain form's in the same run; None where that was not measured.
-        steps: steps of the plain form that were run.
-        gb_per_s: what the plain form read of its tokens.
-        products: pairs of tokens multiplied in all D dimensions, over M * B.
-        bounds: pairs multiplied in the subspace, over M * B.
-        residual: the mean share of a token's squared length outside of the subspace.
-        gave_up: whether the bound was found useless.
-        memory_mb: 10^6 bytes beyond the tokens, at the peak; None where it was not measured.
+        loop: Eqs. (9)-(12) with a matrix-vector product a step; ``loop_steps`` of them were run, and stand for all.
+        selection: what gstep.prune runs, given the density.
+        gstep: gstep.prune whole, with the density and the copy of what it keeps.
+        vidcom2: another whole method.
+        same: share of the tokens of the loop's steps that the selection took in as many.
     """
 
     input: str
     n_tokens: int
     ratio: float
-    budget: int
-    form: str
-    seconds: float
-    runs: list[float]
-    to_plain: float | None = None
-    extrapolated: bool = False
-    steps: int | None = None
-    gb_per_s: float | None = None
-    products: float | None = None
-    bounds: float | None = None
-    residual: float | None = None
-    gave_up: bool | None = None
-    memory_mb: float | None = None
+    n_kept: int
+    loop: float
+    loop_steps: int
+    selection: float
+    gstep: float
+    vidcom2: float
+    same: float
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How many of the first ``compared`` tokens of the form that gstep.prune uses are among those of another form."""
-
-    input: str
-    n_tokens: int
-    ratio: float
-    against: str
-    compared: int
-    share: float
-
-
-class Measured(NamedTuple):
-    """All forms on one input, size and ratio."""
-
-    times: list[FormTime]
-    agreements: list[Agreement]
-
-
-def measure(settings: Settings, say: Say) -> Iterator[Measured]:
-    """Every input, size and ratio in turn; ``say`` is told what comes next.
-
-    The first input and ratio also tell the peak memory, which hardly depends on the input.
-    """
-    forms = {name: form for name, form in all_forms().items() if name in settings.forms}
-    say("warming up")
-    _warm_up(forms, settings)
+def measure(settings: Settings) -> Iterator[SelectionTimes]:
+    """Measure every input, size and ratio in turn."""
     for name in settings.inputs:
-        for count in settings.frames:
-            say(f"making tokens: {name}, {count * settings.tokens_per_frame}")
-            tokens = INPUTS[name].make(count, settings.tokens_per_frame, settings.hidden)
-            density = spatio_temporal_density(tokens)[0].flatten()
-            tasks = [Task(tokens, density, ratio) for ratio in settings.ratios]
-            memory = _memory(forms, tasks[0], say) if name == settings.inputs[0] else {}
-            runs = {form: forms[form].start(tokens) for form in forms}
-            for task in tasks:
-                measured = _measured(name, task, runs, settings, say)
-                if task is tasks[0]:
-                    times = [replace(item, memory_mb=memory.get(item.form)) for item in measured.times]
-                    measured = measured._replace(times=times)
-                yield measured
+        for n_frames in settings.frames:
+            tokens = INPUTS[name].make(n_frames, settings.tokens_per_frame, settings.hidden).to(settings.device)
+            for ratio in settings.ratios:
+                yield _measured(name, tokens, ratio, settings.repeats)
 
 
-def _warm_up(forms: Mapping[str, Form], settings: Settings) -> None:
-    """Every form once, on few tokens: what libraries take on their first use is no form's."""
-    tokens = structured_tokens(4, settings.tokens_per_frame, settings.hidden)
-    task = Task(tokens, spatio_temporal_density(tokens)[0].flatten(), settings.ratios[0])
-    for form in forms.values():
-        form.start(tokens)(task)
+def _measured(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> SelectionTimes:
+    """Run all forms in turn, again and again, so that a disturbance of the machine falls on all of them."""
+    tokens_MD = tokens_TND.flatten(0, 1)
+    density_M = spatio_temporal_density(tokens_TND)[0].flatten()
+    n_tokens, hidden = tokens_MD.shape
+    budget = budget_for(ratio, n_tokens)
+    steps = loop_steps(n_tokens, hidden, budget)
+    unit_DM = normalize(tokens_MD.float(), dim=1).T.contiguous()  # the layout that torch.mv reads fastest
+    whole = {method: make_pruner(method) for method in ("gstep", "vidcom2")}
+    forms: dict[str, Callable[[], Tensor]] = {
+        "loop": lambda: loop(unit_DM, density_M, steps),
+        "selection": lambda: fast_density_guided_fps(tokens_MD, density_M, budget, alpha=ALPHA, beta=BETA),
+        "gstep": lambda: whole["gstep"].prune(VisualTokens(tokens_TND), ratio).index,
+        "vidcom2": lambda: whole["vidcom2"].prune(VisualTokens(tokens_TND), ratio).index,
+    }
+    seconds: dict[str, list[float]] = {form: [] for form in forms}
+    kept: dict[str, Tensor] = {}
+    loop(unit_DM, density_M, 1)  # what libraries take on their first use is no form's
+    whole["gstep"].prune(VisualTokens(tokens_TND), ratio)
+    for _ in range(repeats):
+        for form, select in forms.items():
+            begun = time.perf_counter()
+            kept[form] = select().cpu()  # waits for a GPU
+            seconds[form].append(time.perf_counter() - begun)
+    medians = {name: statistics.median(runs) for name, runs in seconds.items()}
+    medians["loop"] *= max(1, budget - 1) / steps
+    same = torch.isin(kept["selection"][: steps + 1], kept["loop"]).float().mean().item()
+    return SelectionTimes(name, n_tokens, ratio, budget, loop_steps=steps, same=same, **medians)
 
 
-def _memory(forms: Mapping[str, Form], task: Task, say: Say) -> dict[str, float | None]:
-    """Before any form has started, so that only the tokens are there."""
-    peaks = {}
-    for name, form in forms.items():
-        if name != "cuda":  # a forked child has no GPU
-            say(f"{len(task.density)} tokens, {name}: memory")
-            peaks[name] = peak_memory(partial(_start_and_run, form, task))
-    return peaks
+def loop_steps(n_tokens: int, hidden: int, budget: int) -> int:
+    """Return how many of its B - 1 steps the loop is timed for."""
+    whole = n_tokens <= _WHOLE_TOKENS and 4.0 * n_tokens * hidden * budget <= _WHOLE_BYTES
+    return max(1, budget - 1 if whole else min(budget - 1, PREFIX))
 
 
-def _start_and_run(form: Form, task: Task) -> None:
-    form.start(task.tokens)(task)
+def loop(unit_DM: Tensor, density_M: Tensor, steps: int) -> Tensor:
+    """Select by Eqs. (9)-(12) as they are written, in float32: [steps + 1] int64; ties go to the lowest index."""
+    term_M = (1 - ALPHA) * torch.log(density_M.float() + BETA)
+    nearest_M = torch.full_like(term_M, torch.inf)
+    order = torch.empty(steps + 1, dtype=torch.int64, device=unit_DM.device)
+    order[0] = picked = density_M.argmax()
+    for step in range(1, steps + 1):
+        term_M[picked] = -torch.inf
+        distance_M = torch.threshold(1 - torch.mv(unit_DM.T, unit_DM[:, picked]), ZERO_DISTANCE, 0.0)
+        nearest_M = torch.minimum(nearest_M, distance_M)
+        order[step] = picked = torch.argmax(ALPHA * torch.log(nearest_M + BETA) + term_M)
+    return order
 
 
-def _measured(name: str, task: Task, runs: Mapping[str, Run], settings: Settings, say: Say) -> Measured:
-    """All forms in turn, again and again, so that a disturbance of the machine falls on all of them."""
-    where = f"{name}, {len(task.density)} tokens, ratio {task.ratio:g}"
-    seconds: dict[str, list[float]] = {form: [] for form in runs}
-    outcomes: dict[str, Outcome] = {}
-    for number in range(settings.repeats):
-        for form, run in runs.items():
-            if sum(seconds[form]) < _ENOUGH:
-                say(f"{where}, {form}: run {number + 1} of {settings.repeats}")
-                begun = time.perf_counter()
-                outcomes[form] = run(task)
-                seconds[form].append(time.perf_counter() - begun)
-    times = [_form_time(name, task, form, seconds[form], outcomes[form].counts) for form in runs]
-    return Measured(_beside_plain(times), _agreements(name, task, outcomes))
+def as_table(times: Sequence[SelectionTimes], title: str) -> Table:
+    """Lay out a row an input, size and ratio."""
+    table = Table(title=title, title_justify="left", caption_justify="left", show_edge=False)
+    titles = ("tokens of", "M", "kept", "loop", "selection", "times faster", "whole gstep", "vidcom2", "same")
+    for name in titles:
+        table.add_column(name, justify="left" if name == titles[0] else "right", no_wrap=True)
+    for item in times:
+        guessed = "~" if item.loop_steps < item.n_kept - 1 else ""
+        seconds = (f"{value:.3g}" for value in (item.selection, item.loop / item.selection, item.gstep, item.vidcom2))
+        row = (item.input, f"{item.n_tokens:,}", f"{item.ratio:.0%}", f"{guessed}{item.loop:.3g}", *seconds)
+        table.add_row(*row, f"{item.same:.2%}")
+    inputs = dict.fromkeys(item.input for item in times)
+    notes = [f"{name}: {INPUTS[name].note}" for name in inputs]
+    table.caption = "\n".join([*notes, f"~: from the first {PREFIX} steps, which all cost the same"])
+    return table
 
 
-def _form_time(name: str, task: Task, form: str, runs: list[float], counts: Counts | None) -> FormTime:
-    n_tokens = len(task.density)
-    item = FormTime(name, n_tokens, task.ratio, task.budget, form, statistics.median(runs), runs)
-    if form == "plain":
-        return _of_all_steps(item, task.tokens.shape[-1])
-    if counts is None:
-        return item
-    pairs = n_tokens * task.budget
-    return replace(
-        item,
-        products=counts.products / pairs,
-        bounds=counts.bounds / pairs,
-        residual=counts.residual,
-        gave_up=counts.gave_up,
-    )
-
-
-def _of_all_steps(item: FormTime, hidden: int) -> FormTime:
-    """The plain form's time for all B - 1 steps from that of those that were run; they all cost the same."""
-    steps = plain_steps(item.n_tokens, hidden, item.budget)
-    item = replace(item, steps=steps, gb_per_s=4e-9 * item.n_tokens * hidden * steps / item.seconds)
-    if steps >= item.budget - 1:
-        return item
-    return replace(item, extrapolated=True, seconds=item.seconds * (item.budget - 1) / steps)
-
-
-def _beside_plain(times: list[FormTime]) -> list[FormTime]:
-    plain = next((item.seconds for item in times if item.form == "plain"), None)
-    return times if plain is None else [replace(item, to_plain=item.seconds / plain) for item in times]
-
-
-def _agreements(name: str, task: Task, outcomes: Mapping[str, Outcome]) -> list[Agreement]:
-    """The form that gstep.prune uses on a CPU against all others that select, and on few tokens against float64."""
-    if "lazy+bound" not in outcomes:
-        return []
-    ours = outcomes["lazy+bound"].kept
-    others = {form: outcomes[form].kept for form in ("plain", "lazy", "cuda") if form in outcomes}
-    if len(task.density) <= _ORACLE_TOKENS:
-        others["float64"] = density_guided_fps(task.rows.double(), task.density, task.budget, alpha=ALPHA, beta=BETA)
-    return [_agreement(name, task, against, ours, kept) for against, kept in others.items()]
-
-
-def _agreement(name: str, task: Task, against: str, ours: Tensor, theirs: Tensor) -> Agreement:
-    compared = min(len(ours), len(theirs))
-    shared = torch.isin(ours[:compared], theirs[:compared]).sum().item()
-    return Agreement(name, len(task.density), task.ratio, against, compared, shared / compared)
+def as_record(times: Sequence[SelectionTimes], **more: object) -> dict[str, object]:
+    """Return what --json writes."""
+    return {**more, "times": [asdict(item) for item in times]}
