@@ -127,7 +127,8 @@ def spatial_density(tokens_TND: Tensor, mean_TD: Tensor) -> Tensor:
 
 def frames_described(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
     """Eqs. (2)-(3) on finite tokens [T,N,D] of any float dtype: frame centres [T,D], times the tokens' working scale,
-    and the spatial density [T,N], both float64."""
+    and the spatial density [T,N], both float64.
+    """
     scale, dtype = working_scale(tokens_TND), work_dtype(tokens_TND)
     # In memory of their own: results that were kept among the temporaries of a slice would pin those in the heap.
     mean_TD = tokens_TND.new_empty(tokens_TND[:, 0].shape, dtype=torch.float64)

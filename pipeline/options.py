@@ -56,6 +56,7 @@ def named_values(given: Iterable[str], flag: str) -> dict[str, str]:
 
 
 def positive(value: float) -> bool:
+    """Say whether a number is finite and above 0."""
     return math.isfinite(value) and value > 0
 
 
@@ -126,7 +127,8 @@ class RunOptions(S3Options):
 
     def outside_limit(self, total: int) -> int:
         """How many of ``total`` items may fail by what is no fault of their own (a mount, a store, a bug, a full GPU)
-        before the run counts as failed; ``--max-failed`` is a limit for these too."""
+        before the run counts as failed; ``--max-failed`` is a limit for these too.
+        """
         if self.max_failed is not None:
             return self.failure_limit(total)
         return max(OUTSIDE_COUNT, math.floor(OUTSIDE_SHARE * total + 1e-9))

@@ -24,7 +24,8 @@ class ManifestRow(TypedDict):
 
     ``path`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what
     a listing on S3 or the manifest's size_bytes said; ``manifest`` is JSON of the columns that are only carried
-    along."""
+    along.
+    """
 
     video_id: str
     uri: str

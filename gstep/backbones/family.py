@@ -136,7 +136,8 @@ class ModelFamily(ABC):
     @abstractmethod
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
         """(T, N): frames (temporal patches on Qwen) and tokens of each, for frames of [height, width] pixels as the
-        preprocessor resizes them. Known from the config alone, for planning."""
+        preprocessor resizes them. Known from the config alone, for planning.
+        """
 
     @abstractmethod
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:

@@ -33,7 +33,8 @@ def folder_identity(folder: Path, filenames: Iterable[str], config: Mapping[str,
 
 def tensor_samples(path: Path, prefix: str) -> list[tuple[str, bytes]]:
     """Of each tensor of a safetensors file whose name starts with ``prefix``: name, dtype and shape in one text, and
-    its first 4 KiB; sorted by name. Raises ModelError for a file that is no safetensors file."""
+    its first 4 KiB; sorted by name. Raises ModelError for a file that is no safetensors file.
+    """
     header, entries = _header(path)
     chosen = sorted((name, entry) for name, entry in entries.items() if name.startswith(prefix))
     samples = _samples(path, len(header), [entry["data_offsets"] for _, entry in chosen])

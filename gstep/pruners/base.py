@@ -69,13 +69,15 @@ class Pruner(ABC):
     @property
     def needs(self) -> frozenset[str]:
         """The names of the evidence that it cannot do without; a class attribute where parameters make no
-        difference."""
+        difference.
+        """
         return frozenset()
 
     @property
     def sources(self) -> Mapping[str, str]:
         """Of the evidence that a vision encoder gives, by name, from where in the encoder (gstep.evidence). As
-        ``needs``, a class attribute in most methods."""
+        ``needs``, a class attribute in most methods.
+        """
         return MappingProxyType({})
 
     @property

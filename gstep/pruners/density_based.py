@@ -47,7 +47,7 @@ class DensityPruner(Pruner):
         self._set(sigma=sigma, radius=radius, eps=eps)
 
     def density(self, tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
-        """rho of every token, [M] float64, and the temporal density, [T] float64 (Eqs. 2-8)."""
+        """Return rho of every token, [M] float64, and the temporal density, [T] float64 (Eqs. 2-8)."""
         rho_TN, temporal_T = spatio_temporal_density(
             tokens_TND,
             smoothing=self.smoothing,

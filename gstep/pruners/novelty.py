@@ -60,7 +60,7 @@ class Novelty(Pruner):
         )
 
     def density(self, tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
-        """rho of every token, [M] float64, and each frame's mean of n / mean(n), [T] float64."""
+        """Return rho of every token, [M] float64, and each frame's mean of n / mean(n), [T] float64."""
         novelty_TN, (_, spatial_TN) = mean_normalise(token_novelty(tokens_TND)), frames_described(tokens_TND)
         return ((novelty_TN + self.floor) * spatial_TN).reshape(-1), novelty_TN.mean(dim=1)
 

@@ -64,7 +64,7 @@ def similarities(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def kernel_sum(direction_TND: Tensor, centre_T1D: Tensor) -> Tensor:
-    """sum over w = 1/8..2 of exp(-|x - m|^2 / 2w) of each token x and its frame's centre m, [T,N] float64."""
+    """Sum over w = 1/8..2 of exp(-|x - m|^2 / 2w) of each token x and its frame's centre m, [T,N] float64."""
     width_W = torch.tensor(_WIDTHS, dtype=torch.float64, device=direction_TND.device)
     sums = []
     for frames in row_slices(direction_TND):

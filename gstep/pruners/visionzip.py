@@ -192,7 +192,8 @@ def zip_frame(tokens_ND: Tensor, n_dominant: int, n_contextual: int, neighbours:
 
 def densest(direction_XD: Tensor, count: int, neighbours: int) -> Tensor:
     """[count] int64, ascending: of two tokens or more, as unit vectors, those of highest mean cosine to their nearest
-    others."""
+    others.
+    """
     density = []
     for rows in row_slices(direction_XD):
         cosine_RX = direction_XD[rows] @ direction_XD.T

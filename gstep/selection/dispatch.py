@@ -26,7 +26,8 @@ def fast_density_guided_fps(
     start: str = "density",
 ) -> Tensor:
     """As gstep.selection.reference.density_guided_fps: tokens as they came, on any device -> [B] int64 in order of
-    selection."""
+    selection.
+    """
     if tokens_MD.is_cuda:
         form = select_on_gpu
     elif tokens_MD.is_cpu and tokens_MD.numel() * budget > _SMALL:

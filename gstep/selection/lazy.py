@@ -131,7 +131,8 @@ class _Search:
 
     Of every token: the distance to the nearest of the first ``seen`` picks (and of some later ones), and the score that
     follows from it, -inf once the token is selected. A score is the key of gstep.selection.reference where there is
-    one."""
+    one.
+    """
 
     def __init__(
         self,

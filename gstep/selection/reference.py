@@ -91,7 +91,7 @@ def starting_token(start: str, tokens_MD: Tensor, density_M: Tensor) -> Tensor:
 
 
 def density_weight(density_M: Tensor, alpha: float, beta: float) -> Tensor | None:
-    """w = (rho + beta) ** ((1 - alpha) / alpha), [M] float64; None where keys could leave the range of float64.
+    """Return w = (rho + beta) ** ((1 - alpha) / alpha), [M] float64; None where keys could leave the range of float64.
 
     exp(U / alpha) of Eq. (11) is the key (l + beta) * w, so that the highest key has the highest U.
     """

@@ -53,7 +53,8 @@ def _with_positions(item: VideoItem) -> MultiModalKwargsItem:
 
 def _fields(**data: torch.Tensor) -> MultiModalKwargsItem:
     """Rows may go once the prefix cache holds a video: vLLM drops whatever does not stay on the CPU. Its positions are
-    asked for again."""
+    asked for again.
+    """
     rows = {"embeds", "embedding"}
     return MultiModalKwargsItem(
         {

@@ -1,5 +1,6 @@
 """The paper's efficiency figures: E2E and LLM seconds, peak memory, KV cache, tokens a second; and the same questions
-asked of a cache of the videos' tokens instead of the videos."""
+asked of a cache of the videos' tokens instead of the videos.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ _EVERY_S = 5.0  # between two lines of progress
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
     parser.add_argument(
         "--model",
         default="tiny-qwen2-5-vl",

@@ -121,6 +121,7 @@ def summarise(found: Found) -> Row:
 
 
 def spread(values: Iterable[float]) -> Spread:
+    """Return the median, the least and the greatest value."""
     listed = list(values)
     return Spread(median(listed), min(listed), max(listed))
 

@@ -43,7 +43,7 @@ class KvShape:
         return cls(text_config.num_hidden_layers, text_config.num_key_value_heads, int(width), dtype.itemsize)
 
     def n_bytes(self, tokens: int, *, layer: int = 0, kept: int | None = None) -> int:
-        """tokens x layers x kv_heads x head_dim x 2 x bytes of a number; ``kept`` tokens from layer ``layer`` on."""
+        """Multiply tokens, layers, kv_heads, head_dim, 2 and bytes of a number; ``kept`` tokens from ``layer`` on."""
         places = layer * tokens + (self.layers - layer) * (tokens if kept is None else kept)
         return places * self.kv_heads * self.head_dim * 2 * self.number_bytes
 

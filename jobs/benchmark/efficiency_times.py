@@ -51,7 +51,8 @@ class Bench:
 
     def run(self) -> list[Found]:
         """Everything, in turns, so that whatever else the machine does meets all ways alike; in the second half no
-        vision tower is in memory. Raises RunFailed, UsageError."""
+        vision tower is in memory. Raises RunFailed, UsageError.
+        """
         found = [Found(way) for way in self._job.ways]
         for one in found:
             self._store(one.way).put(HEADER, self._header(one.way))

@@ -16,6 +16,7 @@ HELP = "opening a cache of millions of videos, and finding one"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
     parser.add_argument("--videos", type=count, default=35_000_000, metavar="N", help="of the cache [35000000]")
     parser.add_argument("--videos-per-shard", type=count, default=22, metavar="N", help="[22]")
     add_folder(parser)

@@ -16,6 +16,7 @@ HELP = "every pruning method beside GSTEP"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
     add_sizes(parser, [32, 128])
     parser.add_argument("--retention-ratio", type=share, default=0.25, metavar="R", help="[0.25]")
     parser.add_argument(

@@ -15,6 +15,7 @@ HELP = "reading tokens out of a cache, beside plain pyarrow"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
     parser.add_argument("--videos", type=count, default=66, metavar="N", help="made-up videos [66]")
     parser.add_argument("--tokens", type=count, default=1568, metavar="K", help="stored of each, a quarter [1568]")
     parser.add_argument("--hidden", type=count, default=3584, metavar="D", help="numbers a token [3584]")

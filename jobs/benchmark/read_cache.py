@@ -101,7 +101,10 @@ class Counted(Objects):
 
 @contextmanager
 def s3_server() -> Iterator[tuple[Counted, Any]]:
-    """moto's server with a bucket: (what reads it, boto3's client of it). Raises UsageError where moto is missing."""
+    """Start moto's server with a bucket; returns (what reads it, boto3's client of it).
+
+    Raises UsageError where moto is missing.
+    """
     if importlib.util.find_spec("moto") is None or importlib.util.find_spec("boto3") is None:
         raise UsageError("--s3 needs moto and boto3: pip install 'moto[server]' boto3")
     import boto3  # noqa: PLC0415 - only with --s3

@@ -16,6 +16,7 @@ HELP = "finding out what is left of millions of videos"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
     parser.add_argument("--videos", type=count, default=1_000_000, metavar="N", help="rows of the manifest [1000000]")
     parser.add_argument("--videos-per-shard", type=count, default=22, metavar="N", help="of the cache [22]")
     parser.add_argument("--manifest", choices=("parquet", "jsonl", "csv"), default="parquet", help="its kind [parquet]")

@@ -14,6 +14,7 @@ HELP = "GSTEP's selection beside the paper's loop"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
     add_sizes(parser, [8, 32, 128, 384])
     ratios, inputs = [0.25, 0.10], ["structured", "real", "iid"]
     parser.add_argument(

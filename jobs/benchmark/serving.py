@@ -16,6 +16,7 @@ MODES = ("cached-vllm", "cached-transformers", "online-vllm")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
     parser.add_argument(
         "--model",
         default="tiny-qwen2-5-vl",

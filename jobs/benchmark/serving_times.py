@@ -68,6 +68,7 @@ class Measured:
 
 
 def device() -> str:
+    """Name the device that answers are measured on."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -145,7 +146,7 @@ def _cached(mode: str, job: Job) -> Iterator[Measured]:
 
 
 def _online(job: Job) -> Iterator[Measured]:
-    """vLLM's own model, processor and video loader: every video is decoded and encoded."""
+    """Start vLLM's own model, processor and video loader: every video is decoded and encoded."""
     from gstep.serving.options import prepare_process  # noqa: PLC0415
 
     prepare_process(device(), 1)

@@ -21,6 +21,7 @@ def add_sizes(parser: argparse.ArgumentParser, frames: list[int]) -> None:
 
 
 def add_folder(parser: argparse.ArgumentParser) -> None:
+    """Add --folder, for benchmarks that make files."""
     parser.add_argument(
         "--folder", type=_folder, metavar="DIR", help="make the files below it, and remove them [a temporary folder]"
     )

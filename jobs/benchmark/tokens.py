@@ -32,6 +32,8 @@ _PATCH = 14  # pixels
 
 
 class Maker(Protocol):
+    """Makes tokens of a kind."""
+
     def __call__(self, n_frames: int, per_frame: int, hidden: int) -> Tensor:
         """[T,N,D] bfloat16; the same for the same sizes."""
 

@@ -2,7 +2,8 @@
 tests.
 
 Reads what python -m jobs.evaluate left. In each part (of the benchmark shapes: each kind of hardness) whole videos are
-drawn anew, and p is adjusted for all comparisons together (Holm): a part, a ratio and a rival each."""
+drawn anew, and p is adjusted for all comparisons together (Holm): a part, a ratio and a rival each.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ _DRAWS = 100_000  # of which the smallest p is 2 in 100,001: it must outlast hun
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command."""
     parser.add_argument("results", type=Path, metavar="RESULTS", help="a folder of python -m jobs.evaluate")
     parser.add_argument("--method", required=True, metavar="METHOD", help="as it was given to jobs.evaluate")
     parser.add_argument("--against", nargs="+", metavar="METHOD", help="[every other method there]")

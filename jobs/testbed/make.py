@@ -18,6 +18,7 @@ _PICTURED = 6  # videos
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command."""
     parser.add_argument(
         "folder", type=Path, metavar="DIR", help="the folder to make: new, empty, or of the same recipe"
     )
@@ -43,6 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
+    """Make the videos and their questions; returns the exit code."""
     from pipeline.evaluate.shapes.files import read_mp4, write_picture  # noqa: PLC0415 - not needed for --help
     from pipeline.evaluate.shapes.layout import Recipe, write_benchmark  # noqa: PLC0415
 

@@ -17,6 +17,7 @@ HELP = "train the model `shapes`"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command."""
     parser.add_argument("folder", type=Path, metavar="DIR", help="what it makes: states, logs, curves.png, checkpoint/")
     for one in fields(TrainingRecipe):
         kind = int if one.name == "seed" else count

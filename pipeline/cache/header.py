@@ -23,7 +23,8 @@ class ModelIdentity(TypedDict):
 
 class PrunerIdentity(TypedDict):
     """Which method, with which of its own hyper-parameters, and the seed of one that draws; of a method from outside
-    gstep also what it declares (``pipeline.cache.method``)."""
+    gstep also what it declares (``pipeline.cache.method``).
+    """
 
     method: str
     params: dict[str, Any]
@@ -109,7 +110,8 @@ def read_header_file(
 
 def read_sealed(store: Store, name: str, error: type[Exception]) -> dict[str, Any]:
     """The object in a file of ``header_bytes``, also of before they had a checksum. Raises ``error`` where it is
-    damaged, and FileNotFoundError."""
+    damaged, and FileNotFoundError.
+    """
     try:
         content = json.loads(store.read(name))
     except (ValueError, RecursionError) as damage:  # also bytes that are no text
@@ -125,7 +127,8 @@ def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "", has: str = "the cache has"
 ) -> list[str]:
     """One line for each leaf in which two nested mappings differ, ``has`` saying who has the old value:
-    ``pruner.params.alpha: the cache has 0.5, this run 0.3``."""
+    ``pruner.params.alpha: the cache has 0.5, this run 0.3``.
+    """
     lines: list[str] = []
     for key in sorted({*old, *new}):
         a, b = old.get(key), new.get(key)

@@ -77,7 +77,7 @@ def read_live(store: Store, columns: Sequence[str] = INDEX_COLUMNS, names: Seque
 def best_first(
     ids: Sequence[NDArray[Any]], failed: NDArray[np.bool_], attempts: NDArray[Any], shards: NDArray[Any]
 ) -> NDArray[np.int64]:
-    """[n]: the order of rows in which those of an id stand together, its live one first. **The rule is here.**
+    """Return the order of rows, [n], in which those of an id stand together, its live one first. The rule is here.
 
     Args:
         ids: one array [n] or several that make up an id, the most significant first.

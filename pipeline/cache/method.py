@@ -1,5 +1,6 @@
 """What a cache says of the method that pruned it. Whoever reads a cache imports no code that it names: of a method from
-outside gstep the cache itself says what the method declared."""
+outside gstep the cache itself says what the method declared.
+"""
 
 from __future__ import annotations
 

@@ -125,7 +125,8 @@ class TokenCache:
     @property
     def failed(self) -> dict[str, str]:
         """The videos that were tried and failed, with the class of the error. Of a compacted cache this reads the whole
-        index."""
+        index.
+        """
         return self._live.failed()
 
     @property
@@ -166,7 +167,8 @@ class TokenCache:
 
     def shards(self, video_ids: Sequence[str] | None = None) -> LiveShards:
         """The videos shards that hold these videos, or all videos that have tokens; for ``rows_of``. The latter are not
-        looked at: of a compacted cache no id is read. Raises UnknownVideo, CorruptShard, OSError."""
+        looked at: of a compacted cache no id is read. Raises UnknownVideo, CorruptShard, OSError.
+        """
         if video_ids is None:
             return self._live.shards()
         try:
@@ -176,7 +178,8 @@ class TokenCache:
 
     def rows_of(self, shards: LiveShards, number: int) -> list[VideoRow]:
         """The rows of one of ``shards`` that are meant there, as ``metadata`` gives them. Raises CorruptShard,
-        OSError."""
+        OSError.
+        """
         name = shards.name(number)
         with naming_what_is_gone(self.store, name):
             rows = self._rows.of(name)

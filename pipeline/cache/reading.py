@@ -75,6 +75,7 @@ def naming_what_is_gone(store: Store, shard: str) -> Iterator[None]:
 
 
 def read_json(row: VideoRow) -> VideoRow:
+    """Parse the columns of ``row`` that hold JSON, in place."""
     for name in ("manifest", "model_extra", "runtime"):
         row[name] = None if row[name] is None else json.loads(row[name])
     return row

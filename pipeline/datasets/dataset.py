@@ -186,7 +186,7 @@ class _Share(NamedTuple):
 
 
 def _worker() -> tuple[int, int]:
-    """(this worker of DataLoader's, how many there are); (0, 1) where there are none."""
+    """Return (this worker of DataLoader's, how many there are); (0, 1) where there are none."""
     info = get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)
 

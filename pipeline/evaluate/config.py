@@ -144,7 +144,8 @@ class EvaluateConfig(EngineOptions):
 
     def grid(self) -> dict[str, LateAsked | None]:
         """What every question is answered under, by label: full retention (None), then each method at each ratio, from
-        the largest. Raises UsageError for a method that is no METHOD[,NAME=VALUE...]."""
+        the largest. Raises UsageError for a method that is no METHOD[,NAME=VALUE...].
+        """
         table = None if self.table is None else TABLES[self.table]
         methods = self.method or (table.methods if table else DEFAULT_METHODS)
         ratios = self.retention_ratio or (table.ratios if table else DEFAULT_RATIOS)

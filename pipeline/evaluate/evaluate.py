@@ -40,7 +40,8 @@ _VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "numpy")
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """What an evaluation made: ``files`` below ``out``; for a benchmark without published answers no ``table``, but
-    where to bring its ``submission``."""
+    where to bring its ``submission``.
+    """
 
     done: Evaluated
     table: ResultsTable | None

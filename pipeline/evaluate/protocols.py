@@ -74,7 +74,8 @@ class FrameRule:
 @dataclass(frozen=True)
 class PixelLimits:
     """The least and the most pixels of what ``--min-pixels`` and ``--max-pixels`` of jobs.prune count on that model: a
-    frame on Qwen2.5-VL, all frames together on Qwen3-VL."""
+    frame on Qwen2.5-VL, all frames together on Qwen3-VL.
+    """
 
     min_pixels: int
     max_pixels: int

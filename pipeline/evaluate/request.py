@@ -144,6 +144,7 @@ def match_results(store: Store, identity: Mapping[str, Any]) -> None:
 
 
 def write_results_header(store: Store, identity: Mapping[str, Any]) -> None:
+    """Write what the results of an evaluation were made with."""
     store.put(RESULTS_HEADER, header_bytes({"schema_version": RESULTS_VERSION, "identity": identity}))
 
 
@@ -186,7 +187,8 @@ def _check_methods(
     engine: EngineSetup,
 ) -> dict[str, Any]:
     """Refuse a method that cannot prune what the cache holds, or not for this engine, before it is made. Returns what
-    each is, by label."""
+    each is, by label.
+    """
     if held is None:
         raise UsageError(
             f"{cache} is no cache, and there is nothing to make one of: name the videos with --data, or with --cache "
@@ -210,7 +212,8 @@ def answers_place(config: EvaluateConfig) -> str:
 
 def _match_answers(answers: Store, described: Mapping[str, Any], engine: EngineSetup) -> None:
     """Refuse a method that the answers know by the same label with another seed, or other weights, and answers of
-    another engine: nothing may be left to ask that would tell."""
+    another engine: nothing may be left to ask that would tell.
+    """
     if answers.exists(ANSWERS_HEADER) and AnswersTable(answers).names():  # without an answer it binds nothing
         held = read_answers_header(answers)["identity"]
         computed = {"engine": held["engine"]} if "engine" in held else {}

@@ -307,7 +307,8 @@ def _arm(identity: Mapping[str, Any]) -> Arm:
 
 def _label(method: str, params: Mapping[str, Any]) -> str:
     """The method with those parameters that are not its default; of a method from elsewhere, whose code is nothing that
-    answers may load, all of them."""
+    answers may load, all of them.
+    """
     usual: Mapping[str, Any] = {}
     if method in PRUNERS:
         rules = PRUNERS[method].family_parameter

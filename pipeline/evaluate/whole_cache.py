@@ -40,7 +40,8 @@ def videos_of(
     held: CacheIdentity | None,
 ) -> PruneConfig | None:
     """How the protocol's frames become a cache of all tokens with what the methods look at; None where there are no
-    videos to add to it. A cache that is there goes on as it is."""
+    videos to add to it. A cache that is there goes on as it is.
+    """
     evidence = _evidence(grid, source, cache, held)
     heads = HEAD_SOURCES & {where for _, where in evidence}
     if config.siglip is not None and not heads:
@@ -87,7 +88,8 @@ def check_frames(
 
 def _evidence(grid: Grid, source: ModelSource, cache: str, held: CacheIdentity | None) -> frozenset[tuple[str, str]]:
     """What the methods look at besides tokens; of a cache that is there, what it holds. Raises UsageError where that is
-    less."""
+    less.
+    """
     needed: dict[tuple[str, str], str] = {}
     with refusing():
         for one in grid.values():

@@ -15,6 +15,7 @@ def exit_after_gpu_fault(item: str, error: Exception) -> None:
 
 def give_up_process(item: str, error: Exception) -> NoReturn:
     """End the process. Ray starts another one, which asks the heartbeats how often ``item`` (a video, a question) was
-    in hand then."""
+    in hand then.
+    """
     print(f"{item}: {error}", file=sys.stderr, flush=True)
     os._exit(70)

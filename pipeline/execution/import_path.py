@@ -12,7 +12,8 @@ from pathlib import Path
 def workers_import_this() -> Iterator[None]:
     """Joining Ray puts the current folder first on the path of its workers, where a user's ``pipeline.py`` would hide
     this package. A driver that does not import from there itself (a console script) joins from the folder of this
-    package instead."""
+    package instead.
+    """
     if {"", str(Path.cwd())} & set(sys.path):
         yield
         return

@@ -53,7 +53,8 @@ class Outcome:
 
     def exit_code(self, failure_limit: int, outside_limit: int | None = None) -> int:
         """0 where every item has a row, at least one is ok, none failed by a bug, and failures keep the limits, of
-        which ``outside_limit`` is for those from outside the item."""
+        which ``outside_limit`` is for those from outside the item.
+        """
         bad = (
             self.n_missing
             or not self.n_ok

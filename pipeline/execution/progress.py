@@ -37,7 +37,8 @@ class Reporter(Protocol):
 
 def reporter(console: Console, total: int, log_interval: float, words: Wording) -> Reporter:
     """A bar where the console is a terminal, else a line every ``log_interval`` seconds and one at the end; where it
-    listens, it is told."""
+    listens, it is told.
+    """
     if isinstance(console, Listening):
         return ListenedReporter(console, total, words)
     if console.is_terminal:

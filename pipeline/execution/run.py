@@ -1,7 +1,8 @@
 """What every run does, whatever goes through it: check, lock, match, resume, stream, summarise.
 
 A kind of run fills in the steps (``pipeline.prune.run``, ``pipeline.generate.run``); the order and what holds over all
-of them, the lock and the record of the run, are here."""
+of them, the lock and the record of the run, are here.
+"""
 
 from __future__ import annotations
 

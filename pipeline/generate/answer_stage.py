@@ -109,7 +109,8 @@ class Answerer:
 
     def answer(self, questions: Sequence[QuestionRecord]) -> Iterator[AnswerRecord]:
         """A row for each question. Those that are scored, those that are generated, and those for which the model
-        prunes inside itself make batches of their own."""
+        prunes inside itself make batches of their own.
+        """
         understood = [(question, Instructions.parse(question["decoding"])) for question in questions]
         kinds = [(how.scored, self._asker.inside(question)) for question, how in understood]
         for kind in sorted(dict.fromkeys(kinds), key=lambda kind: kind[0]):

@@ -99,6 +99,7 @@ def read_answers_header(store: Store) -> dict[str, Any]:
 
 
 def write_answers_header(store: Store, identity: Mapping[str, Any], lock: Lock | None = None) -> None:
+    """Write what a table of answers was made with, under ``lock`` where there is one."""
     (lock or store).put(HEADER, header_bytes({"schema_version": ANSWERS_VERSION, "identity": identity}))
 
 

@@ -135,7 +135,8 @@ def engine_of(config: EngineOptions) -> EngineSetup:
 
 def describe_prunings(prunings: Mapping[str, LatePruning | None], held: CacheIdentity) -> dict[str, Any]:
     """Each of several prunings of a cache of this identity, JSON-able; with the weights of the pooling head where a
-    method looks through that."""
+    method looks through that.
+    """
     head = {"pooling_head": held["model"].get("pooling_head")}
     return {
         name: None if late is None else {**late.describe(), **(head if _of_head(late) else {})}
@@ -189,7 +190,8 @@ def checked(
     about: Mapping[str, Any] | None = None,
 ) -> GenerateRequest:
     """The request to ask questions, QUESTION_SCHEMA, each under every pruning that is ``asked``, checked against cache,
-    model and answers. Raises as ``prepare``."""
+    model and answers. Raises as ``prepare``.
+    """
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     cache, store = store_at(config.cache, objects), store_at(config.out, objects)
     check_out(store)
@@ -265,7 +267,8 @@ def match_answers(request: GenerateRequest) -> None:
 
 def refuse_others(store: Store, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raises IdentityMismatch where answers with the identity ``held`` are not of the one ``wanted``: whatever differs,
-    but for prunings that only one of the two has."""
+    but for prunings that only one of the two has.
+    """
     if PRUNINGS in held and PRUNINGS in wanted:
         both = held[PRUNINGS].keys() & wanted[PRUNINGS].keys()
         held, wanted = (

@@ -160,7 +160,8 @@ def _failure(
 def in_blocks(questions: Sequence[QuestionRecord], size: int) -> list[list[QuestionRecord]]:
     """Questions in blocks of about ``size``, those on the same videos together, unless they are more than that.
 
-    Of the same videos, those under the same pruning stand together, which share what goes before the question."""
+    Of the same videos, those under the same pruning stand together, which share what goes before the question.
+    """
     groups: dict[tuple[str, ...], list[QuestionRecord]] = {}
     places = {name: place for place, name in enumerate(dict.fromkeys(row.get("pruning", "") for row in questions))}
     for question in sorted(questions, key=lambda row: (tuple(row["video_ids"]), places[row.get("pruning", "")])):

@@ -200,6 +200,7 @@ class Commits:
 
 
 def answer_setup(request: GenerateRequest, device: str, dtype: str) -> AnswerSetup:
+    """Return what workers need to know to answer."""
     return AnswerSetup(
         source=request.source,
         store=request.cache,

@@ -91,6 +91,7 @@ def _parent(uri: str) -> str:
 
 
 def suffix_of(uri: str) -> str:
+    """Return the end of a name that says what a file is, in lower case: ".mp4"."""
     return PurePosixPath(uri).suffix.lower()
 
 

@@ -162,7 +162,7 @@ def _wrapped(arrays: Sequence[NDArray[Any] | None]) -> pa.Array:
 
 
 def unwrapped(cells: pa.Array, place: int, dtype: Any) -> Any:
-    """Return the bytes of a cell as a flat read-only view, None for null. (A scalar of it would be a copy.)"""
+    """Return the bytes of a cell as a flat read-only view, None for null. A scalar of it would be a copy."""
     if cells.slice(place, 1).null_count:
         return None
     _, offsets, data = cells.buffers()

@@ -92,7 +92,8 @@ class Resources:
 
     def blocks(self, n_videos: int) -> Iterator[tuple[int, int]]:
         """Yield where each block of the manifest starts and ends. The last ones are a bundle each: so few wait for a
-        slow worker when the others have nothing left."""
+        slow worker when the others have nothing left.
+        """
         last = self.decode.workers * (self.decode.in_flight or 1) * self.videos_per_block
         head = max(0, n_videos - last) // self.videos_per_block * self.videos_per_block
         starts = [*range(0, head, self.videos_per_block), *range(head, n_videos, self.videos_per_bundle)]
@@ -120,7 +121,8 @@ class Resources:
 
     def collected(self, stage: str, waits: bool) -> int:
         """How many videos a stage waits for before it takes any: a shard is collected first, unless it is the last, and
-        each worker before it may be about to hand one over."""
+        each worker before it may be about to hand one over.
+        """
         if not waits:
             return 1
         before = {"encode": self.decode, "write": self.encode}.get(stage)

@@ -87,7 +87,8 @@ def refuse_other_file(named: str) -> None:
 
 def refuse_other_files(manifest: pa.Table, named: str, objects: Objects) -> None:
     """The same of an object, too. ``manifest`` is what ``named`` was read as; one with a video's suffix is not asked
-    for its bytes."""
+    for its bytes.
+    """
     path = named if is_object(named) else os.path.abspath(named.removeprefix("file://"))  # noqa: PTH100 - links stay
     row = manifest.slice(0, 1).to_pylist()[0]
     if row["policy"] is not None or row["path"] != path:

@@ -188,7 +188,8 @@ def left_of(todo: pa.Table, ledger: Ledger, failed: Mapping[str, int]) -> pa.Tab
 
 def another_attempt(todo: pa.Table, failed: Mapping[str, int], max_attempts: int) -> pa.Table:
     """The rows of ``todo`` (TODO_SCHEMA) for one more attempt at the videos that failed, given the attempts that each
-    of these has had; a video that had ``max_attempts`` gets none."""
+    of these has had; a video that had ``max_attempts`` gets none.
+    """
     wanted = {video_id: had + 1 for video_id, had in failed.items() if had < max_attempts}
     ids = pa.array(list(wanted), todo.schema.field("video_id").type)
     part = todo.filter(pc.is_in(todo["video_id"], value_set=ids))

@@ -275,7 +275,7 @@ def lease_holder(store: LeaseStore) -> Holder | None:
 
 
 def identify(run_id: str) -> Holder:
-    """This process, as a lock names it."""
+    """Describe this process as a lock names it."""
     return {"host": socket.gethostname(), "pid": os.getpid(), "run_id": run_id}
 
 

@@ -49,7 +49,8 @@ class Lock(Protocol):
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         """Write a file, over an earlier one too, as long as the lock is held. Raises RunFailed where it was lost, and
-        OSError."""
+        OSError.
+        """
 
 
 def cache_lock(store: Store, run_id: str, notify: Callable[[str], None]) -> Lock:

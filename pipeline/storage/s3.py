@@ -103,7 +103,8 @@ class Objects:
     def __init__(self, *, patience: float = 1.0, **settings: str | None) -> None:
         """``settings`` are keywords of boto3 (see ``_ENVIRONMENT``). What is missing is left to boto3's own search:
         configuration files, the machine's role. ``patience`` scales how long a store may take, and how often it is
-        asked again."""
+        asked again.
+        """
         assert not (settings.keys() - _ENVIRONMENT.keys()), settings.keys()
         self._settings = {name: value for name, value in settings.items() if value}
         self._patience = patience
@@ -301,7 +302,7 @@ class Objects:
         return _ADDRESS.sub("***", text)
 
     def _client(self) -> Any:
-        """This process's client: one that was inherited by a fork would share its connections with the parent."""
+        """Return this process's client: one that a fork inherited would share its connections with the parent."""
         if self._made is None or self._made[0] != os.getpid():
             client = _connect(dict(self._settings), self._patience)
             client.meta.events.register_first("needs-retry.s3", partial(_renew, client, self._settings))
@@ -335,6 +336,7 @@ class Objects:
 
 
 def is_object(uri: str) -> bool:
+    """Say whether a URI names an object in S3."""
     return uri.startswith(SCHEME)
 
 
@@ -400,7 +402,8 @@ def _renew(
     **_: object,
 ) -> float | None:
     """An answer of botocore's to whether a request is sent again: at once, where the credentials that this run was
-    given have expired and this process finds others, in its environment or files, or by the role of its machine."""
+    given have expired and this process finds others, in its environment or files, or by the role of its machine.
+    """
     if response is None or attempts > 2 or "aws_session_token" not in settings:
         return None
     signer = client._request_signer

@@ -17,7 +17,8 @@ _NOT_AGAIN = {"out", "limit", "dry_run", "retry_failed", "max_attempts"}
 
 def command_again(store: Store, attempts: int) -> str:
     """``python -m jobs.prune ... --retry-failed``, which also takes videos that had so many ``attempts``; with the
-    options of the newest run whose record can be read."""
+    options of the newest run whose record can be read.
+    """
     config = _newest_config(store)
     more = ["--retry-failed"]
     most = PruneConfig().max_attempts if config is None else config.get("max_attempts", PruneConfig().max_attempts)

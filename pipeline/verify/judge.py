@@ -92,7 +92,8 @@ class Judge:
 
     def _earlier(self, places: Iterable[Place], marked: dict[Place, str]) -> set[str]:
         """Mark the earlier ok rows of those videos among ``places`` whose live row goes: they may be of another file,
-        and must not come back. Returns the token shards that these name."""
+        and must not come back. Returns the token shards that these name.
+        """
         shards = set[str]()
         for place in places:
             if place in marked and place in self._live:

@@ -24,7 +24,8 @@ ORPHAN_AGE = timedelta(days=1)
 
 def list_files(store: Store) -> dict[str, list[FileInfo]]:
     """The files of each folder of the cache, "" being its root. Taken before the videos shards are read, so that what
-    a run commits meanwhile does not pass for an orphan."""
+    a run commits meanwhile does not pass for an orphan.
+    """
     return {folder: store.listed(folder) for folder in ("", TOKENS, VIDEOS, RUNS, INDEX)}
 
 

@@ -184,7 +184,8 @@ def _unknown(video_id: str, run: str, why: str) -> VideoRow:
 
 def _numbered(name: str) -> tuple[str, int]:
     """(run, number) in the name of a videos shard, with the hash of its content or (of one that is lost) without; -1
-    where it has none."""
+    where it has none.
+    """
     stem = PurePosixPath(name).stem if name.endswith(".parquet") else f"{PurePosixPath(name).name}-"
     run, _, number = stem.rpartition("-")[0].rpartition("-")
     return (run, int(number)) if run and number.isdecimal() else (stem, -1)

@@ -83,7 +83,8 @@ class LiveResult:
 
 class Marked(NamedTuple):
     """A video that a repair gave a failed row, in place of one that could not be trusted; ``uri`` is "" where it is not
-    known."""
+    known.
+    """
 
     video_id: str
     uri: str

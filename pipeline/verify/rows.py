@@ -126,6 +126,11 @@ def _count_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
         yield f"{n_tokens} tokens, where {method_of(header)} keeps {budget_for(ratio, n_total)} of {n_total}"
     if declared is not None and row["nested"] != declared.nested:
         yield f"nested is {row['nested']}, which {method_of(header)} is not"
+    yield from _layout_faults(row, header)
+
+
+def _layout_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
+    n_tokens, n_total, ratio = row["n_tokens"], row["n_total"], row["retention_ratio"]
     if row["row_counts"] != tier_row_counts(n_total, n_tokens, ratio, nested=row["nested"]):
         yield f"its row groups of {row['row_counts']} rows do not end at the tiers of {n_tokens} tokens"
     if row["first_row_group"] < 0:

@@ -221,7 +221,8 @@ def _check_tokens(
     sound: Sound,
 ) -> Sound:
     """Every token shard of ``places``, which has the videos rows that name it; those that are ``sound`` are not read.
-    Returns those without a problem."""
+    Returns those without a problem.
+    """
     # Neighbours in the order of commits share a videos shard, which is in memory then.
     names = sorted(places, key=lambda name: places[name][0])
     full = VideoRows(store, keep=8 * request.jobs)

@@ -92,7 +92,7 @@ class FlakyProxy:
         self._ended.wait()
 
 
-def _handler(proxy: FlakyProxy) -> type[BaseHTTPRequestHandler]:
+def _handler(proxy: FlakyProxy) -> type[BaseHTTPRequestHandler]:  # noqa: C901 - its methods are counted as one
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -107,18 +107,20 @@ def _handler(proxy: FlakyProxy) -> type[BaseHTTPRequestHandler]:
                 return
             body = self.rfile.read(length)
             if proxy.expired and self.headers.get("X-Amz-Security-Token") == proxy.expired:
-                text = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
-                self._answer(400, [("Content-Length", str(len(text)))], text)
+                self._refuse(400, "ExpiredToken", "The provided token has expired.")
                 return
             if isinstance(kind, int):
-                text = f"<Error><Code>Told{kind}</Code><Message>told to fail</Message></Error>".encode()
-                self._answer(kind, [("Content-Length", str(len(text)))], text)
+                self._refuse(kind, f"Told{kind}", "told to fail")
                 return
             status, headers, answer = self._forward(body)
             if kind == "lost":
                 self.close_connection = True
                 return
             self._answer(status, headers, answer)
+
+        def _refuse(self, status: int, code: str, message: str) -> None:
+            text = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
+            self._answer(status, [("Content-Length", str(len(text)))], text)
 
         do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _serve  # noqa: N815 - names of the base class
 

@@ -54,6 +54,7 @@ class Draw:
 
 
 def siglip(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
+    """Draw the weights of a SigLIP vision tower below ``prefix``."""
     width, patch = config["hidden_size"], config["patch_size"]
     # Texture louder than brightness: neighbouring pixels agree, so patches would else differ in brightness alone.
     upper = draw.uniform((width, 3, patch // 2, patch), 5 / math.sqrt(3 * patch * patch))

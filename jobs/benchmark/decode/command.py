@@ -22,6 +22,7 @@ HELP = "decoding alone, beside other libraries and the least that is possible"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
     parser.add_argument("--clips", nargs="+", metavar="NAME", help="some of them only, by what their names hold [all]")
     parser.add_argument("--frames", type=count, default=32, metavar="T", help="frames a clip [32]")
     parser.add_argument("--fps", type=_positive, metavar="F", help="so many frames a second instead")

@@ -24,6 +24,7 @@ HELP = "the whole job beside a plain DataLoader loop"
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
     for name, default, unit, what in (
         ("--frames", [2, 32], "T", "of a video, 0.44 MB each [2 32]"),
         ("--encode-ms", [15, 60, 250], "MS", "that encoders sleep for a video [15 60 250]"),

@@ -107,7 +107,8 @@ class _Layer(nn.Module):
 
 class Decoder(nn.Module):
     """Begins with heads that attend to what resembles their token, and copy what is there; two of the
-    first layer look to the start of the video, the less the further it is away."""
+    first layer look to the start of the video, the less the further it is away.
+    """
 
     def __init__(self) -> None:
         super().__init__()

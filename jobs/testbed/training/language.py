@@ -208,7 +208,8 @@ def _loss(decoder: Decoder, states: States, lesson: _Class, portion: Portion, me
     known earlier: at the subject, where order is asked when each choice came, and the frame of each visual token.
 
     At the subject it is asked, too, in which corners the thing is: of all four, not only of one that is right, or
-    nothing is ever counted."""
+    nothing is ever counted.
+    """
     say, asked = decoder.lm_head, lesson.asked
     letter = say(_at(states.last, asked.last))
     plain = say(_at(states.last, asked.subject))

@@ -100,7 +100,8 @@ def assembled(eyes: Eyes, decoder: dict[str, Tensor]) -> Any:
 
 def _as_convolution(model: Any) -> None:
     """Places are sines and cosines in dimensions of their own, which an offset turns: each head begins looking at one
-    neighbour, and copies what is there."""
+    neighbour, and copies what is there.
+    """
     tower = getattr(model.vision_tower, "vision_model", model.vision_tower)
     normal, width = nn.init.normal_, _VISION_WIDTH
     frequencies = torch.tensor(_FREQUENCIES)

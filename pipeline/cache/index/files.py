@@ -108,7 +108,8 @@ class Place(NamedTuple):
 
 class Index:
     """An index, opened; threads may share it. Raises CorruptShard where a file of it is damaged or gone, and
-    OSError."""
+    OSError.
+    """
 
     def __init__(self, store: Store, root: Root) -> None:
         self.store, self.root = store, root

@@ -1,5 +1,6 @@
 """Which row of a video counts, for readers: the compacted index where there is one, and the videos shards that came
-after it."""
+after it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ class LiveVideos:
     @classmethod
     def open(cls, store: Store) -> LiveVideos:
         """Without an index one LIST a thousand videos shards and a GET each; with one a GET, a LIST of those that came
-        after it, and a GET for each of these. Raises CorruptShard, OSError."""
+        after it, and a GET for each of these. Raises CorruptShard, OSError.
+        """
         index = Index.read(store)
         return cls(index, read_live(store, _COLUMNS, None if index is None else index.newer()))
 
@@ -68,7 +70,8 @@ class LiveVideos:
 
     def shards(self) -> LiveShards:
         """The videos shards that hold live rows with tokens. Of a compacted cache this reads the tables of shards, not
-        the ids: 100 bytes a shard."""
+        the ids: 100 bytes a shard.
+        """
         table = SHARD_SCHEMA.empty_table() if self.index is None else self.index.all_shards()
         names, counts = table["name"].cast(pa.large_string()), table["ok"].to_numpy().astype(np.int64)
         rows: dict[str, list[int]] = {}

@@ -118,7 +118,8 @@ def _check_ids(file: str, question_ids: Sequence[str]) -> None:
 
 def read_question(row: UserRow, where: str, most_choices: int | None = MAX_LETTERS) -> Item:
     """The question as its row has it: ids of videos unchecked, no cluster unless it names one. Raises QuestionsError
-    that says ``where``."""
+    that says ``where``.
+    """
     for name in _DECODING:
         if row.get(name) is not None:
             raise QuestionsError(

@@ -11,10 +11,12 @@ T = TypeVar("T")
 
 
 def shuffled(rng: np.random.Generator, items: Sequence[T]) -> list[T]:
+    """Return the items in a drawn order."""
     return [items[i] for i in rng.permutation(len(items)).tolist()]
 
 
 def one_of(rng: np.random.Generator, items: Sequence[T]) -> T:
+    """Draw one item."""
     return items[int(rng.integers(len(items)))]
 
 
@@ -24,4 +26,5 @@ def whole(rng: np.random.Generator, limits: tuple[int, int]) -> int:
 
 
 def real(rng: np.random.Generator, limits: tuple[float, float]) -> float:
+    """Draw a number from a range, uniformly."""
     return float(rng.uniform(*limits))

@@ -84,7 +84,7 @@ def sign_flip_p(difference_Q: Floats, cluster_Q: Ints, *, draws: int = 10_000, s
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """p adjusted for as many tests as the family has (Holm 1979, step-down); a nan stays nan and is no test."""
+    """Adjust p for as many tests as the family has (Holm 1979, step-down); a nan stays nan and is no test."""
     adjusted = np.full(len(p), math.nan)
     tests = [i for i in np.argsort(p, kind="stable") if not math.isnan(p[i])]
     largest = 0.0

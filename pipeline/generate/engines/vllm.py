@@ -69,7 +69,8 @@ class VllmEngine:
         setup: EngineSetup, source: ModelSource, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]
     ) -> None:
         """Raises UsageError for what vLLM cannot answer, and where it is missing, before anything is loaded; ModelError
-        where the checkpoint asks for more than vLLM does."""
+        where the checkpoint asks for more than vLLM does.
+        """
         inside = [name or late.pruner.name for name, late in prunings.items() if late and late.inside]
         if inside:
             raise UsageError(
@@ -89,7 +90,8 @@ class VllmEngine:
         self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], inside: tuple[Pruner, float] | None = None
     ) -> list[Answer]:
         """See :class:`pipeline.generate.engines.Engine`. Times are the whole batch's: until every prompt had its first
-        token, and from there on."""
+        token, and from there on.
+        """
         assert inside is None
         started = time.monotonic()
         params = [sampling_params(decoding, self._generation) for decoding in decodings]
@@ -147,7 +149,8 @@ class VllmEngine:
 
     def _run(self, prompts: Sequence[Prompt], params: Sequence[Mapping[str, Any]]) -> list[Any]:
         """The finished request of each prompt. Raises ValueError for one that vLLM refuses, and asks none then;
-        EngineDied."""
+        EngineDied.
+        """
         from vllm import SamplingParams  # noqa: PLC0415 - as above
         from vllm.exceptions import VLLMValidationError  # noqa: PLC0415
 
