@@ -171,7 +171,7 @@ def interval(drawn_R: Floats) -> tuple[float, float]:
 
 
 def two_sided_p(drawn_R: Floats, *, exact: bool = False) -> float:
-    """Return p of a difference from its draws: twice the smaller of the shares at or below and at or above 0; at most 1.
+    """Return p of a difference by its draws: twice the smaller of the shares at or below and at or above 0, at most 1.
 
     A share is (k + 1) / (R + 1) of drawn ones, so that p is never 0, and k / R where they are all (``exact``).
     """
