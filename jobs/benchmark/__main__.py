@@ -8,9 +8,15 @@ from typing import cast
 
 from rich.console import Console
 
-from jobs.benchmark import efficiency, index, methods, read, resume, selection, serving
 from jobs.benchmark.decode import command as decode
+from jobs.benchmark.efficiency import command as efficiency
+from jobs.benchmark.index import command as index
+from jobs.benchmark.methods import command as methods
 from jobs.benchmark.pipeline import command as whole_job
+from jobs.benchmark.read import command as read
+from jobs.benchmark.resume import command as resume
+from jobs.benchmark.selection import command as selection
+from jobs.benchmark.serving import command as serving
 from jobs.command import Parser, exit_code_of
 from jobs.json_document import Done
 from pipeline.errors import ManifestError, RunFailed, VideoFault

@@ -31,8 +31,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Done:
     """Measure and show; returns the exit code and the figures."""
     from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - torch and Arrow load after the flags
-    from jobs.benchmark.read_cache import ReadJob  # noqa: PLC0415
-    from jobs.benchmark.read_times import as_record, as_table, measure  # noqa: PLC0415
+    from jobs.benchmark.read.cache import ReadJob  # noqa: PLC0415
+    from jobs.benchmark.read.times import as_record, as_table, measure  # noqa: PLC0415
 
     console = Console(stderr=True)
 

@@ -19,7 +19,7 @@ from jobs.json_document import Done
 from pipeline.options import ATTN, DEVICES, DTYPES
 
 if TYPE_CHECKING:
-    from jobs.benchmark.efficiency_setup import Job
+    from jobs.benchmark.efficiency.setup import Job
 
 HELP = "end-to-end and model seconds, memory and tokens a second of each method, from videos and from a cache"
 METHODS = ("fastv", "fastvid", "cdpruner", "vidcom2", "gstep")  # of the paper's Table 3, in its order
@@ -63,10 +63,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Done:
     """Measure, show and write; returns the exit code and the figures."""
-    from jobs.benchmark.efficiency_latex import table3  # noqa: PLC0415 - torch loads after the flags
-    from jobs.benchmark.efficiency_report import as_record, summarise, tables  # noqa: PLC0415
-    from jobs.benchmark.efficiency_setup import prepare  # noqa: PLC0415
-    from jobs.benchmark.efficiency_times import Bench  # noqa: PLC0415
+    from jobs.benchmark.efficiency.latex import table3  # noqa: PLC0415 - torch loads after the flags
+    from jobs.benchmark.efficiency.report import as_record, summarise, tables  # noqa: PLC0415
+    from jobs.benchmark.efficiency.setup import prepare  # noqa: PLC0415
+    from jobs.benchmark.efficiency.times import Bench  # noqa: PLC0415
     from jobs.benchmark.machine import machine  # noqa: PLC0415
 
     with TemporaryDirectory() as folder:

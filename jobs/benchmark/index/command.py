@@ -25,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> Done:
     """Measure and show; returns the exit code and the figures."""
-    from jobs.benchmark.index_times import as_table, measure  # noqa: PLC0415 - torch and Arrow load after the flags
+    from jobs.benchmark.index.times import as_table, measure  # noqa: PLC0415 - torch and Arrow load after the flags
     from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415
 
     console = Console(stderr=True)

@@ -9,9 +9,9 @@ import pytest
 
 from gstep.checkpoints import tiny
 from jobs.benchmark import __main__ as benchmark
-from jobs.benchmark.efficiency_parts import Answers
-from jobs.benchmark.efficiency_report import break_even
-from jobs.benchmark.efficiency_setup import KvShape, prepare
+from jobs.benchmark.efficiency.parts import Answers
+from jobs.benchmark.efficiency.report import break_even
+from jobs.benchmark.efficiency.setup import KvShape, prepare
 from pipeline.inputs.manifest import read_manifest
 from tests.gstep.language.prompts import video
 
@@ -176,7 +176,7 @@ def test_a_config_alone_is_measured_with_random_weights(name, clip, tmp_path):
 )
 def test_what_cannot_be_measured_is_refused_before_anything_is_loaded(argv, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("jobs.benchmark.efficiency_parts.load_language_model", None)
+    monkeypatch.setattr("jobs.benchmark.efficiency.parts.load_language_model", None)
     code = benchmark.main(["efficiency", *argv])
     assert code == (1 if "--videos" in argv else 2)
     assert said in capsys.readouterr().err

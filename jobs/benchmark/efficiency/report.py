@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from jobs.benchmark.efficiency_samples import Built, Found, Sample
+from jobs.benchmark.efficiency.samples import Built, Found, Sample
 from pipeline.evaluate.statistics.render import method_title
 
 MIB, GIB = 2**20, 2**30

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from jobs.benchmark.efficiency_report import GIB, MIB
-from jobs.benchmark.efficiency_samples import Found
+from jobs.benchmark.efficiency.report import GIB, MIB
+from jobs.benchmark.efficiency.samples import Found
 from pipeline.evaluate.statistics.render import latex_method
 
 _HEAD = r"Method & E2E (s)$\downarrow$ & LLM Time (s)$\downarrow$ & GPU (GB)$\downarrow$ & KV (MB)$\downarrow$ \\"

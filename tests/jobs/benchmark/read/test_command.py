@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from jobs.benchmark import __main__ as benchmark
-from jobs.benchmark.read_times import Way, shares
+from jobs.benchmark.read.times import Way, shares
 
 
 def test_all_ways_are_measured_on_a_real_cache(tmp_path, capsys):

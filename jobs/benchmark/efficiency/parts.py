@@ -12,8 +12,8 @@ from gstep import PrunedTokens, VisualTokens
 from gstep.backbones import Backbone, StaticParts, family_of
 from gstep.evidence import is_per_frame
 from gstep.language import Decoding, LanguageModel, Visual, load_language_model
-from jobs.benchmark.efficiency_samples import Sample, Timed, timed
-from jobs.benchmark.efficiency_setup import Job, Way
+from jobs.benchmark.efficiency.samples import Sample, Timed, timed
+from jobs.benchmark.efficiency.setup import Job, Way
 from pipeline.errors import RunFailed, UsageError
 from pipeline.generate.asking import Embedders
 from pipeline.prune.decode_stage import VideoDecoder

@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> Done:
     """Measure and show; returns the exit code and the figures."""
     from gstep.backbones import choose_runtime  # noqa: PLC0415 - torch loads only after the flags are checked
     from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415
-    from jobs.benchmark.method_times import as_record, as_table, measure  # noqa: PLC0415
+    from jobs.benchmark.methods.times import as_record, as_table, measure  # noqa: PLC0415
 
     try:
         choose_runtime(arguments.device)

@@ -18,7 +18,7 @@ import torch
 from rich.table import Table
 from torch.utils.data import DataLoader
 
-from jobs.benchmark.read_cache import BUCKET, TIER, Counted, ReadJob, make_cache, s3_server
+from jobs.benchmark.read.cache import BUCKET, TIER, Counted, ReadJob, make_cache, s3_server
 from pipeline import TokenCache, TokenDataset, pack
 from pipeline.cache.token_shard import Rows, TokenShard
 from pipeline.storage.stores import LocalStore, ObjectStore, Store

@@ -7,7 +7,7 @@ import torch
 
 from gstep.selection.reference import density_guided_fps
 from jobs.benchmark import __main__ as benchmark
-from jobs.benchmark.selection_times import loop, loop_steps
+from jobs.benchmark.selection.times import loop, loop_steps
 from jobs.benchmark.tokens import INPUTS
 
 SMALL = ["--frames", "6", "12", "--tokens-per-frame", "36", "--hidden", "64", "--repeats", "1"]

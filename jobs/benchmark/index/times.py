@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rich.table import Table
 
 from jobs.benchmark.peak_memory import peak_memory
-from jobs.benchmark.resume_times import make_cache, names_of
+from jobs.benchmark.resume.times import make_cache, names_of
 from pipeline.cache.header import header_bytes
 from pipeline.cache.index.compaction import compact
 from pipeline.cache.ledger import Ledger

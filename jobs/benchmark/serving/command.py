@@ -43,7 +43,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> Done:
     """Measure and show; returns the exit code and the figures."""
     from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - torch loads after the flags
-    from jobs.benchmark.serving_times import (  # noqa: PLC0415
+    from jobs.benchmark.serving.times import (  # noqa: PLC0415
         Job,
         as_record,
         as_table,

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> Done:
     import torch  # noqa: PLC0415 - loads only after the flags are checked
 
     from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415
-    from jobs.benchmark.selection_times import Settings, as_record, as_table, measure  # noqa: PLC0415
+    from jobs.benchmark.selection.times import Settings, as_record, as_table, measure  # noqa: PLC0415
 
     torch.set_num_threads(arguments.threads)
     settings = Settings(

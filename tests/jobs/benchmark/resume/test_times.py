@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from jobs.benchmark.resume_times import ResumeTimes
+from jobs.benchmark.resume.times import ResumeTimes
 
 
 def test_the_first_limit_is_the_one_that_is_met_first():

@@ -18,9 +18,9 @@ import torch
 
 from gstep import PrunedTokens, make_pruner
 from gstep.language import Visual
-from jobs.benchmark.efficiency_parts import Answers, Encoded, Videos
-from jobs.benchmark.efficiency_samples import Built, Found, Sample, highest, timed
-from jobs.benchmark.efficiency_setup import FULL, Job, Way
+from jobs.benchmark.efficiency.parts import Answers, Encoded, Videos
+from jobs.benchmark.efficiency.samples import Built, Found, Sample, highest, timed
+from jobs.benchmark.efficiency.setup import FULL, Job, Way
 from jobs.benchmark.peak_memory import peak_memory
 from pipeline.cache.header import header_bytes
 from pipeline.cache.reader import HEADER, TokenCache

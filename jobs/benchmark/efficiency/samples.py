@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from jobs.benchmark.efficiency_setup import Way
+from jobs.benchmark.efficiency.setup import Way
 
 T = TypeVar("T")
 

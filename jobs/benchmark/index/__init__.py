@@ -1,0 +1,1 @@
+"""How long opening, finding and resuming take with a compacted index."""

@@ -1,0 +1,1 @@
+"""How long every pruning method takes beside GSTEP."""

@@ -1,0 +1,1 @@
+"""How fast tokens are read from a cache."""

@@ -1,0 +1,1 @@
+"""How long GSTEP selects, beside the loop of the paper."""

@@ -1,0 +1,1 @@
+"""How many questions a second are answered from a cache and from videos."""
