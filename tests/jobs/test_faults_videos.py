@@ -159,7 +159,7 @@ def test_a_video_that_kills_its_encoder_twice_is_an_error_row_and_the_run_goes_o
 
 def test_a_video_that_kills_its_encoder_costs_none_of_those_that_share_its_bundle(cluster, tmp_path):
     folder, cache = tmp_path / "videos", tmp_path / "c"
-    ids = tiny_videos(folder, 98)
+    ids = tiny_videos(folder, 70)
     poison = ids[31]  # of five frames, as every seventh: the others become harmless
     for name in (name for number, name in enumerate(ids) if number % 7 in (3, 4) and name != poison):
         shutil.copy(folder / ids[0], folder / name)
