@@ -27,7 +27,12 @@ PAGES = (
     "pipeline/verify/README.md",
     "pipeline/evaluate/README.md",
 )
-OTHERS = ("jobs/benchmark/README.md", "tests/README.md", "pipeline/evaluate/shapes/README.md")
+OTHERS = (
+    ".github/CONTRIBUTING.md",
+    "jobs/benchmark/README.md",
+    "tests/README.md",
+    "pipeline/evaluate/shapes/README.md",
+)
 #: What stands in a comment before a block that is not pasted here, or not as it is.
 MARKS = {
     "needs a hub", "needs a cluster", "needs S3", "needs vLLM", "needs lmms-eval", "needs vLLM and lmms-eval",
