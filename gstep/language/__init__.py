@@ -4,7 +4,7 @@ The order of use: :func:`prompt_builder` (CPU: a tokenizer and the config, no we
 :class:`~gstep.language.types.Prompt` of a question and the cached tokens of its videos; :func:`load_language_model`
 loads the LLM without the vision tower, which answers batches of prompts. A model of your own takes a
 :class:`~gstep.language.batch.Batch` of prompts and :func:`~gstep.language.batch.encoder_outputs`, as
-``help(pipeline.TokenCache)`` shows.
+``pipeline/examples/own_llm.py`` shows.
 
 What ``__all__`` names is public here, and in the modules below it nothing is. Everything is imported when it is first
 used.

@@ -44,30 +44,8 @@ def read_header(store: Store) -> CacheHeader:
 class TokenCache:
     """A pruned-token cache, opened for reading. It shows what was committed when it was opened.
 
-    Its tokens take the place of the vision encoder's output in the LLM that they were made for. With transformers::
-
-        import torch
-        from transformers import AutoModelForImageTextToText
-
-        from gstep.language import Batch, encoder_outputs, prompt_builder
-        from pipeline import TokenCache, model_source
-
-        cache = TokenCache("cache")
-        source = model_source(cache)  # the checkpoint that the tokens were made for
-        folder, revision = source.pretrained()
-        model = AutoModelForImageTextToText.from_pretrained(folder, revision=revision)  # or your own, on its device
-        builder = prompt_builder(source)  # chat template, tokenizer and positions; no weights
-        visual = cache.get("bikes.mp4", retention_ratio=0.10).visual
-        batch = Batch.of([builder.build("What happens in this video?", [visual])])
-        with torch.inference_mode():
-            ids = model.generate(
-                input_ids=batch.input_ids.to(model.device),
-                attention_mask=batch.mask.to(model.device),
-                position_ids=batch.position_ids().to(model.device),
-                mm_encoder_outputs=encoder_outputs([visual], model.device, model.dtype),
-                max_new_tokens=32,
-            )
-        print(builder.tokenizer.decode(ids[0, batch.input_ids.shape[1] :], skip_special_tokens=True))
+    Its tokens take the place of the vision encoder's output in the LLM that they were made for:
+    ``pipeline/examples/own_llm.py`` does that with transformers in twenty lines.
 
     ``path`` is a folder or ``s3://bucket/prefix``; how the store is reached is taken from the environment, unless a
     ``store`` is given. Where the cache has a compacted index (``python -m jobs.compact``), opening loads no ids: on S3

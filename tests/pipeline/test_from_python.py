@@ -10,10 +10,10 @@ import ray
 from ray.data import DataContext
 
 import pipeline
+from tests.examples import run_example
 from tests.jobs.jobs import environment
 from tests.paths import ROOT
 from tests.pipeline.asking import tiny_cache
-from tests.pipeline.docstrings import code_of, run_code
 from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import sample
 
@@ -82,7 +82,7 @@ def test_stages_and_questions_use_the_ray_that_is_there_and_leave_it_as_it_was(o
     shutil.copy(sample("bikes.mp4"), tmp_path / "videos")
     (tmp_path / "videos" / "text.mp4").write_text("this is no video\n" * 50)
     monkeypatch.chdir(tmp_path)
-    run_code(code_of(pipeline.prune_stages), "help(pipeline.prune_stages)")
+    run_example("pipeline/examples/own_stages.py", "videos")
     good, bad = capsys.readouterr().out.strip().split("\n")
     assert good.startswith(f"bikes.mp4 ({4 * 196 // 4}, 64) [") and bad.startswith("text.mp4 unsupported ")
 

@@ -1,14 +1,14 @@
-"""An LLM of one's own: the lines that ``help(pipeline.TokenCache)`` shows run as they stand, and give the answer."""
+"""An LLM of one's own: pipeline/examples/own_llm.py runs as it stands, and gives the answer of jobs.generate."""
 
 import pytest
 
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.language import Decoding, load_language_model, prompt_builder
 from pipeline import TokenCache
+from tests.examples import run_example
 from tests.gstep.llms import FAMILIES
 from tests.pipeline.asking import newline_of
 from tests.pipeline.caches import write_header, write_shard
-from tests.pipeline.docstrings import code_of, run_code
 from tests.pipeline.encoding import encode_clip
 from tests.pipeline.videos import sample
 
@@ -31,14 +31,11 @@ def real_cache(out, name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_twenty_lines_answer_as_jobs_generate_does(name, tmp_path, monkeypatch, capsys):
+def test_the_example_answers_as_jobs_generate_does(name, tmp_path, capsys):
     source = real_cache(tmp_path / "cache", name)
-    code = code_of(TokenCache)
-    assert len([line for line in code.split("\n") if line]) <= 22
-    monkeypatch.chdir(tmp_path)
-    names = run_code(code, "help(TokenCache)")
+    names = run_example("pipeline/examples/own_llm.py", tmp_path / "cache", "bikes.mp4")
     said = capsys.readouterr().out.strip()
-    visual = TokenCache("cache").get("bikes.mp4", 0.10).visual
+    visual = TokenCache(tmp_path / "cache").get("bikes.mp4", 0.10).visual
     prompt = prompt_builder(source).build("What happens in this video?", [visual])
     model = load_language_model(source, choose_runtime("cpu", "float32"))
     (answer,) = model.generate([prompt], [Decoding(max_new_tokens=32)])
