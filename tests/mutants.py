@@ -60,7 +60,7 @@ def dies(mutant: Mutant, copy: Path) -> bool | None:
     try:
         quick = [] if "::" in mutant.tests else ["-m", "not slow"]
         command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", *mutant.tests.split(), *quick]
-        done = subprocess.run(command, cwd=copy, capture_output=True, timeout=900, check=False)
+        done = subprocess.run(command, cwd=copy, capture_output=True, timeout=300, check=False)
     except subprocess.TimeoutExpired:
         return True  # what no longer ends is noticed
     finally:

@@ -1,4 +1,4 @@
-"""The testbed: made-up videos with questions (the benchmark `shapes`), and a model trained to answer them."""
+"""The testbed: made-up videos with questions (the benchmark `shapes`), and methods compared on them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from jobs.command import Parser, exit_code_of
-from jobs.testbed import compare, make, train
+from jobs.testbed import compare, make
 
 EPILOG = """\
 examples:
   python -m jobs.testbed make shapes --videos 200
   python -m jobs.testbed make harder --videos 300 --hardness dim clutter pan --seed 1 --picture harder.png
-  python -m jobs.testbed train model
   python -m jobs.evaluate --benchmark shapes --data shapes --model shapes --method gstep vidcom2 \
       --retention-ratio .25 .10
   python -m jobs.testbed compare results --method gstep --against vidcom2
@@ -23,7 +22,7 @@ examples:
 The same command again writes the same bytes. Exit code: 0 all is written; 1 a file could not be written; 2 the request
 was refused; 130 interrupted (the same command goes on).
 """
-COMMANDS = {"make": make, "train": train, "compare": compare}
+COMMANDS = {"make": make, "compare": compare}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -66,7 +66,7 @@ def run_records(cache: Path) -> list[dict[str, object]]:
 def test_the_sample_clips_on_two_nodes(cluster, submit, tmp_path):
     for clip in clips():
         shutil.copy(clip, tmp_path)
-    (tmp_path / "text.mp4").write_text("no video" * 100)
+    (tmp_path / "text.mp4").write_text("no video" * 2**20)  # 8 MiB: a decoder for each 4 MiB, so one on each node
     argv = [str(tmp_path), "--out", str(tmp_path / "c")]
     done = submit("sample", *argv)
     assert done.returncode == 0, done.stdout

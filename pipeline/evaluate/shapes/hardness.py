@@ -73,6 +73,7 @@ class Hardness:
 
 
 PLAIN = Hardness(name="plain")
+#: What the model ``shapes`` was trained on; it has seen nothing of the others.
 _TRAINED_ON = (
     PLAIN,
     Hardness(name="dim", contrast=(0.25, 0.4)),
@@ -92,5 +93,3 @@ _OTHERS = (
 )
 #: Name -> setting. "plain" is the one that nothing disturbs; each of the others but "mixed" turns one knob.
 HARDNESS: Mapping[str, Hardness] = {one.name: one for one in (*_TRAINED_ON, *_OTHERS)}
-#: Those that jobs.testbed trains models on; the model ``shapes`` has seen nothing of the others.
-TRAINED_ON = tuple(one.name for one in _TRAINED_ON)

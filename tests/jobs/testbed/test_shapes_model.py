@@ -16,7 +16,6 @@ from gstep.backbones import ModelSource
 from gstep.language import Decoding
 from jobs import evaluate
 from jobs.testbed.__main__ import main
-from jobs.testbed.training.space import CELLS
 from pipeline.cache.live_rows import read_live
 from pipeline.evaluate.shapes.questions import TYPES
 from pipeline.generate.answer_stage import Answerer, AnswerSetup
@@ -30,6 +29,7 @@ from tests.pipeline.rays import ray_here
 pytestmark = pytest.mark.slow
 
 VIDEOS = 36
+CELLS = 36  # tokens of a frame
 RIGHT = {"none": 271, "gstep": 248, "random": 145}
 MUTATED = 6  # videos
 
