@@ -16,8 +16,7 @@ from pipeline.execution.request import refusing, store_refusing
 from pipeline.generate.late_pruning import LateAsked
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.evidence import needed_by
-from pipeline.prune.request import match_cache, resolve, sampling_settings
+from pipeline.prune.request import match_cache, needed_by, resolve, sampling_settings
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store
 from pipeline.video.sampling import ROUND_EVEN, TRUNCATE, Sampling

@@ -1,10 +1,15 @@
-"""How a driver gets at a Ray cluster: which one it would join, whether that answers, and with which token."""
+"""How a driver gets at a Ray cluster: which one it would join, whether that answers, with which token, and where its
+workers import this package from.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager
 from pathlib import Path
 
 import ray
@@ -104,3 +109,16 @@ def no_ray(error: Exception, address: str | None) -> str:
         "look at Ray's logs (RAY_TMPDIR, else /tmp/ray, in session_latest/logs), at the room in /tmp, /dev/shm and "
         "memory, and name a short path with RAY_TMPDIR if that is it"
     )
+
+
+@contextmanager
+def workers_import_this() -> Iterator[None]:
+    """Joining Ray puts the current folder first on the path of its workers, where a user's ``pipeline.py`` would hide
+    this package. A driver that does not import from there itself (a console script) joins from the folder of this
+    package instead.
+    """
+    if {"", str(Path.cwd())} & set(sys.path):
+        yield
+        return
+    with chdir(Path(__file__).parents[2]):
+        yield

@@ -18,8 +18,7 @@ import ray
 
 from gstep.backbones import choose_runtime
 from pipeline.errors import RunFailed, UsageError, printable
-from pipeline.execution.access import address_to_join, check_answers, keep_token_here, no_ray
-from pipeline.execution.import_path import workers_import_this
+from pipeline.execution.access import address_to_join, check_answers, keep_token_here, no_ray, workers_import_this
 from pipeline.execution.request import refusing
 from pipeline.execution.run_record import RunRecord
 from pipeline.execution.stages import OOM_RETRIES, configure_ray_data

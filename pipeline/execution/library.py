@@ -15,8 +15,8 @@ from ray.data import DataContext
 from rich.console import Console
 
 from pipeline.errors import TooManyFailed, UsageError
-from pipeline.execution.listening import Listening, OneLine, Progress
 from pipeline.execution.outcome import Outcome
+from pipeline.execution.progress import Listening, OneLine, Progress
 from pipeline.execution.stages import end_workers
 from pipeline.options import RunOptions, check
 

@@ -1,49 +1,79 @@
-"""Progress of a run: a bar on a terminal, plain lines in a log."""
+"""Progress of a run, counted once and shown as a bar on a terminal, as lines in a log, or to a function."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Self
 
+from rich import progress as rich_progress
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
 from rich.text import Text
 
-from pipeline.execution.listening import ListenedReporter, Listening
 from pipeline.execution.stages import Wording, in_words
 
 
-class Reporter(Protocol):
-    """What a run tells about its progress."""
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is.
 
-    def __enter__(self) -> Reporter: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None
-    ) -> None: ...
-
-    def through(self, items: int) -> None:
-        """So many more are computed, or have failed; they may wait to be written."""
-
-    def advance(self, ok: int, failed: int) -> None:
-        """So many more are where they belong."""
-
-    def stages(self, made: Mapping[str, int]) -> None:
-        """What each stage has made by now."""
-
-
-def reporter(console: Console, total: int, log_interval: float, words: Wording) -> Reporter:
-    """A bar where the console is a terminal, else a line every ``log_interval`` seconds and one at the end; where it
-    listens, it is told.
+    Attributes:
+        item: what it works on, "video" or "question".
+        total: items of this run.
+        ok: those that have a result.
+        failed: those that have an error row.
+        ahead: how many items went through each stage before the last, by what that did to them: "decoded".
+        note: a line for the user; "" where only the numbers are new.
     """
-    if isinstance(console, Listening):
-        return ListenedReporter(console, total, words)
-    if console.is_terminal:
-        return BarReporter(console, total, words)
-    return LineReporter(console, total, log_interval, words)
+
+    item: str = ""
+    total: int = 0
+    ok: int = 0
+    failed: int = 0
+    ahead: Mapping[str, int] = field(default_factory=dict)
+    note: str = ""
+
+    @property
+    def done(self) -> int:
+        return self.ok + self.failed
+
+    def __str__(self) -> str:
+        return f"{self.done}/{self.total} {self.item}s, {self.failed} failed{in_words(self.ahead)}"
+
+
+class Listening(Console):
+    """A console whose lines, and whose progress, go to ``tell``. What that raises ends the run."""
+
+    def __init__(self, tell: Callable[[Progress], object]) -> None:
+        super().__init__(file=sys.stderr, force_terminal=False, force_jupyter=False)
+        self.tell = tell
+
+    def print(self, *objects: Any, **keywords: Any) -> None:
+        """Tell a line as a note."""
+        with self.capture() as captured:
+            super().print(*objects, **{**keywords, "soft_wrap": True})
+        if text := captured.get().strip():
+            self.tell(Progress(note=text))
+
+
+class OneLine:
+    """Progress in a notebook: one line, written over until the run ends; notes stay above it."""
+
+    def __init__(self) -> None:
+        self._width = 0
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.note.startswith("configuration: "):
+            return  # it stands in the cell above
+        ends = progress.note or (progress.total and progress.done == progress.total)
+        text = f"\r{progress.note or progress}".ljust(self._width)
+        sys.stderr.write(text + ("\n" if ends else ""))
+        sys.stderr.flush()
+        self._width = 0 if ends else len(text)
 
 
 class Pace:
@@ -57,12 +87,12 @@ class Pace:
         self._first: float | None = None
 
     def through(self, items: int) -> None:
-        """So many more are computed."""
+        """Count items that are computed."""
         self._through = min(self._through + items, self._total)
         self._begin()
 
     def done(self, items: int) -> None:
-        """So many more are written; where nobody says that they are computed, they are counted here."""
+        """Count items that are written; where nobody says that they are computed, they are counted here."""
         self._done += items
         self._begin()
 
@@ -75,7 +105,7 @@ class Pace:
         return max(self._through, self._done)
 
     def __str__(self) -> str:
-        """Rate and time left; nothing where all are through."""
+        """Return the rate and the time left; nothing where all are through."""
         new, seconds = self._now - self._at_first, 0.0 if self._first is None else self._clock() - self._first
         left = self._total - self._now
         if not left:
@@ -86,69 +116,111 @@ class Pace:
         return f"{rate:.2f} {self._item}s/s, {left / rate:.0f} s left"
 
 
-class _PaceColumn(ProgressColumn):
+class Reporter:
+    """Counts what a run has done. A subclass shows it, whenever a number is new or by a clock of its own."""
+
+    def __init__(self, total: int, words: Wording) -> None:
+        self.at = Progress(item=words.item, total=total)
+        self.pace = Pace(total, words.item)
+        self._words = words
+        self._made: Mapping[str, int] = {}
+
+    def __enter__(self) -> Self:
+        self.show()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None
+    ) -> None: ...
+
+    def show(self) -> None:
+        """Show ``at`` and ``pace``."""
+
+    def through(self, items: int) -> None:
+        """Count items that are computed, or have failed; they may wait to be written."""
+        self.pace.through(items)
+
+    def advance(self, ok: int, failed: int) -> None:
+        """Count items that are where they belong."""
+        self.pace.done(ok + failed)
+        self._take(replace(self.at, ok=self.at.ok + ok, failed=self.at.failed + failed))
+
+    def stages(self, made: Mapping[str, int]) -> None:
+        """Take what each stage has made by now."""
+        self._made = made
+        self._take(self.at)
+
+    def _take(self, at: Progress) -> None:
+        now = replace(at, ahead=self._words.ahead(self._made, at.ok))
+        if now != self.at:
+            self.at = now
+            self.show()
+
+
+def reporter(console: Console, total: int, log_interval: float, words: Wording) -> Reporter:
+    """Return a bar where the console is a terminal, else lines every ``log_interval`` seconds; where the console
+    listens, it is told.
+    """
+    if isinstance(console, Listening):
+        return FunctionReporter(console, total, words)
+    if console.is_terminal:
+        return BarReporter(console, total, words)
+    return LineReporter(console, total, log_interval, words)
+
+
+class FunctionReporter(Reporter):
+    """Tells the numbers to the function of a listening console."""
+
+    def __init__(self, console: Listening, total: int, words: Wording) -> None:
+        super().__init__(total, words)
+        self._tell = console.tell
+
+    def show(self) -> None:
+        self._tell(self.at)
+
+
+class _PaceColumn(rich_progress.ProgressColumn):
     def __init__(self, pace: Pace) -> None:
         super().__init__()
         self._pace = pace
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: rich_progress.Task) -> Text:
         return Text(str(self._pace))
 
 
-class BarReporter:
-    """Bar, count, failures, rate and time left."""
+class BarReporter(Reporter):
+    """Draws a bar with the count, the failures, the rate and the time left."""
 
     def __init__(self, console: Console, total: int, words: Wording) -> None:
-        self._words = words
-        self._pace = Pace(total, words.item)
-        columns = (SpinnerColumn(), TextColumn(words.doing), BarColumn(), MofNCompleteColumn())
-        more = TextColumn("{task.fields[failed]} failed{task.fields[stages]}")
-        self._progress = Progress(*columns, more, _PaceColumn(self._pace), console=console)
-        self._task = self._progress.add_task(words.doing, total=total, failed=0, stages="")
-        self._ok = self._failed = 0
-        self._made: Mapping[str, int] = {}
+        super().__init__(total, words)
+        doing, more = (rich_progress.TextColumn(text) for text in (words.doing, "{task.fields[more]}"))
+        bar = rich_progress.SpinnerColumn(), doing, rich_progress.BarColumn(), rich_progress.MofNCompleteColumn()
+        self._bar = rich_progress.Progress(*bar, more, _PaceColumn(self.pace), console=console)
+        self._task = self._bar.add_task(words.doing, total=total, more="")
 
-    def __enter__(self) -> BarReporter:
-        self._progress.start()
-        return self
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return super().__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
-        self._progress.stop()
+        self._bar.stop()
 
-    def through(self, items: int) -> None:
-        self._pace.through(items)
-
-    def advance(self, ok: int, failed: int) -> None:
-        self._pace.done(ok + failed)
-        self._ok += ok
-        self._failed += failed
-        self._progress.update(self._task, advance=ok + failed)
-        self._say()
-
-    def stages(self, made: Mapping[str, int]) -> None:
-        self._made = made
-        self._say()
-
-    def _say(self) -> None:
-        ahead = in_words(self._words.ahead(self._made, self._ok))
-        self._progress.update(self._task, failed=self._failed, stages=ahead)
+    def show(self) -> None:
+        more = f"{self.at.failed} failed{in_words(self.at.ahead)}"
+        self._bar.update(self._task, completed=self.at.done, more=more)
 
 
-class LineReporter:
-    """A line every ``interval`` seconds, also while nothing moves, and one at the end."""
+class LineReporter(Reporter):
+    """Prints a line every ``interval`` seconds, also while nothing moves, and one at the end."""
 
     def __init__(self, console: Console, total: int, interval: float, words: Wording) -> None:
-        self._words = words
+        super().__init__(total, words)
         self._console = console
-        self._total = total
         self._interval = interval
-        self._pace = Pace(total, words.item)
-        self._ok = self._failed = 0
-        self._made: Mapping[str, int] = {}
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
 
-    def __enter__(self) -> LineReporter:
+    def __enter__(self) -> Self:
         self._ticker.start()
         return self
 
@@ -157,22 +229,10 @@ class LineReporter:
         self._ticker.join()
         self._line()
 
-    def through(self, items: int) -> None:
-        self._pace.through(items)
-
-    def advance(self, ok: int, failed: int) -> None:
-        self._pace.done(ok + failed)
-        self._ok += ok
-        self._failed += failed
-
-    def stages(self, made: Mapping[str, int]) -> None:
-        self._made = made
-
     def _tick(self) -> None:
         while not self._ended.wait(self._interval):
             self._line()
 
     def _line(self) -> None:
-        ahead, done, pace = in_words(self._words.ahead(self._made, self._ok)), self._ok + self._failed, str(self._pace)
-        text = f"{done}/{self._total} {self._words.item}s, {self._failed} failed{ahead}"
-        self._console.print(f"{text}, {pace}" if pace else text, highlight=False, soft_wrap=True)
+        pace = str(self.pace)
+        self._console.print(f"{self.at}, {pace}" if pace else str(self.at), highlight=False, soft_wrap=True)

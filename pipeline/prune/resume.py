@@ -15,9 +15,9 @@ from pipeline.errors import SourceChanged
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.keys import ROWS_AT_ONCE, clip_keys
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.sizes import Sizes
 from pipeline.rows import ManifestRow, VideoRow
 from pipeline.storage.s3 import Objects
+from pipeline.video.source import Sizes
 
 Mask = NDArray[np.bool_]
 _SHOWN = 5  # changed videos that a refusal names

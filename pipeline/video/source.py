@@ -1,4 +1,5 @@
-"""Where a decode process finds a video: on disk as it is, or from S3 in memory, fetched before the clock starts.
+"""Where videos are: how large they are now, and how a decode process gets at one. On disk it is read in place; from S3
+it is fetched into memory before the clock starts.
 
 The fetching process has the credentials; the decode process gets an open file that nobody can write to any more.
 Readers open it by a path, so that they cannot tell it from a file on disk.
@@ -11,18 +12,21 @@ import fcntl
 import os
 import re
 import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from pipeline.errors import VideoFault, printable
+from pipeline.errors import UsageError, VideoFault, printable
 from pipeline.rows import VideoRow
 from pipeline.storage.s3 import Objects, is_object
 from pipeline.video.decode import DecodedVideo, DecodeRequest, fault_of
 from pipeline.video.frame_folders import source_bytes
 from pipeline.video.sandbox import DecodeSandbox
 
+_ASKED = 32  # requests at a time
 _IN_MEMORY = re.compile(r"/proc/self/fd/\d+|/memfd:\S*(?: \(deleted\))?")
 
 
@@ -142,3 +146,69 @@ def _fault(uri: str, error: Exception, limit: int) -> VideoFault:
     if isinstance(error, OSError) and error.errno != errno.ENOMEM:
         return VideoFault("io", f"{uri} cannot be read: {error.strerror or error}")
     return fault_of(error, None)
+
+
+class Sizes:
+    """Asks for sizes, and notices a store that never answers: "unchanged" would be a guess then."""
+
+    def __init__(self, objects: Objects | None = None) -> None:
+        self._objects = objects
+        self._asked = self._refused = 0  # requests; those in a row, up to the last one, that were refused
+        self._refusal: OSError | None = None
+
+    def of(self, paths: Sequence[str]) -> list[int]:
+        """Bytes of each file or object; -1 where it is gone or this one cannot be asked about.
+
+        Raises UsageError once the store has refused as many in a row as are asked at a time.
+        """
+        found = self._on_s3([path for path in paths if is_object(path)])
+        return [next(found) if is_object(path) else _on_disk(path) for path in paths]
+
+    def finish(self) -> None:
+        """Raises UsageError where the store has refused all that was asked, however few."""
+        if self._refusal is not None and self._refused == self._asked:
+            raise _no_answer(self._refusal)
+
+    def _on_s3(self, uris: Sequence[str]) -> Iterator[int]:
+        if not uris:
+            return
+        pool = ThreadPoolExecutor(_ASKED)
+        try:
+            for start in range(0, len(uris), 8 * _ASKED):  # not all at once: they would all be asked before an end
+                yield from self._counted(pool.map(self._head, uris[start : start + 8 * _ASKED]))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _counted(self, answers: Iterable[int | OSError]) -> Iterator[int]:
+        for answer in answers:
+            refusal = answer if isinstance(answer, OSError) else None
+            self._asked += 1
+            self._refused = self._refused + 1 if refusal else 0
+            self._refusal = refusal
+            if refusal and self._refused == _ASKED:
+                raise _no_answer(refusal)
+            yield -1 if isinstance(answer, OSError) else answer
+
+    def _head(self, uri: str) -> int | OSError:
+        if self._objects is None:
+            self._objects = Objects.from_environment()
+        try:
+            return self._objects.size(uri)
+        except FileNotFoundError:
+            return -1
+        except OSError as error:
+            return error
+
+
+def _no_answer(refusal: OSError) -> UsageError:
+    return UsageError(
+        f"{refusal.filename}: whether cached videos have changed cannot be asked: {refusal.strerror}; "
+        "--on-changed skip keeps them unasked"
+    )
+
+
+def _on_disk(path: str) -> int:
+    try:
+        return source_bytes(path)
+    except (OSError, ValueError):
+        return -1

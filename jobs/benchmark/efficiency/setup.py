@@ -18,8 +18,7 @@ from pipeline.execution.request import refusing
 from pipeline.generate.late_pruning import LateAsked, LatePruning, asked_grid, late_pruning
 from pipeline.inputs.manifest import read_manifest
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.evidence import needed_by
-from pipeline.prune.request import PruneRequest, resolve
+from pipeline.prune.request import PruneRequest, needed_by, resolve
 from pipeline.rows import ManifestRow
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore

@@ -20,8 +20,8 @@ from gstep import PrunedTokens, VisualTokens, make_pruner
 from jobs.benchmark.pipeline.work import HIDDEN, RATIO, TOKENS_PER_FRAME, Work
 from pipeline.cache.writer import PrunedVideo
 from pipeline.errors import RunFailed
+from pipeline.execution.access import workers_import_this
 from pipeline.execution.cluster import connect
-from pipeline.execution.import_path import workers_import_this
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder, kept_tokens, pruned_columns
 from pipeline.prune.library import prune_videos
 from pipeline.prune.request import PruneRequest

@@ -18,7 +18,7 @@ from pipeline.generate.held_videos import ChosenVideos, HeldVideos, LastUsed, to
 from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
 from pipeline.prune.decode_stage import decoded_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
-from pipeline.prune.evidence import evidence_sources
+from pipeline.prune.request import evidence_sources
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.pipeline.asking import tiny_cache

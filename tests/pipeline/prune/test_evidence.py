@@ -19,7 +19,7 @@ from pipeline.errors import UsageError, VideoFault
 from pipeline.inspect.report import cache_report
 from pipeline.prune.batches import encoded_bundle, encoded_videos
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
-from pipeline.prune.evidence import evidence_sources
+from pipeline.prune.request import evidence_sources
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify.tokens import check_token_shard

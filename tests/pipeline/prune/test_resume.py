@@ -95,7 +95,7 @@ def test_skipping_what_changed_looks_at_no_file(folder, live):
     (folder / "m.csv").write_text("video_id,uri\na.mp4,a.mp4\nb.mp4,b.mp4\n")
     manifest = read_manifest(str(folder / "m.csv"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipeline.prune.sizes._on_disk", None)
+        patch.setattr("pipeline.video.source._on_disk", None)
         assert len(remaining(manifest, live, PruneConfig(on_changed="skip")).todo) == 0
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.errors import UsageError
-from pipeline.prune.sizes import Sizes
+from pipeline.video.source import Sizes
 from tests.pipeline.s3 import S3Server
 from tests.pipeline.videos import write_jpegs
 
