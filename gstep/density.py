@@ -30,8 +30,10 @@ def work_dtype(tokens: Tensor) -> torch.dtype:
 
 
 def working_scale(tokens: Tensor) -> float:
-    """A power of two that brings finite ``tokens`` into a range where squares in their work dtype neither overflow nor
-    vanish: 1 unless the largest magnitude lies far out. Neither cosines nor the spatial density depend on it.
+    """Return the power of two by which squares of finite ``tokens`` neither overflow nor vanish.
+
+    It is 1 unless the largest magnitude lies far out for their work dtype. Neither cosines nor the spatial density
+    depend on it.
     """
     safe, furthest = (300, 1000) if work_dtype(tokens) == torch.float64 else (_SAFE_EXPONENT, 126)
     low, high = torch.stack(torch.aminmax(tokens)).tolist()  # one transfer from a GPU, not two
@@ -126,8 +128,9 @@ def spatial_density(tokens_TND: Tensor, mean_TD: Tensor) -> Tensor:
 
 
 def frames_described(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
-    """Eqs. (2)-(3) on finite tokens [T,N,D] of any float dtype: frame centres [T,D], times the tokens' working scale,
-    and the spatial density [T,N], both float64.
+    """Compute Eqs. (2)-(3) on finite tokens [T,N,D] of any float dtype.
+
+    Returns frame centres [T,D], times the tokens' working scale, and the spatial density [T,N], both float64.
     """
     scale, dtype = working_scale(tokens_TND), work_dtype(tokens_TND)
     # In memory of their own: results that were kept among the temporaries of a slice would pin those in the heap.

@@ -30,7 +30,8 @@ def asset(package: str, name: str) -> Markup:
 
 
 def policy_hash(script: str) -> str:
-    """Of the one script that a page runs, for its policy: so nothing runs that a name, an annotation or a reply may
-    carry. The template puts ``script`` on a line of its own.
+    """Return the hash of the one script that a page runs, for its content security policy.
+
+    So nothing runs that a name, an annotation or a reply may carry. The template puts ``script`` on a line of its own.
     """
     return base64.b64encode(hashlib.sha256(f"\n{script}".encode()).digest()).decode()

@@ -126,8 +126,9 @@ class RunOptions(S3Options):
         return max(0, total - 1) if self.max_failed is None else _count_or_share(self.max_failed.strip(), total)
 
     def outside_limit(self, total: int) -> int:
-        """How many of ``total`` items may fail by what is no fault of their own (a mount, a store, a bug, a full GPU)
-        before the run counts as failed; ``--max-failed`` is a limit for these too.
+        """Return how many of ``total`` items may fail by no fault of their own before the run counts as failed.
+
+        Such are a mount, a store, a bug, a full GPU; ``--max-failed`` is a limit for these too.
         """
         if self.max_failed is not None:
             return self.failure_limit(total)

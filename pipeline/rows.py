@@ -13,9 +13,8 @@ from typing import Any, Literal, NotRequired, TypedDict, TypeVar, cast
 from pipeline.errors import ON_THE_GPU, OUTSIDE, FaultClass, QuestionFault, QuestionFaultClass, VideoFault
 
 Status = Literal["ok", "failed"]
-#: A row of the videos table as a reader sees it: every column, None where it is null, and the columns that hold JSON
-#: decoded, whatever a user's manifest or a model family put there. ``VideoRecord`` is its typed counterpart.
-VideoRow = dict[str, Any]
+#: Columns of the videos table that hold JSON.
+JSON_COLUMNS: tuple[Literal["manifest", "model_extra", "runtime"], ...] = ("manifest", "model_extra", "runtime")
 R = TypeVar("R", bound=Mapping[str, Any])
 
 
@@ -97,6 +96,67 @@ class VideoRecord(TypedDict, total=False):
     manifest: str
     runtime: str
     model_extra: str
+
+
+class VideoRow(TypedDict):
+    """A row of the videos table as a reader sees it: every column, None where it is null.
+
+    Of a failed video everything from ``token_shard`` on is None, whatever its type says here: ``status`` tells. The
+    last three are JSON, text in the table and decoded in what TokenCache gives: what a user's manifest or a model
+    family put there.
+    """
+
+    video_id: str
+    run_id: str
+    uri: str
+    start_s: float | None
+    end_s: float | None
+    source_size: int | None
+    source_hash: str | None
+    status: Status
+    error_class: FaultClass | None
+    error_stage: str | None
+    error_message: str | None
+    error_signal: int | None
+    retryable: bool | None
+    attempts: int
+    backend: str | None
+    backend_version: str | None
+    backend_note: str | None
+    codec: str | None
+    decode_warnings: int | None
+    token_shard: str
+    first_row_group: int
+    row_counts: list[int]
+    footer_hash: str
+    checksum: str
+    retention_ratio: float
+    nested: bool
+    n_tokens: int
+    n_total: int
+    n_frames: int
+    tokens_per_frame: int
+    hidden_size: int
+    frame_indices: list[int]
+    timestamps: list[float]
+    fps: float | None
+    duration_s: float | None
+    source_frames: int | None
+    clip_frames: int | None
+    n_repeated: int
+    source_width: int
+    source_height: int
+    width: int
+    height: int
+    kept_per_frame: list[int]
+    temporal_density: list[float] | None
+    decode_s: float
+    encode_s: float
+    prune_s: float
+    write_s: float | None
+    manifest: Any
+    runtime: Any
+    model_extra: Any
 
 
 class QuestionRecord(TypedDict, total=False):

@@ -100,7 +100,6 @@ def measures(files: list[Source]) -> dict[str, tuple[int, str]]:
         "mappings of Any or object": (_mappings_of_anything(product), ""),
         "mentions of Any": (sum(_is_any(node) for file in product for node in ast.walk(file.tree)), ""),
         "docstrings of functions without a verb": (sum(text.split()[0] not in VERBS for text in documented), ""),
-        "docstrings with a first sentence of two lines": (sum(_is_cut(text) for text in documented), ""),
     }
 
 
@@ -146,11 +145,6 @@ def _is_mapping_of_anything(node: ast.AST) -> bool:
 
 def _is_any(node: ast.AST) -> bool:
     return isinstance(node, ast.Name) and node.id == "Any"
-
-
-def _is_cut(docstring: str) -> bool:
-    """Say whether the first line of a docstring is not a whole sentence."""
-    return docstring.splitlines()[0].rstrip('"')[-1:] not in ".!?"
 
 
 if __name__ == "__main__":

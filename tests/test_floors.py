@@ -8,10 +8,9 @@ FLOORS = {
     "modules in a folder": 16,
     "lines of a file": 430,
     "lines of code of a function": 48,
-    "mappings of Any or object": 410,
-    "mentions of Any": 499,
-    "docstrings of functions without a verb": 1448,
-    "docstrings with a first sentence of two lines": 85,
+    "mappings of Any or object": 352,
+    "mentions of Any": 501,
+    "docstrings of functions without a verb": 1376,
 }
 
 

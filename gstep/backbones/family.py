@@ -135,14 +135,16 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """(T, N): frames (temporal patches on Qwen) and tokens of each, for frames of [height, width] pixels as the
-        preprocessor resizes them. Known from the config alone, for planning.
+        """Return (T, N) for frames of [height, width] pixels, from the config alone.
+
+        T counts frames (temporal patches on Qwen), N the tokens of each; the preprocessor has resized the frames.
         """
 
     @abstractmethod
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
-        """Bytes of all visual tokens and of that evidence (by names) of them, in bfloat16, for frames as in
-        ``token_counts``.
+        """Return the bytes of all visual tokens and of that evidence (by names) in bfloat16.
+
+        Frames are as in ``token_counts``.
 
         Known from the config alone, for planning; a family's default stands in for what the config leaves out.
         """

@@ -20,7 +20,8 @@ def load_weights(
     device: str,
     dtype: torch.dtype,
 ) -> None:
-    """Give a module built on the meta device its weights from disk: those that its state dict names, and no others.
+    """Give a module on the meta device those weights from disk that its state dict names.
+
     Of a source without weight files they are random (ModelSource.random).
 
     Args:

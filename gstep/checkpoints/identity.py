@@ -32,8 +32,10 @@ def folder_identity(folder: Path, filenames: Iterable[str], config: Mapping[str,
 
 
 def tensor_samples(path: Path, prefix: str) -> list[tuple[str, bytes]]:
-    """Of each tensor of a safetensors file whose name starts with ``prefix``: name, dtype and shape in one text, and
-    its first 4 KiB; sorted by name. Raises ModelError for a file that is no safetensors file.
+    """Return name, dtype and shape of each tensor of a safetensors file, and its first 4 KiB.
+
+    Tensors are those whose name starts with ``prefix``, sorted by name. Raises ModelError for a file that is no
+    safetensors file.
     """
     header, entries = _header(path)
     chosen = sorted((name, entry) for name, entry in entries.items() if name.startswith(prefix))

@@ -68,22 +68,25 @@ class Pruner(ABC):
 
     @property
     def needs(self) -> frozenset[str]:
-        """The names of the evidence that it cannot do without; a class attribute where parameters make no
-        difference.
+        """Name the evidence that the method cannot do without.
+
+        A class attribute where parameters make no difference.
         """
         return frozenset()
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Of the evidence that a vision encoder gives, by name, from where in the encoder (gstep.evidence). As
-        ``needs``, a class attribute in most methods.
+        """Name the evidence that a vision encoder gives, and from where in the encoder (gstep.evidence).
+
+        As ``needs``, a class attribute in most methods.
         """
         return MappingProxyType({})
 
     @property
     def layer(self) -> int | None:
-        """Before which layer of the language model tokens are dropped, counted from 0 and at least 1; None for a method
-        that chooses among the tokens before they go in.
+        """Return the layer of the language model before which tokens are dropped.
+
+        Counted from 0 and at least 1; None for a method that chooses among the tokens before they go in.
 
         Inside of the model there is ``llm_attention`` and nothing else: the row of the prompt's last token in the layer
         before, averaged over heads and cut to the visual tokens of the prompt. ``select`` gets these as one frame of M
@@ -93,8 +96,9 @@ class Pruner(ABC):
 
     @abstractmethod
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
-        """Choose from the tokens [T,N,D]; called without gradients and outside autocast, float32 multiplied in
-        full precision, with checked arguments.
+        """Choose from the tokens [T,N,D].
+
+        Called without gradients and outside autocast, float32 multiplied in full precision, with checked arguments.
 
         Args:
             visual: the tokens as they came, and the evidence that was asked for, on the tokens' device, in float32

@@ -25,8 +25,10 @@ SPANNED = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class CDPruner(Pruner):
-    """Conditional diversity (github.com/Theia-4869/CDPruner, llava/model/llava_arch.py): greedy MAP inference of a
-    determinantal point process with kernel q_i cos(i, j) q_j, q being each token's relevance to the question.
+    """Select a diverse set for a question by greedy MAP inference of a determinantal point process.
+
+    The kernel is q_i cos(i, j) q_j, q being each token's relevance to the question (github.com/Theia-4869/CDPruner,
+    llava/model/llava_arch.py).
 
     The process has no more than D independent tokens, and fewer where tokens repeat each other: the
     selection ends there, so that it may have less than B, never none. The official code goes on with rounding noise.

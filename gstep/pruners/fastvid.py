@@ -41,8 +41,10 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FastVID(Pruner):
-    """Density-based pruning by segments (github.com/LunarShen/FastVID: modeling_qwen2.py in its LLaVA-NeXT for variant
-    llava, modeling_qwen2_5_vl.py in its qwenvlutils for variant qwen).
+    """Prune by density, segment by segment.
+
+    Source: github.com/LunarShen/FastVID, modeling_qwen2.py in its LLaVA-NeXT for variant llava, modeling_qwen2_5_vl.py
+    in its qwenvlutils for variant qwen.
 
     Each frame brings K = max(1, floor(r*N)) tokens, of which a share d are anchors. The count is near B; variant qwen,
     where only the last of similar frames keeps tokens, often stays far below it. The official code crashes in three

@@ -37,8 +37,10 @@ _DIGITS = 9  # to which cosines are compared: of equal tokens the first wins, in
 
 @dataclass(frozen=True, kw_only=True)
 class VisionZip(Pruner):
-    """VisionZip frame by frame (github.com/cokeshao/HoliTom, visionzip/llava_arch.py, for variant llava;
-    github.com/xuyang-liu16/VidCom2, branch qwen, token_compressor/visionzip at a85d485, for variant qwen).
+    """Keep the tokens of each frame that attention dwells on, and merge the others into a few.
+
+    Source: github.com/cokeshao/HoliTom, visionzip/llava_arch.py, for variant llava; github.com/xuyang-liu16/VidCom2,
+    branch qwen, token_compressor/visionzip at a85d485, for variant qwen.
 
     llava: a frame keeps K tokens (``kept_of_frame``): floor(K * 54/64) dominant ones unchanged, and K less those
     contextual ones: evenly strided targets among the remaining tokens, each plus the mean of the tokens nearest to it
@@ -191,8 +193,9 @@ def zip_frame(tokens_ND: Tensor, n_dominant: int, n_contextual: int, neighbours:
 
 
 def densest(direction_XD: Tensor, count: int, neighbours: int) -> Tensor:
-    """[count] int64, ascending: of two tokens or more, as unit vectors, those of highest mean cosine to their nearest
-    others.
+    """Return the unit vectors of highest mean cosine to their nearest others, [count] int64, ascending.
+
+    There are two vectors or more.
     """
     density = []
     for rows in row_slices(direction_XD):

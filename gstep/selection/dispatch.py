@@ -25,8 +25,9 @@ def fast_density_guided_fps(
     beta: float = 1e-6,
     start: str = "density",
 ) -> Tensor:
-    """As gstep.selection.reference.density_guided_fps: tokens as they came, on any device -> [B] int64 in order of
-    selection.
+    """Select as gstep.selection.reference.density_guided_fps does, by the fastest form for the device.
+
+    Takes tokens as they came, on any device; returns [B] int64 in order of selection.
     """
     if tokens_MD.is_cuda:
         form = select_on_gpu

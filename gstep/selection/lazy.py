@@ -69,8 +69,9 @@ def lazy_density_guided_fps(
     dims: int | None = None,
     counts: Counts | None = None,
 ) -> Tensor:
-    """As gstep.selection.reference.density_guided_fps, for tokens on the CPU: the same tokens in the same order, up to
-    near ties.
+    """Select as gstep.selection.reference.density_guided_fps does, for tokens on the CPU.
+
+    The same tokens in the same order, up to near ties.
 
     Distances are rounded otherwise, by about 1e-7; where products of tokens are exact in float32 the order is the same
     to the last, on every CPU: gstep.selection.reference says why. Memory beyond the tokens: the selected ones in their

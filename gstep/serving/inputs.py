@@ -52,8 +52,9 @@ def _with_positions(item: VideoItem) -> MultiModalKwargsItem:
 
 
 def _fields(**data: torch.Tensor) -> MultiModalKwargsItem:
-    """Rows may go once the prefix cache holds a video: vLLM drops whatever does not stay on the CPU. Its positions are
-    asked for again.
+    """Describe the rows of a video to vLLM; those that may go do not stay on the CPU.
+
+    vLLM drops them once the prefix cache holds a video. Its positions are asked for again.
     """
     rows = {"embeds", "embedding"}
     return MultiModalKwargsItem(

@@ -1,5 +1,6 @@
-"""Hold one method against others, question by question: part by part of the videos, at every ratio, in one family of
-tests.
+"""Hold one method against others, question by question, at every ratio, in one family of tests.
+
+The parts of the videos are compared one by one.
 
 Reads what python -m jobs.evaluate left. In each part (of the benchmark shapes: each kind of hardness) whole videos are
 drawn anew, and p is adjusted for all comparisons together (Holm): a part, a ratio and a rival each.

@@ -22,8 +22,9 @@ class ModelIdentity(TypedDict):
 
 
 class PrunerIdentity(TypedDict):
-    """Which method, with which of its own hyper-parameters, and the seed of one that draws; of a method from outside
-    gstep also what it declares (``pipeline.cache.method``).
+    """Which method, with which of its own hyper-parameters, and the seed of one that draws.
+
+    Of a method from outside gstep also what it declares (``pipeline.cache.method``).
     """
 
     method: str
@@ -87,8 +88,10 @@ def header_bytes(header: Mapping[str, Any]) -> bytes:
 def read_header_file(
     store: Store, name: str, versions: Collection[int], error: type[UsageError], absent: str, of: str = ""
 ) -> dict[str, Any]:
-    """The object in ``name``: schema_version, identity and more. Raises ``error`` where it is of none of those
-    versions, or damaged. A header without a checksum, as they were once written, is taken as it is.
+    """Read the object in ``name``: schema_version, identity and more.
+
+    A header without a checksum, as they were once written, is taken as it is. Raises ``error`` where it is of none of
+    those versions, or damaged.
 
     Args:
         versions: that are understood, ascending.
@@ -109,8 +112,9 @@ def read_header_file(
 
 
 def read_sealed(store: Store, name: str, error: type[Exception]) -> dict[str, Any]:
-    """The object in a file of ``header_bytes``, also of before they had a checksum. Raises ``error`` where it is
-    damaged, and FileNotFoundError.
+    """Read the object in a file of ``header_bytes``, also of before they had a checksum.
+
+    Raises ``error`` where it is damaged, and FileNotFoundError.
     """
     try:
         content = json.loads(store.read(name))
@@ -126,8 +130,9 @@ def read_sealed(store: Store, name: str, error: type[Exception]) -> dict[str, An
 def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "", has: str = "the cache has"
 ) -> list[str]:
-    """One line for each leaf in which two nested mappings differ, ``has`` saying who has the old value:
-    ``pruner.params.alpha: the cache has 0.5, this run 0.3``.
+    """Return a line for each leaf in which two nested mappings differ.
+
+    ``has`` says who has the old value: ``pruner.params.alpha: the cache has 0.5, this run 0.3``.
     """
     lines: list[str] = []
     for key in sorted({*old, *new}):

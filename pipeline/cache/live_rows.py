@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -123,7 +123,8 @@ class VideoRows:
 
 
 def _copy(row: VideoRow) -> VideoRow:
-    return {name: list(value) if isinstance(value, list) else value for name, value in row.items()}
+    copied = {name: list(value) if isinstance(value, list) else value for name, value in row.items()}
+    return cast(VideoRow, copied)
 
 
 def _rows_of(store: Store, shard: str) -> list[VideoRow]:

@@ -1,5 +1,7 @@
-"""What a cache says of the method that pruned it. Whoever reads a cache imports no code that it names: of a method from
-outside gstep the cache itself says what the method declared.
+"""What a cache says of the method that pruned it.
+
+Whoever reads a cache imports no code that it names: of a method from outside gstep the cache itself says what the
+method declared.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ class Declared:
 
 
 def describe_method(pruner: Pruner) -> PrunerIdentity:
-    """The method and its parameters for the identity of what it made, JSON-able; of one from outside gstep also what it
-    declares.
+    """Describe the method and its parameters for the identity of what it made, JSON-able.
+
+    Of one from outside gstep it says what the method declares, too.
 
     Raises ValueError where a parameter has no form in JSON.
     """

@@ -102,8 +102,9 @@ class TokenCache:
 
     @property
     def failed(self) -> dict[str, str]:
-        """The videos that were tried and failed, with the class of the error. Of a compacted cache this reads the whole
-        index.
+        """Return the videos that were tried and failed, with the class of the error.
+
+        Of a compacted cache this reads the whole index.
         """
         return self._live.failed()
 
@@ -144,8 +145,9 @@ class TokenCache:
         return UnknownVideo(f"{video_id!r} is not in the cache {self.store} ({len(self._live)} videos are)")
 
     def shards(self, video_ids: Sequence[str] | None = None) -> LiveShards:
-        """The videos shards that hold these videos, or all videos that have tokens; for ``rows_of``. The latter are not
-        looked at: of a compacted cache no id is read. Raises UnknownVideo, CorruptShard, OSError.
+        """Return the videos shards that hold these videos, or all videos that have tokens; for ``rows_of``.
+
+        The latter are not looked at: of a compacted cache no id is read. Raises UnknownVideo, CorruptShard, OSError.
         """
         if video_ids is None:
             return self._live.shards()
@@ -155,8 +157,9 @@ class TokenCache:
             raise self._unknown(error.args[0]) from None
 
     def rows_of(self, shards: LiveShards, number: int) -> list[VideoRow]:
-        """The rows of one of ``shards`` that are meant there, as ``metadata`` gives them. Raises CorruptShard,
-        OSError.
+        """Return the rows of one of ``shards`` that are meant there, as ``metadata`` gives them.
+
+        Raises CorruptShard, OSError.
         """
         name = shards.name(number)
         with naming_what_is_gone(self.store, name):
@@ -276,7 +279,7 @@ class TokenCache:
         """What is to be read of a video. Raises FailedVideo, RatioNotCached and ValueError."""
         if row["status"] != "ok":
             raise FailedVideo(
-                f"{row['video_id']!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"]
+                f"{row['video_id']!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"] or ""
             )
         return Rows(row, rows_wanted(row, reading.retention_ratio), reading.columns, reading.near)
 

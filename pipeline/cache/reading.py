@@ -6,13 +6,13 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from gstep.types import budget_for
 from pipeline.cache.index.files import REMEDY
 from pipeline.cache.schema import token_schema
 from pipeline.errors import CorruptShard, RatioNotCached
-from pipeline.rows import VideoRow
+from pipeline.rows import JSON_COLUMNS, VideoRow
 from pipeline.storage.stores import Store
 
 TokenOrder = Literal["index", "selection"]
@@ -75,7 +75,6 @@ def naming_what_is_gone(store: Store, shard: str) -> Iterator[None]:
 
 
 def read_json(row: VideoRow) -> VideoRow:
-    """Parse the columns of ``row`` that hold JSON, in place."""
-    for name in ("manifest", "model_extra", "runtime"):
-        row[name] = None if row[name] is None else json.loads(row[name])
-    return row
+    """Return ``row`` with the columns that hold JSON parsed."""
+    parsed = {name: None if row[name] is None else json.loads(row[name]) for name in JSON_COLUMNS}
+    return cast(VideoRow, {**row, **parsed})

@@ -132,8 +132,9 @@ def _write(videos: Sequence[tuple[VideoRecord, KeptTokens]], store: Store, run_i
 
 
 def put_token_shard(store: Store, run_id: str, records: Sequence[VideoRecord], tables: Sequence[pa.Table]) -> None:
-    """Write the token rows of videos, whose records have their row_counts, as one shard, and note in the records where
-    each is. Raises OSError.
+    """Write the token rows of videos as one shard, and note in their records where each is.
+
+    The records have their row_counts. Raises OSError.
     """
     groups: list[int] = []
     for record in records:

@@ -21,8 +21,9 @@ _READ_AHEAD = 8  # videos that are read together: neighbours of a shard, where n
 
 
 class TokenDataset(Dataset[CachedVideo]):
-    """The videos of a cache by their places, for torch's DataLoader and its samplers. All their ids are in memory: of
-    many millions take IterableTokenDataset, which reads none.
+    """The videos of a cache by their places, for torch's DataLoader and its samplers.
+
+    All their ids are in memory: of many millions take IterableTokenDataset, which reads none.
 
     An item is a CachedVideo. ``DataLoader(..., collate_fn=pipeline.pack)`` makes batches of them; a batch's videos are
     read together, shard by shard. It pickles, and workers may be forked or spawned.

@@ -143,8 +143,10 @@ class EvaluateConfig(EngineOptions):
         self.grid()
 
     def grid(self) -> dict[str, LateAsked | None]:
-        """What every question is answered under, by label: full retention (None), then each method at each ratio, from
-        the largest. Raises UsageError for a method that is no METHOD[,NAME=VALUE...].
+        """Return what every question is answered under, by label: full retention (None), then each method.
+
+        Each method comes at each ratio, from the largest. Raises UsageError for a method that is no
+        METHOD[,NAME=VALUE...].
         """
         table = None if self.table is None else TABLES[self.table]
         methods = self.method or (table.methods if table else DEFAULT_METHODS)

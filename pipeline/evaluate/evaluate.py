@@ -39,8 +39,9 @@ _VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "numpy")
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What an evaluation made: ``files`` below ``out``; for a benchmark without published answers no ``table``, but
-    where to bring its ``submission``.
+    """What an evaluation made: ``files`` below ``out``.
+
+    For a benchmark without published answers there is no ``table``, but where to bring its ``submission``.
     """
 
     done: Evaluated

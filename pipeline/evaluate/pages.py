@@ -25,6 +25,7 @@ from pipeline.generate.held_videos import to_visual
 from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
 from pipeline.inspect.page import draw_page
 from pipeline.inspect.thumbnails import source_pictures
+from pipeline.rows import VideoRow
 from pipeline.storage.stores import store_at
 
 PAGES = "pages"
@@ -104,7 +105,7 @@ def chosen_video(whole: CachedVideo, pruned: PrunedTokens) -> CachedVideo:
     index = pruned.index[order]
     counts = torch.bincount(index // per_frame, minlength=whole.metadata["n_frames"])
     temporal = pruned.temporal_density
-    row = {
+    row: VideoRow = {
         **whole.metadata,
         "retention_ratio": pruned.retention_ratio,
         "nested": pruned.nested,

@@ -73,8 +73,9 @@ class FrameRule:
 
 @dataclass(frozen=True)
 class PixelLimits:
-    """The least and the most pixels of what ``--min-pixels`` and ``--max-pixels`` of jobs.prune count on that model: a
-    frame on Qwen2.5-VL, all frames together on Qwen3-VL.
+    """The least and the most pixels that ``--min-pixels`` and ``--max-pixels`` of jobs.prune count.
+
+    On Qwen2.5-VL they are of a frame, on Qwen3-VL of all frames together.
     """
 
     min_pixels: int

@@ -1,6 +1,4 @@
-"""A benchmark's questions as ``jobs.generate`` asks them, by a protocol; and answers that were given there, as a
-benchmark.
-"""
+"""A benchmark's questions as ``jobs.generate`` asks them, and answers given there as a benchmark."""
 
 from __future__ import annotations
 
@@ -26,8 +24,9 @@ def way_of(protocol: Protocol, model_type: str) -> Way:
 
 
 def question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -> pa.Table:
-    """QUESTION_SCHEMA, a row an item. Where a reply is generated the prompt is the protocol's whole text, which goes
-    through untouched.
+    """Return QUESTION_SCHEMA, a row an item.
+
+    Where a reply is generated the prompt is the protocol's whole text, which goes through untouched.
     """
     way = way_of(protocol, model_type)
     rows = [_question(item, protocol, model_type, way) for item in items]

@@ -186,8 +186,9 @@ def _check_methods(
     cache: str,
     engine: EngineSetup,
 ) -> dict[str, Any]:
-    """Refuse a method that cannot prune what the cache holds, or not for this engine, before it is made. Returns what
-    each is, by label.
+    """Refuse a method that cannot prune what the cache holds, or not for this engine, before it is made.
+
+    Returns what each is, by label.
     """
     if held is None:
         raise UsageError(
@@ -211,8 +212,9 @@ def answers_place(config: EvaluateConfig) -> str:
 
 
 def _match_answers(answers: Store, described: Mapping[str, Any], engine: EngineSetup) -> None:
-    """Refuse a method that the answers know by the same label with another seed, or other weights, and answers of
-    another engine: nothing may be left to ask that would tell.
+    """Refuse a method that the answers know by the same label with another seed, or other weights.
+
+    Answers of another engine are refused, too: nothing may be left to ask that would tell.
     """
     if answers.exists(ANSWERS_HEADER) and AnswersTable(answers).names():  # without an answer it binds nothing
         held = read_answers_header(answers)["identity"]

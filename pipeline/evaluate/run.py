@@ -306,8 +306,9 @@ def _arm(identity: Mapping[str, Any]) -> Arm:
 
 
 def _label(method: str, params: Mapping[str, Any]) -> str:
-    """The method with those parameters that are not its default; of a method from elsewhere, whose code is nothing that
-    answers may load, all of them.
+    """Name the method with those parameters that are not its default.
+
+    Of a method from elsewhere, whose code is nothing that answers may load, all of them are named.
     """
     usual: Mapping[str, Any] = {}
     if method in PRUNERS:

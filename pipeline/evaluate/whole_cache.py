@@ -38,8 +38,9 @@ def videos_of(
     cache: str,
     held: CacheIdentity | None,
 ) -> PruneConfig | None:
-    """How the protocol's frames become a cache of all tokens with what the methods look at; None where there are no
-    videos to add to it. A cache that is there goes on as it is.
+    """Return how the protocol's frames become a cache of all tokens with what the methods look at.
+
+    None where there are no videos to add to it. A cache that is there goes on as it is.
     """
     evidence = _evidence(grid, source, cache, held)
     heads = HEAD_SOURCES & {where for _, where in evidence}
@@ -86,8 +87,9 @@ def check_frames(
 
 
 def _evidence(grid: Grid, source: ModelSource, cache: str, held: CacheIdentity | None) -> frozenset[tuple[str, str]]:
-    """What the methods look at besides tokens; of a cache that is there, what it holds. Raises UsageError where that is
-    less.
+    """Return what the methods look at besides tokens; of a cache that is there, what it holds.
+
+    Raises UsageError where that is less.
     """
     needed: dict[tuple[str, str], str] = {}
     with refusing():

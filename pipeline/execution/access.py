@@ -1,5 +1,6 @@
-"""How a driver gets at a Ray cluster: which one it would join, whether that answers, with which token, and where its
-workers import this package from.
+"""How a driver gets at a Ray cluster, and where its workers import this package from.
+
+Which cluster it would join, whether that answers, and with which token.
 """
 
 from __future__ import annotations
@@ -113,9 +114,11 @@ def no_ray(error: Exception, address: str | None) -> str:
 
 @contextmanager
 def workers_import_this() -> Iterator[None]:
-    """Joining Ray puts the current folder first on the path of its workers, where a user's ``pipeline.py`` would hide
-    this package. A driver that does not import from there itself (a console script) joins from the folder of this
-    package instead.
+    """Join Ray from a folder that does not hide this package from the workers.
+
+    Joining puts the current folder first on the path of the workers, where a user's ``pipeline.py`` would hide this
+    package. A driver that does not import from there itself (a console script) joins from the folder of this package
+    instead.
     """
     if {"", str(Path.cwd())} & set(sys.path):
         yield

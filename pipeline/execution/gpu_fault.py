@@ -14,8 +14,9 @@ def exit_after_gpu_fault(item: str, error: Exception) -> None:
 
 
 def give_up_process(item: str, error: Exception) -> NoReturn:
-    """End the process. Ray starts another one, which asks the heartbeats how often ``item`` (a video, a question) was
-    in hand then.
+    """End the process.
+
+    Ray starts another one, which asks the heartbeats how often ``item`` (a video, a question) was in hand then.
     """
     print(f"{item}: {error}", file=sys.stderr, flush=True)
     os._exit(70)

@@ -345,9 +345,7 @@ class Heartbeat:
 
     @contextmanager
     def holding(self, *ids: str) -> Iterator[Holding]:
-        """Work on these videos (or questions) in the block, which says which of them are done. However it ends, the
-        worker holds none of them afterwards.
-        """
+        """Work on these videos (or questions) in the block, which says what is done; afterwards none is held."""
         with self._meanwhile(ids, News(moves=len(ids))) as held:
             yield held
 

@@ -29,8 +29,9 @@ _TOKEN = "RAY_AUTH_TOKEN"
 
 
 def console_for(progress: Tell) -> Console:
-    """What a run writes to: a terminal gets a bar, a notebook one line that is written over, a log a line now and then,
-    and who asked for it is told. Raises UsageError.
+    """Return what a run writes to: a bar on a terminal, one line in a notebook, lines in a log.
+
+    Whoever asked for it is told. Raises UsageError.
     """
     if progress is False:
         return Console(quiet=True)
@@ -55,8 +56,10 @@ def checked_outcome(summary: S, config: RunOptions, n_items: int, outside_limit:
 
 @contextmanager
 def one_run() -> Iterator[None]:
-    """A run of this process, after which everything is as it was: a Ray that it started is shut down, one that was
-    there is kept without the run's workers. Raises UsageError where another run has not ended.
+    """Make a run of this process, after which everything is as it was.
+
+    A Ray that it started is shut down, one that was there is kept without the run's workers. Raises UsageError where
+    another run has not ended.
     """
     if not _ONE.acquire(blocking=False):
         raise UsageError("another run of this process has not ended: wait for it, or start this one in another process")

@@ -52,8 +52,9 @@ class Outcome:
         return sum(self.failures.values())
 
     def exit_code(self, failure_limit: int, outside_limit: int | None = None) -> int:
-        """0 where every item has a row, at least one is ok, none failed by a bug, and failures keep the limits, of
-        which ``outside_limit`` is for those from outside the item.
+        """Return 0 where every item has a row, at least one is ok, and failures keep the limits; else 1.
+
+        None may have failed by a bug; ``outside_limit`` is the limit for failures from outside the item.
         """
         bad = (
             self.n_missing

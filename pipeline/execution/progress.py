@@ -158,8 +158,9 @@ class Reporter:
 
 
 def reporter(console: Console, total: int, log_interval: float, words: Wording) -> Reporter:
-    """Return a bar where the console is a terminal, else lines every ``log_interval`` seconds; where the console
-    listens, it is told.
+    """Return a bar for a terminal, else lines every ``log_interval`` seconds.
+
+    A console that listens is told.
     """
     if isinstance(console, Listening):
         return FunctionReporter(console, total, words)

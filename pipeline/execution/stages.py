@@ -55,8 +55,10 @@ class Wording:
     to_lower: str
 
     def ahead(self, made: Mapping[str, int], ok: int) -> dict[str, int]:
-        """What the stages before the last have ``made``, by what that did to it ("decoded"); nothing where that was not
-        told yet. It is told every few seconds, so what is done (``ok``) may have overtaken it.
+        """Return what the stages before the last have ``made``, by what that did to it ("decoded").
+
+        Nothing where that was not told yet. It is told every few seconds, so what is done (``ok``) may have overtaken
+        it.
         """
         early = list(self.stages.items())[: max(1, len(self.stages) - 1)]
         return {words.done: max(made[stage], ok) for stage, words in early} if made else {}

@@ -94,8 +94,10 @@ class Answerer:
             yield pa.Table.from_pylist([{"answers": part}], schema=_HANDED_OVER)
 
     def in_parts(self, questions: Sequence[QuestionRecord]) -> Iterator[list[AnswerRecord]]:
-        """The answers, as soon as they are known; but in the order of the questions, and so many at a time whatever
-        batches were made. Ray counts the parts of a call that it tries again, and takes the same number for the same.
+        """Yield the answers as soon as they are known, in the order of the questions.
+
+        They come so many at a time whatever batches were made. Ray counts the parts of a call that it tries again, and
+        takes the same number for the same.
         """
         known: dict[tuple[str, str | None], AnswerRecord] = {}
         size = self._handed_over_at_once
@@ -108,8 +110,10 @@ class Answerer:
                 yield [known.pop(key) for key in parts.popleft()]
 
     def answer(self, questions: Sequence[QuestionRecord]) -> Iterator[AnswerRecord]:
-        """A row for each question. Those that are scored, those that are generated, and those for which the model
-        prunes inside itself make batches of their own.
+        """Yield a row for each question.
+
+        Those that are scored, those that are generated, and those for which the model prunes inside itself make batches
+        of their own.
         """
         understood = [(question, Instructions.parse(question["decoding"])) for question in questions]
         kinds = [(how.scored, self._asker.inside(question)) for question, how in understood]

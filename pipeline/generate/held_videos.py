@@ -89,8 +89,10 @@ class HeldVideos:
 
 
 class ChosenVideos:
-    """Videos under any of some prunings. A method that looks at the video alone selects once for each video: where it
-    is nested at its largest ratio, of which smaller ones are the beginning.
+    """Videos under any of some prunings.
+
+    A method that looks at the video alone selects once for each video: where it is nested at its largest ratio, of
+    which smaller ones are the beginning.
     """
 
     def __init__(
@@ -108,8 +110,10 @@ class ChosenVideos:
         self._visuals: LastUsed[Hashable, Visual] = LastUsed(_SELECTED_BYTES, n_bytes)
 
     def get(self, video_id: str, late: LatePruning | None, words: Tensor | None = None) -> Held:
-        """A video under a pruning; None leaves it as the cache holds it. ``words`` is the question's embedding, for a
-        method that asks for one. Raises as TokenCache.get, and ValueError where a method cannot prune the tokens.
+        """Return a video under a pruning; None leaves it as the cache holds it.
+
+        ``words`` is the question's embedding, for a method that asks for one. Raises as TokenCache.get, and ValueError
+        where a method cannot prune the tokens.
         """
         held = self._videos.get(video_id)
         if late is None or late.inside is not None:

@@ -195,8 +195,9 @@ def late_pruning(asked: LateAsked, held: CacheIdentity, source: ModelSource, bui
 
 
 def check_inside(pruner: Pruner, builder: PromptBuilder) -> None:
-    """Refuse a method that prunes inside a model, before a layer that this one has not or cannot go without. Raises
-    ValueError.
+    """Refuse a method that prunes before a layer that this model has not or cannot go without.
+
+    Raises ValueError.
     """
     if pruner.layer is not None:
         layers = int(builder.config.get_text_config().num_hidden_layers)
@@ -204,8 +205,9 @@ def check_inside(pruner: Pruner, builder: PromptBuilder) -> None:
 
 
 def _evidence(method: str, pruner: Pruner, held: CacheIdentity, source: ModelSource) -> tuple[tuple[str, str], ...]:
-    """What the method takes from the cache, by name and column. Where a family has no embedding of patches that a
-    text's can be compared with, the tokens themselves stand for it.
+    """Return what the method takes from the cache, by name and column.
+
+    Where a family has no embedding of patches that a text's can be compared with, the tokens themselves stand for it.
     """
     gives = family_of(source).gives
     needed = pruner.needs - {"text_embedding"}
@@ -255,8 +257,9 @@ def _text_tower(
 
 
 def is_whole(held: CacheIdentity) -> bool:
-    """Whether a cache of this identity holds every token unchanged: some methods drop or merge tokens at a ratio of 1
-    too.
+    """Say whether a cache of this identity holds every token unchanged.
+
+    Some methods drop or merge tokens at a ratio of 1 too.
     """
     declared = declared_method(held)
     keeps_all = declared is not None and declared.exact and not declared.merges

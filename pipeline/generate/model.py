@@ -29,8 +29,9 @@ def model_of(model: str | None, revision: str | None, weights: str) -> tuple[str
 
 
 def model_source(cache: TokenCache, model: str | None = None) -> ModelSource:
-    """The checkpoint that a cache was made with; no weights are read. Its ``pretrained()`` gives the name and revision
-    for ``from_pretrained`` of transformers.
+    """Return the checkpoint that a cache was made with; no weights are read.
+
+    Its ``pretrained()`` gives the name and revision for ``from_pretrained`` of transformers.
 
     Args:
         model: where the cache does not name it: the folder with those weights.

@@ -222,8 +222,9 @@ def _choices(row: UserRow, where: str, way: Way) -> list[str] | None:
 
 
 def target_of(row: UserRow, where: str) -> str | None:
-    """The right answer (the column ``answer``) as text: a whole number without a point, which pandas adds to a column
-    with gaps. None where there is none. Raises QuestionsError.
+    """Return the right answer (the column ``answer``) as text; None where there is none.
+
+    A whole number comes without a point, which pandas adds to a column with gaps. Raises QuestionsError.
     """
     value = row.get("answer")
     if value is None or value != value or (isinstance(value, str) and not value.strip()):  # noqa: PLR0124 - NaN

@@ -134,8 +134,9 @@ def engine_of(config: EngineOptions) -> EngineSetup:
 
 
 def describe_prunings(prunings: Mapping[str, LatePruning | None], held: CacheIdentity) -> dict[str, Any]:
-    """Each of several prunings of a cache of this identity, JSON-able; with the weights of the pooling head where a
-    method looks through that.
+    """Describe each of several prunings of a cache of this identity, JSON-able.
+
+    With the weights of the pooling head where a method looks through that.
     """
     head = {"pooling_head": held["model"].get("pooling_head")}
     return {
@@ -189,8 +190,9 @@ def checked(
     console: Console,
     about: Mapping[str, Any] | None = None,
 ) -> GenerateRequest:
-    """The request to ask questions, QUESTION_SCHEMA, each under every pruning that is ``asked``, checked against cache,
-    model and answers. Raises as ``prepare``.
+    """Check a request to ask questions, each under every pruning that is ``asked``.
+
+    ``questions`` is QUESTION_SCHEMA; the request is held against cache, model and answers. Raises as ``prepare``.
     """
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     cache, store = store_at(config.cache, objects), store_at(config.out, objects)
@@ -266,8 +268,9 @@ def match_answers(request: GenerateRequest) -> None:
 
 
 def refuse_others(store: Store, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raises IdentityMismatch where answers with the identity ``held`` are not of the one ``wanted``: whatever differs,
-    but for prunings that only one of the two has.
+    """Refuse answers with the identity ``held`` that are not of the one ``wanted``.
+
+    Whatever differs counts, but for prunings that only one of the two has. Raises IdentityMismatch.
     """
     if PRUNINGS in held and PRUNINGS in wanted:
         both = held[PRUNINGS].keys() & wanted[PRUNINGS].keys()

@@ -66,8 +66,9 @@ class Rows(Protocol):
 
 
 def read_parts(name: str, file: BinaryIO, needs: str, key: str | None = None) -> Iterator[Rows]:
-    """The rows of ``read_rows`` in parts that memory holds easily; those of a .parquet never become Python objects
-    unless they are asked for one by one.
+    """Yield the rows of ``read_rows`` in parts that memory holds easily.
+
+    Those of a .parquet never become Python objects unless they are asked for one by one.
     """
     if suffix_of(name) == ".parquet":
         with pq.ParquetFile(file) as shard:

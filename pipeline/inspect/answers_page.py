@@ -17,8 +17,9 @@ MOST = 1000  # questions on a page, failed ones first: browsers stay quick, and 
 
 @dataclass(frozen=True)
 class Choice:
-    """One that a question offers, with the letter it is named by; ``share`` is its probability among them in percent,
-    None where none was computed.
+    """A choice that a question offers, with the letter it is named by.
+
+    ``share`` is its probability among them in percent, None where none was computed.
     """
 
     letter: str

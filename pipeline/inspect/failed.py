@@ -25,8 +25,9 @@ def failed_videos(cache: TokenCache) -> Failures:
 
 
 def failed_questions(answers: pa.Table) -> Failures:
-    """A record a failed question (and pruning) of the live rows of answers: question_id, pruning, class, message,
-    attempts.
+    """Return a record a failed question (and pruning) of the live rows of answers.
+
+    It has question_id, pruning, class, message, attempts.
     """
     return _records(answers, _QUESTION)
 

@@ -91,8 +91,9 @@ def video_report(cache: TokenCache, video_id: str, retention_ratio: float | None
 
 
 def video_record(cache: TokenCache, video_id: str, retention_ratio: float | None = None) -> dict[str, Any]:
-    """The same, JSON-able: the video's row (``pipeline.cache.schema.VIDEO_SCHEMA``), and what is kept of each frame at
-    the ratio, None where the video failed.
+    """Return the video's row (``pipeline.cache.schema.VIDEO_SCHEMA``), JSON-able, and what each frame keeps.
+
+    What is kept is at the ratio, None where the video failed.
 
     Raises UnknownVideo, RatioNotCached.
     """

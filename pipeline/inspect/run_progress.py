@@ -103,8 +103,9 @@ def _progress(ledger: Ledger, record: RunRecord, now_at_work: Mapping[str, Any])
 
 
 def _is_of(record: RunRecord, at_work: Mapping[str, Any]) -> bool:
-    """Whether it is the record of the run that holds the lock, which takes another id where its own would sort before
-    what an index covers.
+    """Say whether it is the record of the run that holds the lock.
+
+    That run takes another id where its own would sort before what an index covers.
     """
     same_process = all(record[name] == at_work[name] for name in ("host", "pid"))
     return record["run_id"] == at_work["run_id"] or (same_process and record["status"] == "running")

@@ -246,8 +246,10 @@ def pruned_columns(pruned: PrunedTokens, visual: VisualTokens) -> VideoRecord:
 
 
 def kept_tokens(pruned: PrunedTokens, visual: VisualTokens, evidence: Iterable[str] = ()) -> KeptTokens:
-    """What is stored of a video: the kept tokens, first selected first, of each deepstack level [T,N,D] and each
-    evidence [T,N,...] the same places, and evidence of frames [T,...] whole.
+    """Return what is stored of a video: the kept tokens, first selected first, and the evidence beside them.
+
+    Of each deepstack level [T,N,D] and each evidence [T,N,...] the same places are taken, and evidence of frames
+    [T,...] whole.
     """
     order = pruned.selection_order()
     places = pruned.index[order]

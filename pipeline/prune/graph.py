@@ -56,8 +56,9 @@ class Resources:
     videos_per_bundle: int = 1
 
     def store_bytes(self, frame_bytes: int, token_bytes: int) -> int:
-        """What may wait in the object stores, beside what workers have in hand: a few bundles a decoder, what is under
-        way to each encoder, and a few shards.
+        """Return what may wait in the object stores, beside what workers have in hand.
+
+        That is a few bundles a decoder, what is under way to each encoder, and a few shards.
 
         ``frame_bytes`` and ``token_bytes`` are those of one video. Below the shards that are collected and that writers
         hold, Ray would creep: it lets out one block in ten seconds.
@@ -91,8 +92,9 @@ class Resources:
         )
 
     def blocks(self, n_videos: int) -> Iterator[tuple[int, int]]:
-        """Yield where each block of the manifest starts and ends. The last ones are a bundle each: so few wait for a
-        slow worker when the others have nothing left.
+        """Yield where each block of the manifest starts and ends.
+
+        The last ones are a bundle each: so few wait for a slow worker when the others have nothing left.
         """
         last = self.decode.workers * (self.decode.in_flight or 1) * self.videos_per_block
         head = max(0, n_videos - last) // self.videos_per_block * self.videos_per_block
@@ -120,8 +122,9 @@ class Resources:
         return f"{self.decode.workers} to decode, {self.encode.workers} to encode, which load the model first"
 
     def collected(self, stage: str, waits: bool) -> int:
-        """How many videos a stage waits for before it takes any: a shard is collected first, unless it is the last, and
-        each worker before it may be about to hand one over.
+        """Return how many videos a stage waits for before it takes any.
+
+        A shard is collected first, unless it is the last, and each worker before it may be about to hand one over.
         """
         if not waits:
             return 1
@@ -164,8 +167,9 @@ def plan_resources(
     decode_workers: int | None = None,
     encode_workers: int | None = None,
 ) -> Resources:
-    """Share out a cluster of ``cpus``, ``gpus`` and bytes of ``memory`` for ``n_videos``, whose files have
-    ``files_bytes`` where that is known.
+    """Share out a cluster of ``cpus``, ``gpus`` and bytes of ``memory`` for ``n_videos``.
+
+    Their files have ``files_bytes`` where that is known.
 
     Decoders reserve every CPU, since decoding is what most runs wait for, and the others reserve none: the system
     shares the cores with an encoder, which often waits, and both find room on any node.

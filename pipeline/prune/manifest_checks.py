@@ -86,8 +86,9 @@ def refuse_other_file(named: str) -> None:
 
 
 def refuse_other_files(manifest: pa.Table, named: str, objects: Objects) -> None:
-    """The same of an object, too. ``manifest`` is what ``named`` was read as; one with a video's suffix is not asked
-    for its bytes.
+    """Refuse a VIDEOS that is a file or an object of another kind: no video, no list.
+
+    ``manifest`` is what ``named`` was read as; one with a video's suffix is not asked for its bytes.
     """
     path = named if is_object(named) else os.path.abspath(named.removeprefix("file://"))  # noqa: PTH100 - links stay
     row = manifest.slice(0, 1).to_pylist()[0]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -124,7 +124,7 @@ class EncodeVideos:
                     yield from map(self._row, encoded_videos(encoded))
 
     def _row(self, video: PrunedVideo) -> pa.Table:
-        row = read_json({name: video.record.get(name) for name in VIDEO_SCHEMA.names})
+        row = read_json(cast(VideoRow, {name: video.record.get(name) for name in VIDEO_SCHEMA.names}))
         said = {name: row[name] for name in ("video_id", "status", "error_class", "error_message")}
         if video.kept is None:
             return pa.Table.from_pylist([{**said, "metadata": json.dumps(row)}], schema=self._schema)

@@ -199,8 +199,9 @@ def _plan(
 
 
 def bytes_of_few(videos: pa.Table) -> float:
-    """Add up the bytes of the files of ``videos`` (TODO_SCHEMA). Infinite where there are many videos, or where one's
-    size does not show here: then every decoder is wanted.
+    """Add up the bytes of the files of ``videos`` (TODO_SCHEMA).
+
+    Infinite where there are many videos, or where one's size does not show here: then every decoder is wanted.
     """
     if len(videos) > FEW:
         return math.inf

@@ -317,8 +317,10 @@ def evidence_sources(asked: Sequence[str], methods: Sequence[str], model_type: s
 
 
 def needed_by(method: str, model_type: str, params: Mapping[str, str] = MappingProxyType({})) -> set[tuple[str, str]]:
-    """(name, source) of what a method with these parameters asks the vision encoder for on a family. Raises UsageError
-    where that does not give it, ValueError for an unknown method or parameter.
+    """Return the (name, source) pairs that a method asks the vision encoder of a family for.
+
+    ``params`` are the method's. Raises UsageError where that encoder does not give one, ValueError for an unknown
+    method or parameter.
     """
     family = BACKBONES[model_type]
     pruner = read_pruner(method, params, family=family.variant)

@@ -187,8 +187,9 @@ def left_of(todo: pa.Table, ledger: Ledger, failed: Mapping[str, int]) -> pa.Tab
 
 
 def another_attempt(todo: pa.Table, failed: Mapping[str, int], max_attempts: int) -> pa.Table:
-    """The rows of ``todo`` (TODO_SCHEMA) for one more attempt at the videos that failed, given the attempts that each
-    of these has had; a video that had ``max_attempts`` gets none.
+    """Return the rows of ``todo`` (TODO_SCHEMA) for one more attempt at the videos that failed.
+
+    ``failed`` has the attempts that each of these has had; a video that had ``max_attempts`` gets none.
     """
     wanted = {video_id: had + 1 for video_id, had in failed.items() if had < max_attempts}
     ids = pa.array(list(wanted), todo.schema.field("video_id").type)

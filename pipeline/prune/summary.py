@@ -112,7 +112,7 @@ class _Counts:
         names = self._ledger.classes
         rows = {fault: self._ledger.read(self._first[fault]) for fault in order}
         counts = {names[fault]: int(self._by_class[fault]) for fault in order}
-        return counts, {names[fault]: (row["video_id"], row["error_message"]) for fault, row in rows.items()}
+        return counts, {names[fault]: (row["video_id"], row["error_message"] or "") for fault, row in rows.items()}
 
 
 def render(summary: Summary) -> RenderableType:

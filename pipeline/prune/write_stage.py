@@ -13,8 +13,10 @@ from pipeline.storage.stores import Store
 
 
 class Writer:
-    """An actor although nothing is kept between shards: Ray ends the process of an idle task after a second, and
-    starting another one, with all its imports, costs more than writing.
+    """Write shards, as an actor although nothing is kept between them.
+
+    Ray ends the process of an idle task after a second, and starting another one, with all its imports, costs more than
+    writing.
     """
 
     def __init__(self, store: Store, run_id: str, heartbeats: Any = None) -> None:

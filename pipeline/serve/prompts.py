@@ -26,8 +26,9 @@ _HELD_BYTES = 2**30  # of cached tokens that a server keeps for the questions to
 
 @dataclass(frozen=True)
 class ServedCache:
-    """What a server answers from; JSON-able, for it travels in vLLM's own configuration, which vLLM logs: where objects
-    are is in the environment.
+    """What a server answers from; JSON-able.
+
+    It travels in vLLM's own configuration, which vLLM logs: where objects are is in the environment.
 
     Attributes:
         cache: a folder or ``s3://bucket/prefix``.

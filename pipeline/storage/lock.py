@@ -28,7 +28,9 @@ class Lock(Protocol):
     """Held inside a ``with`` block."""
 
     def __enter__(self) -> Lock:
-        """Raises CacheLocked with the holder's host and pid where another run has it, UsageError or OSError where the
+        """Take the lock.
+
+        Raises CacheLocked with the holder's host and pid where another run has it, UsageError or OSError where the
         store takes nothing.
         """
 
@@ -48,8 +50,9 @@ class Lock(Protocol):
         """
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
-        """Write a file, over an earlier one too, as long as the lock is held. Raises RunFailed where it was lost, and
-        OSError.
+        """Write a file, over an earlier one too, as long as the lock is held.
+
+        Raises RunFailed where it was lost, and OSError.
         """
 
 

@@ -101,9 +101,9 @@ class Objects:
     """
 
     def __init__(self, *, patience: float = 1.0, **settings: str | None) -> None:
-        """``settings`` are keywords of boto3 (see ``_ENVIRONMENT``). What is missing is left to boto3's own search:
-        configuration files, the machine's role. ``patience`` scales how long a store may take, and how often it is
-        asked again.
+        """Take ``settings``, keywords of boto3 (see ``_ENVIRONMENT``).
+
+        boto3 searches for what is missing. ``patience`` scales how long a store may take, and how often it is asked.
         """
         assert not (settings.keys() - _ENVIRONMENT.keys()), settings.keys()
         self._settings = {name: value for name, value in settings.items() if value}
@@ -401,9 +401,7 @@ def _renew(
     attempts: int,
     **_: object,
 ) -> float | None:
-    """An answer of botocore's to whether a request is sent again: at once, where the credentials that this run was
-    given have expired and this process finds others, in its environment or files, or by the role of its machine.
-    """
+    """Tell botocore to ask again at once where the credentials have expired and this process finds others."""
     if response is None or attempts > 2 or "aws_session_token" not in settings:
         return None
     signer = client._request_signer

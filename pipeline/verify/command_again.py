@@ -16,8 +16,9 @@ _NOT_AGAIN = {"out", "limit", "dry_run", "retry_failed", "max_attempts"}
 
 
 def command_again(store: Store, attempts: int) -> str:
-    """``python -m jobs.prune ... --retry-failed``, which also takes videos that had so many ``attempts``; with the
-    options of the newest run whose record can be read.
+    """Return ``python -m jobs.prune ... --retry-failed`` with the options of the newest run.
+
+    It also takes videos that had so many ``attempts``; the newest run is the newest whose record can be read.
     """
     config = _newest_config(store)
     more = ["--retry-failed"]

@@ -91,8 +91,9 @@ class Judge:
         return Verdict(marked, marked.keys() & self._live, left, moving, sorted(spared))
 
     def _earlier(self, places: Iterable[Place], marked: dict[Place, str]) -> set[str]:
-        """Mark the earlier ok rows of those videos among ``places`` whose live row goes: they may be of another file,
-        and must not come back. Returns the token shards that these name.
+        """Mark the earlier ok rows of those videos among ``places`` whose live row goes.
+
+        They may be of another file, and must not come back. Returns the token shards that these name.
         """
         shards = set[str]()
         for place in places:

@@ -160,8 +160,9 @@ def _versions(row: VideoRow, run: RunRecord, record: VideoRecord) -> dict[str, t
     before, after = row["runtime"] or {}, json.loads(record.get("runtime") or "{}")
     for name in _RUNTIME if after else ():
         then[name], now[name] = before.get(name), after.get(name)
-    for name in ("backend", "backend_version") if record else ():
-        then[name], now[name] = row[name], record.get(name)
+    if record:
+        then |= {"backend": row["backend"], "backend_version": row["backend_version"]}
+        now |= {"backend": record.get("backend"), "backend_version": record.get("backend_version")}
     return {name: (str(then[name]), str(now[name])) for name in then if then[name] != now[name]}
 
 

@@ -23,8 +23,9 @@ ORPHAN_AGE = timedelta(days=1)
 
 
 def list_files(store: Store) -> dict[str, list[FileInfo]]:
-    """The files of each folder of the cache, "" being its root. Taken before the videos shards are read, so that what
-    a run commits meanwhile does not pass for an orphan.
+    """List the files of each folder of the cache, "" being its root.
+
+    Taken before the videos shards are read, so that what a run commits meanwhile does not pass for an orphan.
     """
     return {folder: store.listed(folder) for folder in ("", TOKENS, VIDEOS, RUNS, INDEX)}
 
@@ -72,8 +73,9 @@ def lost_commits(commits: Collection[str], orphans: Collection[FileInfo]) -> Ite
 def clean(
     store: Store, report: Report, lock: Lock, now: datetime | None = None, commits: Collection[str] | None = None
 ) -> None:
-    """Remove the orphans, leftovers and old uploads of ``report``; the cache's ``lock`` is held. Raises RunFailed where
-    it was lost, and OSError.
+    """Remove the orphans, leftovers and old uploads of ``report``; the cache's ``lock`` is held.
+
+    Raises RunFailed where it was lost, and OSError.
 
     Where a commit is unreadable or lost, or not among ``commits``, the ones that were read (None: all), token shards
     that it may name stay; so do those in an object store that are younger than ORPHAN_AGE.

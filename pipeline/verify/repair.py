@@ -170,21 +170,23 @@ class Repair:
 
 def _failed(row: VideoRow, why: str) -> VideoRow:
     """A row without tokens that another attempt may replace."""
-    kept = {name: row[name] for name in _KEPT}
-    if kept["manifest"] is not None and not is_json(kept["manifest"]):
+    kept = {name: value for name, value in row.items() if name in _KEPT}
+    if kept["manifest"] is not None and not is_json(row["manifest"]):
         kept["manifest"] = None
     error = {"error_class": "io", "error_stage": "write", "error_message": printable(f"marked by a repair: {why}")}
-    return {**kept, "status": "failed", **error, "retryable": True}
+    return cast(VideoRow, {**kept, "status": "failed", **error, "retryable": True})
 
 
 def _unknown(video_id: str, run: str, why: str) -> VideoRow:
     """The same for a video of which no more is known than its id."""
-    return _failed({**dict.fromkeys(_KEPT), "video_id": video_id, "run_id": run, "uri": "", "attempts": 1}, why)
+    known = {**dict.fromkeys(_KEPT), "video_id": video_id, "run_id": run, "uri": "", "attempts": 1}
+    return _failed(cast(VideoRow, known), why)
 
 
 def _numbered(name: str) -> tuple[str, int]:
-    """(run, number) in the name of a videos shard, with the hash of its content or (of one that is lost) without; -1
-    where it has none.
+    """Return (run, number) in the name of a videos shard; -1 where it has none.
+
+    The name is with the hash of its content, or (of one that is lost) without.
     """
     stem = PurePosixPath(name).stem if name.endswith(".parquet") else f"{PurePosixPath(name).name}-"
     run, _, number = stem.rpartition("-")[0].rpartition("-")

@@ -82,8 +82,9 @@ class LiveResult:
 
 
 class Marked(NamedTuple):
-    """A video that a repair gave a failed row, in place of one that could not be trusted; ``uri`` is "" where it is not
-    known.
+    """A video that a repair gave a failed row, in place of one that could not be trusted.
+
+    ``uri`` is "" where it is not known.
     """
 
     video_id: str

@@ -17,7 +17,7 @@ from pipeline.cache.live_rows import INDEX_COLUMNS, parse_videos_shard
 from pipeline.cache.method import declared_method
 from pipeline.cache.schema import MADE_WITH, VIDEO_SCHEMA, tier_row_counts
 from pipeline.errors import CorruptShard, FaultClass
-from pipeline.rows import VideoRow
+from pipeline.rows import JSON_COLUMNS, VideoRow
 from pipeline.storage.stores import Store
 from pipeline.verify.report import Problem
 
@@ -100,12 +100,12 @@ def row_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
             yield "a failed video with a token shard"
     elif row["status"] != "ok":
         yield f"its status is {row['status']!r}, neither ok nor failed"
-    elif lacking := [name for name in _NEEDED if row[name] is None]:
+    elif lacking := [name for name, value in row.items() if name in _NEEDED and value is None]:
         yield f"an ok video without {', '.join(lacking)}"
     else:
         yield from _count_faults(row, header)
         yield from _frame_faults(row)
-    for name in ("manifest", "model_extra", "runtime"):
+    for name in JSON_COLUMNS:
         if row[name] is not None and not is_json(row[name]):
             yield f"{name} is not JSON"
 

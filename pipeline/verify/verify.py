@@ -220,8 +220,9 @@ def _check_tokens(
     bad: set[Place],
     sound: Sound,
 ) -> Sound:
-    """Every token shard of ``places``, which has the videos rows that name it; those that are ``sound`` are not read.
-    Returns those without a problem.
+    """Check every token shard of ``places``; those that are ``sound`` are not read.
+
+    Each has the videos rows that name it. Returns those without a problem.
     """
     # Neighbours in the order of commits share a videos shard, which is in memory then.
     names = sorted(places, key=lambda name: places[name][0])

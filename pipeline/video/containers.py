@@ -95,8 +95,9 @@ def open_regular(path: str | Path) -> BufferedReader:
 
 
 def missing_bytes(path: str | Path, demuxer: str) -> int:
-    """How many bytes of a cut-off file are missing, by the lengths it states itself; 0 where it is complete or does not
-    say.
+    """Return how many bytes of a cut-off file are missing, by the lengths it states itself.
+
+    0 where it is complete or does not say.
 
     Raises VideoFault("io") where the file cannot be read.
     """

@@ -162,8 +162,9 @@ def _spread(first: int, stop: int, count: int) -> NDArray[np.int64]:
 
 
 def _rounded(first: int, stop: int, count: int) -> NDArray[np.int64]:
-    """``torch.linspace(0, n - 1, k).round()`` as in vision_process.py of qwen-vl-utils 0.0.14, in its float32: from the
-    start up to the middle, from the end behind it.
+    """Compute ``torch.linspace(0, n - 1, k).round()`` in its float32.
+
+    As in vision_process.py of qwen-vl-utils 0.0.14: from the start up to the middle, from the end behind it.
     """
     count = max(2, min(count, stop - first) // 2 * 2)
     last = np.float32(stop - first - 1)

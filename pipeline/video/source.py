@@ -1,5 +1,6 @@
-"""Where videos are: how large they are now, and how a decode process gets at one. On disk it is read in place; from S3
-it is fetched into memory before the clock starts.
+"""Where videos are: how large they are now, and how a decode process gets at one.
+
+On disk it is read in place; from S3 it is fetched into memory before the clock starts.
 
 The fetching process has the credentials; the decode process gets an open file that nobody can write to any more.
 Readers open it by a path, so that they cannot tell it from a file on disk.

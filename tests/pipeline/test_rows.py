@@ -17,6 +17,7 @@ from pipeline.rows import (
     QuestionRecord,
     TodoRow,
     VideoRecord,
+    VideoRow,
     failed_answer,
     failed_video,
     without_nulls,
@@ -27,6 +28,7 @@ ARROW = {
     int: {pa.int32(), pa.int64()},
     float: {pa.float64(), pa.float32()},
     bool: {pa.bool_()},
+    Any: {pa.string()},  # JSON
     datetime.datetime: set(),
 }
 
@@ -46,6 +48,7 @@ def accepted(hint: Any) -> set[pa.DataType]:
     ("record", "schema"),
     [
         (VideoRecord, VIDEO_SCHEMA),
+        (VideoRow, VIDEO_SCHEMA),
         (AnswerRecord, ANSWER_SCHEMA),
         (TodoRow, TODO_SCHEMA),
         (QuestionRecord, TO_ASK),

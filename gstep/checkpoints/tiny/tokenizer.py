@@ -79,8 +79,9 @@ def write(folder: Path, kind: TinyTokenizer) -> None:
 
 
 def write_bytes(folder: Path, kind: TinyTokenizer, ids: Mapping[str, int], vocab_size: int) -> None:
-    """The same for a vocabulary of any size: the special tokens where ``ids`` has them, a token a byte at the first
-    places besides; the others stand for nothing and come out as <id>.
+    """Write a tokenizer of a token a byte for a vocabulary of any size.
+
+    The special tokens stand where ``ids`` has them; the places left over stand for nothing and come out as <id>.
     """
     tokens = {i: token for token, i in ids.items()}
     free = (i for i in range(vocab_size) if i not in tokens)

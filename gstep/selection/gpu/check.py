@@ -1,5 +1,4 @@
-"""Whether the GPU kernels select on this GPU what ``gstep.selection.reference`` does: checked once, before they are
-used.
+"""Check once that the GPU kernels select on this GPU what ``gstep.selection.reference`` does.
 
 Importing this needs Triton. Shapes: M tokens, D hidden size, B budget.
 """

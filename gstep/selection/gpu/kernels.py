@@ -1,5 +1,6 @@
-"""Triton kernels of density-guided farthest point sampling, Eqs. (9)-(12); ``gstep.selection.gpu.launch`` launches
-them.
+"""Triton kernels of density-guided farthest point sampling, Eqs. (9)-(12).
+
+``gstep.selection.gpu.launch`` launches them.
 
 Checked in Triton's interpreter on a CPU against ``gstep.selection.reference``, and compiled for sm_80 and sm_90.
 Neither run nor measured on a GPU yet: what is said of speed is arithmetic.
@@ -89,8 +90,9 @@ def gram_kernel(
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
 ) -> None:
-    """The dot products of tokens ``row_ptr`` [R] with each other, [R, stride] float32; columns from R on stay as they
-    are.
+    """Compute the dot products of tokens ``row_ptr`` [R] with each other, [R, stride] float32.
+
+    Columns from R on stay as they are.
 
     Grid: (ceil(R / BLOCK) ** 2,). Tiles below the diagonal are written by those above it. GROUP rows of tiles are
     walked column by column, so that programs that run together share tokens in L2.

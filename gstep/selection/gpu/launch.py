@@ -1,5 +1,6 @@
-"""Density-guided farthest point sampling on a GPU, with the semantics of
-``gstep.selection.reference.density_guided_fps``.
+"""Density-guided farthest point sampling on a GPU.
+
+It selects what ``gstep.selection.reference.density_guided_fps`` does.
 
 Up to MAX_GRAM_TOKENS a video is served by ``gstep.selection.gpu.gram``, beyond by ``gstep.selection.gpu.lazy``, and
 where neither can by the plain form of ``gstep.selection.reference``. Checked in Triton's interpreter on a CPU; not yet

@@ -1,5 +1,6 @@
-"""The paper's efficiency figures: E2E and LLM seconds, peak memory, KV cache, tokens a second; and the same questions
-asked of a cache of the videos' tokens instead of the videos.
+"""Measure the paper's efficiency figures: E2E and LLM seconds, peak memory, KV cache, tokens a second.
+
+The same questions are asked of a cache of the videos' tokens, too.
 """
 
 from __future__ import annotations

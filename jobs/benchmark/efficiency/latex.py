@@ -13,8 +13,10 @@ _HEAD = r"Method & E2E (s)$\downarrow$ & LLM Time (s)$\downarrow$ & GPU (GB)$\do
 
 
 def table3(found: Sequence[Found], title: str, memory: str) -> str:
-    """Seconds of all questions together, as the paper has them, LLM time with vision tower and pruning; GiB and MiB,
-    which the paper calls GB and MB. In brackets the change to full retention, which is the first of ``found``.
+    """Write seconds of all questions together as the paper has them, LLM time with vision tower and pruning.
+
+    GiB and MiB are what the paper calls GB and MB. In brackets is the change to full retention, which is the first of
+    ``found``.
 
     It needs the package booktabs.
     """

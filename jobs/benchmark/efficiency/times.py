@@ -50,8 +50,9 @@ class Bench:
         self._videos.close()
 
     def run(self) -> list[Found]:
-        """Everything, in turns, so that whatever else the machine does meets all ways alike; in the second half no
-        vision tower is in memory. Raises RunFailed, UsageError.
+        """Measure everything, in turns, so that whatever else the machine does meets all ways alike.
+
+        In the second half no vision tower is in memory. Raises RunFailed, UsageError.
         """
         found = [Found(way) for way in self._job.ways]
         for one in found:

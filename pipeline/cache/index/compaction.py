@@ -179,8 +179,10 @@ def _shard_tables(files: _Files, ledger: Ledger) -> Iterator[Part]:
 
 
 class _Ids:
-    """The ids of a ledger's rows, in whose place it keeps their hashes: from the blocks of the index that it began
-    with, and from ``texts`` for the rows of shards that this does not cover.
+    """The ids of a ledger's rows, in whose place it keeps their hashes.
+
+    They come from the blocks of the index that it began with, and from ``texts`` for the rows of shards that this does
+    not cover.
     """
 
     def __init__(self, store: Store, ledger: Ledger, texts: Texts | None) -> None:
@@ -241,8 +243,10 @@ def _mark(store: Store, n_shards: int) -> str | None:
 
 
 def try_compact(store: Store, lock: Lock, ledger: Ledger, after: int, say: Callable[[str], object]) -> bool:
-    """At the end of a run: cover all videos shards where ``after`` of them or more are in no index, or where that must
-    be made anew; tells the user with ``say``. Returns whether it was made. What fails here costs no row.
+    """Cover all videos shards at the end of a run, where ``after`` of them or more are in no index.
+
+    Also where the index must be made anew; tells the user with ``say``. Returns whether it was made. What fails here
+    costs no row.
     """
     waiting = len(ledger.names) - ledger.n_covered
     through = ledger.index.root["through"] if ledger.index is not None else ""

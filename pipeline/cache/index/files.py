@@ -1,5 +1,6 @@
-"""The compacted index: the live row of every video in short, sorted by the hash of its id, so that one of millions is
-found by reading one block of them.
+"""The compacted index: the live row of every video in short, sorted by the hash of its id.
+
+So one of millions is found by reading one block of them.
 
 It is derived from the videos shards, which stay the only truth: ``python -m jobs.compact`` makes it anew at any time,
 and a cache without it reads the same, only slower. ``index.json`` names the blocks, and the videos shards that they
@@ -107,8 +108,9 @@ class Place(NamedTuple):
 
 
 class Index:
-    """An index, opened; threads may share it. Raises CorruptShard where a file of it is damaged or gone, and
-    OSError.
+    """An index, opened; threads may share it.
+
+    Raises CorruptShard where a file of it is damaged or gone, and OSError.
     """
 
     def __init__(self, store: Store, root: Root) -> None:

@@ -1,6 +1,4 @@
-"""Which row of a video counts, for readers: the compacted index where there is one, and the videos shards that came
-after it.
-"""
+"""Which row of a video counts, for readers: from the index, and the videos shards that came after it."""
 
 from __future__ import annotations
 
@@ -36,7 +34,9 @@ class LiveVideos:
 
     @classmethod
     def open(cls, store: Store) -> LiveVideos:
-        """Without an index one LIST a thousand videos shards and a GET each; with one a GET, a LIST of those that came
+        """Find the live rows, by the index where there is one.
+
+        Without an index one LIST a thousand videos shards and a GET each; with one a GET, a LIST of those that came
         after it, and a GET for each of these. Raises CorruptShard, OSError.
         """
         index = Index.read(store)
@@ -69,8 +69,9 @@ class LiveVideos:
         return int(max(newer, 0 if self.index is None else self.index.root["most_tokens"]))
 
     def shards(self) -> LiveShards:
-        """The videos shards that hold live rows with tokens. Of a compacted cache this reads the tables of shards, not
-        the ids: 100 bytes a shard.
+        """Return the videos shards that hold live rows with tokens.
+
+        Of a compacted cache this reads the tables of shards, not the ids: 100 bytes a shard.
         """
         table = SHARD_SCHEMA.empty_table() if self.index is None else self.index.all_shards()
         names, counts = table["name"].cast(pa.large_string()), table["ok"].to_numpy().astype(np.int64)

@@ -58,8 +58,9 @@ class Videos:
         self._judge = Judge([folder])
 
     def find(self, paths: Sequence[str], named: Iterable[str]) -> str:
-        """The first of the ``paths`` below the folder that is a file, or a folder of frames that says how many a second
-        it has, as a POSIX path relative to it.
+        """Find the first of the ``paths`` below the folder that is a file or a folder of frames.
+
+        A folder of frames says how many a second it has. Returns a POSIX path relative to the folder.
 
         ``named`` is what the annotations put into the paths: texts that may have been written to lead elsewhere.
         Raises LeftOut.

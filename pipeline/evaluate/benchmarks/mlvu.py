@@ -1,5 +1,7 @@
-"""MLVU (Zhou et al., CVPR 2025), multiple choice: dev, 2,175 questions of four options on 1,122 videos of 3 min to 2 h,
-and test, 502 questions of six options. The score is the mean over the tasks (M-Avg): seven of dev, nine of test.
+"""MLVU (Zhou et al., CVPR 2025), multiple choice.
+
+dev has 2,175 questions of four options on 1,122 videos of 3 min to 2 h, test 502 questions of six options. The score is
+the mean over the tasks (M-Avg): seven of dev, nine of test.
 
 Each is read in two layouts: the authors' (MLVU/MVLU and MLVU/MLVU_Test on the hub), where options are a list and the
 answer one of them, and lmms-eval's (sy1998/MLVU_dev, sy1998/MLVU_Test), where the question's text has the options in it

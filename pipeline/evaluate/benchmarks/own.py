@@ -37,8 +37,10 @@ def own_benchmark(file: str) -> Benchmark:
 
 
 class OwnQuestions(Benchmark):
-    """A row a question: question_id, video_id (or a list: several videos in one prompt), prompt, answer; optional
-    choices, split (which part of the file it counts to) and cluster; other columns are not looked at.
+    """Questions of a user's own, a row a question: question_id, video_id, prompt, answer.
+
+    A list of video_id puts several videos in one prompt. Optional are choices, split (which part of the file it counts
+    to) and cluster; other columns are not looked at.
 
     ``answer`` is a choice: its text, else its text but for case and spaces around it, else its letter, else its index
     counted from 0. Without choices it is a text, and :func:`same_text` says whether a reply is right.
@@ -117,8 +119,9 @@ def _check_ids(file: str, question_ids: Sequence[str]) -> None:
 
 
 def read_question(row: UserRow, where: str, most_choices: int | None = MAX_LETTERS) -> Item:
-    """The question as its row has it: ids of videos unchecked, no cluster unless it names one. Raises QuestionsError
-    that says ``where``.
+    """Read the question of a row: ids of videos unchecked, no cluster unless it names one.
+
+    Raises QuestionsError that says ``where``.
     """
     for name in _DECODING:
         if row.get(name) is not None:

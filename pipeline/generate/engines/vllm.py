@@ -68,8 +68,10 @@ class VllmEngine:
     def check(
         setup: EngineSetup, source: ModelSource, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]
     ) -> None:
-        """Raises UsageError for what vLLM cannot answer, and where it is missing, before anything is loaded; ModelError
-        where the checkpoint asks for more than vLLM does.
+        """Refuse what vLLM cannot answer, before anything is loaded.
+
+        Raises UsageError for that and where vLLM is missing; ModelError where the checkpoint asks for more than vLLM
+        does.
         """
         inside = [name or late.pruner.name for name, late in prunings.items() if late and late.inside]
         if inside:
@@ -89,8 +91,9 @@ class VllmEngine:
     def generate(
         self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], inside: tuple[Pruner, float] | None = None
     ) -> list[Answer]:
-        """See :class:`pipeline.generate.engines.Engine`. Times are the whole batch's: until every prompt had its first
-        token, and from there on.
+        """Answer a batch of prompts; see :class:`pipeline.generate.engines.Engine`.
+
+        Times are the whole batch's: until every prompt had its first token, and from there on.
         """
         assert inside is None
         started = time.monotonic()
@@ -148,8 +151,9 @@ class VllmEngine:
         self._engine.engine_core.shutdown()
 
     def _run(self, prompts: Sequence[Prompt], params: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """The finished request of each prompt. Raises ValueError for one that vLLM refuses, and asks none then;
-        EngineDied.
+        """Return the finished request of each prompt.
+
+        Raises ValueError for one that vLLM refuses, and asks none then; EngineDied.
         """
         from vllm import SamplingParams  # noqa: PLC0415 - as above
         from vllm.exceptions import VLLMValidationError  # noqa: PLC0415
