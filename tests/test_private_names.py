@@ -1,0 +1,84 @@
+"""The private names of libraries that the product uses: an upgrade that takes one away says here what it breaks."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import inspect
+import re
+from importlib.metadata import version
+from typing import NamedTuple
+
+import pytest
+
+from tests.code_measures import PRODUCT, sources
+
+
+class Private(NamedTuple):
+    """A name without a promise, where it lives, and what is lost with it."""
+
+    name: str
+    library: str
+    tested: str  # with this version
+    home: str  # module, or module:Class
+    file: str  # of the product
+    without: str
+
+
+TABLE = (
+    Private("read_ray_address", "ray", "2.60", "ray._private.utils", "pipeline/execution/access.py",
+            "a driver does not know the cluster that `ray start` left on this machine"),
+    Private("GcsClient", "ray", "2.60", "ray._raylet", "pipeline/execution/access.py",
+            "a cluster that does not answer is waited for as long as Ray likes"),
+    Private("_global_node", "ray", "2.60", "ray._private.worker", "pipeline/execution/cluster.py",
+            "every command waits a second for Ray's monitor when it ends"),
+    Private("iter_internal_ref_bundles", "ray", "2.60", "ray.data:Dataset", "pipeline/execution/shards.py",
+            "encoded videos would pass through the driver on their way to a writer"),
+    Private("get_memory_info_reply", "ray", "2.60", "ray._private.internal_api", "jobs/benchmark/pipeline/job.py",
+            "the benchmark does not know what went through the object store"),
+    Private("_new_shared", "torch", "2.13", "torch:UntypedStorage", "pipeline/datasets/packing.py",
+            "packed batches are copied once more on their way out of a DataLoader's worker"),
+    Private("PyThreadState_SetAsyncExc", "python", "3.11", "ctypes:pythonapi", "pipeline/execution/watchdog.py",
+            "a driver that hangs in Ray Data cannot be freed"),
+    Private("_attn_implementation", "transformers", "5.23", "transformers:PretrainedConfig",
+            "gstep/language/layer_pruning.py", "FastV inside the language model does not know the shape of its mask"),
+    Private("_credentials", "botocore", "1.44", "botocore.signers:RequestSigner", "pipeline/storage/s3.py",
+            "credentials that expired are not renewed within a request"),
+    Private("_request_signer", "botocore", "1.44", "botocore.client:BaseClient", "pipeline/storage/s3.py",
+            "credentials that expired are not renewed within a request"),
+)  # fmt: skip
+ANY = re.compile(r"\b(" + "|".join(sorted({one.name for one in TABLE})) + r")\b|\b(ray\._private|ray\._raylet)\b")
+
+
+def home_of(one: Private) -> object:
+    if one.library == "python":
+        return ctypes.pythonapi
+    module, _, name = one.home.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found
+
+
+@pytest.mark.parametrize("one", TABLE, ids=lambda one: one.name)
+def test_a_private_name_is_still_there(one):
+    now = "" if one.library == "python" else f", {version(one.library)} is installed"
+    there = hasattr(home_of(one), one.name) or one.name in vars_made_late(one)
+    assert there, f"{one.home}.{one.name} is gone ({one.library} {one.tested} had it{now}): {one.without}"
+
+
+def vars_made_late(one: Private) -> set[str]:
+    """Attributes that instances alone have."""
+    return set(re.findall(r"self\.(\w+)", source_of(home_of(one)))) if ":" in one.home else set()
+
+
+def source_of(thing: object) -> str:
+    try:
+        return inspect.getsource(thing)  # type: ignore[arg-type]
+    except (TypeError, OSError):
+        return ""
+
+
+def test_the_table_has_each_file_that_uses_one_and_no_other():
+    used = {str(file.path) for file in sources() if file.room in PRODUCT and ANY.search(file.text)}
+    assert used == {one.file for one in TABLE}
+    for one in TABLE:
+        assert any(one.name in file.text for file in sources() if str(file.path) == one.file), one
