@@ -82,6 +82,15 @@ class EvaluateRequest:
         return {name: getattr(self.config, name) for name in PASSED_ON}
 
 
+def _held(cached: Store, *, named: bool) -> CacheIdentity | None:
+    """Return the identity of a cache; None where none is there yet. Raises NotACache for a place taken otherwise."""
+    with store_refusing():
+        held = read_header(cached)["identity"] if cached.exists(HEADER) else None
+        if held is None and named and cached.taken():
+            raise NotACache(f"--cache {cached} exists and is no cache (it has no {HEADER}): name an empty place")
+    return held
+
+
 def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     """Check the whole request. Raises UsageError; starts nothing, reads no weights and no video."""
     assert config.benchmark is not None  # the config refuses a request without
@@ -91,11 +100,8 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     benchmark = find_benchmark(config.benchmark)
     protocol = _protocol(config, benchmark)
     loaded = benchmark.load(config.data).first(config.limit)
-    with store_refusing():
-        cached = store_at(cache, objects)
-        held = read_header(cached)["identity"] if cached.exists(HEADER) else None
-        if held is None and config.cache is not None and cached.taken():
-            raise NotACache(f"--cache {cache} exists and is no cache (it has no {HEADER}): name an empty place")
+    cached = store_at(cache, objects)
+    held = _held(cached, named=config.cache is not None)
     source = _model(config, held)
     if held is not None:
         check_model(cached, held["model"], source)

@@ -11,14 +11,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, get_args
 
 import pyarrow as pa
 
 from pipeline.cache.header import header_bytes, read_header_file
 from pipeline.cache.live_rows import check_content, live_rows, shard_name
 from pipeline.cache.schema import READ_THREADS, column, open_parquet, write_parquet
-from pipeline.errors import NotAnswers
+from pipeline.errors import NotAnswers, QuestionFaultClass
 from pipeline.rows import AnswerRecord, QuestionRecord
 from pipeline.storage.lock import Lock
 from pipeline.storage.stores import Store, store_at
@@ -42,11 +42,7 @@ ANSWER_SCHEMA = pa.schema(
         column("target", pa.string(), "the right answer, as the questions file says it (its column answer)"),
         column("pruning", pa.string(), "method@ratio that pruned for this answer; null where the cache holds it so"),
         column("status", pa.string(), "'ok' or 'failed'", nullable=False),
-        column(
-            "error_class",
-            pa.string(),
-            "unknown-video failed-video corrupt io prompt-too-long bad-prompt out-of-memory internal",
-        ),
+        column("error_class", pa.string(), " ".join(get_args(QuestionFaultClass))),
         column("error_message", pa.string(), "at most 1 KB, printable"),
         column("retryable", pa.bool_(), "whether another attempt may succeed"),
         column("attempts", pa.int32(), "how often this question was asked, over all runs", nullable=False),

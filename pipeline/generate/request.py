@@ -182,6 +182,25 @@ def asked_for(config: GenerateConfig) -> LateAsked | None:
     return LateAsked(config.pruner, config.retention_ratio, config.pruner_params(), config.siglip, config.pruner_seed)
 
 
+def _prunings(
+    config: GenerateConfig,
+    asked: Mapping[str, LateAsked | None],
+    held: CacheIdentity,
+    source: ModelSource,
+    builder: PromptBuilder,
+) -> dict[str, LatePruning | None]:
+    """Return the prunings that are asked, each checked against the cache and the engine. Raises UsageError."""
+    with refusing():
+        prunings = {
+            name: None if one is None else late_pruning(one, held, source, builder) for name, one in asked.items()
+        }
+        ENGINES[config.engine].check(engine_of(config), source, builder, prunings)
+    takes_siglip = any(late is not None and late.text_tower is not None for late in prunings.values())
+    if config.siglip is not None and not takes_siglip:
+        raise UsageError("--siglip: no method that is asked takes anything from a SigLIP checkpoint here")
+    return prunings
+
+
 def checked(
     config: GenerateConfig,
     questions: pa.Table,
@@ -204,15 +223,7 @@ def checked(
     held = header["identity"]
     source, builder = _resolved(config, cache, held)
     check_tokens(cache, header, widths_of(live), builder)
-    with refusing():
-        prunings = {
-            name: None if one is None else late_pruning(one, held, source, builder) for name, one in asked.items()
-        }
-    with refusing():
-        ENGINES[config.engine].check(engine_of(config), source, builder, prunings)
-    takes_siglip = any(late is not None and late.text_tower is not None for late in prunings.values())
-    if config.siglip is not None and not takes_siglip:
-        raise UsageError("--siglip: no method that is asked takes anything from a SigLIP checkpoint here")
+    prunings = _prunings(config, asked, held, source, builder)
     _check_ratio(config.retention_ratio if prunings.get("", ...) is None else None, held["retention_ratio"], live)
     request = GenerateRequest(
         config=config,

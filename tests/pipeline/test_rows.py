@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from pipeline.cache.schema import VIDEO_SCHEMA
-from pipeline.errors import QuestionFault, VideoFault
+from pipeline.errors import FaultClass, QuestionFault, QuestionFaultClass, VideoFault
 from pipeline.generate.answer_stage import TO_ASK
 from pipeline.generate.answers import ANSWER_SCHEMA
 from pipeline.prune.resume import TODO_SCHEMA
@@ -80,3 +80,8 @@ def test_a_null_is_an_absent_key():
         "video_id": "v",
         "n_tokens": 0,
     }
+
+
+def test_the_schemas_say_every_class_of_fault():
+    for schema, classes in ((VIDEO_SCHEMA, FaultClass), (ANSWER_SCHEMA, QuestionFaultClass)):
+        assert schema.field("error_class").metadata[b"meaning"].decode().split() == list(get_args(classes))

@@ -2,10 +2,12 @@
 
 It selects what ``gstep.selection.reference.density_guided_fps`` does.
 
-Up to MAX_GRAM_TOKENS a video is served by ``gstep.selection.gpu.gram``, beyond by ``gstep.selection.gpu.lazy``, and
-where neither can by the plain form of ``gstep.selection.reference``. Checked in Triton's interpreter on a CPU; not yet
-run, and no speed measured, on a GPU: there ``gstep.selection.gpu.check`` compares them with the plain form before a
-process's first selection.
+Of the two forms that of ``gstep.selection.gpu.gram`` is tried first, for videos of up to MAX_GRAM_TOKENS; beyond, that
+of ``gstep.selection.gpu.lazy`` serves, and where neither can the plain form of ``gstep.selection.reference``. The
+slower one goes once both are measured on a GPU, unless it alone serves long videos.
+
+Checked in Triton's interpreter on a CPU; not yet run, and no speed measured, on a GPU: there
+``gstep.selection.gpu.check`` compares them with the plain form before a process's first selection.
 
 Shapes: M tokens, D hidden size, B budget.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import NamedTuple
@@ -150,30 +150,35 @@ def tables(rows: Sequence[Row], title: str, memory: str) -> list[Table]:
     )
     for row in rows:
         name = (method_title(row.method) if row is not full else "Original", f"{row.retention_ratio:.0%}")
-        paper.add_row(
-            *name,
-            f"{row.visual_tokens:.0f}",
-            f"{_wide(row.online_s)}{_change(row.online_s.median, full.online_s.median)}",
-            f"{_wide(row.llm_with_tower_s)}{_change(row.llm_with_tower_s.median, full.llm_with_tower_s.median)}",
-            f"{_wide(row.llm_s)}{_change(row.llm_s.median, full.llm_s.median)}",
-            f"{_gib(row.online_peak_bytes)}{_change(row.online_peak_bytes, full.online_peak_bytes)}",
-            f"{row.kv_bytes / MIB:.1f}{_change(row.kv_bytes, full.kv_bytes)}",
-        )
+        paper.add_row(*name, *_paper_cells(row, full))
         parts.add_row(
             *name,
             *(_seconds(part.median) for part in (row.video_decode_s, row.encode_s, row.prune_s, row.prompt_s)),
             *(_seconds(row.prefill_s.median), f"{row.prefill_rate.median:.0f}"),
             *(_seconds(row.token_decode_s.median), f"{row.decode_rate.median:.1f}" if row.decode_rate else ""),
         )
-        modes.add_row(
-            *name,
-            *(_wide(row.online_s), _wide(row.cached_s), _seconds(row.read_s.median), _seconds(row.cached_llm_s.median)),
-            *(f"{row.bytes_read / 1e6:.2f}", _gib(row.cached_peak_bytes)),
-            *(_seconds(row.build_s.median), _seconds(row.write_s.median)),
-            "never" if row.break_even is None else str(row.break_even),
-            "yes" if row.same_answers else "NO",
-        )
+        modes.add_row(*name, *_mode_cells(row))
     return [paper, parts, modes]
+
+
+def _paper_cells(row: Row, full: Row) -> Iterator[str]:
+    """Yield the paper's columns of a row, with the changes to full retention."""
+    yield f"{row.visual_tokens:.0f}"
+    yield f"{_wide(row.online_s)}{_change(row.online_s.median, full.online_s.median)}"
+    yield f"{_wide(row.llm_with_tower_s)}{_change(row.llm_with_tower_s.median, full.llm_with_tower_s.median)}"
+    yield f"{_wide(row.llm_s)}{_change(row.llm_s.median, full.llm_s.median)}"
+    yield f"{_gib(row.online_peak_bytes)}{_change(row.online_peak_bytes, full.online_peak_bytes)}"
+    yield f"{row.kv_bytes / MIB:.1f}{_change(row.kv_bytes, full.kv_bytes)}"
+
+
+def _mode_cells(row: Row) -> Iterator[str]:
+    """Yield the columns of online beside cached."""
+    yield from (_wide(row.online_s), _wide(row.cached_s))
+    yield from (_seconds(row.read_s.median), _seconds(row.cached_llm_s.median))
+    yield from (f"{row.bytes_read / 1e6:.2f}", _gib(row.cached_peak_bytes))
+    yield from (_seconds(row.build_s.median), _seconds(row.write_s.median))
+    yield "never" if row.break_even is None else str(row.break_even)
+    yield "yes" if row.same_answers else "NO"
 
 
 def _table(title: str, *columns: str) -> Table:
