@@ -40,7 +40,7 @@ TABLE = (
             "packed batches are copied once more on their way out of a DataLoader's worker"),
     Private("PyThreadState_SetAsyncExc", "python", "3.11", "ctypes:pythonapi", "pipeline/execution/watchdog.py",
             "a driver that hangs in Ray Data cannot be freed"),
-    Private("_attn_implementation", "transformers", "5.23", "transformers:PretrainedConfig",
+    Private("_attn_implementation", "transformers", "5.24", "transformers:PretrainedConfig",
             "gstep/language/layer_pruning.py", "FastV inside the language model does not know the shape of its mask"),
     Private("_credentials", "botocore", "1.44", "botocore.signers:RequestSigner", "pipeline/storage/s3.py",
             "credentials that expired are not renewed within a request"),

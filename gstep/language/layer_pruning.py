@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from gstep.pruners.base import Pruner
@@ -19,6 +21,8 @@ from gstep.types import VisualTokens
 
 #: The evidence that there is inside of a model.
 INSIDE = frozenset({"llm_attention"})
+#: The argument and the output that hold keys and values; transformers 5.24 gave them their new name.
+CACHE = "cache" if Version(version("transformers")) >= Version("5.24") else "past_key_values"
 
 
 @dataclass
@@ -102,7 +106,7 @@ class PruneInside:
     def _choose(self, attention: Any, args: Any, keywords: dict[str, Any], output: Any) -> None:
         if self._last is None:
             return
-        keys = keywords["past_key_values"].layers[attention.layer_idx].keys
+        keys = keywords[CACHE].layers[attention.layer_idx].keys
         hidden_BLD, cos, sin = self._last
         row_BL = last_row(attention, hidden_BLD[:, -1:], cos, sin, keys, self.mask.to(keys.device))
         self._last = None
@@ -179,7 +183,7 @@ def check_layer(method: Pruner, n_layers: int, deepstack_levels: int) -> int:
 
 def _held(layer: Any, keywords: dict[str, Any]) -> int:
     """Tokens that the layer's cache holds: 0 in the prefill."""
-    return int(keywords["past_key_values"].get_seq_length(layer.self_attn.layer_idx))
+    return int(keywords[CACHE].get_seq_length(layer.self_attn.layer_idx))
 
 
 def choose(method: Pruner, hidden_MD: Tensor, attention_M: Tensor, retention_ratio: float) -> Tensor:

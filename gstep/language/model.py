@@ -15,7 +15,7 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from gstep.backbones import ModelSource, Runtime
 from gstep.language.batch import Batch, encoder_outputs
 from gstep.language.decoding import FirstToken, RowLimits, SeededSampling
-from gstep.language.layer_pruning import PruneInside, visual_places
+from gstep.language.layer_pruning import CACHE, PruneInside, visual_places
 from gstep.language.prompt import text_ids, tokenizer_of
 from gstep.language.types import Answer, Decoding, Prompt, Score
 from gstep.language.weights import load_llm
@@ -112,10 +112,10 @@ class LanguageModel:
             input_ids=batch.input_ids.to(self.device),
             attention_mask=batch.mask.to(self.device),
             position_ids=batch.position_ids().to(self.device),
-            past_key_values=past,
             generation_config=self._config(decodings),
             logits_processor=LogitsProcessorList([SeededSampling(decodings), clock]),
             stopping_criteria=StoppingCriteriaList([RowLimits(decodings, length)]),
+            **{CACHE: past},
             **({} if not visuals else {"mm_encoder_outputs": encoder_outputs(visuals, self.device, self.model.dtype)}),
         )
         return output[:, length:]
@@ -142,7 +142,7 @@ class LanguageModel:
             output = self._forward(batch, prompts=new, past=cache, use_cache=True, logits_to_keep=1)
             first = torch.log_softmax(output.logits[:, -1].float(), dim=-1)
             return [
-                self._scores(batch.rows([row]), output.past_key_values, row, first[row], texts, active)
+                self._scores(batch.rows([row]), output[CACHE], row, first[row], texts, active)
                 for row, texts in enumerate(ids)
             ]
 
@@ -205,7 +205,7 @@ class LanguageModel:
         firsts = [prompts[i] for i in shared]
         prefix = Batch.of(firsts, [slice(p.prefix_length) for p in firsts])
         output = self._forward(prefix, prompts=firsts, use_cache=True, logits_to_keep=1)
-        cache = output.past_key_values
+        cache = output[CACHE]
         cache.batch_select_indices(torch.tensor(group, device=self.device))
         tails = Batch.of(prompts, [slice(p.prefix_length, None) for p in prompts])
         return tails.after(prefix.rows(group)), cache
@@ -222,7 +222,7 @@ class LanguageModel:
             input_ids=batch.input_ids[:, done:].to(self.device),
             attention_mask=batch.mask.to(self.device),
             position_ids=batch.position_ids()[..., done:].to(self.device),
-            past_key_values=past,
+            **{CACHE: past},
             **keywords,
         )
 

@@ -15,7 +15,7 @@ from gstep.backbones import ModelSource, choose_runtime
 from gstep.checkpoints import tiny
 from gstep.language import Decoding, load_language_model, prompt_builder
 from gstep.language.batch import Batch, encoder_outputs
-from gstep.language.layer_pruning import check_layer
+from gstep.language.layer_pruning import CACHE, check_layer
 from gstep.pruners.base import Pruner, Selection
 from gstep.pruners.fastv import FastV
 from gstep.pruners.random import Random
@@ -78,8 +78,8 @@ def forward(loaded, prompt, **more):
             attention_mask=batch.mask,
             position_ids=batch.position_ids(),
             mm_encoder_outputs=encoder_outputs(prompt.visuals, "cpu", torch.float32),
-            past_key_values=DynamicCache(config=loaded.model.config.get_text_config()),
             use_cache=True,
+            **{CACHE: DynamicCache(config=loaded.model.config.get_text_config())},
             **more,
         )
 
@@ -151,7 +151,7 @@ def test_what_is_kept_is_the_text_and_the_best_of_the_visual_tokens(name, loaded
 
 def test_keys_and_values_are_shorter_from_that_layer_on(loaded, prompts):
     output, kept = pruned_forward(loaded, prompts[0])
-    lengths = [output.past_key_values.get_seq_length(layer) for layer in range(LAYERS)]
+    lengths = [output[CACHE].get_seq_length(layer) for layer in range(LAYERS)]
     assert lengths == [len(prompts[0])] * K + [kept.index.shape[1]] * (LAYERS - K)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from gstep.checkpoints import tiny
+from gstep.language.layer_pruning import CACHE
 from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark.efficiency.parts import Answers
 from jobs.benchmark.efficiency.report import break_even
@@ -129,7 +130,7 @@ def test_the_formula_gives_the_bytes_of_the_real_cache(method, tmp_path):
     job = prepare(tmp_path, model="tiny-qwen2-5-vl", methods=[method], **SMALL)
     answers = Answers(job)
     seen = []
-    answers.llm.model.register_forward_hook(lambda module, args, output: seen.append(_n_bytes(output.past_key_values)))
+    answers.llm.model.register_forward_hook(lambda module, args, output: seen.append(_n_bytes(output[CACHE])))
     for way in job.ways:
         visual = answers.chosen(way, video("tiny-qwen2-5-vl"), 0).value[0]
         seen.clear()
