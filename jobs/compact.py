@@ -1,4 +1,4 @@
-"""Make the index of a cache from its videos shards, so that opening it takes no longer for millions of videos."""
+"""Merge the files of a cache's videos table into few sorted ones, so that opening it and finding a video stay quick."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 
 from rich.console import Console
@@ -17,11 +18,11 @@ from pipeline.errors import CorruptShard, RunFailed
 from pipeline.options import S3Options
 
 EPILOG = """\
-jobs.prune does the same at the end of a run once --compact-after videos shards are in no index. The index is derived:
-a cache without it reads the same, only slower, and one that is deleted (index.json, index/) can be made again.
+jobs.prune merges by itself while it runs and when it ends; this merges everything, and may run beside others. Files
+that were merged stay for --keep-minutes, so that readers go on: the next jobs.compact or jobs.prune deletes them. A
+cache of an earlier version becomes one of this version, without copying tokens.
 
-Exit code: 0 made; 1 a videos shard is damaged, or the store failed; 2 usage, no cache, or a run writes to it;
-130 interrupted: the earlier index stays.
+Exit code: 0 merged; 1 a file is damaged, or the store failed; 2 usage, or no cache; 130 interrupted: nothing is lost.
 """
 
 
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("cache", metavar="CACHE", help="the folder or s3://bucket/prefix that jobs.prune wrote")
     parser.add_argument(
-        "--rebuild", action="store_true", help="read every videos shard again, whatever the present index says"
+        "--keep-minutes", type=float, default=10.0, metavar="M", help="merged files stay for so long [10]"
     )
     add_json(parser)
     add_flags(parser, S3Options)
@@ -45,28 +46,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda: _compact(arguments, console),
         console,
         failed=(CorruptShard, RunFailed, OSError),
-        interrupted="interrupted: the earlier index stays",
+        interrupted="interrupted: nothing is lost",
         document=arguments.json,
     )
 
 
 def _compact(arguments: argparse.Namespace, console: Console) -> Done:
-    from pipeline.cache.index.compaction import compact, described  # noqa: PLC0415 - Arrow loads after the flags are checked
-    from pipeline.cache.reader import read_header  # noqa: PLC0415
-    from pipeline.execution.request import new_run_id  # noqa: PLC0415
-    from pipeline.storage.lock import cache_lock  # noqa: PLC0415
+    from pipeline.cache.merging import merge, upgrade  # noqa: PLC0415 - Arrow loads after the flags are checked
+    from pipeline.cache.reader import made_with  # noqa: PLC0415
     from pipeline.storage.s3 import Objects  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
     s3 = from_flags(S3Options, arguments)
     store = store_at(arguments.cache, Objects.from_environment(s3.s3_endpoint, s3.s3_region))
-    read_header(store)
+    identity = made_with(store, required=True)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    with cache_lock(store, new_run_id(), say) as lock:
-        say(f"reading the videos shards of {store}")
-        done = compact(store, lock, rebuild=arguments.rebuild)
-    for line in described(done):
+    done = merge(store, identity, everything=True, keep=timedelta(minutes=arguments.keep_minutes))
+    for line in done.lines():
         say(line)
+    if upgrade(store):
+        say(f"{store} is a cache of the present version now")
     return Done(0, {"cache": str(store), **asdict(done)})
 
 

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 
 from rich.console import Console
 
@@ -58,15 +59,21 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clean",
         action="store_true",
-        help="remove token shards that no videos shard names (on S3 once they are a day old) and files of broken "
-        "writes, and abort uploads that have been pending for an hour; under the cache's lock, so that no run writes "
-        "meanwhile",
+        help="remove token shards that no row names and files of broken writes, and abort uploads that have been "
+        "pending for an hour; refused while a run writes to the cache",
+    )
+    parser.add_argument(
+        "--keep-minutes",
+        type=float,
+        default=10.0,
+        metavar="M",
+        help="with --clean and --repair: what is younger stays",
     )
     parser.add_argument(
         "--repair",
         action="store_true",
         help="give videos whose tokens or rows are damaged a failed row, which jobs.prune --retry-failed does again "
-        "(the command is printed), keep what is sound, make the index anew, then --clean; what was replaced stays in "
+        "(the command is printed), keep what is sound, then --clean; what was replaced stays in "
         "CACHE/repaired/",
     )
     parser.add_argument(
@@ -88,7 +95,8 @@ def _verify(arguments: argparse.Namespace, console: Console) -> Done:
     from pipeline.verify.verify import Request, verify  # noqa: PLC0415
 
     names = ("jobs", "clean", "repair", "live", "seed", "model", "log_interval")
-    request = Request(**{name: getattr(arguments, name) for name in names})
+    keep = timedelta(minutes=arguments.keep_minutes)
+    request = Request(**{name: getattr(arguments, name) for name in names}, keep=keep)
     s3 = from_flags(S3Options, arguments)
     objects = Objects.from_environment(s3.s3_endpoint, s3.s3_region)
     report = verify(store_at(arguments.cache, objects), request, console)

@@ -135,7 +135,7 @@ class SourceChanged(UsageError):  # noqa: N818
 
 
 class CacheLocked(UsageError):  # noqa: N818
-    """Another run holds the cache's lock."""
+    """Another run writes to the same place."""
 
 
 class RunFailed(RuntimeError):  # noqa: N818
@@ -163,6 +163,10 @@ class UnknownVideo(KeyError):  # noqa: N818
 
     def __str__(self) -> str:  # KeyError would show the repr of the message
         return str(self.args[0]) if self.args else ""
+
+
+class RemovedVideo(UnknownVideo):
+    """The video was removed from the cache for good (``python -m jobs.remove``)."""
 
 
 class FailedVideo(UnknownVideo):

@@ -28,6 +28,15 @@ def clip_keys(rows: pa.Table | pa.RecordBatch) -> Keys:
     return np.frombuffer(b"".join(digests), np.uint64)
 
 
+def tie_keys(rows: pa.Table) -> Keys:
+    """[n]: 64 bits of what tells rows of one video and attempt apart: run, token shard and error."""
+    columns = [rows[name].cast(pa.binary()).to_pylist() for name in ("run_id", "token_shard", "error_message")]
+    digests = [
+        blake2b(b"\0".join(part or b"" for part in row), digest_size=8).digest() for row in zip(*columns, strict=True)
+    ]
+    return np.frombuffer(b"".join(digests), np.uint64)
+
+
 def _seconds(column: pa.Array | pa.ChunkedArray) -> NDArray[np.float64]:
     """Null as the one NaN, and one zero of the two."""
     filled = pc.fill_null(column.cast(pa.float64()), float("nan")).to_numpy(zero_copy_only=False)

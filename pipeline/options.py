@@ -87,6 +87,9 @@ class RunOptions(S3Options):
         0, "GPUs to wait for, where nodes join late: without any, auto is the CPU and its arithmetic", metavar="N"
     )
     wait: float = option(600.0, "seconds to wait for --min-gpus", metavar="S")
+    join: bool = option(
+        False, "write beside another run that writes to the same place, instead of refusing: of equal rows one counts"
+    )
     retry_failed: bool = option(False, "try failed {item}s again", group="failures and progress")
     max_attempts: int = option(
         3, "attempts a {item} gets in all: with --retry-failed, and in a run's second pass on other nodes", metavar="N"

@@ -12,7 +12,7 @@ from typing import Any, Literal, NotRequired, TypedDict, TypeVar, cast
 
 from pipeline.errors import ON_THE_GPU, OUTSIDE, FaultClass, QuestionFault, QuestionFaultClass, VideoFault
 
-Status = Literal["ok", "failed"]
+Status = Literal["ok", "failed", "removed"]
 #: Columns of the videos table that hold JSON.
 JSON_COLUMNS: tuple[Literal["manifest", "model_extra", "runtime"], ...] = ("manifest", "model_extra", "runtime")
 R = TypeVar("R", bound=Mapping[str, Any])
@@ -96,6 +96,19 @@ class VideoRecord(TypedDict, total=False):
     manifest: str
     runtime: str
     model_extra: str
+    id_high: int
+    id_low: int
+    clip_key: int
+    rewritten: int
+    earlier_attempts: int
+    tie_break: int
+    content_name: str
+    token_codec: str
+    token_block: int
+    tower_hash: str
+    gate: str
+    source_shard: str
+    source_offset: int
 
 
 class VideoRow(TypedDict):
@@ -157,6 +170,19 @@ class VideoRow(TypedDict):
     manifest: Any
     runtime: Any
     model_extra: Any
+    id_high: int
+    id_low: int
+    clip_key: int
+    rewritten: int
+    earlier_attempts: int
+    tie_break: int
+    content_name: str | None
+    token_codec: str | None
+    token_block: int | None
+    tower_hash: str | None
+    gate: str | None
+    source_shard: str | None
+    source_offset: int | None
 
 
 class QuestionRecord(TypedDict, total=False):

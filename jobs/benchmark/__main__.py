@@ -1,4 +1,4 @@
-"""Measure this package here: the whole job, decoding, methods, selection, resuming, reading, serving, efficiency."""
+"""Measure this package here: the whole job, decoding, methods, selection, the table, reading, serving, efficiency."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from rich.console import Console
 
 from jobs.benchmark.decode import command as decode
 from jobs.benchmark.efficiency import command as efficiency
-from jobs.benchmark.index import command as index
 from jobs.benchmark.methods import command as methods
 from jobs.benchmark.pipeline import command as whole_job
 from jobs.benchmark.read import command as read
-from jobs.benchmark.resume import command as resume
 from jobs.benchmark.selection import command as selection
 from jobs.benchmark.serving import command as serving
+from jobs.benchmark.table import command as table
 from jobs.command import Parser, exit_code_of
 from jobs.json_document import Done
 from pipeline.errors import ManifestError, RunFailed, VideoFault
@@ -26,8 +25,7 @@ _COMMANDS = {
     "decode": decode,
     "methods": methods,
     "selection": selection,
-    "resume": resume,
-    "index": index,
+    "table": table,
     "read": read,
     "serving": serving,
     "efficiency": efficiency,

@@ -1,8 +1,7 @@
 """What a cache holds, as the driver of a run keeps it: 64 bytes for each video, whatever its row says.
 
 An id is a hash of 16 bytes, the clip that it was made of one of 8; of the rest there are the numbers that resume and
-the summary add up. Anything else of a row is read again from its shard. Where the cache has a compacted index
-(``pipeline.cache.index.files``), the rows that this covers come from there.
+the summary add up. Anything else of a row is read again from its file.
 """
 
 from __future__ import annotations
@@ -18,11 +17,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipeline.cache.index.files import BLOCK_SCHEMA, FAULT, OUTSIDE, WARNED, Index
-from pipeline.cache.live_rows import VIDEOS, VideoRows, best_first, parse_videos_shard
-from pipeline.errors import ON_THE_GPU, CorruptShard
+from pipeline.cache.live_rows import (
+    VIDEOS,
+    VideoRows,
+    belongs,
+    best_first,
+    completed,
+    made_with_of,
+    needed_for,
+    states_of,
+)
+from pipeline.cache.schema import KEY_COLUMNS
+from pipeline.cache.table import SortedFile, TableFile, read_small, table_files
+from pipeline.errors import ON_THE_GPU
 from pipeline.errors import OUTSIDE as OUTSIDE_CLASSES
-from pipeline.keys import clip_keys, find, keys_of
+from pipeline.keys import find, keys_of
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
 
@@ -37,16 +46,21 @@ _COLUMNS: Final[dict[str, tuple[Any, tuple[int, ...]]]] = {
     "place": (np.uint32, ()),  # number of the row, over all shards in the order in which they were read
     "attempts": (np.uint16, ()),
     "earlier": (np.uint8, ()),  # attempts on another file or clip under this id
-    "code": (np.uint8, ()),  # see pipeline.cache.index.files
+    "rewritten": (np.uint16, ()),
+    "tie": (np.uint64, ()),
+    "run": (np.uint16, ()),  # its number in ``runs``
+    "state": (np.int8, ()),  # 0 removed, 1 ok, 2 failed
+    "code": (np.uint8, ()),  # 0 ok or removed, else the fault's number in ``classes``; and the bits below
     "seconds": (np.float32, (4,)),  # of TIMED
 }
-_SAME = tuple(name for name in _COLUMNS if name not in ("place", "seconds"))  # as a block of the index has them
+FAULT, OUTSIDE, WARNED = 0x3F, 0x40, 0x80  # bits of ``code``
 _READ = (
-    *("video_id", "uri", "start_s", "end_s", "source_size", "status", "error_class", "error_stage", "attempts"),
+    *KEY_COLUMNS,
+    *("run_id", "source_size", "status", "error_class", "error_stage", "attempts"),
     *("n_tokens", "n_total", "hidden_size", "decode_warnings"),
     *(f"{stage}_s" for stage in TIMED),
 )
-_SHARDS_AT_ONCE = 256
+_FILES_AT_ONCE = 256
 _THREADS = 8
 Columns = dict[str, NDArray[Any]]
 
@@ -57,50 +71,44 @@ class Ledger:
     Attributes:
         columns: name -> an array of all rows; see ``_COLUMNS``.
         classes: the classes of faults by their numbers; 0 is "ok".
+        runs: the ids of runs by their numbers.
         hidden_size: D of the tokens; 0 while no video is ok.
-        index: where the first rows are from, those of the first ``n_covered`` shards; None where it could not serve.
-        unusable: why it could not; "" where it did, and where there is none.
-        names: the videos shards that were read; ``starts`` is the number of the first row of each, ``failed_rows`` how
-            many rows of it are errors.
-        n_rows: of all shards, live or not.
+        names: the files that were read; ``starts`` is the number of the first row of each.
+        n_rows: of all files, live or not.
+        foreign: files of another identity, whose rows are left out.
     """
 
-    def __init__(self, store: Store, *, use_index: bool = True) -> None:
-        self._use_index = use_index
-        self.index: Index | None = None
-        self.unusable = ""
-        self.n_covered = 0
-        self._store = store
+    def __init__(self, store: Store, made_with: str | None = None) -> None:
+        """``made_with`` is the fingerprint of the identity whose rows count; None for all."""
+        self._store, self._made_with = store, made_with
         self.names: list[str] = []
         self.starts: list[int] = []
-        self.failed_rows: list[int] = []
+        self.foreign: list[str] = []
         self.n_rows = 0
         self._rows = VideoRows(store)
         self.columns: Columns = {name: np.empty((0, *shape), kind) for name, (kind, shape) in _COLUMNS.items()}
         self.classes = ["ok"]
+        self.runs: list[str] = []
         self.hidden_size = 0
 
     def __len__(self) -> int:
         return len(self.columns["high"])
 
-    @property
-    def n_shards(self) -> int:
-        return len(self.names)
-
     def refresh(self) -> Ledger:
-        """Take in what was committed since; shards never change, so each is read once. Raises CorruptShard, OSError."""
-        names = self._store.names(VIDEOS, ".parquet")
-        if self._use_index and not self.names:
-            self._take_index(names)
-        known = set(self.names)
-        new = [name for name in names if name not in known]
+        """Take in what was committed since; files never change, so each is read once. Raises CorruptShard, OSError."""
+        known = {*self.names, *self.foreign}
+        new = [file for file in table_files(self._store, VIDEOS) if file.name not in known]
+        n_read = len(self.names)
         parts: dict[str, list[NDArray[Any]]] = {name: [column] for name, column in self.columns.items()}
-        for table in self._tables(new):
+        for table in self._of_small([file.name for file in new if not file.level]):
             for name, column in self._numbers(table).items():
                 parts[name].append(column)
-        if new:
+        for name, column in self._of_sorted([file for file in new if file.level]).items():
+            parts[name].append(column)
+        if len(self.names) > n_read:
             for name, pieces in parts.items():  # one after the other: only one of them is there twice
-                self.columns[name] = np.concatenate(pieces)
+                filled = [piece for piece in pieces if len(piece)]
+                self.columns[name] = filled[0] if len(filled) == 1 else np.concatenate(pieces)
                 pieces.clear()
             self._settle()
         return self
@@ -111,7 +119,11 @@ class Ledger:
 
     def failed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """[n]: whether these rows are failures."""
-        return np.not_equal(self.faults(rows), 0)
+        return np.greater(self.columns["state"][rows], 1)
+
+    def removed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """[n]: whether these videos were removed for good."""
+        return np.equal(self.columns["state"][rows], 0)
 
     def faults(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
         """[n]: the class of each of these rows, a number in ``classes``."""
@@ -132,80 +144,84 @@ class Ledger:
         return self._rows(self.names[shard], place - self.starts[shard])
 
     def of_run(self, run_id: str) -> tuple[int, int]:
-        """(rows, failed ones) that this run has committed, live or not."""
-        ends = [*self.starts[1:], self.n_rows]
-        mine = [i for i, name in enumerate(self.names) if name.startswith(f"{VIDEOS}/{run_id}-")]
-        return sum(ends[i] - self.starts[i] for i in mine), sum(self.failed_rows[i] for i in mine)
+        """(live rows, failed ones) that this run has committed."""
+        mine = self.columns["run"] == (self.runs.index(run_id) if run_id in self.runs else len(self.runs))
+        return int(mine.sum()), int((self.columns["state"][mine] > 1).sum())
 
-    def _take_index(self, names: Sequence[str]) -> None:
-        """Begin with what the index covers, unless it is damaged or covers shards that are gone."""
-        try:
-            index = Index.read(self._store)
-            if index is None:
-                return
-            shards = index.all_shards()
-            if gone := len(set(shards["name"].to_pylist()) - set(names)):
-                self.unusable = f"it covers {gone} videos shards that are gone"
-                return
-            self._take_rows(index, shards)
-        except CorruptShard as error:
-            self.unusable = str(error)
-
-    def _take_rows(self, index: Index, shards: pa.Table) -> None:
-        starts = np.cumsum(np.append(0, shards["rows"].to_numpy()).astype(np.int64))
-        columns = {name: np.empty((index.root["videos"], *shape), kind) for name, (kind, shape) in _COLUMNS.items()}
-        first = 0
-        for block in index.blocks([name for name in BLOCK_SCHEMA.names if name != "video_id"]):
-            rows = slice(first, first + len(block))
-            for name in _SAME:
-                columns[name][rows] = block[name].to_numpy()
-            columns["place"][rows] = starts[block["shard"].to_numpy()] + block["row"].to_numpy()
-            columns["seconds"][rows] = np.stack([block[f"{stage}_s"].to_numpy() for stage in TIMED], axis=1)
-            first = rows.stop
-        self.columns, self.index, self.n_covered = columns, index, len(shards)
-        self.classes, self.hidden_size = list(index.root["classes"]), index.root["hidden_size"]
-        self.names, self.starts = shards["name"].to_pylist(), starts[:-1].tolist()
-        self.failed_rows, self.n_rows = shards["failed"].to_pylist(), int(starts[-1])
-
-    def _tables(self, names: Sequence[str]) -> Iterator[pa.Table]:
-        """The rows of these shards, those of many at a time: what numpy does once for few rows costs as for many."""
+    def _of_small(self, names: Sequence[str]) -> Iterator[pa.Table]:
+        """The rows of small files, those of many at a time: what numpy does once for few rows costs as for many."""
         contents = zip(names, self._store.read_all(names), strict=True)
-        # Checking and parsing a small shard is work for one core, and leaves Python's lock free for most of it.
+        # Checking and parsing a small file is work for one core, and leaves Python's lock free for most of it.
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
-            while some := list(islice(contents, _SHARDS_AT_ONCE)):
-                tables = list(pool.map(self._parsed, some))
-                for (name, _), table in zip(some, tables, strict=True):
-                    self.names.append(name)
-                    self.starts.append(self.n_rows)
-                    self.failed_rows.append(pc.sum(pc.not_equal(table["status"], "ok")).as_py() or 0)
-                    self.n_rows += len(table)
-                yield pa.concat_tables(tables)
+            while some := list(islice(contents, _FILES_AT_ONCE)):
+                tables = []
+                for (name, _), table in zip(some, pool.map(self._parsed, some), strict=True):
+                    if table is not None:
+                        self._add(name, len(table))
+                        tables.append(table)
+                if tables:
+                    yield pa.concat_tables(tables)
 
-    def _parsed(self, shard: tuple[str, bytes]) -> pa.Table:
-        return parse_videos_shard(self._store, *shard, _READ)
+    def _of_sorted(self, files: Sequence[TableFile]) -> Columns:
+        """``_COLUMNS`` of sorted files, whose names say how many rows they have: nothing is there twice."""
+        n_rows, at = sum(file.rows for file in files), 0
+        columns: Columns = {name: np.empty((n_rows, *shape), kind) for name, (kind, shape) in _COLUMNS.items()}
+        for file in files:
+            opened = SortedFile(self._store, file)
+            if not belongs(opened.made_with, self._made_with):
+                self.foreign.append(file.name)
+                continue
+            self._add(file.name, 0)
+            for part in opened.parts(_READ):
+                self.n_rows += len(part)
+                for name, values in self._numbers(completed(part, _READ)).items():
+                    columns[name][at : at + len(part)] = values
+                at += len(part)
+        return {name: column[:at] for name, column in columns.items()}
+
+    def _add(self, name: str, n_rows: int) -> None:
+        self.names.append(name)
+        self.starts.append(self.n_rows)
+        self.n_rows += n_rows
+
+    def _parsed(self, file: tuple[str, bytes]) -> pa.Table | None:
+        """The rows of a small file; None where it is of another identity."""
+        table = read_small(self._store, *file, needed_for(_READ))
+        if not belongs(made_with_of(table), self._made_with):
+            self.foreign.append(file[0])
+            return None
+        return completed(table, _READ)
 
     def _numbers(self, table: pa.Table) -> Columns:
         """``_COLUMNS`` of the rows that were read last."""
-        keys = keys_of(table["video_id"])
-        attempts = _filled(table["attempts"], 0)
         self.hidden_size = self.hidden_size or pc.max(table["hidden_size"]).as_py() or 0
         seconds = np.stack([_filled(table[f"{stage}_s"], 0.0) for stage in TIMED], axis=1)
         return {
-            "high": keys[:, 0],
-            "low": keys[:, 1],
-            "clip": clip_keys(table),
+            "high": table["id_high"].to_numpy(),
+            "low": table["id_low"].to_numpy(),
+            "clip": table["clip_key"].to_numpy(),
             "size": _filled(table["source_size"], -1),
             "n_tokens": _filled(table["n_tokens"], 0),
             "n_total": _filled(table["n_total"], 0),
             "place": np.arange(self.n_rows - len(table), self.n_rows, dtype=np.uint32),
-            "attempts": np.clip(attempts, 0, 2**16 - 1).astype(np.uint16),
-            "earlier": np.zeros(len(table), np.uint8),
+            "attempts": np.clip(_filled(table["attempts"], 0), 0, 2**16 - 1).astype(np.uint16),
+            "earlier": np.clip(_filled(table["earlier_attempts"], 0), 0, 255).astype(np.uint8),
+            "rewritten": np.clip(_filled(table["rewritten"], 0), 0, 2**16 - 1).astype(np.uint16),
+            "tie": table["tie_break"].to_numpy(),
+            "run": self._runs_of(table["run_id"]),
+            "state": states_of(table["status"]),
             "code": self._codes(table),
             "seconds": seconds.astype(np.float32),
         }
 
+    def _runs_of(self, run_ids: pa.ChunkedArray) -> NDArray[np.uint16]:
+        """[n]: numbers in ``runs``; all runs after the first 65,535 share the last number."""
+        self.runs += [name for name in pc.unique(run_ids).to_pylist() if name not in self.runs]
+        numbers = pc.index_in(run_ids, value_set=pa.array(self.runs, pa.string())).to_numpy()
+        return np.asarray(np.clip(numbers, 0, 2**16 - 1), np.uint16)
+
     def _codes(self, table: pa.Table) -> NDArray[np.uint8]:
-        failed = pc.not_equal(table["status"], "ok")
+        failed = pc.equal(table["status"], "failed")
         classes = pc.if_else(failed, pc.fill_null(table["error_class"], "internal"), "ok")
         self.classes += [name for name in pc.unique(classes).to_pylist() if name not in self.classes]
         codes = pc.index_in(classes, value_set=pa.array(self.classes)).to_numpy()
@@ -216,7 +232,10 @@ class Ledger:
 
     def _settle(self) -> None:
         """Sort the rows by their keys and keep the live ones alone: a row that lost to another one never comes back."""
-        order = np.lexsort((self.columns["low"], self.columns["high"]))
+        high = self.columns["high"]
+        if (high[1:] > high[:-1]).all():  # as one level of sorted files has them
+            return
+        order = np.lexsort((self.columns["low"], high))
         alike = np.ones(max(len(order) - 1, 0), bool)
         for name in ("high", "low"):
             column = self.columns[name][order]
@@ -231,11 +250,10 @@ class Ledger:
 
     def _best_first(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Rows of videos with several, each video's live one first; it learns how often another file was tried."""
-        own = {name: self.columns[name][rows] for name in ("high", "low", "clip", "size", "attempts", "earlier")}
-        shard = np.searchsorted(self.starts, self.columns["place"][rows], side="right") - 1
-        rank = np.empty(len(self.names), np.int64)
-        rank[sorted(range(len(rank)), key=self.names.__getitem__)] = np.arange(len(rank))
-        order = best_first([own["high"], own["low"]], self.failed(rows), own["attempts"], rank[shard])
+        names = ("high", "low", "clip", "size", "attempts", "earlier", "rewritten", "tie", "state")
+        own = {name: self.columns[name][rows] for name in names}
+        others = [-own["rewritten"].astype(np.int64), own["tie"]]
+        order = best_first([own["high"], own["low"]], own["state"], own["attempts"], others)
         own = {name: column[order] for name, column in own.items()}
         new = (own["high"][1:] != own["high"][:-1]) | (own["low"][1:] != own["low"][:-1])
         starts = np.flatnonzero(np.append(True, new))

@@ -1,14 +1,13 @@
-"""The videos table as index and commit log: which row of a video counts.
+"""Which row of a video counts, in one rule for every reader of the table: TokenCache, resume, inspect, verify, merge.
 
-A video's live row is the one with (ok before failed, most attempts, smallest shard name). Every reader of the cache
-(TokenCache, resume, inspect, verify) asks this module.
+A video's live row is the first by (removed before ok before failed, most attempts, most rewritten, smallest tie_break).
+The rule looks at nothing but rows, so files may come in any order, twice, or late.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import PurePosixPath
 from typing import Any, cast
 
 import numpy as np
@@ -17,87 +16,141 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipeline.cache.loaded_once import LoadedOnce
-from pipeline.cache.schema import READ_THREADS, VIDEO_SCHEMA, digest, open_parquet
+from pipeline.cache.schema import KEY_COLUMNS, MADE_WITH, VIDEO_SCHEMA
+from pipeline.cache.table import GROUP_ROWS, SortedFile, TableFile, file_named, read_small, table_files
 from pipeline.errors import CorruptShard
-from pipeline.rows import VideoRow
+from pipeline.keys import clip_keys, keys_of, tie_keys
+from pipeline.rows import VideoRecord, VideoRow
 from pipeline.storage.stores import Store
 
 TOKENS, VIDEOS = "tokens", "videos"  # folders of a cache
-_PLACE = (pa.field("shard", pa.string()), pa.field("row", pa.int32()))
-_SHARDS_AT_ONCE = 256
+PLACE = (pa.field("shard", pa.string()), pa.field("row", pa.int32()))
 _MOST_TEXT = 2**31  # bytes that offsets of 32 bits reach
-# What stays in memory for each video; the rest of a row is read from its shard when asked for.
-INDEX_COLUMNS = ("video_id", "status", "attempts", "error_class", "uri", "source_size", "start_s", "end_s")
+_GROUPS = 2  # row groups of sorted files that are kept in memory, some MB each
+_STATES = ("removed", "ok")  # before all others, in this order
+#: What the rule looks at, and what it takes to make it up for rows of earlier versions.
+RULE_COLUMNS = ("id_high", "id_low", "status", "attempts", "rewritten", "tie_break")
+# What stays in memory for each video; the rest of a row is read from its file when asked for.
+INDEX_COLUMNS = ("video_id", *RULE_COLUMNS, "error_class", "uri", "source_size", "start_s", "end_s")
+_MADE_OF = ("video_id", "uri", "start_s", "end_s", "run_id", "token_shard", "error_message")
 
 
-def shard_name(folder: str, run_id: str, number: int, data: bytes | pa.Buffer, suffix: str = ".parquet") -> str:
-    """A committed shard carries the hash of its content in its name, so that no flipped bit goes unseen."""
-    return f"{folder}/{run_id}-{number:06d}-{digest(data).partition(':')[2]}{suffix}"
+def made_with_of(table: pa.Table) -> str | None:
+    """Return the fingerprint of the identity that a small file carries."""
+    held = (table.schema.metadata or {}).get(MADE_WITH.encode())
+    return None if held is None else str(held.decode())
 
 
-def check_content(store: Store, name: str, data: bytes) -> None:
-    """Raises CorruptShard where a committed shard does not have the hash in its name."""
-    if digest(data).partition(":")[2] != PurePosixPath(name).stem.rpartition("-")[2]:
-        message = f"{store}/{name}: its content does not have the hash in its name; restore the file"
-        raise CorruptShard(message, "commit")
+def belongs(found: str | None, made_with: str | None) -> bool:
+    """Whether a file that carries ``found`` is of a cache with this fingerprint; files before version 2 carry none."""
+    return found is None or made_with is None or found == made_with
 
 
-def read_videos_shard(store: Store, name: str, columns: Sequence[str] | None = None) -> pa.Table:
-    """One videos shard, its content checked. Raises CorruptShard."""
-    return parse_videos_shard(store, name, store.read(name), columns)
+def completed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
+    """Return these columns of rows of any version, of which those of an earlier one have no KEY_COLUMNS."""
+    if any(name in KEY_COLUMNS and name not in table.schema.names for name in columns):
+        table = with_keys(table)
+    for name in columns:
+        if name not in table.schema.names:
+            field = VIDEO_SCHEMA.field(name)
+            table = table.append_column(field, pa.nulls(len(table), field.type))
+    return table.select(list(columns)).replace_schema_metadata(None)
 
 
-def parse_videos_shard(store: Store, name: str, data: bytes, columns: Sequence[str] | None = None) -> pa.Table:
-    """The shard from its bytes. Raises CorruptShard."""
-    check_content(store, name, data)
-    return open_parquet(pa.BufferReader(data)).read(
-        columns=None if columns is None else list(columns), use_threads=READ_THREADS
-    )
+def with_keys(table: pa.Table) -> pa.Table:
+    """Return rows with their KEY_COLUMNS, which are made up of _MADE_OF."""
+    keys = keys_of(table["video_id"])
+    zeros = pa.array(np.zeros(len(table), np.int32))
+    made = [keys[:, 0], keys[:, 1], clip_keys(table), zeros, zeros, tie_keys(table)]
+    for name, values in zip(KEY_COLUMNS, made, strict=True):
+        if name in table.schema.names:
+            table = table.drop_columns([name])
+        table = table.append_column(VIDEO_SCHEMA.field(name), pa.array(values))
+    return table
 
 
-def read_live(store: Store, columns: Sequence[str] = INDEX_COLUMNS, names: Sequence[str] | None = None) -> pa.Table:
-    """The live row of every video: ``columns`` plus ``shard`` (its videos shard) and ``row`` in it, by video_id.
+def keyed(rows: Sequence[VideoRecord] | Sequence[VideoRow]) -> pa.Table:
+    """Rows as VIDEO_SCHEMA with their KEY_COLUMNS; how often they were rewritten stays."""
+    table = with_keys(pa.Table.from_pylist(list(rows), schema=VIDEO_SCHEMA))
+    for name in ("rewritten", "earlier_attempts"):
+        counts = pa.array([row.get(name) or 0 for row in rows], pa.int32())
+        table = table.set_column(table.schema.get_field_index(name), VIDEO_SCHEMA.field(name), counts)
+    return table.select(VIDEO_SCHEMA.names).cast(VIDEO_SCHEMA)
 
-    All of it is in memory: what serves many videos asks ``pipeline.cache.index.live_videos``, and a run keeps a
-    ``pipeline.cache.ledger.Ledger``. ``names`` are the shards to read, all by default.
+
+def needed_for(columns: Sequence[str]) -> list[str]:
+    """Return what to read of a small file to have these columns of it, whichever version it is of."""
+    return list(dict.fromkeys((*columns, *(_MADE_OF if set(columns) & {*KEY_COLUMNS} else ()))))
+
+
+def read_live(
+    store: Store, columns: Sequence[str] = INDEX_COLUMNS, files: Sequence[TableFile] | None = None
+) -> pa.Table:
+    """The live row of every video: ``columns`` plus ``shard`` (its file) and ``row`` in it, by video_id.
+
+    All of it is in memory: what serves many videos asks ``pipeline.cache.live_videos``, and a run keeps a
+    ``pipeline.cache.ledger.Ledger``. ``files`` are those to read, all by default. Raises CorruptShard, OSError.
     """
-    tables: list[pa.Table] = []
-    names = store.names(VIDEOS, ".parquet") if names is None else names
-    if not names:
-        return pa.schema([*(VIDEO_SCHEMA.field(name) for name in columns), *_PLACE]).empty_table()
-    for number, (name, data) in enumerate(zip(names, store.read_all(names), strict=True), 1):
-        table = parse_videos_shard(store, name, data, columns)
-        table = table.append_column(_PLACE[0], pa.repeat(name, len(table)).cast(pa.string()))
-        tables.append(table.append_column(_PLACE[1], pa.array(np.arange(len(table)), pa.int32())))
-        if number % _SHARDS_AT_ONCE == 0:  # a table of few rows takes more than they do
-            tables = [*tables[:-_SHARDS_AT_ONCE], pa.concat_tables(tables[-_SHARDS_AT_ONCE:]).combine_chunks()]
-    return live_rows(pa.concat_tables(tables))
+    wanted = tuple(dict.fromkeys((*columns, *RULE_COLUMNS, "video_id")))
+    tables = [pa.schema([*(VIDEO_SCHEMA.field(name) for name in wanted), *PLACE]).empty_table()]
+    for file in table_files(store, VIDEOS) if files is None else files:
+        table = read_file(store, file, wanted)
+        tables.append(with_place(table, file.name))
+    return live_rows(pa.concat_tables(tables)).select([*columns, "shard", "row"])
+
+
+def with_place(table: pa.Table, name: str) -> pa.Table:
+    """Return all rows of a file with where each is."""
+    table = table.append_column(PLACE[0], pa.repeat(name, len(table)).cast(pa.string()))
+    return table.append_column(PLACE[1], pa.array(np.arange(len(table)), pa.int32()))
+
+
+def read_file(store: Store, file: TableFile, columns: Sequence[str] | None = None) -> pa.Table:
+    """All rows of one file of the videos table, in memory. Raises CorruptShard, OSError."""
+    columns = VIDEO_SCHEMA.names if columns is None else columns
+    if file.level:
+        opened = SortedFile(store, file)
+        return completed(pa.concat_tables(opened.parts(columns)), columns)
+    return completed(read_small(store, file.name, store.read(file.name), needed_for(columns)), columns)
+
+
+def states_of(status: pa.ChunkedArray) -> NDArray[np.int8]:
+    """[n]: 0 removed, 1 ok, 2 all others."""
+    found = pc.index_in(status, value_set=pa.array(_STATES))
+    return np.asarray(pc.fill_null(found, len(_STATES)).to_numpy(), np.int8)
 
 
 def best_first(
-    ids: Sequence[NDArray[Any]], failed: NDArray[np.bool_], attempts: NDArray[Any], shards: NDArray[Any]
+    ids: Sequence[NDArray[Any]], states: NDArray[np.int8], attempts: NDArray[Any], others: Sequence[NDArray[Any]]
 ) -> NDArray[np.int64]:
     """Return the order of rows, [n], in which those of an id stand together, its live one first. The rule is here.
 
     Args:
         ids: one array [n] or several that make up an id, the most significant first.
-        failed: [n]: the row is an error.
+        states: [n] of ``states_of``.
         attempts: [n].
-        shards: [n] numbers of the shards, in the order of their names.
+        others: what decides then, ascending: [n] each.
     """
-    return np.lexsort((shards, -attempts.astype(np.int64), failed, *reversed(ids)))
+    return np.lexsort((*reversed(others), -attempts.astype(np.int64), states, *reversed(ids)))
 
 
-def live_rows(rows: pa.Table, keys: Sequence[str] = ("video_id",)) -> pa.Table:
-    """Of rows with ``keys``, status, attempts and shard: each video's (question's) live one, sorted by ``keys``."""
-    if len(rows) == 0:
-        return rows
-    *ids, shards = (pc.rank(rows[name], tiebreaker="dense").to_numpy() for name in (*keys, "shard"))
-    failed = pc.not_equal(rows["status"], "ok").to_numpy()
-    order = best_first(ids, failed, rows["attempts"].to_numpy(), shards)
-    others = [column[order][1:] != column[order][:-1] for column in ids]
-    first = np.append(True, np.logical_or.reduce(others))
-    return _roomy(rows).take(pa.array(order[first]))
+def live_order(rows: pa.Table) -> NDArray[np.int64]:
+    """[n live] places among rows with RULE_COLUMNS of the one that counts of each video, in the order of keys."""
+    high, low = rows["id_high"].to_numpy(), rows["id_low"].to_numpy()
+    others = [-_filled(rows["rewritten"]), rows["tie_break"].to_numpy()]
+    order = best_first([high, low], states_of(rows["status"]), _filled(rows["attempts"]), others)
+    first = np.append(True, (high[order][1:] != high[order][:-1]) | (low[order][1:] != low[order][:-1]))
+    return np.asarray(order[first[: len(order)]])
+
+
+def _filled(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    return np.asarray(pc.fill_null(column, 0).to_numpy(), np.int64)
+
+
+def live_rows(rows: pa.Table) -> pa.Table:
+    """Of rows with RULE_COLUMNS and video_id: each video's live one, sorted by video_id."""
+    live = _roomy(rows).take(pa.array(live_order(rows)))
+    return live.sort_by("video_id")
 
 
 def _roomy(rows: pa.Table) -> pa.Table:
@@ -109,17 +162,23 @@ def _roomy(rows: pa.Table) -> pa.Table:
 
 
 class VideoRows:
-    """Full rows of the videos table, those of a few shards kept in memory. Threads may share it."""
+    """Full rows of the videos table, those of a few files kept in memory. Threads may share it."""
 
     def __init__(self, store: Store, keep: int = 8) -> None:
-        self._shard = LoadedOnce(partial(_rows_of, store), keep)
+        self._small = LoadedOnce(partial(_rows_of, store), keep)
+        self.opened = LoadedOnce(partial(_opened, store), keep)
+        self._group = LoadedOnce(lambda name, number: _group_of(self.opened(name), number), _GROUPS)
 
     def __call__(self, shard: str, row: int) -> VideoRow:
-        return _copy(self._shard(shard)[row])
+        """Read one row. Raises CorruptShard, FileNotFoundError, OSError."""
+        if file_named(shard).level == 0:
+            return _copy(self._small(shard)[row])
+        group = self.group(shard, row // GROUP_ROWS)
+        return cast(VideoRow, group.slice(row % GROUP_ROWS, 1).to_pylist()[0])
 
-    def of(self, shard: str) -> list[VideoRow]:
-        """All rows of a shard."""
-        return list(map(_copy, self._shard(shard)))
+    def group(self, shard: str, number: int) -> pa.Table:
+        """One row group of a sorted file, VIDEO_SCHEMA."""
+        return self._group(shard, number)
 
 
 def _copy(row: VideoRow) -> VideoRow:
@@ -129,5 +188,16 @@ def _copy(row: VideoRow) -> VideoRow:
 
 def _rows_of(store: Store, shard: str) -> list[VideoRow]:
     """All at once: one row of twenty takes Arrow half as long as all of them."""
-    rows: list[VideoRow] = read_videos_shard(store, shard).to_pylist()
+    rows: list[VideoRow] = read_file(store, file_named(shard)).to_pylist()
     return rows
+
+
+def _opened(store: Store, shard: str) -> SortedFile:
+    return SortedFile(store, file_named(shard))
+
+
+def _group_of(file: SortedFile, number: int) -> pa.Table:
+    table = completed(file.read([number]), VIDEO_SCHEMA.names)
+    if file.file.rows and len(table) == 0:
+        raise CorruptShard(f"{file.file.name}: row group {number} is empty", "commit")
+    return table

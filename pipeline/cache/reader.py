@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import numpy as np
 import pyarrow as pa
 
 from gstep.evidence import name_of
 from pipeline.cache.cached_video import CachedVideo, index_order, newline_of, to_video
-from pipeline.cache.header import CacheHeader, CacheIdentity, deepstack_levels, read_header_file
-from pipeline.cache.index.files import Place
-from pipeline.cache.index.live_videos import LiveShards, LiveVideos
-from pipeline.cache.live_rows import VideoRows
+from pipeline.cache.header import CacheHeader, CacheIdentity, deepstack_levels, fingerprint, read_header_file
+from pipeline.cache.live_videos import LiveShards, LiveVideos, Place
 from pipeline.cache.loaded_once import LoadedOnce
-from pipeline.cache.reading import Reading, TokenOrder, naming_what_is_gone, read_json, rows_wanted, token_columns
+from pipeline.cache.reading import Reading, TokenOrder, read_json, rows_wanted, token_columns
 from pipeline.cache.runs import read_runs
-from pipeline.cache.schema import READABLE_VERSIONS
+from pipeline.cache.schema import READABLE_VERSIONS, SCHEMA_VERSION
 from pipeline.cache.token_shard import Rows, TokenShard
-from pipeline.errors import CorruptShard, EvidenceNotCached, FailedVideo, NotACache, UnknownVideo
+from pipeline.errors import (
+    CorruptShard,
+    EvidenceNotCached,
+    FailedVideo,
+    NotACache,
+    RemovedVideo,
+    UnknownVideo,
+    UsageError,
+)
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import Fetched, LocalStore, Store, store_at
 
@@ -33,6 +38,7 @@ HEADER = "cache.json"
 _SHARDS = 16  # token shards that are kept open
 _AHEAD = 4  # requests of get_many that are under way at once
 _STATE = ("store", "header", "_live")  # what travels to another process
+V = TypeVar("V")
 
 
 def read_header(store: Store) -> CacheHeader:
@@ -41,18 +47,37 @@ def read_header(store: Store) -> CacheHeader:
     return cast(CacheHeader, read_header_file(store, HEADER, READABLE_VERSIONS, NotACache, absent))
 
 
+def check_version(store: Store) -> None:
+    """Raise UsageError where rows cannot be added to a cache, since it is of an earlier version."""
+    version = read_header(store)["schema_version"]
+    if version != SCHEMA_VERSION:
+        raise UsageError(
+            f"{store} is a cache of version {version}, which is only read; python -m jobs.compact {store} makes "
+            f"version {SCHEMA_VERSION} of it, without copying tokens"
+        )
+
+
+def made_with(store: Store, *, required: bool = False) -> str | None:
+    """Return the fingerprint of the cache's identity; None where there is no cache, unless that is ``required``.
+
+    Raises NotACache.
+    """
+    return fingerprint(read_header(store)["identity"]) if required or store.exists(HEADER) else None
+
+
 class TokenCache:
-    """A pruned-token cache, opened for reading. It shows what was committed when it was opened.
+    """A pruned-token cache, opened for reading. It shows what was committed when it was opened, or at ``refresh``.
 
     Its tokens take the place of the vision encoder's output in the LLM that they were made for:
     ``pipeline/examples/own_llm.py`` does that with transformers in twenty lines.
 
     ``path`` is a folder or ``s3://bucket/prefix``; how the store is reached is taken from the environment, unless a
-    ``store`` is given. Where the cache has a compacted index (``python -m jobs.compact``), opening loads no ids: on S3
-    two GETs and one LIST, and one GET for each videos shard that came after the index. Without one it is one LIST a
-    thousand videos shards and one GET each. A video then costs one GET, and one more each for its videos shard, its
-    token shard's footer, and two files of the index, where those are not in memory. Opening costs one GET alone where
-    ``live`` holds the live rows to serve, as ``read_live`` gives them.
+    ``store`` is given. On S3 opening is two GETs, one LIST, and a GET for each small file of the videos table, of which
+    a run leaves few (``python -m jobs.compact`` leaves none). A video then costs one GET, and one more each for its
+    token shard's footer, and the end and a row group of a sorted file, where those are not in memory. Nothing is listed
+    where ``live`` holds the live rows to serve: LIVE_COLUMNS, as ``read_live`` gives them.
+
+    Files that another run merges are deleted after a while: the cache is then looked at again, by itself.
 
     Raises NotACache where ``path`` is none, CorruptShard where a videos shard was damaged, and OSError.
     """
@@ -60,12 +85,14 @@ class TokenCache:
     def __init__(self, path: str | Path, *, store: Store | None = None, live: pa.Table | None = None) -> None:
         self.store = store or store_at(path)
         self.header = read_header(self.store)
-        self._live = LiveVideos.open(self.store) if live is None else LiveVideos(None, live)
+        made_with = fingerprint(self.identity)
+        self._live = (
+            LiveVideos.open(self.store, made_with) if live is None else LiveVideos(self.store, made_with, live, ())
+        )
         self._prepare()
 
     def _prepare(self) -> None:
         """What follows from the store, and what is opened on the way."""
-        self._rows = VideoRows(self.store)
         self._shard = LoadedOnce(partial(TokenShard, self.store), _SHARDS)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -74,6 +101,15 @@ class TokenCache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._prepare()
+
+    def refresh(self) -> None:
+        """Take in what was committed and merged since. Raises CorruptShard, OSError."""
+        self._live = LiveVideos.open(self.store, fingerprint(self.identity))
+
+    @property
+    def foreign_files(self) -> list[str]:
+        """Files of the videos table that were made with another identity; their rows are left out."""
+        return list(self._live.foreign)
 
     @property
     def identity(self) -> CacheIdentity:
@@ -97,32 +133,31 @@ class TokenCache:
 
     @property
     def video_ids(self) -> list[str]:
-        """The videos that have tokens, sorted. Of a compacted cache this reads the whole index."""
-        return self._live.ok()
+        """The videos that have tokens, sorted. This reads the ids of the whole table."""
+        return self._looked(LiveVideos.ok)
 
     @property
     def failed(self) -> dict[str, str]:
-        """Return the videos that were tried and failed, with the class of the error.
-
-        Of a compacted cache this reads the whole index.
-        """
-        return self._live.failed()
+        """Return the videos that were tried and failed, with the class of the error. This reads the whole table."""
+        return self._looked(LiveVideos.failed)
 
     @property
     def most_tokens(self) -> int:
-        """No fewer tokens than are stored of any video."""
-        return self._live.most_tokens()
+        """How many tokens are stored of the video that has most."""
+        return self._looked(LiveVideos.most_tokens)
 
     @property
     def hidden_sizes(self) -> set[int]:
         """D of the tokens: one number, and none of a cache without tokens."""
-        return self._live.widths()
+        return self._looked(LiveVideos.widths)
 
     def __len__(self) -> int:
         return len(self.video_ids)
 
     def __contains__(self, video_id: object) -> bool:
-        place = self._live.find(video_id) if isinstance(video_id, str) else None
+        if not isinstance(video_id, str):
+            return False
+        place = self._looked(lambda live: live.find(video_id))
         return place is not None and place.fault is None
 
     def __iter__(self) -> Iterator[str]:
@@ -130,42 +165,58 @@ class TokenCache:
 
     def metadata(self, video_id: str) -> VideoRow:
         """The video's live row, failed or not. Raises UnknownVideo, CorruptShard, OSError."""
-        place = self.place_of(video_id)
-        with naming_what_is_gone(self.store, place.shard):
-            return read_json(self._rows(place.shard, place.row))
+        found = self._looked(lambda live: live.row(video_id))
+        if found is None:
+            raise self._unknown(video_id)
+        return read_json(found)
 
     def place_of(self, video_id: str) -> Place:
         """Where the video's live row is. Raises UnknownVideo, CorruptShard, OSError."""
-        place = self._live.find(video_id)
+        place = self._looked(lambda live: live.find(video_id))
         if place is None:
             raise self._unknown(video_id)
         return place
+
+    def _looked(self, look: Callable[[LiveVideos], V]) -> V:
+        """What ``look`` gives; where files were merged since the cache was opened, it looks once more."""
+        try:
+            return look(self._live)
+        except FileNotFoundError:
+            self.refresh()
+        try:
+            return look(self._live)
+        except FileNotFoundError as error:
+            raise CorruptShard(f"{self.store}: {error.filename} is missing; restore it", "missing") from error
 
     def _unknown(self, video_id: str) -> UnknownVideo:
         return UnknownVideo(f"{video_id!r} is not in the cache {self.store} ({len(self._live)} videos are)")
 
     def shards(self, video_ids: Sequence[str] | None = None) -> LiveShards:
-        """Return the videos shards that hold these videos, or all videos that have tokens; for ``rows_of``.
+        """Return the token shards of these videos, or of all videos that have tokens; for ``rows_of``.
 
-        The latter are not looked at: of a compacted cache no id is read. Raises UnknownVideo, CorruptShard, OSError.
+        All of them take some 30 bytes a video. Raises UnknownVideo, CorruptShard, OSError.
         """
         if video_ids is None:
-            return self._live.shards()
+            return self._looked(LiveVideos.shards)
         try:
-            return self._live.shards_of(video_ids)
+            return self._looked(lambda live: live.shards_of(video_ids))
         except KeyError as error:
             raise self._unknown(error.args[0]) from None
 
     def rows_of(self, shards: LiveShards, number: int) -> list[VideoRow]:
-        """Return the rows of one of ``shards`` that are meant there, as ``metadata`` gives them.
+        """Return the rows of the videos of one of ``shards``, as ``metadata`` gives them.
 
-        Raises CorruptShard, OSError.
+        Raises CorruptShard, also where its videos were done again since and its files merged; OSError.
         """
-        name = shards.name(number)
-        with naming_what_is_gone(self.store, name):
-            rows = self._rows.of(name)
-        meant = shards.rows(number, np.array([row["status"] == "ok" for row in rows], np.bool_))
-        return [read_json(rows[row]) for row in meant]
+        try:
+            return [read_json(self._live.rows(*place)) for place in shards.rows(number)]
+        except FileNotFoundError:  # merged since the cache was opened
+            self.refresh()
+        name, new = shards.name(number), self._looked(LiveVideos.shards)
+        now = new.names.index(name).as_py()
+        if now < 0 or new.counts[now] != shards.counts[number]:
+            raise CorruptShard(f"{self.store}/{name}: its videos were done again since; open the cache anew", "missing")
+        return self._looked(lambda live: [read_json(live.rows(*place)) for place in new.rows(now)])
 
     @property
     def evidence(self) -> dict[str, str]:
@@ -276,7 +327,9 @@ class TokenCache:
         return Reading(retention_ratio, order, sources, columns, plain, verify)
 
     def wanted(self, row: VideoRow, reading: Reading) -> Rows:
-        """What is to be read of a video. Raises FailedVideo, RatioNotCached and ValueError."""
+        """What is to be read of a video. Raises RemovedVideo, FailedVideo, RatioNotCached and ValueError."""
+        if row["status"] == "removed":
+            raise RemovedVideo(f"{row['video_id']!r} was removed from {self.store}: {row['error_message']}")
         if row["status"] != "ok":
             raise FailedVideo(
                 f"{row['video_id']!r} failed: {row['error_class']}: {row['error_message']}", row["error_class"] or ""
@@ -308,8 +361,7 @@ class TokenCache:
 
     def _remedy(self, video_id: str) -> str:
         """What to run about a video whose tokens are not what its row says."""
-        commit = self.place_of(video_id).shard
         return (
-            f"python -m jobs.verify {self.store} finds all such videos; without a copy of the file remove "
-            f"{self.store}/{commit} and run the same python -m jobs.prune again, which redoes its videos"
+            f"python -m jobs.verify {self.store} finds all such videos; without a copy of the file add --repair to it, "
+            "which marks them for another attempt"
         )

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, NamedTuple, cast
 
 from gstep.types import budget_for
-from pipeline.cache.index.files import REMEDY
 from pipeline.cache.schema import token_schema
-from pipeline.errors import CorruptShard, RatioNotCached
+from pipeline.errors import RatioNotCached
 from pipeline.rows import JSON_COLUMNS, VideoRow
-from pipeline.storage.stores import Store
 
 TokenOrder = Literal["index", "selection"]
 
@@ -63,15 +60,6 @@ def rows_wanted(row: Mapping[str, Any], retention_ratio: float | None) -> int:
             f"ratio {stored} can be served, not {retention_ratio}"
         )
     return min(budget, int(row["n_tokens"]))
-
-
-@contextmanager
-def naming_what_is_gone(store: Store, shard: str) -> Iterator[None]:
-    """A videos shard that the index names and that is missing."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise CorruptShard(f"{store}/{shard} is gone; {REMEDY}", "missing") from None
 
 
 def read_json(row: VideoRow) -> VideoRow:

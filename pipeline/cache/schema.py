@@ -7,6 +7,7 @@ table is the index and the commit log: a token shard counts only once a videos s
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -17,9 +18,10 @@ import pyarrow.parquet as pq
 from gstep.evidence import is_per_frame
 from gstep.types import budget_for
 
-SCHEMA_VERSION = 2
-# Of version 1 the columns of evidence have its name alone, and methods saw it before it was rounded.
-READABLE_VERSIONS = (1, SCHEMA_VERSION)
+SCHEMA_VERSION = 3
+# Of version 1 the columns of evidence have its name alone, and methods saw it before it was rounded. Of versions before
+# 3 the videos table lacks KEY_COLUMNS and what is reserved; python -m jobs.compact makes version 3 of it.
+READABLE_VERSIONS = (1, 2, SCHEMA_VERSION)
 MADE_WITH = "made_with"  # in the metadata of a videos shard: the fingerprint of the identity that its rows share
 # A reader that wants 10 % of the tokens reads no more than the row groups that end at 10 %.
 TIERS = (0.10, 0.15, 0.20, 0.25, 0.50)
@@ -67,26 +69,41 @@ def _evidence_column(labelled: str, width: int) -> pa.Field:
 
 VIDEO_SCHEMA = pa.schema(
     [
+        # What tells which row counts, and what resume and the summary add up: a stretch of each row group holds it all.
         column("video_id", pa.string(), "the id in the manifest", nullable=False),
+        column("status", pa.string(), "'ok', 'failed' or 'removed'", nullable=False),
+        column("attempts", pa.int32(), "how often this video was tried, over all runs", nullable=False),
         column("run_id", pa.string(), "the run that wrote this row: runs/<run_id>.json", nullable=False),
+        column("id_high", pa.uint64(), "the first half of the id's key (blake2b of 16 bytes)"),
+        column("id_low", pa.uint64(), "its second half; the rows of sorted files are in the order of both"),
+        column("clip_key", pa.uint64(), "a hash of uri, start_s and end_s"),
+        column("rewritten", pa.int32(), "how often the tokens moved to another shard"),
+        column("earlier_attempts", pa.int32(), "attempts on another file or clip under this id"),
+        column("tie_break", pa.uint64(), "a hash of the run and the token shard: of rows alike, the smallest counts"),
+        column("source_size", pa.int64(), "bytes of the source file"),
+        column("n_tokens", pa.int32(), "tokens stored, B"),
+        column("n_total", pa.int32(), "tokens before pruning, M = T*N"),
+        column("hidden_size", pa.int32(), "D"),
+        column("decode_warnings", pa.int32(), "warnings the decoder printed: frames may be damaged"),
+        column("error_class", pa.string(), "unsupported corrupt timeout crash out-of-memory policy io internal"),
+        column("error_stage", pa.string(), "decode, encode, prune or write"),
+        column("decode_s", pa.float64(), "seconds"),
+        column("encode_s", pa.float64(), "seconds"),
+        column("prune_s", pa.float64(), "seconds"),
+        column("write_s", pa.float64(), "seconds, the video's share of its shard"),
+        column("token_shard", pa.string(), "file below the cache that holds the tokens"),
+        # The rest.
         column("uri", pa.string(), "where the video was read", nullable=False),
         column("start_s", pa.float64(), "start of the clip in seconds; null for the beginning"),
         column("end_s", pa.float64(), "end of the clip in seconds; null for the end"),
-        column("source_size", pa.int64(), "bytes of the source file"),
         column("source_hash", pa.string(), "algorithm:hex of the whole source file"),
-        column("status", pa.string(), "'ok' or 'failed'", nullable=False),
-        column("error_class", pa.string(), "unsupported corrupt timeout crash out-of-memory policy io internal"),
-        column("error_stage", pa.string(), "decode, encode, prune or write"),
         column("error_message", pa.string(), "at most 1 KB, printable"),
         column("error_signal", pa.int32(), "the signal that ended the decode process"),
         column("retryable", pa.bool_(), "whether another attempt may succeed"),
-        column("attempts", pa.int32(), "how often this video was tried, over all runs", nullable=False),
         column("backend", pa.string(), "the decoder that served, or failed"),
         column("backend_version", pa.string(), "its version"),
         column("backend_note", pa.string(), "why the decoder tried first did not serve; empty where it did"),
         column("codec", pa.string(), "video codec of the source"),
-        column("decode_warnings", pa.int32(), "warnings the decoder printed: frames may be damaged"),
-        column("token_shard", pa.string(), "file below the cache that holds the tokens"),
         column("first_row_group", pa.int32(), "the video's first row group in it"),
         column("row_counts", pa.list_(pa.int32()), "rows of each of the video's row groups"),
         column("footer_hash", pa.string(), "algorithm:hex of the token shard's Parquet footer"),
@@ -97,11 +114,8 @@ VIDEO_SCHEMA = pa.schema(
         ),
         column("retention_ratio", pa.float64(), "nominal share of tokens stored"),
         column("nested", pa.bool_(), "whether smaller ratios are prefixes of the stored rows"),
-        column("n_tokens", pa.int32(), "tokens stored, B"),
-        column("n_total", pa.int32(), "tokens before pruning, M = T*N"),
         column("n_frames", pa.int32(), "T, sampled frames (temporal patches on Qwen)"),
         column("tokens_per_frame", pa.int32(), "N"),
-        column("hidden_size", pa.int32(), "D"),
         column("frame_indices", pa.list_(pa.int64()), "the source frames sampled; repeats where it has too few"),
         column("timestamps", pa.list_(pa.float64()), "seconds of each sampled frame from the start of the source"),
         column("fps", pa.float64(), "average frames a second of the source"),
@@ -115,15 +129,21 @@ VIDEO_SCHEMA = pa.schema(
         column("height", pa.int32(), "pixels the encoder saw"),
         column("kept_per_frame", pa.list_(pa.int32()), "stored tokens of each frame; 0 is legal"),
         column("temporal_density", pa.list_(pa.float32()), "normalised temporal density, Eq. (7)"),
-        column("decode_s", pa.float64(), "seconds"),
-        column("encode_s", pa.float64(), "seconds"),
-        column("prune_s", pa.float64(), "seconds"),
-        column("write_s", pa.float64(), "seconds, the video's share of its shard"),
         column("manifest", pa.string(), "JSON of the manifest's other columns"),
         column("runtime", pa.string(), "JSON: device, dtype and attention kernel of the encoder"),
         column("model_extra", pa.string(), "JSON of what this model family needs besides (grids, patch times)"),
+        column("content_name", pa.string(), "algorithm:hex of the video's stored rows; null where not known"),
+        column("token_codec", pa.string(), "how the tokens are stored; null for bfloat16 numbers"),
+        column("token_block", pa.int32(), "numbers that share a scale of that codec"),
+        column("tower_hash", pa.string(), "algorithm:hex of the vision encoder's weights; null where not known"),
+        column("gate", pa.string(), "JSON of the checks that the video passed before it was encoded"),
+        column("source_shard", pa.string(), "the archive that the video's file lies in"),
+        column("source_offset", pa.int64(), "the file's first byte in it"),
     ]
 )
+# What caches of versions before 3 do not have.
+RESERVED = ("content_name", "token_codec", "token_block", "tower_hash", "gate", "source_shard", "source_offset")
+KEY_COLUMNS = ("id_high", "id_low", "clip_key", "rewritten", "earlier_attempts", "tie_break")
 
 
 def tier_row_counts(n_total: int, n_kept: int, retention_ratio: float, *, nested: bool) -> list[int]:
@@ -136,8 +156,10 @@ def tier_row_counts(n_total: int, n_kept: int, retention_ratio: float, *, nested
     return [end - start for start, end in zip([0, *inner], [*inner, n_kept], strict=True)]
 
 
-def write_parquet(table: pa.Table, row_groups: Sequence[int] | None = None) -> pa.Buffer:
+def write_parquet(table: pa.Table, row_groups: Sequence[int] | None = None, *, indexed: str | None = None) -> pa.Buffer:
     """Serialise a whole table in memory with page checksums; ``row_groups`` are the rows of each row group.
+
+    The column ``indexed`` gets a Bloom filter a row group, where this Arrow writes them.
 
     Serialising first and handing the bytes over afterwards keeps a half-written but readable file from ever appearing
     at a final name.
@@ -154,6 +176,7 @@ def write_parquet(table: pa.Table, row_groups: Sequence[int] | None = None) -> p
         write_statistics=others,
         write_page_checksum=True,
         store_schema=True,
+        **_bloom_filter(indexed, max(row_groups or [1])),
     ) as writer:
         start = 0
         for rows in row_groups or [len(table)]:
@@ -161,6 +184,13 @@ def write_parquet(table: pa.Table, row_groups: Sequence[int] | None = None) -> p
             start += rows
     assert start == len(table), (start, len(table))
     return sink.getvalue()
+
+
+def _bloom_filter(indexed: str | None, rows: int) -> dict[str, dict[str, dict[str, float]]]:
+    """The argument of pyarrow 26 and later, at one wrong "may be" in a hundred."""
+    if indexed is None or "bloom_filter_options" not in inspect.signature(pq.ParquetWriter.__init__).parameters:
+        return {}
+    return {"bloom_filter_options": {indexed: {"ndv": rows, "fpp": 0.01}}}
 
 
 # Arrow's thread pool and torch in one process abort at exit when threads have only just started ("terminate called

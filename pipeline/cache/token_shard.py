@@ -232,3 +232,9 @@ def _span(group: pq.RowGroupMetaData, names: Collection[str]) -> tuple[int, int]
     """[start, end) in bytes of a row group as far as ``names`` go."""
     columns = [c for c in map(group.column, range(group.num_columns)) if c.path_in_schema in names]
     return columns[0].data_page_offset, max(c.data_page_offset + c.total_compressed_size for c in columns)
+
+
+def videos_in(store: Store, token_shard: str) -> list[str]:
+    """The ids of the videos in a token shard. Raises OSError, ArrowException where it cannot be read."""
+    data = pa.BufferReader(store.read(token_shard))
+    return list(open_parquet(data).read(columns=["video_id"]).column(0).unique().to_pylist())

@@ -1,7 +1,7 @@
 """Pruned videos to shards, all or nothing.
 
-The videos of one call become one token shard; whoever holds the cache's lock then commits their records as a videos
-shard. Nothing is kept between calls. A token shard is named by its content: a repeated call that made the same bytes
+The videos of one call become one token shard; a driver then commits their records as a small file of the videos table.
+Nothing is kept between calls. A token shard is named by its content: a repeated call that made the same bytes
 overwrites its own file, and one that made others (on another kind of GPU) never replaces a committed one.
 """
 
@@ -17,19 +17,19 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from gstep.evidence import is_per_frame
-from pipeline.cache.live_rows import TOKENS, VIDEOS, shard_name
+from pipeline.cache.live_rows import TOKENS, VIDEOS, keyed
 from pipeline.cache.schema import (
     MADE_WITH,
-    VIDEO_SCHEMA,
     digest,
     footer_of,
     tier_row_counts,
     token_schema,
     write_parquet,
 )
+from pipeline.cache.table import small_name
+from pipeline.errors import RunFailed
 from pipeline.rows import VideoRecord
-from pipeline.storage.lock import Lock
-from pipeline.storage.stores import LocalStore, Store
+from pipeline.storage.stores import Store
 
 Bits = NDArray[np.int16]  # numpy has no bfloat16; the bits are what counts
 
@@ -82,36 +82,34 @@ def write_token_shard(videos: Sequence[PrunedVideo], *, store: Store, run_id: st
 
 
 def commit(
-    store: Store,
-    run_id: str,
-    number: int,
-    rows: Sequence[VideoRecord],
-    *,
-    made_with: str | None = None,
-    lock: Lock | None = None,
+    store: Store, run_id: str, number: int, rows: Sequence[VideoRecord], *, made_with: str | None = None
 ) -> pa.Table:
-    """Make the records visible: one videos shard, in one atomic step. Returns them as VIDEO_SCHEMA.
+    """Make the records visible: one small file of the videos table, put whole. Returns them as VIDEO_SCHEMA.
 
-    Args:
-        made_with: the fingerprint of the cache's identity; it goes into the file's metadata, under MADE_WITH.
-        lock: of the cache, held by the caller; None where nobody else can know of the cache.
+    ``made_with`` is the fingerprint of the cache's identity; it goes into the file's metadata, under MADE_WITH.
 
     Raises OSError where their tokens are not here: a node without the shared folder wrote them to a disk of its own;
-    RunFailed where the lock was lost: then nothing is visible, or rows whose tokens are all there.
+    RunFailed where they were removed while this process was stopped.
     """
     needs = sorted({row["token_shard"] for row in rows if row["status"] == "ok"})
     for name in needs:
-        if isinstance(store, LocalStore) and not store.exists(name):
+        if not store.exists(name):
             raise FileNotFoundError(
-                errno.ENOENT, f"written by a node, but not to this --out {store}, which must be shared by all", name
+                errno.ENOENT,
+                f"not in this --out {store}, which must be shared by all nodes: one wrote it elsewhere, or it was "
+                "removed meanwhile",
+                name,
             )
-    table = pa.Table.from_pylist([{**row, "run_id": run_id} for row in rows], schema=VIDEO_SCHEMA)
+    ours: list[VideoRecord] = [{**row, "run_id": run_id} for row in rows]
+    table = keyed(ours)
     data = write_parquet(table if made_with is None else table.replace_schema_metadata({MADE_WITH: made_with}))
-    name = shard_name(VIDEOS, run_id, number, data)
-    if lock is None:
-        store.put(name, data)
-    else:
-        lock.commit(name, data, needs)
+    name = small_name(VIDEOS, run_id, number, data)
+    store.put(name, data)
+    # A process that was stopped in between finds out here that somebody cleaned up meanwhile.
+    if missing := [need for need in needs if not store.exists(need)]:
+        store.delete(name)
+        what = f"{store}: {missing[0]} was removed before its videos were committed"
+        raise RunFailed(f"{what}; run the same command again")
     return table
 
 
@@ -148,6 +146,11 @@ def put_token_shard(store: Store, run_id: str, records: Sequence[VideoRecord], t
     footer = digest(footer_of(memoryview(data)))
     for record in records:
         record["token_shard"], record["footer_hash"] = name, footer
+
+
+def token_shard_id(name: str) -> str:
+    """The part of a token shard's name that tells of which videos of its run it is."""
+    return name.rsplit("-", 2)[-2]
 
 
 def _hex(hashed: str) -> str:

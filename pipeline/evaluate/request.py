@@ -151,6 +151,7 @@ def match_results(store: Store, identity: Mapping[str, Any]) -> None:
 
 def write_results_header(store: Store, identity: Mapping[str, Any]) -> None:
     """Write what the results of an evaluation were made with."""
+    store.make()
     store.put(RESULTS_HEADER, header_bytes({"schema_version": RESULTS_VERSION, "identity": identity}))
 
 

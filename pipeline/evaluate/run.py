@@ -22,8 +22,6 @@ from rich.console import Console
 from gstep import PRUNERS, make_pruner
 from gstep.backbones import family_of
 from pipeline.cache.header import differences
-from pipeline.cache.index.files import INDEX
-from pipeline.cache.index.files import ROOT as INDEX_ROOT
 from pipeline.cache.live_rows import TOKENS, VIDEOS
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.errors import NotAnswers, RunFailed, UsageError
@@ -41,6 +39,7 @@ from pipeline.evaluate.request import (
 )
 from pipeline.evaluate.scores import score_table
 from pipeline.evaluate.statistics.score_matrix import Arm
+from pipeline.execution.claim import Claim
 from pipeline.execution.request import new_run_id
 from pipeline.execution.run_record import RUNS
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
@@ -57,7 +56,6 @@ from pipeline.prune.request import resolve
 from pipeline.prune.run import PruneRun
 from pipeline.prune.summary import Summary
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
-from pipeline.storage.lock import cache_lock
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, Store, store_at
 
@@ -65,8 +63,8 @@ MANIFEST = "videos.jsonl"
 DROPPING = "dropping"  # in a cache that is being deleted
 # The files of a cache as runs name them.
 _OURS = re.compile(
-    r"tokens/.+-[0-9a-f]{32}\.parquet|videos/.+-\d{6,}-[0-9a-f]{32}\.parquet|runs/[^/]+\.json"
-    r"|index/[a-z]+-[0-9a-f]{32}\.parquet"
+    r"tokens/.+-[0-9a-f]{32}\.parquet|videos/.+-\d{6,}-[0-9a-f]{32}\.parquet|videos/sorted-[-0-9a-f]+\.parquet"
+    r"|runs/[^/]+\.json"
 )
 
 
@@ -94,7 +92,6 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> Evaluated:
 
     Raises UsageError (nothing was started) or RunFailed (what was committed stays; a rerun goes on).
     """
-    request.store.make()
     match_results(request.store, request.identity)
     write_results_header(request.store, request.identity)
     todo = _unanswered(request)
@@ -223,22 +220,22 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
     Its header goes first, so that a part of one is no cache to anybody, and a mark that this was begun goes last.
     Raises UsageError where the cache is a link: what it leads to may be others'.
     """
-    cache, folders = store_at(request.cache, request.objects), (VIDEOS, TOKENS, RUNS, INDEX)
+    cache, folders = store_at(request.cache, request.objects), (VIDEOS, TOKENS, RUNS)
     if isinstance(cache, LocalStore) and cache.root.is_symlink():
         raise UsageError(f"--drop-tokens: {cache} is a link to another place, which is yours to delete")
     if not (cache.exists(HEADER) or cache.exists(DROPPING)):
         return
     notify = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    with cache_lock(cache, new_run_id(), notify):
+    with Claim(cache, new_run_id(), notify):
         cache.put(DROPPING, b"")
-        names = [name for name in (HEADER, INDEX_ROOT) if cache.exists(name)]
+        names = [HEADER] if cache.exists(HEADER) else []
         names += [file.name for folder in folders for file in cache.listed(folder) if _OURS.fullmatch(file.name)]
         for name in (*names, DROPPING):
             cache.delete(name)
-        if isinstance(cache, LocalStore):  # elsewhere there are no empty folders
-            for folder in folders:
-                with suppress(OSError):
-                    (cache.root / folder).rmdir()
+    if isinstance(cache, LocalStore):  # elsewhere there are no empty folders
+        for folder in folders:
+            with suppress(OSError):
+                (cache.root / folder).rmdir()
     notify(f"{cache}: {len(names)} files deleted (--drop-tokens); the answers stay")
 
 

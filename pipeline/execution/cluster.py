@@ -1,4 +1,4 @@
-"""The Ray cluster as a driver meets it: joining or starting it, what it has, what its errors mean."""
+"""The Ray cluster as a driver meets it: joining or starting it, its nodes, what its errors mean."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 
@@ -19,12 +20,14 @@ import ray
 from gstep.backbones import choose_runtime
 from pipeline.errors import RunFailed, UsageError, printable
 from pipeline.execution.access import address_to_join, check_answers, keep_token_here, no_ray, workers_import_this
+from pipeline.execution.heartbeat import Tried
 from pipeline.execution.request import refusing
 from pipeline.execution.run_record import RunRecord
 from pipeline.execution.stages import OOM_RETRIES, configure_ray_data
 from pipeline.options import RunOptions
 
 _LOOK_S = 1.0
+NODE_LABEL = "ray.io/node-id"  # that Ray itself gives every node
 _NO_GPU = (
     "the cluster has no GPU now, so the model runs on CPUs, in {}, which what is written here stays with; if GPUs are "
     "still to join, --min-gpus waits for them, and --device cuda refuses to start without"
@@ -174,3 +177,32 @@ def cause(error: BaseException) -> str:
     if isinstance(error, ray.exceptions.RayError):
         return printable(str(error).strip().splitlines()[-1])
     return printable(f"{type(error).__name__}: {error}")
+
+
+def troubled(tried: Mapping[str, Mapping[str, Tried]]) -> dict[str, str]:
+    """Node id -> host, of nodes on which a stage failed more often than on all of them together.
+
+    A file that is missing for all fails everywhere alike, so a node is never left out where no other one does better.
+    """
+    found: dict[str, str] = {}
+    for nodes in tried.values():
+        n_failed = sum(node.failed for node in nodes.values())
+        n_all = n_failed + sum(node.done for node in nodes.values())
+        for name, node in nodes.items():
+            if node.failed * n_all > n_failed * (node.failed + node.done):
+                found[name] = node.host
+    return found
+
+
+def resources_without(nodes: Collection[str]) -> dict[str, float]:
+    """What the living nodes have but these."""
+    there: Counter[str] = Counter()
+    for node in ray.nodes():
+        if node["Alive"] and node["NodeID"] not in nodes:
+            there.update(node["Resources"])
+    return dict(there)
+
+
+def elsewhere(nodes: Collection[str]) -> dict[str, str]:
+    """The label selector of workers that must not run on these nodes."""
+    return {NODE_LABEL: f"!in({','.join(sorted(nodes))})"} if nodes else {}

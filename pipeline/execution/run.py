@@ -1,7 +1,7 @@
-"""What every run does, whatever goes through it: check, lock, match, resume, stream, summarise.
+"""What every run does, whatever goes through it: check, claim, match, resume, stream, summarise.
 
 A kind of run fills in the steps (``pipeline.prune.run``, ``pipeline.generate.run``); the order and what holds over all
-of them, the lock and the record of the run, are here.
+of them, the claim and the record of the run, are here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from rich.console import Console
 
 from pipeline.errors import RunFailed
+from pipeline.execution.claim import Claim
 from pipeline.execution.cluster import cause
 from pipeline.execution.outcome import Outcome
 from pipeline.execution.run_record import RunFile
 from pipeline.options import RunOptions
-from pipeline.storage.lock import Lock, cache_lock
 from pipeline.storage.stores import Store
 
 
@@ -67,15 +67,15 @@ class Run(ABC, Generic[O, R, T, S]):
         """What is left to do. Raises UsageError."""
 
     @abstractmethod
-    def stream(self, request: R, todo: T, lock: Lock) -> Streamed:
+    def stream(self, request: R, todo: T) -> Streamed:
         """Do it and commit it, under a record of the run. Raises RunFailed."""
 
     @abstractmethod
     def summarise(self, request: R, todo: T, n_failed: int, wall_s: float) -> S:
         """What is there now, counted from the committed rows."""
 
-    def tidy(self, request: R, todo: T, lock: Lock) -> None:
-        """What is left to do once all is committed and counted, while the lock is still held."""
+    def tidy(self, request: R, todo: T) -> None:
+        """Do what is left once all is committed and counted."""
 
     def say(self, line: str) -> None:
         """A line for the user."""
@@ -97,14 +97,14 @@ class Run(ABC, Generic[O, R, T, S]):
         self.console.print(f"configuration: {shown}", style="dim", markup=False, highlight=False, soft_wrap=True)
         request.store.make()
         notify = partial(self.console.print, highlight=False, markup=False)
-        with cache_lock(request.store, request.run_id, notify) as lock:
-            request = self.match(request)  # again: another run may have written before the lock was ours
+        with Claim(request.store, request.run_id, notify, join=self.options.join):
+            request = self.match(request)  # again: another run may have written before this one had its claim
             started = time.monotonic()
             todo = self.remaining(request)
-            streamed = self.stream(request, todo, lock) if len(todo) else None
+            streamed = self.stream(request, todo) if len(todo) else None
             n_failed = streamed.n_failed if streamed else 0
             summary = self.summarise(request, todo, n_failed, time.monotonic() - started)
             if streamed:
                 streamed.run_file.save(summary=summary.as_record())
-            self.tidy(request, todo, lock)
+                self.tidy(request, todo)
             return summary

@@ -12,6 +12,7 @@ from pipeline.errors import printable
 from pipeline.storage.stores import Store
 
 RUNS = "runs"
+COMMITTED = "token_shards"  # in the record of a run that ended: ids of the token shards that its rows name
 #: What a run says of itself, JSON-able. Older runs said less, newer ones may say more: nothing depends on it.
 RunRecord = dict[str, Any]
 
@@ -32,8 +33,13 @@ class RunFile:
         with suppress(OSError) if kind is not None else nullcontext():
             self.save(status=status, ended=now(), error=None if value is None else printable(str(value)))
 
-    def save(self, **news: object) -> None:
+    def note(self, **news: object) -> None:
+        """Keep facts for the next time the record is saved."""
         self._record |= news
+
+    def save(self, **news: object) -> None:
+        """Write the record with these facts."""
+        self.note(**news)
         self._store.put(f"{RUNS}/{self._record['run_id']}.json", json.dumps(self._record, indent=2).encode())
 
 

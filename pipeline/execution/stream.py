@@ -1,4 +1,4 @@
-"""From a running graph to the disk: every shard is committed as it comes, under the lock, while a watchdog looks on.
+"""From a running graph to the disk: every shard is committed as it comes, while a watchdog looks on.
 
 What a graph has given and no shard holds yet is written before a run ends, whatever ends it but a store that fails.
 """
@@ -24,7 +24,6 @@ from pipeline.execution.shards import TICK_S, Flow, Shard, Shards
 from pipeline.execution.stages import Plan, end_workers
 from pipeline.execution.watchdog import ClusterShrunk, Watchdog, patiently, still_running
 from pipeline.options import RunOptions
-from pipeline.storage.lock import Lock
 
 W = TypeVar("W", bound=Sized)
 # A run that is ended waits so long for what is being written: schedulers kill half a minute after they ask.
@@ -77,17 +76,17 @@ class Count:
         self.done = self.failed = 0
 
 
-def stream(work: Work[W], lock: Lock, console: Console, options: RunOptions) -> int:
+def stream(work: Work[W], console: Console, options: RunOptions) -> int:
     """Do the work and commit every shard; what a lost node leaves undone is done by the others.
 
-    Returns how many items failed. Raises RunFailed where the graph, the store or the lock fails, nothing moves for
+    Returns how many items failed. Raises RunFailed where the graph or the store fails, nothing moves for
     ``options.stall_timeout`` seconds, or rows are missing.
     """
     items, n_failed = work.items, 0
     while len(items):
         graph, count = work.planned(items), Count()
         try:
-            _stream(graph, lock, console, options, count)
+            _stream(graph, console, options, count)
             return n_failed + count.failed
         except ClusterShrunk:
             items = work.left(items)
@@ -105,7 +104,7 @@ def stream(work: Work[W], lock: Lock, console: Console, options: RunOptions) -> 
     return n_failed
 
 
-def _stream(graph: Graph, lock: Lock, console: Console, options: RunOptions, count: Count) -> None:
+def _stream(graph: Graph, console: Console, options: RunOptions, count: Count) -> None:
     """Run one graph. Raises ClusterShrunk too."""
     wording = graph.plan.wording
     console.print(f"starting workers: {graph.plan.workers}", highlight=False, soft_wrap=True)
@@ -117,7 +116,7 @@ def _stream(graph: Graph, lock: Lock, console: Console, options: RunOptions, cou
     ):
         told = (graph.plan, graph.total, progress.stages, graph.give_up, graph.offer)
         watchdog = Watchdog(heartbeats, options.stall_timeout, *told)
-        committing = (graph, lock, watchdog, progress, count)
+        committing = (graph, watchdog, progress, count)
         try:
             with closing(written(flow, shards, watchdog.look, watchdog.every_s, progress.through)) as done:
                 _commit_all(done, *committing)
@@ -150,7 +149,6 @@ def written(
 def _commit_all(
     shards: Iterable[tuple[int, pa.Table]],
     graph: Graph,
-    lock: Lock,
     watchdog: Watchdog,
     progress: Reporter,
     count: Count,
@@ -158,7 +156,6 @@ def _commit_all(
     items = f"{graph.total} {graph.plan.wording.item}s"
     try:
         for number, rows in shards:
-            lock.check()
             graph.commit(number, rows)
             watchdog.moved()
             new_good = pc.sum(pc.equal(rows["status"], "ok")).as_py()

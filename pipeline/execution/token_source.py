@@ -18,7 +18,7 @@ from ray.data.datasource import Datasource, ReadTask
 from torch import Tensor
 
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.index.live_videos import LiveShards
+from pipeline.cache.live_videos import LiveShards
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.reading import TokenOrder, rows_wanted
 

@@ -9,23 +9,29 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from pipeline.cache.header import header_bytes, read_header_file
-from pipeline.cache.live_rows import check_content, live_rows, shard_name
+from pipeline.cache.live_rows import best_first, states_of
+from pipeline.cache.merging import KEEP
 from pipeline.cache.schema import READ_THREADS, column, open_parquet, write_parquet
-from pipeline.errors import NotAnswers, QuestionFaultClass
+from pipeline.cache.table import check_content, small_name
+from pipeline.errors import CorruptShard, NotAnswers, QuestionFaultClass
 from pipeline.rows import AnswerRecord, QuestionRecord
-from pipeline.storage.lock import Lock
 from pipeline.storage.stores import Store, store_at
 
 ANSWERS_VERSION = 2
 READABLE_VERSIONS = (1, ANSWERS_VERSION)  # rows of version 1 have fewer columns
 KEYS = ("question_id", "pruning")
+_MERGED = b"merged"  # in the metadata of a merged file: JSON of the names of those that it was made of
 HEADER = "answers.json"
 ANSWERS = "answers"
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}
@@ -94,9 +100,10 @@ def read_answers_header(store: Store) -> dict[str, Any]:
     return read_header_file(store, HEADER, READABLE_VERSIONS, NotAnswers, absent, of="answers of ")
 
 
-def write_answers_header(store: Store, identity: Mapping[str, Any], lock: Lock | None = None) -> None:
-    """Write what a table of answers was made with, under ``lock`` where there is one."""
-    (lock or store).put(HEADER, header_bytes({"schema_version": ANSWERS_VERSION, "identity": identity}))
+def write_answers_header(store: Store, identity: Mapping[str, Any]) -> None:
+    """Write what a table of answers was made with; this makes the place."""
+    store.make()
+    store.put(HEADER, header_bytes({"schema_version": ANSWERS_VERSION, "identity": identity}))
 
 
 class AnswersTable:
@@ -111,18 +118,71 @@ class AnswersTable:
         return sorted(name for suffix in SUFFIXES.values() for name in self._store.names(ANSWERS, suffix))
 
     def rows(self) -> pa.Table:
-        """Every row that is committed by now: ANSWER_SCHEMA plus ``shard``. Raises CorruptShard, OSError."""
+        """Every row that is committed by now, ANSWER_SCHEMA. Raises CorruptShard, OSError."""
+        try:
+            names = self._read()
+        except FileNotFoundError:  # merged since they were listed
+            names = self._read()
+        tables = [self._tables[name].replace_schema_metadata(None) for name in names]
+        return pa.concat_tables([ANSWER_SCHEMA.empty_table(), *tables])
+
+    def _read(self) -> list[str]:
         names = self.names()
         new = [name for name in names if name not in self._tables]
         for name, data in zip(new, self._store.read_all(new), strict=True):
-            table = _parse(self._store, name, data)
-            self._tables[name] = table.append_column("shard", pa.repeat(name, len(table)).cast(pa.string()))
-        empty = ANSWER_SCHEMA.append(pa.field("shard", pa.string())).empty_table()
-        return pa.concat_tables([empty, *(self._tables[name] for name in names)])
+            self._tables[name] = _parse(self._store, name, data)
+        return names
 
     def live(self) -> pa.Table:
         """The live row of every question (under every pruning), by question_id."""
-        return live_rows(self.rows(), KEYS)
+        return live_answers(self.rows())
+
+
+def live_answers(rows: pa.Table) -> pa.Table:
+    """Of rows as ANSWER_SCHEMA the one of each question and pruning that counts, by question_id.
+
+    The rule is that of videos: ok before failed, most attempts; then the earliest run, and the first answer.
+    """
+    if len(rows) == 0:
+        return rows
+    *ids, run, answer = (_ranks(rows[name]) for name in (*KEYS, "run_id", "answer"))
+    order = best_first(ids, states_of(rows["status"]), rows["attempts"].to_numpy(), [run, answer])
+    others = [column[order][1:] != column[order][:-1] for column in ids]
+    return rows.take(pa.array(order[np.append(True, np.logical_or.reduce(others))]))
+
+
+def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
+    """Merge the Parquet files of a table of answers into one, where more than ``at_least`` wait.
+
+    What was merged is deleted by a later merge, once the merged file is ``keep`` old. Raises CorruptShard, OSError.
+    """
+    names = store.names(ANSWERS, SUFFIXES["parquet"])
+    held = {name: _parse(store, name, data) for name, data in zip(names, store.read_all(names), strict=True)}
+    covered: set[str] = set()
+    for name, table in held.items():
+        merged = held.keys() & set(json.loads((table.schema.metadata or {}).get(_MERGED, b"[]")))
+        covered |= merged
+        if merged and store.age(name) >= keep:
+            for old in sorted(merged):
+                store.delete(old)
+    waiting = [name for name in names if name not in covered]
+    if len(waiting) > at_least:
+        live = live_answers(pa.concat_tables([held[name].replace_schema_metadata(None) for name in waiting]))
+        data = write_parquet(live.replace_schema_metadata({_MERGED: json.dumps(waiting)}))
+        store.put(small_name(ANSWERS, "merged", 0, data), data)
+
+
+def try_merge_answers(store: Store, at_least: int, say: Callable[[str], object]) -> None:
+    """Merge as ``merge_answers`` does, and tell the user with ``say`` where that fails: it costs no row."""
+    try:
+        merge_answers(store, at_least)
+    except (CorruptShard, OSError) as error:
+        say(f"warning: the files of answers were not merged: {error}")
+
+
+def _ranks(column: pa.ChunkedArray) -> NDArray[np.int64]:
+    """[n]: the place of each text among all that there are, sorted."""
+    return np.asarray(pc.rank(column, tiebreaker="dense").to_numpy(), np.int64)
 
 
 def commit_answers(
@@ -131,16 +191,11 @@ def commit_answers(
     number: int,
     rows: Sequence[AnswerRecord],
     form: str = "parquet",
-    lock: Lock | None = None,
 ) -> None:
-    """Make rows visible: one shard, in one atomic step. Only the holder of the lock may. Raises RunFailed, OSError."""
+    """Make rows visible: one file, put whole. Raises OSError."""
     table = pa.Table.from_pylist([{**row, "run_id": run_id} for row in rows], schema=ANSWER_SCHEMA)
     data = write_parquet(table) if form == "parquet" else _json_lines(table)
-    name = shard_name(ANSWERS, run_id, number, data, SUFFIXES[form])
-    if lock is None:
-        store.put(name, data)
-    else:
-        lock.commit(name, data)
+    store.put(small_name(ANSWERS, run_id, number, data, SUFFIXES[form]), data)
 
 
 def _json_lines(table: pa.Table) -> bytes:
@@ -159,6 +214,8 @@ def _parse(store: Store, name: str, data: bytes) -> pa.Table:
         for field in ANSWER_SCHEMA:
             if field.name not in table.schema.names:  # of version 1
                 table = table.append_column(field, pa.nulls(len(table), field.type))
-        return table.select(ANSWER_SCHEMA.names).cast(ANSWER_SCHEMA)
+        held = table.schema.metadata or {}
+        kept = {name: held[name] for name in (_MERGED,) if name in held}
+        return table.select(ANSWER_SCHEMA.names).cast(ANSWER_SCHEMA).replace_schema_metadata(kept)
     lines = data.decode().split("\n")  # splitlines would cut at characters that JSON leaves as they are
     return pa.Table.from_pylist([json.loads(line) for line in lines if line], schema=ANSWER_SCHEMA)

@@ -14,9 +14,9 @@ from rich.console import Console
 from gstep.backbones import ModelSource
 from gstep.evidence import HEAD_SOURCES
 from gstep.language import Decoding, PromptBuilder, prompt_builder
-from pipeline.cache.header import CacheIdentity, differences
-from pipeline.cache.index.live_videos import read_live_of, widths_of
+from pipeline.cache.header import CacheHeader, CacheIdentity, differences, fingerprint
 from pipeline.cache.live_rows import INDEX_COLUMNS
+from pipeline.cache.live_videos import read_live_of, widths_of
 from pipeline.cache.method import declared_method
 from pipeline.cache.reader import read_header
 from pipeline.cache.reading import TokenOrder, rows_wanted
@@ -201,6 +201,12 @@ def _prunings(
     return prunings
 
 
+def _live_of(cache: Store, header: CacheHeader, questions: pa.Table) -> pa.Table:
+    """LIVE_COLUMNS of the videos that are asked about."""
+    ids = pc.unique(pc.list_flatten(questions["video_ids"])).to_pylist()
+    return read_live_of(cache, ids, LIVE_COLUMNS, fingerprint(header["identity"]))
+
+
 def checked(
     config: GenerateConfig,
     questions: pa.Table,
@@ -218,7 +224,7 @@ def checked(
     check_out(store)
     with store_refusing():
         header = read_header(cache)
-        live = read_live_of(cache, pc.unique(pc.list_flatten(questions["video_ids"])).to_pylist(), LIVE_COLUMNS)
+        live = _live_of(cache, header, questions)
         _check_free(store)
     held = header["identity"]
     source, builder = _resolved(config, cache, held)

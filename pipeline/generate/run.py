@@ -13,20 +13,27 @@ import pyarrow.compute as pc
 import ray
 from rich.console import Console
 
+from pipeline.cache.merging import WAITING, WAITING_AT_END
 from pipeline.errors import RunFailed, UsageError
 from pipeline.execution.cluster import provenance, settle
 from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile
 from pipeline.execution.stream import Graph, Work, stream
 from pipeline.generate.answer_stage import AnswerSetup
-from pipeline.generate.answers import AnswersTable, asked_as, commit_answers, read_answers_header, write_answers_header
+from pipeline.generate.answers import (
+    AnswersTable,
+    asked_as,
+    commit_answers,
+    read_answers_header,
+    try_merge_answers,
+    write_answers_header,
+)
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.graph import AnswerPlan, batch_size, build_graph, plan_answers
 from pipeline.generate.request import PRUNINGS, GenerateRequest, match_answers, prepare
 from pipeline.generate.resume import asked_rows, said_of_the_rest, unanswered, without_model
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
-from pipeline.storage.lock import Lock
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow")
 
@@ -84,14 +91,13 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
             self.console.print(line, highlight=False)
         return Todo(questions, table)
 
-    def stream(self, request: GenerateRequest, todo: Todo, lock: Lock) -> Streamed:
+    def stream(self, request: GenerateRequest, todo: Todo) -> Streamed:
         """Commit what the index of the cache decides, and stream the rest; Ray starts only where something is left."""
         config, size = self.options, self.options.questions_per_shard
         ask, decided = without_model(request, todo.questions)
         # Before any row is written: the cluster may not be able to do what the flags ask.
         computed = self._computed() if ask else None
-        lock.check()
-        write_answers_header(request.store, self._identity(request, todo), lock)
+        write_answers_header(request.store, self._identity(request, todo))
         about = {"config": config.as_record(), "questions": len(todo)}
         run_file = RunFile(request.store, {**provenance(request.run_id, _RECORDED_VERSIONS), **about})
         n_failed = len(decided)
@@ -99,11 +105,14 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
             starts = range(0, len(decided), size)
             for number, start in enumerate(starts):
                 part = decided[start : start + size]
-                commit_answers(request.store, request.run_id, number, part, config.format, lock)
+                commit_answers(request.store, request.run_id, number, part, config.format)
             if computed is not None:
                 run_file.save(**computed._asdict())
-                n_failed += self._answered(request, ask, len(starts), computed, run_file, lock)
+                n_failed += self._answered(request, ask, len(starts), computed, run_file)
         return Streamed(run_file, n_failed)
+
+    def tidy(self, request: GenerateRequest, todo: Todo) -> None:
+        try_merge_answers(request.store, WAITING_AT_END, self.say)
 
     @staticmethod
     def _identity(request: GenerateRequest, todo: Todo) -> dict[str, Any]:
@@ -133,11 +142,10 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         n_shards: int,
         computed: Computed,
         run_file: RunFile,
-        lock: Lock,
     ) -> int:
         """Answer ``ask`` on the cluster, where the run has ``n_shards`` already. Returns how many failed."""
         config = self.options
-        commits = Commits(request, n_shards, run_file, lock)
+        commits = Commits(request, n_shards, run_file, self.say)
 
         def planned(ask: list[QuestionRecord]) -> Graph:
             plan = self._planned(len(ask), computed.device, run_file)
@@ -147,7 +155,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         def left(ask: list[QuestionRecord]) -> list[QuestionRecord]:
             return [question for question in ask if asked_as(question) not in commits.answered]
 
-        return stream(Work(ask, planned, left), lock, self.console, config)
+        return stream(Work(ask, planned, left), self.console, config)
 
     def _offer(self) -> dict[str, float]:
         """What the cluster has now; of GPUs those that whole models find on one node."""
@@ -177,8 +185,10 @@ class Commits:
         n_shards: how many numbers of shards are taken.
     """
 
-    def __init__(self, request: GenerateRequest, n_shards: int, run_file: RunFile, lock: Lock) -> None:
-        self._request, self._run_file, self._lock = request, run_file, lock
+    def __init__(
+        self, request: GenerateRequest, n_shards: int, run_file: RunFile, say: Callable[[str], object]
+    ) -> None:
+        self._request, self._run_file, self._say = request, run_file, say
         self.n_shards = n_shards
         self._runtimes: list[str] = []
         self.answered: set[tuple[str, str | None]] = set()
@@ -193,10 +203,12 @@ class Commits:
         answers = [without_nulls(row, AnswerRecord) for row in rows.drop_columns(["runtime"]).to_pylist()]
         request = self._request
         place = before + number
-        commit_answers(request.store, request.run_id, place, answers, request.config.format, self._lock)
+        commit_answers(request.store, request.run_id, place, answers, request.config.format)
         self.n_shards = max(self.n_shards, place + 1)
         self.answered.update(map(asked_as, answers))
         self.n_failed += sum(answer["status"] != "ok" for answer in answers)
+        if self.n_shards % WAITING == 0:
+            try_merge_answers(request.store, WAITING, self._say)
 
 
 def answer_setup(request: GenerateRequest, device: str, dtype: str) -> AnswerSetup:

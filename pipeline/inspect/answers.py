@@ -67,7 +67,7 @@ class Answers:
 
     def as_records(self) -> list[dict[str, Any]]:
         """JSON-able: every row whole."""
-        rows: list[dict[str, Any]] = self.rows.drop_columns(["shard"]).to_pylist()
+        rows: list[dict[str, Any]] = self.rows.to_pylist()
         return rows
 
     def facts(self) -> list[tuple[str, str]]:

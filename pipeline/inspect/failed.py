@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipeline.cache.index.live_videos import read_live_of
+from pipeline.cache.live_videos import read_live_of
 from pipeline.cache.reader import TokenCache
 
 _VIDEO = ("video_id", "uri", "error_stage", "error_class", "error_message", "attempts", "status")

@@ -13,8 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from gstep.evidence import in_words
+from pipeline.cache.header import fingerprint
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.reader import TokenCache
+from pipeline.cache.table import file_named
 from pipeline.inspect.facts import facts_table, flat
 from pipeline.inspect.run_progress import latest_run
 from pipeline.prune.summary import render, summarise
@@ -34,25 +36,31 @@ def cache_report(cache: TokenCache) -> RenderableType:
     if cache.evidence:
         head.add_row("evidence", Text(in_words(cache.evidence)))
     head.add_row("sampling", Text(flat(identity["sampling"])))
-    ledger = Ledger(cache.store).refresh()
-    if ledger.index is not None or ledger.unusable:
-        newer = ledger.n_shards - ledger.n_covered
-        head.add_row("index", Text(ledger.unusable or f"{ledger.n_covered} videos shards, and {newer} newer ones"))
+    ledger = Ledger(cache.store, fingerprint(identity)).refresh()
+    files = _files_of(ledger)
+    head.add_row("table", f"{files['small']} small files, {files['sorted']} sorted ones")
+    if ledger.foreign:
+        head.add_row("left out", f"{len(ledger.foreign)} files that were made with other settings")
     run = latest_run(cache.store, ledger)
     if run is not None:
         head.add_row("last run", Text(run.describe()))
     return Group(head, "", render(summarise(ledger, deepstack_levels=cache.deepstack_levels)), "", _videos(cache))
 
 
+def _files_of(ledger: Ledger) -> dict[str, int]:
+    """How many files of the videos table are sorted, and how many wait to be merged."""
+    n_sorted = sum(file_named(name).level > 0 for name in ledger.names)
+    return {"small": len(ledger.names) - n_sorted, "sorted": n_sorted}
+
+
 def cache_record(cache: TokenCache) -> dict[str, Any]:
-    """The same, JSON-able: cache, identity, index, last_run, and the counts that the summary of a prune run has."""
-    ledger = Ledger(cache.store).refresh()
-    index = {"shards": ledger.n_covered, "newer": ledger.n_shards - ledger.n_covered, "unusable": ledger.unusable}
+    """The same, JSON-able: cache, identity, table, last_run, and the counts that the summary of a prune run has."""
+    ledger = Ledger(cache.store, fingerprint(cache.identity)).refresh()
     run = latest_run(cache.store, ledger)
     return {
         "cache": str(cache.store),
         "identity": cache.identity,
-        "index": index if ledger.index is not None or ledger.unusable else None,
+        "table": {**_files_of(ledger), "foreign": ledger.foreign},
         "last_run": None if run is None else asdict(run),
         **summarise(ledger, deepstack_levels=cache.deepstack_levels).standing(),
     }

@@ -10,8 +10,8 @@ from typing import Any
 
 from pipeline.cache.ledger import Ledger
 from pipeline.errors import CorruptShard
+from pipeline.execution.claim import holder
 from pipeline.execution.run_record import RUNS, RunRecord, now
-from pipeline.storage.lock import holder
 from pipeline.storage.stores import Store
 
 
@@ -21,7 +21,7 @@ class RunProgress:
 
     Attributes:
         run_id: it names runs/<run_id>.json.
-        status: starting, finished, failed, cancelled, running, or "gone": it was running and holds the cache no more.
+        status: starting, finished, failed, cancelled, running, or "gone": it was running, and is not any more.
         host: where its driver runs or ran.
         pid: of the driver.
         n_videos: what it set out to do.
@@ -103,9 +103,5 @@ def _progress(ledger: Ledger, record: RunRecord, now_at_work: Mapping[str, Any])
 
 
 def _is_of(record: RunRecord, at_work: Mapping[str, Any]) -> bool:
-    """Say whether it is the record of the run that holds the lock.
-
-    That run takes another id where its own would sort before what an index covers.
-    """
-    same_process = all(record[name] == at_work[name] for name in ("host", "pid"))
-    return record["run_id"] == at_work["run_id"] or (same_process and record["status"] == "running")
+    """Say whether it is the record of the run that is at work."""
+    return bool(record["run_id"] == at_work["run_id"])

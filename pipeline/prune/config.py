@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,11 +43,11 @@ class PruneConfig(PrunerOptions):
         "what to do with a cached video whose uri, size or clip differs now",
         choices=("refuse", "skip", "redo"),
     )
-    compact_after: int = option(
-        1000,
-        "make the index of the cache anew at the end of the run once so many videos shards are in none; 0 leaves it to "
-        "python -m jobs.compact",
-        metavar="N",
+    shard: str | None = option(
+        None,
+        "do only part I of N, from 0/N to N-1/N, of the videos, by a hash of their ids: for runs beside each other, "
+        "with --join",
+        metavar="I/N",
     )
     limit: int | None = option(
         None,
@@ -157,8 +158,18 @@ class PruneConfig(PrunerOptions):
         None, "videos in one Parquet shard at most, whatever they take (default: by --target-shard-mb)", metavar="N"
     )
 
+    def part(self) -> tuple[int, int] | None:
+        """Return (I, N) of ``--shard``. Raises UsageError."""
+        if self.shard is None:
+            return None
+        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", self.shard)
+        check(found is not None and int(found[1]) < int(found[2]), "shard", "I/N with I from 0 to N-1", self.shard)
+        assert found is not None
+        return int(found[1]), int(found[2])
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.part()
         check(self.seed >= 0, "seed", "at least 0", self.seed)
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         counts = ("num_frames", "max_frames", "min_pixels", "max_pixels", "max_video_tokens")

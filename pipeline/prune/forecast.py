@@ -17,13 +17,14 @@ from gstep.backbones import family_of
 from gstep.types import budget_for
 from pipeline.cache.header import CacheIdentity
 from pipeline.cache.ledger import Ledger
+from pipeline.cache.reader import made_with
 from pipeline.errors import CacheLocked, UsageError
+from pipeline.execution.claim import holder, who
 from pipeline.execution.request import store_refusing
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.manifest_checks import Example, doomed
 from pipeline.prune.request import PruneRequest, prepare
 from pipeline.prune.resume import Tally, remaining, share_of
-from pipeline.storage.lock import holder
 from pipeline.storage.stores import LocalStore, Store
 
 _SHOWN = 5  # ids of videos to do
@@ -69,10 +70,11 @@ def forecast(config: PruneConfig, console: Console) -> Forecast:
     """
     request = prepare(config, console)
     with store_refusing():
-        if other := holder(request.store):
-            raise CacheLocked(f"{request.store}: another run writes here: {other}")
+        if not config.join and (other := holder(request.store)):
+            raise CacheLocked(f"{request.store}: another run writes here: {who(other)}")
         _check_writable(request.store)
-        todo, counts = remaining(request.manifest, Ledger(request.store).refresh(), config, request.objects)
+        ledger = Ledger(request.store, made_with(request.store)).refresh()
+        todo, counts = remaining(request.manifest, ledger, config, request.objects)
     todo, _ = share_of(todo, config.limit)
     return _forecast(request, counts, todo)
 

@@ -22,7 +22,7 @@ import pyarrow as pa
 import ray.data
 from ray.data import ExecutionResources
 
-from pipeline.execution.nodes import elsewhere
+from pipeline.execution.cluster import elsewhere
 from pipeline.execution.shards import Flow
 from pipeline.execution.stages import MAX_BLOCKS, Stage, StageWords, Wording, actors, start_actors
 from pipeline.prune.decode_stage import Decoder, DecodeSetup

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
@@ -13,12 +15,15 @@ from typing import NamedTuple
 import pyarrow as pa
 from rich.console import Console
 
+from pipeline.cache.header import fingerprint
 from pipeline.cache.ledger import Ledger
-from pipeline.cache.writer import commit
+from pipeline.cache.merging import WAITING, try_merge
+from pipeline.cache.reader import HEADER
+from pipeline.cache.writer import commit, token_shard_id
 from pipeline.errors import FAULTS, FaultClass, RunFailed
+from pipeline.execution.cluster import resources_without, troubled
 from pipeline.execution.heartbeat import Reading
-from pipeline.execution.nodes import resources_without, troubled
-from pipeline.execution.run_record import RunFile
+from pipeline.execution.run_record import COMMITTED, RunFile
 from pipeline.execution.stream import Graph, Work, stream
 from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
@@ -28,13 +33,13 @@ from pipeline.prune.graph import Resources, build_graph, plan_resources, videos_
 from pipeline.prune.request import PruneRequest
 from pipeline.prune.resume import left_of
 from pipeline.rows import failed_from_outside, may_succeed_elsewhere
-from pipeline.storage.lock import Lock
 from pipeline.storage.s3 import is_object
 
 # Fewer failures than these never stop a run: a folder that is missing may be as large.
 ALIKE = 50
 # Videos whose files are looked at before the run, to see whether they are worth a decoder a core.
 FEW = 256
+_NOTE_S = 60.0  # between two times that the record of the run is saved meanwhile
 
 
 class Setups(NamedTuple):
@@ -53,14 +58,19 @@ class Commits:
         n_shards: how many numbers of shards are taken.
     """
 
-    def __init__(self, request: PruneRequest, made_with: str, lock: Lock, limit: int) -> None:
-        """``limit``: of failures alike from outside the videos."""
+    def __init__(
+        self, request: PruneRequest, header: bytes, limit: int, run_file: RunFile, say: Callable[[str], object]
+    ) -> None:
+        """``header`` is the cache's, as a file; ``limit``: of failures alike from outside the videos."""
+        self._run_file, self._say = run_file, say
         self.request = request
-        self.lock = lock
         self.failed: dict[str, int] = {}
         self.retryable: dict[str, int] = {}
         self.n_shards = 0
-        self._made_with = made_with
+        self._token_shards: set[str] = set()
+        self._n_waiting = 0
+        self._noted = time.monotonic()
+        self._header, self._made_with = header, fingerprint(json.loads(header)["identity"])
         self._limit = max(limit, ALIKE)
         self._outside: Counter[FaultClass] = Counter()
         self._example: dict[FaultClass, str] = {}
@@ -68,7 +78,13 @@ class Commits:
     def __call__(self, before: int, number: int, rows: pa.Table) -> None:
         """Commit the rows of a shard (WRITTEN); its ``number`` counts from those ``before`` its graph."""
         records, store, run_id = written_records(rows), self.request.store, self.request.run_id
-        commit(store, run_id, before + number, records, made_with=self._made_with, lock=self.lock)
+        self._check_header()
+        commit(store, run_id, before + number, records, made_with=self._made_with)
+        self._note({token_shard_id(record["token_shard"]) for record in records if record["status"] == "ok"})
+        self._n_waiting += 1
+        if self._n_waiting > WAITING:
+            try_merge(store, self._made_with, WAITING, self._say)
+            self._n_waiting = 0
         self.n_shards = max(self.n_shards, before + number + 1)
         failed = [record for record in records if record["status"] != "ok"]
         self.failed |= {record["video_id"]: record["attempts"] for record in failed}
@@ -76,6 +92,24 @@ class Commits:
         for record in filter(failed_from_outside, records):
             self._outside[record["error_class"]] += 1
             self._example[record["error_class"]] = f"{record['video_id']}: {record['error_message']}"
+
+    def _note(self, token_shards: set[str]) -> None:
+        """Say in the record of the run what it has committed, so that files of the table that are lost are missed."""
+        self._token_shards |= token_shards
+        self._run_file.note(**{COMMITTED: sorted(self._token_shards)})
+        if time.monotonic() - self._noted > _NOTE_S:
+            self._run_file.save()
+            self._noted = time.monotonic()
+
+    def _check_header(self) -> None:
+        """Raise RunFailed where the cache is gone, or another one was begun in its place."""
+        store = self.request.store
+        try:
+            there = store.read(HEADER)
+        except FileNotFoundError:
+            raise RunFailed(f"{store}: {HEADER} is gone since this run began, and what it has done with it") from None
+        if there != self._header:
+            raise RunFailed(f"{store}: another cache was begun here since this run began; nothing more is written")
 
     def give_up(self, reading: Reading) -> str | None:
         """Why this pass should stop: too many videos failed alike, by no fault of theirs, and no worker does better."""
@@ -149,7 +183,7 @@ class Passes:
         def left(videos: pa.Table) -> pa.Table:
             return left_of(videos, self._ledger.refresh(), self._commits.failed)
 
-        return stream(Work(videos, planned, left), self._commits.lock, self._console, self._config)
+        return stream(Work(videos, planned, left), self._console, self._config)
 
     def _heard(self, reading: Reading) -> None:
         self._readings.append(reading)

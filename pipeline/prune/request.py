@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 from rich.console import Console
@@ -20,14 +21,14 @@ from gstep.methods import METHODS
 from gstep.pruners import method_name, read_pruner
 from gstep.pruners.base import Pruner
 from pipeline.cache.header import CacheHeader, CacheIdentity, ModelIdentity, PrunerIdentity, differences
-from pipeline.cache.index.files import Index, run_id_after
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.method import describe_method
-from pipeline.cache.reader import HEADER, read_header
+from pipeline.cache.reader import HEADER, check_version, read_header
 from pipeline.cache.schema import SCHEMA_VERSION
-from pipeline.errors import CorruptShard, IdentityMismatch, NotACache, UsageError
+from pipeline.errors import IdentityMismatch, NotACache, UsageError
 from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.inputs.manifest import given_manifest, read_manifest
+from pipeline.keys import keys_of, parts_of
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
@@ -134,6 +135,7 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
             refuse_other_files(manifest, config.videos, objects)
         else:
             manifest = given_manifest(given, config.video_root)
+        manifest = _part_of(manifest, config.part())
         if config.on_forbidden == "refuse":
             refuse_forbidden(manifest, config.videos)
         if not store.exists(HEADER) and store.taken():
@@ -141,6 +143,17 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
     request = resolve(config, manifest, store, objects)
     with store_refusing():
         return match_cache(request, console)
+
+
+def _part_of(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
+    """The videos of --shard, by the first half of their ids' keys. Raises UsageError where it has none."""
+    if part is None:
+        return manifest
+    mine = [keys_of(ids)[:, 0] % np.uint64(part[1]) == part[0] for ids in parts_of(manifest["video_id"])]
+    found = manifest.filter(pa.array(np.concatenate(mine)))
+    if not len(found):
+        raise UsageError(f"--shard {part[0]}/{part[1]}: none of the {len(manifest)} videos are in it")
+    return found
 
 
 def resolve(
@@ -261,13 +274,6 @@ def sampling_settings(sampling: Sampling) -> dict[str, Any]:
     return {"fps": sampling.fps, "max_frames": sampling.max_frames, **moved}
 
 
-def _run_id(request: PruneRequest) -> str:
-    try:
-        return run_id_after(Index.read(request.store), request.run_id)
-    except CorruptShard:  # it will be made anew, and covers whatever is there by then
-        return request.run_id
-
-
 def match_cache(request: PruneRequest, console: Console) -> PruneRequest:
     """Adopt what an existing cache leaves open (dtype, a larger ratio of a nested method); refuse another identity.
 
@@ -278,7 +284,7 @@ def match_cache(request: PruneRequest, console: Console) -> PruneRequest:
     held = read_header(request.store)["identity"]
     if not request.store.names(VIDEOS, ".parquet"):
         return request
-    request = replace(request, run_id=_run_id(request))
+    check_version(request.store)
     if request.dtype == "auto":
         request = replace(request, dtype=held["dtype"]["compute"])
     stored = held["retention_ratio"]

@@ -117,8 +117,8 @@ def _compare(part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: S
         values[known] = ledger.columns[name][rows[known]]
         return values
 
-    failed, another = np.zeros_like(known), np.zeros_like(known)
-    failed[known] = ledger.failed(rows[known])
+    failed, another, removed = np.zeros_like(known), np.zeros_like(known), np.zeros_like(known)
+    failed[known], removed[known] = ledger.failed(rows[known]), ledger.removed(rows[known])
     if known.any():
         another[known] = clip_keys(part.filter(pa.array(known))) != ledger.columns["clip"][rows[known]]
     attempts, was = held("attempts", 0), held("size", -1)
@@ -131,6 +131,7 @@ def _compare(part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: S
     # Of unknown size now: gone since, and its tokens are in the cache, which is what the cache is for.
     resized = readable & (sizes >= 0) & (sizes != was)
     changed = known & ~failed & (another | (resized & (was >= 0)))
+    changed &= ~removed
     if config.on_changed == "skip":
         changed[:] = False
     # A failed row holds no tokens to protect, and a mended file deserves its attempts anew; so does one that was gone.

@@ -8,11 +8,11 @@ import pyarrow as pa
 from rich.console import Console
 
 from gstep.backbones import family_of
-from pipeline.cache.header import deepstack_levels, fingerprint, header_bytes
-from pipeline.cache.index.compaction import try_compact
+from pipeline.cache.header import deepstack_levels, header_bytes
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS
-from pipeline.cache.reader import HEADER, read_header
+from pipeline.cache.merging import WAITING_AT_END, try_merge
+from pipeline.cache.reader import HEADER, made_with, read_header
 from pipeline.execution.cluster import provenance, settle
 from pipeline.execution.request import refusing
 from pipeline.execution.run import Run, Streamed
@@ -22,7 +22,6 @@ from pipeline.prune.passes import Commits, Passes, Setups
 from pipeline.prune.request import PruneRequest, match_cache, prepare
 from pipeline.prune.resume import another_attempt, remaining, said_of_the_rest, share_of
 from pipeline.prune.summary import Summary, summarise
-from pipeline.storage.lock import Lock
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord", "torchcodec")
 
@@ -63,23 +62,26 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         return match_cache(request, self.console)
 
     def remaining(self, request: PruneRequest) -> Todo:
-        ledger = Ledger(request.store).refresh()
-        if ledger.unusable:
-            self.say(f"note: the index of the cache is not used, and made anew at the end: {ledger.unusable}")
+        ledger = Ledger(request.store, made_with(request.store)).refresh()
+        if ledger.foreign:
+            self.say(
+                f"warning: {len(ledger.foreign)} files of {request.store}/{VIDEOS} were made with other settings than "
+                f"its header has; their rows do not count: {ledger.foreign[0]}"
+            )
         todo, counts = remaining(request.manifest, ledger, self.options, request.objects)
         for line in said_of_the_rest(counts, self.options):
             self.console.print(line, highlight=False)
         return Todo(*share_of(todo, self.options.limit), ledger)
 
-    def stream(self, request: PruneRequest, todo: Todo, lock: Lock) -> Streamed:
+    def stream(self, request: PruneRequest, todo: Todo) -> Streamed:
         config, n_videos = self.options, len(todo)
         device, dtype = settle(config, request.dtype, self.say)
         if not request.store.names(VIDEOS, ".parquet"):
-            _write_header(request, dtype, lock)
+            _write_header(request, dtype)
         setups = Setups(request.decode_setup(), request.encode_setup(device, dtype))
-        made_with = fingerprint(read_header(request.store)["identity"])
-        commits = Commits(request, made_with, lock, config.outside_limit(n_videos))
         run_file = RunFile(request.store, _run_record(request, device, dtype, n_videos))
+        header, limit = request.store.read(HEADER), config.outside_limit(n_videos)
+        commits = Commits(request, header, limit, run_file, self.say)
         passes = Passes(self.options, self.console, setups, commits, todo.ledger, run_file)
         with run_file:
             n_failed = passes.first(todo.videos)
@@ -97,15 +99,14 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
             wall_s=wall_s,
         )
 
-    def tidy(self, request: PruneRequest, todo: Todo, lock: Lock) -> None:
-        try_compact(request.store, lock, todo.ledger, self.options.compact_after, self.say)
+    def tidy(self, request: PruneRequest, todo: Todo) -> None:
+        try_merge(request.store, made_with(request.store), WAITING_AT_END, self.say)
 
 
-def _write_header(request: PruneRequest, dtype: str, lock: Lock) -> None:
+def _write_header(request: PruneRequest, dtype: str) -> None:
     with refusing():
         static = family_of(request.source).static()
-    lock.check()  # starting Ray may have taken longer than a lease lasts
-    lock.put(HEADER, header_bytes(request.header(dtype, static)))
+    request.store.put(HEADER, header_bytes(request.header(dtype, static)))
 
 
 def _run_record(request: PruneRequest, device: str, dtype: str, n_videos: int) -> RunRecord:

@@ -27,6 +27,7 @@ class Summary(Outcome):
         token_bytes: bytes of the stored tokens, deepstack levels included.
         seconds: stage -> seconds, summed over the videos.
         n_warned: videos decoded with warnings.
+        n_removed: videos that were removed for good, and are not counted otherwise.
     """
 
     n_videos: int
@@ -35,6 +36,7 @@ class Summary(Outcome):
     token_bytes: int
     seconds: dict[str, float] = field(default_factory=dict)
     n_warned: int = 0
+    n_removed: int = 0
 
     def __str__(self) -> str:
         return as_text(render(self))
@@ -58,7 +60,7 @@ def summarise(
         for ids in parts_of(manifest["video_id"]):
             rows = ledger.find(ids)
             counts.add(rows[rows >= 0])
-    n_videos = counts.n_rows if manifest is None else len(manifest) - n_waiting
+    n_videos = counts.n_rows if manifest is None else len(manifest) - n_waiting - counts.n_removed
     failures, examples = counts.failures()
     return Summary(
         n_videos=n_videos,
@@ -73,6 +75,7 @@ def summarise(
         token_bytes=counts.tokens_kept * ledger.hidden_size * 2 * (1 + deepstack_levels),
         seconds=dict(zip(TIMED, counts.seconds.tolist(), strict=True)),
         n_warned=counts.n_warned,
+        n_removed=counts.n_removed,
         n_new=n_new,
         n_new_failed=n_new_failed,
         wall_s=wall_s,
@@ -86,10 +89,13 @@ class _Counts:
         self._ledger = ledger
         self._by_class = np.zeros(len(ledger.classes), np.int64)
         self._first: dict[int, int] = {}  # class -> the row that came first
-        self.n_rows = self.tokens_in = self.tokens_kept = self.n_warned = self.n_outside = 0
+        self.n_rows = self.tokens_in = self.tokens_kept = self.n_warned = self.n_outside = self.n_removed = 0
         self.seconds = np.zeros(len(TIMED))
 
     def add(self, rows: NDArray[np.int64]) -> None:
+        removed = self._ledger.removed(rows)
+        self.n_removed += int(removed.sum())
+        rows = rows[~removed]
         faults, columns = self._ledger.faults(rows), self._ledger.columns
         good = rows[faults == 0]
         self._by_class += np.bincount(faults, minlength=len(self._by_class))
@@ -125,6 +131,8 @@ def render(summary: Summary) -> RenderableType:
     table.add_row("tokens", f"{summary.tokens_kept:,} kept of {summary.tokens_in:,} ({share:.1%})")
     table.add_row("bytes", f"{summary.token_bytes:,} of tokens")
     table.add_row("seconds", ", ".join(f"{stage} {value:.2f}" for stage, value in summary.seconds.items()))
+    if summary.n_removed:
+        table.add_row("removed", f"{summary.n_removed} videos, for good")
     if summary.n_warned:
         table.add_row("warnings", f"{summary.n_warned} videos decoded with warnings: their frames may be damaged")
     if summary.wall_s is not None:

@@ -37,10 +37,7 @@ _NUMBERS: Mapping[int, int] = {
     401: errno.EACCES,
     403: errno.EACCES,
     404: errno.ENOENT,
-    409: errno.EEXIST,  # another exclusive PUT of this key is under way
-    412: errno.EEXIST,
     416: errno.ERANGE,
-    501: errno.EOPNOTSUPP,  # a condition that the store does not know
 }
 _CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE"
 _REMEDIES: Mapping[str, str] = {
@@ -108,7 +105,6 @@ class Objects:
         assert not (settings.keys() - _ENVIRONMENT.keys()), settings.keys()
         self._settings = {name: value for name, value in settings.items() if value}
         self._patience = patience
-        self._guard: Callable[[], object] | None = None
         self._made: tuple[int, Any] | None = None  # (process, client)
 
     @classmethod
@@ -128,15 +124,6 @@ class Objects:
     def impatient(self) -> Objects:
         """The same stores for requests that are worth nothing when they come late: 14 seconds, twice."""
         return Objects(patience=0.2, **self._settings)
-
-    def guarded(self, guard: Callable[[], object]) -> Objects:
-        """The same stores, where each PUT is sent only if ``guard`` does not raise, and so is each further try of it.
-
-        For this process: what is unpickled elsewhere has no guard.
-        """
-        objects = Objects(patience=self._patience, **self._settings)
-        objects._guard = guard
-        return objects
 
     def __reduce__(self) -> tuple[Callable[..., Objects], tuple[float, dict[str, str]]]:
         return _rebuild, (self._patience, self._settings)
@@ -165,13 +152,6 @@ class Objects:
         bucket, key = _split(uri)
         with self._errors(uri):
             return int(self._client().head_object(Bucket=bucket, Key=key)["ContentLength"])
-
-    def mark(self, uri: str) -> str | None:
-        """The ETag of the object's present content, for ``put(match=...)``; None where the store has none."""
-        bucket, key = _split(uri)
-        with self._errors(uri):
-            mark = self._client().head_object(Bucket=bucket, Key=key).get("ETag")
-        return None if mark is None else str(mark)
 
     def age(self, uri: str) -> timedelta:
         """How long ago the object was written, by the clock of the store alone where that tells the time."""
@@ -254,23 +234,11 @@ class Objects:
                     raise OSError(errno.EIO, "the store cannot go on where a download broke")
         raise AssertionError("not reached")
 
-    def put(self, uri: str, data: Any, *, exclusive: bool = False, match: str | None = None) -> str | None:
-        """Write a whole object in one request (at most 5 GiB): it is complete afterwards, or absent.
-
-        Args:
-            exclusive: only where there is no such object.
-            match: only over the content that has this ETag.
-
-        Returns the ETag of what was written, None where the store has none. Raises FileExistsError where a condition
-        does not hold (after a reply that was lost, through the first try itself), FileNotFoundError where there is
-        nothing to match, and OSError with EOPNOTSUPP where the store knows no such condition.
-        """
+    def put(self, uri: str, data: Any) -> None:
+        """Write a whole object in one request (at most 5 GiB): it is complete afterwards, or absent."""
         bucket, key = _split(uri)
-        condition = {"IfNoneMatch": "*"} if exclusive else {} if match is None else {"IfMatch": match}
         with self._errors(uri):
-            answer = self._client().put_object(Bucket=bucket, Key=key, Body=bytes(data), **condition)
-        mark = answer.get("ETag")
-        return None if mark is None else str(mark)
+            self._client().put_object(Bucket=bucket, Key=key, Body=bytes(data))
 
     def delete(self, uri: str) -> None:
         """Remove an object; nothing happens where there is none."""
@@ -306,8 +274,6 @@ class Objects:
         if self._made is None or self._made[0] != os.getpid():
             client = _connect(dict(self._settings), self._patience)
             client.meta.events.register_first("needs-retry.s3", partial(_renew, client, self._settings))
-            if (guard := self._guard) is not None:
-                client.meta.events.register("before-send.s3.PutObject", lambda **_: guard())
             self._made = os.getpid(), client
         return self._made[1]
 

@@ -6,7 +6,6 @@ import errno
 import io
 import os
 import secrets
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,12 +17,11 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow as pa
 
 from pipeline.errors import UsageError
-from pipeline.storage.s3 import Objects, check_uri, is_object
+from pipeline.storage.s3 import Objects, Slice, check_uri, is_object
 
-LOCK = ".lock"  # what a run that writes to the cache keeps beside it; see pipeline.storage.lock
+NOTE = ".running"  # how the notes of runs end; see pipeline.execution.claim
 _TAIL = 2**16  # bytes fetched on opening: the footer of most shards
 _READERS = 16
-_CLOCK_NS = 3 * 10**9
 
 
 class FileInfo(NamedTuple):
@@ -40,7 +38,10 @@ class Store(Protocol):
         """Make the root where that is needed. Raises UsageError."""
 
     def taken(self) -> bool:
-        """Whether anything but a lock is below the root already."""
+        """Whether anything is below the root already, besides the notes of runs."""
+
+    def impatient(self) -> Store:
+        """The same for requests that are worth nothing when they come late."""
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         """Write a file in one atomic step: it is complete under ``name`` afterwards, or absent. Raises OSError."""
@@ -51,14 +52,14 @@ class Store(Protocol):
     def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
         """The whole files, in this order."""
 
+    def read_slice(self, name: str, start: int, end: int | None = None) -> Slice:
+        """Bytes [start, end) of a file, or its last ``-start`` bytes, in one read. Raises FileNotFoundError."""
+
     def open(self, name: str) -> pa.NativeFile | RangedObject:
         """The file for random access, which threads may share. Raises FileNotFoundError."""
 
-    def names(self, folder: str, suffix: str, after: str = "") -> list[str]:
-        """The finished files of a folder, sorted; only those that come after the name ``after``."""
-
-    def mark(self, folder: str) -> str | None:
-        """Another text once a file was added to the folder or removed; None where that cannot be told."""
+    def names(self, folder: str, suffix: str) -> list[str]:
+        """The finished files of a folder, sorted."""
 
     def listed(self, folder: str) -> list[FileInfo]:
         """All files of a folder ("" is the root) with their sizes, unfinished ones too, sorted."""
@@ -111,11 +112,15 @@ class LocalStore:
 
     def taken(self) -> bool:
         root = self.root
-        return root.exists() and (not root.is_dir() or any(not path.name.startswith(LOCK) for path in root.iterdir()))
+        return root.is_file() or any(path.is_file() and path.suffix != NOTE for path in root.rglob("*"))
+
+    def impatient(self) -> LocalStore:
+        return self
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         path = self._path(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in reversed(path.relative_to(self.root).parents[:-1]):
+            (self.root / folder).mkdir(exist_ok=True)  # never the root: one that is gone took all its rows with it
         temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
         try:
             with temporary.open("xb") as file:
@@ -135,24 +140,23 @@ class LocalStore:
     def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
         return map(self.read, names)
 
+    def read_slice(self, name: str, start: int, end: int | None = None) -> Slice:
+        with self._path(name).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            first = max(0, size + start) if start < 0 else start
+            last = size if end is None else min(end, size)
+            return Slice(os.pread(file.fileno(), max(0, last - first), first), size)
+
     def open(self, name: str) -> pa.NativeFile:
         return pa.memory_map(str(self._path(name)), "r")
 
-    def names(self, folder: str, suffix: str, after: str = "") -> list[str]:
+    def names(self, folder: str, suffix: str) -> list[str]:
         try:
             with os.scandir(self.root / folder) as entries:
-                found = [f"{folder}/{e.name}" for e in entries if _finished(e, suffix) and f"{folder}/{e.name}" > after]
+                found = [f"{folder}/{entry.name}" for entry in entries if _finished(entry, suffix)]
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted(found)
-
-    def mark(self, folder: str) -> str | None:
-        try:
-            changed_ns = (self.root / folder).stat().st_mtime_ns
-        except OSError:
-            return None
-        # The clock of a file system may stand still for up to two seconds: a change in them would not show.
-        return None if abs(time.time_ns() - changed_ns) < _CLOCK_NS else str(changed_ns)
 
     def listed(self, folder: str) -> list[FileInfo]:
         root = self.root / folder
@@ -184,7 +188,6 @@ class ObjectStore:
         self.objects = objects
 
     def impatient(self) -> ObjectStore:
-        """The same for requests that are worth nothing when they come late."""
         return ObjectStore(self.root, self.objects.impatient())
 
     def _uri(self, name: str) -> str:
@@ -194,9 +197,8 @@ class ObjectStore:
         """Prefixes need no making."""
 
     def taken(self) -> bool:
-        # The lock's own objects come first in a listing; a second page is never asked for.
         first = islice(self.objects.list(f"{self.root}/", deep=True), 100)
-        return any(not found.uri.startswith(f"{self.root}/{LOCK}") for found in first)
+        return any(not found.uri.endswith(NOTE) for found in first)
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         self.objects.put(self._uri(name), data)
@@ -209,15 +211,15 @@ class ObjectStore:
             for start in range(0, len(names), 8 * _READERS):
                 yield from pool.map(self.read, names[start : start + 8 * _READERS])
 
+    def read_slice(self, name: str, start: int, end: int | None = None) -> Slice:
+        return self.objects.read_slice(self._uri(name), start, end)
+
     def open(self, name: str) -> RangedObject:
         return RangedObject(self.objects, self._uri(name))
 
-    def names(self, folder: str, suffix: str, after: str = "") -> list[str]:
-        listed = self.objects.list(f"{self.root}/{folder}/", after=f"{self.root}/{after}" if after else "")
+    def names(self, folder: str, suffix: str) -> list[str]:
+        listed = self.objects.list(f"{self.root}/{folder}/")
         return [found.uri.removeprefix(f"{self.root}/") for found in listed if found.uri.endswith(suffix)]
-
-    def mark(self, folder: str) -> None:
-        """It has no such thing."""
 
     def listed(self, folder: str) -> list[FileInfo]:
         found = self.objects.list(f"{self.root}/{folder}/" if folder else f"{self.root}/")

@@ -107,14 +107,14 @@ class Judge:
     def _wrong(self, name: str) -> dict[Place, str] | None:
         """What is wrong with videos in a token shard; None where nothing is, or nothing that can be repaired."""
         places = [place for place in self._of_shard[name] if place not in self._bad]
-        rows = [(place[0], self._full(*place)) for place in places]
+        one_each = {self._video[place]: place for place in places}  # a row may be in several files
+        rows = [(place[0], self._full(*place)) for place in one_each.values()]
         if not rows:
             return {}
-        whole = len(rows) == len(self._of_shard[name])
-        problems = check_token_shard(self._store, name, rows, self._header, whole=whole).problems
+        problems = check_token_shard(self._store, name, rows, self._header).problems
         problems = [problem for problem in problems if problem.kind in OF_TOKENS]
         if fatal := next((problem for problem in problems if problem.kind in WHOLE), None):
             return dict.fromkeys(places, fatal.what)
-        place_of = {(commit, row["video_id"]): place for place, (commit, row) in zip(places, rows, strict=True)}
-        known = {place_of.get((p.videos_shard or "", p.video_id or "")): p.what for p in reversed(problems)}
-        return {place: what for place, what in known.items() if place is not None} if problems else None
+        wrong = {problem.video_id: problem.what for problem in reversed(problems)}
+        known = {place: wrong[self._video[place]] for place in places if self._video[place] in wrong}
+        return known if problems else None

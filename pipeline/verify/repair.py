@@ -3,17 +3,14 @@
 - Videos whose tokens or whose row cannot be trusted get a failed row, so that ``jobs.prune --retry-failed`` does them
   again.
 - Sound videos that lie in a token shard with damaged ones move to a new shard.
-- In place of a videos shard that is damaged or lost come failed rows of the videos in the token shards of its run that
-  nothing names.
-- The index is made anew.
+- Files of the videos table that are damaged leave it. Videos in token shards that nothing names then get a failed row.
 
-No shard is changed in place. A new videos shard takes the number of the one that it replaces, which is copied to
-``repaired/`` first: nothing is lost, and another repair ends what was interrupted.
+No file is changed in place: a new one is put, and then the other is deleted, of which ``repaired/`` has a copy. Where
+that is interrupted both are there, and the next repair finds the same and ends it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import cast
@@ -21,23 +18,21 @@ from typing import cast
 import pyarrow as pa
 
 from pipeline.cache.header import CacheHeader, fingerprint
-from pipeline.cache.index.compaction import compact
-from pipeline.cache.index.files import ROOT
-from pipeline.cache.live_rows import TOKENS, VIDEOS, VideoRows, read_videos_shard, shard_name
-from pipeline.cache.schema import MADE_WITH, VIDEO_SCHEMA, open_parquet, write_parquet
-from pipeline.cache.token_shard import TokenShard
+from pipeline.cache.live_rows import TOKENS, VIDEOS, VideoRows, keyed, read_file
+from pipeline.cache.schema import MADE_WITH, write_parquet
+from pipeline.cache.table import file_named, in_key_order, small_name, sorted_bytes, sorted_name
+from pipeline.cache.token_shard import TokenShard, videos_in
 from pipeline.cache.writer import put_token_shard
 from pipeline.errors import RunFailed, printable
 from pipeline.rows import VideoRecord, VideoRow
-from pipeline.storage.lock import Lock
 from pipeline.storage.stores import Store
 from pipeline.verify.judge import OF_TOKENS, Judge, Place, Verdict
+from pipeline.verify.orphans import run_of
 from pipeline.verify.report import Marked, Repaired, Report
 from pipeline.verify.rows import is_json
 
 KEPT_IN = "repaired"  # the folder of what was replaced
-_PENDING = f"{KEPT_IN}/pending.json"  # [old, new] of the videos shard that is being replaced
-_KINDS = {*OF_TOKENS, "row", "commit", "lost", "index"}
+_KINDS = {*OF_TOKENS, "row", "commit", "lost"}
 _KEPT = ("video_id", "run_id", "uri", "start_s", "end_s", "source_size", "source_hash", "attempts", "manifest")
 
 
@@ -46,22 +41,11 @@ def repairable(report: Report) -> bool:
     return any(problem.kind in _KINDS for problem in report.problems)
 
 
-def finish_interrupted(store: Store, lock: Lock) -> None:
-    """End the replacement of a videos shard in which a repair was interrupted."""
-    if not store.exists(_PENDING):
-        return
-    old, new = json.loads(store.read(_PENDING))
-    lock.check()
-    if store.exists(new):
-        store.delete(old)
-    store.delete(_PENDING)
-
-
 class Repair:
-    """One repair of the cache at ``store``, whose ``lock`` is held, of the problems in ``report``."""
+    """One repair of the cache at ``store``, to which no run writes, of the problems in ``report``."""
 
-    def __init__(self, store: Store, lock: Lock, header: CacheHeader, report: Report) -> None:
-        self._store, self._lock, self._report = store, lock, report
+    def __init__(self, store: Store, header: CacheHeader, report: Report) -> None:
+        self._store, self._report = store, report
         self._made_with = fingerprint(header["identity"])
         self._full = VideoRows(store, keep=64)
         self._done = Repaired(kept_in=KEPT_IN)
@@ -69,23 +53,17 @@ class Repair:
     def carry_out(self, judge: Judge, rows: pa.Table) -> Repaired:
         """``rows`` are all that can be read, as ``judge`` has them.
 
-        Raises RunFailed where the lock is lost or nothing would be left, CorruptShard and OSError where the store does
-        not give what it gave just before; another repair goes on from there.
+        Raises RunFailed where nothing would be left, CorruptShard and OSError where the store does not give what it
+        gave just before; another repair goes on from there.
         """
         verdict = judge.verdict(p.shard for p in self._report.problems if p.kind in OF_TOKENS and p.shard is not None)
         self._check(verdict)
         for name in verdict.spared:
             self._report.notes.append(f"{name} was damaged at first and sound when it was read again: look at the disk")
         moved = {place: row for name, places in verdict.moving.items() for place, row in self._move(name, places)}
-        indexed = self._store.exists(ROOT)
-        if indexed:  # it would name shards that are gone
-            self._lock.check()
-            self._store.delete(ROOT)
         for name in sorted({commit for commit, _ in (*verdict.marked, *moved)}):
             self._rewrite(name, verdict, moved)
         self._replace_lost(rows)
-        if indexed:
-            self._done.indexed = compact(self._store, self._lock, rebuild=True).shards
         return self._done
 
     def _check(self, verdict: Verdict) -> None:
@@ -106,66 +84,74 @@ class Repair:
         shard = TokenShard(self._store, name, rows[0]["footer_hash"])
         tables = [shard.read_checked(row) for row in rows]
         put_token_shard(self._store, rows[0]["run_id"], cast(list[VideoRecord], rows), tables)
+        for row in rows:
+            row["rewritten"] = (row["rewritten"] or 0) + 1
         self._done.moved += len(rows)
         yield from zip(places, rows, strict=True)
 
     def _rewrite(self, name: str, verdict: Verdict, moved: dict[Place, VideoRow]) -> None:
-        """Replace a videos shard by one in which rows are failed, or name other token shards."""
+        """Replace a file of the table by one in which rows are failed, or name other token shards."""
         rows: list[VideoRow] = []
-        for number, row in enumerate(self._full.of(name)):
+        for number, row in enumerate(read_file(self._store, file_named(name)).to_pylist()):
             place = (name, number)
             why = verdict.marked.get(place)
             rows.append(moved.get(place, row) if why is None else _failed(row, why))
             if why is not None and place in verdict.counted:
                 self._done.marked.append(Marked(row["video_id"], row["uri"], row["attempts"], why))
-        metadata = read_videos_shard(self._store, name, ["video_id"]).schema.metadata or {}
-        self._replace(name, rows, metadata.get(MADE_WITH.encode(), b"").decode() or None)
-
-    def _replace(self, name: str, rows: Sequence[VideoRow], made_with: str | None) -> None:
-        """Put ``rows`` at the number of a videos shard, of which a copy is kept. Readers see the one or the other."""
-        run, number = _numbered(name)
-        table = pa.Table.from_pylist(list(rows), schema=VIDEO_SCHEMA)
-        data = write_parquet(table if made_with is None else table.replace_schema_metadata({MADE_WITH: made_with}))
-        new = shard_name(VIDEOS, run, number, data)
+        new, data = self._file_like(name, rows)
         self._keep(name)
-        self._store.put(_PENDING, json.dumps([name, new]).encode())
-        self._lock.commit(new, data, {row["token_shard"] for row in rows if row.get("token_shard")})
-        self._lock.check()
-        self._store.delete(name)
-        self._store.delete(_PENDING)
+        self._store.put(new, data)
+        if new != name:
+            self._store.delete(name)
         self._done.replaced.append(name)
 
+    def _file_like(self, name: str, rows: Sequence[VideoRow]) -> tuple[str, bytes | pa.Buffer]:
+        """(name, content) of a file of the same kind with other rows."""
+        table = keyed(rows)
+        file = file_named(name)
+        if file.level:
+            table = in_key_order(table)
+            data, n_tail, tail_hash = sorted_bytes(table, {}, self._made_with, indexed="video_id")
+            return sorted_name(VIDEOS, file.level, table, n_tail, tail_hash), data
+        run, number = _numbered(name)
+        return self._small(run, number, table)
+
+    def _small(self, run: str, number: int, table: pa.Table) -> tuple[str, pa.Buffer]:
+        data = write_parquet(table.replace_schema_metadata({MADE_WITH: self._made_with}))
+        return small_name(VIDEOS, run, number, data), data
+
     def _keep(self, name: str) -> None:
-        """Copy a videos shard, if it is there, to where nobody reads it."""
-        self._lock.check()
-        if self._store.exists(name):
-            self._store.put(f"{KEPT_IN}/{PurePosixPath(name).name}", self._store.read(name))
+        """Copy a file of the table to where nobody reads it."""
+        self._store.put(f"{KEPT_IN}/{PurePosixPath(name).name}", self._store.read(name))
 
     def _replace_lost(self, rows: pa.Table) -> None:
-        """Give the videos of commits that are damaged or lost failed rows, as far as their token shards are there."""
-        lost = sorted(p.shard for p in self._report.problems if p.kind in {"commit", "lost"} and p.shard is not None)
-        known = set(rows["video_id"].to_pylist()) if lost else set()
-        for name in lost:
-            run, number = _numbered(name)
-            if number < 0:  # no run called it that: nothing goes to its place
-                self._keep(name)
-                self._store.delete(name)
-                self._done.replaced.append(name)
-                continue
-            ids = sorted(set(self._ids_of(run)) - known)
-            known |= set(ids)
-            why = f"its row in {name} was damaged or lost"
-            self._replace(name, [_unknown(video_id, run, why) for video_id in ids], self._made_with)
-            self._done.marked += [Marked(video_id, "", 1, why) for video_id in ids]
+        """Take damaged files out of the table, and give videos that have no row any more a failed one.
 
-    def _ids_of(self, run: str) -> Iterator[str]:
-        """The videos in the token shards of a run that nothing names."""
-        for name in (file.name for file in self._report.orphans if file.name.startswith(f"{TOKENS}/{run}-")):
-            data = pa.BufferReader(self._store.read(name))
-            try:
-                yield from open_parquet(data).read(columns=["video_id"]).column(0).unique().to_pylist()
-            except (OSError, pa.ArrowException) as error:
-                self._report.notes.append(f"{name} cannot be read, so its videos are unknown: {error}")
+        These are found in the token shards that nothing names.
+        """
+        problems = [problem for problem in self._report.problems if problem.kind in {"commit", "lost"}]
+        known = set(rows["video_id"].to_pylist())
+        found: dict[str, str] = {}  # the run of each
+        for file in self._report.orphans if problems else ():
+            run = run_of(file.name)
+            found |= {video_id: run for video_id in self._ids_of(file.name) if video_id not in known}
+        why = f"its row in {VIDEOS}/ was damaged or lost"
+        for run in sorted(set(found.values())):
+            ids = sorted(video_id for video_id, its in found.items() if its == run)
+            self._store.put(*self._small(f"{run}-repair", 0, keyed([_unknown(one, run, why) for one in ids])))
+            self._done.marked += [Marked(video_id, "", 1, why) for video_id in ids]
+        for name in sorted(p.shard for p in problems if p.kind == "commit" and p.shard is not None):
+            self._keep(name)
+            self._store.delete(name)
+            self._done.replaced.append(name)
+
+    def _ids_of(self, name: str) -> list[str]:
+        """The videos in a token shard that nothing names."""
+        try:
+            return videos_in(self._store, name)
+        except (OSError, pa.ArrowException) as error:
+            self._report.notes.append(f"{name} cannot be read, so its videos are unknown: {error}")
+            return []
 
 
 def _failed(row: VideoRow, why: str) -> VideoRow:
@@ -184,10 +170,6 @@ def _unknown(video_id: str, run: str, why: str) -> VideoRow:
 
 
 def _numbered(name: str) -> tuple[str, int]:
-    """Return (run, number) in the name of a videos shard; -1 where it has none.
-
-    The name is with the hash of its content, or (of one that is lost) without.
-    """
-    stem = PurePosixPath(name).stem if name.endswith(".parquet") else f"{PurePosixPath(name).name}-"
-    run, _, number = stem.rpartition("-")[0].rpartition("-")
-    return (run, int(number)) if run and number.isdecimal() else (stem, -1)
+    """Return (run, number) in the name of a small file."""
+    run, _, number = PurePosixPath(name).stem.rpartition("-")[0].rpartition("-")
+    return (run, int(number)) if run and number.isdecimal() else ("repair", 0)

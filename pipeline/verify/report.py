@@ -17,11 +17,10 @@ _REDO = "restore it from a copy, or let --repair mark its videos for another att
 REMEDIES: Mapping[str, str] = {
     "header": "restore cache.json from a copy: it says what all tokens were made with",
     "commit": "restore it from a copy, or let --repair mark its videos for another attempt of jobs.prune",
-    "lost": "restore the videos shard from a copy, or let --repair mark its videos for another attempt of jobs.prune",
+    "lost": "restore the files of videos/ from a copy, or let --repair mark their videos for another attempt",
     "schema": "another program or another version of this one wrote it: read it with that one",
     "fingerprint": "the shard belongs to a cache of other settings: move it there, and its token shards",
     "row": "the row contradicts itself: report it; --repair marks its video for another attempt of jobs.prune",
-    "duplicate": "only the row in the videos shard that sorts first is read: report it",
     "missing": _REDO,
     "footer": _REDO,
     "damaged": _REDO,
@@ -30,7 +29,7 @@ REMEDIES: Mapping[str, str] = {
     "tokens": "the tokens contradict their row: report it; --repair marks the video for another attempt of jobs.prune",
     "unreadable": "look at the disk or the store, and at who may read there; then verify again",
     "live-failed": "the source is the same and cannot be encoded here: the message says why, the tokens may be sound",
-    "live": "remove the videos shard and run jobs.prune again, unless that processor rounds in another way",
+    "live": "run jobs.prune again into another --out, unless that processor rounds in another way",
 }
 _SHOWN = 10  # files listed by name in the terminal; the JSON has them all
 
@@ -102,7 +101,6 @@ class Repaired:
         marked: videos for another attempt.
         moved: sound videos whose tokens were written again, away from damaged ones.
         replaced: videos shards.
-        indexed: videos shards of the new index; None where there was none before.
         command: what encodes the marked videos again; "" where there are none.
     """
 
@@ -110,7 +108,6 @@ class Repaired:
     marked: list[Marked] = field(default_factory=list)
     moved: int = 0
     replaced: list[str] = field(default_factory=list)
-    indexed: int | None = None
     command: str = ""
 
     def as_record(self) -> dict[str, Any]:
@@ -123,8 +120,6 @@ class Repaired:
             yield f"{len(self.replaced):,} videos shards written anew; {kept}"
         if self.moved:
             yield f"{self.moved:,} sound videos moved to new token shards"
-        if self.indexed is not None:
-            yield f"index made anew, of {self.indexed:,} videos shards"
         yield f"{len(self.marked):,} videos marked for another attempt"
         for video in self.marked[:_SHOWN]:
             yield f"  {video.video_id}: {video.why}"

@@ -13,15 +13,17 @@ import pyarrow as pa
 
 from gstep.types import budget_for
 from pipeline.cache.header import CacheHeader, fingerprint
-from pipeline.cache.live_rows import INDEX_COLUMNS, parse_videos_shard
+from pipeline.cache.live_rows import INDEX_COLUMNS, completed, made_with_of, with_place
 from pipeline.cache.method import declared_method
-from pipeline.cache.schema import MADE_WITH, VIDEO_SCHEMA, tier_row_counts
+from pipeline.cache.schema import KEY_COLUMNS, RESERVED, VIDEO_SCHEMA, tier_row_counts
+from pipeline.cache.table import SortedFile, TableFile, file_named, read_small
 from pipeline.errors import CorruptShard, FaultClass
 from pipeline.rows import JSON_COLUMNS, VideoRow
 from pipeline.storage.stores import Store
 from pipeline.verify.report import Problem
 
 KEPT = (*INDEX_COLUMNS, "run_id", "token_shard")  # of every row, in memory
+_KEYS_SINCE = 3  # the version whose rows have KEY_COLUMNS
 _NEEDED = (
     *("token_shard", "first_row_group", "row_counts", "footer_hash", "checksum", "retention_ratio", "nested"),
     *("n_tokens", "n_total", "n_frames", "tokens_per_frame", "hidden_size"),
@@ -54,52 +56,75 @@ def method_of(header: CacheHeader) -> str:
 
 
 def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
-    """Read one videos shard and check all of it."""
+    """Read one file of the videos table and check all of it."""
+    file = file_named(name)
     try:
-        data = store.read(name)
+        table, made_with, n_bytes = _read(store, file)
+    except CorruptShard as error:
+        return CheckedCommit(None, [Problem(error.kind, str(error), name)])
+    except pa.ArrowException as error:
+        return CheckedCommit(None, [Problem("commit", f"{store}/{name}: {error}", name)])
     except OSError as error:
         return CheckedCommit(None, [Problem("unreadable", f"{store}/{name}: {error}", name)])
-    try:
-        table = parse_videos_shard(store, name, data)
-    except CorruptShard as error:
-        return CheckedCommit(None, [Problem(error.kind, str(error), name)], len(data))
-    except (OSError, pa.ArrowException) as error:
-        return CheckedCommit(None, [Problem("commit", f"{store}/{name}: {error}", name)], len(data))
-    if wrong := sorted(_wrong_columns(table.schema)):
+    if wrong := sorted(_wrong_columns(table.schema, header["schema_version"])):
         what = f"{store}/{name}: columns are missing or of another type: {', '.join(wrong)}"
-        return CheckedCommit(None, [Problem("schema", what, name)], len(data))
-    metadata = table.schema.metadata or {}
-    made_with = metadata[MADE_WITH.encode()].decode() if MADE_WITH.encode() in metadata else None
+        return CheckedCommit(None, [Problem("schema", what, name)], n_bytes)
     problems = []
     if made_with not in (None, fingerprint(header["identity"])):
         problems.append(Problem("fingerprint", f"{store}/{name}: its rows were made with other settings", name))
+    table = completed(table, VIDEO_SCHEMA.names)
+    if file.level and (fault := _sorted_fault(table, file)):
+        problems.append(Problem("commit", f"{store}/{name}: {fault}", name))
     bad = set()
     for place, row in enumerate(table.to_pylist()):
         faults = list(row_faults(row, header))
         problems += [Problem("row", f"{fault} ({name})", name, row["video_id"]) for fault in faults]
         if faults:
             bad.add(place)
-    places = pa.array(range(len(table)), pa.int32())
-    rows = table.select(KEPT).append_column("shard", pa.repeat(name, len(table)).cast(pa.string()))
-    rows = rows.append_column("row", places).replace_schema_metadata(None)
-    return CheckedCommit(rows, problems, len(data), made_with, frozenset(bad))
+    return CheckedCommit(with_place(table.select(KEPT), name), problems, n_bytes, made_with, frozenset(bad))
 
 
-def _wrong_columns(schema: pa.Schema) -> Iterator[str]:
-    for expected in VIDEO_SCHEMA:
-        if expected.name not in schema.names or not schema.field(expected.name).type.equals(expected.type):
-            yield expected.name
+def _read(store: Store, file: TableFile) -> tuple[pa.Table, str | None, int]:
+    """(all rows, the fingerprint that they carry, bytes) of a file. Raises CorruptShard, ArrowException, OSError."""
+    if file.level:
+        opened = SortedFile(store, file)
+        return pa.concat_tables(opened.parts()), opened.made_with, opened.n_bytes
+    data = store.read(file.name)
+    table = read_small(store, file.name, data)
+    return table, made_with_of(table), len(data)
+
+
+def _wrong_columns(schema: pa.Schema, version: int) -> Iterator[str]:
+    """The columns that caches of a version have, and that are not here; rows of earlier ones have no more of them."""
+    since = {*KEY_COLUMNS, *RESERVED} if version < _KEYS_SINCE else set[str]()
+    for name in (name for name in VIDEO_SCHEMA.names if name not in since):
+        if name not in schema.names or not schema.field(name).type.equals(VIDEO_SCHEMA.field(name).type):
+            yield name
+
+
+def _sorted_fault(table: pa.Table, file: TableFile) -> str | None:
+    """What a sorted file's rows are not that its name says."""
+    high, low = table["id_high"].to_numpy(), table["id_low"].to_numpy()
+    if len(table) != file.rows:
+        return f"{len(table)} rows, where its name has {file.rows}"
+    if (int(high[0]), int(high[-1])) != (file.first, file.last):
+        return "its first or last key is not the one in its name"
+    ascends = (high[1:] > high[:-1]) | ((high[1:] == high[:-1]) & (low[1:] >= low[:-1]))
+    return None if ascends.all() else "its rows are not in the order of their keys"
 
 
 def row_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
     """What is wrong with a row of the videos table, each in words."""
-    if row["status"] == "failed":
+    if row["status"] == "removed":
+        if row["token_shard"] is not None:
+            yield "a removed video with a token shard"
+    elif row["status"] == "failed":
         if row["error_class"] not in get_args(FaultClass):
             yield f"a failed video of no known error class: {row['error_class']!r}"
         if row["token_shard"] is not None:
             yield "a failed video with a token shard"
     elif row["status"] != "ok":
-        yield f"its status is {row['status']!r}, neither ok nor failed"
+        yield f"its status is {row['status']!r}, neither ok, failed nor removed"
     elif lacking := [name for name, value in row.items() if name in _NEEDED and value is None]:
         yield f"an ok video without {', '.join(lacking)}"
     else:

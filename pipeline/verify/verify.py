@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,19 +19,20 @@ from rich.console import Console
 
 from pipeline.cache.header import CHECKSUM, CacheHeader
 from pipeline.cache.live_rows import VIDEOS, VideoRows, live_rows
+from pipeline.cache.merging import KEEP
 from pipeline.cache.method import declared_method
 from pipeline.cache.reader import HEADER, TokenCache, read_header
+from pipeline.cache.token_shard import videos_in
 from pipeline.errors import NotACache
+from pipeline.execution.claim import Claim, holder, who
 from pipeline.execution.progress import reporter
 from pipeline.execution.request import new_run_id
 from pipeline.execution.stages import Wording
-from pipeline.storage.lock import Lock, cache_lock, holder
 from pipeline.storage.stores import FileInfo, Store
 from pipeline.verify.command_again import command_again
-from pipeline.verify.index import check_index
 from pipeline.verify.judge import Judge, Place
-from pipeline.verify.orphans import clean, list_files, list_uploads, lost_commits, sort_files
-from pipeline.verify.repair import Repair, finish_interrupted, repairable
+from pipeline.verify.orphans import clean, committed_orphans, list_files, list_uploads, sort_files
+from pipeline.verify.repair import Repair, repairable
 from pipeline.verify.report import Problem, Repaired, Report
 from pipeline.verify.rows import KEPT, CheckedCommit, check_commit, method_of
 from pipeline.verify.tokens import CheckedShard, check_token_shard
@@ -42,8 +44,8 @@ T = TypeVar("T")
 R = TypeVar("R", bound="CheckedCommit | CheckedShard")
 Sound = dict[str, CheckedShard]  # token shards without a problem, by name
 _STAY = (
-    "no orphan was removed: they may be of the videos shards that were damaged or lost; put those back from a copy, or "
-    "remove the orphans with --clean"
+    "no orphan was removed: they may be of the files of videos/ that were damaged or lost; put those back from a copy, "
+    "or remove the orphans with --clean"
 )
 
 
@@ -54,6 +56,7 @@ class Request:
     Attributes:
         jobs: files read at a time.
         clean: whether to remove what nothing names.
+        keep: what is younger is not removed.
         repair: whether to mark what is damaged for another attempt, before that.
         live: how many videos are encoded again.
         seed: which ones.
@@ -63,6 +66,7 @@ class Request:
 
     jobs: int = 2
     clean: bool = False
+    keep: timedelta = KEEP
     repair: bool = False
     live: int = 0
     seed: int = 0
@@ -73,23 +77,20 @@ class Request:
 def verify(store: Store, request: Request, console: Console) -> Report:
     """Read all of the cache at ``store`` and check it; nothing is written there without ``clean`` or ``repair``.
 
-    Raises NotACache where there is none, CacheLocked where it is to be changed and a run holds it, UsageError where
-    videos cannot be encoded again, RunFailed where the lock is lost, and OSError where the store fails as a whole.
+    Raises NotACache where there is none, CacheLocked where it is to be changed and a run writes to it, UsageError where
+    videos cannot be encoded again, RunFailed where nothing would be left, and OSError where the store fails as a whole.
     """
     if not store.exists(HEADER):
         read_header(store)  # raises
     if not (request.clean or request.repair):
-        return _verify(store, request, console, None, {})
-    # From the beginning: what is an orphan is found out under the lock, too.
+        return _verify(store, request, console, {})
+    # From the beginning: what is an orphan is found out while no run writes, too.
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    with cache_lock(store, new_run_id(), say) as lock:
-        if request.repair:
-            finish_interrupted(store, lock)
-            request = replace(request, clean=True)
-        return _verify(store, request, console, lock, {})
+    with Claim(store, new_run_id(), say):
+        return _verify(store, replace(request, clean=True), console, {})
 
 
-def _verify(store: Store, request: Request, console: Console, lock: Lock | None, sound: Sound) -> Report:
+def _verify(store: Store, request: Request, console: Console, sound: Sound) -> Report:
     report = Report(str(store))
     started = time.monotonic()
     try:
@@ -107,31 +108,30 @@ def _verify(store: Store, request: Request, console: Console, lock: Lock | None,
             f"the method {method_of(header)} is unknown here, and {HEADER} does not say what it declares: how many "
             "tokens it keeps, in which order, and whether it merges was not checked"
         )
-    other = None if lock else holder(store)
-    if other is not None:
-        report.notes.append(f"run {other.get('run_id')} writes here at this moment; its next shards look like orphans")
+    changing = request.clean or request.repair
+    if not changing and (other := holder(store)) is not None:
+        report.notes.append(f"a run writes here at this moment, {who(other)}; its next shards look like orphans")
     files = list_files(store)
     list_uploads(store, report)
     rows, bad = _check_commits(store, header, request, console, report)
     live = _check_live(rows, report)
-    check_index(store, rows, report)
     again = _live_check(store, request, live) if request.live else None
     sound |= _check_tokens(store, header, request, console, report, _places(rows, live), bad, sound)
     _sort(store, files, rows, live, report)
     report.seconds = time.monotonic() - started
     if again is not None:
         again.run(_sound(live, report), request.live, request.seed, report)
-    if lock is not None and request.repair and repairable(report):
-        repaired = Repair(store, lock, header, report).carry_out(Judge(store, header, rows, live, bad), rows)
+    if request.repair and repairable(report):
+        repaired = Repair(store, header, report).carry_out(Judge(store, header, rows, live, bad), rows)
         request = replace(request, repair=False, clean=not _lost(report))
-        return _after_repair(_verify(store, request, console, lock, sound), report, repaired, store)
-    if lock is not None and request.clean:
-        clean(store, report, lock, commits=[file.name for file in files[VIDEOS]])
+        return _after_repair(_verify(store, request, console, sound), report, repaired, store)
+    if request.clean:
+        clean(store, report, request.keep, commits=[file.name for file in files[VIDEOS]])
     return report
 
 
 def _lost(report: Report) -> bool:
-    """Whether a videos shard is lost or damaged: a copy of it may turn up, and its token shards are sound."""
+    """Whether a file of the table is lost or damaged: a copy of it may turn up, and its token shards are sound."""
     return any(problem.kind in {"commit", "lost"} for problem in report.problems)
 
 
@@ -192,21 +192,14 @@ def _check_commits(
 
 
 def _check_live(rows: pa.Table, report: Report) -> pa.Table:
-    """The live rows; notes where two rows could both be it."""
+    """The live rows."""
     if not len(rows):
-        report.counts |= {"videos": 0, "failed_videos": 0}
+        report.counts |= {"videos": 0, "failed_videos": 0, "removed_videos": 0}
         return rows
     live = live_rows(rows)
-    ties = rows.group_by(["video_id", "status", "attempts"]).aggregate([("shard", "count"), ("shard", "min")])
-    many = ties.filter(pc.greater(ties["shard_count"], 1)).to_pylist()
-    if many:
-        best = {row["video_id"]: row for row in live.select(["video_id", "status", "attempts"]).to_pylist()}
-        for tie in many:
-            if all(best[tie["video_id"]][key] == tie[key] for key in ("status", "attempts")):
-                what = f"{tie['shard_count']} rows of attempt {tie['attempts']}, the first in {tie['shard_min']}"
-                report.problems.append(Problem("duplicate", what, tie["shard_min"], tie["video_id"]))
     n_ok = pc.sum(pc.equal(live["status"], "ok")).as_py()
-    report.counts |= {"videos": n_ok, "failed_videos": len(live) - n_ok}
+    n_removed = pc.sum(pc.equal(live["status"], "removed")).as_py()
+    report.counts |= {"videos": n_ok, "failed_videos": len(live) - n_ok - n_removed, "removed_videos": n_removed}
     return live
 
 
@@ -233,8 +226,7 @@ def _check_tokens(
             return replace(sound[name], n_bytes=0)
         good = [place for place in places[name] if place not in bad]
         rows = [(commit, full(commit, row)) for commit, row in good]
-        whole = len(good) == len(places[name])
-        return check_token_shard(store, name, rows, header, whole=whole) if rows else CheckedShard([])
+        return check_token_shard(store, name, rows, header) if rows else CheckedShard([])
 
     widths: dict[str, int] = {}
     n_tokens, passed = 0, {}
@@ -257,25 +249,26 @@ def _token_shards(rows: pa.Table) -> set[str]:
 
 
 def _places(rows: pa.Table, live: pa.Table) -> dict[str, list[Place]]:
-    """Each token shard that a live row names -> all rows that name it, superseded ones too."""
-    found: dict[str, list[Place]] = {name: [] for name in sorted(_token_shards(live) - {None})}
-    ok = rows.filter(pc.equal(rows["status"], "ok")).select(["token_shard", "shard", "row"])
-    for row in ok.to_pylist():
-        if row["token_shard"] in found:
-            found[row["token_shard"]].append((row["shard"], row["row"]))
-    return found
+    """Each token shard that a live row names -> a row of each video in it, superseded ones too."""
+    found: dict[str, dict[str, Place]] = {name: {} for name in sorted(_token_shards(live) - {None})}
+    for table in (live, rows):  # what is in several files counts once
+        ok = table.filter(pc.equal(table["status"], "ok")).select(["token_shard", "video_id", "shard", "row"])
+        for row in ok.to_pylist():
+            if row["token_shard"] in found:
+                found[row["token_shard"]].setdefault(row["video_id"], (row["shard"], row["row"]))
+    return {name: list(places.values()) for name, places in found.items()}
 
 
 def _sort(store: Store, files: dict[str, list[FileInfo]], rows: pa.Table, live: pa.Table, report: Report) -> None:
-    """Note the files that were left behind, and the commits that must have been there."""
+    """Note the files that were left behind, and the rows that must have been there."""
     sort_files(files, _token_shards(rows), _token_shards(live), report)
-    commits = [file.name for file in files[VIDEOS] if file.name.endswith(".parquet")]
-    if any(lost_commits(commits, report.orphans)):
-        # While a run adds files, a listing of a folder may have a later one and lack an earlier one.
-        commits += store.names(VIDEOS, ".parquet")
-    for run, number, orphans in lost_commits(commits, report.orphans):
-        what = f"{store}/{VIDEOS}/{run}-{number:06d}-*.parquet is gone; its videos may be in {', '.join(orphans[:3])}"
-        report.problems.append(Problem("lost", what, f"{VIDEOS}/{run}-{number:06d}"))
+    known = set(live["video_id"].to_pylist())
+    if any(problem.kind == "commit" for problem in report.problems):
+        return  # that is where their rows were
+    lost = [name for name in committed_orphans(store, report.orphans) if not known.issuperset(videos_in(store, name))]
+    if lost:
+        what = f"{store}/{VIDEOS} has no row of videos in {len(lost)} token shards that were committed"
+        report.problems.append(Problem("lost", f"{what}, {', '.join(lost[:3])}: a file of it is gone", VIDEOS))
 
 
 def _sound(live: pa.Table, report: Report) -> pa.Table:

@@ -118,10 +118,10 @@ def die_before_the_third_commit() -> None:
 
 
 def stop_before_the_third_commit() -> None:
-    """From here on, this driver is stopped there, after it said so; on S3 its lease beats fast."""
-    from pipeline.storage import lock  # noqa: PLC0415
+    """From here on, this driver is stopped there, after it said so; its note has signs of life in quick succession."""
+    from pipeline.execution import run  # noqa: PLC0415
 
-    lock.CacheLease = partial(lock.CacheLease, heartbeat_s=FAST_BEAT)  # type: ignore[assignment,misc]
+    run.Claim = partial(run.Claim, heartbeat_s=FAST_BEAT)  # type: ignore[assignment,misc]
     _signal_before_the_third_commit(signal.SIGSTOP)
 
 

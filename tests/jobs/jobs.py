@@ -17,7 +17,8 @@ import pytest
 import ray
 
 from pipeline import TokenCache
-from pipeline.cache.live_rows import read_videos_shard
+from pipeline.cache.live_rows import read_file
+from pipeline.cache.table import table_files
 from pipeline.storage.stores import Store
 from tests.paths import ROOT
 from tests.pipeline.videos import SAMPLES, sample
@@ -97,9 +98,10 @@ def wait_for_files(folder: Path, count: int, process: subprocess.Popen[str]) -> 
 
 
 def committed(store: Store) -> list[str]:
-    """The video_id of every row of every videos shard."""
-    shards = (read_videos_shard(store, name, ["video_id"]) for name in store.names("videos", ".parquet"))
-    return [video_id for shard in shards for video_id in shard["video_id"].to_pylist()]
+    """The video_id of every row of the table; a row that stands in a merged file too counts once."""
+    columns = ["video_id", "attempts", "run_id", "tie_break"]
+    files = [read_file(store, file, columns).to_pylist() for file in table_files(store, "videos")]
+    return [row[0] for row in sorted({tuple(row.values()) for rows in files for row in rows})]
 
 
 def assert_complete(cache: Path | Store, ids: list[str]) -> None:

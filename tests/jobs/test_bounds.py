@@ -9,8 +9,9 @@ import pytest
 
 from jobs import prune
 from pipeline import TokenCache
-from pipeline.cache.live_rows import read_videos_shard
-from pipeline.storage.lock import FileLock
+from pipeline.cache.live_rows import read_file
+from pipeline.cache.table import file_named
+from pipeline.execution.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import forbid_models, forbid_ray, run_here
 from tests.pipeline.rays import ray_here
@@ -77,7 +78,7 @@ def half(one_ray, clip, tmp_path_factory):
     """Of a.mp4, which is no video, to f.mp4 the first three, done in two shares: (folder, what both runs said)."""
     folder = copies(tmp_path_factory.mktemp("half"), clip, "abcdef")
     (folder / "videos/a.mp4").write_text("no video" * 100)
-    return folder, [pruned(folder, "--limit", share, "--compact-after", "1") for share in "12"]
+    return folder, [pruned(folder, "--limit", share) for share in "12"]
 
 
 def test_a_limit_does_a_share_of_which_the_exit_code_speaks(half):
@@ -86,7 +87,6 @@ def test_a_limit_does_a_share_of_which_the_exit_code_speaks(half):
     assert "0 ok, 1 failed, 0 without a row, 5 wait for another run" in first
     assert good == 0 and "2 ok, 1 failed, 0 without a row, 3 wait for another run" in second
     assert TokenCache(folder / "cache").video_ids == ["b.mp4", "c.mp4"]
-    assert "index: 1 videos of 1 shards" in first and "index: 3 videos of " in second
     records = [json.loads(file.read_text()) for file in sorted((folder / "cache/runs").iterdir())]
     assert sorted((record["videos"], record["summary"]["n_waiting"]) for record in records) == [(1, 5), (2, 3)]
 
@@ -138,7 +138,7 @@ def test_a_dry_run_refuses_what_a_run_refuses(half, idle, options, told):
 
 def test_a_dry_run_refuses_a_place_and_a_changed_file_likewise(half, idle, clip):
     folder, _ = half
-    with FileLock(LocalStore(folder / "cache"), "first"):
+    with Claim(LocalStore(folder / "cache"), "first", print):
         code, text = pruned(folder, "--dry-run")
     assert code == 2 and "another run writes here" in text and "first" in text
     assert run_here(prune, ["--out", str(clip / "cache"), "--dry-run"]).returncode == 2
@@ -159,7 +159,7 @@ def test_the_next_run_goes_on_from_a_share(half):
 def rows_of(folder: Path) -> list[dict]:
     """All rows of the videos table, by video and attempt."""
     store = LocalStore(folder / "cache")
-    shards = [read_videos_shard(store, name).to_pylist() for name in store.names("videos", ".parquet")]
+    shards = [read_file(store, file_named(name)).to_pylist() for name in store.names("videos", ".parquet")]
     return sorted((row for shard in shards for row in shard), key=lambda row: (row["video_id"], row["attempts"]))
 
 

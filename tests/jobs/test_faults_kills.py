@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 ONE_WORKER = ["--encode-workers", "1", "--decode-workers", "1", "--videos-per-shard", "2"]
 KILLS = 5
-STARTING = [("", 0, 3.0)] * 4  # while the driver takes the lock, writes the header and starts its workers
+STARTING = [("", 0, 3.0)] * 4  # while the driver writes its note, the header and starts its workers
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,7 @@ def test_killed_workers_cost_no_row_and_no_more_calls_than_they_had_in_hand(clus
     assert done.returncode == 0, done.stdout
     visible.assert_complete(cache)
     assert shards[1] < len(files(cache, "videos")) / 2, "it was not in the middle"
-    (record,) = [json.loads(file.read_text()) for file in (cache / "runs").iterdir()]
+    (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
     again = sum(calls(videos).values()) - len(calls(videos))
     plan = record["resources"]["plan"]
     assert again <= plan["decode"]["calls"] * plan["videos_per_block"]
@@ -119,11 +120,10 @@ def test_a_driver_killed_between_tokens_and_commit_leaves_an_orphan_that_nobody_
     assert sorted(chain.killed(visible)) == by_sql(chain.cache)
 
 
-def test_a_second_driver_is_refused_and_the_lock_of_a_killed_one_holds_nobody_up(chain, visible):
-    lock = chain.cache / ".lock"
-    for _ in range(2):  # the second takes the lock that the first left behind
+def test_a_second_driver_is_refused_and_the_note_of_a_killed_one_holds_nobody_up(chain, visible):
+    for _ in range(2):  # the second finds the note that the first left behind
         driver = chain.driver()
-        driver.until(lambda: lock.is_file() and f'"pid": {driver.pid},' in lock.read_text(), "the lock")  # noqa: B023
+        driver.until(lambda: f'"pid": {driver.pid},' in notes(chain.cache), "its note")  # noqa: B023
         refused = run_here(prune, chain.argv)
         assert refused.returncode == 2, refused.stdout
         assert "another run writes here" in refused.stdout and f'"pid": {driver.pid},' in refused.stdout
@@ -139,7 +139,7 @@ def test_a_driver_that_is_terminated_says_what_goes_on(chain, visible):
     os.kill(driver.pid, signal.SIGTERM)
     assert driver.wait() == 130, driver.output
     assert "the same command goes on from here" in driver.output and "Traceback" not in driver.output
-    newest = max((chain.cache / "runs").iterdir())
+    newest = max((chain.cache / "runs").glob("*.json"))
     assert json.loads(newest.read_text())["status"] == "cancelled"
     assert 0 < len(visible.check(chain.cache)) < len(visible.ids)
 
@@ -195,6 +195,15 @@ def test_what_was_encoded_survives_a_kill_by_its_age_and_a_request_to_end_at_onc
 def n_rows(cache: Path) -> int:
     """How many rows are committed; cheap to ask again and again while a run commits."""
     return sum(pq.read_metadata(file).num_rows for file in files(cache, "videos"))
+
+
+def notes(cache: Path) -> str:
+    """What the notes of runs say at this moment."""
+    found = []
+    for file in (cache / "runs").glob("*.running"):
+        with suppress(FileNotFoundError):
+            found.append(file.read_text())
+    return "\n".join(found)
 
 
 def token_shards(cache: Path) -> set[str]:

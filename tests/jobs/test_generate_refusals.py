@@ -11,14 +11,14 @@ from gstep.checkpoints import tiny
 from gstep.checkpoints.shipped import SHIPPED
 from gstep.checkpoints.tiny import TINY
 from jobs import generate
-from pipeline.errors import IdentityMismatch, RunFailed
+from pipeline.errors import IdentityMismatch
 from pipeline.execution import cluster
+from pipeline.execution.claim import Claim
 from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import EngineSetup, transformers
 from pipeline.generate.model import model_of
 from pipeline.generate.request import engine_of, refuse_others
-from pipeline.storage.lock import cache_lock
 from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import forbid_ray
 from tests.pipeline.asking import tiny_cache, write_questions
@@ -197,7 +197,7 @@ def test_a_device_that_the_cluster_lacks_is_refused_before_any_row(ask, tmp_path
     monkeypatch.setattr(cluster, "wait_for_gpus", lambda *wanted: {"CPU": 2.0})
     code, text = ask("--device", "cuda", rows=[QUESTION, {**QUESTION, "question_id": 2, "video_id": "gone"}])
     assert code == 2 and "--device cuda: the Ray cluster has no GPU" in text
-    assert [path.name for path in (tmp_path / "o").iterdir()] == [".lock"]
+    assert [path.name for path in (tmp_path / "o").rglob("*")] == ["runs"]
 
 
 @pytest.mark.parametrize(
@@ -238,24 +238,13 @@ def test_what_another_run_wrote_before_the_lock_was_ours_counts(ask, tmp_path, m
     code, _ = ask("--max-new-tokens", "9", "--out", str(tmp_path / "other"), rows=rows)
     assert code == 1
 
-    def late(*arguments):
+    def late(*arguments, **options):
         shutil.copytree(tmp_path / "other", tmp_path / "o", dirs_exist_ok=True)
-        return cache_lock(*arguments)
+        return Claim(*arguments, **options)
 
-    monkeypatch.setattr("pipeline.execution.run.cache_lock", late)
+    monkeypatch.setattr("pipeline.execution.run.Claim", late)
     code, text = ask(rows=rows)
     assert code == 2 and "max_new_tokens: the answers have 9, this run 64" in text
-
-
-def test_a_lock_that_was_lost_writes_nothing(ask, tmp_path, monkeypatch):
-    tiny_cache(tmp_path / "c")
-
-    def lost(_):
-        raise RunFailed("the lock was lost")
-
-    monkeypatch.setattr("pipeline.storage.lock.FileLock.check", lost)
-    assert ask(rows=[{**QUESTION, "video_id": "gone"}])[0] == 1
-    assert [path.name for path in (tmp_path / "o").iterdir()] == [".lock"]
 
 
 def test_a_seed_that_greedy_decoding_does_not_look_at_is_no_difference(ask, tmp_path):

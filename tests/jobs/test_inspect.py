@@ -75,7 +75,8 @@ def test_a_cache_as_a_document(cache, capsys):
     found = document(capsys, str(cache.store))
     assert (found["cache"], found["n_videos"], found["n_ok"], found["n_failed"]) == (str(cache.store), 2, 1, 1)
     assert found["failures"] == {"corrupt": 1} and found["examples"] == {"corrupt": ["bad.mp4", "the file is cut off"]}
-    assert found["identity"]["retention_ratio"] == 0.25 and (found["index"], found["last_run"]) == (None, None)
+    assert found["identity"]["retention_ratio"] == 0.25 and found["last_run"] is None
+    assert found["table"] == {"small": 1, "sorted": 0, "foreign": []}
     assert {"tokens_in", "tokens_kept", "token_bytes", "seconds", "n_warned", "n_outside", "exit_code"} <= found.keys()
 
 

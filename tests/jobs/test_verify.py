@@ -12,7 +12,7 @@ import torch
 
 from jobs import inspect, prune, verify
 from pipeline import TokenCache
-from pipeline.storage.stores import LOCK, LocalStore, ObjectStore
+from pipeline.storage.stores import LocalStore, ObjectStore
 from tests.jobs.jobs import forbid_ray, run_here, start, stop
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.damage import flip, other_tokens, rewrite_tokens, shards
@@ -175,8 +175,8 @@ def test_an_interrupt_ends_it_at_once():
     """While it waits whether a run on another machine, which has the cache, still lives."""
     with S3Server("verify") as server:
         store = write_header(ObjectStore(server.uri("c"), server.objects()))
-        lease = {"host": "elsewhere", "pid": 1, "run_id": "other", "beat": 1}
-        store.put(f"{LOCK}-000001", json.dumps(lease).encode())
+        note = {"host": "elsewhere", "pid": 1, "run_id": "other", "beat": 1, "checked": True}
+        store.put("runs/other.running", json.dumps(note).encode())
         process = start("jobs.verify", server.uri("c"), "--clean", **server.environment())
         assert process.stdout is not None and "waiting" in process.stdout.readline()
         said = stop(process, signal.SIGTERM)

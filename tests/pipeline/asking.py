@@ -66,6 +66,7 @@ def tiny_cache(
     """A cache of random tokens that says it is of ``source`` (the tiny model); ``header`` overrides its keys."""
     source = source or ModelSource.resolve("tiny")
     store = LocalStore(out)
+    store.make()
     identity = {
         "model": {"type": source.model_type, "weights": source.identity},
         "pruner": {"method": method, "params": {}},

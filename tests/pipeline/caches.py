@@ -59,6 +59,7 @@ def encoded_failure(video_id: str, fault: VideoFault, **more: Any) -> PrunedVide
 
 def write_header(out: Path | Store, ratio: float = 0.25, method: str = "gstep", **more: Any) -> Store:
     store = LocalStore(out) if isinstance(out, Path) else out
+    store.make()
     identity = {
         "model": {"type": "llava_onevision", "weights": "none"},
         "sampling": {},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.cache.cached_video import vector_bytes
-from pipeline.cache.live_rows import shard_name
 from pipeline.cache.schema import digest, footer_of, write_parquet
+from pipeline.cache.table import small_name
+from pipeline.cache.writer import token_shard_id
+from pipeline.execution.run_record import COMMITTED
 from pipeline.storage.stores import LocalStore
+from pipeline.verify.orphans import run_of
 
 Row = dict[str, Any]
 
 
 def shards(store: LocalStore, folder: str = "tokens") -> list[Path]:
     return [store.root / name for name in store.names(folder, ".parquet")]
+
+
+def say_what_was_committed(store: LocalStore) -> None:
+    """Write the records that runs leave, with the token shards that their rows name."""
+    for run in {run_of(file.name) for file in shards(store)}:
+        ids = [token_shard_id(f"tokens/{file.name}") for file in shards(store) if run_of(file.name) == run]
+        store.put(f"runs/{run}.json", json.dumps({COMMITTED: ids}).encode())
 
 
 def flip(file: Path, at: int) -> None:
@@ -40,7 +51,7 @@ def rewrite_row(store: LocalStore, video_id: str, change: Callable[[Row], object
                 data = write_parquet(pa.Table.from_pylist(rows, schema=table.schema))
                 run, _, number = file.stem.rpartition("-")[0].rpartition("-")
                 file.unlink()
-                store.put(shard_name("videos", run, int(number), data), data)
+                store.put(small_name("videos", run, int(number), data), data)
                 return
 
 

@@ -25,7 +25,7 @@ from pipeline.rows import (
 
 ARROW = {
     str: {pa.string()},
-    int: {pa.int32(), pa.int64()},
+    int: {pa.int32(), pa.int64(), pa.uint64()},
     float: {pa.float64(), pa.float32()},
     bool: {pa.bool_()},
     Any: {pa.string()},  # JSON

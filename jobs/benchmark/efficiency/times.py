@@ -56,6 +56,7 @@ class Bench:
         """
         found = [Found(way) for way in self._job.ways]
         for one in found:
+            self._store(one.way).make()
             self._store(one.way).put(HEADER, self._header(one.way))
         self._rounds("online", self._online, found)
         weights = _weight_bytes(self._answers.llm.model)

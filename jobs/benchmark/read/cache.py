@@ -50,6 +50,7 @@ def make_cache(store: Store, job: ReadJob) -> None:
     }
     header: Any = {"schema_version": SCHEMA_VERSION, "identity": identity, "newline": None, "hidden_size": job.hidden}
     made: CacheHeader = header
+    store.make()
     store.put(HEADER, header_bytes(made))
     numbers = np.random.default_rng(0)
     for number, start in enumerate(range(0, job.videos, job.videos_per_shard)):

@@ -25,7 +25,6 @@ from pipeline.generate.request import GenerateRequest, asked_for, checked, way_o
 from pipeline.generate.resume import in_blocks
 from pipeline.generate.run import AnswerRun, Commits, Computed, answer_setup
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
-from pipeline.storage.lock import Lock
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
@@ -47,11 +46,10 @@ class AnswersHere(AnswerRun):
         n_shards: int,
         computed: Computed,
         run_file: RunFile,
-        lock: Lock,
     ) -> int:
         with refusing():
             answerer = Answerer(answer_setup(request, *computed))
-        commits, said = Commits(request, n_shards, run_file, lock), time.monotonic()
+        commits, said = Commits(request, n_shards, run_file, self.say), time.monotonic()
         for block in question_blocks(in_blocks(ask, batch_size(self.options))):
             for part in answerer(block):
                 commits(commits.n_shards, 0, answered_rows(part))

@@ -1,5 +1,6 @@
 """Which row of a video counts, and that no damaged shard is read."""
 
+from dataclasses import replace
 from typing import Any
 
 import pyarrow as pa
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 from pipeline import CorruptShard, TokenCache
 from pipeline.cache.ledger import Ledger
-from pipeline.cache.live_rows import VideoRows, check_content, live_rows, read_live, shard_name
+from pipeline.cache.live_rows import VideoRows, read_file, read_live
+from pipeline.cache.table import check_content, small_name, table_files
 from pipeline.cache.writer import PrunedVideo
 from pipeline.errors import VideoFault
 from pipeline.storage.stores import LocalStore
@@ -30,8 +32,13 @@ def test_the_live_row_is_ok_before_failed_then_most_attempts(tmp_path):
     write_shard(store, "r7", encoded("c", tokens[0], 0.25, "gstep", attempts=1))
     cache = TokenCache(tmp_path)
     assert cache.metadata("a")["run_id"] == "r2"
-    assert cache.metadata("c")["run_id"] == "r6"
+    rows = [cache.metadata("c"), *(row for row in read_file_rows(store) if row["video_id"] == "c")]
+    assert len(rows) == 3 and rows[0]["tie_break"] == min(row["tie_break"] for row in rows)
     assert cache.failed == {"b": "timeout"}
+
+
+def read_file_rows(store):
+    return [row for file in table_files(store, "videos") for row in read_file(store, file).to_pylist()]
 
 
 def test_a_damaged_videos_shard_raises(tmp_path):
@@ -48,72 +55,55 @@ ROWS = st.lists(
     st.fixed_dictionaries(
         {
             "video_id": st.sampled_from(["a", "b", "ä", "a0"]),
-            "status": st.sampled_from(["ok", "failed"]),
+            "status": st.sampled_from(["ok", "failed", "removed"]),
             "attempts": st.integers(1, 3),
-            "shard": st.sampled_from(["videos/r1-0", "videos/r10-0", "videos/r2-0", "videos/r3-0"]),
+            "run": st.sampled_from(["r1", "r10", "r2", "r3"]),
         }
     ),
     min_size=1,
-    unique_by=lambda row: (row["video_id"], row["shard"]),  # a shard holds a video once
+    unique_by=lambda row: (row["video_id"], row["run"]),  # a file holds a video once
 )
 
 
 def expected_live(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rule in plain Python: ok before failed, most attempts, smallest shard name."""
+    """The rule in plain Python: removed before ok before failed, most attempts, most rewritten, smallest tie_break."""
     live = {}
-    for row in sorted(rows, key=lambda row: (row["status"] != "ok", -row["attempts"], row["shard"])):
+    order = ["removed", "ok", "failed"]
+    for row in sorted(
+        rows, key=lambda row: (order.index(row["status"]), -row["attempts"], -row["rewritten"], row["tie_break"])
+    ):
         live.setdefault(row["video_id"], row)
     return [live[name] for name in sorted(live)]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 @given(rows=ROWS)
-def test_the_live_row_is_by_the_rule(rows):
-    assert live_rows(pa.Table.from_pylist(rows)).to_pylist() == expected_live(rows)
-
-
-@settings(deadline=None, max_examples=10)
-@given(rows=ROWS)
-def test_readers_and_the_ledger_of_a_run_agree_on_it(tmp_path_factory, rows):
-    """On real shards, whose names begin with the run and so sort by it."""
+def test_readers_and_the_ledger_of_a_run_agree_on_the_rule(tmp_path_factory, rows):
     store = write_header(tmp_path_factory.mktemp("c"))
     by_run: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        by_run.setdefault(row["shard"].partition("/")[2].partition("-")[0], []).append(row)
+        by_run.setdefault(row["run"], []).append(row)
     for run_id, mine in by_run.items():
         write_shard(store, run_id, *(video_of(row) for row in mine))
-    wanted = [(row["video_id"], row["status"], row["attempts"], run_of(row["shard"])) for row in expected_live(rows)]
+    names = ("video_id", "status", "attempts", "run_id")
+    wanted = [tuple(row[name] for name in names) for row in expected_live(read_file_rows(store))]
+    assert len(wanted) == len({row["video_id"] for row in rows})
     live = read_live(store).to_pylist()
-    assert [(row["video_id"], row["status"], row["attempts"], run_of(row["shard"])) for row in live] == wanted
+    full = VideoRows(store)
+    assert [tuple(full(row["shard"], row["row"])[name] for name in names) for row in live] == wanted
     ledger = Ledger(store).refresh()
     places = ledger.find(pa.array([name for name, *_ in wanted]))
-    read = [ledger.read(place) for place in places.tolist()]
-    assert [(row["video_id"], row["status"], row["attempts"], row["run_id"]) for row in read] == wanted
-    full = VideoRows(store)
-    assert [full(row["shard"], row["row"])["run_id"] for row in live] == [run_id for *_, run_id in wanted]
+    assert [tuple(ledger.read(place)[name] for name in names) for place in places.tolist()] == wanted
+    cache = TokenCache(store.root)
+    assert [tuple(cache.metadata(name)[key] for key in names) for name, *_ in wanted] == wanted
 
 
 def video_of(row: dict[str, Any]) -> PrunedVideo:
     name, attempts = row["video_id"], row["attempts"]
     if row["status"] == "ok":
         return encoded(name, TOKENS, 0.25, "uniform", attempts=attempts)
-    return encoded_failure(name, VideoFault("corrupt", "x"), attempts=attempts)
-
-
-def run_of(shard: str) -> str:
-    return shard.removeprefix("videos/").partition("-")[0]
-
-
-def test_the_rule_goes_for_questions_too():
-    rows = [
-        {"question_id": "q", "status": "failed", "attempts": 2, "shard": "s1"},
-        {"question_id": "q", "status": "ok", "attempts": 1, "shard": "s2"},
-    ]
-    assert live_rows(pa.Table.from_pylist(rows), ["question_id"]).to_pylist() == rows[1:]
-    both = [{**rows[0], "pruning": "a"}, {**rows[1], "pruning": None}, {**rows[1], "pruning": "a"}]
-    live = live_rows(pa.Table.from_pylist(both), ["question_id", "pruning"])
-    assert {(row["pruning"], row["status"]) for row in live.to_pylist()} == {("a", "ok"), (None, "ok")}
-    assert len(live_rows(pa.Table.from_pylist(rows).slice(0, 0), ["question_id"])) == 0
+    failed = encoded_failure(name, VideoFault("corrupt", "x"), attempts=attempts)
+    return replace(failed, record={**failed.record, "status": row["status"]})
 
 
 def test_a_cache_without_a_commit_has_columns_and_no_rows(tmp_path):
@@ -121,20 +111,9 @@ def test_a_cache_without_a_commit_has_columns_and_no_rows(tmp_path):
     assert (table.schema.names, len(table)) == (["video_id", "status", "shard", "row"], 0)
 
 
-def test_many_small_shards_are_read_as_a_few(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipeline.cache.live_rows._SHARDS_AT_ONCE", 3)
-    store = write_header(tmp_path)
-    for number in range(8):
-        fault = VideoFault("corrupt", "x")
-        write_shard(store, "run", *(encoded_failure(f"v{number}{i}", fault) for i in range(2)))
-    live = read_live(store).to_pylist()
-    assert [row["video_id"] for row in live] == [f"v{number}{i}" for number in range(8) for i in range(2)]
-    assert [row["row"] for row in live] == [0, 1] * 8
-
-
 def test_the_name_of_a_shard_is_its_content(tmp_path):
     store, data = LocalStore(tmp_path), b"content"
-    name = shard_name("videos", "run", 7, data)
+    name = small_name("videos", "run", 7, data)
     assert name.startswith("videos/run-000007-") and name.endswith(".parquet")
     check_content(store, name, data)
     with pytest.raises(CorruptShard, match="restore the file") as caught:

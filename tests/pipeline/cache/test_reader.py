@@ -219,10 +219,8 @@ def test_damage_raises_instead_of_other_tokens(tmp_path):
         assert torch.equal(bits(video.tokens), bits(good.tokens)), at
         assert torch.equal(video.index, good.index), at
     path.unlink()
-    with pytest.raises(CorruptShard, match=r"missing.*jobs\.verify .*the same .*jobs\.prune again") as caught:
+    with pytest.raises(CorruptShard, match=r"missing.*jobs\.verify .*add --repair"):
         TokenCache(tmp_path).get("v")
-    (commit,) = LocalStore(tmp_path).names("videos", ".parquet")
-    assert f"remove {tmp_path}/{commit}" in str(caught.value)
 
 
 def test_a_shard_of_other_bits_under_the_same_name_is_found_by_verify(tmp_path):

@@ -1,29 +1,22 @@
 """What the driver commits is what lies in its own cache, and stays what it was."""
 
 from dataclasses import replace
-from datetime import timedelta
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from pipeline import TokenCache
-from pipeline.cache.writer import PrunedVideo, commit, write_token_shard
-from pipeline.storage import lock
-from pipeline.storage.lease import CacheLease
-from pipeline.storage.stores import LocalStore, ObjectStore
-from pipeline.verify import orphans
+from pipeline.cache.writer import commit, write_token_shard
+from pipeline.errors import RunFailed
+from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header
-from tests.pipeline.s3 import S3Server
-from tests.pipeline.stopping import BEAT, ENDED_BY_THE_LOCK, stopped_driver
-from tests.pipeline.verifying import SHAPE, kinds, verified
 
 
 def test_tokens_on_a_disk_that_is_not_shared_are_not_committed(tmp_path):
     store = write_header(tmp_path / "drivers")
     video = encoded("v", random_tokens(0), 0.25, "gstep")
-    written = write_token_shard([video], store=LocalStore(tmp_path / "nodes"), run_id="run")
+    written = write_token_shard([video], store=write_header(tmp_path / "nodes"), run_id="run")
     with pytest.raises(FileNotFoundError, match="must be shared by all"):
         commit(store, "run", 0, written)
     assert len(TokenCache(tmp_path / "drivers")) == 0
@@ -46,39 +39,30 @@ def test_a_late_write_with_another_last_bit_replaces_nothing(tmp_path, method):
     assert late["token_shard"] != after.metadata["token_shard"] and len(store.names("tokens", ".parquet")) == 2
 
 
-def tiny() -> PrunedVideo:
-    return encoded("v", random_tokens(0, SHAPE), 0.25, "gstep")
+def test_a_driver_that_was_stopped_in_its_commit_shows_no_video_whose_tokens_were_removed(tmp_path):
+    """It goes on when nothing names its tokens any more: before it looks for them, or after it has put the rows."""
+    store = write_header(tmp_path)
+    video = encoded("v", random_tokens(0), 0.25, "gstep")
+    rows = write_token_shard([video], store=store, run_id="run")
+
+    class Stopped(LocalStore):
+        def put(self, name, data) -> None:
+            store.delete(rows[0]["token_shard"])
+            super().put(name, data)
+
+    with pytest.raises(RunFailed, match="was removed before its videos were committed"):
+        commit(Stopped(tmp_path), "run", 0, rows)
+    with pytest.raises(FileNotFoundError, match="removed meanwhile"):
+        commit(store, "run", 0, rows)
+    assert store.names("videos", ".parquet") == [] and len(TokenCache(tmp_path)) == 0
 
 
-@pytest.fixture(scope="module")
-def server():
-    with S3Server("fence") as server:
-        yield server
-
-
-@pytest.fixture
-def remote(server, request, monkeypatch) -> ObjectStore:
-    """A cache on S3 without videos, whose lease beats fast."""
-    monkeypatch.setattr(lock, "CacheLease", partial(CacheLease, heartbeat_s=BEAT))
-    return write_header(ObjectStore(server.uri(request.node.name), server.objects()), hidden_size=SHAPE[2])
-
-
-@pytest.mark.parametrize("place", ["request", "send"])
-def test_a_driver_that_was_stopped_shows_no_video_whose_tokens_another_one_removed(server, remote, monkeypatch, place):
-    monkeypatch.setattr(orphans, "ORPHAN_AGE", timedelta(0))
-    with stopped_driver(remote.root, place, tiny(), server.environment()) as goes_on:
-        (removed,) = verified(remote, clean=True).removed  # it takes the lock of the silent one
-        assert removed.startswith("tokens/s-")
-        code = goes_on()
-    assert (TokenCache(remote.root, store=remote).video_ids, kinds(verified(remote))) == ([], [])
-    assert code == ENDED_BY_THE_LOCK
-
-
-def test_what_a_stopped_driver_may_still_commit_is_not_removed(server, remote):
-    with stopped_driver(remote.root, "send", tiny(), server.environment()) as goes_on:
-        report = verified(remote, clean=True)
-        assert report.removed == [] and any("younger than a day" in note for note in report.notes)
-        assert goes_on() == ENDED_BY_THE_LOCK
-    cache = TokenCache(remote.root, store=remote)
-    assert (cache.video_ids, kinds(verified(remote))) == (["v"], [])
-    assert len(cache.get("v", verify=True).index) == 9
+def test_a_commit_never_makes_a_cache_that_is_gone(tmp_path):
+    store = write_header(tmp_path / "c")
+    rows = write_token_shard([encoded("v", random_tokens(0), 0.25, "gstep")], store=store, run_id="run")
+    (tmp_path / "c").rename(tmp_path / "old")
+    with pytest.raises(FileNotFoundError):
+        commit(store, "run", 0, rows)
+    with pytest.raises(FileNotFoundError):
+        store.put("videos/x.parquet", b"x")
+    assert not (tmp_path / "c").exists()

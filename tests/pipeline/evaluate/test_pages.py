@@ -141,7 +141,9 @@ def asked(tmp_path):
     def request(*methods, **options) -> EvaluateRequest:
         places = {"benchmark": str(file), "cache": str(tmp_path / "c"), "out": str(tmp_path / "r")}
         given = {**places, "method": [*methods], "retention_ratio": [0.1, 0.25], **options}
-        return prepare(EvaluateConfig(**given), QUIET)
+        found = prepare(EvaluateConfig(**given), QUIET)
+        found.store.make()
+        return found
 
     return request
 

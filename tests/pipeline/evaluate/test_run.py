@@ -9,7 +9,7 @@ import ray
 from rich.console import Console
 
 from gstep.backbones import ModelSource
-from pipeline.cache.index.compaction import compact
+from pipeline.cache.merging import merge
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.errors import CacheLocked, IdentityMismatch, NotAnswers, QuestionFault, QuestionsChanged, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
@@ -18,11 +18,11 @@ from pipeline.evaluate.request import EvaluateRequest, prepare, write_results_he
 from pipeline.evaluate.run import answer_and_score, answers_config, arms_of, drop_tokens, score_answers
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
+from pipeline.execution.claim import Claim
 from pipeline.generate.answers import AnswersTable, commit_answers, write_answers_header
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.request import resolve
 from pipeline.rows import failed_answer
-from pipeline.storage.lock import cache_lock
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.asking import request_about, tiny_cache, write_questions
 from tests.pipeline.evaluate.videomme import write_videomme
@@ -170,9 +170,8 @@ def test_dropping_tokens_leaves_no_cache_and_all_answers(asked):
     cache = LocalStore(request.cache)
     shards = [*cache.names("tokens", ".parquet"), *cache.names("videos", ".parquet")]
     assert len(shards) == 2
-    with cache_lock(cache, "compact", print) as lock:
-        compact(cache, lock)  # three more files
-    assert f"{cache}: 6 files deleted (--drop-tokens); the answers stay" in said_of(drop_tokens, request)
+    merge(cache, None, everything=True)  # one more file
+    assert f"{cache}: 4 files deleted (--drop-tokens); the answers stay" in said_of(drop_tokens, request)
     assert not cache.taken() and answers.names("answers", ".parquet")
 
 
@@ -181,7 +180,7 @@ def test_only_what_a_cache_is_made_of_is_deleted(asked):
     (Path(request.cache) / "notes.txt").write_text("mine")
     (Path(request.cache) / "tokens" / "mine").mkdir()
     drop_tokens(request, QUIET)
-    assert sorted(path.name for path in Path(request.cache).iterdir() if path.name != ".lock") == [
+    assert sorted(path.name for path in Path(request.cache).iterdir()) == [
         "notes.txt",
         "tokens",
     ]
@@ -194,7 +193,7 @@ def test_where_no_cache_is_nothing_is_dropped_or_said(asked, tmp_path):
 
 def test_tokens_that_another_run_works_on_are_not_dropped(asked):
     request = asked()
-    with cache_lock(LocalStore(request.cache), "other", print), pytest.raises(CacheLocked):
+    with Claim(LocalStore(request.cache), "other", print), pytest.raises(CacheLocked):
         drop_tokens(request, QUIET)
     assert TokenCache(request.cache).video_ids == ["a", "b"]
 
@@ -240,6 +239,7 @@ def answered(tmp_path):
 
     def place(name, replies="BB", rows=ROWS, cache="c", **options) -> str:
         job, store = request_about(tmp_path / cache, rows, **options), LocalStore(tmp_path / name)
+        store.make()
         answers = [
             failed_answer({**question, "attempts": 1}, QuestionFault("io", "why"))
             if reply == "-"

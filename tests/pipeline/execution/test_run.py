@@ -9,11 +9,11 @@ import pytest
 from rich.console import Console
 
 from pipeline.errors import CacheLocked, IdentityMismatch, RunFailed, UsageError
+from pipeline.execution.claim import Claim, holder
 from pipeline.execution.outcome import Outcome
 from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile
 from pipeline.options import RunOptions
-from pipeline.storage.lock import Lock, cache_lock, holder
 from pipeline.storage.stores import LocalStore
 
 
@@ -27,7 +27,7 @@ class Words:
 
 
 class WordRun(Run[RunOptions, Words, list[str], Outcome]):
-    """Writes the words that are not there yet; it notes each step and who holds the lock meanwhile."""
+    """Writes the words that are not there yet; it notes each step and who has a claim meanwhile."""
 
     def __init__(self, root: Path, *words: str) -> None:
         super().__init__(RunOptions(device="cpu", s3_endpoint="http://secret.example"), Console(file=io.StringIO()))
@@ -50,11 +50,10 @@ class WordRun(Run[RunOptions, Words, list[str], Outcome]):
         self._step("remaining")
         return [word for word in request.words if not request.store.exists(f"words/{word}")]
 
-    def stream(self, request: Words, todo: list[str], lock: Lock) -> Streamed:
+    def stream(self, request: Words, todo: list[str]) -> Streamed:
         self._step("stream")
         run_file = RunFile(request.store, {"run_id": request.run_id})
         with run_file:
-            lock.check()
             for word in todo:
                 request.store.put(f"words/{word}", word.encode())
         return Streamed(run_file, n_failed=0)
@@ -158,6 +157,6 @@ def test_a_refusal_stays_one(tmp_path, refusal):
 
 def test_a_place_that_another_run_holds_is_not_touched(tmp_path):
     run = WordRun(tmp_path, "a")
-    with cache_lock(LocalStore(tmp_path), "other", print), pytest.raises(CacheLocked, match="other"):
+    with Claim(LocalStore(tmp_path), "other", print), pytest.raises(CacheLocked, match="other"):
         run.carry_out()
     assert [name for name, _ in run.steps] == ["prepare"] and not (tmp_path / "words").exists()

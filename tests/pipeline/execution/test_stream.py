@@ -15,7 +15,6 @@ from pipeline.execution.progress import LineReporter
 from pipeline.execution.stream import Count, Graph, _commit_all
 from pipeline.execution.watchdog import Watchdog
 from pipeline.prune.graph import PRUNING, plan_resources
-from pipeline.storage.lock import FileLock, Lock
 from pipeline.storage.stores import LocalStore
 
 
@@ -37,27 +36,23 @@ class Told(Watchdog):
 
 
 class Committing:
-    """Commits the shards of ``_commit_all`` as files of a folder, under its lock."""
+    """Commits the shards of ``_commit_all`` as files of a folder."""
 
-    def __init__(self, root: Path, total: int, lock: Lock | None = None) -> None:
+    def __init__(self, root: Path, total: int) -> None:
         self.store = LocalStore(root)
         self.said = io.StringIO()
         plan = plan_resources(4, 0, total)
         self.graph = Graph(build=nothing, commit=self.commit, plan=plan, total=total)
         self.watchdog = Told(Heartbeats(tuple(PRUNING.stages)), 60, plan, total, nothing)
-        self.lock = lock
 
     def commit(self, number: int, rows: pa.Table) -> None:
         self.store.put(f"shards/{number}", "\n".join(rows["status"].to_pylist()).encode())
 
     def run(self, shards: Iterable[pa.Table]) -> int:
         self.store.make()
-        with (
-            LineReporter(Console(file=self.said, width=200), self.graph.total, 60, PRUNING) as progress,
-            self.lock or FileLock(self.store, "r1") as lock,
-        ):
+        with LineReporter(Console(file=self.said, width=200), self.graph.total, 60, PRUNING) as progress:
             count = Count()
-            _commit_all(enumerate(shards), self.graph, lock, self.watchdog, progress, count)
+            _commit_all(enumerate(shards), self.graph, self.watchdog, progress, count)
             return count.failed
 
 
@@ -109,14 +104,3 @@ def test_what_ray_raises_is_told_in_the_words_of_the_worker_where_it_said_any(tm
 
     with pytest.raises(RunFailed, match=rf"stopped after 1 of 3 videos: .*{said}"):
         committing.run(shards())
-
-
-def test_nothing_is_committed_once_the_lock_is_lost(tmp_path):
-    class Lost(FileLock):
-        def check(self) -> None:
-            raise RunFailed("another run took the lock over")
-
-    committing = Committing(tmp_path, 1, Lost(LocalStore(tmp_path), "r1"))
-    with pytest.raises(RunFailed, match="took the lock over"):
-        committing.run([shard("ok")])
-    assert not (tmp_path / "shards").exists()

@@ -1,16 +1,25 @@
 """Answers on disk: which row counts, and what damage says."""
 
 import json
+from datetime import timedelta
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from pipeline.cache.header import header_bytes
-from pipeline.cache.live_rows import shard_name
 from pipeline.cache.schema import write_parquet
+from pipeline.cache.table import small_name
 from pipeline.errors import CorruptShard, NotAnswers
-from pipeline.generate.answers import ANSWER_SCHEMA, commit_answers, read_answers, write_answers_header
+from pipeline.generate.answers import (
+    ANSWER_SCHEMA,
+    AnswersTable,
+    commit_answers,
+    merge_answers,
+    read_answers,
+    try_merge_answers,
+    write_answers_header,
+)
 from pipeline.storage.stores import LocalStore
 
 
@@ -92,7 +101,7 @@ def version_1(tmp_path):
         table = pa.Table.from_pylist([{**row, "run_id": "old"} for row in rows], schema=SCHEMA_1)
         lines = "".join(json.dumps(row) + "\n" for row in table.to_pylist())
         data = write_parquet(table) if form == "parquet" else lines.encode()
-        store.put(shard_name("answers", "old", 0, data, f".{form}"), data)
+        store.put(small_name("answers", "old", 0, data, f".{form}"), data)
         return store
 
     return commit
@@ -131,3 +140,29 @@ def test_what_a_pruning_kept_is_read_back(store, form):
     commit_answers(store, "run", 0, [kept], form)
     (read,) = read_answers(str(store)).to_pylist()
     assert {name: read[name] for name in kept} == kept
+
+
+def test_many_files_are_merged_and_every_answer_stays(store):
+    """A run that goes on reads what it holds already; files of before are deleted by a later merge."""
+    reader = AnswersTable(store)
+    for number in range(5):
+        rows = [row(str(number), answer=f"a{number}"), row("x", "failed", number + 1)]
+        commit_answers(store, "run", number, rows)
+    before = reader.live()
+    merge_answers(store, 5)
+    assert len(reader.names()) == 5
+    merge_answers(store, 4)
+    assert len(reader.names()) == 6 and reader.live().equals(before)
+    commit_answers(store, "run", 5, [row("new", answer="n")])
+    merge_answers(store, 4, timedelta(0))
+    assert len(reader.names()) == 2
+    assert read_answers(str(store)).num_rows == len(before) + 1 == len(reader.rows())
+
+
+def test_a_merge_that_cannot_be_is_told_of(store):
+    for number in range(3):
+        commit_answers(store, "run", number, [row(str(number))])
+    (Path(str(store)) / "answers" / "run-000009-ff.parquet").write_bytes(b"PAR1")
+    said: list[str] = []
+    try_merge_answers(store, 1, said.append)
+    assert len(said) == 1 and "were not merged" in said[0] and len(AnswersTable(store).names()) == 4

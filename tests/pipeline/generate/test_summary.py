@@ -25,6 +25,7 @@ def test_seconds_of_a_batch_count_once(job):
         {**r, "status": "ok", "attempts": 1, **measured, "n_prompt_tokens": 20 + 10 * i, "n_new_tokens": 3}
         for i, r in enumerate(job.questions.to_pylist())
     ]
+    job.store.make()
     commit_answers(job.store, "run", 0, rows)
     summary = summarise_answers(AnswersTable(job.store).live(), 2, {("ok", None), ("bad", None)}, 2.0)
     assert summary.seconds == {"load": 1.0, "prefill": 4.0, "decode": 2.0}

@@ -44,6 +44,7 @@ def failed(question_id: str, **more):
 
 def stored(tmp_path, *rows) -> LocalStore:
     store = LocalStore(tmp_path / "answers")
+    store.make()
     write_answers_header(store, IDENTITY)
     commit_answers(store, "run", 0, rows)
     return store

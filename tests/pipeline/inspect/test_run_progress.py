@@ -6,9 +6,9 @@ import pytest
 
 from pipeline.cache.ledger import Ledger
 from pipeline.errors import CorruptShard, VideoFault
+from pipeline.execution.claim import Claim
 from pipeline.execution.run_record import RunFile
 from pipeline.inspect.run_progress import latest_run
-from pipeline.storage.lock import FileLock, holder
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 
 
@@ -36,7 +36,7 @@ def progress(store):
 def test_a_running_run_tells_its_rate_and_what_is_left(store):
     started = (datetime.now(UTC) - timedelta(seconds=100)).isoformat()
     RunFile(store, record()).save(status="running", started=started)
-    with FileLock(store, "r2"):
+    with Claim(store, "r2", print):
         run = progress(store)
     assert (run.status, run.n_done, run.n_failed, run.n_videos) == ("running", 2, 1, 10)
     assert run.seconds == pytest.approx(100, abs=20)
@@ -50,7 +50,7 @@ def test_a_run_that_holds_the_cache_no_more_is_gone(store):
 
 def test_a_run_that_has_written_no_record_yet_is_starting(store):
     RunFile(store, record()).save(status="running")
-    with FileLock(store, "r3"):
+    with Claim(store, "r3", print):
         run = latest_run(store, Ledger(store).refresh())
     assert run is not None and run.describe().startswith("r3 on ") and run.describe().endswith("is starting")
 
@@ -59,21 +59,8 @@ def test_the_run_that_writes_is_told_of_whatever_the_names_of_others_are(store):
     """Clocks of hosts differ: a run that ended before may have a later name."""
     RunFile(store, record(run_id="r9")).save(status="running")
     RunFile(store, record()).save(status="running")
-    with FileLock(store, "r2"):
+    with Claim(store, "r2", print):
         assert "2 of 10 videos" in progress(store).describe()
-
-
-def test_a_run_that_took_another_name_than_its_lock_has_is_the_one_at_work(store):
-    """Its own would have sorted before what an index covers."""
-    lock = FileLock(store, "r0")
-    with lock:
-        at_work = holder(store)
-        assert at_work is not None
-        here = {name: at_work[name] for name in ("host", "pid")}
-        RunFile(store, record(**here)).save(status="running")
-        assert "running for" in progress(store).describe()
-        RunFile(store, record(**here)).save(status="finished", ended="2026-01-01T00:00:00+00:00")
-        assert latest_run(store, Ledger(store).refresh()).status == "starting"  # this process began another one
 
 
 @pytest.mark.parametrize("text", [b"{}", b"[]", b"no json"])

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from pipeline.errors import CacheLocked, UsageError
+from pipeline.execution.claim import Claim
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.forecast import Forecast, forecast, render_forecast
 from pipeline.prune.resume import Tally
-from pipeline.storage.lock import cache_lock
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.inputs.test_manifest import write_jsonl
 
@@ -97,7 +97,7 @@ def test_the_identity_is_shown_leaf_by_leaf(folder):
 
 def test_what_a_run_would_refuse_is_refused(folder):
     (folder / "c").mkdir()
-    with cache_lock(LocalStore(folder / "c"), "r9", print), pytest.raises(CacheLocked, match="r9"):
+    with Claim(LocalStore(folder / "c"), "r9", print), pytest.raises(CacheLocked, match="r9"):
         told(folder)
     (folder / "file").write_text("x")
     (folder / "videos" / "link.mp4").symlink_to(folder / "file")

@@ -29,6 +29,7 @@ def clips(tmp_path):
     """Two clips whose rows the cache ``c`` holds: one is ok, one failed."""
     paths = [write_clip(tmp_path / name, count=2) for name in ("a.mp4", "b.mp4")]
     request = prepare(PruneConfig(out="c", num_frames=4), Console(quiet=True), paths)
+    request.store.make()
     request.store.put(HEADER, header_bytes(request.header("float32", family_of(request.source).static())))
     good = encoded("a.mp4", random_tokens(0, (4, 196, 64)), 0.25, "gstep", uri=str(paths[0]))
     write_shard(request.store, "run", good, encoded_failure("b.mp4", VideoFault("corrupt", "cut"), uri=str(paths[1])))

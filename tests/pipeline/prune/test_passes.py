@@ -1,11 +1,24 @@
 """The passes of a prune run: what they ask of the cluster, and what is said of what they do not get."""
 
+import json
 import math
+from typing import NamedTuple
 
 import pyarrow as pa
+import pytest
 
+from pipeline import TokenCache
+from pipeline.cache.reader import HEADER
+from pipeline.cache.table import table_files
+from pipeline.cache.writer import token_shard_id, write_token_shard
+from pipeline.errors import RunFailed
+from pipeline.execution.run_record import RunFile
+from pipeline.prune import passes
+from pipeline.prune.batches import written_batch
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.passes import FEW, _plan, _shortfalls, bytes_of_few
+from pipeline.prune.passes import FEW, Commits, _plan, _shortfalls, bytes_of_few
+from pipeline.storage.stores import LocalStore
+from tests.pipeline.caches import encoded, random_tokens, write_header
 
 
 def test_a_number_of_videos_a_shard_wins_over_its_size():
@@ -45,3 +58,54 @@ def test_sizes_of_a_few_files_are_added_up_and_one_unknown_makes_all_unknown(tmp
     assert known(local, (str(tmp_path), None, None)) == math.inf  # a folder of frames
     assert known(*[listed] * FEW) == 30 * FEW
     assert known(*[listed] * (FEW + 1)) == math.inf
+
+
+class Here(NamedTuple):
+    """As much of a request as commits look at."""
+
+    store: LocalStore
+    run_id: str = "run"
+
+
+@pytest.fixture
+def commits(tmp_path) -> Commits:
+    """The commits of a run into an empty cache, ``c``."""
+    store = write_header(tmp_path / "c")
+    return Commits(Here(store), store.read(HEADER), 50, RunFile(store, {"run_id": "run"}), print)
+
+
+def written(store: LocalStore, *names: str) -> pa.Table:
+    videos = [encoded(name, random_tokens(0), 0.25, "gstep") for name in names]
+    return written_batch(write_token_shard(videos, store=store, run_id="run"))
+
+
+def test_a_run_ends_where_its_cache_was_moved_away_and_another_one_begun(commits, tmp_path):
+    store = commits.request.store
+    rows = written(store, "a")
+    commits(0, 0, rows)
+    (tmp_path / "c").rename(tmp_path / "old")
+    with pytest.raises(RunFailed, match=r"cache\.json is gone since this run began"):
+        commits(0, 1, rows)
+    assert not (tmp_path / "c").exists()
+    write_header(tmp_path / "c", ratio=0.5)
+    with pytest.raises(RunFailed, match="another cache was begun here"):
+        commits(0, 1, rows)
+    assert not (tmp_path / "c" / "videos").exists() and TokenCache(tmp_path / "old").video_ids == ["a"]
+
+
+def test_many_commits_are_merged_while_the_run_goes_on(commits, monkeypatch):
+    monkeypatch.setattr(passes, "WAITING", 3)
+    store = commits.request.store
+    for number in range(9):
+        commits(0, number, written(store, f"v{number}"))
+    levels = [file.level for file in table_files(store, "videos")]
+    assert max(levels) > 0 and TokenCache(store.root).video_ids == [f"v{number}" for number in range(9)]
+
+
+def test_the_record_of_a_run_says_what_it_committed(commits):
+    store = commits.request.store
+    commits(0, 0, written(store, "a", "b"))
+    commits(0, 1, written(store, "c"))
+    commits._run_file.save()
+    said = json.loads(store.read("runs/run.json"))["token_shards"]
+    assert sorted(said) == sorted(map(token_shard_id, store.names("tokens", ".parquet")))

@@ -13,6 +13,7 @@ from gstep.backbones import BACKBONES
 from gstep.checkpoints import tiny
 from gstep.evidence import SINGLE_PATCHES
 from pipeline.cache.reader import HEADER
+from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.request import prepare, sampling_of
@@ -43,7 +44,7 @@ def test_another_evidence_or_other_weights_of_its_head_are_another_cache(request
     } and "evidence" not in request_for().identity("float32")
     store = LocalStore(tmp_path / "c")
     store.make()
-    store.put(HEADER, json.dumps({"schema_version": 1, "identity": job.identity("float32")}).encode())
+    store.put(HEADER, json.dumps({"schema_version": SCHEMA_VERSION, "identity": job.identity("float32")}).encode())
     write_shard(store, "run", encoded("v", random_tokens(0), 1.0, "none"))
     assert request_for(**asked).identity("float32") == job.identity("float32")
     with pytest.raises(

@@ -7,12 +7,11 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from pipeline.errors import RunFailed, UsageError
+from pipeline.errors import UsageError
 from pipeline.storage.s3 import Objects, check_uri
 from tests.pipeline.flaky import ALWAYS, FlakyProxy
 from tests.pipeline.s3 import KEY, REGION, SECRET, S3Server
@@ -72,44 +71,6 @@ def test_keys_are_taken_literally(server, objects):
     assert {objects.read(uri).decode() for uri in found} == set(ODD_KEYS)
     flat = {info.uri for info in objects.list(f"s3://{server.bucket}/x/")}
     assert flat == {f"s3://{server.bucket}/{key}" for key in ODD_KEYS[:2]}
-
-
-def test_an_object_is_created_once(server, objects):
-    uri = f"s3://{server.bucket}/once"
-    objects.put(uri, b"first", exclusive=True)
-    with pytest.raises(FileExistsError):
-        objects.put(uri, b"second", exclusive=True)
-    assert objects.read(uri) == b"first"
-
-
-def test_an_object_is_replaced_over_the_content_that_was_named_alone(server, objects):
-    uri = f"s3://{server.bucket}/marked"
-    with pytest.raises(FileNotFoundError):
-        objects.put(uri, b"nothing to match", match='"0"')
-    first = objects.put(uri, b"first")
-    assert first is not None and objects.mark(uri) == first
-    second = objects.put(uri, b"second", match=first)
-    with pytest.raises(FileExistsError):
-        objects.put(uri, b"third", match=first)
-    assert objects.read(uri) == b"second" and objects.mark(uri) == second != first
-    assert timedelta(0) <= objects.age(uri) < timedelta(hours=1)
-
-
-def test_a_guard_looks_before_each_write_of_this_process(server, objects):
-    looks: list[int] = []
-
-    def guard() -> None:
-        looks.append(len(looks))
-        if len(looks) > 1:
-            raise RunFailed("lost")
-
-    guarded, uri = objects.guarded(guard), f"s3://{server.bucket}/guarded"
-    guarded.put(uri, b"in time")
-    with pytest.raises(RunFailed, match="lost"):
-        guarded.put(uri, b"late")
-    assert guarded.read(uri) == b"in time" and looks == [0, 1]
-    pickle.loads(pickle.dumps(guarded)).put(uri, b"elsewhere")  # noqa: S301 - our own bytes
-    assert objects.read(uri) == b"elsewhere" and looks == [0, 1]
 
 
 def test_too_large_an_object_is_not_read(server, objects):

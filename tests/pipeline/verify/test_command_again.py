@@ -11,6 +11,7 @@ from pipeline.verify.command_again import command_again
 
 @pytest.fixture
 def store(tmp_path) -> LocalStore:
+    (tmp_path / "my cache").mkdir()
     return LocalStore(tmp_path / "my cache")
 
 

@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 
 from pipeline import TokenCache
-from pipeline.storage.lock import cache_lock
+from pipeline.cache.merging import KEEP
 from pipeline.storage.stores import FileInfo, LocalStore, ObjectStore
-from pipeline.verify import orphans
 from pipeline.verify.orphans import UPLOAD_AGE, clean, list_uploads
 from pipeline.verify.report import Report
 from tests.pipeline.caches import encoded, make_cache, random_tokens, write_shard
-from tests.pipeline.damage import flip, shards
+from tests.pipeline.damage import flip, say_what_was_committed, shards
 from tests.pipeline.verifying import SHAPE, check_damage, kinds, verified
+
+NOW = timedelta(0)
 
 
 def test_what_lies_about_is_listed_and_no_problem(store):
@@ -37,7 +38,7 @@ def test_what_lies_about_is_listed_and_no_problem(store):
     superseded = {TokenCache(store.root).metadata("b")["token_shard"]} ^ {f"tokens/{file.name}" for file in (one, two)}
     assert {name for name, _ in report.superseded} == superseded
     before = {file for file in store.root.rglob("*") if file.is_file()}
-    cleaned = verified(store, clean=True)
+    cleaned = verified(store, clean=True, keep=NOW)
     gone = before - {file for file in store.root.rglob("*") if file.is_file()}
     assert sorted(cleaned.removed) == sorted(file.relative_to(store.root).as_posix() for file in gone)
     assert {*report.orphans, *report.leftovers} == {(n, s) for n, s in (*cleaned.orphans, *cleaned.leftovers)}
@@ -53,6 +54,7 @@ COMMITS = {
 
 @pytest.mark.parametrize("damage", ["a commit deleted"])
 def test_damage_is_found_and_named(store, damage):
+    say_what_was_committed(store)
     check_damage(store, COMMITS[damage], {"lost"}, {None})
 
 
@@ -82,8 +84,9 @@ def test_a_commit_that_a_listing_lacks_while_a_run_adds_others_is_not_lost(store
 
 @pytest.mark.parametrize("damage", COMMITS)
 def test_what_a_damaged_commit_may_name_is_not_removed(store, damage):
+    say_what_was_committed(store)
     COMMITS[damage](store)
-    report = verified(store, clean=True)
+    report = verified(store, clean=True, keep=NOW)
     assert len(report.orphans) == 1 and report.removed == []
     assert any("may name it" in note for note in report.notes)
     assert len(shards(store)) == 2
@@ -94,14 +97,15 @@ def test_what_a_commit_that_came_meanwhile_may_name_is_not_removed(store):
     shutil.copy(shards(store)[0], store.root / "tokens" / "run0-orphan.parquet")
     (orphan,) = verified(store).orphans
     left = Report(str(store), orphans=[orphan])
-    with cache_lock(store, "r", print) as lock:
-        clean(store, left, lock, commits=store.names("videos", ".parquet")[:1])
-        assert left.removed == [] and any("came meanwhile" in note for note in left.notes)
-        clean(store, left, lock, commits=store.names("videos", ".parquet"))
+    clean(store, left, NOW, commits=store.names("videos", ".parquet")[:1])
+    assert left.removed == [] and any("came meanwhile" in note for note in left.notes)
+    clean(store, left, KEEP, commits=store.names("videos", ".parquet"))
+    assert left.removed == [] and any("younger than 10 minutes stay" in note for note in left.notes)
+    clean(store, left, NOW, commits=store.names("videos", ".parquet"))
     assert left.removed == [orphan.name] and report.orphans == []
 
 
-def test_the_same_on_s3(server, monkeypatch):
+def test_the_same_on_s3(server):
     store = ObjectStore(server.uri("c"), server.objects())
     make_cache(store, {f"v{i}": random_tokens(i, SHAPE) for i in range(3)})
     assert verified(store).problems == []
@@ -115,12 +119,10 @@ def test_the_same_on_s3(server, monkeypatch):
         (server.uri("c/tokens/half.parquet"), pending["UploadId"])
     ]
     young = Report(str(store), uploads=report.uploads)
-    with cache_lock(store, "r", print) as lock:
-        clean(store, young, lock, now=report.uploads[0].started + UPLOAD_AGE / 2)
+    clean(store, young, NOW, now=report.uploads[0].started + UPLOAD_AGE / 2)
     assert young.removed == []
     assert datetime.now(UTC) - report.uploads[0].started > timedelta(hours=1)  # by the server's clock
-    monkeypatch.setattr(orphans, "ORPHAN_AGE", timedelta(0))  # a young one stays: tests/pipeline/cache/test_writer.py
-    cleaned = verified(store, clean=True)
+    cleaned = verified(store, clean=True, keep=NOW)
     assert cleaned.removed[0] == "tokens/run-orphan.parquet" and "half.parquet" in cleaned.removed[1]
     after = verified(store)
     assert (after.orphans, after.uploads, after.problems) == ([], [], [])

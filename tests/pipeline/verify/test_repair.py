@@ -1,7 +1,7 @@
 """A repair: what is damaged is marked, what is sound stays bit for bit, and nothing is lost, wherever it is ended."""
 
-import json
 import shutil
+from datetime import timedelta
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -9,25 +9,24 @@ import pytest
 import torch
 
 from pipeline import TokenCache
-from pipeline.cache.index.compaction import compact
-from pipeline.cache.index.files import ROOT, Index
 from pipeline.cache.ledger import Ledger
-from pipeline.cache.live_rows import shard_name
+from pipeline.cache.merging import merge
 from pipeline.cache.schema import write_parquet
-from pipeline.errors import RunFailed, VideoFault
+from pipeline.cache.table import small_name
+from pipeline.errors import RunFailed, UsageError, VideoFault
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import remaining
-from pipeline.storage.lock import cache_lock
 from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify import verify as rooms
 from pipeline.verify.judge import Judge
 from pipeline.verify.repair import KEPT_IN
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
-from tests.pipeline.damage import flip, rewrite_row, shards
+from tests.pipeline.damage import flip, rewrite_row, say_what_was_committed, shards
 from tests.pipeline.verifying import SHAPE, kinds, verified
 
 IDS = "abcdef"
+NOW = timedelta(0)
 
 
 def of(video_id: str, seed: int | None = None, **more):
@@ -81,7 +80,7 @@ def assert_same_without(root: Path, whole: Path, lost: set[str]) -> None:
 
 def test_one_damaged_video_is_marked_and_its_neighbours_stay_bit_for_bit(store, whole):
     damage_tokens(store, "b")
-    report = verified(store, repair=True)
+    report = verified(store, repair=True, keep=NOW)
     assert (kinds(report), [p.kind for p in report.found], report.exit_code) == ([], ["damaged"], 0)
     assert [video.video_id for video in report.repaired.marked] == ["b"] and report.repaired.moved == 2
     assert_same_without(store.root, whole, {"b"})
@@ -93,7 +92,7 @@ def test_one_damaged_video_is_marked_and_its_neighbours_stay_bit_for_bit(store, 
 
 def test_a_marked_video_is_what_the_next_run_takes_up(store):
     damage_tokens(store, "b")
-    verified(store, repair=True)
+    verified(store, repair=True, keep=NOW)
     rows = [{"video_id": v, "uri": f"/videos/{v}", "path": f"/videos/{v}"} for v in IDS]
     manifest = MANIFEST_SCHEMA.empty_table().from_pylist(rows, schema=MANIFEST_SCHEMA)
     todo, _ = remaining(manifest, Ledger(store).refresh(), PruneConfig(retry_failed=True, on_changed="skip"))
@@ -103,7 +102,7 @@ def test_a_marked_video_is_what_the_next_run_takes_up(store):
 @pytest.mark.parametrize("harm", [Path.unlink, lambda file: file.write_bytes(file.read_bytes()[:-1])])
 def test_a_token_shard_that_is_gone_or_cut_costs_its_own_videos_alone(store, whole, harm):
     harm(token_shard(store, "a"))
-    report = verified(store, repair=True)
+    report = verified(store, repair=True, keep=NOW)
     assert sorted(video.video_id for video in report.repaired.marked) == ["a", "b", "c"]
     assert_same_without(store.root, whole, {"a", "b", "c"})
 
@@ -111,14 +110,14 @@ def test_a_token_shard_that_is_gone_or_cut_costs_its_own_videos_alone(store, who
 def test_an_earlier_attempt_at_a_damaged_video_does_not_come_back(store, whole):
     """Its tokens may be of another file."""
     token_shard(store, "f").unlink()
-    verified(store, repair=True)
+    verified(store, repair=True, keep=NOW)
     assert TokenCache(store.root).failed["f"] == "io"
     assert_same_without(store.root, whole, {"f"})
 
 
 def test_a_row_that_contradicts_itself_is_marked(store, whole):
     rewrite_row(store, "a", lambda row: row.update(n_total=row["n_total"] + 1))
-    report = verified(store, repair=True)
+    report = verified(store, repair=True, keep=NOW)
     assert [(video.video_id, video.why) for video in report.repaired.marked] == [("a", "its row contradicts itself")]
     assert_same_without(store.root, whole, {"a"})
 
@@ -129,38 +128,40 @@ def test_an_earlier_attempt_does_not_come_back_for_a_row_without_a_token_shard(s
     row = {**table.to_pylist()[0], "token_shard": None}
     data = write_parquet(table.from_pylist([row], schema=table.schema))
     file.unlink()
-    store.put(shard_name("videos", "run2", 0, data), data)
-    verified(store, repair=True)
+    store.put(small_name("videos", "run2", 0, data), data)
+    verified(store, repair=True, keep=NOW)
     assert_same_without(store.root, whole, {"f"})
 
 
 @pytest.mark.parametrize("harm", [Path.unlink, lambda file: flip(file, 600)])
 def test_the_videos_of_a_commit_that_is_lost_or_damaged_are_named_by_their_tokens(store, whole, harm):
     tokens = token_shard(store, "a")
+    say_what_was_committed(store)
     harm(commit_of(store, "a"))
-    report = verified(store, repair=True)
+    report = verified(store, repair=True, keep=NOW)
     assert (kinds(report), len(report.found)) == ([], 1)
     assert sorted(video.video_id for video in report.repaired.marked) == ["a", "b", "c"]
     assert_same_without(store.root, whole, {"a", "b", "c"})
     assert tokens.exists()  # a copy of the commit may turn up
     assert [file.name for file in report.orphans] == [f"tokens/{tokens.name}"] and "--clean" in report.notes[-1]
-    verified(store, clean=True)
+    verified(store, clean=True, keep=NOW)
     assert not tokens.exists() and kinds(verified(store)) == []
 
 
-def test_several_lost_commits_of_a_run_leave_no_gap(store, whole):
+def test_several_lost_commits_of_a_run_are_one_problem(store, whole):
+    say_what_was_committed(store)
     first, second = commit_of(store, "a"), commit_of(store, "d")
     first.unlink()
     second.unlink()
-    report = verified(store, repair=True)
+    report = verified(store, repair=True, keep=NOW)
     assert sorted(video.video_id for video in report.repaired.marked) == ["a", "b", "c", "d"]
     assert_same_without(store.root, whole, {"a", "b", "c", "d"})
-    assert len(shards(store, "videos")) == 4
+    assert len(shards(store, "videos")) == 3
 
 
 def test_a_file_that_no_run_wrote_goes_out_of_the_way(store, whole):
     (store.root / "videos" / "notes.parquet").write_bytes(b"not ours")
-    verified(store, repair=True)
+    verified(store, repair=True, keep=NOW)
     assert_same_without(store.root, whole, set())
     assert (store.root / KEPT_IN / "notes.parquet").read_bytes() == b"not ours"
 
@@ -169,28 +170,31 @@ def test_what_was_replaced_is_kept(store):
     damage_tokens(store, "b")
     file = commit_of(store, "b")
     before = file.read_bytes()
-    report = verified(store, repair=True)
+    report = verified(store, repair=True, keep=NOW)
     assert report.repaired.replaced == [f"videos/{file.name}"] and not file.exists()
     assert (store.root / KEPT_IN / file.name).read_bytes() == before
 
 
-def test_the_index_is_made_anew(store, whole):
-    with cache_lock(store, "r", print) as lock:
-        compact(store, lock)
+def test_the_same_in_a_merged_table(store, whole):
+    """Rows are in sorted files, and still in the files that were merged."""
+    merge(store, None, everything=True)
     damage_tokens(store, "b")
-    report = verified(store, repair=True)
-    assert report.repaired.indexed == 4 and Index.read(store) is not None
+    report = verified(store, repair=True, keep=NOW)
+    assert [video.video_id for video in report.repaired.marked] == ["b"]
     assert_same_without(store.root, whole, {"b"})
-    (store.root / ROOT).write_text("{")
-    assert kinds(verified(store)) == ["index"]
-    report = verified(store, repair=True)
-    assert kinds(report) == [] and report.repaired.marked == []
+    merge(store, None, everything=True, keep=NOW)
+    merge(store, None, everything=True, keep=NOW)
+    assert len(shards(store, "videos")) == 1
     assert_same_without(store.root, whole, {"b"})
+    (file,) = shards(store, "videos")
+    flip(file, 600)
+    report = verified(store, repair=True, keep=NOW)
+    assert {problem.kind for problem in report.found} >= {"commit"} and TokenCache(store.root).video_ids == []
 
 
 def test_a_sound_cache_is_only_cleaned(store, whole):
     shutil.copy(token_shard(store, "a"), store.root / "tokens" / "run0-orphan.parquet")
-    report = verified(store, repair=True)
+    report = verified(store, repair=True, keep=NOW)
     assert report.repaired is None and report.removed == ["tokens/run0-orphan.parquet"]
     assert_same_without(store.root, whole, set())
 
@@ -199,7 +203,7 @@ def test_a_cache_whose_tokens_are_all_away_is_left_alone(store):
     """They may be on a disk that is not mounted."""
     (store.root / "tokens").rename(store.root / "elsewhere")
     with pytest.raises(RunFailed, match="tokens/ is mounted"):
-        verified(store, repair=True)
+        verified(store, repair=True, keep=NOW)
     (store.root / "elsewhere").rename(store.root / "tokens")
     assert kinds(verified(store)) == []
 
@@ -208,7 +212,7 @@ def test_a_cache_under_the_header_of_another_one_is_left_alone(store):
     before = {file: file.read_bytes() for file in (store.root / "videos").iterdir()}
     write_header(store.root, ratio=0.5, hidden_size=8)
     with pytest.raises(RunFailed, match="is its own"):
-        verified(store, repair=True)
+        verified(store, repair=True, keep=NOW)
     assert {file: file.read_bytes() for file in (store.root / "videos").iterdir()} == before
 
 
@@ -218,7 +222,7 @@ def test_shards_of_other_settings_are_refused(store, whole, tmp_path):
     shutil.copy(other.root / name, store.root / name)
     damage_tokens(store, "b")
     with pytest.raises(RunFailed, match=f"move {name} away first"):
-        verified(store, repair=True)
+        verified(store, repair=True, keep=NOW)
 
 
 def test_damage_that_another_look_does_not_find_is_let_be(store):
@@ -261,33 +265,21 @@ def test_a_repair_that_is_ended_anywhere_is_ended_by_the_next(whole, tmp_path):
     ended = 0
     for steps in range(40):
         store = Dying(shutil.copytree(whole, tmp_path / str(steps)))
-        with cache_lock(store, "r", print) as lock:
-            compact(store, lock)
         damage_all(store)
         Dying.left = steps
         try:
-            verified(store, repair=True)
-        except OSError:
+            verified(store, repair=True, keep=NOW)
+        except (OSError, UsageError):  # which it is where no note of the repair could be written
             ended += 1
         else:
             break
         finally:
             Dying.left = 10**9
-        report = verified(store, repair=True)
+        report = verified(store, repair=True, keep=NOW)
         assert kinds(report) == [], steps
         assert TokenCache(store.root).failed == {"b": "io", "d": "io"}
         assert_same_without(store.root, whole, {"b", "d"})
     assert 8 < ended < 39
-
-
-def test_what_a_repair_left_half_done_names_files_of_the_cache_alone(store, tmp_path):
-    own = tmp_path / "own"
-    own.write_text("not the cache's")
-    store.put("repaired/pending.json", json.dumps(["../own", f"videos/{commit_of(store, 'a').name}"]).encode())
-    damage_tokens(store, "b")
-    with pytest.raises(FileNotFoundError, match="leads out of the cache"):
-        verified(store, repair=True)
-    assert own.exists()
 
 
 def test_the_same_on_s3(server, whole):
@@ -295,11 +287,10 @@ def test_the_same_on_s3(server, whole):
     local = LocalStore(whole)
     for folder in ("", "tokens", "videos"):
         for file in local.listed(folder):
-            if not file.name.startswith(".lock"):
-                store.put(file.name, local.read(file.name))
+            store.put(file.name, local.read(file.name))
     name = TokenCache(str(store), store=store).metadata("a")["token_shard"]
     store.put(name, store.read(name)[:-20])
-    report = verified(store, repair=True)
+    report = verified(store, repair=True, keep=NOW)
     assert (kinds(report), report.repaired.moved) == ([], 0)
     cache = TokenCache(str(store), store=store)
     assert sorted(cache.failed) == ["a", "b", "bad", "c"] and cache.video_ids == ["d", "e", "f"]

@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.errors import CacheLocked, NotACache
-from pipeline.storage.lock import cache_lock
+from pipeline.execution.claim import Claim
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
 from tests.pipeline.damage import flip, other_tokens, rewrite_tokens, shards
@@ -16,7 +16,14 @@ def test_a_sound_cache_passes_and_every_byte_is_read(store):
     assert report.bytes_read == sum(
         file.stat().st_size for folder in ("tokens", "videos") for file in shards(store, folder)
     )
-    assert report.counts == {"videos_shards": 2, "videos": 2, "failed_videos": 1, "token_shards": 2, "tokens": 18}
+    assert report.counts == {
+        "videos_shards": 2,
+        "videos": 2,
+        "failed_videos": 1,
+        "removed_videos": 0,
+        "token_shards": 2,
+        "tokens": 18,
+    }
 
 
 def test_what_an_unknown_method_declares_is_left_out_with_a_note(tmp_path):
@@ -25,13 +32,14 @@ def test_what_an_unknown_method_declares_is_left_out_with_a_note(tmp_path):
     assert len(report.notes) == 1 and "the method not_here:Mine is unknown here" in report.notes[0]
 
 
-def same_attempt(store: LocalStore) -> None:
+def test_a_row_that_is_there_twice_is_no_problem(store):
+    """Two runs at once, or a commit that came late: one of them counts."""
     write_shard(store, "run2", encoded("a", random_tokens(2, SHAPE), 0.25, "gstep"))
+    assert verified(store).problems == []
 
 
 DAMAGE = {
     "a flipped bit in the header": (lambda s: flip(s.root / "cache.json", 100), {"header"}),
-    "an id twice": (same_attempt, {"duplicate"}),
 }
 
 
@@ -47,11 +55,11 @@ def test_what_nobody_could_see_in_the_bytes_needs_the_source(store):
 
 
 def test_a_run_that_holds_the_cache_keeps_it_from_being_cleaned(store):
-    with cache_lock(store, "run9", print):
+    with Claim(store, "run9", print):
         with pytest.raises(CacheLocked, match="run9"):
             verified(store, clean=True)
         report = verified(store)
-    assert report.exit_code == 0 and any("run9 writes here" in note for note in report.notes)
+    assert report.exit_code == 0 and any("writes here" in note and "run9" in note for note in report.notes)
 
 
 def test_no_cache_is_refused_and_left_alone(tmp_path):

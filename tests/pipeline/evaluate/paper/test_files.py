@@ -39,6 +39,7 @@ AVERAGES = ["58.8", "59.1", "59.4", "57.3", "58.9", "59.4", "58.0", "57.9", "57.
 def results(folder, benchmark, arms, **identity):
     """What jobs.evaluate leaves of a benchmark: of 1,000 questions as many are right as each arm's number says."""
     store = LocalStore(folder / benchmark)
+    store.make()
     write_results_header(store, {"benchmark": benchmark, "model": MODEL, "num_frames": 32, "protocol": "p"} | identity)
     rows = []
     for method, ratio, number in arms:

@@ -2,8 +2,8 @@
 
 import pytest
 
+from pipeline.execution.cluster import elsewhere, troubled
 from pipeline.execution.heartbeat import Tried
-from pipeline.execution.nodes import elsewhere, troubled
 
 
 @pytest.mark.parametrize(

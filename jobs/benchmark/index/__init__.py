@@ -1,1 +1,0 @@
-"""How long opening, finding and resuming take with a compacted index."""

@@ -1,0 +1,40 @@
+"""What opening a cache of millions of made-up videos, finding one, resuming and merging take."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from rich.console import Console
+
+from jobs.benchmark.sizes import add_folder
+from jobs.command import add_json_or_file, count, wide_console
+from jobs.json_document import Done
+
+HELP = "opening a cache of millions of videos, finding one, resuming, merging"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this benchmark."""
+    parser.add_argument("--videos", type=count, default=1_000_000, metavar="N", help="of the cache [1000000]")
+    parser.add_argument("--request-ms", type=float, default=30.0, metavar="MS", help="of a store that is far away [30]")
+    add_folder(parser)
+    add_json_or_file(parser)
+
+
+def run(arguments: argparse.Namespace) -> Done:
+    """Measure and show; returns the exit code and the figures."""
+    from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - Arrow loads after the flags
+    from jobs.benchmark.table.times import as_table, measure  # noqa: PLC0415
+
+    console = Console(stderr=True)
+
+    def say(text: str) -> None:
+        console.print(text, style="dim", highlight=False)
+
+    with TemporaryDirectory(dir=arguments.folder) as folder:
+        found = measure(arguments.videos, arguments.request_ms / 1e3, Path(folder), say)
+    title = f"The table of {arguments.videos:,} made-up videos, {machine_line('cpu')}"
+    wide_console().print(as_table(found, arguments.request_ms, title))
+    return Done(0, {**found, "machine": machine("cpu")})

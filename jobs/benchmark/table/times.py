@@ -1,0 +1,203 @@
+"""Rows of so many made-up videos in sorted files, and what readers and a driver take to go through them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any, TypedDict, TypeVar, cast
+
+import numpy as np
+import pyarrow as pa
+from rich.table import Table
+
+from jobs.benchmark.peak_memory import peak_memory
+from pipeline.cache.header import header_bytes
+from pipeline.cache.ledger import Ledger
+from pipeline.cache.live_rows import VIDEOS, keyed
+from pipeline.cache.merging import WAITING, level_of, merge
+from pipeline.cache.reader import HEADER, TokenCache
+from pipeline.cache.schema import SCHEMA_VERSION, VIDEO_SCHEMA, write_parquet
+from pipeline.cache.table import FILE_ROWS, small_name, sorted_bytes, sorted_name, table_files
+from pipeline.keys import ROWS_AT_ONCE, keys_of
+from pipeline.rows import VideoRecord
+from pipeline.storage.stores import LocalStore, Store
+
+FOUND = 50  # videos looked up
+_A_COMMIT = 22  # videos
+_FRAMES = 32
+Say = Callable[[str], None]
+V = TypeVar("V")
+
+
+class TableTimes(TypedDict):
+    """What was measured; seconds of the wall, memory in MB by which the process grew at its peak (None: not known).
+
+    Attributes:
+        videos: of the table, in ``files`` files of ``n_bytes``.
+        open_s, find_s, find_mb: opening the cache in a folder, then finding a video (the median of FOUND).
+        far_open_s, far_open_requests: opening it where each request takes long.
+        far_find_s, far_find_requests: then finding the first video.
+        resume_s, resume_mb: what a run reads before it knows what is left.
+        merge_s: merging the small files of so many commits as a run lets wait.
+    """
+
+    videos: int
+    files: int
+    n_bytes: int
+    open_s: float
+    find_s: float
+    find_mb: float | None
+    far_open_s: float
+    far_open_requests: int
+    far_find_s: float
+    far_find_requests: int
+    resume_s: float
+    resume_mb: float | None
+    merge_s: float
+
+
+class Far:
+    """A folder as a store that takes ``seconds`` for each request, and counts them."""
+
+    def __init__(self, store: LocalStore, seconds: float) -> None:
+        self._store, self._seconds = store, seconds
+        self.requests = 0
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._store, name)
+        if name not in {"read", "read_slice", "names", "exists", "listed"}:
+            return found
+
+        def asked(*arguments: Any) -> Any:
+            self.requests += 1
+            time.sleep(self._seconds)
+            return found(*arguments)
+
+        return asked
+
+    def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
+        """The files one after the other."""
+        return map(self.read, names)
+
+
+def measure(videos: int, request_s: float, folder: Path, say: Say) -> TableTimes:
+    """Make everything below ``folder`` and measure; ``say`` is told what comes next."""
+    store = LocalStore(folder)
+    store.put(HEADER, header_bytes({"schema_version": SCHEMA_VERSION, "identity": {}, "newline": None}))
+    say(f"making the rows of {videos:,} videos")
+    _make_table(store, videos)
+    ids = [_id(number) for number in random.Random(0).sample(range(videos), min(FOUND, videos))]
+    say("opening it and finding videos")
+    open_s, cache = _seconds(partial(TokenCache, folder))
+    times = [_seconds(partial(cache.metadata, video_id))[0] for video_id in ids]
+    far = Far(store, request_s)
+    far_open_s, far_cache = _seconds(partial(TokenCache, folder, store=cast(Store, far)))
+    opened = far.requests
+    far_find_s, _ = _seconds(partial(far_cache.metadata, ids[0]))
+    say("resuming")
+    resume_s, ledger = _seconds(lambda: Ledger(store).refresh())
+    assert len(ledger) == videos
+    del ledger
+    found: TableTimes = {
+        "videos": videos,
+        "files": len(table_files(store, VIDEOS)),
+        "n_bytes": sum(file.size for file in store.listed(VIDEOS)),
+        "open_s": open_s,
+        "find_s": median(times),
+        "find_mb": peak_memory(lambda: TokenCache(folder).metadata(ids[0])),
+        "far_open_s": far_open_s,
+        "far_open_requests": opened,
+        "far_find_s": far_find_s,
+        "far_find_requests": far.requests - opened,
+        "resume_s": resume_s,
+        "resume_mb": peak_memory(lambda: Ledger(store).refresh()),
+        "merge_s": 0.0,
+    }
+    say(f"merging {WAITING} commits of {_A_COMMIT} videos")
+    for number in range(WAITING):
+        _commit(store, number, videos + number * _A_COMMIT)
+    found["merge_s"] = _seconds(partial(merge, store, None))[0]
+    return found
+
+
+def _seconds(work: Callable[[], V]) -> tuple[float, V]:
+    started = time.perf_counter()
+    done = work()
+    return time.perf_counter() - started, done
+
+
+def _id(number: int) -> str:
+    return f"corpus/part-{number % 1000:03d}/video_{number:09d}.mp4"
+
+
+def _record(number: int, draw: np.random.Generator) -> VideoRecord:
+    """A row as a run leaves it, of random numbers."""
+    shard, frames = number // _A_COMMIT, np.sort(draw.integers(0, 9000, _FRAMES))
+    return {
+        "video_id": _id(number), "uri": f"s3://bucket/{_id(number)}", "run_id": "20260101T000000000Z-0a1b2c",
+        "status": "ok", "attempts": 1, "source_size": int(draw.integers(10**7)),
+        "source_hash": f"blake2b:{draw.bytes(16).hex()}",
+        "backend": "pyav", "backend_version": "18.1.0", "codec": "h264", "decode_warnings": 0,
+        "token_shard": f"tokens/20260101T000000000Z-0a1b2c-{shard:016x}-{shard:032x}.parquet",
+        "first_row_group": 4 * (number % _A_COMMIT), "row_counts": [627, 314, 313, 314],
+        "footer_hash": f"blake2b:{shard:032x}", "checksum": f"blake2b:{draw.bytes(16).hex()}",
+        "retention_ratio": 0.25, "nested": True, "n_tokens": 1568, "n_total": 6272, "n_frames": _FRAMES,
+        "tokens_per_frame": 196, "hidden_size": 3584, "frame_indices": frames.tolist(),
+        "timestamps": (frames / 30).tolist(), "fps": 30.0, "duration_s": 300.0, "source_frames": 9000,
+        "n_repeated": 0, "source_width": 1280, "source_height": 720, "width": 384, "height": 384,
+        "kept_per_frame": draw.integers(0, 98, _FRAMES).tolist(), "temporal_density": draw.random(_FRAMES).tolist(),
+        "decode_s": draw.random(), "encode_s": draw.random(), "prune_s": draw.random(), "write_s": draw.random(),
+        "manifest": '{"label": "x"}', "runtime": '{"device": "cuda"}', "model_extra": "{}",
+    }  # fmt: skip
+
+
+def _commit(store: LocalStore, number: int, first: int) -> None:
+    draw = np.random.default_rng(first)
+    data = write_parquet(keyed([_record(first + i, draw) for i in range(_A_COMMIT)]))
+    store.put(small_name(VIDEOS, "run", number, data), data)
+
+
+def _make_table(store: LocalStore, videos: int) -> None:
+    """Sorted files of one level; rows of many videos share all but what tells them apart."""
+    starts = range(0, videos, ROWS_AT_ONCE)
+    ids = (pa.array(list(map(_id, range(start, min(start + ROWS_AT_ONCE, videos))))) for start in starts)
+    keys = np.concatenate([keys_of(part) for part in ids])
+    order = np.lexsort((keys[:, 1], keys[:, 0]))
+    draw = np.random.default_rng(0)
+    alike = keyed([_record(number, draw) for number in range(min(videos, 10_000))])
+    rows_a_file = FILE_ROWS * 3 // 4
+    for start in range(0, videos, rows_a_file):
+        numbers = order[start : start + rows_a_file]
+        rows = alike.take(pa.array(np.arange(len(numbers)) % len(alike)))
+        own = {
+            "video_id": pa.array([_id(number) for number in numbers.tolist()]),
+            "id_high": pa.array(keys[numbers, 0]),
+            "id_low": pa.array(keys[numbers, 1]),
+        }
+        for name, values in own.items():
+            rows = rows.set_column(rows.schema.get_field_index(name), VIDEO_SCHEMA.field(name), values)
+        data, n_tail, tail_hash = sorted_bytes(rows, {}, None, indexed="video_id")
+        store.put(sorted_name(VIDEOS, level_of(videos), rows, n_tail, tail_hash), data)
+
+
+def as_table(found: TableTimes, request_ms: float, title: str) -> Table:
+    """What was measured."""
+    table = Table(title=title, title_justify="left", show_edge=False)
+    for name in ("", "seconds", "requests", "memory, MB"):
+        table.add_column(name, justify="right" if name else "left")
+
+    def row(what: str, seconds: float, requests: int | None = None, memory: float | None = None) -> None:
+        told = ("" if requests is None else str(requests), "" if memory is None else f"{memory:,.0f}")
+        table.add_row(what, f"{seconds:.3g}", *told)
+
+    row(f"open it: {found['files']} files, {found['n_bytes'] / 1e9:.2f} GB", found["open_s"])
+    row("find a video and read its row", found["find_s"], None, found["find_mb"])
+    row(f"open it, {request_ms:g} ms a request", found["far_open_s"], found["far_open_requests"])
+    row(f"find a video, {request_ms:g} ms a request", found["far_find_s"], found["far_find_requests"])
+    row("what a run that resumes reads", found["resume_s"], None, found["resume_mb"])
+    row(f"merge {WAITING} commits", found["merge_s"])
+    return table

@@ -1,0 +1,294 @@
+"""Find which row of a video counts, for readers: in the small files, which are in memory, and in each sorted one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from pipeline.cache.live_rows import (
+    PLACE,
+    RULE_COLUMNS,
+    VIDEOS,
+    VideoRows,
+    belongs,
+    completed,
+    live_rows,
+    made_with_of,
+    needed_for,
+    with_place,
+)
+from pipeline.cache.schema import VIDEO_SCHEMA
+from pipeline.cache.table import GROUP_ROWS, SortedFile, TableFile, read_small, table_files
+from pipeline.keys import keys_of
+from pipeline.rows import VideoRow
+from pipeline.storage.stores import LocalStore, Store
+
+# Of each row of small files; the rest of a row is read from its file when asked for.
+LIVE_COLUMNS = (*RULE_COLUMNS, "video_id", "error_class", "n_tokens", "hidden_size")
+_OPENED = 16  # sorted files whose ends are kept in memory, some 2 MB each
+_TRIES = 5  # of opening a table whose files are merged meanwhile
+_FEW = 256  # videos that are found one by one
+
+
+class Place(NamedTuple):
+    """Where the live row of a video is: its file and the row in it; ``fault`` is None where it is ok.
+
+    ``rank`` is what the rule of ``pipeline.cache.live_rows`` compares: the lowest is live.
+    """
+
+    shard: str
+    row: int
+    attempts: int
+    fault: str | None
+    rank: tuple[int, int, int, int]
+
+
+class LiveVideos:
+    """The live row of every video of a cache. Threads may share it.
+
+    Attributes:
+        small: LIVE_COLUMNS of the live rows among the small files, with ``shard`` and ``row``.
+        sorted: the sorted files.
+        foreign: files of another identity than the cache's, whose rows are left out.
+    """
+
+    def __init__(self, store: Store, made_with: str | None, small: pa.Table, files: Sequence[TableFile]) -> None:
+        self._store, self._made_with = store, made_with
+        self.small, self.sorted, self.foreign = small, list(files), list[str]()
+        self._place = {video_id: i for i, video_id in enumerate(small["video_id"].to_pylist())}
+        self.rows = VideoRows(store, _OPENED)
+
+    @classmethod
+    def open(cls, store: Store, made_with: str | None = None) -> LiveVideos:
+        """List the table, and read its small files: one LIST, and a GET each. Raises CorruptShard, OSError."""
+        for attempt in range(_TRIES):
+            files = table_files(store, VIDEOS)
+            try:
+                return cls._read(store, made_with, files)
+            except FileNotFoundError:  # merged since it was listed
+                if attempt == _TRIES - 1:
+                    raise
+        raise AssertionError("not reached")
+
+    @classmethod
+    def _read(cls, store: Store, made_with: str | None, files: Sequence[TableFile]) -> LiveVideos:
+        names = [file.name for file in files if not file.level]
+        tables = [pa.schema([*(VIDEO_SCHEMA.field(name) for name in LIVE_COLUMNS), *PLACE]).empty_table()]
+        foreign = []
+        for name, data in zip(names, store.read_all(names), strict=True):
+            table = read_small(store, name, data, needed_for(LIVE_COLUMNS))
+            if belongs(made_with_of(table), made_with):
+                tables.append(with_place(completed(table, LIVE_COLUMNS), name))
+            else:
+                foreign.append(name)
+        small = live_rows(pa.concat_tables(tables).combine_chunks())
+        live = cls(store, made_with, small, [file for file in files if file.level])
+        live.foreign += foreign
+        return live
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LiveVideos, (self._store, self._made_with, self.small, self.sorted)
+
+    def find(self, video_id: str) -> Place | None:
+        """Where the live row of a video is; None where it has none. Two reads of each level of sorted files at most.
+
+        Raises CorruptShard, FileNotFoundError where a file was merged since this was opened, and OSError.
+        """
+        try:
+            high = int(keys_of(pa.array([video_id]))[0, 0])
+        except UnicodeEncodeError:  # half of a surrogate pair is no text, and no id
+            return None
+        row = self._place.get(video_id)
+        found = [] if row is None else [self._small(row)]
+        files = [file for file in self.sorted if file.holds(high)]
+        look = partial(self._in_sorted, video_id, high)
+        if len(files) > 1 and not isinstance(self._store, LocalStore):  # one after the other would add up its delays
+            with ThreadPoolExecutor(len(files)) as pool:
+                found += [place for place in pool.map(look, files) if place is not None]
+        else:
+            found += [place for place in map(look, files) if place is not None]
+        return min(found, key=lambda place: place.rank, default=None)
+
+    def row(self, video_id: str) -> VideoRow | None:
+        """The live row of a video; None where it has none. Raises as ``find``."""
+        place = self.find(video_id)
+        return None if place is None else self.rows(place.shard, place.row)
+
+    def opened(self, file: TableFile) -> SortedFile | None:
+        """The file; None where its rows are of another identity."""
+        opened = self.rows.opened(file.name)
+        if belongs(opened.made_with, self._made_with):
+            return opened
+        if file.name not in self.foreign:
+            self.foreign.append(file.name)
+        return None
+
+    def _in_sorted(self, video_id: str, high: int, file: TableFile) -> Place | None:
+        opened = self.opened(file)
+        for number in [] if opened is None else opened.groups_of(high, high):
+            group = self.rows.group(file.name, number)
+            ids = group["id_high"].to_numpy()
+            for row in range(*np.searchsorted(ids, np.array([high, high + 1], np.uint64)).tolist()):
+                if group["video_id"][row].as_py() == video_id:
+                    return _place_of(group, row, file.name, number * GROUP_ROWS + row)
+        return None
+
+    def _small(self, row: int) -> Place:
+        return _place_of(self.small, row, self.small["shard"][row].as_py(), self.small["row"][row].as_py())
+
+    def live(self, columns: Sequence[str]) -> pa.Table:
+        """``columns`` of every live row with ``shard`` and ``row``, by video_id. Reads them of the whole table."""
+        wanted = tuple(dict.fromkeys((*columns, *RULE_COLUMNS, "video_id")))
+        tables = [self._of_small(wanted)]
+        for file in self.sorted:
+            if (opened := self.opened(file)) is not None:
+                rows = completed(pa.concat_tables(opened.parts(needed_for(wanted))), wanted)
+                tables.append(with_place(rows, file.name))
+        return live_rows(pa.concat_tables(tables)).select([*columns, "shard", "row"])
+
+    def _of_small(self, columns: Sequence[str]) -> pa.Table:
+        """These columns of the live rows of small files, which are read again where memory does not hold them."""
+        if set(columns) <= set(self.small.column_names):
+            return self.small.select([*columns, "shard", "row"])
+        tables = [pa.schema([*(VIDEO_SCHEMA.field(name) for name in columns), *PLACE]).empty_table()]
+        names = sorted(set(self.small["shard"].to_pylist()))
+        for name, data in zip(names, self._store.read_all(names), strict=True):
+            rows = completed(read_small(self._store, name, data, needed_for(columns)), columns)
+            mine = self.small["row"].filter(pc.equal(self.small["shard"], name))
+            tables.append(with_place(rows, name).take(mine))
+        return pa.concat_tables(tables)
+
+    def of(self, video_ids: Collection[str], columns: Sequence[str]) -> pa.Table:
+        """The same of these videos alone, those that have a row: for few of them, no others are read."""
+        if len(video_ids) > _FEW or not self.sorted:
+            table = self.live(("video_id", *(name for name in columns if name != "video_id")))
+            wanted = pa.array(sorted(set(video_ids)), pa.string())
+            return table.filter(pc.is_in(table["video_id"], value_set=wanted)).select([*columns, "shard", "row"])
+        places = [place for video_id in sorted(set(video_ids)) if (place := self.find(video_id)) is not None]
+        schema = pa.schema([*(VIDEO_SCHEMA.field(name) for name in columns), *PLACE])
+        rows = [self.rows(place.shard, place.row) for place in places]
+        found = [
+            {**{name: row[name] for name in columns}, "shard": p.shard, "row": p.row}  # type: ignore[literal-required]
+            for p, row in zip(places, rows, strict=True)
+        ]
+        return pa.Table.from_pylist(found, schema=schema)
+
+    def ok(self) -> list[str]:
+        """The ids of the videos that have tokens, sorted. Reads the ids of the whole table."""
+        rows = self.live(("video_id", "status"))
+        return list(rows.filter(pc.equal(rows["status"], "ok"))["video_id"].to_pylist())
+
+    def failed(self) -> dict[str, str]:
+        """The ids of the failed videos, with the class of the fault. Reads the ids of the whole table."""
+        rows = self.live(("video_id", "status", "error_class"))
+        failed = rows.filter(pc.equal(rows["status"], "failed"))
+        classes = pc.fill_null(failed["error_class"], "internal").to_pylist()
+        return dict(zip(failed["video_id"].to_pylist(), classes, strict=True))
+
+    def most_tokens(self) -> int:
+        """How many tokens are stored of the video that has most. Reads a column of the whole table."""
+        return int(pc.max(self.live(("n_tokens",))["n_tokens"]).as_py() or 0)
+
+    def widths(self) -> set[int]:
+        """D of the tokens; one number, unless the cache is older than the rule that it is."""
+        for file in self.sorted:
+            opened = self.opened(file)
+            if opened is not None:
+                group = self.rows.group(file.name, 0)
+                return widths_of(group) | widths_of(self.small)
+        return widths_of(self.small)
+
+    def shards(self) -> LiveShards:
+        """Return the token shards of the videos that have tokens. Reads short columns of the whole table."""
+        rows = self.live(("status", "token_shard", "first_row_group"))
+        return LiveShards.of(rows.filter(pc.equal(rows["status"], "ok")))
+
+    def shards_of(self, video_ids: Sequence[str]) -> LiveShards:
+        """Return the token shards of these videos. Raises KeyError with the first that has no row."""
+        rows = self.of(video_ids, ("video_id", "token_shard", "first_row_group"))
+        if missing := set(video_ids) - set(rows["video_id"].to_pylist()):
+            raise KeyError(next(video_id for video_id in video_ids if video_id in missing))
+        return LiveShards.of(rows)
+
+    def __len__(self) -> int:
+        """How many videos have a row; one that is in several files is counted in each, as telling takes a search."""
+        return len(self.small) + sum(file.rows for file in self.sorted)
+
+
+@dataclass(frozen=True)
+class LiveShards:
+    """Token shards, and where the rows of their videos are; none of them without any.
+
+    Attributes:
+        names: [n], sorted: in the order in which runs wrote them. "" stands for videos without tokens.
+        counts: [n] videos of each.
+        files: the files of the table by their numbers.
+        places: [videos,2] number of the file and row in it, in the order of the token shards and within these.
+    """
+
+    names: pa.Array
+    counts: NDArray[np.int64]
+    files: tuple[str, ...]
+    places: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, rows: pa.Table) -> LiveShards:
+        """Of rows with token_shard, first_row_group, shard and row."""
+        rows = rows.set_column(rows.schema.get_field_index("token_shard"), "token_shard", _named(rows["token_shard"]))
+        order = pc.sort_indices(rows, [("token_shard", "ascending"), ("first_row_group", "ascending")])
+        rows = rows.take(order).combine_chunks()
+        runs = pc.run_end_encode(rows["token_shard"].combine_chunks()) if len(rows) else None
+        names = pa.array([], pa.string()) if runs is None else runs.values
+        ends = np.zeros(0, np.int64) if runs is None else runs.run_ends.to_numpy().astype(np.int64)
+        files = rows["shard"].combine_chunks().dictionary_encode()
+        if isinstance(files, pa.ChunkedArray):
+            files = files.combine_chunks()
+        numbers = files.indices.to_numpy() if len(rows) else np.zeros(0, np.int32)
+        places = np.stack([numbers, rows["row"].to_numpy()], axis=1).astype(np.int32)
+        return cls(names, np.diff(ends, prepend=0), tuple(files.dictionary.to_pylist()) if len(rows) else (), places)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def name(self, number: int) -> str:
+        """The token shard of this number."""
+        return str(self.names[number].as_py())
+
+    def rows(self, number: int) -> list[tuple[str, int]]:
+        """(file, row) of each video of a token shard, in its order."""
+        end = int(self.counts[: number + 1].sum())
+        part = self.places[end - int(self.counts[number]) : end]
+        return [(self.files[file], row) for file, row in part.tolist()]
+
+
+def _named(shards: pa.ChunkedArray) -> pa.ChunkedArray:
+    return pc.fill_null(shards, "")
+
+
+def widths_of(live: pa.Table) -> set[int]:
+    """The different ``hidden_size`` of the live rows that are ok."""
+    return set(pc.unique(live.filter(pc.equal(live["status"], "ok"))["hidden_size"]).to_pylist())
+
+
+def _place_of(rows: pa.Table, at: int, shard: str, row: int) -> Place:
+    """The place of a row, ``at`` of ``rows``, which have RULE_COLUMNS and error_class."""
+    said: Mapping[str, Any] = rows.select([*RULE_COLUMNS, "error_class"]).slice(at, 1).to_pylist()[0]
+    state = {"removed": 0, "ok": 1}.get(said["status"], 2)
+    fault = None if state == 1 else "removed" if state == 0 else said["error_class"] or "internal"
+    rank = (state, -(said["attempts"] or 0), -(said["rewritten"] or 0), said["tie_break"])
+    return Place(shard, row, said["attempts"] or 0, fault, rank)
+
+
+def read_live_of(
+    store: Store, video_ids: Collection[str], columns: Sequence[str], made_with: str | None = None
+) -> pa.Table:
+    """As ``pipeline.cache.live_rows.read_live``, of these videos alone; ``made_with`` as for LiveVideos."""
+    return LiveVideos.open(store, made_with).of(video_ids, columns)

@@ -1,0 +1,312 @@
+"""Merging the files of the videos table: fewer files, sorted, without the rows that others have superseded.
+
+What is merged are the small files that wait and every level of sorted files that is no larger than the result, so that
+there are few levels and a row is written again a few times in all. The files that were read stay until the merged ones
+are ``keep`` old, so that readers go on; a later merge deletes them. A kill at any point leaves files whose rows are
+there twice, which the rule of ``pipeline.cache.live_rows`` makes harmless; so do two merges at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import pairwise
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from pipeline.cache.header import header_bytes
+from pipeline.cache.live_rows import VIDEOS, belongs, completed, live_order, made_with_of, needed_for
+from pipeline.cache.reader import HEADER, read_header
+from pipeline.cache.schema import SCHEMA_VERSION, VIDEO_SCHEMA
+from pipeline.cache.table import (
+    FILE_ROWS,
+    GROUP_ROWS,
+    SortedFile,
+    read_small,
+    sorted_bytes,
+    sorted_name,
+    table_files,
+    with_high,
+)
+from pipeline.errors import CorruptShard
+from pipeline.storage.stores import Store
+
+KEEP = timedelta(minutes=10)
+WAITING = 64  # small files of a run that goes on, before it merges them
+WAITING_AT_END = 16
+_GROWTH = 8  # each level holds so many times the rows of the one below
+_PART_GROUPS = FILE_ROWS * 3 // 4 // GROUP_ROWS  # row groups of a merged file, about
+_WHILE_RUNNING = 2**21  # rows that a run merges at most, in half a minute: jobs.compact merges the rest
+_AT_ONCE = 2**20  # rows of small files that one step takes into memory
+_FILES_AT_ONCE = 4096  # whose names a sorted file holds, of which readers read the end
+_MERGE = b"merge"  # in the metadata of a sorted file: JSON of Merge
+
+
+@dataclass
+class Merged:
+    """What merging did.
+
+    Attributes:
+        read: files that were merged.
+        written: files that hold their rows now.
+        deleted: files of earlier merges.
+        rows: of the written files.
+        superseded: rows that are in none of them.
+        waiting: merged files that stay until the written ones are old enough.
+        foreign: files of another identity, which are left alone.
+        seconds: wall time.
+    """
+
+    read: list[str] = field(default_factory=list)
+    written: list[str] = field(default_factory=list)
+    deleted: list[str] = field(default_factory=list)
+    rows: int = 0
+    superseded: int = 0
+    waiting: int = 0
+    foreign: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def lines(self) -> Iterator[str]:
+        """Say what was done, for the user."""
+        if self.read:
+            gone = f", {self.superseded:,} superseded rows less" if self.superseded else ""
+            yield f"{len(self.read):,} files merged into {len(self.written):,} of {self.rows:,} rows{gone}"
+        else:
+            yield "nothing to merge"
+        if self.deleted:
+            yield f"{len(self.deleted):,} files of earlier merges deleted"
+        if self.waiting:
+            yield f"{self.waiting:,} merged files stay for a while, for those who read them"
+        if self.foreign:
+            yield f"warning: {len(self.foreign)} files were made with other settings and left alone: {self.foreign[0]}"
+
+
+def merge(
+    store: Store,
+    made_with: str | None,
+    *,
+    everything: bool = False,
+    keep: timedelta = KEEP,
+    most_rows: float = math.inf,
+) -> Merged:
+    """Merge the small files that wait, and ``everything`` into one level where that is asked for.
+
+    ``made_with`` is the fingerprint of the cache's identity; levels of more than ``most_rows`` are left.
+
+    Raises CorruptShard where a file is damaged, which leaves all as it was, FileNotFoundError where another merge
+    deleted a file meanwhile, and OSError.
+    """
+    started = time.monotonic()
+    done = Merged()
+    while _Step(store, made_with, done, everything, keep, most_rows).carry_out():
+        pass
+    done.seconds = time.monotonic() - started
+    return done
+
+
+def try_merge(store: Store, made_with: str | None, at_least: int, say: Callable[[str], object]) -> None:
+    """Merge where more than ``at_least`` small files wait. What fails here costs no row: ``say`` tells the user."""
+    try:
+        if sum(not file.level for file in table_files(store, VIDEOS)) > at_least:
+            merge(store, made_with, most_rows=_WHILE_RUNNING)
+    except (CorruptShard, OSError) as error:
+        say(f"warning: the files of the videos table were not merged ({error}); python -m jobs.compact tries again")
+
+
+def upgrade(store: Store) -> bool:
+    """Make the header say the present version, where all rows are of it by now; returns whether it did.
+
+    The index and the locks of earlier versions are deleted. Raises NotACache, OSError.
+    """
+    header = read_header(store)
+    if header["schema_version"] == SCHEMA_VERSION:
+        return False
+    store.put(HEADER, header_bytes({**header, "schema_version": SCHEMA_VERSION}))
+    old = [file.name for file in store.listed("") if file.name.startswith((".lock", "index.json"))]
+    for name in (*old, *store.names("index", ".parquet")):
+        store.delete(name)
+    return True
+
+
+class _Step:
+    """One merge of as many rows of small files as memory holds, and of the levels that go with them."""
+
+    def __init__(
+        self,
+        store: Store,
+        made_with: str | None,
+        done: Merged,
+        everything: bool,
+        keep: timedelta,
+        most_rows: float,
+    ) -> None:
+        self._store, self._made_with, self._done = store, made_with, done
+        self._everything, self._keep, self._most_rows = everything, keep, most_rows
+        files = table_files(store, VIDEOS)
+        opened = [SortedFile(store, file) for file in files if file.level]
+        self._sorted = [file for file in opened if belongs(file.made_with, made_with)]
+        self._foreign = [file.file.name for file in opened if not belongs(file.made_with, made_with)]
+        self._covered = self._delete_old({file.name for file in files})
+        gone = self._covered.union(done.deleted)
+        self._small = [file for file in files if not file.level and file.name not in gone]
+
+    def carry_out(self) -> bool:
+        """Merge; returns whether more is left to do."""
+        tables, names, left = self._read_small()
+        self._done.foreign = self._foreign
+        self._done.waiting = len(self._covered)
+        n_small = sum(map(len, tables))
+        chosen = self._levels(n_small, whole=self._everything and not left)
+        if not names and (_disjoint(chosen) or not self._everything):
+            return False
+        total = n_small + sum(file.file.rows for file in chosen)
+        small = pa.concat_tables([VIDEO_SCHEMA.empty_table(), *tables])
+        names += [file.file.name for file in chosen]
+        self._write(small, chosen, sorted(names), total)
+        self._done.read += names
+        self._done.waiting += len(names)
+        return left
+
+    def _read_small(self) -> tuple[list[pa.Table], list[str], bool]:
+        """(the rows of small files, the names of these, whether more of them are left)."""
+        tables: list[pa.Table] = []
+        names: list[str] = []
+        n_rows = 0
+        all_names = [file.name for file in self._small]
+        for name, data in zip(all_names, self._store.read_all(all_names), strict=True):
+            table = read_small(self._store, name, data, needed_for(VIDEO_SCHEMA.names))
+            if not belongs(made_with_of(table), self._made_with):
+                self._foreign.append(name)
+                continue
+            tables.append(completed(table, VIDEO_SCHEMA.names))
+            names.append(name)
+            n_rows += len(table)
+            if n_rows >= _AT_ONCE or len(names) >= _FILES_AT_ONCE:
+                return tables, names, name != all_names[-1]
+        return tables, names, False
+
+    def _levels(self, n_rows: int, *, whole: bool) -> list[SortedFile]:
+        """The sorted files that are merged with so many rows of small ones."""
+        waiting = [file for file in self._sorted if file.file.name not in self._covered]
+        if whole:
+            return waiting
+        if not n_rows:
+            return []
+        by_level: dict[int, list[SortedFile]] = defaultdict(list)
+        for file in waiting:
+            by_level[file.file.level].append(file)
+        chosen: list[SortedFile] = []
+        for level in sorted(by_level):
+            held = sum(file.file.rows for file in by_level[level])
+            if level > level_of(n_rows) or held > self._most_rows:
+                break
+            chosen += by_level[level]
+            n_rows += held
+        return chosen
+
+    def _write(self, small: pa.Table, chosen: Sequence[SortedFile], names: list[str], total: int) -> None:
+        """Write the live rows of all, a range of hashes a file."""
+        cuts = _cuts(small, chosen)
+        merge = json.dumps({"of": names, "parts": len(cuts)})
+        for first, end in zip(cuts, [*cuts[1:], 2**64], strict=True):
+            last = end - 1
+            rows = pa.concat_tables([with_high(small, first, last), *_within(chosen, first, last)])
+            live = surviving(rows)
+            self._done.rows += len(live)
+            self._done.superseded += len(rows) - len(live)
+            data, n_tail, tail_hash = sorted_bytes(live, {_MERGE: merge}, self._made_with, indexed="video_id")
+            name = sorted_name(VIDEOS, level_of(total), live, n_tail, tail_hash)
+            self._store.put(name, data)
+            self._done.written.append(name)
+
+    def _delete_old(self, there: set[str]) -> set[str]:
+        """Delete what merged files of age ``keep`` hold; returns what younger ones hold, which is not merged again."""
+        merges: dict[bytes, list[SortedFile]] = defaultdict(list)
+        for file in self._sorted:
+            merges[file.metadata.get(_MERGE, b"")].append(file)
+        covered: set[str] = set()
+        for text, files in merges.items():
+            merged, parts = _of_merge(text)
+            held = there.intersection(merged)
+            if not held or len(files) != parts:  # the rest of an interrupted merge: its rows are merged again
+                continue
+            with suppress(FileNotFoundError):
+                if all(self._store.age(file.file.name) >= self._keep for file in files):
+                    for name in sorted(held):
+                        self._store.delete(name)
+                        self._done.deleted.append(name)
+                covered |= held
+        self._sorted = [file for file in self._sorted if file.file.name not in self._done.deleted]
+        return covered - {*self._done.deleted}
+
+
+def _of_merge(text: bytes) -> tuple[list[str], int]:
+    """(the files that a merge read, how many it wrote), as its files say."""
+    if not text:
+        return [], 0
+    said = json.loads(text)
+    return list(said["of"]), int(said["parts"])
+
+
+def level_of(rows: int) -> int:
+    """The level of so many rows: 1 up to GROUP_ROWS, and one more for each _GROWTH times as many."""
+    return 1 + max(0, math.ceil(math.log(max(rows, 1) / GROUP_ROWS, _GROWTH)))
+
+
+def _disjoint(files: Sequence[SortedFile]) -> bool:
+    """Whether no two of the files may hold rows of one video."""
+    bounds = sorted((file.file.first, file.file.last) for file in files)
+    return all(one[1] < other[0] for one, other in pairwise(bounds))
+
+
+def _cuts(small: pa.Table, chosen: Sequence[SortedFile]) -> list[int]:
+    """Where merged files begin, each at the ``id_high`` of a row, so that none of them is empty."""
+    starts = [np.sort(small["id_high"].to_numpy())[::GROUP_ROWS], *(np.array(f.firsts, np.uint64) for f in chosen)]
+    return [int(cut) for cut in np.unique(np.sort(np.concatenate(starts))[::_PART_GROUPS])]
+
+
+def _within(files: Sequence[SortedFile], first: int, last: int) -> list[pa.Table]:
+    tables = []
+    for file in files:
+        if file.file.first <= last and file.file.last >= first:
+            groups = file.groups_of(first, last)
+            tables.append(with_high(completed(file.read(groups), VIDEO_SCHEMA.names), first, last))
+    return tables
+
+
+def surviving(rows: pa.Table) -> pa.Table:
+    """The live row of each video, in the order of keys; it says how often another file was tried under its id."""
+    order = live_order(rows)
+    live = rows.take(pa.array(order))
+    if len(live) == len(rows):
+        return live
+    earlier = _earlier(rows, live)
+    place = live.schema.get_field_index("earlier_attempts")
+    return live.set_column(place, VIDEO_SCHEMA.field("earlier_attempts"), pa.array(earlier, pa.int32()))
+
+
+def _earlier(rows: pa.Table, live: pa.Table) -> NDArray[np.int64]:
+    """[n live]: the most attempts that any row of the video had on another file or clip than its live row's."""
+    keys = (live["id_high"].to_numpy(), live["id_low"].to_numpy())
+    high, low = rows["id_high"].to_numpy(), rows["id_low"].to_numpy()
+    owner = np.searchsorted(keys[0], high)
+    while (other := (keys[0][owner] == high) & (keys[1][owner] != low)).any():  # two ids that share a half of the key
+        owner[other] += 1
+    same = np.ones(len(rows), np.bool_)
+    for name in ("clip_key", "source_size"):
+        column = [pc.fill_null(table[name], 0).to_numpy() for table in (rows, live)]
+        same &= column[0] == column[1][owner]
+    attempts = pc.fill_null(rows["attempts"], 0).to_numpy()
+    before = np.where(same, pc.fill_null(rows["earlier_attempts"], 0).to_numpy(), attempts)
+    found = np.zeros(len(live), np.int64)
+    np.maximum.at(found, owner, before)
+    return found

@@ -1,0 +1,230 @@
+"""The note of a run that writes to a place: who, where, since when, last seen by the store's own clock.
+
+What is stored is right without it: the tables are sets (``pipeline.cache.table``). It is there so that a second run of
+the same work is refused by default, and so that what deletes files waits for those that write.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import TypedDict, cast
+
+from pipeline.errors import CacheLocked, UsageError
+from pipeline.execution.run_record import RUNS
+from pipeline.storage.stores import NOTE, Store
+
+HEARTBEAT_S = 10.0
+MISSED = 6  # beats after which a run counts as gone
+
+
+class Holder(TypedDict, total=False):
+    """Who writes to a place, as its note says.
+
+    Attributes:
+        run_id, host, pid: of the run's driver.
+        namespace: tells the processes of one container from those of another.
+        started: when the process was started, in ticks of the kernel.
+        since: when the run began, by the clock of its host.
+        checked: whether it has looked for others, and found none.
+        beat: goes up with every sign of life.
+    """
+
+    run_id: str
+    host: str
+    pid: int
+    namespace: str
+    started: str | None
+    since: str
+    checked: bool
+    beat: int
+
+
+_OPEN: set[str] = set()  # the run ids of this process's claims
+
+
+class Claim:
+    """Says that this run writes to ``store``, for as long as the ``with`` block lasts.
+
+    Entering raises CacheLocked where another run does so, unless ``join``; UsageError where nothing can be written.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        notify: Callable[[str], object],
+        *,
+        join: bool = False,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        self._store, self._beating = store, store.impatient()
+        self._notify, self._join, self._heartbeat_s = notify, join, heartbeat_s
+        self._name = f"{RUNS}/{run_id}{NOTE}"
+        self._me: Holder = {
+            "run_id": run_id,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "namespace": _namespace(),
+            "started": _started(os.getpid()),
+            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+            "checked": False,
+            "beat": 0,
+        }
+        self._ended = threading.Event()
+        self._heart = threading.Thread(target=self._live, name="claim", daemon=True)
+
+    def __enter__(self) -> Claim:
+        _OPEN.add(self._me["run_id"])
+        try:
+            self._beat(self._store)
+        except OSError as error:
+            _OPEN.discard(self._me["run_id"])
+            raise UsageError(f"{self._store}: nothing can be written here: {error.strerror or error}") from error
+        try:
+            if not self._join:
+                for name, other in _notes(self._store):
+                    self._refuse(name, other)
+            self._me["checked"] = True
+            self._beat(self._store)
+        except BaseException:
+            self._leave()
+            raise
+        self._heart.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        self._ended.set()
+        self._heart.join(self._heartbeat_s)
+        self._leave()
+
+    def _leave(self) -> None:
+        _OPEN.discard(self._me["run_id"])
+        with suppress(OSError):  # it goes stale instead; what ended the run is what counts
+            self._store.delete(self._name)
+
+    def _beat(self, store: Store) -> None:
+        self._me["beat"] += 1
+        store.put(self._name, json.dumps(self._me).encode())
+
+    def _live(self) -> None:
+        while not self._ended.wait(self._heartbeat_s):
+            with suppress(OSError):
+                self._beat(self._beating)
+
+    def _refuse(self, name: str, other: Holder) -> None:
+        """Raise CacheLocked where ``other`` is at work; forget it where it is not."""
+        if other.get("run_id") == self._me["run_id"]:
+            return
+        # Both have just come and see each other: one of them goes on.
+        if not other.get("checked") and other.get("run_id", "") > self._me["run_id"]:
+            return
+        if not _ended_here(other) and self._lives(name, other):
+            raise CacheLocked(f"{self._store}: another run writes here: {who(other)}; --join writes beside it")
+        with suppress(OSError):
+            self._store.delete(name)
+
+    def _lives(self, name: str, other: Holder) -> bool:
+        """Whether a run shows a sign of life before it counts as gone."""
+        limit, told = timedelta(seconds=MISSED * self._heartbeat_s), False
+        while (silent := _silent(self._store, name, self._name)) is not None and silent < limit:
+            if _is_here(other):
+                return True
+            if not told and (told := True):
+                wait = (limit - silent).total_seconds()
+                self._notify(f"{self._store} has a note of {who(other)}; waiting {wait:.0f} s for a sign of life")
+            time.sleep(min(1.0, self._heartbeat_s / 4))
+            with suppress(OSError):
+                self._beat(self._beating)
+            now = _read(self._store, name)
+            if now is None:
+                return False
+            if now.get("beat") != other.get("beat"):
+                return True
+        return False
+
+
+def holder(store: Store) -> Holder | None:
+    """Return the note of a run that writes to ``store`` at this moment, as far as notes tell. Raises OSError."""
+    for name, other in _notes(store):
+        if not _ended_here(other):
+            with suppress(FileNotFoundError):
+                if store.age(name) < timedelta(seconds=MISSED * HEARTBEAT_S):
+                    return other
+    return None
+
+
+def who(other: Holder) -> str:
+    """Name a run by where it is."""
+    return json.dumps({name: other.get(name) for name in ("host", "pid", "run_id", "since")})
+
+
+def _notes(store: Store) -> Iterator[tuple[str, Holder]]:
+    for name in store.names(RUNS, NOTE):
+        found = _read(store, name)
+        if found is not None:
+            yield name, found
+
+
+def _read(store: Store, name: str) -> Holder | None:
+    """The note; None where it is gone."""
+    try:
+        held = json.loads(store.read(name))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        held = None
+    return cast(Holder, held) if isinstance(held, dict) else {"run_id": PurePosixPath(name).stem}
+
+
+def _silent(store: Store, name: str, own: str) -> timedelta | None:
+    """How long ago a note was written, by the clock that wrote one's own just now; None where it is gone."""
+    try:
+        return store.age(name) - store.age(own)
+    except FileNotFoundError:
+        return None
+
+
+def _of_this_container(other: Holder) -> bool:
+    here = (socket.gethostname(), _namespace())
+    return bool(here[1]) and (other.get("host"), other.get("namespace")) == here
+
+
+def _is_here(other: Holder) -> bool:
+    """Whether it is a process of this container that runs."""
+    return _of_this_container(other) and not _ended_here(other)
+
+
+def _ended_here(other: Holder) -> bool:
+    """Whether it is a process of this container that has ended, or a claim of this process that has."""
+    if not _of_this_container(other):
+        return False
+    if other["pid"] == os.getpid():
+        return other["run_id"] not in _OPEN
+    return _started(int(other["pid"])) != other.get("started")
+
+
+def _namespace() -> str:
+    """Tells the processes of one container from those of another; "" where there is no such thing."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str | None:
+    """When the process was started, in ticks of the kernel; None where it does not run (or there is no /proc)."""
+    try:
+        facts = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if facts[0] in "ZX" else facts[19]  # nobody has asked for a zombie's exit status yet

@@ -1,0 +1,335 @@
+"""Merging: the live rows stay those of a model in a few lines of Python, whatever happens in which order."""
+
+from __future__ import annotations
+
+import random
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline import TokenCache
+from pipeline.cache.header import header_bytes
+from pipeline.cache.ledger import Ledger
+from pipeline.cache.live_rows import VIDEOS, keyed, read_file, read_live
+from pipeline.cache.merging import KEEP, merge, try_merge, upgrade
+from pipeline.cache.reader import HEADER, made_with, read_header
+from pipeline.cache.schema import KEY_COLUMNS, MADE_WITH, RESERVED, VIDEO_SCHEMA, write_parquet
+from pipeline.cache.table import small_name, table_files
+from pipeline.errors import VideoFault
+from pipeline.storage.stores import LocalStore
+from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+
+NOW = timedelta(0)
+ORDER = ("removed", "ok", "failed")
+Row = dict[str, Any]
+
+
+def commit_rows(store: LocalStore, run: str, rows: list[Row], fingerprint: str | None = None) -> str:
+    """Put rows as a small file, without any tokens."""
+    table = keyed([{"uri": f"/x/{row['video_id']}", "run_id": run, **row} for row in rows])
+    if fingerprint is not None:
+        table = table.replace_schema_metadata({MADE_WITH: fingerprint})
+    data = write_parquet(table)
+    name = small_name(VIDEOS, run, 0, data)
+    store.put(name, data)
+    return name
+
+
+class Model:
+    """The rule in plain Python: of each video the best row that was ever committed."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def live(self) -> dict[str, tuple[Any, ...]]:
+        best: dict[str, tuple[Any, ...]] = {}
+        for row in keyed([{"uri": f"/x/{row['video_id']}", **row} for row in self.rows]).to_pylist():
+            rank = (ORDER.index(row["status"]), -row["attempts"], -row["rewritten"], row["tie_break"])
+            if row["video_id"] not in best or rank < best[row["video_id"]][0]:
+                best[row["video_id"]] = rank, row["status"], row["attempts"], row["run_id"]
+        return {name: found[1:] for name, found in best.items()}
+
+
+def live_in(store: LocalStore) -> dict[str, tuple[Any, ...]]:
+    rows = read_live(store, ("video_id", "status", "attempts", "run_id")).to_pylist()
+    return {row["video_id"]: (row["status"], row["attempts"], row["run_id"]) for row in rows}
+
+
+def assert_all_agree(store: LocalStore, model: Model) -> None:
+    """Whoever asks for live rows gets the model's: all at once, one by one, in numbers."""
+    wanted = model.live()
+    assert live_in(store) == wanted
+    cache = TokenCache(store.root)
+    assert {name: cache.metadata(name)["run_id"] for name in wanted} == {name: row[2] for name, row in wanted.items()}
+    assert cache.video_ids == sorted(name for name, row in wanted.items() if row[0] == "ok")
+    assert set(cache.failed) == {name for name, row in wanted.items() if row[0] == "failed"}
+    ledger = Ledger(store).refresh()
+    assert len(ledger) == len(wanted)
+
+
+class Dying(LocalStore):
+    """The process is killed at a write or removal, counted down."""
+
+    left: float = float("inf")
+
+    def put(self, name, data) -> None:
+        self._count()
+        super().put(name, data)
+
+    def delete(self, name) -> None:
+        self._count()
+        super().delete(name)
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyboardInterrupt
+
+
+def draw_rows(draw: random.Random, run: str) -> list[Row]:
+    return [
+        {"video_id": f"v{number}", "run_id": run, "attempts": draw.randint(1, 3),
+         "status": draw.choices(ORDER, (1, 8, 8))[0], "source_size": draw.choice([1, 2])}
+        for number in draw.sample(range(12), draw.randint(1, 5))
+    ]  # fmt: skip
+
+
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(0, 2**32))
+def test_commits_merges_and_kills_in_any_order_converge(tmp_path_factory, seed):
+    """Three runs that commit late and twice, mergers that are killed anywhere, readers that look meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:  # merges write several files
+        patch.setattr("pipeline.cache.merging.GROUP_ROWS", 2)
+        patch.setattr("pipeline.cache.merging._PART_GROUPS", 2)
+        converge(random.Random(seed), tmp_path_factory.mktemp("c"))
+
+
+def converge(draw: random.Random, folder: Path) -> None:
+    """Act at random on a cache in the folder, and hold it against the model."""
+    store, model = write_header(folder), Model()
+    delayed: list[tuple[str, list[Row]]] = []
+    for step in range(draw.randint(4, 14)):
+        act = draw.choice(["commit", "commit", "commit", "late", "again", "merge", "merge", "killed", "look"])
+        run = f"r{draw.randint(1, 3)}"
+        if act == "commit":
+            rows = draw_rows(draw, f"{run}.{step}")
+            commit_rows(store, f"{run}.{step}", rows)
+            model.rows += rows
+        elif act == "late":
+            delayed.append((f"{run}.{step}", draw_rows(draw, f"{run}.{step}")))
+        elif act == "again" and model.rows:  # an answer was lost
+            row = draw.choice(model.rows)
+            commit_rows(store, row["run_id"], [other for other in model.rows if other["run_id"] == row["run_id"]])
+        elif act == "merge":
+            merge(store, None, everything=draw.random() < 0.5, keep=draw.choice([NOW, KEEP]))
+        elif act == "killed":
+            dying = Dying(folder)
+            dying.left = draw.randint(0, 6)
+            with suppress(KeyboardInterrupt):
+                merge(dying, None, everything=True, keep=NOW)
+        else:
+            assert live_in(store) == model.live()
+    for run, rows in delayed:  # of a driver that was stopped
+        commit_rows(store, run, rows)
+        model.rows += rows
+    assert_all_agree(store, model)
+    for _ in range(3):
+        merge(store, None, everything=True, keep=NOW)
+    assert_all_agree(store, model)
+    assert all(file.level for file in table_files(store, VIDEOS))
+
+
+def test_two_mergers_at_once_change_no_live_row(tmp_path, monkeypatch):
+    """Each has listed the files before the other puts or deletes any."""
+    store, model = write_header(tmp_path), Model()
+    draw = random.Random(3)
+    for number in range(9):
+        rows = draw_rows(draw, f"r{number}")
+        commit_rows(store, f"r{number}", rows)
+        model.rows += rows
+    put = LocalStore.put
+    inner: list[int] = []
+
+    def interrupted(self, name, data):
+        if not inner:
+            inner.append(1)
+            merge(LocalStore(tmp_path), None, everything=True, keep=NOW)
+            merge(LocalStore(tmp_path), None, everything=True, keep=NOW)
+        put(self, name, data)
+
+    monkeypatch.setattr(LocalStore, "put", interrupted)
+    merge(store, None, everything=True, keep=NOW)
+    monkeypatch.undo()
+    assert inner
+    assert_all_agree(store, model)
+
+
+def test_a_reader_goes_on_when_its_files_were_merged_and_deleted(tmp_path):
+    store = write_header(tmp_path)
+    for number in range(4):
+        write_shard(store, f"r{number}", encoded(f"v{number}", random_tokens(number), 0.25, "gstep"))
+    cache = TokenCache(tmp_path)
+    shards = cache.shards()
+    before = [[row["video_id"] for row in cache.rows_of(shards, number)] for number in range(len(shards))]
+    opened = TokenCache(tmp_path)
+    for _ in range(2):
+        merge(store, made_with(store), everything=True, keep=NOW)
+    assert [opened.get(f"v{number}").metadata["run_id"] for number in range(4)] == ["r0", "r1", "r2", "r3"]
+    late = TokenCache.__new__(TokenCache)
+    late.__setstate__(cache.__getstate__())
+    assert [[row["video_id"] for row in late.rows_of(shards, number)] for number in range(len(shards))] == before
+
+
+@pytest.mark.parametrize("puts", [1, 2, 3])
+def test_a_merge_that_is_killed_between_its_files_loses_no_row(tmp_path, monkeypatch, puts):
+    """What it read must not be deleted on the word of the files that it did write."""
+    monkeypatch.setattr("pipeline.cache.merging.GROUP_ROWS", 2)
+    monkeypatch.setattr("pipeline.cache.merging._PART_GROUPS", 1)
+    store, dying = write_header(tmp_path), Dying(tmp_path)
+    for number in range(4):
+        rows = [{"video_id": f"v{number}-{i}", "status": "failed", "attempts": 1} for i in range(3)]
+        commit_rows(store, f"r{number}", rows)
+    before = live_in(store)
+    dying.left = puts
+    with pytest.raises(KeyboardInterrupt):
+        merge(dying, None, keep=NOW)
+    assert sum(file.level > 0 for file in table_files(store, VIDEOS)) == puts
+    dying.left = 0  # it only deletes, then is killed again
+    with suppress(KeyboardInterrupt):
+        merge(dying, None, keep=NOW)
+    assert live_in(store) == before
+    for _ in range(2):
+        merge(store, None, everything=True, keep=NOW)
+    assert live_in(store) == before
+
+
+def test_what_is_merged_waits_and_is_deleted_by_a_later_merge(tmp_path):
+    store = write_header(tmp_path)
+    for number in range(3):
+        commit_rows(store, f"r{number}", [{"video_id": f"v{number}", "status": "failed", "attempts": 1}])
+    first = merge(store, None)
+    assert (len(first.read), len(first.written), first.waiting, first.deleted) == (3, 1, 3, [])
+    again = merge(store, None)
+    assert (again.read, again.written, again.waiting) == ([], [], 3)
+    assert sorted(merge(store, None, keep=NOW).deleted) == sorted(first.read)
+    assert [file.level for file in table_files(store, VIDEOS)] == [1]
+    assert next(merge(store, None).lines()) == "nothing to merge"
+
+
+def test_a_run_merges_once_many_small_files_wait(tmp_path):
+    store, said = write_header(tmp_path), []
+    for number in range(5):
+        commit_rows(store, f"r{number}", [{"video_id": f"v{number}", "status": "failed", "attempts": 1}])
+    try_merge(store, None, 5, said.append)
+    assert len(table_files(store, VIDEOS)) == 5
+    try_merge(store, None, 4, said.append)
+    assert len(table_files(store, VIDEOS)) == 6 and said == []
+    path = tmp_path / commit_rows(store, "r9", [{"video_id": "v9", "status": "failed", "attempts": 1}])
+    path.write_bytes(b"PAR1")
+    try_merge(store, None, 0, said.append)
+    assert len(said) == 1 and "were not merged" in said[0] and "jobs.compact tries again" in said[0]
+
+
+def test_few_levels_hold_many_commits(tmp_path, monkeypatch):
+    """As 2,880 commits of a day, but smaller: files stay few, and a row is written a few times."""
+    monkeypatch.setattr("pipeline.cache.merging.GROUP_ROWS", 16)
+    monkeypatch.setattr("pipeline.cache.merging._PART_GROUPS", 8)
+    for place in ("table", "live_rows", "live_videos"):
+        monkeypatch.setattr(f"pipeline.cache.{place}.GROUP_ROWS", 16)
+    store, most, written = write_header(tmp_path), 0, 0
+    for number in range(200):
+        commit_rows(
+            store, f"r{number:04}", [{"video_id": f"v{number}-{i}", "status": "failed", "attempts": 1} for i in (0, 1)]
+        )
+        if number % 8 == 7:
+            written += merge(store, None, keep=NOW).rows
+        most = max(most, len(table_files(store, VIDEOS)))
+    assert len(live_in(store)) == 400
+    assert most <= 8 + 8 + 8 and written < 400 * 8
+    assert len({file.level for file in table_files(store, VIDEOS)}) <= 4
+
+
+def test_many_rows_of_few_videos_are_one_file_however_many_there_were(tmp_path, monkeypatch):
+    """Ranges of keys begin at rows, so that no merged file is missing for want of any."""
+    monkeypatch.setattr("pipeline.cache.merging.GROUP_ROWS", 2)
+    monkeypatch.setattr("pipeline.cache.merging._PART_GROUPS", 1)
+    monkeypatch.setattr("pipeline.cache.merging._FILES_AT_ONCE", 5)  # in three steps
+    store = write_header(tmp_path)
+    for number in range(12):
+        rows = [{"video_id": f"v{i}", "status": "failed", "attempts": number} for i in range(3)]
+        commit_rows(store, f"r{number:02}", rows)
+    merge(store, None, everything=True, keep=NOW)
+    assert merge(store, None, everything=True, keep=NOW).waiting == 0
+    assert {row[1] for row in live_in(store).values()} == {11} and len(table_files(store, VIDEOS)) <= 3
+
+
+def test_a_run_leaves_large_levels_to_jobs_compact(tmp_path):
+    store = write_header(tmp_path)
+    for run in ("r0", "r1"):
+        commit_rows(store, run, [{"video_id": f"{run}-{i}", "status": "failed", "attempts": 1} for i in range(20)])
+    merge(store, None, keep=NOW)
+    commit_rows(store, "r9", [{"video_id": f"v{i}", "status": "failed", "attempts": 1} for i in range(20)])
+    done = merge(store, None, keep=NOW, most_rows=1)
+    assert (len(done.read), done.rows) == (1, 20)
+    assert len(merge(store, None, everything=True, keep=NOW).read) == 2 and len(live_in(store)) == 60
+
+
+def test_rows_of_another_identity_are_left_out_and_counted(tmp_path):
+    store = write_header(tmp_path)
+    commit_rows(store, "mine", [{"video_id": "a", "status": "failed", "attempts": 1}], made_with(store))
+    other = commit_rows(store, "other", [{"video_id": "b", "status": "failed", "attempts": 1}], "blake2b:00")
+    assert set(TokenCache(tmp_path).failed) == {"a"} and TokenCache(tmp_path).foreign_files == [other]
+    assert len(Ledger(store, made_with(store)).refresh()) == 1
+    done = merge(store, made_with(store), everything=True, keep=NOW)
+    assert done.foreign == [other] and store.exists(other)
+    commit_rows(store, "x", [{"video_id": "c", "status": "failed", "attempts": 1}], "blake2b:00")
+    merge(store, "blake2b:00", everything=True, keep=NOW)
+    cache = TokenCache(tmp_path)
+    assert set(cache.failed) == {"a"} and "c" not in cache and len(cache.foreign_files) == 3
+    assert set(Ledger(store, made_with(store)).refresh().columns["attempts"]) == {1}
+
+
+def test_what_a_superseded_row_says_of_attempts_on_another_file_stays(tmp_path):
+    store = write_header(tmp_path)
+    for attempts, size in ((1, 5), (2, 5), (3, 7), (4, 7)):
+        fault = encoded_failure("a", VideoFault("corrupt", "x"), attempts=attempts, source_size=size)
+        write_shard(store, f"r{attempts}", fault)
+        merge(store, made_with(store), everything=True, keep=NOW)
+        merge(store, made_with(store), everything=True, keep=NOW)
+    (row,) = read_file(store, table_files(store, VIDEOS)[0]).to_pylist()
+    assert (row["attempts"], row["earlier_attempts"]) == (4, 2)
+    ledger = Ledger(store).refresh()
+    assert ledger.columns["earlier"].tolist() == [2]
+
+
+def test_a_cache_of_an_earlier_version_is_read_and_becomes_one_of_this(tmp_path):
+    """No token is copied: rows get what they lacked."""
+    store = write_header(tmp_path, hidden_size=8)
+    write_shard(store, "r", encoded("v", random_tokens(0, (4, 9, 8)), 0.25, "gstep"))
+    held = dict(read_header(store))
+    store.put(HEADER, header_bytes({**held, "schema_version": 2}))
+    (file,) = table_files(store, VIDEOS)
+    table = read_file(store, file).drop_columns([*KEY_COLUMNS, *RESERVED])
+    table = table.replace_schema_metadata({MADE_WITH: made_with(store)})
+    store.delete(file.name)
+    data = write_parquet(table)
+    store.put(small_name(VIDEOS, "r", 0, data), data)
+    for name in ("index.json", ".lock", "index/videos-00.parquet"):
+        store.put(name, b"of version 2")
+    tokens = store.names("tokens", ".parquet")
+    before = TokenCache(tmp_path).get("v", verify=True)
+    merge(store, made_with(store), everything=True, keep=NOW)
+    assert upgrade(store) and not upgrade(store)
+    assert [file.name for file in store.listed("")] == [HEADER] and store.names("index", ".parquet") == []
+    merge(store, made_with(store), everything=True, keep=NOW)
+    after = TokenCache(tmp_path).get("v", verify=True)
+    assert read_header(store)["schema_version"] == 3 and store.names("tokens", ".parquet") == tokens
+    assert after.metadata == before.metadata and after.tokens.equal(before.tokens)
+    (file,) = table_files(store, VIDEOS)
+    assert read_file(store, file).schema.equals(pa.schema(VIDEO_SCHEMA), check_metadata=False)

@@ -1,0 +1,152 @@
+"""Files of the table: what a name tells, and that what is read of a sorted file is what was written."""
+
+import random
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from pipeline import CorruptShard, TokenCache
+from pipeline.cache import table as tables
+from pipeline.cache.live_rows import VIDEOS, keyed, read_file
+from pipeline.cache.schema import VIDEO_SCHEMA
+from pipeline.cache.table import SortedFile, file_named, in_key_order, sorted_bytes, sorted_name, table_files
+from pipeline.storage.stores import LocalStore
+from tests.pipeline.caches import write_header
+
+N = 300
+
+
+def rows_of(count: int) -> pa.Table:
+    """As many rows as a long run leaves, none of them with tokens."""
+    records = [
+        {"video_id": f"folder/v{i}", "run_id": "r", "uri": f"/x/{i}", "status": "failed", "attempts": 1 + i % 3}
+        for i in range(count)
+    ]
+    return in_key_order(keyed(records))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_groups():
+    """Row groups of 64, so that a file has several."""
+    with pytest.MonkeyPatch.context() as patch:
+        for place in ("pipeline.cache.table", "pipeline.cache.live_rows", "pipeline.cache.live_videos"):
+            patch.setattr(f"{place}.GROUP_ROWS", 64)
+        yield
+
+
+@pytest.fixture
+def store(tmp_path) -> LocalStore:
+    return write_header(tmp_path)
+
+
+def put_sorted(store: LocalStore, rows: pa.Table, level: int = 2) -> str:
+    data, n_tail, tail_hash = sorted_bytes(rows, {}, None, indexed="video_id")
+    name = sorted_name(VIDEOS, level, rows, n_tail, tail_hash)
+    store.put(name, data)
+    return name
+
+
+def test_the_name_of_a_sorted_file_tells_what_it_holds(store):
+    rows = rows_of(N)
+    name = put_sorted(store, rows)
+    file = file_named(name)
+    high = rows["id_high"].to_numpy()
+    assert (file.level, file.rows, file.first, file.last) == (2, N, int(high[0]), int(high[-1]))
+    assert file.holds(file.first) and file.holds(file.last) and not file.holds(file.last + 1)
+    assert file_named("videos/r-000001-aa.parquet").level == 0
+    assert table_files(store, VIDEOS) == [file]
+
+
+def test_it_is_an_ordinary_parquet_file_to_others(store):
+    import duckdb  # noqa: PLC0415
+    import pyarrow.parquet as pq  # noqa: PLC0415
+
+    rows = rows_of(N)
+    name = put_sorted(store, rows)
+    assert pq.read_table(store.root / name).equals(rows)
+    found = duckdb.sql(f"select attempts from '{store.root}/videos/*.parquet' where video_id = 'folder/v7'").fetchall()
+    assert found == [(2,)]
+
+
+def test_columns_and_row_groups_are_read_as_they_were_written(store):
+    rows = rows_of(N)
+    file = SortedFile(store, file_named(put_sorted(store, rows)))
+    assert len(file.firsts) == -(-N // 64)
+    assert file.read([0, 2], ["attempts", "id_high"]).equals(
+        pa.concat_tables([rows.slice(0, 64), rows.slice(128, 64)]).select(["attempts", "id_high"])
+    )
+    assert pa.concat_tables(file.parts(groups=2)).equals(rows)
+    high = rows["id_high"].to_numpy()
+    for at in (0, 63, 64, 65, 200, N - 1):
+        groups = file.groups_of(int(high[at]), int(high[at]))
+        assert at // 64 in groups and len(groups) <= 2
+
+
+def test_each_video_is_found_and_no_other(store):
+    rows = rows_of(N)
+    put_sorted(store, rows)
+    cache = TokenCache(store.root)
+    for row in random.Random(0).sample(rows.to_pylist(), 40):
+        assert cache.metadata(row["video_id"])["attempts"] == row["attempts"]
+        assert row["video_id"] not in cache
+    assert len(cache.failed) == N and cache.video_ids == []
+    with pytest.raises(KeyError, match=f"\\({N} videos are\\)"):
+        cache.metadata("folder/v")
+
+
+@pytest.mark.parametrize("read", ["all", "short", "one"])
+def test_a_flipped_bit_anywhere_raises_or_changes_nothing(store, read):
+    rows = rows_of(N)
+    name = put_sorted(store, rows)
+    path, file = store.root / name, file_named(name)
+    whole = path.read_bytes()
+    short = ["id_high", "status", "attempts", "video_id"]
+
+    def seen() -> pa.Table:
+        if read == "one":
+            opened = SortedFile(store, file)
+            return opened.read([1])
+        return read_file(store, file, short if read == "short" else VIDEO_SCHEMA.names)
+
+    good = seen()
+    raised = 0
+    for at in [*range(0, len(whole), 1201), *range(len(whole) - file.n_tail, len(whole), 101)]:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x04]) + whole[at + 1 :])
+        try:
+            assert seen().equals(good), at
+        except CorruptShard:
+            raised += 1
+    assert raised > 20
+    for cut in (0, 7, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(CorruptShard):
+            seen()
+
+
+def test_few_requests_find_a_video(store, monkeypatch):
+    """One listing opens the table; then its end and one row group of the file are read."""
+    rows = rows_of(N)
+    put_sorted(store, rows)
+    cache = TokenCache(store.root)
+    reads = []
+    read_slice = LocalStore.read_slice
+    monkeypatch.setattr(LocalStore, "read_slice", lambda *asked: [reads.append(asked[1:]), read_slice(*asked)][1])
+    cache.metadata("folder/v7")
+    assert len(reads) == 2
+    cache.metadata("folder/v7")
+    assert len(reads) == 2
+
+
+def test_keys_that_share_a_half_are_told_apart(store, monkeypatch):
+    """Ids whose keys begin alike, at the end of a row group and the beginning of the next."""
+    monkeypatch.setattr(tables, "GROUP_ROWS", 2)
+    monkeypatch.setattr("pipeline.cache.live_videos.GROUP_ROWS", 2)
+    monkeypatch.setattr("pipeline.cache.live_rows.GROUP_ROWS", 2)
+    halves = lambda texts: np.array([[7, i] for i in range(len(texts))], np.uint64)  # noqa: E731
+    monkeypatch.setattr("pipeline.cache.live_rows.keys_of", halves)
+    monkeypatch.setattr("pipeline.cache.live_videos.keys_of", halves)
+    rows = rows_of(5)
+    put_sorted(store, rows)
+    cache = TokenCache(store.root)
+    assert [cache.metadata(f"folder/v{i}")["attempts"] for i in range(5)] == [1, 2, 3, 1, 2]

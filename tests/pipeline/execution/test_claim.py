@@ -1,0 +1,141 @@
+"""Notes of runs: a second run is refused while the first lives, and no run that is gone holds anybody up."""
+
+import json
+import multiprocessing
+import os
+import signal
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import CacheLocked, UsageError
+from pipeline.execution import claim
+from pipeline.execution.claim import Claim, holder
+from pipeline.storage.stores import LocalStore, ObjectStore, Store
+from tests.pipeline.s3 import S3Server
+from tests.waiting import wait_until
+
+BEAT = 0.2
+
+
+@pytest.fixture(scope="module")
+def server():
+    with S3Server("claims") as server:
+        yield server
+
+
+@pytest.fixture(params=["folder", "s3"])
+def store(request, tmp_path, server) -> Store:
+    if request.param == "folder":
+        return LocalStore(tmp_path)
+    return ObjectStore(server.uri(request.node.name), server.objects())
+
+
+def note_of(store: Store, run_id: str = "r1", **facts: object) -> None:
+    """The note of a run on another machine."""
+    said = {"run_id": run_id, "host": "elsewhere", "pid": 1, "namespace": "x", "checked": True, "beat": 3, **facts}
+    store.put(f"runs/{run_id}.running", json.dumps(said).encode())
+
+
+def test_a_second_run_is_refused_by_name_and_the_first_leaves_nothing(store):
+    with Claim(store, "r1", print):
+        found = holder(store)
+        assert found is not None and (found["run_id"], found["pid"]) == ("r1", os.getpid())
+        with pytest.raises(CacheLocked, match=rf'"pid": {os.getpid()}, "run_id": "r1".*--join writes beside it'):
+            Claim(store, "r2", print).__enter__()
+        with Claim(store, "r3", print, join=True):
+            assert len(store.names("runs", ".running")) == 2
+    assert store.names("runs", ".running") == [] and holder(store) is None
+
+
+def test_of_two_that_come_together_one_goes_on(store, monkeypatch):
+    """Both have put their notes before either looks."""
+    entered: list[str] = []
+    notes, inner = claim._notes, []
+
+    def meanwhile(place):
+        if not inner:
+            inner.append(1)
+            with ExitStack() as stack:
+                try:
+                    stack.enter_context(Claim(place, "r2", print))
+                except CacheLocked:
+                    entered.append("r2 refused")
+                else:
+                    entered.append("r2")
+        return notes(place)
+
+    monkeypatch.setattr(claim, "_notes", meanwhile)
+    with Claim(store, "r1", print):
+        entered.append("r1")
+    assert entered == ["r2 refused", "r1"]
+
+
+def test_a_note_without_signs_of_life_is_forgotten(store):
+    note_of(store)
+    said: list[str] = []
+    with Claim(store, "r2", said.append, heartbeat_s=BEAT):
+        assert store.names("runs", ".running") == ["runs/r2.running"]
+    assert len(said) == 1 and "waiting 1 s for a sign of life" in said[0] and '"host": "elsewhere"' in said[0]
+
+
+def test_a_sign_of_life_refuses(store, monkeypatch):
+    note_of(store)
+
+    def lives(seconds: float) -> None:
+        note_of(store, beat=4)
+
+    monkeypatch.setattr("pipeline.execution.claim.time.sleep", lives)
+    with pytest.raises(CacheLocked, match="elsewhere"):
+        Claim(store, "r2", print, heartbeat_s=BEAT).__enter__()
+    assert store.names("runs", ".running") == ["runs/r1.running"]
+
+
+def test_a_note_that_is_no_note_is_told_of_and_forgotten(store):
+    store.put("runs/r1.running", b"[")
+    with Claim(store, "r2", print, heartbeat_s=BEAT):
+        assert store.names("runs", ".running") == ["runs/r2.running"]
+
+
+def test_it_shows_signs_of_life(store):
+    with Claim(store, "r1", print, heartbeat_s=BEAT):
+        first = holder(store)
+        assert first is not None
+        wait_until(lambda: (holder(store) or first)["beat"] > first["beat"] + 1, "beats")
+
+
+def claimed(folder: str) -> None:
+    with Claim(LocalStore(folder), "killed", print):
+        signal.pause()
+
+
+def test_a_killed_run_of_this_machine_holds_nobody_up(tmp_path):
+    process = multiprocessing.get_context("spawn").Process(target=claimed, args=(str(tmp_path),))
+    process.start()
+    note = tmp_path / "runs" / "killed.running"
+    wait_until(lambda: note.exists() and '"checked": true' in note.read_text(), "its note")
+    with pytest.raises(CacheLocked, match=f'"pid": {process.pid}'):
+        Claim(LocalStore(tmp_path), "r2", print).__enter__()
+    process.kill()
+    process.join()
+    said: list[str] = []
+    assert holder(LocalStore(tmp_path)) is None
+    with Claim(LocalStore(tmp_path), "r2", said.append):
+        assert said == [] and not note.exists()
+
+
+def test_a_place_that_takes_nothing_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="nothing can be written here"):
+        Claim(LocalStore(tmp_path / "gone"), "r", print).__enter__()
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "runs").write_text("a file")
+    with pytest.raises(UsageError, match="nothing can be written here"):
+        Claim(LocalStore(tmp_path / "c"), "r", print).__enter__()
+
+
+def test_notes_are_nothing_that_takes_a_place(tmp_path):
+    with Claim(LocalStore(tmp_path), "r", print):
+        assert not LocalStore(tmp_path).taken()
+    (Path(tmp_path) / "runs" / "mine.txt").write_text("x")
+    assert LocalStore(tmp_path).taken()
