@@ -1,0 +1,164 @@
+"""``jobs.remove``: take videos out of a cache for good, their tokens and all that its rows say of them.
+
+A row with status "removed" comes first. It beats every other row of its video, so that from then on readers refuse the
+video and no run encodes it again. Then the other videos of its token shards move to new ones, and the table is merged,
+which leaves out superseded rows. Last, what held the video before is deleted, once readers had time to go on. Whatever
+is interrupted the same command ends: each step finds what is left by looking at the rows.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import cast
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from pipeline.cache.live_rows import RULE_COLUMNS, VideoRows, live_rows, read_file, with_place
+from pipeline.cache.live_rows import VIDEOS as TABLE
+from pipeline.cache.merging import merge
+from pipeline.cache.reader import check_version, made_with
+from pipeline.cache.table import table_files
+from pipeline.cache.token_shard import TokenShard
+from pipeline.cache.writer import commit, put_token_shard
+from pipeline.errors import printable
+from pipeline.execution.claim import Claim
+from pipeline.execution.cluster import provenance
+from pipeline.execution.request import new_run_id
+from pipeline.execution.run_record import RunFile
+from pipeline.rows import VideoRecord
+from pipeline.storage.stores import Store
+
+_COLUMNS = ("video_id", *RULE_COLUMNS, "token_shard", "model_extra")
+_HELD = "token_shards"  # in the model_extra of a removed row: what held the video, for whoever ends the removal
+_VERSIONS = ("gstep-cache", "pyarrow")
+
+
+@dataclass
+class Removed:
+    """What a removal did.
+
+    Attributes:
+        run_id: it names the record in runs/.
+        videos: ids that are removed now; ``unknown`` are those of them that had no row.
+        moved: other videos whose tokens were written anew.
+        deleted: files that held the videos.
+    """
+
+    run_id: str
+    videos: int = 0
+    unknown: list[str] = field(default_factory=list)
+    moved: int = 0
+    deleted: list[str] = field(default_factory=list)
+
+    def lines(self) -> Iterator[str]:
+        """Say what was done, for the user."""
+        yield f"{self.videos:,} videos removed for good, {self.moved:,} others moved to new token shards"
+        yield f"{len(self.deleted):,} files deleted; {self.run_id} in runs/ says why"
+        if self.unknown:
+            shown = ", ".join(self.unknown[:5])
+            yield f"note: {len(self.unknown):,} of the videos had no row, and never get one now: {shown}"
+
+
+def remove_videos(
+    store: Store, ids: Sequence[str], reason: str, say: Callable[[str], object], keep: timedelta
+) -> Removed:
+    """Remove these videos for ``reason``; files that held them are deleted when they are unused for ``keep``.
+
+    Raises NotACache, UsageError for a cache of an earlier version, CacheLocked where a run writes to it, CorruptShard
+    where a token shard is damaged, and OSError.
+    """
+    identity = made_with(store, required=True)
+    check_version(store)
+    done = Removed(new_run_id(), len(ids))
+    with Claim(store, done.run_id, say):
+        run_file = RunFile(store, {**provenance(done.run_id, _VERSIONS), "removed": len(ids), "reason": reason})
+        with run_file:
+            removal = _Removal(store, identity, done, frozenset(ids))
+            removal.mark(reason)
+            removal.move_others()
+            merge(store, identity, everything=True, keep=keep)
+            if left := removal.unused():
+                if keep:
+                    say(f"waiting {keep.total_seconds() / 60:g} minutes for readers of {len(left)} token shards")
+                    time.sleep(keep.total_seconds())
+                for name in left:
+                    store.delete(name)
+                done.deleted += left
+            done.deleted += merge(store, identity, everything=True, keep=keep).deleted
+    return done
+
+
+class _Removal:
+    """The steps of one removal."""
+
+    def __init__(self, store: Store, identity: str | None, done: Removed, ids: frozenset[str]) -> None:
+        self._store, self._identity, self._done, self._ids = store, identity, done, ids
+        self._rows = self._read()
+        self._held = self._shards_of_removed()
+
+    def _read(self) -> pa.Table:
+        """_COLUMNS of all rows, superseded ones too, with shard and row."""
+        files = table_files(self._store, TABLE)
+        tables = [with_place(read_file(self._store, file, _COLUMNS), file.name) for file in files]
+        return pa.concat_tables(tables)
+
+    def _shards_of_removed(self) -> dict[str, set[str]]:
+        """The token shards that rows of the videos name, by video; a merge may have left out those rows."""
+        mine = self._rows.filter(pc.is_in(self._rows["video_id"], value_set=pa.array(sorted(self._ids), pa.string())))
+        held: dict[str, set[str]] = {video_id: set() for video_id in self._ids}
+        for row in mine.select(["video_id", "status", "token_shard", "model_extra"]).to_pylist():
+            removed = row["status"] == "removed" and row["model_extra"] is not None
+            held[row["video_id"]] |= set(json.loads(row["model_extra"])[_HELD]) if removed else {row["token_shard"]}
+        return {video_id: names - {None} for video_id, names in held.items()}
+
+    def mark(self, reason: str) -> None:
+        """Commit a row for each video that is not removed yet."""
+        live = {row["video_id"]: row for row in live_rows(self._rows).to_pylist()}
+        self._done.unknown = sorted(self._ids - live.keys())
+        rows: list[VideoRecord] = [
+            {
+                "video_id": video_id,
+                "uri": "",
+                "status": "removed",
+                "error_message": printable(reason),
+                "model_extra": json.dumps({_HELD: sorted(self._held[video_id])}),
+                "attempts": live[video_id]["attempts"] if video_id in live else 0,
+            }
+            for video_id in sorted(self._ids)
+            if video_id not in live or live[video_id]["status"] != "removed"
+        ]
+        if rows:
+            commit(self._store, self._done.run_id, 0, rows, made_with=self._identity)
+            self._rows = self._read()
+
+    def move_others(self) -> None:
+        """Write the other videos of token shards that hold a removed one to new shards."""
+        live = live_rows(self._rows)
+        full = VideoRows(self._store)
+        names = pa.array(sorted(set().union(*self._held.values())), pa.string())
+        ok = live.filter(pc.and_(pc.equal(live["status"], "ok"), pc.is_in(live["token_shard"], value_set=names)))
+        for number, name in enumerate(sorted(set(ok["token_shard"].to_pylist())), 1):
+            places = ok.filter(pc.equal(ok["token_shard"], name)).select(["shard", "row"]).to_pylist()
+            rows = sorted(
+                (full(place["shard"], place["row"]) for place in places), key=lambda row: row["first_row_group"]
+            )
+            shard = TokenShard(self._store, name, rows[0]["footer_hash"])
+            tables = [shard.read_checked(row) for row in rows]
+            records = cast(list[VideoRecord], rows)
+            put_token_shard(self._store, self._done.run_id, records, tables)
+            for record in records:
+                record["rewritten"] = (record["rewritten"] or 0) + 1
+            commit(self._store, self._done.run_id, number, records, made_with=self._identity)
+            self._done.moved += len(records)
+
+    def unused(self) -> list[str]:
+        """The token shards that hold a removed video and that no live row names any more."""
+        live = live_rows(self._read())
+        named = set(live["token_shard"].to_pylist())
+        mine = set().union(*self._held.values())
+        return sorted(name for name in mine - named if self._store.exists(name))
