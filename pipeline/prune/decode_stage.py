@@ -67,7 +67,7 @@ class VideoDecoder:
 
     def __init__(self, setup: DecodeSetup, sandbox: DecodeSandbox | None = None) -> None:
         self._setup = setup
-        self._sandbox = sandbox or DecodeSandbox(timeout_s=setup.timeout_s, memory_mb=setup.memory_mb)
+        self._sandbox = sandbox or DecodeSandbox(setup.timeout_s, setup.memory_mb, on_gpu=setup.decoder == "nvdec")
 
     def close(self) -> None:
         """End the child."""

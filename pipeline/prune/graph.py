@@ -113,8 +113,8 @@ class Resources:
 
     @property
     def gpus(self) -> float:
-        """GPUs that all encoders reserve at once."""
-        return self.encode.num_gpus * self.encode.workers
+        """GPUs that all encoders and decoders reserve at once."""
+        return round(sum(stage.num_gpus * stage.workers for stage in (self.decode, self.encode)), 4)
 
     @property
     def workers(self) -> str:
@@ -139,6 +139,8 @@ BUNDLE_BYTES, MOST_BUNDLED = LEAST_BYTES, 32
 DECODER_BYTES = 2**30  # of memory for a decoder: two processes, the packets of a file, and the frames in hand
 # Of video files that make another decoder worth its start, about a second of a core: half a minute at 1 Mbit/s.
 DECODER_FILES_BYTES = 4 * 2**20
+# With --decoder nvdec, the share of a GPU that its decoders reserve, and how many they are: not measured.
+DECODING_OF_A_GPU, DECODERS_A_GPU = 0.2, 4
 CALLS = 2  # at a time in a worker: what one hands over or takes up is hidden behind the work of the other
 UNDER_WAY = 16  # videos on their way to an encoder: a quarter of a second where each takes 15 ms
 # The driver commits the records of a shard at once, and makes a reference to each of its videos an argument of a call.
@@ -166,6 +168,7 @@ def plan_resources(
     videos_per_shard: int = 16,
     decode_workers: int | None = None,
     encode_workers: int | None = None,
+    decode_on_gpus: bool = False,
 ) -> Resources:
     """Share out a cluster of ``cpus``, ``gpus`` and bytes of ``memory`` for ``n_videos``.
 
@@ -179,11 +182,16 @@ def plan_resources(
     encoders = max(1, min(encoders, int(gpus) if gpus >= 1 else cores, n_videos))
     useful = decode_workers or math.ceil(min(files_bytes / DECODER_FILES_BYTES, cores))
     decoders = max(1, min(useful, cores, int(min(memory / DECODER_BYTES, cores)), n_videos))
+    decode_gpu, encode_gpu = 0.0, 1.0 if gpus >= 1 else 0.0
+    if decode_on_gpus and gpus >= 1:
+        decoders = min(decoders, decode_workers or DECODERS_A_GPU * int(gpus))
+        decode_gpu = int(1e4 * DECODING_OF_A_GPU / math.ceil(decoders / int(gpus))) / 1e4  # Ray counts so finely
+        encode_gpu = 1 - DECODING_OF_A_GPU
     # Small runs use small shards: progress shows, a killed run loses little, and every writer has its share.
     shard = max(1, min(videos_per_shard, n_videos // max(16, 4 * encoders)))
     return Resources(
-        decode=Stage(min(1.0, cpus), 0, decoders, "a decode child runs one thread", CALLS, 2 * CALLS),
-        encode=Stage(0, 1 if gpus >= 1 else 0, encoders, "one model a GPU, or four cores", CALLS, 2 * CALLS),
+        decode=Stage(min(1.0, cpus), decode_gpu, decoders, "a decode child runs one thread", CALLS, 2 * CALLS),
+        encode=Stage(0, encode_gpu, encoders, "one model a GPU, or four cores", CALLS, 2 * CALLS),
         write=Stage(0, 0, encoders, "hashing and one file write; must find room while the others hold the CPUs"),
         # A block is the unit of work and of retry: few videos, but no more blocks than the driver tracks lightly.
         videos_per_block=max(1, min(4, n_videos // (4 * decoders)), n_videos // MAX_BLOCKS),

@@ -229,6 +229,7 @@ def _plan(
         videos_per_shard=config.videos_per_shard or by_size,
         decode_workers=config.decode_workers,
         encode_workers=config.encode_workers,
+        decode_on_gpus=config.decoder == "nvdec",
     )
 
 

@@ -13,6 +13,7 @@ from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.merging import WAITING_AT_END, try_merge
 from pipeline.cache.reader import HEADER, made_with, read_header
+from pipeline.errors import UsageError
 from pipeline.execution.cluster import provenance, settle
 from pipeline.execution.request import refusing
 from pipeline.execution.run import Run, Streamed
@@ -76,6 +77,8 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
     def stream(self, request: PruneRequest, todo: Todo) -> Streamed:
         config, n_videos = self.options, len(todo)
         device, dtype = settle(config, request.dtype, self.say)
+        if config.decoder == "nvdec" and device != "cuda":
+            raise UsageError("--decoder nvdec needs a GPU, and this run has none; leave it out, or give the run one")
         if not request.store.names(VIDEOS, ".parquet"):
             _write_header(request, dtype)
         setups = Setups(request.decode_setup(), request.encode_setup(device, dtype))

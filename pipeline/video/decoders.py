@@ -1,4 +1,4 @@
-"""What delivers the pixels of chosen frames: PyAV, another library that was asked for, or a user's own class."""
+"""The decoders that deliver chosen frames: PyAV, another library where it is asked for, or a user's own class."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ DECODERS: LazyTable = LazyTable(
         "pyav": "pipeline.video.decoders:PyavDecoder",
         "decord": "pipeline.video.decord_decoder:DecordDecoder",
         "torchcodec": "pipeline.video.torchcodec_decoder:TorchcodecDecoder",
+        "nvdec": "pipeline.video.nvdec_decoder:NvdecDecoder",
     },
 )
-_LIBRARIES = {"pyav": "av", "decord": "decord", "torchcodec": "torchcodec"}  # by the names of their packages
+_PACKAGES = {"pyav": "av", "decord": "decord", "torchcodec": "torchcodec", "nvdec": "torchcodec"}
 _CHUNK_FRAMES = 8
 _CHUNK_BYTES = 64 * 2**20
 
 
 class FrameDecoder(Protocol):
-    """Delivers frames of one file. ``DECODERS`` names the built-in ones; ``package.module:Class`` names any other.
+    """A decoder of one file. ``DECODERS`` names the built-in ones; ``package.module:Class`` names any other.
 
     Attributes:
         version: recorded beside the decoder's name with every video.
@@ -46,10 +47,10 @@ class FrameDecoder(Protocol):
         """Open ``index.path``."""
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
-        """The frames of ``index`` that ``indices`` (distinct, ascending) name, in this order.
+        """Yield the frames that ``indices`` (distinct, ascending) name, in this order.
 
-        They come in chunks of [k,H,W,3] uint8 RGB, turned as they are shown, H and W being those of ``index``. Chunks
-        are small (``chunk_length``), so that memory stays bounded. May raise anything.
+        They come in chunks of [k,H,W,3] uint8 RGB, turned as they are shown, H and W being those of the index. Chunks
+        are small (``chunk_length``), so that memory stays bounded. May raise any exception.
         """
 
     def close(self) -> None:
@@ -57,7 +58,7 @@ class FrameDecoder(Protocol):
 
 
 def load_decoder(name: str) -> type[FrameDecoder]:
-    """The class that ``name`` stands for: a name of ``DECODERS`` or ``package.module:Class``.
+    """Import the decoder class that ``name`` names: a name of ``DECODERS`` or ``package.module:Class``.
 
     Raises KeyError for an unknown name, ImportError or AttributeError where a path names nothing.
     """
@@ -66,22 +67,66 @@ def load_decoder(name: str) -> type[FrameDecoder]:
 
 
 def decoder_version(name: str | None) -> str | None:
-    """The version of the decoder called ``name``, whose library is not imported for it where it is a built-in one."""
+    """Return the version of a decoder, or None if it is not installed; a built-in one's library is not imported."""
     if name is None:
         return None
     try:
-        return version(_LIBRARIES[name]) if name in _LIBRARIES else str(load_decoder(name).version)
+        return version(_PACKAGES[name]) if name in _PACKAGES else str(load_decoder(name).version)
     except (PackageNotFoundError, KeyError, ImportError, AttributeError):
         return None
 
 
 def chunk_length(height: int, width: int) -> int:
-    """How many [height,width,3] frames are read at a time: 8, fewer where they pass 64 MiB, at least 1."""
+    """Return how many [height,width,3] frames to read at a time: 8, fewer where they pass 64 MiB, at least 1."""
     return max(1, min(_CHUNK_FRAMES, _CHUNK_BYTES // (height * width * 3)))
 
 
+class LibraryDecoder:
+    """The base of decoders that let another library read the file once more, for files it is known to get right.
+
+    Raises IndexMismatch for files whose frames the library may get wrong, or where it counts other frames than the
+    index, and the library's own error for what it cannot read.
+    """
+
+    def __init__(self, index: VideoIndex) -> None:
+        if reason := self.wrong_for(index):
+            raise IndexMismatch(reason)
+        self._chunk = chunk_length(index.height, index.width)
+        self._video: Any = self.open(index)
+        if len(self._video) != len(index.timestamps):
+            raise IndexMismatch(f"the decoder counts {len(self._video)} frames, the file lists {len(index.timestamps)}")
+
+    @staticmethod
+    def wrong_for(index: VideoIndex) -> str:
+        """Return why the library may deliver other frames of this file than a player shows, "" if it does not."""
+        if index.packets is None or index.pts is None:
+            return "the file has no timestamps"
+        if index.demuxer not in ("mov", "matroska"):
+            return "it is neither MP4 nor Matroska"
+        if any(packet.discard for packet in index.packets.table):
+            return "it has an edit list"
+        return "its parameters change on the way" if index.packets.parameters_change else ""
+
+    def open(self, index: VideoIndex) -> Any:
+        """Open the file with the library; the result has the number of frames as its length."""
+        raise NotImplementedError
+
+    def frames(self, indices: list[int]) -> Frames:
+        """Return the frames [k,H,W,3] that ``indices`` name."""
+        raise NotImplementedError
+
+    def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
+        """Yield chunks of frames; see ``FrameDecoder.read``."""
+        for start in range(0, len(indices), self._chunk):
+            yield self.frames(indices[start : start + self._chunk].tolist())
+
+    def close(self) -> None:
+        """Release the file."""
+        del self._video
+
+
 class PyavDecoder:
-    """PyAV, one thread, from the packets that made the index: of those, only what the frames asked for need.
+    """PyAV on one thread, fed with the packets that made the index: only those that the chosen frames need.
 
     Raises IndexMismatch where a frame of the index does not come out of the decoder.
     """
@@ -95,7 +140,7 @@ class PyavDecoder:
         self._reformatter = VideoReformatter()
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
-        """See ``FrameDecoder.read``. Frames of another size than the first one are scaled to it."""
+        """Yield chunks of frames (see ``FrameDecoder.read``), scaled to the first frame's size where theirs differs."""
         index = self._index
         frames = self._by_count(indices) if index.pts is None else self._by_time(index.pts[indices].tolist())
         step = chunk_length(index.height, index.width)
@@ -106,10 +151,10 @@ class PyavDecoder:
             yield chunk
 
     def close(self) -> None:
-        """Leave the packets to the index."""
+        """Keep the packets open: they belong to the index."""
 
     def _pixels(self, frame: Any) -> Frames:
-        """[H,W,3] as shown."""
+        """Convert a decoded frame to [H,W,3] uint8 RGB, turned as it is shown."""
         index = self._index
         width, height = index.width, index.height
         if index.orientation.transpose:
@@ -121,7 +166,7 @@ class PyavDecoder:
         return turned(stored.to_ndarray(), index.orientation)
 
     def _by_count(self, indices: NDArray[np.int64]) -> Iterator[Any]:
-        """The decoded frames number ``indices`` of the file, read from its beginning."""
+        """Yield the decoded frames number ``indices`` of the file, which is read from its beginning."""
         wanted: list[int] = indices.tolist()
         found = 0
         for number, frame in enumerate(self._packets.decoded(0, len(self._packets.table))):
@@ -133,7 +178,7 @@ class PyavDecoder:
         raise IndexMismatch(f"frame {wanted[found]} does not come out of the decoder")
 
     def _by_time(self, times: Sequence[int]) -> Iterator[Any]:
-        """The decoded frames whose presentation times are ``times``, from no more packets than they need."""
+        """Yield the decoded frames whose presentation times are ``times``, from no more packets than they need."""
         table = self._packets.table
         for run in self._packets.runs(times):
             missing = deque(run.times)
@@ -153,7 +198,7 @@ class PyavDecoder:
 
 
 def _without_fields(frame: Any) -> Any:
-    """The frame without its mark of two fields, so that its colours are scaled as those of one picture.
+    """Return the frame without its mark of two fields, so that FFmpeg scales its colours as those of one picture.
 
     The models' own loaders (decord, torchcodec) do so; FFmpeg would scale them field by field.
     """
@@ -167,23 +212,12 @@ def _without_fields(frame: Any) -> Any:
 
 
 def _starts_a_group(frame: Any) -> bool:
-    """Whether a decoded frame needs no other one."""
+    """Return whether a decoded frame refers to no other one."""
     return bool(frame.key_frame) or frame.pict_type in (PictureType.I, PictureType.SI, PictureType.BI)
 
 
-def wrong_elsewhere(index: VideoIndex) -> str:
-    """Why other libraries would deliver other frames of this file than a player shows; empty where they do not."""
-    if index.packets is None or index.pts is None:
-        return "the file has no timestamps"
-    if index.demuxer not in ("mov", "matroska"):
-        return "it is neither MP4 nor Matroska"
-    if any(packet.discard for packet in index.packets.table):
-        return "it has an edit list"
-    return "its parameters change on the way" if index.packets.parameters_change else ""
-
-
 def turned(frame: Frames, orientation: Orientation) -> Frames:
-    """A stored [H,W,3] frame as it is shown: a view, [W,H,3] where it is transposed."""
+    """Turn a stored [H,W,3] frame as it is shown; the result is a view, [W,H,3] where it is transposed."""
     if orientation.transpose:
         frame = frame.transpose(1, 0, 2)
     rows = slice(None, None, -1) if orientation.flip_rows else slice(None)
@@ -192,7 +226,7 @@ def turned(frame: Frames, orientation: Orientation) -> Frames:
 
 
 def decoders_for(decoder: str) -> Sequence[str]:
-    """Names of the decoders to try for ``decoder`` (auto, a name of DECODERS or an import path), the best one first."""
+    """List the decoders to try for ``decoder`` (auto, a name of DECODERS or an import path), the best one first."""
     if decoder == "auto":
         return ("pyav",)
     return (decoder, "pyav") if decoder in DECODERS and decoder != "pyav" else (decoder,)

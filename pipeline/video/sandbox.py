@@ -1,4 +1,4 @@
-"""Decoding in a child process that may crash, hang or run out of memory without harm to anything else.
+"""A child process that decodes, and may crash, hang or run out of memory without harm to anything else.
 
 The child serves one video after another; it is replaced after it died or was killed. It is forked from a fork server
 that has imported the heavy libraries once, so that a replacement takes milliseconds.
@@ -21,15 +21,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import connection, reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
-from pipeline.errors import FaultClass, VideoFault
+from pipeline.errors import VideoFault
 from pipeline.video import decode
 from pipeline.video.decode import DecodedVideo, DecodeRequest, decode_video, fault_of
 from pipeline.video.decoders import decoders_for
@@ -42,26 +42,23 @@ _SECRET_NAMES = ("AWS_", "AZURE_", "GOOGLE_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKE
 _SECRET_PARTS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "API_KEY", "ACCESS_KEY", "PRIVATE_KEY")
 
 
-class DecodeSandbox:
+class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
     """A child process that decodes videos. Use it as a context manager or call ``close``; not from several threads.
 
     Args:
         timeout_s: seconds a video may take, all attempts together. Starting the child does not count.
-        memory_mb: MiB of address space by which the child may grow beyond its size after its imports. Where the
-            platform has no such limit, a warning is logged and none is set.
+        memory_mb: MiB of memory by which the child may grow beyond its size after its imports. Where the platform has
+            no such limit, a warning is logged and none is set.
+        on_gpu: whether a decoder may use a GPU: then the memory that the child writes to is limited, and not its
+            address space, of which a CUDA context reserves hundreds of GiB.
     """
 
-    def __init__(self, timeout_s: float = 120.0, memory_mb: int = 4096) -> None:
+    def __init__(self, timeout_s: float = 120.0, memory_mb: int = 4096, on_gpu: bool = False) -> None:
         self._timeout_s = timeout_s
-        self._memory_mb = memory_mb
+        self._limits = memory_mb, on_gpu
         self._child: _Child | None = None
 
-    def __enter__(self) -> DecodeSandbox:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -106,7 +103,8 @@ class DecodeSandbox:
             child.pipe.send(request)
             while True:
                 if not child.pipe.poll(max(0.0, deadline - time.monotonic())):
-                    raise self._killed("timeout", f"not decoded within {self._timeout_s:g} s", backend)
+                    self.close()
+                    raise VideoFault("timeout", f"not decoded within {self._timeout_s:g} s", backend=backend)
                 answer = child.pipe.recv()
                 if isinstance(answer, VideoFault):
                     raise answer
@@ -116,49 +114,36 @@ class DecodeSandbox:
         except VideoFault:
             raise
         except (EOFError, OSError) as error:
-            raise self._crashed(backend) from error
+            self._child = None
+            raise _crash(child.end_code(), backend) from error
         except BaseException:
-            self.close()  # Ctrl-C, say: an answer that is still to come must not answer the next request
+            self.close()  # after Ctrl-C, for example, a late answer must not be taken for that of the next request
             raise
 
     def _ready_child(self) -> _Child:
-        if self._child is None or self._child.pipe.poll():  # an idle child says nothing: this is the end of the pipe
+        if self._child is None or self._child.pipe.poll():  # idle children send nothing: the pipe ended
             self.close()
-            self._child = _Child(self._memory_mb)
+            self._child = _Child(*self._limits)
         return self._child
-
-    def _killed(self, fault_class: FaultClass, message: str, backend: str | None) -> VideoFault:
-        self.close()
-        return VideoFault(fault_class, message, backend=backend)
-
-    def _crashed(self, backend: str | None) -> VideoFault:
-        assert self._child is not None
-        code = self._child.exit_code()
-        self._child = None
-        if code is None or code >= 0:
-            return VideoFault("crash", f"the decode process ended with exit code {code}", backend=backend)
-        number = -code
-        hint = "; perhaps the machine ran out of memory" if number == signal.SIGKILL else ""
-        message = f"the decode process was ended by {_signal_name(number)}{hint}"
-        return VideoFault("crash", message, backend=backend, exit_signal=number)
 
 
 class InThisProcess(DecodeSandbox):
     """No child, and no limit: for a video of one's own in a notebook. A crash takes this process along."""
 
     def decode(self, request: DecodeRequest, descriptor: int | None = None) -> DecodedVideo:
-        """Raises VideoFault as ``decode_video``."""
+        """Decode one video here. Raises VideoFault as ``decode_video``."""
         return decode_video(request if descriptor is None else replace(request, path=f"/proc/self/fd/{descriptor}"))
 
 
 class _Child:
     """One child process and the parent's end of the pipe to it. Raises VideoFault("internal") if it does not start."""
 
-    def __init__(self, memory_mb: int) -> None:
-        context = _context()
+    def __init__(self, memory_mb: int, on_gpu: bool) -> None:
+        context: Any = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
         self.pipe, theirs = context.Pipe()
         self.received = ReceivedFrames()
-        self.process = context.Process(target=_serve, args=(theirs, memory_mb), name="decode", daemon=True)
+        self.process = context.Process(target=_serve, args=(theirs, memory_mb, on_gpu), name="decode", daemon=True)
         with _no_main_module():
             self.process.start()
         theirs.close()  # the child now holds the only other end: when it dies, reading here ends
@@ -184,14 +169,14 @@ class _Child:
 
     def end(self) -> None:
         """Kill the process, if it still runs, and reap it."""
-        self.process.kill()  # at once: it holds nothing that needs saving, and may be deaf to anything gentler
+        self.process.kill()  # it holds nothing that needs saving, and a decoder in a loop ignores gentler signals
         self.process.join()
         self.process.close()
         self.pipe.close()
         self.received.close()
 
-    def exit_code(self) -> int | None:
-        """How the process ended: negative for a signal."""
+    def end_code(self) -> int | None:
+        """Wait up to 5 s, end the process, and return its exit code (negative: the signal that ended it)."""
         self.process.join(5)
         code: int | None = self.process.exitcode
         self.end()
@@ -200,9 +185,9 @@ class _Child:
 
 @contextmanager
 def _no_main_module() -> Iterator[None]:
-    """Keep a child that starts within from importing this process's main module, which it has no use for.
+    """Keep a child that starts within this context from importing the main module of this process.
 
-    That of an actor is Ray's worker, with half a second of imports.
+    The main module of an actor is Ray's worker, which takes half a second to import and is of no use to a decoder.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -212,16 +197,18 @@ def _no_main_module() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _context() -> Any:
-    """The multiprocessing context: a fork server, and what it imports before it forks."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    return context
+def _crash(code: int | None, backend: str | None) -> VideoFault:
+    """Make the fault of a video whose decode process ended with ``code`` (negative: by that signal)."""
+    if code is None or code >= 0:
+        return VideoFault("crash", f"the decode process ended with exit code {code}", backend=backend)
+    name = {entry.value: entry.name for entry in signal.Signals}.get(-code, f"signal {-code}")
+    hint = "; perhaps the machine ran out of memory" if -code == signal.SIGKILL else ""
+    return VideoFault("crash", f"the decode process was ended by {name}{hint}", backend=backend, exit_signal=-code)
 
 
-def _serve(pipe: Connection, memory_mb: int) -> None:
-    """The child: answers requests until the parent closes the pipe or goes away."""
-    pipe.send(_confine(memory_mb))
+def _serve(pipe: Connection, memory_mb: int, on_gpu: bool) -> None:
+    """Answer the requests that come through the pipe, in the child, until the parent closes it or is gone."""
+    pipe.send(_confine(memory_mb, on_gpu))
     shared = SharedFrames()
     while True:
         try:
@@ -240,28 +227,22 @@ def _serve(pipe: Connection, memory_mb: int) -> None:
 
 
 def _answer(pipe: Connection, shared: SharedFrames) -> DecodedVideo:
+    """Decode the video of the next request, which names a file or comes with an open one. Raises VideoFault."""
     has_descriptor, done = pipe.recv()
     shared.reuse(done)
-    with _handed_over(pipe, has_descriptor) as path:
-        request = pipe.recv()
-        return decode_video(request if path is None else replace(request, path=path), pipe.send, shared.allocate)
-
-
-@contextmanager
-def _handed_over(pipe: Connection, comes: bool) -> Iterator[str | None]:
-    """The path by which this process opens the file that comes with the request; None where none comes."""
-    if not comes:
-        yield None
-        return
-    descriptor = reduction.recv_handle(pipe)
+    descriptor = reduction.recv_handle(pipe) if has_descriptor else None
     try:
-        yield f"/proc/self/fd/{descriptor}"  # each opening has a position of its own
+        request: DecodeRequest = pipe.recv()
+        if descriptor is not None:
+            request = replace(request, path=f"/proc/self/fd/{descriptor}")  # each opening has a position of its own
+        return decode_video(request, pipe.send, shared.allocate)
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
-def _confine(memory_mb: int) -> str:
-    """Take from this process what it must not have; a note where the platform cannot."""
+def _confine(memory_mb: int, on_gpu: bool) -> str:
+    """Take from this process what it must not have, and return a note about what the platform cannot take."""
     import torch  # noqa: PLC0415 - already imported by the fork server; its size counts as the child's own
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which decides
@@ -269,16 +250,20 @@ def _confine(memory_mb: int) -> str:
     strip_credentials(os.environ)
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    return _limit_memory(memory_mb)
+    return _limit_memory(memory_mb, on_gpu)
 
 
-def _limit_memory(memory_mb: int) -> str:
-    """Limit the address space to today's size plus ``memory_mb`` MiB; a note where that is not possible."""
+def _limit_memory(memory_mb: int, on_gpu: bool) -> str:
+    """Let this process grow by ``memory_mb`` MiB from here, and return a note if the platform has no such limit.
+
+    With ``on_gpu`` only private memory that can be written counts, otherwise all of the address space.
+    """
+    kind, field = (resource.RLIMIT_DATA, 5) if on_gpu else (resource.RLIMIT_AS, 0)
     try:
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[field])
         limit = pages * resource.getpagesize() + memory_mb * 2**20
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+        _, hard = resource.getrlimit(kind)
+        resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
     except (OSError, ValueError) as error:
         return f"decode processes run without a memory limit: {error}"
     return ""
@@ -308,9 +293,10 @@ def _end_with_parent() -> None:
 
 
 def strip_credentials(environment: MutableMapping[str, str]) -> None:
-    """Remove the variables whose names look like credentials; of this process's own also what /proc/self/environ shows.
+    """Remove the variables whose names look like credentials, so that nothing in the child uses them by accident.
 
-    So nothing in the child uses them by accident. Code that takes over the child could still read its parent's memory.
+    In this process's own environment, what /proc/self/environ shows of them is overwritten too. Code that takes over
+    the child could still read its parent's memory.
     """
     for name in list(environment):
         if name.startswith(_SECRET_NAMES) or any(part in name.upper() for part in _SECRET_PARTS):
@@ -320,16 +306,9 @@ def strip_credentials(environment: MutableMapping[str, str]) -> None:
 
 
 def _erase(name: bytes) -> None:
-    """Overwrite a variable where the kernel put it: removing it takes away the pointer alone."""
+    """Overwrite a variable where the kernel put it, since removing it takes away the pointer alone."""
     library = ctypes.CDLL(None)
     library.getenv.restype = ctypes.c_void_p
     place = library.getenv(name)
     if place:
         ctypes.memset(place, 0, len(ctypes.string_at(place)))
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -15,10 +15,9 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 
 from pipeline.errors import UsageError, VideoFault, printable
 from pipeline.rows import VideoRow
@@ -32,7 +31,7 @@ _IN_MEMORY = re.compile(r"/proc/self/fd/\d+|/memfd:\S*(?: \(deleted\))?")
 
 
 @dataclass
-class Source:
+class Source(AbstractContextManager["Source"]):
     """A video that is ready to be decoded, or the fault that keeps it from being so. Close it after use.
 
     Attributes:
@@ -49,12 +48,7 @@ class Source:
     descriptor: int | None = None
     path: str | None = None
 
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 
 from jobs import inspect, prune
 from tests.jobs.jobs import clips, forbid_ray, run
@@ -223,6 +224,8 @@ def test_senseless_seed_and_decoder(refuse, videos, tmp_path):
     out = ["--out", str(tmp_path / "c")]
     assert "--seed must be at least 0" in refuse(prune, [str(videos), *out, "--seed", "-1"])
     assert "no decoder" in refuse(prune, [str(videos), *out, "--decoder", "json:dumps"])
+    if not torch.cuda.is_available():
+        assert "--decoder nvdec:" in refuse(prune, [str(videos), *out, "--decoder", "nvdec"])
 
 
 @pytest.mark.parametrize("frames", [["--num-frames", "1"], ["--fps", "1", "--max-frames", "1"]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -256,6 +257,14 @@ class Hungry(BadReader):
         hoard = []
         while True:
             hoard.append(np.ones(2**26, np.uint8))
+
+
+class Spacious(BadReader):
+    """Reserves a TiB of addresses that it does not touch, as a CUDA context does."""
+
+    def read(self, indices: Any) -> Any:
+        reserved = mmap.mmap(-1, 2**40, prot=0, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        raise VideoFault("internal", f"{len(reserved)} bytes reserved")
 
 
 class Raising(BadReader):

@@ -68,6 +68,17 @@ def test_every_core_decodes_and_an_encoder_reserves_none(cpus, gpus):
     assert (plan.encode.num_cpus, plan.encode.num_gpus) == (0, min(gpus, 1))
 
 
+@pytest.mark.parametrize("cpus", [1, 4, 96])
+@pytest.mark.parametrize("gpus", [1, 3, 8])
+@pytest.mark.parametrize("asked", [{}, {"decode_workers": 7}, {"encode_workers": 1}])
+def test_decoders_on_gpus_share_each_with_its_encoder(cpus, gpus, asked):
+    plan = plan_resources(cpus, gpus, 1000, decode_on_gpus=True, **asked)
+    a_gpu = math.ceil(plan.decode.workers / gpus)
+    assert plan.decode.num_gpus > 0 and a_gpu * plan.decode.num_gpus + plan.encode.num_gpus <= 1.00001
+    assert plan.gpus <= gpus and plan.decode.workers == min(cpus, asked.get("decode_workers", 4 * gpus))
+    assert plan_resources(cpus, 0, 1000, decode_on_gpus=True) == plan_resources(cpus, 0, 1000)
+
+
 def test_memory_bounds_how_many_decode():
     assert plan_resources(96, 8, 1000, memory=16 * 2**30).decode.workers == 16
     assert plan_resources(96, 8, 1000, memory=2**20).decode.workers == 1

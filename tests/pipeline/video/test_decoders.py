@@ -4,18 +4,30 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import av
 import numpy as np
 import pytest
+import torch
 
 from pipeline.video.containers import sniff
-from pipeline.video.decode import DecodeRequest, decode_video
-from pipeline.video.decoders import DECODERS, PyavDecoder, chunk_length, decoders_for, load_decoder, turned
+from pipeline.video.decode import DecodeRequest
+from pipeline.video.decoders import (
+    DECODERS,
+    PyavDecoder,
+    chunk_length,
+    decoder_version,
+    decoders_for,
+    load_decoder,
+    turned,
+)
 from pipeline.video.decord_decoder import DecordDecoder
 from pipeline.video.probe import IndexMismatch, Orientation, probe, scan
 from pipeline.video.sampling import Sampling
+from pipeline.video.sandbox import DecodeSandbox
+from tests.paths import ROOT
 from tests.pipeline.ffmpeg import make_clip
 from tests.pipeline.videos import (
     SAMPLE_LENGTHS,
@@ -199,7 +211,8 @@ def test_torchcodec_gives_the_same_frames_or_leaves_them_to_pyav(tmp_path):
     program = "import sys; from tests.pipeline.video.test_decoders import compare; compare(*sys.argv[1:])"
     found = subprocess.run(
         [sys.executable, "-c", program, *map(str, clips.values())],
-        env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}, capture_output=True, text=True, check=False,
+        env=os.environ | {"LD_LIBRARY_PATH": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
     served = dict(line.split() for line in found.stdout.splitlines())
@@ -207,19 +220,25 @@ def test_torchcodec_gives_the_same_frames_or_leaves_them_to_pyav(tmp_path):
 
 
 def compare(*paths):
-    """Print which decoder served each file when torchcodec was asked for; its frames are PyAV's."""
-    for path in paths:
-        by_torchcodec, by_pyav = (
-            decode_video(DecodeRequest(path, Sampling(9), KeepSize(), decoder=name)) for name in ("torchcodec", "pyav")
-        )
-        assert np.array_equal(by_torchcodec.frames, by_pyav.frames), path
-        print(Path(path).name, by_torchcodec.backend)
+    """Print which decoder served each file when torchcodec was asked for, in a child as of a GPU; frames are PyAV's."""
+    if not torch.cuda.is_available():
+        with pytest.raises(ImportError, match=r"decodes on CPUs only; install both for CUDA"):
+            load_decoder("nvdec")
+    with DecodeSandbox(timeout_s=300, memory_mb=1024, on_gpu=True) as sandbox:
+        for path in paths:
+            by_torchcodec, by_pyav = (
+                sandbox.decode(DecodeRequest(path, Sampling(9), KeepSize(), decoder=name))
+                for name in ("torchcodec", "pyav")
+            )
+            assert np.array_equal(by_torchcodec.frames, by_pyav.frames), path
+            print(Path(path).name, by_torchcodec.backend)
 
 
 def test_decoders_go_by_name_or_import_path():
-    assert list(DECODERS) == ["pyav", "decord", "torchcodec"]
+    assert list(DECODERS) == ["pyav", "decord", "torchcodec", "nvdec"]
+    assert decoder_version("nvdec") == decoder_version("torchcodec") == version("torchcodec")
     assert [decoders_for(name) for name in ("auto", "pyav", "decord")] == [("pyav",), ("pyav",), ("decord", "pyav")]
     assert load_decoder("pyav") is PyavDecoder
     assert load_decoder("tests.pipeline.videos:Aborting").version == "0"
-    with pytest.raises(KeyError, match="known: pyav, decord, torchcodec"):
+    with pytest.raises(KeyError, match="known: pyav, decord, torchcodec, nvdec"):
         load_decoder("opencv")

@@ -72,6 +72,17 @@ def test_a_bad_decoder_costs_one_video(sandbox, clip, decoder, fault_class, exit
         assert numbers(sandbox.decode(request(clip)).frames) == np.linspace(0, 29, 8, dtype=int).tolist()
 
 
+def test_beside_a_gpu_memory_that_is_written_is_limited_and_addresses_are_not(clip):
+    """A CUDA context reserves more addresses than any machine has memory."""
+    with DecodeSandbox(timeout_s=30, memory_mb=1024, on_gpu=True) as sandbox:
+        assert json.loads(fault_of(sandbox, request(clip, "Revealing")).message)["limits"][0] == -1
+        assert fault_of(sandbox, request(clip, "Spacious")).message == "1099511627776 bytes reserved"
+        assert fault_of(sandbox, request(clip, "Hungry")).fault_class == "out-of-memory"
+        assert sandbox.decode(request(clip)).source_frames == 30
+    with DecodeSandbox(timeout_s=30, memory_mb=1024) as sandbox:
+        assert fault_of(sandbox, request(clip, "Spacious")).fault_class == "out-of-memory"
+
+
 def test_a_hang_ends_at_the_limit_and_is_not_tried_again(clip):
     with DecodeSandbox(timeout_s=1.0) as sandbox:
         sandbox.decode(request(clip))  # the child is up: only the limit counts below
