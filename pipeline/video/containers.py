@@ -1,7 +1,7 @@
-"""What kind of file it is, from its first bytes: only known video containers are ever handed to a decoder.
+"""The kind of a file, told from its first bytes: only known video containers are ever handed to a decoder.
 
 FFmpeg guesses the format when it is not told, and some formats (playlists, concat scripts) name other files or hosts
-that it would then open. So the container is recognised here and its demuxer is forced when the file is opened.
+that it would then open. So the container is recognised here, and the file is opened with this demuxer alone.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _TS_PACKETS = (
 
 
 def sniff(path: str | Path) -> str:
-    """The FFmpeg demuxer to force for the file, recognised from its first bytes.
+    """Find the FFmpeg demuxer to open a file with, by its first bytes.
 
     Raises VideoFault: "unsupported" for anything that is not a known video container, "policy" for playlists and for
     what is not a file (a FIFO, a device), "io" where the file cannot be read. The message says what it looks like.
@@ -66,7 +66,7 @@ def sniff(path: str | Path) -> str:
 
 
 def recognise(head: bytes, path: str | Path) -> str:
-    """The same by the first bytes of the file at ``path``. Raises VideoFault."""
+    """Return the demuxer for a file whose first bytes are ``head``. Raises VideoFault as ``sniff``."""
     refused = _match(_REFUSED, head)
     if refused is not None:
         fault_class, looks_like = refused
@@ -80,7 +80,7 @@ def recognise(head: bytes, path: str | Path) -> str:
 
 
 def open_regular(path: str | Path) -> BufferedReader:
-    """The file, open for reading. Raises VideoFault where it is missing, unreadable or not a regular file."""
+    """Open a file for reading. Raises VideoFault where it is missing, unreadable or not a regular file."""
     try:
         mode = os.stat(path).st_mode  # noqa: PTH116 - first, since opening a FIFO would block
         if stat.S_ISDIR(mode):
@@ -97,9 +97,7 @@ def open_regular(path: str | Path) -> BufferedReader:
 def missing_bytes(path: str | Path, demuxer: str) -> int:
     """Return how many bytes of a cut-off file are missing, by the lengths it states itself.
 
-    0 where it is complete or does not say.
-
-    Raises VideoFault("io") where the file cannot be read.
+    The result is 0 for a file that is complete or states no length. Raises VideoFault("io") where it cannot be read.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -108,7 +106,7 @@ def missing_bytes(path: str | Path, demuxer: str) -> int:
 
 
 def _mov_end(file: BufferedReader, size: int) -> int:
-    """End of the last top-level box. Only boxes that hold the video count: bytes appended to a file are no box."""
+    """Find the end of the last top-level box that holds the video: bytes appended to a file are no box."""
     start, end = 0, 0
     while start + 8 <= size:
         file.seek(start)
@@ -125,7 +123,7 @@ def _mov_end(file: BufferedReader, size: int) -> int:
 
 
 def _matroska_end(file: BufferedReader, size: int) -> int:
-    """End of the segment, which holds everything after the EBML header; 0 where its length is left open."""
+    """Find the end of the segment, which holds everything after the EBML header; 0 where its length is left open."""
     header = file.read(64)
     length, width = _ebml_length(header[4:])
     segment = 4 + width + length
@@ -139,7 +137,7 @@ def _matroska_end(file: BufferedReader, size: int) -> int:
 
 
 def _ebml_length(data: bytes) -> tuple[int, int]:
-    """(value, bytes it takes) of an EBML variable-length integer."""
+    """Read an EBML variable-length integer: its value, and the bytes that it takes."""
     width = 9 - data[0].bit_length() if data and data[0] else 8
     return int.from_bytes(data[:width], "big") & ((1 << (7 * width)) - 1), width
 
@@ -155,11 +153,12 @@ def _match(table: tuple[tuple[bytes, FaultClass, str], ...], head: bytes) -> tup
 
 
 def _is_transport_stream(head: bytes) -> bool:
-    """Whether every packet in ``head`` begins with the sync byte (at least two packets)."""
+    """Return whether every packet in ``head`` begins with the sync byte, and there are two at least."""
     return any(len(syncs := head[offset::step]) >= 2 and set(syncs) == {0x47} for offset, step in _TS_PACKETS)
 
 
 def _unknown(head: bytes) -> str:
+    """Name what data of no known format looks like, for the message of a fault."""
     if not head:
         return "an empty file"
     if head[_TAR_MAGIC : _TAR_MAGIC + 5] == b"ustar":

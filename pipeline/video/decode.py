@@ -1,7 +1,7 @@
 """One video file, or folder of frames -> the sampled frames, resized, or a VideoFault that says what is wrong with it.
 
-``decode_video`` is what runs inside the child process of ``pipeline.video.sandbox``: decoders can abort, hang and eat
-memory.
+``decode_video`` runs inside the child process of ``pipeline.video.sandbox``, since decoders can abort, hang and exhaust
+the memory.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import av
 import numpy as np
 from av.error import DecoderNotFoundError, FFmpegError, PatchWelcomeError
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from gstep.errors import UnsupportedVideo
 from pipeline.errors import FaultClass, VideoFault
@@ -42,21 +42,21 @@ _TORCH_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|alloc
 
 
 class FramePreprocessor(Protocol):
-    """What the model wants of frames; ``gstep.backbones.Preprocessor`` is one. It must pickle."""
+    """The size that a model wants frames to have; ``gstep.backbones.Preprocessor`` is one. It must pickle."""
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels to which a video of ``n_frames`` frames of [height,width] is resized.
+        """Return the (height, width) in pixels to which a video of ``n_frames`` frames of [height,width] is resized.
 
         Raises UnsupportedVideo where the model takes no video of this shape.
         """
 
-    def resize(self, frames: Frames, size: tuple[int, int]) -> Any:
-        """[k,H,W,3] uint8 -> [k,h,w,3] uint8, an array or a CPU tensor."""
+    def resize(self, frames: Frames, size: tuple[int, int]) -> ArrayLike:
+        """Resize [k,H,W,3] uint8 to [k,h,w,3] uint8, an array or a CPU tensor."""
 
 
 @dataclass(frozen=True)
 class DecodeRequest:
-    """What to read.
+    """A video to decode, and which of its frames.
 
     Attributes:
         path: a local file, or a folder of JPEG frames (``pipeline.video.frame_folders``).
@@ -64,8 +64,9 @@ class DecodeRequest:
         preprocessor: what size they get.
         start_s: start of the clip in seconds; None for the start of the video.
         end_s: end of the clip in seconds, not included; None for the end of the video.
-        decoder: "auto" or "pyav" (PyAV), "decord" or "torchcodec" (PyAV where they fail or are known to be wrong), or
-            the import path "package.module:Class" of a ``pipeline.video.decoders.FrameDecoder``, which has no fallback.
+        decoder: "auto" or "pyav" (PyAV); "decord", "torchcodec" or "nvdec" (PyAV where they fail or are known to be
+            wrong); or the import path "package.module:Class" of a ``pipeline.video.decoders.FrameDecoder``, which has
+            no fallback.
 
     Raises ValueError for an unknown decoder.
     """
@@ -123,11 +124,11 @@ class DecodedVideo:
     codec: str
     backend: str
     backend_version: str
-    backend_note: str
-    decode_warnings: int
-    source_size: int
-    source_hash: str
-    seconds: float
+    backend_note: str = ""
+    decode_warnings: int = 0
+    source_size: int = 0
+    source_hash: str = ""
+    seconds: float = 0.0
     attempts: int = 1
 
 
@@ -141,15 +142,15 @@ def decode_video(
     announce: Callable[[str], None] = lambda backend: None,
     allocate: Allocate = frames_array,
 ) -> DecodedVideo:
-    """Read, sample and resize one video.
+    """Decode one video: read, sample and resize it.
 
     Args:
-        announce: is told the name of each decoder before it touches the file.
-        allocate: gives the array that the frames are put into.
+        announce: called with the name of each decoder before it touches the file.
+        allocate: returns the array that the frames are put into.
 
     File descriptor 2 and FFmpeg's log callback are redirected meanwhile, for the whole process.
 
-    Raises VideoFault, whatever happens, except for what ends the process.
+    Raises VideoFault for any error that does not end the process.
     """
     started = time.perf_counter()
     backend: list[str] = []
@@ -170,6 +171,7 @@ def decode_video(
 
 
 def _decode(request: DecodeRequest, announce: Callable[[str], None], allocate: Allocate) -> DecodedVideo:
+    """Decode a file or a folder of frames, and record its size and hash. Raises VideoFault or a decoder's error."""
     path = os.path.abspath(request.path)  # noqa: PTH100 - a relative "http:x" must not look like an address to FFmpeg
     if os.path.isdir(path):  # noqa: PTH112
         return _decode_folder(request, path, announce, allocate)
@@ -188,7 +190,7 @@ def _decode(request: DecodeRequest, announce: Callable[[str], None], allocate: A
 def _read_by_any(
     request: DecodeRequest, index: VideoIndex, announce: Callable[[str], None], allocate: Allocate
 ) -> DecodedVideo:
-    """Read with the first decoder for the request that can; the last one's error is the video's."""
+    """Read with the first decoder for the request that can. Raises the error of the last one."""
     note = ""
     *preferred, last = decoders_for(request.decoder)
     for name in preferred:
@@ -209,6 +211,7 @@ def _read_by_any(
 def _decode_folder(
     request: DecodeRequest, path: str, announce: Callable[[str], None], allocate: Allocate
 ) -> DecodedVideo:
+    """Decode a folder of JPEG frames. Raises VideoFault, or an error of PyAV's."""
     index = index_frames(path)
     size, digest = fingerprint_frames(path, frame_names(path))
     start_s, end_s = whole_frames(request.start_s, request.end_s, index.fps)
@@ -245,11 +248,6 @@ def _read(
         codec=index.codec,
         backend=backend,
         backend_version=version,
-        backend_note="",
-        decode_warnings=0,
-        source_size=0,
-        source_hash="",
-        seconds=0.0,
     )
 
 
@@ -260,7 +258,7 @@ def _resized(
     preprocessor: FramePreprocessor,
     allocate: Allocate,
 ) -> Frames:
-    """[T,h,w,3]: each chunk is resized as it comes, so that full-size frames never pile up; repeats are copied."""
+    """Resize each chunk as it comes, so that full-size frames never pile up, and copy repeats; [T,h,w,3]."""
     try:
         size = preprocessor.target_size(len(chosen), index.height, index.width)
     except UnsupportedVideo as error:
@@ -280,9 +278,9 @@ def _resized(
 
 
 def fingerprint(path: str | Path) -> tuple[int, str]:
-    """(size in bytes, "blake2b:<hex>") of the file, in a read of its own: FFmpeg's does not pass here, and is cached.
+    """Hash a file: its size in bytes and "blake2b:<hex>". Raises VideoFault("io").
 
-    Raises VideoFault("io").
+    The bytes that FFmpeg reads do not pass through Python, so the file is read once more, from the system's cache.
     """
     with open_regular(path) as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
@@ -315,11 +313,12 @@ def counted_warnings() -> Iterator[Callable[[], int]]:
 
 
 def fault_of(error: Exception, backend: str | None) -> VideoFault:
-    """The VideoFault for an exception that came up while a video was read."""
+    """Make the VideoFault for an exception that came up while a video was read."""
     return VideoFault(_class_of(error), _text(error), backend=backend)
 
 
 def _class_of(error: Exception) -> FaultClass:
+    """Choose the class of fault for an exception that came up while a video was read."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return "out-of-memory"
     if isinstance(error, RuntimeError) and _TORCH_OUT_OF_MEMORY.search(str(error)):
@@ -333,5 +332,6 @@ def _class_of(error: Exception) -> FaultClass:
 
 
 def _text(error: Exception) -> str:
+    """Describe an exception in one line, without the credentials that an address in it may hold."""
     text = error.strerror if isinstance(error, FFmpegError) else str(error)
     return _CREDENTIALS.sub(r"\1", f"{type(error).__name__}: {text}")

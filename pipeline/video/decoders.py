@@ -153,7 +153,7 @@ class PyavDecoder:
     def close(self) -> None:
         """Keep the packets open: they belong to the index."""
 
-    def _pixels(self, frame: Any) -> Frames:
+    def _pixels(self, frame: av.VideoFrame) -> Frames:
         """Convert a decoded frame to [H,W,3] uint8 RGB, turned as it is shown."""
         index = self._index
         width, height = index.width, index.height
@@ -165,7 +165,7 @@ class PyavDecoder:
         stored: Any = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BICUBIC", threads=1)
         return turned(stored.to_ndarray(), index.orientation)
 
-    def _by_count(self, indices: NDArray[np.int64]) -> Iterator[Any]:
+    def _by_count(self, indices: NDArray[np.int64]) -> Iterator[av.VideoFrame]:
         """Yield the decoded frames number ``indices`` of the file, which is read from its beginning."""
         wanted: list[int] = indices.tolist()
         found = 0
@@ -177,7 +177,7 @@ class PyavDecoder:
                     return
         raise IndexMismatch(f"frame {wanted[found]} does not come out of the decoder")
 
-    def _by_time(self, times: Sequence[int]) -> Iterator[Any]:
+    def _by_time(self, times: Sequence[int]) -> Iterator[av.VideoFrame]:
         """Yield the decoded frames whose presentation times are ``times``, from no more packets than they need."""
         table = self._packets.table
         for run in self._packets.runs(times):
@@ -197,7 +197,7 @@ class PyavDecoder:
                 raise IndexMismatch(f"the frame at {missing[0]} does not come out of the decoder")
 
 
-def _without_fields(frame: Any) -> Any:
+def _without_fields(frame: av.VideoFrame) -> av.VideoFrame:
     """Return the frame without its mark of two fields, so that FFmpeg scales its colours as those of one picture.
 
     The models' own loaders (decord, torchcodec) do so; FFmpeg would scale them field by field.
@@ -211,7 +211,7 @@ def _without_fields(frame: Any) -> Any:
     return graph.pull()
 
 
-def _starts_a_group(frame: Any) -> bool:
+def _starts_a_group(frame: av.VideoFrame) -> bool:
     """Return whether a decoded frame refers to no other one."""
     return bool(frame.key_frame) or frame.pict_type in (PictureType.I, PictureType.SI, PictureType.BI)
 

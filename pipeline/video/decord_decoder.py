@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import decord
 import numpy as np
@@ -45,7 +44,7 @@ class DecordDecoder(LibraryDecoder):
         )
         return next((reason for applies, reason in reasons if applies), "")
 
-    def open(self, index: VideoIndex) -> Any:
+    def open(self, index: VideoIndex) -> decord.VideoReader:
         """Open the file with decord; the first damaged frame raises, where decord would copy its neighbour."""
         decord.logging.set_level(decord.logging.ERROR)
         return decord.VideoReader(index.path, ctx=decord.cpu(0), num_threads=1, fault_tol=1e-6)

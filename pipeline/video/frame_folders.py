@@ -1,8 +1,8 @@
 """A video that is a folder of JPEG frames: 00001.jpg, 00002.jpg and so on, as MVBench has those of TVQA.
 
-Frames do not say how fast they follow each other. A folder is taken for a video only where its path says so, as in
-``tvqa/frames_fps3_hq/castle_s07e04_seg02_clip_14``: three a second. Frame number k is at k / 3 s then, and a clip goes
-from the frame nearest to its start, at least the first, to the one nearest to its end, both included
+Frames do not tell how fast they follow each other. A folder is taken for a video only where its path gives the rate,
+as in ``tvqa/frames_fps3_hq/castle_s07e04_seg02_clip_14``: three a second. Frame number k is at k / 3 s then, and a
+clip goes from the frame nearest to its start, at least the first, to the one nearest to its end, both included
 (``read_frame`` of github.com/OpenGVLab/Ask-Anything, ``video_chat2/mvbench.ipynb``).
 """
 
@@ -25,18 +25,18 @@ _MOST_BYTES = 2**26  # of a frame
 
 
 def frame_rate(path: str) -> float | None:
-    """Frames a second, as the last name in the path that has an "fps" says; None where none has."""
+    """Return the frames a second by the last name in the path that has an "fps", or None if none has."""
     rates = [float(found[1]) for part in PurePath(path).parts for found in _RATE.finditer(part)]
     return next((rate for rate in reversed(rates) if rate > 0), None)
 
 
 def is_frame_folder(path: str) -> bool:
-    """Whether there is a folder of frames that says how many a second it has."""
+    """Return whether the path is a folder of frames and gives their rate."""
     return frame_rate(path) is not None and os.path.isfile(os.path.join(path, FIRST_FRAME))  # noqa: PTH113, PTH118
 
 
 def frame_names(path: str) -> list[str]:
-    """The frames of a folder, in order; other files are none.
+    """List the frames of a folder in order; other files are left out.
 
     Raises VideoFault: "unsupported" where it has no frames, "corrupt" where one is missing, "io" where it cannot be
     read.
@@ -56,7 +56,7 @@ def frame_names(path: str) -> list[str]:
 
 
 def read_frame(path: str, name: str) -> bytes:
-    """The bytes of a frame.
+    """Read the bytes of a frame.
 
     Raises VideoFault: "policy" where it is a link or no file, "unsupported" where it is no JPEG, "corrupt" where it is
     cut off, "io" where it cannot be read.
@@ -81,7 +81,7 @@ def read_frame(path: str, name: str) -> bytes:
 
 
 def fingerprint_frames(path: str, names: Iterable[str]) -> tuple[int, str]:
-    """(bytes of all frames, "blake2b:<hex>" of their lengths and contents, in order). Raises VideoFault."""
+    """Hash the lengths and contents of frames, in order: their bytes in all, and "blake2b:<hex>". Raises VideoFault."""
     digest, size = hashlib.blake2b(digest_size=16), 0
     for name in names:
         data = read_frame(path, name)
@@ -91,7 +91,7 @@ def fingerprint_frames(path: str, names: Iterable[str]) -> tuple[int, str]:
 
 
 def source_bytes(path: str) -> int:
-    """Bytes of a file, or of all frames of a folder. Raises OSError or ValueError where there is none."""
+    """Return the bytes of a file, or of all frames of a folder. Raises OSError or ValueError where there is none."""
     status = os.stat(path)  # noqa: PTH116 - of a million files, a Path each would double the time
     if not stat.S_ISDIR(status.st_mode):
         return status.st_size
@@ -100,7 +100,7 @@ def source_bytes(path: str) -> int:
 
 
 def whole_frames(start_s: float | None, end_s: float | None, rate: float) -> tuple[float | None, float | None]:
-    """The bounds [start, end) in seconds, None for an open side, that hold the frames of a clip of a folder."""
+    """Round the bounds of a clip of a folder to whole frames: [start, end) in seconds, None for an open side."""
     if start_s is not None and 0 <= start_s < math.inf:
         start_s = max(1, round(start_s * rate)) / rate
     if end_s is not None and 0 <= end_s < math.inf:

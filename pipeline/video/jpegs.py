@@ -1,9 +1,8 @@
-"""The pixels of a folder of JPEG frames. Each is decoded by itself, from its bytes: FFmpeg opens no path here."""
+"""The pixels of a folder of JPEG frames. Each frame is decoded from its bytes, so that FFmpeg opens no path here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import av
 import numpy as np
@@ -13,14 +12,14 @@ from pipeline.errors import VideoFault
 from pipeline.video.decoders import Frames, chunk_length
 from pipeline.video.frame_folders import FIRST_FRAME, frame_names, frame_rate, read_frame
 from pipeline.video.packets import MAX_PIXELS
-from pipeline.video.probe import Orientation, VideoIndex
+from pipeline.video.probe import VideoIndex
 
 #: The decoder of such folders, by which videos record it. No other one reads them, whatever was asked for.
 JPEGS = "pipeline.video.jpegs:JpegDecoder"
 
 
 def index_frames(path: str) -> VideoIndex:
-    """The index of a folder of frames; only the first one is decoded, for its shape.
+    """Index a folder of frames; only the first one is decoded, for its shape.
 
     Raises VideoFault: "unsupported" where the path does not say how many frames a second there are, and what
     ``frame_names`` and ``read_frame`` raise.
@@ -40,12 +39,9 @@ def index_frames(path: str) -> VideoIndex:
         codec="mjpeg",
         width=first.width,
         height=first.height,
-        orientation=Orientation(),
         pixel_format=first.format.name,
-        timestamps=np.arange(1, len(names) + 1) / rate,
-        pts=None,
-        keyframes=np.zeros(0, dtype=np.int64),
         fps=rate,
+        timestamps=np.arange(1, len(names) + 1) / rate,
         duration_s=(len(names) + 1) / rate,
     )
 
@@ -60,7 +56,7 @@ class JpegDecoder:
         self._names = frame_names(index.path)
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
-        """See ``FrameDecoder.read``."""
+        """Yield chunks of frames; see ``FrameDecoder.read``."""
         height, width = self._index.height, self._index.width
         step = chunk_length(height, width)
         for start in range(0, len(indices), step):
@@ -68,11 +64,11 @@ class JpegDecoder:
             yield np.stack([_pixels(picture, height, width) for picture in pictures])
 
     def close(self) -> None:
-        """Nothing stays open."""
+        """Release nothing: no file stays open."""
 
 
-def _decoded(path: str, name: str) -> Any:
-    """The picture of a frame. Raises VideoFault, or an error of PyAV's."""
+def _decoded(path: str, name: str) -> av.VideoFrame:
+    """Decode the picture of a frame. Raises VideoFault, or an error of PyAV's."""
     decoder = av.CodecContext.create("mjpeg", "r")
     decoder.thread_count = 1
     pictures = [*decoder.decode(av.Packet(read_frame(path, name))), *decoder.decode(None)]
@@ -83,7 +79,7 @@ def _decoded(path: str, name: str) -> Any:
     return pictures[0]
 
 
-def _pixels(picture: Any, height: int, width: int) -> Frames:
-    """[H,W,3] uint8 RGB."""
+def _pixels(picture: av.VideoFrame, height: int, width: int) -> Frames:
+    """Convert a picture to [height,width,3] uint8 RGB."""
     pixels: Frames = picture.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
     return pixels

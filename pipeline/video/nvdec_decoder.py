@@ -8,9 +8,10 @@ memory is limited by what it writes to, since a CUDA context reserves hundreds o
 from __future__ import annotations
 
 import torch
-import torchcodec
 
-from pipeline.video.torchcodec_decoder import TorchcodecDecoder
+from pipeline.video.torchcodec_decoder import TorchcodecDecoder  # first, since its error names a remedy
+
+import torchcodec  # isort: skip
 
 if torchcodec.__version__.endswith("+cpu") or torch.version.cuda is None:
     raise ImportError(

@@ -1,4 +1,4 @@
-"""The packets of a video file, read once: they are its index, and what a decoder is given of it."""
+"""The packets of a video file, read once: the index is made from them, and the decoder gets those that it needs."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import dropwhile, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import av
 from av.codec.context import Flags
+from av.container import InputContainer
 from av.error import InvalidDataError
 from av.stream import Disposition
 
@@ -28,7 +29,7 @@ _HEVC_PARAMETERS = re.compile(rb"\x42\x01(.)", re.DOTALL)  # a sequence paramete
 
 
 class PacketInfo(NamedTuple):
-    """What the container says of one packet; times in the stream's ticks."""
+    """The container's facts about one packet; times in the stream's ticks."""
 
     pts: int | None
     dts: int | None
@@ -54,7 +55,7 @@ class VideoPackets:
         codec: the codec's own name ("av1", "vp9"), not that of the library which decodes it ("libdav1d").
         start_time: of the container, microseconds; None where it has none.
         n_streams: how many video streams the file has.
-        table: what the container says of each packet.
+        table: the container's facts about each packet.
         parameters_change: whether the container gives the decoder new parameters on the way.
 
     Raises VideoFault (see ``pick_stream``) or an error of PyAV's.
@@ -64,9 +65,10 @@ class VideoPackets:
         self.demuxer = demuxer
         self._path = path
         self._container = open_container(path, demuxer)
-        self._again: Any = None  # the container where it was opened a second time, and the number of its next packet
+        # The file where it was opened a second time, and the number of the packet that comes next there.
+        self._again: InputContainer | None = None
         self._next = 0
-        self._kept: list[Any] | None = []
+        self._kept: list[av.Packet] | None = []
         self._fields = False  # whether the first frame consists of two
         try:
             self.stream = pick_stream(self._container)
@@ -88,18 +90,18 @@ class VideoPackets:
         if self._again is not None:
             self._again.close()
 
-    def first_frame(self) -> Any:
-        """The first frame that comes out of the decoder; None where none does."""
+    def first_frame(self) -> av.VideoFrame | None:
+        """Decode the first frame of the file, and return None if no packet can be decoded."""
         tries = (next(self.decoded(0, stop), None) for stop in (1, len(self.table)))
         first = next((frame for frame in tries if frame is not None), None)
         self._fields = first is not None and bool(first.interlaced_frame)
         return first
 
-    def decoded(self, start: int, stop: int, wanted: Sequence[int] | None = None) -> Iterator[Any]:
-        """The frames of packets number ``start`` to ``stop`` - 1, as they are shown one after another.
+    def decoded(self, start: int, stop: int, wanted: Sequence[int] | None = None) -> Iterator[av.VideoFrame]:
+        """Yield the frames of packets number ``start`` to ``stop`` - 1 in the order in which they are shown.
 
-        Damaged packets give none (FFmpeg has logged that). Of the frames that are not shown at one of the ``wanted``
-        times, those to which no other refers are left out where the codec marks them; None: all are wanted.
+        A damaged packet gives no frame, and FFmpeg logs it. Of the frames that are not shown at one of the ``wanted``
+        times, the decoder leaves out those to which no other refers, where the codec marks them; None wants all.
         """
         codec = self.stream.codec_context
         codec.flush_buffers()
@@ -115,7 +117,7 @@ class VideoPackets:
         yield from _frames_of(codec, None)
 
     def runs(self, times: Sequence[int]) -> Iterator[Run]:
-        """The packets to decode for the frames that are shown at ``times`` (ascending), each run from a keyframe on.
+        """Yield the packets to decode for the frames that are shown at ``times`` (ascending), each run from a keyframe.
 
         A frame that is shown before a keyframe and stored behind it needs the keyframe before that one.
         """
@@ -132,20 +134,21 @@ class VideoPackets:
             run = Run(run.start if run.times else start, max(run.stop, last + 1), (*run.times, time))
         yield run
 
-    def between(self, start: int, stop: int) -> Iterator[Any]:
-        """Packets number ``start`` to ``stop`` - 1."""
+    def between(self, start: int, stop: int) -> Iterator[av.Packet]:
+        """Yield packets number ``start`` to ``stop`` - 1."""
         if self._kept is not None:
             return iter(self._kept[start:stop])
         return islice(self._read_again(start), stop - start)
 
     def _can_jump(self) -> bool:
-        """Whether the decoder can begin at any keyframe."""
+        """Return whether the decoder can begin at any keyframe."""
         return not self.parameters_change and (self.demuxer in _SEEKABLE or self.codec in _PARSED)
 
     def _tells_references(self) -> bool:
-        """Whether the codec marks the frames to which no other refers, and a packet is a frame.
+        """Return whether the codec marks the frames to which no other refers, and a packet is a frame.
 
-        In HEVC with sub-layers, those marked so may be referred to by a higher layer; a field may have its own packet.
+        In HEVC with sub-layers a higher layer may refer to frames that are marked so, and a field may have its own
+        packet.
         """
         return self.codec in _SKIPPING and not self._fields and (self.codec != "hevc" or self._sub_layers == {1})
 
@@ -167,14 +170,14 @@ class VideoPackets:
             elif self._kept is not None:
                 self._kept.append(packet)
 
-    def _read_again(self, start: int, may_seek: bool = True) -> Iterator[Any]:
-        """The packets from number ``start`` on, by seeking where that is sure to arrive, else by reading on."""
+    def _read_again(self, start: int, may_seek: bool = True) -> Iterator[av.Packet]:
+        """Yield the packets from number ``start`` on: seek where that is sure to arrive, else read up to it."""
         if self._again is None or start < self._next:
             self._again, self._next = open_container(self._path, self.demuxer), 0
         stream = self._again.streams[self.stream.index]
         time = self.table[start].pts
-        seeks = may_seek and start > 0 and time is not None and self.demuxer in _SEEKABLE
-        if seeks:
+        seeks = may_seek and start > 0 and self.demuxer in _SEEKABLE
+        if seeks and time is not None:
             # By presentation time: FFmpeg takes it for one in MP4, and a decoding time leads to the keyframe before.
             self._again.seek(time, stream=stream)
         packets = (packet for packet in self._again.demux(stream) if packet.size)
@@ -188,13 +191,15 @@ class VideoPackets:
             yield from self._read_again(start, may_seek=False)
 
 
-def open_container(path: str, demuxer: str) -> Any:
-    """The file, opened by PyAV with its demuxer forced, and barred from opening anything but files."""
-    return av.open(path, format=demuxer, options={"protocol_whitelist": "file"}, metadata_errors="replace")
+def open_container(path: str, demuxer: str) -> InputContainer:
+    """Open a file by PyAV with its demuxer forced; the demuxer may open nothing but files."""
+    options = {"protocol_whitelist": "file"}
+    container: InputContainer = av.open(path, format=demuxer, options=options, metadata_errors="replace")
+    return container
 
 
-def pick_stream(container: Any) -> Any:
-    """The video stream that the ffmpeg command line takes: the largest, a default one counting 5 megapixels more.
+def pick_stream(container: InputContainer) -> av.VideoStream:
+    """Pick the video stream that the ffmpeg command line takes: the largest, a default one counting 5 megapixels more.
 
     Raises VideoFault("unsupported") where there is none (cover art is no video), its codec is unknown or its
     frames are too large.
@@ -214,19 +219,20 @@ def pick_stream(container: Any) -> Any:
     return stream
 
 
-def _instead(container: Any) -> str:
+def _instead(container: InputContainer) -> str:
+    """Name the streams that a file has in place of video, to go on with a message."""
     kinds = (("audio", container.streams.audio), ("pictures", container.streams.video))
     found = " and ".join(name for name, streams in kinds if streams)
     return f", only {found}" if found else ""
 
 
 def _sub_layers(data: bytes | memoryview) -> set[int]:
-    """How many temporal sub-layers the parameter sets in HEVC data may have."""
+    """Find how many temporal sub-layers the parameter sets in HEVC data may have."""
     return {1 + (found[1][0] >> 1 & 7) for found in _HEVC_PARAMETERS.finditer(data)}
 
 
-def _frames_of(codec: Any, packet: Any) -> list[Any]:
-    """The frames that a packet completes, or those that the decoder still holds where there is no packet."""
+def _frames_of(codec: av.CodecContext, packet: av.Packet | None) -> list[av.VideoFrame]:
+    """Decode a packet into the frames that it completes, or take those that the decoder still holds if it is None."""
     try:
         return list(codec.decode(packet))
     except InvalidDataError:

@@ -1,4 +1,4 @@
-"""What a video file holds, frame by frame, found without decoding it: the index that every decoder works from.
+"""The index of a video file, frame by frame, made without decoding it: every decoder works from it.
 
 Timestamps are seconds from the container's start time, the zero that players show. They come from here whichever
 decoder delivers the pixels, because decoders disagree about start offsets and edit lists.
@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import av
 import numpy as np
 from numpy.typing import NDArray
 
@@ -27,6 +28,9 @@ class Orientation(NamedTuple):
     flip_columns: bool = False
 
 
+_AS_STORED = Orientation()
+
+
 @dataclass(frozen=True)
 class VideoIndex:
     """The frames of one video stream in presentation order.
@@ -38,14 +42,14 @@ class VideoIndex:
         codec: name of the codec.
         width: pixels, as shown (after rotation).
         height: likewise.
-        orientation: how stored frames are turned to be shown.
         pixel_format: of the first frame, as FFmpeg calls it.
+        fps: average frames a second.
         timestamps: [F] float64 seconds, ascending.
+        duration_s: end of the last frame, seconds.
+        orientation: how stored frames are turned to be shown.
         pts: [F] int64 presentation times in the stream's ticks, by which decoded frames are told apart; None where the
             file has no usable ones and only counting decoded frames tells.
         keyframes: [K] int64 presentation times at which decoding can start, ascending.
-        fps: average frames a second.
-        duration_s: end of the last frame, seconds.
         packets: the open file; None for a folder of frames. A decoder may close it.
     """
 
@@ -55,18 +59,18 @@ class VideoIndex:
     codec: str
     width: int
     height: int
-    orientation: Orientation
     pixel_format: str
-    timestamps: NDArray[np.float64]
-    pts: NDArray[np.int64] | None
-    keyframes: NDArray[np.int64]
     fps: float
-    duration_s: float
+    timestamps: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    duration_s: float = 0.0
+    orientation: Orientation = _AS_STORED
+    pts: NDArray[np.int64] | None = None
+    keyframes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     packets: VideoPackets | None = field(default=None, repr=False, compare=False)
 
 
 class IndexMismatch(Exception):  # noqa: N818
-    """A decoder met other frames than the index says."""
+    """A mismatch between the frames that a decoder meets and the index."""
 
 
 def probe(path: str, demuxer: str) -> VideoIndex:
@@ -86,6 +90,7 @@ def probe(path: str, demuxer: str) -> VideoIndex:
 
 
 def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
+    """Make the index of a file from its packets. Raises VideoFault, or an error of PyAV's."""
     first = packets.first_frame()
     if first is None:
         raise VideoFault("corrupt", f"none of the {len(packets.table)} packets of the video stream can be decoded")
@@ -99,13 +104,10 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
         codec=packets.codec,
         width=width,
         height=height,
-        orientation=orientation,
         pixel_format=first.format.name,
-        timestamps=np.zeros(0),
-        pts=None,
-        keyframes=np.array(sorted(p.pts for p in shown if p.keyframe and p.pts is not None), dtype=np.int64),
         fps=float(packets.stream.average_rate or packets.stream.guessed_rate or 25),
-        duration_s=0.0,
+        orientation=orientation,
+        keyframes=np.array(sorted(p.pts for p in shown if p.keyframe and p.pts is not None), dtype=np.int64),
         packets=packets,
     )
     if not _timestamps_usable(shown, packets):
@@ -115,7 +117,7 @@ def _index_of(path: str, packets: VideoPackets) -> VideoIndex:
 
 
 def scan(index: VideoIndex) -> VideoIndex:
-    """The same index by decoding the whole file: for files whose packets do not tell which frames come out.
+    """Rebuild an index by decoding the whole file, whose packets do not tell which frames come out.
 
     Raises VideoFault("corrupt") where nothing can be decoded, or less than half of what the packets promised.
     """
@@ -133,7 +135,7 @@ def scan(index: VideoIndex) -> VideoIndex:
 
 
 def _timed(index: VideoIndex, packets: VideoPackets, pts: NDArray[np.int64], last_duration: int) -> VideoIndex:
-    """The index with timestamps and duration from presentation times in the stream's ticks."""
+    """Fill in timestamps and duration from presentation times in the stream's ticks."""
     tick: Fraction = packets.stream.time_base
     start_time = packets.start_time
     origin = Fraction(start_time, 1_000_000) if start_time is not None else int(pts[0]) * tick
@@ -145,7 +147,7 @@ def _timed(index: VideoIndex, packets: VideoPackets, pts: NDArray[np.int64], las
 
 
 def _timestamps_usable(shown: Sequence[PacketInfo], packets: VideoPackets) -> bool:
-    """Whether each packet is one frame that is known by its presentation time."""
+    """Return whether each packet is one frame that its presentation time identifies."""
     if packets.demuxer == "avi" and packets.stream.codec_context.has_b_frames:
         return False  # AVI stores no presentation times: what the demuxer makes up for reordered frames is off
     pts = [p.pts for p in shown]
@@ -158,11 +160,11 @@ def _timestamps_usable(shown: Sequence[PacketInfo], packets: VideoPackets) -> bo
     )
 
 
-def _orientation(frame: Any) -> Orientation:
-    """From the frame's display matrix. Raises VideoFault("unsupported") for angles that are no quarter turns."""
+def _orientation(frame: av.VideoFrame) -> Orientation:
+    """Read the display matrix of a frame. Raises VideoFault("unsupported") for angles that are no quarter turns."""
     side_data = frame.side_data.get("DISPLAYMATRIX")
     if side_data is None:
-        return Orientation()
+        return _AS_STORED
     # x' = a*x + c*y and y' = b*x + d*y, in 16.16 fixed point
     a, b, _, c, d = (int(v) for v in np.frombuffer(bytes(side_data), dtype="<i4", count=5))
     if a and d and not (b or c):

@@ -1,4 +1,4 @@
-"""Which frames of a video are used: evenly spread over the clip, or by time."""
+"""The frames of a video that are used: evenly spread over the clip, or by time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Sampling:
-    """Which frames are taken: ``num_frames`` spread evenly over the clip, or ``fps`` frames a second of it.
+    """The rule by which frames are taken: ``num_frames`` spread evenly over the clip, or ``fps`` frames a second of it.
 
     Attributes:
         num_frames: how many frames; None with ``fps``.
@@ -62,7 +62,7 @@ class Sampling:
 def clip_range(
     timestamps: NDArray[np.float64], start_s: float | None, end_s: float | None, duration_s: float
 ) -> tuple[int, int]:
-    """(first, stop): the frames whose timestamps lie in [start_s, end_s); None leaves that side open.
+    """Find the frames (first, stop) whose timestamps lie in [start_s, end_s); None leaves that side open.
 
     Args:
         timestamps: [F] seconds, ascending.
@@ -91,7 +91,7 @@ def choose_frames(
     end_s: float | None = None,
     duration_s: float | None = None,
 ) -> NDArray[np.int64]:
-    """[T] indices of the frames to use, ascending; an index repeats where the clip has fewer frames than asked for.
+    """Choose the frames to use: [T] indices, ascending; an index repeats where the clip has too few frames.
 
     Uniform sampling goes by ``sampling.rule``, by default the integer ``linspace`` over the clip's frames that
     lmms-eval uses for LLaVA-OneVision.
@@ -100,7 +100,7 @@ def choose_frames(
 
     Args:
         timestamps: [F] seconds of every frame of the file in presentation order, ascending.
-        sampling: what to take.
+        sampling: the rule.
         start_s: start of the clip in seconds, None for the start of the video.
         end_s: end of the clip in seconds (not included), None for the end of the video.
         duration_s: end of the last frame in seconds; by default its timestamp plus the mean distance of frames.
@@ -129,10 +129,10 @@ def choose_frames(
 def snapped(
     chosen: NDArray[np.int64], timestamps: NDArray[np.float64], keyframes: NDArray[np.int64], within_s: float
 ) -> NDArray[np.int64]:
-    """[T] indices, ascending: each chosen frame moves to the nearest keyframe at most ``within_s`` seconds away.
+    """Move each chosen frame to the nearest keyframe at most ``within_s`` seconds away; [T] indices, ascending.
 
     A keyframe takes one frame, the nearest; those that find none stay. So no two frames become one, and a decoder has
-    little to decode beside what is used.
+    little to decode beside the frames that are used.
 
     Args:
         chosen: [T] indices of frames, ascending.
@@ -153,7 +153,7 @@ def snapped(
 
 
 def count_repeated(indices: NDArray[np.int64]) -> int:
-    """How many of the chosen indices repeat an earlier one."""
+    """Count the chosen indices that repeat an earlier one."""
     return len(indices) - len(np.unique(indices))
 
 

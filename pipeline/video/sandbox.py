@@ -139,7 +139,7 @@ class _Child:
     """One child process and the parent's end of the pipe to it. Raises VideoFault("internal") if it does not start."""
 
     def __init__(self, memory_mb: int, on_gpu: bool) -> None:
-        context: Any = multiprocessing.get_context("forkserver")
+        context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(_PRELOAD)
         self.pipe, theirs = context.Pipe()
         self.received = ReceivedFrames()

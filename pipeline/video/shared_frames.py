@@ -1,6 +1,7 @@
 """Frames in memory that a decode process fills and the process that asked for them reads, without a copy between.
 
-Memory that its reader has done with is filled again: the kernel takes longer to find new pages than to resize a frame.
+Memory whose frames are no longer referred to is filled again: the kernel takes longer to find new pages than to
+resize a frame.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MOST_IDLE = 64 * 2**20  # bytes of memory kept for the next videos
 
 
 class Handover(NamedTuple):
-    """Says which memory holds the frames of a video: its number, whether it is new, and those that were given up."""
+    """The memory that holds the frames of a video: its number, whether it is new, and which numbers were given up."""
 
     number: int
     new: bool
@@ -40,12 +41,12 @@ class SharedFrames:
         self._descriptor: int | None = None  # of the current piece, where its reader does not have it yet
 
     def reuse(self, numbers: list[int]) -> None:
-        """Fill these pieces again, with which their reader has done."""
+        """Mark pieces whose frames the reader no longer refers to as free to be filled again."""
         for number in numbers:
             self._idle[number] = self._lent.pop(number)
 
     def allocate(self, shape: tuple[int, ...]) -> Frames:
-        """Return an array for [T,h,w,3] frames; one that was given since the last handover is no longer shared."""
+        """Return an array for [T,h,w,3] frames; one that was returned since the last handover is no longer shared."""
         self._take_back()
         size = math.prod(shape)
         number = min((n for n, m in self._idle.items() if len(m) >= size), key=lambda n: len(self._idle[n]), default=-1)
@@ -58,7 +59,7 @@ class SharedFrames:
         return np.frombuffer(self._current[1], np.uint8, size).reshape(shape)
 
     def hand_over(self) -> tuple[Handover, int | None]:
-        """Say where the frames are; a new piece comes with its descriptor, which the caller closes."""
+        """Hand over the frames of the current video; a new piece comes with its descriptor, which the caller closes."""
         assert self._current is not None
         (number, memory), descriptor = self._current, self._descriptor
         self._current = self._descriptor = None
@@ -70,6 +71,7 @@ class SharedFrames:
         return Handover(number, descriptor is not None, tuple(dropped)), descriptor
 
     def _take_back(self) -> None:
+        """Release the current piece, which was not handed over."""
         if self._descriptor is not None:
             os.close(self._descriptor)  # nobody has seen it
         elif self._current is not None:
@@ -78,7 +80,7 @@ class SharedFrames:
 
 
 class ReceivedFrames:
-    """The same memory in the process that reads. An array counts as done with once nothing refers to it."""
+    """The same memory in the process that reads. A piece may be filled again once nothing refers to its array."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, mmap.mmap] = {}
@@ -89,7 +91,7 @@ class ReceivedFrames:
         self._pieces.clear()
 
     def done(self) -> list[int]:
-        """Return the numbers of the pieces that may be filled again, once."""
+        """Take the numbers of the pieces that may be filled again; the next call does not return them."""
         done = self._done[:]
         del self._done[: len(done)]
         return done
@@ -118,13 +120,14 @@ _AT_ONCE = getattr(mmap, "MAP_POPULATE", 0)  # one call for all pages, not a fau
 
 
 def _keeps_its_size(descriptor: int) -> bool:
+    """Return whether the memory behind a descriptor is sealed against shrinking."""
     if not hasattr(os, "memfd_create"):
         return True  # a file of this process's user, on a platform without seals
     return bool(fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
 
 
 def _file_in_memory(size: int) -> int:
-    """Return the descriptor of so many bytes of memory, which never become fewer under whoever maps them."""
+    """Create so many bytes of memory, sealed against shrinking under a reader, and return its descriptor."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("frames", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:

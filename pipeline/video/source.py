@@ -1,9 +1,9 @@
-"""Where videos are: how large they are now, and how a decode process gets at one.
+"""The sources of videos: how large they are now, and how a decode process reads one.
 
-On disk it is read in place; from S3 it is fetched into memory before the clock starts.
+A file on disk is read in place; an object of S3 is fetched into memory before the clock starts.
 
-The fetching process has the credentials; the decode process gets an open file that nobody can write to any more.
-Readers open it by a path, so that they cannot tell it from a file on disk.
+The fetching process has the credentials; the decode process gets an open file that no process can write to any more.
+Decoders open it by a path, so that they cannot tell it from a file on disk.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Source(AbstractContextManager["Source"]):
     """A video that is ready to be decoded, or the fault that keeps it from being so. Close it after use.
 
     Attributes:
-        uri: what the video is called: a path or its URI on S3.
+        uri: the name of the video: a path or its URI on S3.
         size: bytes, where they are known.
-        fault: why there is nothing to decode.
+        fault: the reason why there is nothing to decode.
         descriptor: of the content in memory.
         path: of the content on disk: the video's own, or a temporary file's where the platform has no files in memory.
     """
@@ -52,7 +52,7 @@ class Source(AbstractContextManager["Source"]):
         self.close()
 
     def close(self) -> None:
-        """Give the content back. May be called twice."""
+        """Release the content. May be called twice."""
         if self.descriptor is not None:
             os.close(self.descriptor)
         if self.path is not None and is_object(self.uri):
@@ -60,7 +60,7 @@ class Source(AbstractContextManager["Source"]):
         self.descriptor = self.path = None
 
     def decode(self, sandbox: DecodeSandbox, request: DecodeRequest) -> DecodedVideo:
-        """Decode it; ``request.path`` does not matter. Raises VideoFault, which calls the video by its ``uri``."""
+        """Decode the video, whatever ``request.path`` is. Raises VideoFault, whose message names the ``uri``."""
         if self.fault is not None:
             raise self.fault
         try:
@@ -71,13 +71,14 @@ class Source(AbstractContextManager["Source"]):
         return replace(video, backend_note=self._named(video.backend_note))
 
     def _named(self, text: str) -> str:
+        """Replace the names of temporary content in a message by the video's ``uri``."""
         if not is_object(self.uri):
             return text
         return _IN_MEMORY.sub(lambda _: self.uri, text if self.path is None else text.replace(self.path, self.uri))
 
 
 def open_source(uri: str, objects: Objects, limit: int) -> Source:
-    """A path as it is, an object of at most ``limit`` bytes in one GET. Raises nothing: a fault comes in the source."""
+    """Open a path as it is, or fetch an object of at most ``limit`` bytes in one GET; faults come in the source."""
     if not is_object(uri):
         return Source(uri, path=uri)
     source = Source(uri)
@@ -90,9 +91,9 @@ def open_source(uri: str, objects: Objects, limit: int) -> Source:
 
 
 def same_source(row: VideoRow, objects: Objects) -> Source:
-    """The source of a row of the videos table, where it is there and has the size it had then; an object is one GET.
+    """Open the source of a row of the videos table if it has the size that was recorded; an object is one GET.
 
-    Raises VideoFault("io") where it is not.
+    Raises VideoFault("io") where it is gone or has another size.
     """
     if not is_object(row["uri"]):
         _check_present(row)
@@ -108,6 +109,7 @@ def same_source(row: VideoRow, objects: Objects) -> Source:
 
 
 def _check_present(row: VideoRow) -> None:
+    """Check that the file of a row is on this machine and has the recorded size. Raises VideoFault("io")."""
     path = Path(row["uri"])
     if not path.is_absolute():
         raise VideoFault("io", "the source is no file of this machine")
@@ -120,6 +122,7 @@ def _check_present(row: VideoRow) -> None:
 
 
 def _fetch(source: Source, objects: Objects, limit: int) -> None:
+    """Fetch an object into memory, or into a temporary file where there are no files in memory. Raises OSError."""
     if hasattr(os, "memfd_create"):
         source.descriptor = os.memfd_create("video", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with open(source.descriptor, "wb", closefd=False) as file:
@@ -135,6 +138,7 @@ def _fetch(source: Source, objects: Objects, limit: int) -> None:
 
 
 def _fault(uri: str, error: Exception, limit: int) -> VideoFault:
+    """Make the fault of an object that could not be fetched."""
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         allowed = f"--fetch-memory allows {limit / 2**20:g} MiB"
         return VideoFault("out-of-memory", f"{uri} is not fetched: {error.strerror} ({allowed})")
@@ -144,7 +148,7 @@ def _fault(uri: str, error: Exception, limit: int) -> VideoFault:
 
 
 class Sizes:
-    """Asks for sizes, and notices a store that never answers: "unchanged" would be a guess then."""
+    """The sizes of files and objects. A store that never answers is an error, since "unchanged" would be a guess."""
 
     def __init__(self, objects: Objects | None = None) -> None:
         self._objects = objects
@@ -152,19 +156,20 @@ class Sizes:
         self._refusal: OSError | None = None
 
     def of(self, paths: Sequence[str]) -> list[int]:
-        """Bytes of each file or object; -1 where it is gone or this one cannot be asked about.
+        """Look up the bytes of each file or object; -1 where it is gone or cannot be asked about.
 
-        Raises UsageError once the store has refused as many in a row as are asked at a time.
+        Raises UsageError once the store has refused as many requests in a row as are sent at a time.
         """
         found = self._on_s3([path for path in paths if is_object(path)])
         return [next(found) if is_object(path) else _on_disk(path) for path in paths]
 
     def finish(self) -> None:
-        """Raises UsageError where the store has refused all that was asked, however few."""
+        """Raise UsageError if the store has refused all requests, however few."""
         if self._refusal is not None and self._refused == self._asked:
             raise _no_answer(self._refusal)
 
     def _on_s3(self, uris: Sequence[str]) -> Iterator[int]:
+        """Yield the size of each object, -1 for a missing one. Raises UsageError as ``of``."""
         if not uris:
             return
         pool = ThreadPoolExecutor(_ASKED)
@@ -175,6 +180,7 @@ class Sizes:
             pool.shutdown(cancel_futures=True)
 
     def _counted(self, answers: Iterable[int | OSError]) -> Iterator[int]:
+        """Yield sizes, and count the refusals among them. Raises UsageError after too many in a row."""
         for answer in answers:
             refusal = answer if isinstance(answer, OSError) else None
             self._asked += 1
@@ -185,6 +191,7 @@ class Sizes:
             yield -1 if isinstance(answer, OSError) else answer
 
     def _head(self, uri: str) -> int | OSError:
+        """Ask the store for an object's size; -1 where it is gone, or the error of a refusal."""
         if self._objects is None:
             self._objects = Objects.from_environment()
         try:

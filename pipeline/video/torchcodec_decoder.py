@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Any, ClassVar
-
-from torchcodec.decoders import VideoDecoder
+from typing import ClassVar
 
 from pipeline.video.decoders import Frames, LibraryDecoder
 from pipeline.video.probe import VideoIndex
+
+try:
+    from torchcodec.decoders import VideoDecoder
+except RuntimeError as error:  # its own message goes on for pages
+    raise ImportError("torchcodec finds no shared libraries of FFmpeg here: apt-get install ffmpeg") from error
 
 
 class TorchcodecDecoder(LibraryDecoder):
@@ -17,7 +20,7 @@ class TorchcodecDecoder(LibraryDecoder):
     version = version("torchcodec")
     device: ClassVar[str] = "cpu"
 
-    def open(self, index: VideoIndex) -> Any:
+    def open(self, index: VideoIndex) -> VideoDecoder:
         """Open the file with torchcodec, which reads it whole to count its frames."""
         options = {"dimension_order": "NHWC", "num_ffmpeg_threads": 1, "device": self.device, "seek_mode": "exact"}
         return VideoDecoder(index.path, stream_index=index.stream, **options)
