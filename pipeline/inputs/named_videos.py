@@ -18,7 +18,7 @@ import pyarrow.compute as pc
 
 from pipeline.errors import ManifestError, printable
 from pipeline.inputs.listings import MISSHAPED, OUTSIDE, named_policy
-from pipeline.inputs.tables import Rows, UserRow, carried_json, is_text
+from pipeline.inputs.tables import Rows, UserRow, carried_json, text_in
 from pipeline.rows import ManifestRow
 from pipeline.storage.s3 import is_object
 
@@ -147,15 +147,12 @@ class NamedVideos:
 
     def _row(self, row: UserRow, where: str) -> ManifestRow:
         for name in ("video_id", "uri"):
-            if row.get(name) is None or not str(row[name]).strip():
+            if row.get(name) is None or not text_in(row, name, where).strip():
                 raise ManifestError(f"{where}: no {name}; every row needs a video_id and a uri")
-        for name in ("video_id", "uri"):
-            if not is_text(str(row[name])) or "\0" in str(row[name]):
-                raise ManifestError(f"{where}: the {name} is not valid text: {row[name]!r}")
-        location, policy = self._locate(str(row["uri"]))
+        location, policy = self._locate(text_in(row, "uri", where))
         carried = {k: v for k, v in row.items() if k not in _OWN and v is not None}
         return {
-            "video_id": str(row["video_id"]),
+            "video_id": text_in(row, "video_id", where),
             "uri": location,
             "path": location,
             "start_s": _seconds(row, "start_s", where),

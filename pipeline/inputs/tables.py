@@ -6,8 +6,10 @@ import csv
 import io
 import json
 import math
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
+from numbers import Integral
 from typing import Any, BinaryIO, Protocol
 
 import pyarrow as pa
@@ -23,6 +25,7 @@ TABLE_SUFFIXES = frozenset({".parquet", ".jsonl", ".csv"})
 _PART_ROWS = 2**16
 _SHOWN = 200  # bytes of a header
 _NUMBERS = (pa.types.is_integer, pa.types.is_floating, pa.types.is_null)
+_TEXTS = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_integer)
 # What reading one may raise; all of it is the file's fault.
 UNREADABLE = (OSError, UnicodeDecodeError, pa.ArrowException)
 
@@ -138,7 +141,7 @@ class _ArrowRows:
         if column is None or column.null_count:
             return None
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_integer(kind)):
+        if not any(check(kind) for check in _TEXTS):
             return None
         column = column.cast(kind).cast(pa.string())
         column.validate(full=True)  # Parquet readers take any bytes for text
@@ -220,6 +223,31 @@ def _json_object(line: str, where: str, needs: str) -> UserRow:
     return row
 
 
+def text_in(row: UserRow, name: str, where: str) -> str:
+    """Return a cell as text: text itself, a whole number, a path, or bytes of UTF-8.
+
+    Raises BadRow that names the column and ``where`` the row stands.
+    """
+    value = row.get(name)
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if isinstance(value, bytes):
+        try:
+            value = value.decode()
+        except UnicodeDecodeError as error:
+            raise BadRow(f"{where}: the {name} is {value!r}, bytes that are not UTF-8") from error
+    if isinstance(value, bool) or not isinstance(value, str | Integral):
+        kind = type(value).__name__
+        raise BadRow(f"{where}: the {name} is {value!r}, of type {kind}: expected text, or a whole number")
+    try:
+        text = str(value)
+    except ValueError as error:
+        raise BadRow(f"{where}: the {name} is a number of too many digits") from error
+    if not is_text(text) or "\0" in text:
+        raise BadRow(f"{where}: the {name} is not valid text: {text!r}")
+    return text
+
+
 def is_text(name: str) -> bool:
     """Whether a text is valid Unicode: bytes of a file's name that are not UTF-8 come as lone surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
@@ -228,7 +256,11 @@ def is_text(name: str) -> bool:
 def carried_json(columns: UserRow) -> str:
     """Columns that are only carried along, as strict JSON: NaN and infinity, which it cannot say, become null."""
     try:
-        return json.dumps(columns, default=str, ensure_ascii=True, allow_nan=False)
+        return json.dumps(columns, default=_shown_as, ensure_ascii=True, allow_nan=False)
     except ValueError:
-        strict = json.loads(json.dumps(columns, default=str), parse_constant=lambda name: None)
+        strict = json.loads(json.dumps(columns, default=_shown_as), parse_constant=lambda name: None)
         return json.dumps(strict, ensure_ascii=True)
+
+
+def _shown_as(value: object) -> str:
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)

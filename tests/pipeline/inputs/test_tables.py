@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import ManifestError
-from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.manifest import given_manifest, read_manifest
 from pipeline.inputs.tables import UNREADABLE, BadRow, Rows, carried_json, is_text, read_parts, read_rows
 from tests.pipeline.inputs.test_manifest import write_jsonl
 
@@ -93,3 +93,36 @@ def test_what_is_carried_along_is_strict_json():
         == '{"a": null, "b": [null, 1], "c": "\\u00e9"}'
     )
     assert is_text("é日") and not is_text("bad\udcff")
+
+
+@pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary(1), pa.dictionary(pa.int8(), pa.binary())])
+def test_ids_and_uris_of_bytes_are_text(tmp_path, kind):
+    """pyarrow and pandas write text as bytes in places; an id of ``b'a'`` would never match the user's own."""
+    table = pa.table({name: pa.array([b"a", b"b"], kind) for name in ("video_id", "uri", "note")})
+    pq.write_table(table, tmp_path / "m.parquet")
+    for rows in (read_manifest(str(tmp_path / "m.parquet")), given_manifest(table), given_manifest(table.to_pylist())):
+        assert rows["video_id"].to_pylist() == ["a", "b"]
+        assert [uri.rpartition("/")[2] for uri in rows["uri"].to_pylist()] == ["a", "b"]
+        assert [json.loads(text) for text in rows["manifest"].to_pylist()] == [{"note": "a"}, {"note": "b"}]
+
+
+@pytest.mark.parametrize("column", ["video_id", "uri"])
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ([b"a", b"\xff"], r"bytes that are not UTF-8"),
+        ([[0], [1]], "of type list"),
+        ([0.5, 1.0], "of type float"),
+        ([False, True], "of type bool"),
+        ([{"a": 0}, {"a": 1}], "of type dict"),
+    ],
+)
+def test_what_is_no_text_is_refused_by_column_and_row(tmp_path, column, values, why):
+    other = {"video_id": "uri", "uri": "video_id"}[column]
+    table = pa.table({other: ["a", "b"], column: values})
+    pq.write_table(table, tmp_path / "m.parquet")
+    row = 1 if why.startswith("bytes") else 0
+    with pytest.raises(ManifestError, match=f"row {row}: the {column} is .*{why}"):
+        read_manifest(str(tmp_path / "m.parquet"))
+    with pytest.raises(ManifestError, match=f"row {row}: the {column} is .*{why}"):
+        given_manifest(table.to_pylist())
