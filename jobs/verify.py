@@ -94,11 +94,11 @@ def _verify(arguments: argparse.Namespace, console: Console) -> Done:
     from pipeline.verify.report import render  # noqa: PLC0415
     from pipeline.verify.verify import Request, verify  # noqa: PLC0415
 
-    names = ("jobs", "clean", "repair", "live", "seed", "model", "log_interval")
-    keep = timedelta(minutes=arguments.keep_minutes)
-    request = Request(**{name: getattr(arguments, name) for name in names}, keep=keep)
     s3 = from_flags(S3Options, arguments)
     objects = Objects.from_environment(s3.s3_endpoint, s3.s3_region)
+    names = ("jobs", "clean", "repair", "live", "seed", "model", "log_interval")
+    keep = timedelta(minutes=arguments.keep_minutes)
+    request = Request(**{name: getattr(arguments, name) for name in names}, keep=keep, objects=objects)
     report = verify(store_at(arguments.cache, objects), request, console)
     out = wide_console()
     out.print(render(report))

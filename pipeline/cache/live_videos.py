@@ -29,7 +29,7 @@ from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.table import GROUP_ROWS, SortedFile, TableFile, read_small, table_files
 from pipeline.keys import keys_of
 from pipeline.rows import VideoRow
-from pipeline.storage.stores import LocalStore, Store
+from pipeline.storage.stores import Store
 
 # Of each row of small files; the rest of a row is read from its file when asked for.
 LIVE_COLUMNS = (*RULE_COLUMNS, "video_id", "error_class", "n_tokens", "hidden_size")
@@ -110,7 +110,7 @@ class LiveVideos:
         found = [] if row is None else [self._small(row)]
         files = [file for file in self.sorted if file.holds(high)]
         look = partial(self._in_sorted, video_id, high)
-        if len(files) > 1 and not isinstance(self._store, LocalStore):  # one after the other would add up its delays
+        if len(files) > 1 and self._store.folder is None:  # one after the other would add up its delays
             with ThreadPoolExecutor(len(files)) as pool:
                 found += [place for place in pool.map(look, files) if place is not None]
         else:

@@ -29,7 +29,7 @@ from pipeline.errors import (
     UsageError,
 )
 from pipeline.rows import VideoRow
-from pipeline.storage.stores import Fetched, LocalStore, Store, store_at
+from pipeline.storage.stores import Fetched, Store, store_at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -313,7 +313,7 @@ class TokenCache:
             with self._naming(rows.row["video_id"]):
                 return self._read(rows, reading, *source)
 
-        return read_runs(wanted, fetch, read, ahead=0 if isinstance(self.store, LocalStore) else _AHEAD)
+        return read_runs(wanted, fetch, read, ahead=_AHEAD if self.store.folder is None else 0)
 
     def reading(
         self, retention_ratio: float | None, order: TokenOrder, evidence: Sequence[str], verify: bool

@@ -17,7 +17,7 @@ from pipeline.cache.pages import plain_columns, plain_pages, put_rows
 from pipeline.cache.schema import FOOTER_TAIL, READ_THREADS, digest, footer_length, open_parquet, parse_footer
 from pipeline.errors import CorruptShard
 from pipeline.rows import VideoRow
-from pipeline.storage.stores import Fetched, RangedObject, Store
+from pipeline.storage.stores import Fetched, Store
 
 Spans = list[tuple[int, int]]
 
@@ -71,8 +71,8 @@ class TokenShard:
         try:
             self._source = store.open(name)
             self.n_bytes: int = self._source.size()
-            self.n_footer = footer_length(bytes(self._view(max(0, self.n_bytes - FOOTER_TAIL), self.n_bytes)))
-            footer = bytes(self._view(max(0, self.n_bytes - self.n_footer), self.n_bytes))
+            self.n_footer = footer_length(bytes(self._source.view(max(0, self.n_bytes - FOOTER_TAIL), self.n_bytes)))
+            footer = bytes(self._source.view(max(0, self.n_bytes - self.n_footer), self.n_bytes))
         except FileNotFoundError:
             raise CorruptShard(f"{self._shown}: the shard is missing", "missing") from None
         except ValueError as error:
@@ -95,11 +95,9 @@ class TokenShard:
 
         None for a local file, which is read in place.
         """
-        if not isinstance(self._source, RangedObject):
-            return None
         spans = joined(span for rows in wanted for span in self.spans(rows))
         with self._faults():
-            return Fetched([self._source.stretch(*span) for span in spans], self._source)
+            return self._source.fetch(spans)
 
     def read(self, wanted: Rows, fetched: Fetched | None = None) -> pa.Table:
         """The rows in order of selection. ``fetched`` holds their bytes already, and is one thread's."""
@@ -134,12 +132,6 @@ class TokenShard:
         if lacking := sorted(set(columns) - self._names):
             raise CorruptShard(f"{self._shown}: it has no column {', '.join(lacking)}", "schema")
 
-    def _view(self, start: int, end: int) -> memoryview:
-        """Bytes [start, end) of the file; of a local one without a copy."""
-        if isinstance(self._source, RangedObject):
-            return self._source.stretch(start, end).view(start, end)
-        return memoryview(self._source.get_stream(start, end - start).read_buffer(end - start))
-
     def _arrow(self, wanted: Rows, columns: Sequence[str], fetched: Fetched | None) -> pa.Table:
         """The rows as Arrow reads them, every page held against its checksum."""
         groups = self._groups(wanted)
@@ -156,7 +148,7 @@ class TokenShard:
             return open_parquet(pa.PythonFile(fetched, "r"), self.metadata)
         found: pq.ParquetFile | None = getattr(self._own, "parquet", None)
         if found is None:
-            found = self._own.parquet = open_parquet(self._source, self.metadata)
+            found = self._own.parquet = open_parquet(self._source.mapped, self.metadata)
         return found
 
     def _taken(self, wanted: Rows, name: str, order: NDArray[np.int64], fetched: Fetched | None) -> NDArray[np.int16]:
@@ -171,7 +163,7 @@ class TokenShard:
         """[K,width] a column of vectors, each at its place; None where Arrow is to be asked."""
         number, n_bytes = self._plain[name]
         out = np.empty((len(places), n_bytes // 2), np.int16)
-        view, done = self._view if fetched is None else fetched.view, 0
+        view, done = (fetched or self._source).view, 0
         for group in self._groups(wanted):
             pages = plain_pages(self.metadata.row_group(group), number)
             if pages is None:

@@ -1,4 +1,4 @@
-"""Where a cache lives: whole files that appear in one step or not at all, in a folder or below an S3 prefix."""
+"""Where a cache lives: whole files that appear in one step or not at all, in a folder or below a prefix of objects."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import errno
 import io
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
 from pipeline.errors import UsageError
-from pipeline.storage.s3 import Objects, Slice, check_uri, is_object
+from pipeline.storage.arrow import SCHEMES, ArrowObjects
+from pipeline.storage.s3 import ObjectInfo, Objects, Slice, Upload, check_uri, is_object
 
 NOTE = ".running"  # how the notes of runs end; see pipeline.execution.claim
 _TAIL = 2**16  # bytes fetched on opening: the footer of most shards
@@ -32,60 +35,95 @@ class FileInfo(NamedTuple):
 
 
 class Store(Protocol):
-    """Named files below one root; names are POSIX paths relative to it. It pickles; ``str`` is the root as named."""
+    """Named files below one root; names are POSIX paths relative to it. It pickles; ``str`` is the root as named.
+
+    Attributes:
+        folder: the root where it is a local folder, in which a read costs no request; None elsewhere.
+    """
+
+    @property
+    def folder(self) -> Path | None: ...
 
     def make(self) -> None:
         """Make the root where that is needed. Raises UsageError."""
 
     def taken(self) -> bool:
-        """Whether anything is below the root already, besides the notes of runs."""
+        """Return whether anything is below the root already, besides the notes of runs."""
 
     def impatient(self) -> Store:
-        """The same for requests that are worth nothing when they come late."""
+        """Return the same store for requests that are worth nothing when they come late."""
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         """Write a file in one atomic step: it is complete under ``name`` afterwards, or absent. Raises OSError."""
 
     def read(self, name: str) -> bytes:
-        """The whole file. Raises FileNotFoundError."""
+        """Read a whole file. Raises FileNotFoundError."""
 
     def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
-        """The whole files, in this order."""
+        """Yield the whole files, in this order."""
 
     def read_slice(self, name: str, start: int, end: int | None = None) -> Slice:
-        """Bytes [start, end) of a file, or its last ``-start`` bytes, in one read. Raises FileNotFoundError."""
+        """Read bytes [start, end) of a file, or its last ``-start`` bytes, at once. Raises FileNotFoundError."""
 
-    def open(self, name: str) -> pa.NativeFile | RangedObject:
-        """The file for random access, which threads may share. Raises FileNotFoundError."""
+    def open(self, name: str) -> LocalFile | RangedObject:
+        """Open a file for random access, which threads may share. Raises FileNotFoundError."""
 
     def names(self, folder: str, suffix: str) -> list[str]:
-        """The finished files of a folder, sorted."""
+        """List the finished files of a folder, sorted."""
 
     def listed(self, folder: str) -> list[FileInfo]:
-        """All files of a folder ("" is the root) with their sizes, unfinished ones too, sorted."""
+        """List all files of a folder ("" is the root) with their sizes, unfinished ones too, sorted."""
 
-    def exists(self, name: str) -> bool: ...
+    def exists(self, name: str) -> bool:
+        """Return whether there is such a file."""
 
     def age(self, name: str) -> timedelta:
-        """How long ago a file was written. Raises FileNotFoundError."""
+        """Return how long ago a file was written. Raises FileNotFoundError."""
 
     def delete(self, name: str) -> None:
         """Remove a file; nothing happens where there is none. Raises OSError."""
 
+    def uploads(self) -> Iterator[Upload]:
+        """Yield the pending uploads below the root, which the store bills. Raises OSError."""
+
+    def abort(self, upload: Upload) -> None:
+        """Give up a pending upload. Raises OSError."""
+
+
+class Requests(Protocol):
+    """The requests that an ObjectStore makes, by URI: those of ``pipeline.storage.s3.Objects``."""
+
+    def impatient(self) -> Requests: ...
+    def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]: ...
+    def age(self, uri: str) -> timedelta: ...
+    def exists(self, uri: str) -> bool: ...
+    def read(self, uri: str) -> bytes: ...
+    def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice: ...
+    def put(self, uri: str, data: bytes | pa.Buffer) -> None: ...
+    def delete(self, uri: str) -> None: ...
+    def uploads(self, prefix: str) -> Iterator[Upload]: ...
+    def abort(self, upload: Upload) -> None: ...
+
 
 def store_at(place: str | Path, objects: Objects | None = None) -> Store:
-    """The store at a folder or ``s3://bucket/prefix``. Raises UsageError for any other address."""
+    """Return the store at a folder, ``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``.
+
+    Raises UsageError for any other address.
+    """
     text = str(place)
     if is_object(text):
         check_uri(text)
         return ObjectStore(text, objects or Objects.from_environment())
+    if text.startswith(SCHEMES):
+        return ObjectStore(text, ArrowObjects.at(text))
     if "://" in text and not text.startswith("file:///"):
-        raise UsageError(f"{text}: a cache is a folder or s3://bucket/prefix")
+        known = " or ".join(f"{scheme}BUCKET/PREFIX" for scheme in ("s3://", *SCHEMES))
+        raise UsageError(f"{text}: a cache is a folder, {known}")
     return LocalStore(text.removeprefix("file://"))
 
 
-def below(name: str) -> str:
-    """``name``, where it stays below the root of a store: those of shards stand in files that anybody may have written.
+def checked_name(name: str) -> str:
+    """Return ``name`` unless it leads out of a store's root: names of shards come from files that anybody may write.
 
     Raises FileNotFoundError.
     """
@@ -95,14 +133,40 @@ def below(name: str) -> str:
 
 
 class LocalStore:
-    """A folder."""
+    """A folder.
+
+    A process that has written there holds the folder open: where it is moved away and another one takes its place,
+    nothing is written to that one or deleted from it.
+    """
 
     def __init__(self, root: Path | str) -> None:
         self._shown = str(root)
         self.root = Path(os.path.abspath(root))  # noqa: PTH100 - workers have other working folders; links stay
+        self._held: _HeldFolder | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_held": None}
+
+    @property
+    def folder(self) -> Path:
+        return self.root
 
     def _path(self, name: str) -> Path:
-        return self.root / below(name)
+        return self.root / checked_name(name)
+
+    def _descriptor(self) -> int:
+        """Return the descriptor of the root. Raises FileNotFoundError where it is gone, or another one is there."""
+        if self._held is None:
+            self._held = _HeldFolder(self.root)
+        if not os.path.samestat(os.fstat(self._held.descriptor), self.root.stat()):
+            message = "the folder was moved away since it was first written to, and another one took its place"
+            raise FileNotFoundError(errno.ENOENT, message, str(self.root))
+        return self._held.descriptor
+
+    def _stat(self, name: str) -> os.stat_result:
+        """Look at a file of the folder that is held, as that is where ``put`` has written."""
+        held = self._held
+        return self._path(name).stat() if held is None else os.stat(checked_name(name), dir_fd=held.descriptor)
 
     def make(self) -> None:
         try:
@@ -118,21 +182,27 @@ class LocalStore:
         return self
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
-        path = self._path(name)
-        for folder in reversed(path.relative_to(self.root).parents[:-1]):
-            (self.root / folder).mkdir(exist_ok=True)  # never the root: one that is gone took all its rows with it
-        temporary = path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}")
+        root, path = self._descriptor(), PurePosixPath(checked_name(name))
+        temporary = str(path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}"))
+        for folder in reversed(path.parents[:-1]):  # never the root: one that is gone took all its rows with it
+            with suppress(FileExistsError):
+                os.mkdir(folder, dir_fd=root)
         try:
-            with temporary.open("xb") as file:
+            with open(temporary, "xb", opener=partial(os.open, mode=0o666, dir_fd=root)) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.replace(path)
+            os.replace(temporary, name, src_dir_fd=root, dst_dir_fd=root)
         except OSError as error:  # "No space left on device" alone would not say where
-            raise OSError(error.errno, error.strerror, str(path)) from error
+            raise OSError(error.errno, error.strerror, str(self.root / name)) from error
         finally:
-            temporary.unlink(missing_ok=True)  # gone already where it was renamed
-        fsync_folder(path.parent)
+            with suppress(FileNotFoundError):  # it was renamed
+                os.unlink(temporary, dir_fd=root)
+        folder_descriptor = os.open(path.parent, os.O_RDONLY, dir_fd=root)
+        try:
+            os.fsync(folder_descriptor)  # so that the rename survives a power cut
+        finally:
+            os.close(folder_descriptor)
 
     def read(self, name: str) -> bytes:
         return self._path(name).read_bytes()
@@ -147,8 +217,8 @@ class LocalStore:
             last = size if end is None else min(end, size)
             return Slice(os.pread(file.fileno(), max(0, last - first), first), size)
 
-    def open(self, name: str) -> pa.NativeFile:
-        return pa.memory_map(str(self._path(name)), "r")
+    def open(self, name: str) -> LocalFile:
+        return LocalFile(pa.memory_map(str(self._path(name)), "r"))
 
     def names(self, folder: str, suffix: str) -> list[str]:
         try:
@@ -168,33 +238,60 @@ class LocalStore:
         return sorted(found)
 
     def exists(self, name: str) -> bool:
-        return self._path(name).is_file()
+        checked_name(name)
+        try:
+            return stat.S_ISREG(self._stat(name).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def age(self, name: str) -> timedelta:
-        return datetime.now(UTC) - datetime.fromtimestamp(self._path(name).stat().st_mtime, UTC)
+        return datetime.now(UTC) - datetime.fromtimestamp(self._stat(name).st_mtime, UTC)
 
     def delete(self, name: str) -> None:
-        self._path(name).unlink(missing_ok=True)
+        checked_name(name)
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._descriptor())
+
+    def uploads(self) -> Iterator[Upload]:
+        return iter(())
+
+    def abort(self, upload: Upload) -> None:
+        raise AssertionError(f"a folder has no {upload}")
 
     def __str__(self) -> str:
         return self._shown
 
 
-class ObjectStore:
-    """Objects below an S3 prefix. A file is one PUT, so that there is no partial upload to leave behind."""
+class _HeldFolder:
+    """A descriptor of a folder, closed with the object."""
 
-    def __init__(self, root: str, objects: Objects) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+class ObjectStore:
+    """Objects below a prefix. A file is one PUT, so that there is no partial upload to leave behind."""
+
+    def __init__(self, root: str, objects: Requests) -> None:
         self.root = root.rstrip("/")
         self.objects = objects
+
+    @property
+    def folder(self) -> None:
+        return None
 
     def impatient(self) -> ObjectStore:
         return ObjectStore(self.root, self.objects.impatient())
 
     def _uri(self, name: str) -> str:
-        return f"{self.root}/{below(name)}"
+        return f"{self.root}/{checked_name(name)}"
 
     def make(self) -> None:
-        """Prefixes need no making."""
+        """Make nothing: prefixes need no making."""
 
     def taken(self) -> bool:
         first = islice(self.objects.list(f"{self.root}/", deep=True), 100)
@@ -218,8 +315,7 @@ class ObjectStore:
         return RangedObject(self.objects, self._uri(name))
 
     def names(self, folder: str, suffix: str) -> list[str]:
-        listed = self.objects.list(f"{self.root}/{folder}/")
-        return [found.uri.removeprefix(f"{self.root}/") for found in listed if found.uri.endswith(suffix)]
+        return [file.name for file in self.listed(folder) if file.name.endswith(suffix)]
 
     def listed(self, folder: str) -> list[FileInfo]:
         found = self.objects.list(f"{self.root}/{folder}/" if folder else f"{self.root}/")
@@ -234,8 +330,36 @@ class ObjectStore:
     def delete(self, name: str) -> None:
         self.objects.delete(self._uri(name))
 
+    def uploads(self) -> Iterator[Upload]:
+        return self.objects.uploads(f"{self.root}/")
+
+    def abort(self, upload: Upload) -> None:
+        self.objects.abort(upload)
+
     def __str__(self) -> str:
         return self.root
+
+
+class LocalFile:
+    """A local file for random access, mapped into memory.
+
+    Attributes:
+        mapped: the file as Arrow reads it, without a copy.
+    """
+
+    def __init__(self, mapped: pa.NativeFile) -> None:
+        self.mapped = mapped
+
+    def size(self) -> int:
+        """Return the file's size in bytes."""
+        return int(self.mapped.size())
+
+    def view(self, start: int, end: int) -> memoryview:
+        """Return bytes [start, end) of the file, without a copy. Raises OSError."""
+        return memoryview(self.mapped.get_stream(start, end - start).read_buffer(end - start))
+
+    def fetch(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Fetch nothing: a mapped file is read in place."""
 
 
 class RangedObject:
@@ -244,25 +368,34 @@ class RangedObject:
     It has no position, so that threads may share it; it holds no connection.
     """
 
-    def __init__(self, objects: Objects, uri: str) -> None:
+    mapped = None  # Arrow reads what ``fetch`` has brought
+
+    def __init__(self, objects: Requests, uri: str) -> None:
         self._objects, self._uri = objects, uri
         tail = objects.read_slice(uri, -_TAIL)
         self._size = tail.size
         self._tail = Stretch(tail.size - len(tail.data), tail.data)
 
     def size(self) -> int:
-        """Bytes of the object."""
+        """Return the object's size in bytes."""
         return self._size
 
     def stretch(self, start: int, end: int) -> Stretch:
-        """Bytes [start, end), or those of them that there are; at most one request. Raises OSError."""
+        """Return bytes [start, end), or those of them that there are; at most one request. Raises OSError."""
         end = min(end, self._size)
         if start >= end:
             return Stretch(start, b"")
-        return self._tail if self._tail.holds(start, end) else Stretch(start, self._read(start, end))
+        if self._tail.holds(start, end):
+            return self._tail
+        return Stretch(start, self._objects.read_slice(self._uri, start, end).data)
 
-    def _read(self, start: int, end: int) -> bytes:
-        return self._objects.read_slice(self._uri, start, end).data
+    def view(self, start: int, end: int) -> memoryview:
+        """Return bytes [start, end) of the object; at most one request. Raises OSError."""
+        return self.stretch(start, end).view(start, end)
+
+    def fetch(self, spans: Iterable[tuple[int, int]]) -> Fetched:
+        """Fetch stretches of the object into memory, a request each. Raises OSError."""
+        return Fetched([self.stretch(*span) for span in spans], self)
 
 
 class Stretch(NamedTuple):
@@ -272,10 +405,11 @@ class Stretch(NamedTuple):
     data: bytes
 
     def holds(self, start: int, end: int) -> bool:
+        """Return whether bytes [start, end) of the file are among these."""
         return self.start <= start and end <= self.start + len(self.data)
 
     def view(self, start: int, end: int) -> memoryview:
-        """Bytes [start, end) of the file, which it holds."""
+        """Return bytes [start, end) of the file, which are among these."""
         return memoryview(self.data)[start - self.start : end - self.start]
 
 
@@ -288,7 +422,7 @@ class Fetched(io.RawIOBase):
         self._stretches, self._rest, self._place = stretches, rest, 0
 
     def view(self, start: int, end: int) -> memoryview:
-        """Bytes [start, end), or those of them that there are."""
+        """Return bytes [start, end), or those of them that there are. Raises OSError."""
         found = next((s for s in self._stretches if s.holds(start, end)), None) or self._rest.stretch(start, end)
         return found.view(start, min(end, self._rest.size()))
 
@@ -312,7 +446,7 @@ class Fetched(io.RawIOBase):
         return len(data)
 
     def read_buffer(self, n_bytes: int = -1) -> memoryview:
-        """What Arrow calls, so that it gets a view instead of a copy."""
+        """Read as Arrow asks for it, so that it gets a view instead of a copy."""
         end = self._rest.size() if n_bytes < 0 else self._place + n_bytes
         data = self.view(self._place, end)
         self._place += len(data)
@@ -321,12 +455,3 @@ class Fetched(io.RawIOBase):
 
 def _finished(entry: os.DirEntry[str], suffix: str) -> bool:
     return entry.name.endswith(suffix) and not entry.name.startswith(".") and entry.is_file()
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

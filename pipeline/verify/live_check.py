@@ -35,7 +35,6 @@ from pipeline.prune.encode_stage import VideoEncoder
 from pipeline.prune.request import match_cache, resolve
 from pipeline.rows import TodoRow, VideoRecord, VideoRow
 from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import ObjectStore
 from pipeline.verify.report import LiveResult, Problem, Report
 from pipeline.video.source import same_source
 
@@ -53,10 +52,10 @@ class LiveCheck:
     Raises UsageError where the cache does not say how, or what it says cannot be had here.
     """
 
-    def __init__(self, cache: TokenCache, model: str | None) -> None:
+    def __init__(self, cache: TokenCache, model: str | None, objects: Objects) -> None:
+        """Load the model; ``objects`` reads sources on S3, and ``model`` is where it is now, if it was moved."""
         store = cache.store
-        self._cache = cache
-        self._objects = store.objects if isinstance(store, ObjectStore) else Objects.from_environment()
+        self._cache, self._objects = cache, objects
         config = _config(cache, _newest_run(cache), model)
         if ":" in config.pruner:
             raise UsageError(

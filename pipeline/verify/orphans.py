@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from pipeline.cache.live_rows import TOKENS, VIDEOS
 from pipeline.cache.writer import token_shard_id
 from pipeline.execution.run_record import COMMITTED, RUNS
-from pipeline.storage.stores import FileInfo, ObjectStore, Store
+from pipeline.storage.stores import FileInfo, Store
 from pipeline.verify.report import Report
 
 _TEMPORARY = ".tmp-"  # how LocalStore.put calls a file until it is whole
@@ -42,11 +42,10 @@ def sort_files(files: dict[str, list[FileInfo]], named: Collection[str], live: C
 
 def list_uploads(store: Store, report: Report) -> None:
     """Note the multipart uploads below the prefix that were never completed: nobody sees them, and they are billed."""
-    if isinstance(store, ObjectStore):
-        try:
-            report.uploads += store.objects.uploads(f"{store.root}/")
-        except OSError as error:  # a right of its own, and not every store can
-            report.notes.append(f"pending uploads cannot be listed: {error.strerror or error}")
+    try:
+        report.uploads += store.uploads()
+    except OSError as error:  # a right of its own, and not every store can
+        report.notes.append(f"pending uploads cannot be listed: {error.strerror or error}")
 
 
 def committed_orphans(store: Store, orphans: Collection[FileInfo]) -> Iterator[str]:
@@ -87,8 +86,8 @@ def clean(
             "still commit them"
         )
     for upload in report.uploads:
-        if isinstance(store, ObjectStore) and (now or datetime.now(UTC)) - upload.started > UPLOAD_AGE:
-            store.objects.abort(upload)
+        if (now or datetime.now(UTC)) - upload.started > UPLOAD_AGE:
+            store.abort(upload)
             report.removed.append(f"the upload of {upload.uri} since {upload.started:%Y-%m-%d %H:%M}")
 
 

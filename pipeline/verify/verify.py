@@ -28,6 +28,7 @@ from pipeline.execution.claim import Claim, holder, who
 from pipeline.execution.progress import reporter
 from pipeline.execution.request import new_run_id
 from pipeline.execution.stages import Wording
+from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import FileInfo, Store
 from pipeline.verify.command_again import command_again
 from pipeline.verify.judge import Judge, Place
@@ -61,6 +62,7 @@ class Request:
         live: how many videos are encoded again.
         seed: which ones.
         model: the model's folder or id, where it is not where the run found it.
+        objects: how sources on S3 are read; None for what the environment says.
         log_interval: seconds between lines of progress.
     """
 
@@ -71,6 +73,7 @@ class Request:
     live: int = 0
     seed: int = 0
     model: str | None = None
+    objects: Objects | None = None
     log_interval: float = 30.0
 
 
@@ -150,7 +153,8 @@ def _live_check(store: Store, request: Request, live: pa.Table) -> LiveCheck:
     """Refuses before the long part begins."""
     from pipeline.verify.live_check import LiveCheck  # noqa: PLC0415 - models and decoders load only for this
 
-    return LiveCheck(TokenCache(str(store), store=store, live=live), request.model)
+    cache = TokenCache(str(store), store=store, live=live)
+    return LiveCheck(cache, request.model, request.objects or Objects.from_environment())
 
 
 def _header_faults(header: CacheHeader) -> Iterator[str]:

@@ -17,7 +17,7 @@ from pipeline.cache.live_rows import VideoRows, read_live
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.reading import TokenOrder
 from pipeline.cache.schema import footer_of
-from pipeline.storage.stores import LocalStore
+from pipeline.storage.stores import LocalFile, LocalStore
 from pipeline.verify.rows import check_commit
 from pipeline.verify.tokens import check_token_shard
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
@@ -43,8 +43,8 @@ class Flipped(LocalStore):
     def read(self, name: str) -> bytes:
         return bytes(self.data) if name == self.name else super().read(name)
 
-    def open(self, name: str) -> pa.NativeFile:
-        return pa.BufferReader(bytes(self.data)) if name == self.name else super().open(name)
+    def open(self, name: str) -> LocalFile:
+        return LocalFile(pa.BufferReader(bytes(self.data))) if name == self.name else super().open(name)
 
 
 def everything(video: CachedVideo) -> bytes:

@@ -18,7 +18,7 @@ import torch
 import gstep
 from pipeline import CorruptShard, FailedVideo, NotACache, RatioNotCached, TokenCache, UnknownVideo
 from pipeline.errors import VideoFault
-from pipeline.storage.stores import LocalStore
+from pipeline.storage.stores import LocalFile, LocalStore
 from tests.gstep import synthetic
 from tests.paths import ROOT
 from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
@@ -131,7 +131,7 @@ class CountingStore(LocalStore):
                 store.read_bytes += len(data)
                 return data
 
-        return pa.PythonFile(File(self.root / name))
+        return LocalFile(pa.PythonFile(File(self.root / name)))
 
 
 def test_a_smaller_tier_reads_fewer_bytes(tmp_path):
@@ -251,7 +251,7 @@ def test_other_tools_open_it(tmp_path, videos):
     make_cache(tmp_path, videos)
     counts = "select count(*), min(octet_length(token)), max(octet_length(token)) from read_parquet(?)"
     n_rows = sum(len(TokenCache(tmp_path).get(v).index) for v in videos)
-    assert duckdb.execute(counts, [f"{tmp_path}/tokens/*.parquet"]).fetchone() == (n_rows, 32, 32)
+    assert duckdb.execute(counts, [f"{tmp_path}/tokens/*.parquet"]).fetchall() == [(n_rows, 32, 32)]
     table = pl.read_parquet(f"{tmp_path}/videos/*.parquet")
     assert sorted(table["video_id"]) == sorted(videos)
     meanings = pq.read_schema(next((tmp_path / "tokens").iterdir()))

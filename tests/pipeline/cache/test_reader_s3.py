@@ -142,5 +142,5 @@ def test_many_shards_come_in_the_order_of_their_names(store):
 
 def test_other_addresses_are_no_stores():
     assert str(store_at("file:///data/x")) == "/data/x"
-    with pytest.raises(ValueError, match="a folder or s3://"):
-        store_at("gs://bucket/x")
+    with pytest.raises(ValueError, match="a cache is a folder, s3://BUCKET/PREFIX or gs://"):
+        store_at("ftp://bucket/x")

@@ -66,3 +66,59 @@ def test_a_commit_never_makes_a_cache_that_is_gone(tmp_path):
     with pytest.raises(FileNotFoundError):
         store.put("videos/x.parquet", b"x")
     assert not (tmp_path / "c").exists()
+
+
+class Moved(LocalStore):
+    """A cache that is moved away, and begun anew, between the look at the folder and the change of a file in it."""
+
+    moving = False
+
+    def _descriptor(self) -> int:
+        held = super()._descriptor()
+        if self.moving:
+            self.moving = False
+            self.root.rename(self.root.with_name("old"))
+            write_header(self.root)
+            (self.root / "videos").mkdir()
+        return held
+
+
+def test_a_cache_begun_anew_in_mid_write_gets_nothing_of_the_run_before(tmp_path):
+    """Whether a token shard, a commit or a deletion is under way: it goes where the cache went, or fails."""
+    video = encoded("v", random_tokens(0), 0.25, "gstep")
+    for what in ("tokens", "commit", "delete", "afterwards"):
+        place = tmp_path / what
+        store = Moved(write_header(place / "c").root)
+        rows = write_token_shard([video], store=store, run_id="run")
+        commit(store, "run", 0, rows)
+        store.moving = True
+        if what == "tokens":
+            write_token_shard([video], store=store, run_id="other")
+        elif what == "commit":
+            commit(store, "run", 1, rows)
+        elif what == "delete":
+            (name,) = store.names("videos", ".parquet")
+            store.delete(name)
+            assert not (place / "old" / name).exists()
+        else:
+            store.put("runs/run.json", b"{}")
+        with pytest.raises(FileNotFoundError, match="another one took its place"):
+            store.put("runs/run.json", b"{}")
+        store.delete("cache.json")
+        assert [path.name for path in (place / "c").rglob("*") if path.is_file()] == ["cache.json"]
+        with pytest.raises(FileNotFoundError):
+            commit(store, "run", 2, rows)
+        assert TokenCache(place / "old").video_ids == ([] if what == "delete" else ["v"])
+
+
+def test_a_worker_that_comes_to_the_new_folder_cannot_make_the_driver_commit_there(tmp_path):
+    """The same settings, so that the header tells nothing: the driver looks for tokens where it has written."""
+    driver = write_header(tmp_path / "c")
+    driver.put("runs/run.running", b"{}")
+    driver.root.rename(tmp_path / "old")
+    write_header(tmp_path / "c")
+    video = encoded("v", random_tokens(0), 0.25, "gstep")
+    rows = write_token_shard([video], store=LocalStore(tmp_path / "c"), run_id="run")
+    with pytest.raises(FileNotFoundError):
+        commit(driver, "run", 0, rows)
+    assert not list(tmp_path.glob("*/videos/*"))

@@ -10,6 +10,7 @@ import torch
 from pipeline import TokenCache
 from pipeline.cache.writer import KeptTokens
 from pipeline.errors import UsageError
+from pipeline.storage.s3 import Objects
 from pipeline.verify.live_check import LiveCheck, _config, _suspicion, _todo, _versions, compare
 from pipeline.verify.report import LiveResult
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
@@ -96,9 +97,9 @@ def test_options_of_a_run_that_are_none_here_are_left_out(tmp_path, stored):
 
 def test_a_cache_that_does_not_say_how_it_was_made_is_refused(tmp_path, stored):
     with pytest.raises(UsageError, match="no record of a run says which model"):
-        LiveCheck(TokenCache(tmp_path), None)
+        LiveCheck(TokenCache(tmp_path), None, Objects.from_environment())
     store = TokenCache(tmp_path).store
     store.put("runs/r1.json", b'{"run_id": "r1", "config": {"pruner": "not_here:Mine"}}')
     store.put("runs/r2.json", b"torn")  # the newest that can be read counts
     with pytest.raises(UsageError, match="what a cache says chooses no code"):
-        LiveCheck(TokenCache(tmp_path), None)
+        LiveCheck(TokenCache(tmp_path), None, Objects.from_environment())

@@ -1,0 +1,130 @@
+"""Google Cloud Storage and Azure as stores of caches, by the file systems of Arrow: gs:// and az://.
+
+Credentials are those that the provider's own tools find (GOOGLE_APPLICATION_CREDENTIALS, a machine's identity); on
+Azure AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT with AZURE_STORAGE_KEY or an identity. Azure was tried
+with its emulator azurite; Google Cloud Storage is **untested**, since no emulator at hand takes its uploads.
+
+A write that breaks off may leave a truncated object: its name or the row that names it carries a hash, so no reader
+takes it for a whole one. Videos are not read from these stores.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
+
+from pyarrow import fs
+
+from pipeline.errors import UsageError
+from pipeline.storage.s3 import ObjectInfo, Slice, Upload
+
+SCHEMES = ("gs://", "az://")
+_AZURE = {"BlobEndpoint": "blob_storage_authority", "AccountName": "account_name", "AccountKey": "account_key"}
+
+
+class ArrowObjects:
+    """The requests of an ObjectStore, made by a file system of Arrow. It pickles; a forked process connects anew."""
+
+    def __init__(self, scheme: str, connect: Callable[[], fs.FileSystem]) -> None:
+        self._scheme, self._connect = scheme, connect
+        self._connected: tuple[int, fs.FileSystem] | None = None  # (process, file system)
+
+    @classmethod
+    def at(cls, uri: str) -> ArrowObjects:
+        """Return what reaches the store of a URI. Raises UsageError where the environment does not say how."""
+        scheme, bucket = uri[:5], uri[5:].partition("/")[0]
+        if not bucket or "?" in uri or "@" in uri:
+            raise UsageError(f"{scheme}...: expected {scheme}BUCKET/PREFIX without user, host or query")
+        settings = {} if scheme == "gs://" else _azure_settings(uri)
+        return cls(scheme, partial(fs.GcsFileSystem if scheme == "gs://" else fs.AzureFileSystem, **settings))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_connected": None}
+
+    def impatient(self) -> ArrowObjects:
+        """Return the same: these file systems have no time limits to set."""
+        return self
+
+    @contextmanager
+    def _reaching(self, uri: str) -> Iterator[tuple[fs.FileSystem, str]]:
+        """Yield this process's file system and the object's path; what fails is an OSError that names the URI."""
+        if self._connected is None or self._connected[0] != os.getpid():
+            self._connected = os.getpid(), self._connect()
+        try:
+            yield self._connected[1], uri.removeprefix(self._scheme).rstrip("/")
+        except OSError as error:
+            raise OSError(error.errno or errno.EIO, str(error).partition(" Details:")[0], uri) from None
+
+    def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
+        """Yield the objects of a folder, in the order of their names; with ``deep`` of those below it too."""
+        with self._reaching(prefix) as (files, path):
+            found = files.get_file_info(fs.FileSelector(path, recursive=deep, allow_not_found=True))
+        for item in sorted(found, key=lambda item: item.path):
+            if item.type == fs.FileType.File:
+                yield ObjectInfo(f"{self._scheme}{item.path}", item.size)
+
+    def age(self, uri: str) -> timedelta:
+        """Return how long ago the object was written, by this machine's clock. Raises FileNotFoundError."""
+        with self._reaching(uri) as (files, path):
+            info = files.get_file_info(path)
+            if info.type == fs.FileType.NotFound:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+            written: datetime = info.mtime
+            return datetime.now(UTC) - written
+
+    def exists(self, uri: str) -> bool:
+        """Return whether there is such an object."""
+        with self._reaching(uri) as (files, path):
+            return bool(files.get_file_info(path).type == fs.FileType.File)
+
+    def read(self, uri: str) -> bytes:
+        """Read a whole object. Raises FileNotFoundError."""
+        return self.read_slice(uri, 0).data
+
+    def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
+        """Read bytes [start, end) of an object, or its last ``-start`` bytes. Raises FileNotFoundError."""
+        with self._reaching(uri) as (files, path), files.open_input_file(path) as file:
+            size = file.size()
+            first = max(0, size + start) if start < 0 else start
+            n_bytes = max(0, (size if end is None else min(end, size)) - first)
+            return Slice(bytes(file.read_at(n_bytes, first)) if n_bytes else b"", size)
+
+    def put(self, uri: str, data: Any) -> None:
+        """Write a whole object."""
+        with self._reaching(uri) as (files, path), files.open_output_stream(path) as stream:
+            stream.write(data)
+
+    def delete(self, uri: str) -> None:
+        """Remove an object; nothing happens where there is none."""
+        if self.exists(uri):
+            with self._reaching(uri) as (files, path):
+                files.delete_file(path)
+
+    def uploads(self, prefix: str) -> Iterator[Upload]:
+        """Yield no pending upload: these stores drop them by themselves."""
+        return iter(())
+
+    def abort(self, upload: Upload) -> None:
+        """Give up nothing, as there is none."""
+
+
+def _azure_settings(uri: str) -> dict[str, str]:
+    """Return the arguments of AzureFileSystem that the environment holds. Raises UsageError."""
+    text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
+    told = dict(part.split("=", 1) for part in text.split(";") if "=" in part)
+    settings = {argument: told[name] for name, argument in _AZURE.items() if name in told}
+    if endpoint := settings.pop("blob_storage_authority", ""):
+        scheme, _, rest = endpoint.partition("://")
+        for kind in ("blob", "dfs"):
+            settings |= {f"{kind}_storage_scheme": scheme, f"{kind}_storage_authority": rest.partition("/")[0]}
+    for argument, name in (("account_name", "AZURE_STORAGE_ACCOUNT"), ("account_key", "AZURE_STORAGE_KEY")):
+        if argument not in settings and os.environ.get(name):
+            settings[argument] = os.environ[name]
+    if "account_name" not in settings:
+        raise UsageError(f"{uri}: set AZURE_STORAGE_CONNECTION_STRING, or AZURE_STORAGE_ACCOUNT and AZURE_STORAGE_KEY")
+    return settings
