@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any
 
+import pyarrow as pa
 from pyarrow import fs
 
 from pipeline.errors import UsageError
@@ -43,8 +43,8 @@ class ArrowObjects:
         settings = {} if scheme == "gs://" else _azure_settings(uri)
         return cls(scheme, partial(fs.GcsFileSystem if scheme == "gs://" else fs.AzureFileSystem, **settings))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_connected": None}
+    def __reduce__(self) -> tuple[type[ArrowObjects], tuple[str, Callable[[], fs.FileSystem]]]:
+        return ArrowObjects, (self._scheme, self._connect)
 
     def impatient(self) -> ArrowObjects:
         """Return the same: these file systems have no time limits to set."""
@@ -94,7 +94,7 @@ class ArrowObjects:
             n_bytes = max(0, (size if end is None else min(end, size)) - first)
             return Slice(bytes(file.read_at(n_bytes, first)) if n_bytes else b"", size)
 
-    def put(self, uri: str, data: Any) -> None:
+    def put(self, uri: str, data: bytes | pa.Buffer) -> None:
         """Write a whole object."""
         with self._reaching(uri) as (files, path), files.open_output_stream(path) as stream:
             stream.write(data)

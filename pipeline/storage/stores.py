@@ -144,9 +144,6 @@ class LocalStore:
         self.root = Path(os.path.abspath(root))  # noqa: PTH100 - workers have other working folders; links stay
         self._held: _HeldFolder | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_held": None}
-
     @property
     def folder(self) -> Path:
         return self.root
@@ -267,6 +264,9 @@ class _HeldFolder:
 
     def __init__(self, folder: Path) -> None:
         self.descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # another process opens the folder itself
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
