@@ -29,7 +29,8 @@ from pipeline.errors import (
     UsageError,
 )
 from pipeline.rows import VideoRow
-from pipeline.storage.stores import Fetched, Store, store_at
+from pipeline.storage.random_access import Fetched
+from pipeline.storage.stores import Store, store_at
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -36,7 +36,8 @@ from pipeline.cache.schema import (
     write_parquet,
 )
 from pipeline.errors import CorruptShard
-from pipeline.storage.stores import Fetched, RangedObject, Store, Stretch
+from pipeline.storage.random_access import Fetched, RangedObject, Stretch
+from pipeline.storage.stores import Store
 
 GROUP_ROWS = 4096  # rows of a row group of a sorted file: what finding one of them reads
 FILE_ROWS = 2**18  # the most rows of a sorted file

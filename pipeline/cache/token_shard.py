@@ -17,7 +17,8 @@ from pipeline.cache.pages import plain_columns, plain_pages, put_rows
 from pipeline.cache.schema import FOOTER_TAIL, READ_THREADS, digest, footer_length, open_parquet, parse_footer
 from pipeline.errors import CorruptShard
 from pipeline.rows import VideoRow
-from pipeline.storage.stores import Fetched, Store
+from pipeline.storage.random_access import Fetched
+from pipeline.storage.stores import Store
 
 Spans = list[tuple[int, int]]
 

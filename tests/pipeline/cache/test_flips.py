@@ -17,7 +17,8 @@ from pipeline.cache.live_rows import VideoRows, read_live
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.reading import TokenOrder
 from pipeline.cache.schema import footer_of
-from pipeline.storage.stores import LocalFile, LocalStore
+from pipeline.storage.random_access import LocalFile
+from pipeline.storage.stores import LocalStore
 from pipeline.verify.rows import check_commit
 from pipeline.verify.tokens import check_token_shard
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard

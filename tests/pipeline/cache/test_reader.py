@@ -18,7 +18,8 @@ import torch
 import gstep
 from pipeline import CorruptShard, FailedVideo, NotACache, RatioNotCached, TokenCache, UnknownVideo
 from pipeline.errors import VideoFault
-from pipeline.storage.stores import LocalFile, LocalStore
+from pipeline.storage.random_access import LocalFile
+from pipeline.storage.stores import LocalStore
 from tests.gstep import synthetic
 from tests.paths import ROOT
 from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard

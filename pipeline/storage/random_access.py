@@ -1,0 +1,131 @@
+"""One file read at random: a local one in place, an object by requests for stretches of it."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import pyarrow as pa
+
+from pipeline.storage.s3 import Slice
+
+_TAIL = 2**16  # bytes fetched on opening: the footer of most shards
+
+
+class _Slices(Protocol):
+    def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice: ...
+
+
+class LocalFile:
+    """A local file for random access, mapped into memory.
+
+    Attributes:
+        mapped: the file as Arrow reads it, without a copy.
+    """
+
+    def __init__(self, mapped: pa.NativeFile) -> None:
+        self.mapped = mapped
+
+    def size(self) -> int:
+        """Return the file's size in bytes."""
+        return int(self.mapped.size())
+
+    def view(self, start: int, end: int) -> memoryview:
+        """Return bytes [start, end) of the file, without a copy. Raises OSError."""
+        return memoryview(self.mapped.get_stream(start, end - start).read_buffer(end - start))
+
+    def fetch(self, spans: Iterable[tuple[int, int]]) -> None:
+        """Fetch nothing: a mapped file is read in place."""
+
+
+class RangedObject:
+    """An object for random access: its tail comes with the first request, any other stretch with one more.
+
+    It has no position, so that threads may share it; it holds no connection.
+    """
+
+    mapped = None  # Arrow reads what ``fetch`` has brought
+
+    def __init__(self, objects: _Slices, uri: str) -> None:
+        self._objects, self._uri = objects, uri
+        tail = objects.read_slice(uri, -_TAIL)
+        self._size = tail.size
+        self._tail = Stretch(tail.size - len(tail.data), tail.data)
+
+    def size(self) -> int:
+        """Return the object's size in bytes."""
+        return self._size
+
+    def stretch(self, start: int, end: int) -> Stretch:
+        """Return bytes [start, end), or those of them that there are; at most one request. Raises OSError."""
+        end = min(end, self._size)
+        if start >= end:
+            return Stretch(start, b"")
+        if self._tail.holds(start, end):
+            return self._tail
+        return Stretch(start, self._objects.read_slice(self._uri, start, end).data)
+
+    def view(self, start: int, end: int) -> memoryview:
+        """Return bytes [start, end) of the object; at most one request. Raises OSError."""
+        return self.stretch(start, end).view(start, end)
+
+    def fetch(self, spans: Iterable[tuple[int, int]]) -> Fetched:
+        """Fetch stretches of the object into memory, a request each. Raises OSError."""
+        return Fetched([self.stretch(*span) for span in spans], self)
+
+
+class Stretch(NamedTuple):
+    """Bytes of a file from ``start`` on."""
+
+    start: int
+    data: bytes
+
+    def holds(self, start: int, end: int) -> bool:
+        """Return whether bytes [start, end) of the file are among these."""
+        return self.start <= start and end <= self.start + len(self.data)
+
+    def view(self, start: int, end: int) -> memoryview:
+        """Return bytes [start, end) of the file, which are among these."""
+        return memoryview(self.data)[start - self.start : end - self.start]
+
+
+class Fetched(io.RawIOBase):
+    """A file of which the stretches that will be read are in memory; for one reader, since it has a position."""
+
+    def __init__(self, stretches: Sequence[Stretch], rest: RangedObject) -> None:
+        """``rest`` is asked for what else is read."""
+        super().__init__()
+        self._stretches, self._rest, self._place = stretches, rest, 0
+
+    def view(self, start: int, end: int) -> memoryview:
+        """Return bytes [start, end), or those of them that there are. Raises OSError."""
+        found = next((s for s in self._stretches if s.holds(start, end)), None) or self._rest.stretch(start, end)
+        return found.view(start, min(end, self._rest.size()))
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: self._rest.size()}[whence]
+        self._place = base + offset
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read_buffer(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def read_buffer(self, n_bytes: int = -1) -> memoryview:
+        """Read as Arrow asks for it, so that it gets a view instead of a copy."""
+        end = self._rest.size() if n_bytes < 0 else self._place + n_bytes
+        data = self.view(self._place, end)
+        self._place += len(data)
+        return data
