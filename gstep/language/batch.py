@@ -11,6 +11,37 @@ from torch import Tensor
 
 from gstep.language.types import Prompt, Visual
 
+#: Elements that the attention mask of a padded batch may have: 64 MiB as bool, 256 MiB more as a kernel's float32.
+MASK_ELEMENTS = 2**26
+#: Tokens that a batch may have, padding included: keys and values are held for each of them.
+PADDED_TOKENS = 2**16
+
+
+def batches_by_cost(lengths: Sequence[int], queries: Sequence[int], most: int) -> list[list[int]]:
+    """Return the rows of each batch: rows of like lengths together, from the longest, and at most ``most`` of them.
+
+    A batch is full where one more row would cost too much; only the last batch may have room for others. A row that
+    costs too much by itself is a batch of its own, which has no padding and so needs no mask.
+
+    Args:
+        lengths: tokens of each row.
+        queries: how many of these go through the model at once; keys and values of the others are there by then.
+    """
+    batches: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        longer = [*batches[-1], row] if batches else []
+        if 0 < len(longer) <= most and _affordable([lengths[i] for i in longer], [queries[i] for i in longer]):
+            batches[-1] = longer
+        else:
+            batches.append([row])
+    return [sorted(batch) for batch in batches]
+
+
+def _affordable(lengths: Sequence[int], queries: Sequence[int]) -> bool:
+    tokens = len(lengths) * max(lengths)
+    unmasked = len({*lengths}) == 1 and lengths == queries  # all rows are causal, and none is padded
+    return tokens <= PADDED_TOKENS and (unmasked or tokens * max(queries) <= MASK_ELEMENTS)
+
 
 @dataclass(frozen=True)
 class Batch:

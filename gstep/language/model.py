@@ -9,11 +9,11 @@ from contextlib import ExitStack, nullcontext
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 
 from gstep.backbones import ModelSource, Runtime
-from gstep.language.batch import Batch, encoder_outputs
+from gstep.language.batch import Batch, batches_by_cost, encoder_outputs
 from gstep.language.decoding import FirstToken, RowLimits, SeededSampling
 from gstep.language.layer_pruning import CACHE, PruneInside, visual_places
 from gstep.language.prompt import text_ids, tokenizer_of
@@ -192,7 +192,7 @@ class LanguageModel:
         return PruneInside(method, retention_ratio, prunable, batch.mask.bool())
 
     def _prefilled(self, prompts: Sequence[Prompt]) -> tuple[Batch, DynamicCache | None]:
-        """The prompts, and the keys and values of what they share, where there is anything to save."""
+        """The prompts; and the keys and values of their videos, where prompts share some or one mask were too large."""
         shared: list[int] = []  # the first prompt of each group
         group = []
         for i, prompt in enumerate(prompts):
@@ -200,15 +200,31 @@ class LanguageModel:
             if place == len(shared):
                 shared.append(i)
             group.append(place)
-        if len(shared) == len(prompts):
+        whole = [len(prompt) for prompt in prompts]
+        at_once = len(batches_by_cost(whole, whole, len(whole))) == 1 or not all(p.prefix_length for p in prompts)
+        if len(shared) == len(prompts) and at_once:
             return Batch.of(prompts), None
         firsts = [prompts[i] for i in shared]
         prefix = Batch.of(firsts, [slice(p.prefix_length) for p in firsts])
-        output = self._forward(prefix, prompts=firsts, use_cache=True, logits_to_keep=1)
-        cache = output[CACHE]
+        cache = self._prefixes(firsts)
         cache.batch_select_indices(torch.tensor(group, device=self.device))
         tails = Batch.of(prompts, [slice(p.prefix_length, None) for p in prompts])
         return tails.after(prefix.rows(group)), cache
+
+    def _prefixes(self, prompts: Sequence[Prompt]) -> DynamicCache:
+        """Return the keys and values of each prompt up to the end of its videos, computed in affordable parts."""
+        lengths = [prompt.prefix_length for prompt in prompts]
+        parts = batches_by_cost(lengths, lengths, len(lengths))
+        caches = []
+        for part in parts:
+            firsts = [prompts[i] for i in part]
+            batch = Batch.of(firsts, [slice(prompt.prefix_length) for prompt in firsts])
+            caches.append(self._forward(batch, prompts=firsts, use_cache=True, logits_to_keep=1)[CACHE])
+        if len(caches) > 1:
+            caches = [_stacked(caches)]
+        places = [row for part in parts for row in part]
+        caches[0].batch_select_indices(torch.tensor(places, device=self.device).argsort())
+        return caches[0]
 
     def _forward(
         self, batch: Batch, *, prompts: Sequence[Prompt] = (), past: DynamicCache | None = None, **keywords: Any
@@ -270,3 +286,14 @@ def _same_prefix(a: Prompt, b: Prompt) -> bool:
 def _rows(cache: DynamicCache, index: Sequence[int]) -> DynamicCache:
     """A copy of some rows of a cache, which may repeat."""
     return DynamicCache([(layer.keys[index], layer.values[index]) for layer in cache.layers])
+
+
+def _stacked(caches: Sequence[DynamicCache]) -> DynamicCache:
+    """Return the rows of several caches as one, padded on the left."""
+    length = max(cache.get_seq_length() for cache in caches)
+
+    def stacked(parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat([nn.functional.pad(part, (0, 0, length - part.shape[-2], 0)) for part in parts])
+
+    layers = zip(*(cache.layers for cache in caches), strict=True)
+    return DynamicCache([(stacked([x.keys for x in layer]), stacked([x.values for x in layer])) for layer in layers])

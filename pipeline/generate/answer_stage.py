@@ -128,17 +128,26 @@ class Answerer:
                 else:
                     yield asked
                 if len(waiting) >= self._size.now:
-                    yield from self._answer_held(waiting)
-                    waiting = []
-            if waiting:
-                yield from self._answer_held(waiting)
+                    # What has room for more waits for it: a long question must not make the batches of others small.
+                    *full, waiting = self._batches(waiting)
+                    if len(waiting) >= self._size.now:
+                        full, waiting = [*full, waiting], []
+                    for batch in full:
+                        yield from self._answer_together(batch)
+            for batch in filter(None, self._batches(waiting)):
+                yield from self._answer_together(batch)
 
-    def _answer_held(self, batch: list[Asked]) -> list[AnswerRecord]:
-        """Answers of a batch. Those that were in hand when a process died go one by one, to know which it was."""
-        died = [bool(self._heartbeat.deaths(named(asked.row))) for asked in batch]
-        calm = [asked for asked, suspect in zip(batch, died, strict=True) if not suspect]
-        alone = [[asked] for asked, suspect in zip(batch, died, strict=True) if suspect]
-        return [row for part in [*([calm] if calm else []), *alone] for row in self._answer_together(part)]
+    def _batches(self, questions: list[Asked]) -> list[list[Asked]]:
+        """Return batches that the engine can afford, of which the last may have room for more questions.
+
+        A question that was in hand when a process died goes alone, to know which it was.
+        """
+        died = [bool(self._heartbeat.deaths(named(asked.row))) for asked in questions]
+        calm = [asked for asked, suspect in zip(questions, died, strict=True) if not suspect]
+        alone = [[asked] for asked, suspect in zip(questions, died, strict=True) if suspect]
+        inside = any(asked.inside for asked in questions)
+        plan = self._engine.batches([asked.prompt for asked in calm], self._size.now, inside=inside)
+        return [*alone, *([calm[i] for i in part] for part in plan or [[]])]
 
     def _answer_together(self, batch: list[Asked]) -> list[AnswerRecord]:
         with self._heartbeat.holding(*(named(asked.row) for asked in batch)) as held:

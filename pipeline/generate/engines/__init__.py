@@ -68,6 +68,9 @@ class Engine(Protocol):
     context_length: int
     """Tokens that a prompt and its answer may have together."""
 
+    def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
+        """Return which prompts go together, at most ``most``; all batches but the last one have room for no other."""
+
     def generate(
         self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], inside: tuple[Pruner, float] | None = None
     ) -> list[Answer]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gstep.backbones import ModelSource, Runtime
 from gstep.language import Answer, Decoding, LanguageModel, Prompt, PromptBuilder, Score, load_language_model
+from gstep.language.batch import batches_by_cost
 from gstep.pruners.base import Pruner
 from pipeline.generate.engines import EngineSetup
 from pipeline.generate.late_pruning import LatePruning
@@ -32,6 +33,13 @@ class TransformersEngine:
         setup: EngineSetup, source: ModelSource, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]
     ) -> None:
         """It answers whatever there is a prompt for."""
+
+    def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
+        """See :class:`pipeline.generate.engines.Engine`."""
+        lengths = [len(prompt) for prompt in prompts]
+        return batches_by_cost(
+            lengths, lengths if inside else [len(prompt) - prompt.prefix_length for prompt in prompts], most
+        )
 
     def generate(
         self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], inside: tuple[Pruner, float] | None = None

@@ -88,6 +88,10 @@ class VllmEngine:
         check_installed("--engine vllm")
         _check_params(setup.params)
 
+    def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
+        """See :class:`pipeline.generate.engines.Engine`; vLLM itself schedules by what its memory holds."""
+        return [list(range(start, min(start + most, len(prompts)))) for start in range(0, len(prompts), most)]
+
     def generate(
         self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], inside: tuple[Pruner, float] | None = None
     ) -> list[Answer]:

@@ -9,6 +9,7 @@ from transformers import AutoModelForImageTextToText
 
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, load_language_model, model, prompt_builder
+from gstep.language import batch as batch_module
 from gstep.language.batch import Batch, encoder_outputs
 from tests.gstep.llms import (
     FLOAT32,
@@ -136,6 +137,33 @@ def test_questions_on_one_video_go_through_it_once(name, prompts, monkeypatch):
     seen.clear()
     llm(name).generate(prompts[:2], one, share_prefix=False)
     assert sum(seen) == 2 * (prefix + tails)
+
+
+def test_several_long_videos_go_through_the_model_in_parts(name, prompts, monkeypatch):
+    """A mask over all of them would grow with the square of the longest."""
+    decodings = [Decoding(max_new_tokens=n) for n in (12, 3, 12, 7)]
+    expected = llm(name).generate(prompts, decodings)
+    seen = []
+    forward = llm(name).model.forward
+
+    def shaped(*args, input_ids, **keywords):
+        seen.append(tuple(input_ids.shape))
+        return forward(*args, input_ids=input_ids, **keywords)
+
+    monkeypatch.setattr(llm(name).model, "forward", shaped)
+    monkeypatch.setattr(batch_module, "MASK_ELEMENTS", max(map(len, prompts)) ** 2)
+    for some in (prompts, prompts[1:]):  # the first two share their video, the others share nothing
+        seen.clear()
+        answers = llm(name).generate(some, decodings[-len(some) :])
+        assert ids_of(answers) == ids_of(expected)[-len(some) :]
+        videos = [shape for shape in seen if shape[0] < len(some)]
+        assert sum(rows for rows, _ in videos) == 3 and len(videos) >= 2
+    choices = [["A", "B"], ["a white car", "yes"], ["no"], ["the first", "the second"]]
+    parts = llm(name).score(prompts, choices)
+    monkeypatch.undo()
+    whole = llm(name).score(prompts, choices)
+    for mine, theirs in zip(parts, whole, strict=True):
+        assert [s.logprob for s in mine] == pytest.approx([s.logprob for s in theirs], abs=1e-4)
 
 
 def test_only_what_is_the_same_is_shared(name, source, video):

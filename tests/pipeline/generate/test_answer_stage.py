@@ -76,6 +76,18 @@ def test_an_answer_is_the_models_on_the_cached_tokens(cache, tmp_path):
         assert (row["retention_ratio"], row["batch_size"]) == (0.10, 2)
 
 
+def test_a_long_question_neither_joins_short_ones_nor_makes_their_batches_small(cache, tmp_path):
+    rows = [{"question_id": i, "video_id": "ab"[i % 2], "prompt": PROMPTS[i % 5]} for i in range(18)]
+    for i in (3, 12):
+        rows[i]["prompt"] = "why is it " * 4000
+    asked = questions(tmp_path, rows)
+    answers = by_id(Answerer(setup_of(cache)).answer(asked))
+    assert {i: answers[str(i)]["batch_size"] for i in range(18)} == {i: 1 if i in (3, 12) else 8 for i in range(18)}
+    assert min(answers["3"]["n_prompt_tokens"], answers["12"]["n_prompt_tokens"]) > 10_000
+    alone = by_id(Answerer(setup_of(cache, batch_size=1)).answer(asked))
+    assert {i: row["answer"] for i, row in answers.items()} == {i: row["answer"] for i, row in alone.items()}
+
+
 def test_a_batch_of_ragged_prompts_says_what_each_alone_does(cache, tmp_path):
     way = Way(Decoding(max_new_tokens=8), "letter")
     asked = open_questions(tmp_path, 10)
