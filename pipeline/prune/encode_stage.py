@@ -92,7 +92,7 @@ class VideoEncoder:
             started = time.perf_counter()
             visual = _guarded("encode", video_id, lambda: self.encoded(loaded))
             encoded = time.perf_counter()
-            pruned = _guarded("prune", video_id, lambda: self._pruned(visual))
+            pruned = _guarded("prune", video_id, lambda: self.pruned(visual))
             seconds = (encoded - started, time.perf_counter() - encoded)
         return _guarded("prune", video_id, lambda: self._stored(record, visual, pruned, seconds))
 
@@ -135,7 +135,8 @@ class VideoEncoder:
             _check_finite(f"the evidence {name}", evidence[name])
         return VisualTokens(tokens_TND, evidence, tuple(deepstack))
 
-    def _pruned(self, visual: VisualTokens) -> PrunedTokens:
+    def pruned(self, visual: VisualTokens) -> PrunedTokens:
+        """Return the kept tokens. Raise VideoFault("internal") where the method cannot prune these."""
         try:
             pruned = self._pruner.prune(visual, self._setup.retention_ratio, seed=self._setup.seed)
         except ValueError as error:

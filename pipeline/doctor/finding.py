@@ -1,0 +1,40 @@
+"""What a check found, and the boundary that turns a check which fails itself into a finding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from pipeline.errors import printable
+
+State = Literal["ok", "slow", "wrong", "unknown"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's page.
+
+    Attributes:
+        name: what was looked at, the node or the device in it where there are several.
+        state: "wrong" where a run would fail or compute something else; "unknown" where nobody could look.
+        says: what was seen, with units.
+        remedy: what to do; "" where nothing is to be done.
+    """
+
+    name: str
+    state: State
+    says: str
+    remedy: str = ""
+
+    def on(self, host: str) -> Finding:
+        """Return the finding with the name of the host that it was made on."""
+        return Finding(f"{self.name} ({host})", self.state, self.says, self.remedy)
+
+
+def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """Yield what a check finds; an error that it raises becomes a finding too, so that later checks still run."""
+    try:
+        yield from check()
+    except Exception as error:  # noqa: BLE001 - whatever breaks a check is what the user wants to know
+        yield Finding(name, "wrong", printable(f"{type(error).__name__}: {error}"), "see the message")

