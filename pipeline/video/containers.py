@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Iterator
 from io import BufferedReader
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from pipeline.errors import FaultClass, VideoFault
 
 HEAD_BYTES = 4096  # bytes looked at; three packets of an MPEG transport stream fit well
 
+# The tables of an MP4 file about its samples, and the bytes of an entry of each.
+_ENTRY_BYTES = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stsz": 4, b"stco": 4, b"co64": 8, b"stss": 4}
+_TABLES = re.compile(b"|".join(_ENTRY_BYTES))
 _TAR_MAGIC = 257  # where it stands
 # Magic bytes at the start of the file -> name of FFmpeg's demuxer.
 _DEMUXERS: tuple[tuple[bytes, str], ...] = (
@@ -105,9 +109,35 @@ def missing_bytes(path: str | Path, demuxer: str) -> int:
         return max(0, stated(file, size) - size) if stated else 0
 
 
-def _mov_end(file: BufferedReader, size: int) -> int:
-    """Find the end of the last top-level box that holds the video: bytes appended to a file are no box."""
-    start, end = 0, 0
+def overstated_table(path: str | Path) -> bool:
+    """Return whether a table of samples in an MP4 file states more entries than it holds.
+
+    FFmpeg reserves memory for as many as are stated. Raises VideoFault("io") where the file cannot be read.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        for kind, start, length in _mov_boxes(file, size):
+            if kind == b"moov":
+                file.seek(start)
+                moov = file.read(length)
+                return any(_overstates(moov, found.start(), size) for found in _TABLES.finditer(moov))
+    return False
+
+
+def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
+    """Return whether the table whose four letters stand at ``kind_at`` states more entries than it holds."""
+    kind, box_end = moov[kind_at : kind_at + 4], kind_at - 4 + int.from_bytes(moov[kind_at - 4 : kind_at], "big")
+    place = kind_at + 8  # behind the version and the flags
+    if kind == b"stsz":
+        sample_bytes, place = int.from_bytes(moov[place : place + 4], "big"), place + 4
+        if sample_bytes:  # of every sample, so that no entries follow
+            return int.from_bytes(moov[place : place + 4], "big") * sample_bytes > file_size
+    return int.from_bytes(moov[place : place + 4], "big") * _ENTRY_BYTES[kind] > box_end - place - 4
+
+
+def _mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, int, int]]:
+    """Yield (four letters, start, length) of each top-level box that states its length."""
+    start = 0
     while start + 8 <= size:
         file.seek(start)
         header = file.read(16)
@@ -115,11 +145,15 @@ def _mov_end(file: BufferedReader, size: int) -> int:
         if length == 1:
             length = int.from_bytes(header[8:16], "big")
         if length < 8:  # 0: the box ends with the file
-            break
+            return
+        yield kind, start, length
         start += length
-        if kind in (b"moov", b"mdat", b"moof"):
-            end = start
-    return end
+
+
+def _mov_end(file: BufferedReader, size: int) -> int:
+    """Return the end of the last box that holds video; bytes appended to a file are no box."""
+    boxes = _mov_boxes(file, size)
+    return max((start + length for kind, start, length in boxes if kind in (b"moov", b"mdat", b"moof")), default=0)
 
 
 def _matroska_end(file: BufferedReader, size: int) -> int:

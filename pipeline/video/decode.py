@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from gstep.errors import UnsupportedVideo
 from pipeline.errors import FaultClass, VideoFault
-from pipeline.video.containers import missing_bytes, open_regular, sniff
+from pipeline.video.containers import missing_bytes, open_regular, overstated_table, sniff
 from pipeline.video.decoders import DECODERS, Frames, decoders_for, load_decoder
 from pipeline.video.frame_folders import fingerprint_frames, frame_names, whole_frames
 from pipeline.video.jpegs import JPEGS, index_frames
@@ -180,7 +180,12 @@ def _decode(request: DecodeRequest, announce: Callable[[str], None], allocate: A
     missing = missing_bytes(path, demuxer)
     if missing:
         raise VideoFault("corrupt", f"the file is cut off: {missing} of its {size + missing} bytes are missing")
-    index = probe(path, demuxer)
+    try:
+        index = probe(path, demuxer)
+    except MemoryError as error:
+        if demuxer == "mov" and overstated_table(path):
+            raise VideoFault("corrupt", "a table of samples states more entries than it holds") from error
+        raise
     assert index.packets is not None
     with closing(index.packets):
         video = _read_by_any(request, index, announce, allocate)

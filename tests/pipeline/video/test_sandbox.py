@@ -19,6 +19,8 @@ from tests.paths import ROOT
 from tests.pipeline.videos import KeepSize, decord_killer, numbers, sample, write_clip
 from tests.waiting import wait_until
 
+TOO_MANY = "a table of samples states more entries than it holds"
+
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
@@ -100,6 +102,17 @@ def test_a_file_that_takes_decord_down_is_read_by_pyav(sandbox, clip, tmp_path):
         assert numbers(video.frames) == np.linspace(0, 29, 8, dtype=int).tolist()
         assert (video.backend, video.attempts) == ("pyav", 2) and "SIGABRT" in video.backend_note
     assert sandbox.decode(request(clip)).backend == "pyav"
+
+
+def test_a_table_that_states_more_samples_than_it_holds_is_damage_and_no_lack_of_memory(tmp_path):
+    path = write_clip(tmp_path / "v.mp4")
+    data = bytearray(path.read_bytes())
+    table = data.index(b"ctts")
+    data[table + 8 : table + 12] = (2**28).to_bytes(4, "big")  # 3 GiB, which FFmpeg reserves
+    path.write_bytes(data)
+    with DecodeSandbox(timeout_s=60, memory_mb=1024) as sandbox, pytest.raises(VideoFault) as fault:
+        sandbox.decode(request(path))
+    assert (fault.value.fault_class, fault.value.message) == ("corrupt", TOO_MANY)
 
 
 def test_a_fault_of_the_file_is_no_fault_of_the_child(sandbox, clip, tmp_path):
