@@ -21,7 +21,6 @@ from pipeline.execution.stages import Plan
 T = TypeVar("T")
 
 _LONGEST_LOOK_S = 10.0
-_GRAPH = "graph"  # name of the threads of ``patiently``
 # Nothing moves for so long, and the cluster has less than it had: nobody comes back by itself. A worker of a lost node
 # is started elsewhere only where there is room, and the others have it all; what it had in hand waits for it.
 SHRUNK_S = 30.0
@@ -47,7 +46,9 @@ class Watchdog:
         tell: Callable[[Mapping[str, int]], None],
         give_up: Callable[[Reading], str | None] = lambda reading: None,
         offer: Callable[[], Mapping[str, float]] = ray.cluster_resources,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._heartbeats = heartbeats
         self._timeout_s = timeout_s
         self._plan = plan
@@ -58,12 +59,12 @@ class Watchdog:
         self._had_room: bool | None = None  # when it looked first
         self._reading = Reading()
         self._asked: Any = None
-        self._moved_at = time.monotonic()
+        self._moved_at = self._clock()
         self.every_s = min(_LONGEST_LOOK_S, timeout_s / 10)
 
     def moved(self) -> None:
         """Something was committed."""
-        self._moved_at = time.monotonic()
+        self._moved_at = self._clock()
 
     def look(self) -> None:
         """Ask the heartbeats. Where they do not answer, commits alone count."""
@@ -76,7 +77,7 @@ class Watchdog:
         self._tell(reading.made)
         if (why := self._give_up(reading)) is not None:
             raise RunFailed(why)
-        still_s = time.monotonic() - self._moved_at
+        still_s = self._clock() - self._moved_at
         if SHRUNK_S < still_s <= self._timeout_s and self._had_room and self._shrunk():
             raise ClusterShrunk
         if still_s > self._timeout_s:
@@ -162,7 +163,7 @@ class _Fetcher(Generic[T]):
         self._items = items
         self._ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(1)
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._fetch, name=_GRAPH, daemon=True)
+        self._thread = threading.Thread(target=self._fetch, name=_thread_of_graph(), daemon=True)
         self._thread.start()
 
     def next(self, timeout_s: float) -> tuple[T] | None:
@@ -201,9 +202,14 @@ class _Fetcher(Generic[T]):
         raise _Abandoned
 
 
+def _thread_of_graph() -> str:
+    """Return the name of the thread in which ``patiently`` iterates for the run in this thread."""
+    return f"graph of {threading.get_ident()}"
+
+
 def still_running() -> bool:
-    """Whether an iterator of ``patiently`` could not be interrupted: it waits where no Python code runs."""
-    return any(thread.name == _GRAPH and thread.is_alive() for thread in threading.enumerate())
+    """Return whether an iterator of this thread's could not be interrupted: it waits where no Python code runs."""
+    return any(thread.name == _thread_of_graph() and thread.is_alive() for thread in threading.enumerate())
 
 
 def patiently(

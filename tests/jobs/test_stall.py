@@ -20,19 +20,21 @@ def job(tmp_path) -> list[str]:
     """A command on 64 videos."""
     for i in range(64):
         shutil.copy(clips()[i % 4], tmp_path / f"v{i:02}.mp4")
-    return ["jobs.prune", str(tmp_path), "--out", str(tmp_path / "c"), "--num-frames", "4", "--videos-per-shard", "2"]
+    return [str(tmp_path), "--out", str(tmp_path / "c"), "--num-frames", "4", "--videos-per-shard", "2"]
 
 
 def test_a_frozen_worker_ends_the_run_and_its_stage_is_named(job, tmp_path):
-    process = start(*job, "--stall-timeout", "20", "--decode-timeout", "10")
+    frozen = tmp_path / "frozen"
+    process = start("tests.jobs.stalling", str(frozen), *job, "--stall-timeout", "15", "--decode-timeout", "10")
     wait_for_files(tmp_path / "c/videos", 1, process)
     worker = titled(process, ENCODER)
     os.kill(worker, signal.SIGSTOP)
+    frozen.touch()
     everything = family(process.pid)
     output, _ = process.communicate(timeout=300)
     last = output.splitlines()[-1]
     assert process.returncode == 1, output
-    assert " failed: " in last and "no video moved for 20 s: " in last and ": encode " in last, output
+    assert " failed: " in last and "no video moved for 15 s: " in last and ": encode " in last, output
     assert "Traceback" not in output
     assert_all_gone(list(everything))
     (record,) = [json.loads(file.read_text()) for file in (tmp_path / "c" / "runs").iterdir()]
