@@ -7,14 +7,14 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import ray
 from ray.data import DataContext
 from rich.console import Console
 
-from pipeline.errors import TooManyFailed, UsageError
+from pipeline.errors import TooManyFailed
 from pipeline.execution.outcome import Outcome
 from pipeline.execution.progress import Listening, OneLine, Progress
 from pipeline.execution.stages import end_workers
@@ -23,7 +23,9 @@ from pipeline.options import RunOptions, check
 S = TypeVar("S", bound=Outcome)
 #: What ``progress=`` takes: whether to show it, or who is told of it.
 Tell = bool | Callable[[Progress], object]
-_ONE = threading.Lock()
+_counting = threading.Lock()
+_n_runs = 0  # that have not ended
+_at_end = ExitStack()  # what the last of them restores
 # Ray reads it once in a process: the next cluster that this process starts must have the same.
 _TOKEN = "RAY_AUTH_TOKEN"
 
@@ -55,40 +57,43 @@ def checked_outcome(summary: S, config: RunOptions, n_items: int, outside_limit:
 
 
 @contextmanager
-def one_run() -> Iterator[None]:
-    """Make a run of this process, after which everything is as it was.
+def run_here() -> Iterator[None]:
+    """Make a run in this process, which is restored once the last of its runs has ended.
 
-    A Ray that it started is shut down, one that was there is kept without the run's workers. Raises UsageError where
-    another run has not ended.
+    A Ray that they started is shut down then; one that was there is kept, without the workers of this run.
     """
-    if not _ONE.acquire(blocking=False):
-        raise UsageError("another run of this process has not ended: wait for it, or start this one in another process")
+    global _n_runs  # noqa: PLW0603 - what is restored is the process's own
+    with _counting:
+        if not _n_runs:
+            _at_end.enter_context(_restored_process())
+        _n_runs += 1
     try:
-        with _as_it_was():
-            theirs = ray.is_initialized()
-            try:
-                yield
-            finally:
-                if theirs:
-                    end_workers()
-                elif ray.is_initialized():
-                    ray.shutdown()
+        yield
     finally:
-        _ONE.release()
+        end_workers()
+        with _counting:
+            _n_runs -= 1
+            if not _n_runs:
+                _at_end.close()
 
 
 @contextmanager
-def _as_it_was() -> Iterator[None]:
-    """Undo what runs set for the whole process: Ray Data's context, Ray's loggers, its variables, warnings."""
+def _restored_process() -> Iterator[None]:
+    """Shut down a Ray that runs started, and undo what they set for the whole process.
+
+    That is Ray Data's context, the levels of Ray's loggers, Ray's environment variables and filters of warnings.
+    """
     context = vars(DataContext.get_current())
     held = dict(context)
     loggers = [logging.getLogger(name) for name in ("ray", "ray.data")]
     levels = [logger.level for logger in loggers]
-    variables = _variables()
+    variables, theirs = _variables(), ray.is_initialized()
     try:
         with warnings.catch_warnings():
             yield
     finally:
+        if not theirs and ray.is_initialized():
+            ray.shutdown()
         context.clear()
         context.update(held)
         for logger, level in zip(loggers, levels, strict=True):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 from uuid import uuid4
 
@@ -120,7 +123,7 @@ def actors(stage: Stage, batch_size: int, labels: Mapping[str, str] | None = Non
         "num_gpus": stage.num_gpus,
         "max_restarts": RESTARTS,
         "max_task_retries": TASK_RETRIES,
-        "ray_remote_args_fn": _named,
+        "ray_remote_args_fn": partial(_named, threading.get_ident()),
     }
 
 
@@ -134,29 +137,32 @@ def start_actors(kind: type, stage: Stage, arguments: Sequence[Any], labels: Map
         "max_task_retries": TASK_RETRIES,
         "scheduling_strategy": "SPREAD",
     }
-    return [ray.remote(kind).options(**options, **_named()).remote(*arguments) for _ in range(stage.workers)]
+    return [
+        ray.remote(kind).options(**options, **_named(threading.get_ident())).remote(*arguments)
+        for _ in range(stage.workers)
+    ]
 
 
-_names: list[str] = []  # of the workers that this process had started
+_names: dict[int, list[str]] = defaultdict(list)  # thread of a run -> names of the workers that it had started
 
 
-def _named() -> dict[str, str]:
-    """Ray asks for every actor that it makes."""
-    _names.append(f"worker-{uuid4().hex}")
-    return {"name": _names[-1]}
+def _named(run: int) -> dict[str, str]:
+    """Return options that name an actor of the run in this thread. Ray asks, in another thread, for every actor."""
+    _names[run].append(f"worker-{uuid4().hex}")
+    return {"name": _names[run][-1]}
 
 
 def end_workers() -> None:
-    """End all workers that are left of graphs of this process, which no longer run.
+    """End all workers that are left of graphs of the run in this thread, which no longer run.
 
     A worker outlives its graph where it hangs, and where its node was lost: that one waits for room. Either would keep
     room from the next graph for ever.
     """
     with suppress(Exception):  # a cluster that is gone, which has no workers either
-        for name in _names:
+        for name in _names[threading.get_ident()]:
             with suppress(ValueError):  # there is none of this name any more
                 ray.kill(ray.get_actor(name))
-    _names.clear()
+    _names.pop(threading.get_ident(), None)
 
 
 def configure_ray_data() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from pipeline.cache.reader import TokenCache
-from pipeline.execution.library import Tell, checked_outcome, console_for, one_run
+from pipeline.execution.library import Tell, checked_outcome, console_for, run_here
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.request import GenerateRequest, prepare
 from pipeline.generate.resume import asked_rows
@@ -54,7 +54,7 @@ def answer_questions(
     named = questions if given is None else "questions from Python"
     config = config_of(GenerateConfig, "answer_questions", {"cache": place, "questions": named, "out": out, **options})
     console = console_for(progress)
-    with one_run():
+    with run_here():
         summary = _GivenRun(config, console, partial(prepare, config, console, given)).carry_out()
     return checked_outcome(summary, config, summary.n_questions)
 

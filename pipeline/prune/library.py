@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from pipeline.cache.ledger import Ledger
-from pipeline.execution.library import Tell, checked_outcome, console_for, one_run
+from pipeline.execution.library import Tell, checked_outcome, console_for, run_here
 from pipeline.keys import parts_of
 from pipeline.option_values import config_of
 from pipeline.prune.config import PruneConfig
@@ -55,7 +55,7 @@ def prune_videos(
     given = None if isinstance(videos, str | os.PathLike) else videos
     named = videos if given is None else "videos from Python"
     config = config_of(PruneConfig, "prune_videos", {"videos": named, "out": out, **options})
-    with one_run():
+    with run_here():
         summary = _GivenRun(config, console_for(progress), given).carry_out()
     return checked_outcome(summary, config, summary.n_videos, config.outside_limit(summary.n_videos))
 

@@ -3,12 +3,15 @@
 import json
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import ray
 
+import pipeline
 from jobs import prune
-from pipeline import TokenCache
+from pipeline import Summary, TokenCache
 from pipeline.cache.live_rows import read_file
 from pipeline.cache.table import file_named
 from pipeline.execution.claim import Claim
@@ -154,6 +157,17 @@ def test_the_next_run_goes_on_from_a_share(half):
     code, text = pruned(folder, "--limit", "9")
     assert code == 0 and "5 ok, 1 failed, 0 without a row tokens" in text
     assert [row["video_id"] for row in rows_of(folder)] == [f"{name}.mp4" for name in "abcdef"]
+
+
+def test_two_threads_fill_two_caches_on_the_ray_of_this_process(one_ray, folder):
+    def filled(name: str) -> Summary:
+        return pipeline.prune_videos(folder / "videos", out=folder / name, num_frames=2, progress=False)
+
+    with ThreadPoolExecutor(2) as pool:
+        summaries = list(pool.map(filled, ("one", "other")))
+    assert [summary.n_ok for summary in summaries] == [2, 2]
+    assert TokenCache(folder / "one").video_ids == TokenCache(folder / "other").video_ids == ["a.mp4", "b.mp4"]
+    assert ray.is_initialized()
 
 
 def rows_of(folder: Path) -> list[dict]:

@@ -1,15 +1,16 @@
-"""Runs from Python: options by name, one at a time, and a process that is as it was."""
+"""Runs from Python: options by name, several at a time, and a process that is restored at the end."""
 
 import logging
 import os
 import warnings
+from contextlib import ExitStack
 
 import pytest
 import ray
 from ray.data import DataContext
 
 from pipeline.errors import TooManyFailed, UsageError
-from pipeline.execution.library import checked_outcome, console_for, one_run
+from pipeline.execution.library import checked_outcome, console_for, run_here
 from pipeline.execution.outcome import Outcome
 from pipeline.execution.stages import configure_ray_data
 from pipeline.prune.config import PruneConfig
@@ -32,7 +33,7 @@ def test_all_is_as_it_was_after_a_run_that_fails_too(monkeypatch):
     before = state()
     for error in (None, RuntimeError()):
         try:
-            with one_run():
+            with run_here():
                 configure_ray_data()
                 logging.getLogger("ray").setLevel(logging.CRITICAL)
                 os.environ.update(RAY_HELD="2", RAY_NEW="3")
@@ -46,16 +47,21 @@ def test_all_is_as_it_was_after_a_run_that_fails_too(monkeypatch):
 
 def test_the_token_of_a_cluster_that_a_run_started_stays_for_the_next(monkeypatch):
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
-    with one_run():
+    with run_here():
         monkeypatch.setenv("RAY_AUTH_TOKEN", "t")
     assert os.environ["RAY_AUTH_TOKEN"] == "t"
 
 
-def test_a_second_run_beside_the_first_is_refused_and_one_after_it_is_not():
-    with one_run(), pytest.raises(UsageError, match="another run of this process"), one_run():
-        pass
-    with one_run():
-        pass
+def test_runs_beside_each_other_restore_the_process_when_the_last_one_ends(monkeypatch):
+    before = state()
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(run_here())
+        second.enter_context(run_here())
+        configure_ray_data()
+        within = state()
+        first.close()
+        assert state() == within != before
+    assert state() == before
 
 
 def test_progress_is_shown_or_told_or_neither(capsys):
