@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import platform
-import signal
 import socket
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import ray
+import torch
 
 from gstep.backbones import choose_runtime
 from pipeline.errors import RunFailed, UsageError, printable
@@ -27,6 +30,12 @@ from pipeline.execution.stages import OOM_RETRIES, configure_ray_data
 from pipeline.options import RunOptions
 
 _LOOK_S = 1.0
+# A start that fails later than this has waited for a process of Ray's in vain, as on a machine that is busy for a
+# moment. What is wrong with the machine itself shows earlier.
+SLOW_START_S = 20.0
+_connecting = threading.Lock()
+# What Ray's Python code in this process logs though no user can do anything about it.
+_KNOWN_LINES = ("_StatsActor", "SIGTERM handler is not set")
 NODE_LABEL = "ray.io/node-id"  # that Ray itself gives every node
 _NO_GPU = (
     "the cluster has no GPU now, so the model runs on CPUs, in {}, which what is written here stays with; if GPUs are "
@@ -35,36 +44,89 @@ _NO_GPU = (
 
 
 def connect(say: Callable[[str], object] = lambda line: None) -> dict[str, float]:
-    """The resources of the cluster: the one that RAY_ADDRESS or a running head names, else one started here.
+    """Return the resources of the cluster that RAY_ADDRESS or a running head names, else of one that is started here.
 
-    It may take half a minute, so ``say`` is told before and after. Raises RunFailed.
+    Several threads may call it. It may take half a minute, so ``say`` is told before and after. Raises RunFailed.
     """
-    if not ray.is_initialized():
-        # Ray's C++ core reports harmless matters as errors on this terminal; its log files keep the rest.
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-        # A task that Ray ends because its node is short of memory is tried again for ever otherwise.
-        os.environ.setdefault("RAY_task_oom_retries", str(OOM_RETRIES))
-        on_terminate = signal.getsignal(signal.SIGTERM)
-        address = address_to_join()
-        if address is None:
-            say("starting Ray on this machine")
-            keep_token_here()
-        else:
-            say(f"joining the Ray cluster at {address}")
-            with _muted_stderr():
-                check_answers(address)
-        try:
-            with _muted_stderr(), workers_import_this():
-                ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False)
-        except Exception as error:  # Ray raises bare ones where a process of its own does not start
-            raise RunFailed(no_ray(error, address)) from error
-        say(_connected_to())
-        atexit.unregister(_leave)  # once, however often we connect
-        atexit.register(_leave)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_terminate)  # Ray's own handler ends the process on the spot
+    with _connecting:
+        if not ray.is_initialized():
+            _join_or_start(say)
     configure_ray_data()
     return dict(ray.cluster_resources())
+
+
+def _join_or_start(say: Callable[[str], object]) -> None:
+    # Ray's C++ core reports harmless matters as errors on this terminal; its log files keep the rest.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    # A task that Ray ends because its node is short of memory is tried again for ever otherwise.
+    os.environ.setdefault("RAY_task_oom_retries", str(OOM_RETRIES))
+    address = address_to_join()
+    if address is None:
+        say("starting Ray on this machine")
+        keep_token_here()
+    else:
+        say(f"joining the Ray cluster at {address}")
+        with _muted_stderr():
+            check_answers(address)
+    logging.getLogger("ray._private.worker").addFilter(_keep_known_lines)
+    began = time.monotonic()
+    try:
+        _initialise(say)
+    except Exception as error:  # Ray raises bare ones where a process of its own does not start
+        if address is not None or time.monotonic() - began < SLOW_START_S:
+            raise RunFailed(no_ray(error, address)) from error
+        say(f"note: Ray did not start in {time.monotonic() - began:.0f} s; trying once more")
+        try:
+            _initialise(say)
+        except Exception as again:
+            raise RunFailed(no_ray(again, address)) from again
+    say(_connected_to())
+    atexit.unregister(_leave)  # once, however often we connect
+    atexit.register(_leave)
+
+
+def _initialise(say: Callable[[str], object]) -> None:
+    """Call ``ray.init()``. Ctrl-C and SIGTERM interrupt the wait for it, and shut down what it started.
+
+    It runs in a thread of its own: on the main one it would replace the handler of SIGTERM by one that ends the process
+    on the spot, and an exception in the middle of it may leave a core that aborts at exit. The thread never ends, since
+    the kernel kills Ray's processes with the thread that started them.
+    """
+    ended = Future[None]()
+
+    def initialise() -> None:
+        try:
+            ray.init(logging_level="warning", log_to_driver=False, include_dashboard=False)
+        except BaseException as error:  # noqa: BLE001 - it is the main thread's
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+        threading.Event().wait()
+
+    with _muted_stderr(), workers_import_this():
+        threading.Thread(target=initialise, name="ray-init", daemon=True).start()
+        try:
+            ended.result()
+            return
+        except KeyboardInterrupt:
+            pass
+    say("interrupted while Ray starts, which is shut down first; the same command goes on from here")
+    with _muted_stderr():
+        wait([ended])
+        ray.shutdown()
+    raise KeyboardInterrupt
+
+
+def _keep_known_lines(record: logging.LogRecord) -> bool:
+    """Write what Ray logs about matters of its own to a file beside Ray's logs; everything else is shown."""
+    message = record.getMessage()
+    if not any(known in message for known in _KNOWN_LINES):
+        return True
+    with suppress(AttributeError, OSError):  # before Ray has a folder for logs, or where its disk is full
+        folder = Path(ray._private.worker._global_node.get_logs_dir_path())
+        with (folder / f"driver-{os.getpid()}.log").open("a", encoding="utf-8") as log:
+            log.write(f"{record.levelname} {message}\n")
+    return False
 
 
 def _leave() -> None:
@@ -150,6 +212,17 @@ def settle(options: RunOptions, dtype: str, say: Callable[[str], object]) -> tup
         with refusing():
             choose_runtime(device, dtype, options.attn)
     return device, dtype
+
+
+def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
+    """Raise UsageError where ``--device cuda`` cannot be had, for a run that has nothing left to compute.
+
+    Without a cluster to join Ray is not started for it.
+    """
+    if options.device == "cuda" and (ray.is_initialized() or address_to_join() is not None):
+        settle(options, "auto", say)
+    elif options.device == "cuda" and not torch.cuda.device_count():
+        raise UsageError("--device cuda: this machine has no GPU, and no Ray cluster is named or runs here")
 
 
 def provenance(run_id: str, packages: Sequence[str]) -> RunRecord:

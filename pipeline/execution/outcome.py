@@ -74,7 +74,9 @@ class Outcome:
         return {name: value for name, value in self.as_record().items() if name not in _OF_A_RUN}
 
     def pace(self, item: str) -> str:
-        """What this run did and how fast, in words."""
+        """Say what this run did and how fast."""
+        if not self.n_new:
+            return f"nothing to do: every {item} has a row already"
         failed = f" ({self.n_new_failed} failed)" if self.n_new_failed else ""
         rate = self.n_new / self.wall_s if self.wall_s else 0.0
         return f"{self.n_new} {item}s{failed} in {self.wall_s or 0.0:.1f} s, {rate:.2f} {item}s/s"

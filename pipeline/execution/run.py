@@ -16,7 +16,7 @@ from rich.console import Console
 
 from pipeline.errors import RunFailed
 from pipeline.execution.claim import Claim
-from pipeline.execution.cluster import cause
+from pipeline.execution.cluster import cause, check_device
 from pipeline.execution.outcome import Outcome
 from pipeline.execution.run_record import RunFile
 from pipeline.options import RunOptions
@@ -101,6 +101,8 @@ class Run(ABC, Generic[O, R, T, S]):
             request = self.match(request)  # again: another run may have written before this one had its claim
             started = time.monotonic()
             todo = self.remaining(request)
+            if not len(todo):
+                check_device(self.options, self.say)
             streamed = self.stream(request, todo) if len(todo) else None
             n_failed = streamed.n_failed if streamed else 0
             summary = self.summarise(request, todo, n_failed, time.monotonic() - started)

@@ -69,3 +69,7 @@ def test_the_table_names_the_remedy_and_takes_no_id_for_markup():
     said = text.getvalue()
     assert "failed videos" in said and "[red]a[/red].mp4: gone" in said and FAULTS["io"].remedy in said
     assert "b.mp4: ?" in said
+
+
+def test_a_run_without_work_says_so_instead_of_a_pace():
+    assert outcome(wall_s=0.1).pace("video") == "nothing to do: every video has a row already"

@@ -2,6 +2,7 @@
 
 import pytest
 import ray
+import torch
 from rich.console import Console
 
 import pipeline
@@ -44,6 +45,7 @@ def test_what_is_there_is_a_summary_that_names_the_failed_and_prints_as_a_table(
     assert (summary.failed, summary.failures, summary.out) == ({"b.mp4": "corrupt"}, {"corrupt": 1}, "c")
     assert str(summary).startswith("videos    1 ok, 1 failed, 0 without a row\n") and "b.mp4: cut" in str(summary)
     assert any("2 of 2 videos" in one.note for one in told)
+    assert "nothing to do: every video has a row already" in str(summary)
     rows = [{"video_id": path.name, "uri": str(path)} for path in clips]
     assert pipeline.prune_videos(rows[:1], out="c", num_frames=4, progress=False).failed == {}
 
@@ -54,6 +56,14 @@ def test_more_failures_than_may_be_are_an_error_that_has_the_summary(clips):
     assert caught.value.summary.failed == {"b.mp4": "corrupt"}
     with pytest.raises(pipeline.RunFailed):
         pipeline.prune_videos(clips, out="c", num_frames=4, max_failed=0, progress=False)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_an_error_with_nothing_left_to_do_too(clips, monkeypatch):
+    monkeypatch.setattr("pipeline.execution.access.read_ray_address", lambda: None)  # whatever runs on this machine
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(UsageError, match="--device cuda: this machine has no GPU"):
+        pipeline.prune_videos(clips, out="c", num_frames=4, device="cuda", progress=False)
 
 
 @pytest.mark.parametrize(
