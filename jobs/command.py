@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -101,6 +101,8 @@ def run_command(
     console = LogConsole()
     # A thread of Ray Data's that outlives Ray at exit would start another Ray.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+    # Ray tells the driver of each process that dies with the last lines of its log, which Ray's own files have.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^(Raylet is terminated|A worker died or was killed)")
 
     def run() -> int | Done:
         flags = namespace
@@ -129,10 +131,16 @@ def exit_code_of(
 
     ``document`` is where ``--json`` wants one: what the work returns with its exit code, or the error.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    interruption = _Interruption(lambda: console.print(interrupted, highlight=False))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, interruption)
     try:
         with stdout_as_stderr() if document == STDOUT else nullcontext():
-            done = _ended(work, console, failed, refused, interrupted)
+            try:
+                done = _ended(work, console, failed, refused)
+            except KeyboardInterrupt as error:
+                interruption.say()
+                done = Done(130, error_record(error, interrupted))
     except Exception as error:
         write_document(document, error_record(error))
         raise
@@ -144,7 +152,7 @@ def exit_code_of(
     return done.exit_code
 
 
-def _ended(work: Callable[[], int | Done], console: Console, failed: Errors, refused: Errors, interrupted: str) -> Done:
+def _ended(work: Callable[[], int | Done], console: Console, failed: Errors, refused: Errors) -> Done:
     try:
         done = work()
     except failed as error:
@@ -154,9 +162,6 @@ def _ended(work: Callable[[], int | Done], console: Console, failed: Errors, ref
         # No line of a log: nothing was started.
         Console.print(console, f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return Done(2, error_record(error))
-    except KeyboardInterrupt as error:
-        console.print(interrupted, highlight=False)
-        return Done(130, error_record(error, interrupted))
     code, record = done if isinstance(done, Done) else (done, {})
     return Done(code, {"exit_code": code, **record})
 
@@ -207,5 +212,19 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=200)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+class _Interruption:
+    """A handler of signals that interrupts the command, and says so at once: SIGKILL may follow in seconds."""
+
+    def __init__(self, say: Callable[[], object]) -> None:
+        self._say, self._said = say, False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        with suppress(RuntimeError):  # in the middle of another line; it is said at the end then
+            self.say()
+        raise KeyboardInterrupt
+
+    def say(self) -> None:
+        """Say it, if it is not said yet."""
+        if not self._said:
+            self._say()
+            self._said = True

@@ -1,5 +1,6 @@
 """Clusters of two nodes: the GPU on one of them and most CPUs on the other, or one CPU each."""
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock, call, create_autospec
 
@@ -10,7 +11,7 @@ from ray._private.node import Node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.errors import UsageError
-from pipeline.execution.cluster import _leave, settle
+from pipeline.execution.cluster import _keep_known_lines, _leave, settle
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.graph import plan_resources
 from tests.pipeline.rays import graph_of, growing_ray, ray_here, rows_of
@@ -86,3 +87,16 @@ def test_the_monitor_is_ended_before_the_gcs_that_it_would_wait_for(monkeypatch)
     monkeypatch.setattr(ray._private.worker, "_global_node", None)
     _leave()
     assert done.mock_calls[2:] == [call.shutdown()]
+
+
+def test_known_lines_of_rays_own_are_kept_in_its_folder_and_others_are_shown(tmp_path, monkeypatch, caplog):
+    node = create_autospec(Node, instance=True)
+    node.get_logs_dir_path.return_value = str(tmp_path)
+    monkeypatch.setattr(ray._private.worker, "_global_node", node)
+    logger = logging.getLogger("test_known_lines")
+    logger.addFilter(_keep_known_lines)
+    for line in ("Unhandled error: ray::_StatsActor.update(): KeyError", "Unhandled error: something of a task's"):
+        logger.error(line)
+    assert caplog.messages == ["Unhandled error: something of a task's"]
+    (kept,) = tmp_path.iterdir()
+    assert kept.read_text() == "ERROR Unhandled error: ray::_StatsActor.update(): KeyError\n"
