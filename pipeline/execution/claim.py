@@ -134,12 +134,15 @@ class Claim:
 
     def _lives(self, name: str, other: Holder) -> bool:
         """Whether a run shows a sign of life before it counts as gone."""
+        if _is_here(other):
+            return True
         limit, told = timedelta(seconds=MISSED * self._heartbeat_s), False
+        until = time.monotonic() + limit.total_seconds()  # the store's clock may have jumped back since that note
         while (silent := _silent(self._store, name, self._name)) is not None and silent < limit:
-            if _is_here(other):
-                return True
+            if time.monotonic() > until:
+                return False
             if not told and (told := True):
-                wait = (limit - silent).total_seconds()
+                wait = min(limit, limit - silent).total_seconds()
                 self._notify(f"{self._store} has a note of {who(other)}; waiting {wait:.0f} s for a sign of life")
             time.sleep(min(1.0, self._heartbeat_s / 4))
             with suppress(OSError):
@@ -157,7 +160,7 @@ def holder(store: Store) -> Holder | None:
     for name, other in _notes(store):
         if not _ended_here(other):
             with suppress(FileNotFoundError):
-                if store.age(name) < timedelta(seconds=MISSED * HEARTBEAT_S):
+                if _is_here(other) or store.age(name) < timedelta(seconds=MISSED * HEARTBEAT_S):
                     return other
     return None
 

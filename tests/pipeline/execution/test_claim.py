@@ -4,6 +4,8 @@ import json
 import multiprocessing
 import os
 import signal
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -110,19 +112,48 @@ def claimed(folder: str) -> None:
         signal.pause()
 
 
-def test_a_killed_run_of_this_machine_holds_nobody_up(tmp_path):
+@pytest.fixture
+def claimant(tmp_path) -> Iterator[multiprocessing.process.BaseProcess]:
+    """A process of this machine that holds a claim on the folder."""
     process = multiprocessing.get_context("spawn").Process(target=claimed, args=(str(tmp_path),))
     process.start()
     note = tmp_path / "runs" / "killed.running"
     wait_until(lambda: note.exists() and '"checked": true' in note.read_text(), "its note")
-    with pytest.raises(CacheLocked, match=f'"pid": {process.pid}'):
-        Claim(LocalStore(tmp_path), "r2", print).__enter__()
+    yield process
     process.kill()
     process.join()
+
+
+def test_a_killed_run_of_this_machine_holds_nobody_up(claimant, tmp_path):
+    with pytest.raises(CacheLocked, match=f'"pid": {claimant.pid}'):
+        Claim(LocalStore(tmp_path), "r2", print).__enter__()
+    claimant.kill()
+    claimant.join()
     said: list[str] = []
     assert holder(LocalStore(tmp_path)) is None
     with Claim(LocalStore(tmp_path), "r2", said.append):
-        assert said == [] and not note.exists()
+        assert said == [] and not (tmp_path / "runs" / "killed.running").exists()
+
+
+def shift(note: Path, days: int) -> None:
+    """Let a note look as if the clock had jumped since it was written."""
+    os.utime(note, (time.time() + 86400 * days,) * 2)
+
+
+def test_a_clock_that_jumps_forward_lets_nobody_past_a_run_of_this_machine(claimant, tmp_path):
+    shift(tmp_path / "runs" / "killed.running", -1)
+    assert holder(LocalStore(tmp_path)) is not None
+    with pytest.raises(CacheLocked, match=f'"pid": {claimant.pid}'):
+        Claim(LocalStore(tmp_path), "r2", print).__enter__()
+
+
+def test_a_clock_that_jumps_back_lets_nobody_wait_for_a_day(tmp_path):
+    note_of(LocalStore(tmp_path))
+    shift(tmp_path / "runs" / "r1.running", 1)
+    said: list[str] = []
+    with Claim(LocalStore(tmp_path), "r2", said.append, heartbeat_s=BEAT):
+        assert not (tmp_path / "runs" / "r1.running").exists()
+    assert "waiting 1 s for a sign of life" in said[0]
 
 
 def test_a_place_that_takes_nothing_is_refused(tmp_path):
