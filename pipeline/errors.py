@@ -150,10 +150,13 @@ class TooManyFailed(RunFailed):
         self.summary = summary
 
 
+ShardFault = Literal["damaged", "missing", "footer", "rows", "checksum", "schema", "commit"]
+
+
 class CorruptShard(RuntimeError):  # noqa: N818
     """A Parquet shard does not hold what its videos row says; ``kind`` is what jobs.verify calls that."""
 
-    def __init__(self, message: str, kind: str = "damaged") -> None:
+    def __init__(self, message: str, kind: ShardFault = "damaged") -> None:
         super().__init__(message)
         self.kind = kind
 

@@ -35,7 +35,7 @@ from pipeline.prune.encode_stage import VideoEncoder
 from pipeline.prune.request import match_cache, resolve
 from pipeline.rows import TodoRow, VideoRecord, VideoRow
 from pipeline.storage.s3 import Objects
-from pipeline.verify.report import LiveResult, Problem, Report
+from pipeline.verify.report import Kind, LiveResult, Problem, Report
 from pipeline.video.source import same_source
 
 # Where the same program on the same kind of machine made both, every bit counts. Other versions and processors round
@@ -79,9 +79,9 @@ class LiveCheck:
                 result = self._compare(row, decoder)
                 report.live.append(result)
                 if result.state == "failed":
-                    report.problems.append(Problem("live-failed", result.note, row["token_shard"], video_id))
+                    report.problems.append(Problem(Kind.LIVE_FAILED, result.note, row["token_shard"], video_id))
                 elif why := _suspicion(result):
-                    report.problems.append(Problem("live", why, row["token_shard"], video_id))
+                    report.problems.append(Problem(Kind.LIVE, why, row["token_shard"], video_id))
 
     def _compare(self, row: VideoRow, decoder: VideoDecoder) -> LiveResult:
         video_id, run = row["video_id"], _run(self._cache, row["run_id"])

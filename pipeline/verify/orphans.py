@@ -12,7 +12,7 @@ from pipeline.cache.live_rows import TOKENS, VIDEOS
 from pipeline.cache.writer import token_shard_id
 from pipeline.execution.run_record import COMMITTED, RUNS
 from pipeline.storage.stores import FileInfo, Store
-from pipeline.verify.report import Report
+from pipeline.verify.report import Kind, Report
 
 _TEMPORARY = ".tmp-"  # how LocalStore.put calls a file until it is whole
 UPLOAD_AGE = timedelta(hours=1)  # a younger one may still be under way
@@ -48,15 +48,19 @@ def list_uploads(store: Store, report: Report) -> None:
         report.notes.append(f"pending uploads cannot be listed: {error.strerror or error}")
 
 
-def committed_orphans(store: Store, orphans: Collection[FileInfo]) -> Iterator[str]:
-    """Yield the orphans that a run which ended says it had committed: other rows replaced those, or they are lost."""
+def committed_orphans(store: Store, orphans: Collection[FileInfo], *, without_record: bool) -> Iterator[str]:
+    """Yield the orphans that a run says it had committed: other rows replaced theirs, or these are lost.
+
+    With ``without_record`` also those of runs whose record is gone, of which nobody can tell.
+    """
     by_run: dict[str, list[str]] = defaultdict(list)
     for file in orphans:
         by_run[run_of(file.name)].append(file.name)
     for run, names in sorted(by_run.items()):
         try:
             committed = json.loads(store.read(f"{RUNS}/{run}.json")).get(COMMITTED, [])
-        except (OSError, ValueError, AttributeError):  # no record of a run that ended
+        except (OSError, ValueError, AttributeError):
+            yield from names if without_record else ()
             continue
         known = frozenset(map(str, committed))
         yield from (name for name in names if token_shard_id(name) in known)
@@ -95,10 +99,10 @@ def _unneeded(store: Store, report: Report, commits: Collection[str] | None) -> 
     """The orphans that no file of the videos table can name."""
     if not report.orphans:
         return []
-    unread = {"commit", "lost", "schema", "unreadable"}
+    unread = {Kind.COMMIT, Kind.LOST, Kind.SCHEMA, Kind.UNREADABLE, Kind.FINGERPRINT}
     doubtful = any(p.kind in unread and (p.shard or "").startswith(VIDEOS) for p in report.problems)
     if doubtful or (commits is not None and not set(store.names(VIDEOS, ".parquet")) <= set(commits)):
-        which = "is damaged or lost" if doubtful else "came meanwhile"
+        which = "is damaged, foreign or lost" if doubtful else "came meanwhile"
         report.notes.append(f"no token shard was removed: a videos file that {which} may name it")
         return []
     return list(report.orphans)

@@ -23,8 +23,7 @@ from pipeline.cache.live_rows import VIDEOS as TABLE
 from pipeline.cache.merging import merge
 from pipeline.cache.reader import check_version, made_with
 from pipeline.cache.table import table_files
-from pipeline.cache.token_shard import TokenShard
-from pipeline.cache.writer import commit, put_token_shard
+from pipeline.cache.writer import commit
 from pipeline.errors import printable
 from pipeline.execution.claim import Claim
 from pipeline.execution.cluster import provenance
@@ -32,6 +31,7 @@ from pipeline.execution.request import new_run_id
 from pipeline.execution.run_record import RunFile
 from pipeline.rows import VideoRecord
 from pipeline.storage.stores import Store
+from pipeline.verify.repair import move_videos
 
 _COLUMNS = ("video_id", *RULE_COLUMNS, "token_shard", "model_extra")
 _HELD = "token_shards"  # in the model_extra of a removed row: what held the video, for whoever ends the removal
@@ -147,14 +147,9 @@ class _Removal:
             rows = sorted(
                 (full(place["shard"], place["row"]) for place in places), key=lambda row: row["first_row_group"]
             )
-            shard = TokenShard(self._store, name, rows[0]["footer_hash"])
-            tables = [shard.read_checked(row) for row in rows]
-            records = cast(list[VideoRecord], rows)
-            put_token_shard(self._store, self._done.run_id, records, tables)
-            for record in records:
-                record["rewritten"] = (record["rewritten"] or 0) + 1
-            commit(self._store, self._done.run_id, number, records, made_with=self._identity)
-            self._done.moved += len(records)
+            moved = cast(list[VideoRecord], move_videos(self._store, self._done.run_id, rows))
+            commit(self._store, self._done.run_id, number, moved, made_with=self._identity)
+            self._done.moved += len(moved)
 
     def unused(self) -> list[str]:
         """The token shards that hold a removed video and that no live row names any more."""

@@ -1,9 +1,10 @@
 """``jobs.verify --repair``: what is damaged is marked for another attempt, and what is sound beside it stays.
 
+- Files of the videos table that are damaged, or of another identity, leave it. Videos in token shards that nothing
+  names then get a failed row.
+- The table is merged, so that one file has one row of each video, and no earlier attempt comes back.
 - Videos whose tokens or whose row cannot be trusted get a failed row, so that ``jobs.prune --retry-failed`` does them
-  again.
-- Sound videos that lie in a token shard with damaged ones move to a new shard.
-- Files of the videos table that are damaged leave it. Videos in token shards that nothing names then get a failed row.
+  again; sound videos that lie in a token shard with damaged ones move to a new shard.
 
 No file is changed in place: a new one is put, and then the other is deleted, of which ``repaired/`` has a copy. Where
 that is interrupted both are there, and the next repair finds the same and ends it.
@@ -11,14 +12,19 @@ that is interrupted both are there, and the next repair finds the same and ends 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from datetime import timedelta
 from pathlib import PurePosixPath
 from typing import cast
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.cache.header import CacheHeader, fingerprint
 from pipeline.cache.live_rows import TOKENS, VIDEOS, VideoRows, keyed, read_file
+from pipeline.cache.live_videos import LiveVideos
+from pipeline.cache.merging import merge
 from pipeline.cache.schema import MADE_WITH, write_parquet
 from pipeline.cache.table import file_named, in_key_order, small_name, sorted_bytes, sorted_name
 from pipeline.cache.token_shard import TokenShard, videos_in
@@ -26,136 +32,164 @@ from pipeline.cache.writer import put_token_shard
 from pipeline.errors import RunFailed, printable
 from pipeline.rows import VideoRecord, VideoRow
 from pipeline.storage.stores import Store
-from pipeline.verify.judge import OF_TOKENS, Judge, Place, Verdict
 from pipeline.verify.orphans import run_of
-from pipeline.verify.report import Marked, Repaired, Report
-from pipeline.verify.rows import is_json
+from pipeline.verify.report import Kind, Marked, Repaired, Report
+from pipeline.verify.rows import Place, is_json
+from pipeline.verify.tokens import check_token_shard
 
 KEPT_IN = "repaired"  # the folder of what was replaced
-_KINDS = {*OF_TOKENS, "row", "commit", "lost"}
+_WHOLE = frozenset({Kind.MISSING, Kind.FOOTER})  # what no video of a token shard survives
+_OF_TOKENS = frozenset({*_WHOLE, Kind.DAMAGED, Kind.ROWS, Kind.CHECKSUM, Kind.TOKENS})
+_OF_TABLE = frozenset({Kind.COMMIT, Kind.FINGERPRINT})  # files that leave the table
+_KINDS = frozenset({*_OF_TOKENS, *_OF_TABLE, Kind.ROW, Kind.LOST})
 _KEPT = ("video_id", "run_id", "uri", "start_s", "end_s", "source_size", "source_hash", "attempts", "manifest")
+_CONTRADICTS = "its row contradicts itself"
+_NOW = timedelta(0)
 
 
 def repairable(report: Report) -> bool:
-    """Whether any of the problems is one that a repair knows."""
+    """Return whether any of the problems is one that a repair knows."""
     return any(problem.kind in _KINDS for problem in report.problems)
+
+
+def move_videos(store: Store, run_id: str, rows: Sequence[VideoRow]) -> list[VideoRow]:
+    """Write the tokens of videos of one token shard to a new one, and return their rows as they are then.
+
+    Raises CorruptShard where one of them is damaged, and OSError.
+    """
+    shard = TokenShard(store, rows[0]["token_shard"], rows[0]["footer_hash"])
+    moved: list[VideoRow] = [{**row, "rewritten": (row["rewritten"] or 0) + 1} for row in rows]
+    put_token_shard(store, run_id, cast(list[VideoRecord], moved), [shard.read_checked(row) for row in rows])
+    return moved
 
 
 class Repair:
     """One repair of the cache at ``store``, to which no run writes, of the problems in ``report``."""
 
     def __init__(self, store: Store, header: CacheHeader, report: Report) -> None:
-        self._store, self._report = store, report
+        self._store, self._header, self._report = store, header, report
         self._made_with = fingerprint(header["identity"])
         self._full = VideoRows(store, keep=64)
         self._done = Repaired(kept_in=KEPT_IN)
 
-    def carry_out(self, judge: Judge, rows: pa.Table) -> Repaired:
-        """``rows`` are all that can be read, as ``judge`` has them.
+    def carry_out(self, live: pa.Table, bad: Collection[Place]) -> Repaired:
+        """Mend the problems; ``live`` are the live rows with their places, ``bad`` rows that contradict themselves.
 
         Raises RunFailed where nothing would be left, CorruptShard and OSError where the store does not give what it
         gave just before; another repair goes on from there.
         """
-        verdict = judge.verdict(p.shard for p in self._report.problems if p.kind in OF_TOKENS and p.shard is not None)
-        self._check(verdict)
-        for name in verdict.spared:
-            self._report.notes.append(f"{name} was damaged at first and sound when it was read again: look at the disk")
-        moved = {place: row for name, places in verdict.moving.items() for place, row in self._move(name, places)}
-        for name in sorted({commit for commit, _ in (*verdict.marked, *moved)}):
-            self._rewrite(name, verdict, moved)
-        self._replace_lost(rows)
+        if other := next((problem for problem in self._report.problems if problem.kind is Kind.SCHEMA), None):
+            raise RunFailed(f"{self._store} holds what was not made with its settings: move {other.shard} away first")
+        there = live.filter(pc.not_equal(live["status"], "removed"))  # what was removed stays so
+        wrong = dict.fromkeys(set(bad).intersection(_places(there)), _CONTRADICTS)
+        ok = live.filter(pc.equal(live["status"], "ok"))
+        places = _places(ok)
+        neighbours: dict[str, list[Place]] = defaultdict(list)
+        shards = {problem.shard for problem in self._report.problems if problem.kind in _OF_TOKENS}
+        for name, place in zip(ok["token_shard"].to_pylist(), places, strict=True):
+            if name in shards and place not in wrong:
+                neighbours[name].append(place)
+        for name, of_shard in sorted(neighbours.items()):
+            found = self._wrong(name, of_shard)
+            if found is None:
+                neighbours.pop(name)
+                what = f"{name} was damaged at first and sound when it was read again: look at the disk"
+                self._report.notes.append(what)
+            else:
+                wrong |= found
+        self._check(wrong.keys() & set(places), places)
+        changes = {row["video_id"]: row for of_shard in neighbours.values() for row in self._move(of_shard, wrong)}
+        for place, why in wrong.items():
+            row = self._full(*place)
+            changes[row["video_id"]] = _failed(row, why)
+            self._done.marked.append(Marked(row["video_id"], row["uri"], row["attempts"], why))
+        self._set_aside(set(live["video_id"].to_pylist()))
+        if changes or bad:
+            self._change(changes)
         return self._done
 
-    def _check(self, verdict: Verdict) -> None:
-        """A folder that is not mounted, or a header of another cache, must not pass for damage of all videos."""
-        if verdict.counted and not verdict.left:
+    def _wrong(self, name: str, places: Sequence[Place]) -> dict[Place, str] | None:
+        """Read a damaged token shard again; return what is wrong with which videos, None where nothing is."""
+        rows = {place: self._full(*place) for place in places}
+        problems = check_token_shard(self._store, name, [(p[0], row) for p, row in rows.items()], self._header).problems
+        problems = [problem for problem in problems if problem.kind in _OF_TOKENS]
+        if not problems:
+            return None
+        if fatal := next((problem for problem in problems if problem.kind in _WHOLE), None):
+            return dict.fromkeys(places, fatal.what)
+        wrong = {problem.video_id: problem.what for problem in reversed(problems)}
+        return {place: wrong[row["video_id"]] for place, row in rows.items() if row["video_id"] in wrong}
+
+    def _check(self, wrong: Collection[Place], ok: Collection[Place]) -> None:
+        """Raise RunFailed where a folder that is not mounted, or another cache's header, passes for damage of all."""
+        foreign = any(problem.kind is Kind.FINGERPRINT for problem in self._report.problems)
+        if len(wrong) == len(ok) and (wrong or foreign):
             raise RunFailed(
                 f"{self._store}: none of its videos would stay: look whether {TOKENS}/ is mounted and cache.json is "
                 "its own, restore what is missing, or make the cache anew in another --out"
             )
-        if foreign := next((p for p in self._report.problems if p.kind in {"fingerprint", "schema"}), None):
-            raise RunFailed(f"{self._store} holds what was not made with its settings: move {foreign.shard} away first")
 
-    def _move(self, name: str, places: Sequence[Place]) -> Iterator[tuple[Place, VideoRow]]:
-        """Write the videos of a token shard that are sound to a new one; yields their rows as they are then."""
-        rows = [self._full(*place) for place in places]
-        if not rows:
-            return
-        shard = TokenShard(self._store, name, rows[0]["footer_hash"])
-        tables = [shard.read_checked(row) for row in rows]
-        put_token_shard(self._store, rows[0]["run_id"], cast(list[VideoRecord], rows), tables)
-        for row in rows:
-            row["rewritten"] = (row["rewritten"] or 0) + 1
+    def _move(self, places: Sequence[Place], wrong: dict[Place, str]) -> list[VideoRow]:
+        """Write the sound videos among neighbours to a new token shard; return their rows as they are then."""
+        rows = [self._full(*place) for place in places if place not in wrong]
+        rows.sort(key=lambda row: row["first_row_group"])
         self._done.moved += len(rows)
-        yield from zip(places, rows, strict=True)
+        return move_videos(self._store, rows[0]["run_id"], rows) if rows else []
 
-    def _rewrite(self, name: str, verdict: Verdict, moved: dict[Place, VideoRow]) -> None:
-        """Replace a file of the table by one in which rows are failed, or name other token shards."""
-        rows: list[VideoRow] = []
-        for number, row in enumerate(read_file(self._store, file_named(name)).to_pylist()):
-            place = (name, number)
-            why = verdict.marked.get(place)
-            rows.append(moved.get(place, row) if why is None else _failed(row, why))
-            if why is not None and place in verdict.counted:
-                self._done.marked.append(Marked(row["video_id"], row["uri"], row["attempts"], why))
-        new, data = self._file_like(name, rows)
-        self._keep(name)
-        self._store.put(new, data)
-        if new != name:
-            self._store.delete(name)
-        self._done.replaced.append(name)
+    def _set_aside(self, known: Collection[str]) -> None:
+        """Take damaged and foreign files out of the table, and give videos that have no row any more a failed one.
 
-    def _file_like(self, name: str, rows: Sequence[VideoRow]) -> tuple[str, bytes | pa.Buffer]:
-        """(name, content) of a file of the same kind with other rows."""
-        table = keyed(rows)
-        file = file_named(name)
-        if file.level:
-            table = in_key_order(table)
-            data, n_tail, tail_hash = sorted_bytes(table, {}, self._made_with, indexed="video_id")
-            return sorted_name(VIDEOS, file.level, table, n_tail, tail_hash), data
-        run, number = _numbered(name)
-        return self._small(run, number, table)
-
-    def _small(self, run: str, number: int, table: pa.Table) -> tuple[str, pa.Buffer]:
-        data = write_parquet(table.replace_schema_metadata({MADE_WITH: self._made_with}))
-        return small_name(VIDEOS, run, number, data), data
-
-    def _keep(self, name: str) -> None:
-        """Copy a file of the table to where nobody reads it."""
-        self._store.put(f"{KEPT_IN}/{PurePosixPath(name).name}", self._store.read(name))
-
-    def _replace_lost(self, rows: pa.Table) -> None:
-        """Take damaged files out of the table, and give videos that have no row any more a failed one.
-
-        These are found in the token shards that nothing names.
+        These are found in the token shards that nothing names; foreign files name theirs, which get none.
         """
-        problems = [problem for problem in self._report.problems if problem.kind in {"commit", "lost"}]
-        known = set(rows["video_id"].to_pylist())
-        found: dict[str, str] = {}  # the run of each
-        for file in self._report.orphans if problems else ():
-            run = run_of(file.name)
-            found |= {video_id: run for video_id in self._ids_of(file.name) if video_id not in known}
+        problems = [problem for problem in self._report.problems if problem.kind in {*_OF_TABLE, Kind.LOST}]
+        lost = any(problem.kind is not Kind.FINGERPRINT for problem in problems)
+        by_run: dict[str, set[str]] = defaultdict(set)
+        for file in self._report.orphans if lost else ():
+            by_run[run_of(file.name)] |= {video_id for video_id in self._ids_of(file.name) if video_id not in known}
         why = f"its row in {VIDEOS}/ was damaged or lost"
-        for run in sorted(set(found.values())):
-            ids = sorted(video_id for video_id, its in found.items() if its == run)
-            self._store.put(*self._small(f"{run}-repair", 0, keyed([_unknown(one, run, why) for one in ids])))
-            self._done.marked += [Marked(video_id, "", 1, why) for video_id in ids]
-        for name in sorted(p.shard for p in problems if p.kind == "commit" and p.shard is not None):
-            self._keep(name)
-            self._store.delete(name)
-            self._done.replaced.append(name)
+        for run, ids in sorted(by_run.items()):
+            if ids:
+                table = keyed([_unknown(video_id, run, why) for video_id in sorted(ids)])
+                data = write_parquet(table.replace_schema_metadata({MADE_WITH: self._made_with}))
+                self._store.put(small_name(VIDEOS, f"{run}-repair", 0, data), data)
+                self._done.marked += [Marked(video_id, "", 1, why) for video_id in sorted(ids)]
+        for name in sorted({p.shard for p in problems if p.kind in _OF_TABLE and p.shard is not None}):
+            self._retire(name)
 
     def _ids_of(self, name: str) -> list[str]:
-        """The videos in a token shard that nothing names."""
+        """Return the videos in a token shard that nothing names."""
         try:
             return videos_in(self._store, name)
         except (OSError, pa.ArrowException) as error:
             self._report.notes.append(f"{name} cannot be read, so its videos are unknown: {error}")
             return []
 
+    def _change(self, changes: dict[str, VideoRow]) -> None:
+        """Give videos other rows, in a table that has one row of each then."""
+        for _ in range(2):  # the second one deletes what the first has merged
+            merge(self._store, self._made_with, everything=True, keep=_NOW)
+        table = LiveVideos.open(self._store, self._made_with)
+        found = {place.shard for video_id in changes if (place := table.find(video_id)) is not None}
+        for name in sorted(found):
+            held: list[VideoRow] = read_file(self._store, file_named(name)).to_pylist()
+            rows = in_key_order(keyed([changes.get(row["video_id"], row) for row in held]))
+            data, n_tail, tail_hash = sorted_bytes(rows, {}, self._made_with, indexed="video_id")
+            self._store.put(sorted_name(VIDEOS, file_named(name).level, rows, n_tail, tail_hash), data)
+            self._retire(name)
+
+    def _retire(self, name: str) -> None:
+        """Move a file of the table to where nobody reads it."""
+        self._store.put(f"{KEPT_IN}/{PurePosixPath(name).name}", self._store.read(name))
+        self._store.delete(name)
+        self._done.replaced.append(name)
+
+
+def _places(rows: pa.Table) -> list[Place]:
+    return list(zip(rows["shard"].to_pylist(), rows["row"].to_pylist(), strict=True))
+
 
 def _failed(row: VideoRow, why: str) -> VideoRow:
-    """A row without tokens that another attempt may replace."""
+    """Return a row without tokens that another attempt may replace."""
     kept = {name: value for name, value in row.items() if name in _KEPT}
     if kept["manifest"] is not None and not is_json(row["manifest"]):
         kept["manifest"] = None
@@ -164,12 +198,6 @@ def _failed(row: VideoRow, why: str) -> VideoRow:
 
 
 def _unknown(video_id: str, run: str, why: str) -> VideoRow:
-    """The same for a video of which no more is known than its id."""
+    """Return the failed row of a video of which no more is known than its id."""
     known = {**dict.fromkeys(_KEPT), "video_id": video_id, "run_id": run, "uri": "", "attempts": 1}
     return _failed(cast(VideoRow, known), why)
-
-
-def _numbered(name: str) -> tuple[str, int]:
-    """Return (run, number) in the name of a small file."""
-    run, _, number = PurePosixPath(name).stem.rpartition("-")[0].rpartition("-")
-    return (run, int(number)) if run and number.isdecimal() else ("repair", 0)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 from rich.console import Group, RenderableType
@@ -14,23 +15,45 @@ from pipeline.storage.s3 import Upload
 from pipeline.storage.stores import FileInfo
 
 _REDO = "restore it from a copy, or let --repair mark its videos for another attempt of jobs.prune"
-REMEDIES: Mapping[str, str] = {
-    "header": "restore cache.json from a copy: it says what all tokens were made with",
-    "commit": "restore it from a copy, or let --repair mark its videos for another attempt of jobs.prune",
-    "lost": "restore the files of videos/ from a copy, or let --repair mark their videos for another attempt",
-    "schema": "another program or another version of this one wrote it: read it with that one",
-    "fingerprint": "the shard belongs to a cache of other settings: move it there, and its token shards",
-    "row": "the row contradicts itself: report it; --repair marks its video for another attempt of jobs.prune",
-    "missing": _REDO,
-    "footer": _REDO,
-    "damaged": _REDO,
-    "rows": _REDO,
-    "checksum": _REDO,
-    "tokens": "the tokens contradict their row: report it; --repair marks the video for another attempt of jobs.prune",
-    "unreadable": "look at the disk or the store, and at who may read there; then verify again",
-    "live-failed": "the source is the same and cannot be encoded here: the message says why, the tokens may be sound",
-    "live": "run jobs.prune again into another --out, unless that processor rounds in another way",
-}
+
+
+class Kind(StrEnum):
+    """The classes of problems, each with its remedy."""
+
+    remedy: str
+
+    def __new__(cls, name: str, remedy: str = "") -> Kind:
+        kind = str.__new__(cls, name)
+        kind._value_, kind.remedy = name, remedy
+        return kind
+
+    HEADER = "header", "restore cache.json from a copy: it says what all tokens were made with"
+    COMMIT = "commit", _REDO
+    LOST = "lost", "restore the files of videos/ from a copy, or let --repair mark their videos for another attempt"
+    SCHEMA = "schema", "another program or another version of this one wrote it: read it with that one"
+    FINGERPRINT = (
+        "fingerprint",
+        "the shard belongs to a cache of other settings: move it there, and its token shards, or let --repair set it "
+        "aside",
+    )
+    ROW = "row", "the row contradicts itself: report it; --repair marks its video for another attempt of jobs.prune"
+    MISSING = "missing", _REDO
+    FOOTER = "footer", _REDO
+    DAMAGED = "damaged", _REDO
+    ROWS = "rows", _REDO
+    CHECKSUM = "checksum", _REDO
+    TOKENS = (
+        "tokens",
+        "the tokens contradict their row: report it; --repair marks the video for another attempt of jobs.prune",
+    )
+    UNREADABLE = "unreadable", "look at the disk or the store, and at who may read there; then verify again"
+    LIVE_FAILED = (
+        "live-failed",
+        "the source is the same and cannot be encoded here: the message says why, the tokens may be sound",
+    )
+    LIVE = "live", "run jobs.prune again into another --out, unless that processor rounds in another way"
+
+
 _SHOWN = 10  # files listed by name in the terminal; the JSON has them all
 
 
@@ -39,14 +62,14 @@ class Problem:
     """Something that is wrong with the cache.
 
     Attributes:
-        kind: a key of REMEDIES.
+        kind: its class.
         what: in words.
         shard: the file it is about.
         video_id: the video, where it is about one.
         videos_shard: the commit that names the shard, where that is another file.
     """
 
-    kind: str
+    kind: Kind
     what: str
     shard: str | None = None
     video_id: str | None = None
@@ -54,7 +77,7 @@ class Problem:
 
     def as_record(self) -> dict[str, Any]:
         record = asdict(self)
-        return {"class": record.pop("kind"), **record, "remedy": REMEDIES[self.kind]}
+        return {"class": record.pop("kind"), **record, "remedy": self.kind.remedy}
 
 
 @dataclass(frozen=True)
@@ -235,12 +258,12 @@ def _problem_table(problems: Sequence[Problem], title: str) -> Table:
     table = Table(title=title, title_justify="left", show_edge=False)
     for name in ("class", "count", "example", "remedy"):
         table.add_column(name, overflow="fold", justify="right" if name == "count" else "left")
-    for kind in REMEDIES:
+    for kind in Kind:
         mine = [problem for problem in problems if problem.kind == kind]
         if mine:
             video = f"{mine[0].video_id}: " if mine[0].video_id is not None else ""
             # Names come from files: never let them be read as markup.
-            table.add_row(kind, str(len(mine)), Text(f"{video}{mine[0].what}"), Text(REMEDIES[kind]))
+            table.add_row(kind, str(len(mine)), Text(f"{video}{mine[0].what}"), Text(kind.remedy))
     return table
 
 

@@ -20,8 +20,9 @@ from pipeline.cache.table import SortedFile, TableFile, file_named, read_small
 from pipeline.errors import CorruptShard, FaultClass
 from pipeline.rows import JSON_COLUMNS, VideoRow
 from pipeline.storage.stores import Store
-from pipeline.verify.report import Problem
+from pipeline.verify.report import Kind, Problem
 
+Place = tuple[str, int]  # a file of the videos table and a row in it
 KEPT = (*INDEX_COLUMNS, "run_id", "token_shard")  # of every row, in memory
 _KEYS_SINCE = 3  # the version whose rows have KEY_COLUMNS
 _NEEDED = (
@@ -36,7 +37,7 @@ class CheckedCommit:
     """What was found in a videos shard.
 
     Attributes:
-        rows: KEPT of every row with ``shard`` and ``row``; None where the file cannot be read.
+        rows: KEPT of every row with ``shard`` and ``row``; None where the file cannot be read, or is another cache's.
         problems: what is wrong.
         n_bytes: of the file.
         made_with: the fingerprint that it carries; None for one written before they did.
@@ -61,24 +62,25 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
     try:
         table, made_with, n_bytes = _read(store, file)
     except CorruptShard as error:
-        return CheckedCommit(None, [Problem(error.kind, str(error), name)])
+        return CheckedCommit(None, [Problem(Kind(error.kind), str(error), name)])
     except pa.ArrowException as error:
-        return CheckedCommit(None, [Problem("commit", f"{store}/{name}: {error}", name)])
+        return CheckedCommit(None, [Problem(Kind.COMMIT, f"{store}/{name}: {error}", name)])
     except OSError as error:
-        return CheckedCommit(None, [Problem("unreadable", f"{store}/{name}: {error}", name)])
+        return CheckedCommit(None, [Problem(Kind.UNREADABLE, f"{store}/{name}: {error}", name)])
     if wrong := sorted(_wrong_columns(table.schema, header["schema_version"])):
         what = f"{store}/{name}: columns are missing or of another type: {', '.join(wrong)}"
-        return CheckedCommit(None, [Problem("schema", what, name)], n_bytes)
-    problems = []
+        return CheckedCommit(None, [Problem(Kind.SCHEMA, what, name)], n_bytes)
     if made_with not in (None, fingerprint(header["identity"])):
-        problems.append(Problem("fingerprint", f"{store}/{name}: its rows were made with other settings", name))
+        what = f"{store}/{name}: its rows were made with other settings, and no reader takes them"
+        return CheckedCommit(None, [Problem(Kind.FINGERPRINT, what, name)], n_bytes, made_with)
+    problems = []
     table = completed(table, VIDEO_SCHEMA.names)
     if file.level and (fault := _sorted_fault(table, file)):
-        problems.append(Problem("commit", f"{store}/{name}: {fault}", name))
+        problems.append(Problem(Kind.COMMIT, f"{store}/{name}: {fault}", name))
     bad = set()
     for place, row in enumerate(table.to_pylist()):
         faults = list(row_faults(row, header))
-        problems += [Problem("row", f"{fault} ({name})", name, row["video_id"]) for fault in faults]
+        problems += [Problem(Kind.ROW, f"{fault} ({name})", name, row["video_id"]) for fault in faults]
         if faults:
             bad.add(place)
     return CheckedCommit(with_place(table.select(KEPT), name), problems, n_bytes, made_with, frozenset(bad))

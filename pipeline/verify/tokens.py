@@ -17,7 +17,7 @@ from pipeline.cache.token_shard import Rows, TokenShard, checksum_of
 from pipeline.errors import CorruptShard
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
-from pipeline.verify.report import Problem
+from pipeline.verify.report import Kind, Problem
 from pipeline.verify.rows import method_of
 
 _MAGIC = 4  # bytes of "PAR1" before the first row group
@@ -52,15 +52,15 @@ def check_token_shard(
     try:
         shard = TokenShard(store, name, first["footer_hash"])
     except CorruptShard as error:
-        return CheckedShard([Problem(error.kind, str(error), name, videos_shard=commit)])
+        return CheckedShard([Problem(Kind(error.kind), str(error), name, videos_shard=commit)])
     except OSError as error:
-        return CheckedShard([Problem("unreadable", f"{store}/{name}: {error}", name, videos_shard=commit)])
+        return CheckedShard([Problem(Kind.UNREADABLE, f"{store}/{name}: {error}", name, videos_shard=commit)])
     schema = shard.schema
     if wrong := list(_schema_faults(schema, first["hidden_size"], header)):
         what = f"{store}/{name}: {'; '.join(wrong)}"
-        return CheckedShard([Problem("schema", what, name, videos_shard=commit)], shard.n_bytes)
+        return CheckedShard([Problem(Kind.SCHEMA, what, name, videos_shard=commit)], shard.n_bytes)
     problems = [
-        Problem("rows", f"{store}/{name}: {fault}", name, videos_shard=commit)
+        Problem(Kind.ROWS, f"{store}/{name}: {fault}", name, videos_shard=commit)
         for fault in _layout_faults(shard, [row for _, row in rows])
     ]
     n_tokens = 0
@@ -106,27 +106,27 @@ def _layout_faults(shard: TokenShard, rows: Sequence[VideoRow]) -> Iterator[str]
         yield f"{int((claims > 1).sum())} row groups belong to several videos"
 
 
-def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iterator[tuple[str, str]]:
+def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iterator[tuple[Kind, str]]:
     """(class, what) of everything that is wrong with the tokens of one video."""
     try:
         table = shard.read(Rows(row, row["n_tokens"], shard.schema.names))
     except CorruptShard as error:
-        yield error.kind, str(error)
+        yield Kind(error.kind), str(error)
         return
     except OSError as error:
-        yield "unreadable", str(error)
+        yield Kind.UNREADABLE, str(error)
         return
     ids = table["video_id"].unique().to_pylist()
     if ids != [row["video_id"]]:
-        yield "rows", f"the rows are those of {', '.join(map(str, ids[:3]))}"
+        yield Kind.ROWS, f"the rows are those of {', '.join(map(str, ids[:3]))}"
         return
     vectors = [f.name for f in table.schema if pa.types.is_fixed_size_binary(f.type)]
     if checksum_of(table) != row["checksum"]:
-        yield "checksum", "the token bytes do not have the checksum of the videos row"
-    yield from (("tokens", fault) for fault in token_faults(table, row, header))
+        yield Kind.CHECKSUM, "the token bytes do not have the checksum of the videos row"
+    yield from ((Kind.TOKENS, fault) for fault in token_faults(table, row, header))
     for name in filter(is_per_frame, vectors):
         if len(table) - table[name].null_count != row["n_frames"]:
-            yield "tokens", f"{name} is not there once for each of {row['n_frames']} frames"
+            yield Kind.TOKENS, f"{name} is not there once for each of {row['n_frames']} frames"
 
 
 def token_faults(table: pa.Table, row: VideoRow, header: CacheHeader) -> Iterator[str]:

@@ -6,7 +6,7 @@ import base64
 import binascii
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,10 +18,11 @@ import pyarrow.compute as pc
 from rich.console import Console
 
 from pipeline.cache.header import CHECKSUM, CacheHeader
-from pipeline.cache.live_rows import VIDEOS, VideoRows, live_rows
+from pipeline.cache.live_rows import PLACE, VIDEOS, VideoRows, live_rows
 from pipeline.cache.merging import KEEP
 from pipeline.cache.method import declared_method
 from pipeline.cache.reader import HEADER, TokenCache, read_header
+from pipeline.cache.schema import VIDEO_SCHEMA
 from pipeline.cache.token_shard import videos_in
 from pipeline.errors import NotACache
 from pipeline.execution.claim import Claim, holder, who
@@ -31,11 +32,10 @@ from pipeline.execution.stages import Wording
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import FileInfo, Store
 from pipeline.verify.command_again import command_again
-from pipeline.verify.judge import Judge, Place
 from pipeline.verify.orphans import clean, committed_orphans, list_files, list_uploads, sort_files
 from pipeline.verify.repair import Repair, repairable
-from pipeline.verify.report import Problem, Repaired, Report
-from pipeline.verify.rows import KEPT, CheckedCommit, check_commit, method_of
+from pipeline.verify.report import Kind, Problem, Repaired, Report
+from pipeline.verify.rows import KEPT, CheckedCommit, Place, check_commit, method_of
 from pipeline.verify.tokens import CheckedShard, check_token_shard
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R", bound="CheckedCommit | CheckedShard")
-Sound = dict[str, CheckedShard]  # token shards without a problem, by name
 _STAY = (
     "no orphan was removed: they may be of the files of videos/ that were damaged or lost; put those back from a copy, "
     "or remove the orphans with --clean"
@@ -52,7 +51,7 @@ _STAY = (
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for.
+    """The options of a verification.
 
     Attributes:
         jobs: files read at a time.
@@ -60,7 +59,7 @@ class Request:
         keep: what is younger is not removed.
         repair: whether to mark what is damaged for another attempt, before that.
         live: how many videos are encoded again.
-        seed: which ones.
+        seed: draws these videos.
         model: the model's folder or id, where it is not where the run found it.
         objects: how sources on S3 are read; None for what the environment says.
         log_interval: seconds between lines of progress.
@@ -86,75 +85,179 @@ def verify(store: Store, request: Request, console: Console) -> Report:
     if not store.exists(HEADER):
         read_header(store)  # raises
     if not (request.clean or request.repair):
-        return _verify(store, request, console, {})
+        return _Verification(store, request, console, {}).carry_out()
     # From the beginning: what is an orphan is found out while no run writes, too.
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     with Claim(store, new_run_id(), say):
-        return _verify(store, replace(request, clean=True), console, {})
+        return _Verification(store, replace(request, clean=True), console, {}).carry_out()
 
 
-def _verify(store: Store, request: Request, console: Console, sound: Sound) -> Report:
-    report = Report(str(store))
-    started = time.monotonic()
-    try:
-        header = read_header(store)
-    except NotACache as error:
-        report.problems.append(Problem("header", str(error), HEADER))
+class _Verification:
+    """One reading of a cache, which fills up ``report``.
+
+    Attributes:
+        sound: token shards without a problem, by name; those that are there from the beginning are not read.
+    """
+
+    def __init__(self, store: Store, request: Request, console: Console, sound: dict[str, CheckedShard]) -> None:
+        self.store, self.request, self.console, self.sound = store, request, console, sound
+        self.report = Report(str(store))
+
+    def carry_out(self) -> Report:
+        """Check the cache, and clean or repair it where asked. Raises as ``verify``."""
+        store, request, report = self.store, self.request, self.report
+        started = time.monotonic()
+        header = self._check_header()
+        if header is None:
+            return report
+        files = list_files(store)
+        list_uploads(store, report)
+        rows, bad = self._check_table(header)
+        live = live_rows(rows)
+        self._count(live)
+        again = self._live_check(live) if request.live else None
+        places = _places(rows, live)
+        self._check_tokens(header, places, bad)
+        self._sort(files, rows, live)
+        report.seconds = time.monotonic() - started
+        if again is not None:
+            again.run(_without_problems(live, report), request.live, request.seed, report)
+        if request.repair and repairable(report):
+            repaired = Repair(store, header, report).carry_out(live, bad)
+            later = replace(request, repair=False, clean=not _may_come_back(report))
+            return self._with_what_was_repaired(
+                _Verification(store, later, self.console, self.sound).carry_out(), repaired
+            )
+        if request.clean:
+            clean(store, report, request.keep, commits=[file.name for file in files[VIDEOS]])
         return report
-    report.problems += [Problem("header", f"{store}/{HEADER}: {fault}", HEADER) for fault in _header_faults(header)]
-    if report.problems:
+
+    def _check_header(self) -> CacheHeader | None:
+        """Read the header and note what is wrong with it; return None where nothing can be judged by it."""
+        store, report = self.store, self.report
+        try:
+            header = read_header(store)
+        except NotACache as error:
+            report.problems.append(Problem(Kind.HEADER, str(error), HEADER))
+            return None
+        faults = (f"{store}/{HEADER}: {fault}" for fault in _header_faults(header))
+        report.problems += [Problem(Kind.HEADER, fault, HEADER) for fault in faults]
+        if report.problems:
+            return None
+        if CHECKSUM not in header:
+            report.notes.append(f"{HEADER} has no checksum: it was written before they did")
+        if declared_method(header["identity"]) is None:
+            report.notes.append(
+                f"the method {method_of(header)} is unknown here, and {HEADER} does not say what it declares: how many "
+                "tokens it keeps, in which order, and whether it merges was not checked"
+            )
+        if not (self.request.clean or self.request.repair) and (other := holder(store)) is not None:
+            report.notes.append(f"a run writes here at this moment, {who(other)}; its next shards look like orphans")
+        return header
+
+    def _check_table(self, header: CacheHeader) -> tuple[pa.Table, set[Place]]:
+        """Check every file of the videos table.
+
+        Return KEPT of all rows of this identity with shard and row, and the places of rows that contradict themselves.
+        """
+        report = self.report
+        names = self.store.names(VIDEOS, ".parquet")
+        tables = [pa.schema([*(VIDEO_SCHEMA.field(name) for name in KEPT), *PLACE]).empty_table()]
+        bad, unmarked = set(), 0
+        check = partial(check_commit, self.store, header=header)
+        for name, checked in self._checked(check, names, "videos shard"):
+            report.problems += checked.problems
+            report.bytes_read += checked.n_bytes
+            if checked.rows is not None:
+                tables.append(checked.rows)
+                unmarked += checked.made_with is None
+            bad |= {(name, place) for place in checked.bad}
+        report.counts["videos_shards"] = len(names)
+        if unmarked:
+            report.notes.append(f"{unmarked} videos shards carry no fingerprint: they were written before they did")
+        return pa.concat_tables(tables), bad
+
+    def _count(self, live: pa.Table) -> None:
+        counts = {row["values"]: row["counts"] for row in pc.value_counts(live["status"]).to_pylist()}
+        n_ok, n_removed = counts.get("ok", 0), counts.get("removed", 0)
+        self.report.counts |= {
+            "videos": n_ok,
+            "failed_videos": len(live) - n_ok - n_removed,
+            "removed_videos": n_removed,
+        }
+
+    def _live_check(self, live: pa.Table) -> LiveCheck:
+        """Make what encodes videos again, which refuses before the long part begins. Raises UsageError."""
+        from pipeline.verify.live_check import LiveCheck  # noqa: PLC0415 - models and decoders load only for this
+
+        cache = TokenCache(str(self.store), store=self.store, live=live)
+        return LiveCheck(cache, self.request.model, self.request.objects or Objects.from_environment())
+
+    def _check_tokens(self, header: CacheHeader, places: dict[str, list[Place]], bad: set[Place]) -> None:
+        """Check every token shard of ``places`` but the sound ones; ``places`` has the rows that name each."""
+        # Neighbours in the order of commits share a videos shard, which is in memory then.
+        names = sorted(places, key=lambda name: places[name][0])
+        full = VideoRows(self.store, keep=8 * self.request.jobs)
+
+        def check(name: str) -> CheckedShard:
+            if name in self.sound:
+                return replace(self.sound[name], n_bytes=0)
+            rows = [(shard, full(shard, row)) for shard, row in places[name] if (shard, row) not in bad]
+            return check_token_shard(self.store, name, rows, header) if rows else CheckedShard([])
+
+        report, n_tokens = self.report, 0
+        widths: dict[str, int] = {}
+        for name, checked in self._checked(check, names, "token shard"):
+            report.problems += checked.problems
+            if not checked.problems:
+                self.sound[name] = checked
+            report.bytes_read += checked.n_bytes
+            n_tokens += checked.n_tokens
+            for key, width in checked.widths.items():
+                if widths.setdefault(key, width) != width:
+                    what = f"{self.store}/{name}: {width} numbers of {key} a token, {widths[key]} in other shards"
+                    report.problems.append(Problem(Kind.SCHEMA, what, name))
+        report.counts |= {"token_shards": len(names), "tokens": n_tokens}
+
+    def _sort(self, files: dict[str, list[FileInfo]], rows: pa.Table, live: pa.Table) -> None:
+        """Note the files that were left behind, and the rows that must have been there."""
+        store, report = self.store, self.report
+        sort_files(files, _token_shards(rows), _token_shards(live), report)
+        known = set(live["video_id"].to_pylist())
+        if any(problem.kind in {Kind.COMMIT, Kind.FINGERPRINT} for problem in report.problems):
+            return  # that is where their rows were
+        committed = committed_orphans(store, report.orphans, without_record=not known)
+        lost = [name for name in committed if not known.issuperset(videos_in(store, name))]
+        if lost:
+            what = f"{store}/{VIDEOS} has no row of videos in {len(lost)} token shards that were committed"
+            report.problems.append(Problem(Kind.LOST, f"{what}, {', '.join(lost[:3])}: a file of it is gone", VIDEOS))
+
+    def _with_what_was_repaired(self, report: Report, repaired: Repaired) -> Report:
+        """Return the report of what is there now, with this one of what was there before."""
+        before = self.report
+        if repaired.marked:
+            repaired.command = command_again(self.store, max(video.attempts for video in repaired.marked))
+        report.found, report.repaired = before.problems, repaired
+        stay = [_STAY] * _may_come_back(before)
+        report.notes += [note for note in before.notes if note not in report.notes] + stay
+        report.bytes_read += before.bytes_read
+        report.seconds += before.seconds
         return report
-    if CHECKSUM not in header:
-        report.notes.append(f"{HEADER} has no checksum: it was written before they did")
-    if declared_method(header["identity"]) is None:
-        report.notes.append(
-            f"the method {method_of(header)} is unknown here, and {HEADER} does not say what it declares: how many "
-            "tokens it keeps, in which order, and whether it merges was not checked"
-        )
-    changing = request.clean or request.repair
-    if not changing and (other := holder(store)) is not None:
-        report.notes.append(f"a run writes here at this moment, {who(other)}; its next shards look like orphans")
-    files = list_files(store)
-    list_uploads(store, report)
-    rows, bad = _check_commits(store, header, request, console, report)
-    live = _check_live(rows, report)
-    again = _live_check(store, request, live) if request.live else None
-    sound |= _check_tokens(store, header, request, console, report, _places(rows, live), bad, sound)
-    _sort(store, files, rows, live, report)
-    report.seconds = time.monotonic() - started
-    if again is not None:
-        again.run(_sound(live, report), request.live, request.seed, report)
-    if request.repair and repairable(report):
-        repaired = Repair(store, header, report).carry_out(Judge(store, header, rows, live, bad), rows)
-        request = replace(request, repair=False, clean=not _lost(report))
-        return _after_repair(_verify(store, request, console, sound), report, repaired, store)
-    if request.clean:
-        clean(store, report, request.keep, commits=[file.name for file in files[VIDEOS]])
-    return report
+
+    def _checked(self, work: Callable[[str], R], names: Sequence[str], item: str) -> Iterator[tuple[str, R]]:
+        """Yield (name, what ``work`` found) of every file, in order, by several threads, with progress."""
+        if not names:
+            return
+        wording = Wording("verifying", item, {}, "")
+        with reporter(self.console, len(names), self.request.log_interval, wording) as progress:
+            for name, result in zip(names, _in_order(work, names, self.request.jobs), strict=True):
+                progress.advance(int(not result.problems), int(bool(result.problems)))
+                yield name, result
 
 
-def _lost(report: Report) -> bool:
-    """Whether a file of the table is lost or damaged: a copy of it may turn up, and its token shards are sound."""
-    return any(problem.kind in {"commit", "lost"} for problem in report.problems)
-
-
-def _after_repair(report: Report, before: Report, repaired: Repaired, store: Store) -> Report:
-    """What is there now, with what was before."""
-    if repaired.marked:
-        repaired.command = command_again(store, max(video.attempts for video in repaired.marked))
-    report.found, report.repaired = before.problems, repaired
-    report.notes += [note for note in before.notes if note not in report.notes] + [_STAY] * _lost(before)
-    report.bytes_read += before.bytes_read
-    report.seconds += before.seconds
-    return report
-
-
-def _live_check(store: Store, request: Request, live: pa.Table) -> LiveCheck:
-    """Refuses before the long part begins."""
-    from pipeline.verify.live_check import LiveCheck  # noqa: PLC0415 - models and decoders load only for this
-
-    cache = TokenCache(str(store), store=store, live=live)
-    return LiveCheck(cache, request.model, request.objects or Objects.from_environment())
+def _may_come_back(report: Report) -> bool:
+    """Return whether a copy of a file of the table may turn up, whose token shards are sound."""
+    return any(problem.kind in {Kind.COMMIT, Kind.LOST, Kind.FINGERPRINT} for problem in report.problems)
 
 
 def _header_faults(header: CacheHeader) -> Iterator[str]:
@@ -173,87 +276,12 @@ def _header_faults(header: CacheHeader) -> Iterator[str]:
                 yield f"its newline row has {n_bytes} bytes, not {hidden} bfloat16 numbers"
 
 
-def _check_commits(
-    store: Store, header: CacheHeader, request: Request, console: Console, report: Report
-) -> tuple[pa.Table, set[Place]]:
-    """Every videos shard; returns KEPT of all rows with shard and row, and which rows cannot be judged by."""
-    names = store.names(VIDEOS, ".parquet")
-    tables, bad, unmarked = [], set(), 0
-    for name, checked in _checked(
-        lambda name: check_commit(store, name, header), names, "videos shard", request, console
-    ):
-        report.problems += checked.problems
-        report.bytes_read += checked.n_bytes
-        if checked.rows is not None:
-            tables.append(checked.rows)
-            unmarked += checked.made_with is None
-        bad |= {(name, place) for place in checked.bad}
-    report.counts |= {"videos_shards": len(names)}
-    if unmarked:
-        report.notes.append(f"{unmarked} videos shards carry no fingerprint: they were written before they did")
-    empty = pa.table({**{name: [] for name in KEPT}, "shard": [], "row": []})
-    return pa.concat_tables(tables) if tables else empty, bad
-
-
-def _check_live(rows: pa.Table, report: Report) -> pa.Table:
-    """The live rows."""
-    if not len(rows):
-        report.counts |= {"videos": 0, "failed_videos": 0, "removed_videos": 0}
-        return rows
-    live = live_rows(rows)
-    n_ok = pc.sum(pc.equal(live["status"], "ok")).as_py()
-    n_removed = pc.sum(pc.equal(live["status"], "removed")).as_py()
-    report.counts |= {"videos": n_ok, "failed_videos": len(live) - n_ok - n_removed, "removed_videos": n_removed}
-    return live
-
-
-def _check_tokens(
-    store: Store,
-    header: CacheHeader,
-    request: Request,
-    console: Console,
-    report: Report,
-    places: Mapping[str, Sequence[Place]],
-    bad: set[Place],
-    sound: Sound,
-) -> Sound:
-    """Check every token shard of ``places``; those that are ``sound`` are not read.
-
-    Each has the videos rows that name it. Returns those without a problem.
-    """
-    # Neighbours in the order of commits share a videos shard, which is in memory then.
-    names = sorted(places, key=lambda name: places[name][0])
-    full = VideoRows(store, keep=8 * request.jobs)
-
-    def check(name: str) -> CheckedShard:
-        if name in sound:
-            return replace(sound[name], n_bytes=0)
-        good = [place for place in places[name] if place not in bad]
-        rows = [(commit, full(commit, row)) for commit, row in good]
-        return check_token_shard(store, name, rows, header) if rows else CheckedShard([])
-
-    widths: dict[str, int] = {}
-    n_tokens, passed = 0, {}
-    for name, checked in _checked(check, names, "token shard", request, console):
-        report.problems += checked.problems
-        if not checked.problems:
-            passed[name] = checked
-        report.bytes_read += checked.n_bytes
-        n_tokens += checked.n_tokens
-        for key, width in checked.widths.items():
-            if widths.setdefault(key, width) != width:
-                what = f"{store}/{name}: {width} numbers of {key} a token, {widths[key]} in other shards"
-                report.problems.append(Problem("schema", what, name))
-    report.counts |= {"token_shards": len(names), "tokens": n_tokens}
-    return passed
-
-
 def _token_shards(rows: pa.Table) -> set[str]:
     return set(rows.filter(pc.equal(rows["status"], "ok"))["token_shard"].to_pylist())
 
 
 def _places(rows: pa.Table, live: pa.Table) -> dict[str, list[Place]]:
-    """Each token shard that a live row names -> a row of each video in it, superseded ones too."""
+    """Map each token shard that a live row names to a row of each video in it, superseded ones too."""
     found: dict[str, dict[str, Place]] = {name: {} for name in sorted(_token_shards(live) - {None})}
     for table in (live, rows):  # what is in several files counts once
         ok = table.filter(pc.equal(table["status"], "ok")).select(["token_shard", "video_id", "shard", "row"])
@@ -263,20 +291,8 @@ def _places(rows: pa.Table, live: pa.Table) -> dict[str, list[Place]]:
     return {name: list(places.values()) for name, places in found.items()}
 
 
-def _sort(store: Store, files: dict[str, list[FileInfo]], rows: pa.Table, live: pa.Table, report: Report) -> None:
-    """Note the files that were left behind, and the rows that must have been there."""
-    sort_files(files, _token_shards(rows), _token_shards(live), report)
-    known = set(live["video_id"].to_pylist())
-    if any(problem.kind == "commit" for problem in report.problems):
-        return  # that is where their rows were
-    lost = [name for name in committed_orphans(store, report.orphans) if not known.issuperset(videos_in(store, name))]
-    if lost:
-        what = f"{store}/{VIDEOS} has no row of videos in {len(lost)} token shards that were committed"
-        report.problems.append(Problem("lost", f"{what}, {', '.join(lost[:3])}: a file of it is gone", VIDEOS))
-
-
-def _sound(live: pa.Table, report: Report) -> pa.Table:
-    """The live rows of videos that have no problem."""
+def _without_problems(live: pa.Table, report: Report) -> pa.Table:
+    """Select the live rows of videos that have no problem."""
     ids = [problem.video_id for problem in report.problems if problem.video_id is not None]
     shards = [problem.shard for problem in report.problems if problem.video_id is None]
     known = pc.is_in(live["video_id"], value_set=pa.array(ids, pa.string()))
@@ -284,20 +300,8 @@ def _sound(live: pa.Table, report: Report) -> pa.Table:
     return live.filter(pc.invert(pc.or_(known, damaged)))
 
 
-def _checked(
-    work: Callable[[str], R], names: Sequence[str], item: str, request: Request, console: Console
-) -> Iterator[tuple[str, R]]:
-    """``work`` of every file with its name, in order, by ``request.jobs`` threads, with progress."""
-    if not names:
-        return
-    with reporter(console, len(names), request.log_interval, Wording("verifying", item, {}, "")) as progress:
-        for name, result in zip(names, _in_order(work, names, request.jobs), strict=True):
-            progress.advance(int(not result.problems), int(bool(result.problems)))
-            yield name, result
-
-
 def _in_order(work: Callable[[T], R], items: Iterable[T], jobs: int) -> Iterator[R]:
-    """Results in the order of ``items``; no more of them wait than threads work."""
+    """Yield results in the order of ``items``; no more of them wait than threads work."""
     pool = ThreadPoolExecutor(jobs, "verify")
     waiting: deque[Future[R]] = deque()
     try:

@@ -19,8 +19,10 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.resume import remaining
 from pipeline.storage.stores import LocalStore, ObjectStore
 from pipeline.verify import verify as rooms
-from pipeline.verify.judge import Judge
+from pipeline.verify.removal import remove_videos
 from pipeline.verify.repair import KEPT_IN
+from pipeline.verify.report import Kind, Problem
+from pipeline.verify.tokens import CheckedShard
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.damage import flip, rewrite_row, say_what_was_committed, shards
 from tests.pipeline.verifying import SHAPE, kinds, verified
@@ -168,11 +170,11 @@ def test_a_file_that_no_run_wrote_goes_out_of_the_way(store, whole):
 
 def test_what_was_replaced_is_kept(store):
     damage_tokens(store, "b")
-    file = commit_of(store, "b")
-    before = file.read_bytes()
+    row = TokenCache(store.root).metadata("b")
     report = verified(store, repair=True, keep=NOW)
-    assert report.repaired.replaced == [f"videos/{file.name}"] and not file.exists()
-    assert (store.root / KEPT_IN / file.name).read_bytes() == before
+    (name,) = report.repaired.replaced
+    kept = store.root / KEPT_IN / Path(name).name
+    assert not store.exists(name) and row["checksum"] in pq.read_table(kept)["checksum"].to_pylist()
 
 
 def test_the_same_in_a_merged_table(store, whole):
@@ -216,24 +218,46 @@ def test_a_cache_under_the_header_of_another_one_is_left_alone(store):
     assert {file: file.read_bytes() for file in (store.root / "videos").iterdir()} == before
 
 
-def test_shards_of_other_settings_are_refused(store, whole, tmp_path):
+def test_files_of_other_settings_are_left_out_and_set_aside(store, whole, tmp_path):
+    """As a run leaves them whose cache was moved away, and another one begun in its place."""
     other = write_header(tmp_path / "other", ratio=0.25, method="topk", hidden_size=8)
-    name = write_shard(other, "run3", encoded("x", random_tokens(9, SHAPE), 0.25, "topk"))
-    shutil.copy(other.root / name, store.root / name)
+    name = write_shard(other, "run3", *(encoded(v, random_tokens(9, SHAPE), 0.25, "topk", attempts=5) for v in "ax"))
+    (tokens,) = other.names("tokens", ".parquet")
+    for moved in (name, tokens):
+        shutil.copy(other.root / moved, store.root / moved)
     damage_tokens(store, "b")
-    with pytest.raises(RunFailed, match=f"move {name} away first"):
-        verified(store, repair=True, keep=NOW)
-
-
-def test_damage_that_another_look_does_not_find_is_let_be(store):
-    rows = Ledger(store).refresh()
-    assert len(rows)
     report = verified(store)
-    header = rooms.read_header(store)
-    table, bad = rooms._check_commits(store, header, rooms.Request(), rooms.Console(quiet=True), report)
+    assert sorted(kinds(report)) == ["damaged", "fingerprint"] and [file.name for file in report.orphans] == [tokens]
+    assert verified(store, clean=True, keep=NOW).removed == []
+    report = verified(store, repair=True, keep=NOW)
+    assert report.repaired.replaced[0] == name and (store.root / KEPT_IN / Path(name).name).exists()
+    assert_same_without(store.root, whole, {"b"})
+    assert store.exists(tokens) and tokens in verified(store, clean=True, keep=NOW).removed
+
+
+def test_damage_that_another_look_does_not_find_is_let_be(store, whole, monkeypatch):
     name = f"tokens/{token_shard(store, 'a').name}"
-    verdict = Judge(store, header, table, rooms._check_live(table, report), bad).verdict([name])
-    assert (verdict.marked, verdict.moving, verdict.spared) == ({}, {}, [name])
+    check, looks = rooms.check_token_shard, []
+
+    def flaky(store, shard, rows, header):
+        looks.append(shard)
+        problem = Problem(Kind.DAMAGED, "a bit of a cable", shard, "a")
+        return (
+            CheckedShard([problem]) if shard == name and looks.count(name) == 1 else check(store, shard, rows, header)
+        )
+
+    monkeypatch.setattr(rooms, "check_token_shard", flaky)
+    report = verified(store, repair=True, keep=NOW)
+    assert kinds(report) == [] and any("sound when it was read again" in note for note in report.notes)
+    assert (report.repaired.marked, report.repaired.moved, report.repaired.replaced) == ([], 0, [])
+    assert_same_without(store.root, whole, set())
+
+
+def test_a_removed_video_stays_so(store):
+    remove_videos(store, ["a"], "takedown", print, NOW)
+    damage_tokens(store, "b")
+    verified(store, repair=True, keep=NOW)
+    assert TokenCache(store.root).metadata("a")["status"] == "removed"
 
 
 class Dying(LocalStore):
