@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import islice
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import NamedTuple, Protocol
 
 import pyarrow as pa
@@ -180,11 +180,14 @@ class LocalStore:
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         root, path = self._descriptor(), PurePosixPath(checked_name(name))
         temporary = str(path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}"))
+        mode = stat.S_IMODE(os.fstat(root).st_mode)
         for folder in reversed(path.parents[:-1]):  # never the root: one that is gone took all its rows with it
             with suppress(FileExistsError):
                 os.mkdir(folder, dir_fd=root)
+                _share(folder, root, mode)
         try:
             with open(temporary, "xb", opener=partial(os.open, mode=0o666, dir_fd=root)) as file:
+                _share(temporary, root, mode & 0o666)
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -256,6 +259,12 @@ class LocalStore:
 
     def __str__(self) -> str:
         return self._shown
+
+
+def _share(name: PurePath | str, root: int, mode: int) -> None:
+    """Give a file below ``root`` a mode that follows the root's, so that machines with other umasks can share it."""
+    with suppress(OSError):  # a file system without modes
+        os.chmod(name, mode, dir_fd=root)
 
 
 class _HeldFolder:

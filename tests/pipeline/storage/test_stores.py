@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import signal
+import stat
 import time
 
 import pytest
@@ -70,6 +71,17 @@ def test_a_folder_is_listed_while_another_process_writes_to_it(tmp_path):
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     assert all(FileInfo("d/0", 1) in found for found in listings)
+
+
+@pytest.mark.parametrize("umask", [0o077, 0o000])
+def test_who_may_read_and_write_follows_the_folder_and_not_the_umask_of_a_machine(tmp_path, umask):
+    tmp_path.chmod(0o750)
+    before = os.umask(umask)
+    try:
+        LocalStore(tmp_path).put("d/a", b"x")
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("d", "d/a")] == [0o750, 0o640]
 
 
 def test_a_writer_killed_in_mid_file_leaves_nothing_at_the_name(tmp_path):
