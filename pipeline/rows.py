@@ -21,14 +21,13 @@ R = TypeVar("R", bound=Mapping[str, Any])
 class ManifestRow(TypedDict):
     """A video that a user named, as ``pipeline.inputs`` found it.
 
-    ``path`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what
+    ``uri`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what
     a listing on S3 or the manifest's size_bytes said; ``manifest`` is JSON of the columns that are only carried
     along.
     """
 
     video_id: str
     uri: str
-    path: str
     start_s: NotRequired[float | None]
     end_s: NotRequired[float | None]
     manifest: NotRequired[str | None]
@@ -40,6 +39,19 @@ class TodoRow(ManifestRow):
     """A video that is to be processed, and which attempt this is."""
 
     attempts: int
+
+
+def todo_row(
+    video_id: str,
+    uri: str,
+    start_s: float | None = None,
+    end_s: float | None = None,
+    size: int | None = None,
+    attempts: int = 1,
+) -> TodoRow:
+    """Return the row of a video that may be read."""
+    row: ManifestRow = {"video_id": video_id, "uri": uri, "start_s": start_s, "end_s": end_s, "size": size}
+    return {**row, "manifest": None, "policy": None, "attempts": attempts}
 
 
 class VideoRecord(TypedDict, total=False):

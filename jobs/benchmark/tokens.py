@@ -110,7 +110,7 @@ INPUTS: Mapping[str, Input] = MappingProxyType(
 
 def sample_clips() -> list[str]:
     """Paths of the clips that ``real_tokens`` reads. Raises ManifestError, with the remedy, where they are missing."""
-    paths: list[str] = read_manifest("sample").column("path").to_pylist()
+    paths: list[str] = read_manifest("sample").column("uri").to_pylist()
     return paths
 
 

@@ -120,7 +120,7 @@ def _file_row(path: Path, root: Path, judge: Judge) -> ManifestRow:
     if not is_text(absolute):
         policy = "the file's name is not valid UTF-8; rename it"
         video_id, absolute = _as_text(video_id), _as_text(absolute)
-    return {"video_id": video_id, "uri": absolute, "path": absolute, "policy": policy}
+    return {"video_id": video_id, "uri": absolute, "policy": policy}
 
 
 def _as_text(name: str) -> str:
@@ -139,7 +139,6 @@ def _from_objects(videos: str, roots: Roots, objects: Objects) -> pa.Table:
         {
             "video_id": info.uri.removeprefix(folder),
             "uri": info.uri,
-            "path": info.uri,
             "policy": listed_policy(info.uri),
             "size": info.size,
         }

@@ -22,13 +22,12 @@ from pipeline.inputs.tables import Rows, UserRow, carried_json, text_in
 from pipeline.rows import ManifestRow
 from pipeline.storage.s3 import is_object
 
-# ``path`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what a
+# ``uri`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what a
 # listing on S3 said, or the manifest's size_bytes; null elsewhere, where it costs a request or a look at the file.
 MANIFEST_SCHEMA = pa.schema(
     [
         pa.field("video_id", pa.string(), nullable=False),
         pa.field("uri", pa.string(), nullable=False),
-        pa.field("path", pa.string(), nullable=False),
         pa.field("start_s", pa.float64()),
         pa.field("end_s", pa.float64()),
         pa.field("manifest", pa.string()),
@@ -115,7 +114,7 @@ class NamedVideos:
         located = self._all_objects(uris) or self._all_files(uris)
         if located is None:
             return None
-        columns = [ids, located.uris, located.uris, *times, rows.carried(_OWN), located.policy, sizes]
+        columns = [ids, located.uris, *times, rows.carried(_OWN), located.policy, sizes]
         return pa.RecordBatch.from_arrays(columns, schema=MANIFEST_SCHEMA)
 
     def _all_objects(self, uris: pa.Array) -> Located | None:
@@ -154,7 +153,6 @@ class NamedVideos:
         return {
             "video_id": text_in(row, "video_id", where),
             "uri": location,
-            "path": location,
             "start_s": _seconds(row, "start_s", where),
             "end_s": _seconds(row, "end_s", where),
             "manifest": carried_json(carried) if carried else None,

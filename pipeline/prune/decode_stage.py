@@ -77,7 +77,7 @@ class VideoDecoder:
         """The video of a row, ready to be decoded, or the fault that keeps it from being so. Raises nothing."""
         if row["policy"]:
             return Source(row["uri"], fault=VideoFault("policy", row["policy"]))
-        return open_source(row["path"], self._setup.objects, self._setup.fetch_mb * 2**20)
+        return open_source(row["uri"], self._setup.objects, self._setup.fetch_mb * 2**20)
 
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
         """The record of a video and its frames [t,h,w,3]; what is wrong with it becomes its error row."""
@@ -97,7 +97,7 @@ class VideoDecoder:
 
     def _request(self, row: TodoRow) -> DecodeRequest:
         return DecodeRequest(
-            path=row["path"],
+            path=row["uri"],
             start_s=row["start_s"],
             end_s=row["end_s"],
             sampling=self._setup.sampling,
@@ -159,10 +159,10 @@ def _begun(row: TodoRow) -> VideoRecord:
 
 def _size(row: TodoRow, source: Source) -> int | None:
     """Bytes of a video that failed; what the listing said where it could not be fetched."""
-    if is_object(row["path"]):
+    if is_object(row["uri"]):
         return source.size if source.size is not None else row["size"]
     try:
-        return source_bytes(row["path"])
+        return source_bytes(row["uri"])
     except (OSError, ValueError):
         return None
 

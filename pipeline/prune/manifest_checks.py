@@ -65,7 +65,7 @@ def _example(forbidden: pa.Table, reason: str) -> str:
 def _roots_for(forbidden: pa.Table) -> Iterator[str]:
     """The folder and the prefix that would allow what lies outside; none where that would be everything."""
     outside = forbidden.filter(pc.is_in(forbidden["policy"], value_set=pa.array([OUTSIDE, OUTSIDE_FOLDERS])))
-    paths: list[str] = outside["path"].slice(0, _LOOKED_AT).to_pylist()
+    paths: list[str] = outside["uri"].slice(0, _LOOKED_AT).to_pylist()
     folders = [os.path.dirname(os.path.realpath(path)) for path in paths if not is_object(path)]  # noqa: PTH120
     if folders and (root := os.path.commonpath(folders)) != "/":
         yield root
@@ -92,7 +92,7 @@ def refuse_other_files(manifest: pa.Table, named: str, objects: Objects) -> None
     """
     path = named if is_object(named) else os.path.abspath(named.removeprefix("file://"))  # noqa: PTH100 - links stay
     row = manifest.slice(0, 1).to_pylist()[0]
-    if row["policy"] is not None or row["path"] != path:
+    if row["policy"] is not None or row["uri"] != path:
         return
     with _refusing_faults():
         if not is_object(named):
@@ -131,6 +131,6 @@ def _wrong(row: TodoRow) -> tuple[str, str] | None:
     if start < 0 or (end is not None and end <= start):
         clip = f"from {start:g} s to {'the end' if end is None else f'{end:g} s'}"
         return "have a clip that starts before 0 or ends before it starts (unsupported)", clip
-    if not is_object(row["path"]) and not os.path.exists(row["path"]):  # noqa: PTH110 - a Path each
-        return "are not there, seen from this machine (io)", row["path"]
+    if not is_object(row["uri"]) and not os.path.exists(row["uri"]):  # noqa: PTH110 - a Path each
+        return "are not there, seen from this machine (io)", row["uri"]
     return None

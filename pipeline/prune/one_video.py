@@ -19,7 +19,7 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder, pruned_columns, without_pixels
 from pipeline.prune.request import PruneRequest, resolve
-from pipeline.rows import TodoRow, VideoRecord
+from pipeline.rows import VideoRecord, todo_row
 from pipeline.storage.s3 import Objects, is_object
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sandbox import InThisProcess
@@ -124,17 +124,7 @@ class LocalEncoder:
 
     def _decoded(self, path: str, start_s: float | None, end_s: float | None) -> tuple[VideoRecord, NDArray[np.uint8]]:
         place = path if is_object(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
-        row: TodoRow = {
-            "video_id": path,
-            "uri": place,
-            "path": place,
-            "start_s": start_s,
-            "end_s": end_s,
-            "manifest": None,
-            "policy": None,
-            "size": None,
-            "attempts": 1,
-        }
+        row = todo_row(path, place, start_s, end_s)
         with self._decoder.open(row) as source:
             record, frames = self._decoder.decode_one(row, source)
         if frames is None:

@@ -240,8 +240,8 @@ def bytes_of_few(videos: pa.Table) -> float:
     """
     if len(videos) > FEW:
         return math.inf
-    rows = videos.select(["path", "policy", "size"]).to_pylist()
-    return sum(_file_bytes(row["path"], row["size"]) for row in rows if row["policy"] is None)
+    rows = videos.select(["uri", "policy", "size"]).to_pylist()
+    return sum(_file_bytes(row["uri"], row["size"]) for row in rows if row["policy"] is None)
 
 
 def _file_bytes(path: str, listed: int | None) -> float:

@@ -127,7 +127,7 @@ def _compare(part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: S
     readable = known & part["policy"].is_null().to_numpy(zero_copy_only=False)
     asked = readable & ~another & (sizes < 0) & np.where(failed, spent & config.retry_failed, was >= 0)
     if config.on_changed != "skip" and asked.any():
-        sizes[asked] = asker.of(part["path"].filter(pa.array(asked)).to_pylist())
+        sizes[asked] = asker.of(part["uri"].filter(pa.array(asked)).to_pylist())
     # Of unknown size now: gone since, and its tokens are in the cache, which is what the cache is for.
     resized = readable & (sizes >= 0) & (sizes != was)
     changed = known & ~failed & (another | (resized & (was >= 0)))

@@ -33,7 +33,7 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.encode_stage import VideoEncoder
 from pipeline.prune.request import match_cache, resolve
-from pipeline.rows import TodoRow, VideoRecord, VideoRow
+from pipeline.rows import TodoRow, VideoRecord, VideoRow, todo_row
 from pipeline.storage.s3 import Objects
 from pipeline.verify.report import Kind, LiveResult, Problem, Report
 from pipeline.video.source import same_source
@@ -197,14 +197,4 @@ def _run(cache: TokenCache, run_id: str) -> RunRecord:
 
 def _todo(row: VideoRow) -> TodoRow:
     """A row of the videos table as a video to do."""
-    return {
-        "video_id": row["video_id"],
-        "uri": row["uri"],
-        "path": row["uri"],
-        "start_s": row["start_s"],
-        "end_s": row["end_s"],
-        "manifest": None,
-        "policy": None,
-        "size": row["source_size"],
-        "attempts": row["attempts"],
-    }
+    return todo_row(row["video_id"], row["uri"], row["start_s"], row["end_s"], row["source_size"], row["attempts"])

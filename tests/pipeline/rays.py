@@ -109,7 +109,7 @@ def graph_of(
 ) -> Flow:
     """The real graph over one file under ``n_videos`` names, with the tiny model on the CPU."""
     source = ModelSource.resolve("tiny")
-    rows = [{"video_id": f"v{i}", "uri": path, "path": path, "attempts": 1} for i in range(n_videos)]
+    rows = [{"video_id": f"v{i}", "uri": path, "attempts": 1} for i in range(n_videos)]
     todo = pa.Table.from_pylist(rows, schema=TODO_SCHEMA)
     decode = DecodeSetup(Sampling(num_frames=frames), family_of(source).preprocessor(), decoder)
     encode = EncodeSetup(source, "gstep", 0.25, device="cpu")

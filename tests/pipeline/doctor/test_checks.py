@@ -99,7 +99,7 @@ def test_a_store_that_cannot_be_written_to_is_wrong_with_its_reason(tmp_path):
 def test_decoding_costs_what_the_run_would_record_and_names_what_fails():
     setup = request_of(PruneConfig(num_frames=4)).decode_setup()
     rows = [
-        {"video_id": name, "uri": str(path), "path": str(path), "policy": None, "start_s": None, "end_s": None}
+        {"video_id": name, "uri": str(path), "policy": None, "start_s": None, "end_s": None}
         | {"manifest": None, "size": None, "attempts": 1}
         for name, path in {"good": sample("bikes.mp4"), "bad": sample("bikes.mp4").with_name("none.mp4")}.items()
     ]

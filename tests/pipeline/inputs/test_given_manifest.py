@@ -23,7 +23,7 @@ def test_paths_are_called_by_their_names_and_may_be_anywhere(tmp_path, here):
     paths = [tmp_path / "other" / "a.mp4", "b.mp4", "s3://bucket/far/c.mp4"]
     given = given_manifest(paths).to_pylist()
     assert given == given_manifest(iter(paths)).to_pylist()
-    assert [(row["video_id"], row["path"], row["policy"]) for row in given] == [
+    assert [(row["video_id"], row["uri"], row["policy"]) for row in given] == [
         ("a.mp4", str(tmp_path / "other" / "a.mp4"), None),
         ("b.mp4", str(here / "b.mp4"), None),
         ("c.mp4", "s3://bucket/far/c.mp4", None),

@@ -42,7 +42,7 @@ def test_a_folder_lists_videos_by_their_key_below_it(server):
         assert ids(rows) == ["a/c.MKV", "b.mp4"]
         assert server.counts() == {"LIST": 1}
     assert rows[1] == {
-        "video_id": "b.mp4", "uri": server.uri("v/b.mp4"), "path": server.uri("v/b.mp4"), "size": 5,
+        "video_id": "b.mp4", "uri": server.uri("v/b.mp4"), "size": 5,
         "start_s": None, "end_s": None, "manifest": None, "policy": None,
     }  # fmt: skip
     for whole in (server.uri(), server.uri().rstrip("/")):
@@ -62,7 +62,7 @@ def test_keys_of_any_spelling_are_taken_literally(server):
         server.upload(f"v/{key}", key.encode())
     rows = read(server, server.uri("v"))
     assert sorted(ids(rows)) == sorted(ODD) and not any(row["policy"] for row in rows)
-    assert all(server.objects().read(row["path"]).decode() == row["video_id"] for row in rows)
+    assert all(server.objects().read(row["uri"]).decode() == row["video_id"] for row in rows)
 
 
 def test_listed_keys_that_a_client_might_resolve_are_not_read(server):
@@ -114,7 +114,7 @@ def test_a_manifest_is_one_request(server, kind, folder):
         data = sink.getvalue().to_pybytes()
     (row,) = read(server, server.upload(f"{folder}m.{kind}", data))
     assert server.counts() == {"GET": 1}
-    assert (row["video_id"], row["path"], row["policy"]) == ("007", server.uri(f"{folder}x/v.mp4"), None)
+    assert (row["video_id"], row["uri"], row["policy"]) == ("007", server.uri(f"{folder}x/v.mp4"), None)
     assert (row["start_s"], row["size"]) == (1.5, None)  # a column of the manifest's own is only carried
     assert str(json.loads(row["manifest"])["size"]) == "9"
 
@@ -142,7 +142,7 @@ def test_a_local_manifest_may_name_objects_below_a_root_only(tmp_path):
     rows = [{"video_id": uri, "uri": uri} for uri in ("a.mp4", "s3://bucket/v/a.mp4", "s3://bucket/w/a.mp4")]
     (tmp_path / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
     manifest = read_manifest(str(tmp_path / "m.jsonl"), ["s3://bucket/v"], Objects(endpoint_url="http://127.0.0.1:1"))
-    assert manifest["path"].to_pylist()[1] == "s3://bucket/v/a.mp4"
+    assert manifest["uri"].to_pylist()[1] == "s3://bucket/v/a.mp4"
     assert [policy is None for policy in manifest["policy"].to_pylist()] == [True, True, False]
 
 
@@ -171,7 +171,7 @@ def test_what_is_no_plain_key_is_not_read_and_shows_no_secret(uri, shown):
             return json.dumps({"video_id": "x", "uri": uri}).encode()
 
     (row,) = read_manifest("s3://bucket/m/m.jsonl", ["s3://bucket/m"], Given()).to_pylist()
-    assert row["policy"] and (row["uri"], row["path"]) == (shown, shown)
+    assert row["policy"] and row["uri"] == shown
     assert "SEC" not in str(row)
 
 

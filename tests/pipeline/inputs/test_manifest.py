@@ -28,7 +28,7 @@ def test_folder_lists_videos_by_relative_posix_path(tmp_path):
         touch(tmp_path / name)
     rows = read_manifest(str(tmp_path)).to_pylist()
     assert [row["video_id"] for row in rows] == ["a/c.MKV", "b.mp4"]
-    assert all(Path(row["path"]).is_absolute() and row["policy"] is None for row in rows)
+    assert all(Path(row["uri"]).is_absolute() and row["policy"] is None for row in rows)
 
 
 def test_glob_ids_are_relative_to_its_literal_prefix(tmp_path):
@@ -61,7 +61,7 @@ def test_manifest_kinds_agree(tmp_path, kind):
         columns = {"video_id": ["007"], "uri": ["v.mp4"], "start_s": [1.5], "end_s": [None], "label": ["cat"]}
         pq.write_table(pa.table(columns), path)
     (row,) = read_manifest(str(path)).to_pylist()
-    assert (row["video_id"], row["path"]) == ("007", str(tmp_path / "v.mp4"))
+    assert (row["video_id"], row["uri"]) == ("007", str(tmp_path / "v.mp4"))
     assert (row["start_s"], row["end_s"]) == (1.5, None)
     assert json.loads(row["manifest"]) == {"label": "cat"}
 
@@ -144,6 +144,6 @@ def test_a_folder_of_frames_is_a_video_where_a_manifest_names_it_and_nowhere_els
         ],
     )
     first, outside = read_manifest(str(manifest)).to_pylist()
-    assert (first["path"], first["policy"], first["start_s"], first["end_s"]) == (str(frames), None, 1.5, 9.0)
+    assert (first["uri"], first["policy"], first["start_s"], first["end_s"]) == (str(frames), None, 1.5, 9.0)
     assert outside["policy"]
     assert read_manifest(str(tmp_path))["video_id"].to_pylist() == ["a.mp4"]

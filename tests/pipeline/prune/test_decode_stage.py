@@ -25,7 +25,7 @@ def clip(tmp_path_factory):
 
 
 def todo(*uris, policy=None, size=None):
-    rows = [{"video_id": uri, "uri": uri, "path": uri, "policy": policy, "size": size, "attempts": 1} for uri in uris]
+    rows = [{"video_id": uri, "uri": uri, "policy": policy, "size": size, "attempts": 1} for uri in uris]
     return pa.Table.from_pylist(rows, schema=TODO_SCHEMA)
 
 

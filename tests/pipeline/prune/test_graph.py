@@ -184,7 +184,7 @@ def operators(dataset: ray.data.Dataset) -> list[str]:
 
 def lazy_graph(plan: Resources, out: str) -> Flow:
     source = ModelSource.resolve("tiny")
-    row = {"video_id": "v", "uri": "/v.mp4", "path": "/v.mp4", "attempts": 1}
+    row = {"video_id": "v", "uri": "/v.mp4", "attempts": 1}
     todo = pa.Table.from_pylist([row] * 8, schema=TODO_SCHEMA)
     decode = DecodeSetup(Sampling(num_frames=2), family_of(source).preprocessor())
     encode = EncodeSetup(source, "gstep", 0.25, device="cpu")

@@ -46,7 +46,7 @@ def test_what_was_asked_for_and_is_not_to_be_had_is_said():
 def test_sizes_of_a_few_files_are_added_up_and_one_unknown_makes_all_unknown(tmp_path):
     def known(*rows: tuple[str, str | None, int | None]) -> float:
         return bytes_of_few(
-            pa.Table.from_pylist([dict(zip(("path", "policy", "size"), row, strict=True)) for row in rows])
+            pa.Table.from_pylist([dict(zip(("uri", "policy", "size"), row, strict=True)) for row in rows])
         )
 
     (tmp_path / "a.mp4").write_bytes(bytes(700))

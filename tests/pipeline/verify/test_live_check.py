@@ -77,7 +77,7 @@ def test_what_is_not_different_is_not_suspicious(state):
 
 def test_a_row_becomes_the_video_that_a_run_would_do(stored):
     row = _todo(stored.metadata)
-    assert (row["video_id"], row["path"], row["policy"], row["attempts"]) == ("v", "/videos/v", None, 1)
+    assert (row["video_id"], row["uri"], row["policy"], row["attempts"]) == ("v", "/videos/v", None, 1)
 
 
 def test_versions_that_differ_are_named_then_and_now(stored):

@@ -95,7 +95,7 @@ def test_one_damaged_video_is_marked_and_its_neighbours_stay_bit_for_bit(store, 
 def test_a_marked_video_is_what_the_next_run_takes_up(store):
     damage_tokens(store, "b")
     verified(store, repair=True, keep=NOW)
-    rows = [{"video_id": v, "uri": f"/videos/{v}", "path": f"/videos/{v}"} for v in IDS]
+    rows = [{"video_id": v, "uri": f"/videos/{v}"} for v in IDS]
     manifest = MANIFEST_SCHEMA.empty_table().from_pylist(rows, schema=MANIFEST_SCHEMA)
     todo, _ = remaining(manifest, Ledger(store).refresh(), PruneConfig(retry_failed=True, on_changed="skip"))
     assert (todo["video_id"].to_pylist(), todo["attempts"].to_pylist()) == (["b"], [2])

@@ -25,7 +25,7 @@ SMALL |= {"questions": 1, "max_new_tokens": 3, "repeats": 1, "device": "cpu", "d
 def clip():
     """The path of a short clip."""
     found = read_manifest("sample").to_pylist()
-    return next(row["path"] for row in found if row["video_id"] == "carphone_pristine.mp4")
+    return next(row["uri"] for row in found if row["video_id"] == "carphone_pristine.mp4")
 
 
 @pytest.fixture(scope="module")

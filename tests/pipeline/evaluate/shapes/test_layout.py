@@ -95,7 +95,7 @@ def test_the_manifest_names_the_videos_as_their_folder_does(folder):
     named, found = read_manifest(str(folder / "manifest.jsonl")), read_manifest(str(folder))
     assert sorted(named["video_id"].to_pylist()) == sorted(found["video_id"].to_pylist())
     assert all(
-        path.endswith(name) for name, path in zip(*(named[c].to_pylist() for c in ("video_id", "path")), strict=True)
+        path.endswith(name) for name, path in zip(*(named[c].to_pylist() for c in ("video_id", "uri")), strict=True)
     )
     rows = [json.loads(line) for line in (folder / "manifest.jsonl").read_text().splitlines()]
     assert [row["n_frames"] for row in rows] == [8, 16, 32] * 2 and {row["seeds"] for row in rows} == {"development"}
