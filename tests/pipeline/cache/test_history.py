@@ -1,20 +1,30 @@
-"""Three writers and a merger on S3, where replies are lost after success, requests come late and are tried again."""
+"""Three writers and a merger whose requests are lost after success, come late, twice and in another order.
+
+Once on S3 with threads, through a proxy; and once step by step: the order of requests is drawn from a seed, and the
+live rows are held against a model after each of them.
+"""
 
 from __future__ import annotations
 
 import random
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from pipeline import TokenCache
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.merging import merge
 from pipeline.cache.table import table_files
 from pipeline.errors import CorruptShard
-from pipeline.storage.stores import ObjectStore
+from pipeline.storage.stores import LocalStore, ObjectStore
 from tests.pipeline.cache.test_merging import Model, Row, commit_rows, draw_rows, live_in
 from tests.pipeline.caches import write_header
 from tests.pipeline.flaky import FlakyProxy
@@ -93,3 +103,157 @@ def test_the_live_rows_are_the_model_s_whatever_the_store_does_to_requests(proxy
     assert live_in(sound) == model and len(table_files(sound, VIDEOS)) == 1
     cache = TokenCache(sound.root, store=sound)
     assert {name: cache.metadata(name)["run_id"] for name in model} == {name: row[2] for name, row in model.items()}
+
+
+class Killed(BaseException):
+    """The process ends in mid-request."""
+
+
+class Steps:
+    """Runs actors one request at a time, the next of them drawn from a seed; holds the rows against a model between.
+
+    What a request changes may come twice, or late: after others, when its sender has long tried again.
+    """
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.draw, self.folder, self.model = random.Random(seed), folder, Model()
+        self.rows: dict[str, list[Row]] = {}  # what a small file holds, by its name
+        self._late: list[Callable[[], None]] = []
+        self._turn: dict[threading.Thread, threading.Semaphore] = {}
+        self._yielded = threading.Semaphore(0)
+
+    def wait_for_turn(self) -> None:
+        """Called by an actor before each of its requests. Raises Killed."""
+        self._yielded.release()
+        self._turn[threading.current_thread()].acquire()
+        if self.draw.random() < 0.03:
+            raise Killed
+
+    def change(self, act: Callable[[], None]) -> None:
+        """Carry out a change as a store may: at once; twice, as the reply was lost; or again at any time later."""
+        kind = self.draw.choice(["once", "once", "twice", "late"])
+        act()
+        if kind == "twice":
+            self.wait_for_turn()
+            act()
+        elif kind == "late":
+            self._late.append(act)
+
+    def put_was_done(self, name: str) -> None:
+        self.model.rows += self.rows.get(name, [])
+
+    def run(self, *actors: Callable[[LocalStore], None]) -> None:
+        for actor in actors:
+            thread = threading.Thread(target=self._act, args=(actor,), daemon=True)
+            self._turn[thread] = threading.Semaphore(0)
+            thread.start()
+            self._yielded.acquire()
+        while self._turn:
+            self._turn[self.draw.choice(list(self._turn))].release()
+            self._yielded.acquire()
+            if self._late and self.draw.random() < 0.2:
+                self._late.pop(self.draw.randrange(len(self._late)))()
+            self.check()
+        while self._late:
+            self._late.pop()()
+            self.check()
+
+    def check(self) -> None:
+        assert live_in(LocalStore(self.folder)) == self.model.live()
+
+    def _act(self, actor: Callable[[LocalStore], None]) -> None:
+        with suppress(Killed):
+            self.wait_for_turn()
+            actor(Stepped(self))
+        del self._turn[threading.current_thread()]
+        self._yielded.release()
+
+
+class Stepped(LocalStore):
+    """A folder of which one actor's requests are steps among those of others."""
+
+    def __init__(self, steps: Steps) -> None:
+        super().__init__(steps.folder)
+        self.steps = steps
+
+    def put(self, name, data) -> None:
+        self.steps.wait_for_turn()
+
+        def act() -> None:
+            LocalStore(self.root).put(name, data)
+            self.steps.put_was_done(name)
+
+        self.steps.change(act)
+
+    def delete(self, name) -> None:
+        self.steps.wait_for_turn()
+        self.steps.change(lambda: LocalStore(self.root).delete(name))
+
+    def names(self, folder, suffix):
+        self.steps.wait_for_turn()
+        return super().names(folder, suffix)
+
+    def read(self, name):
+        self.steps.wait_for_turn()
+        return super().read(name)
+
+    def read_slice(self, name, start, end=None):
+        self.steps.wait_for_turn()
+        return super().read_slice(name, start, end)
+
+
+def step_by_step(folder: Path, seed: int) -> None:
+    """Three writers and two mergers, the requests of all in an order drawn from the seed."""
+    write_header(folder)
+    steps = Steps(folder, seed)
+
+    def write(number: int, store: LocalStore) -> None:
+        for step in range(4):
+            run = f"w{number}.{step}"
+            rows = draw_rows(steps.draw, run)
+            steps.rows[small_file(run, rows)] = rows
+            commit_rows(store, run, rows)
+
+    def merge_often(store: LocalStore) -> None:
+        for _ in range(4):
+            with suppress(FileNotFoundError):  # the other merger deleted it
+                merge(store, None, everything=steps.draw.random() < 0.5, keep=NOW)
+
+    steps.run(*(partial(write, number) for number in range(3)), merge_often, merge_often)
+    for _ in range(3):
+        merge(LocalStore(folder), None, everything=True, keep=NOW)
+        steps.check()
+
+
+def small_file(run: str, rows: list[Row]) -> str:
+    """The name that the commit of the rows gets."""
+    folder = Recorded()
+    return commit_rows(folder, run, rows)
+
+
+class Recorded(LocalStore):
+    """Writes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__("/nowhere")
+
+    def put(self, name, data) -> None:
+        pass
+
+
+@pytest.fixture
+def many_files(monkeypatch):
+    """Merges write several files of a few rows."""
+    monkeypatch.setattr("pipeline.cache.merging.GROUP_ROWS", 2)
+    monkeypatch.setattr("pipeline.cache.merging._PART_GROUPS", 2)
+
+
+def test_every_step_of_an_interleaving_shows_the_model_s_rows(tmp_path, many_files):
+    step_by_step(tmp_path, 7)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32))
+def test_every_step_of_every_interleaving_shows_the_model_s_rows(tmp_path_factory, many_files, seed):
+    step_by_step(tmp_path_factory.mktemp("c"), seed)

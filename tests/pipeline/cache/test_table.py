@@ -124,6 +124,34 @@ def test_a_flipped_bit_anywhere_raises_or_changes_nothing(store, read):
             seen()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("read", ["all", "find"])
+def test_every_byte_of_a_sorted_file(store, read):
+    """A bit of each byte in turn: what is read raises, or is what was written."""
+    rows = rows_of(70)  # two row groups
+    name = put_sorted(store, rows)
+    path, file, draw = store.root / name, file_named(name), random.Random(0)
+    whole, good = path.read_bytes(), {row["video_id"]: row for row in rows.to_pylist()}
+    raised = 0
+    with path.open("r+b") as changed:
+        for at, byte in enumerate(whole):
+            changed.seek(at)
+            changed.write(bytes([byte ^ 1 << draw.randrange(8)]))
+            changed.flush()
+            try:
+                if read == "all":
+                    assert read_file(store, file).equals(rows), at
+                else:
+                    video_id = draw.choice(list(good))
+                    assert TokenCache(store.root).metadata(video_id)["attempts"] == good[video_id]["attempts"], at
+            except CorruptShard:
+                raised += 1
+            changed.seek(at)
+            changed.write(bytes([byte]))
+    changed_bytes = len(whole) if read == "all" else file.n_tail
+    assert 0.9 * changed_bytes < raised <= len(whole)
+
+
 def test_few_requests_find_a_video(store, monkeypatch):
     """One listing opens the table; then its end and one row group of the file are read."""
     rows = rows_of(N)
