@@ -24,11 +24,16 @@ HELP = "decoding alone, beside other libraries and the least that is possible"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     parser.add_argument("--clips", nargs="+", metavar="NAME", help="some of them only, by what their names hold [all]")
+    parser.add_argument("--long", action="store_true", help="longer clips of 1080p and 2160p too, which take minutes")
     parser.add_argument("--frames", type=count, default=32, metavar="T", help="frames a clip [32]")
     parser.add_argument("--fps", type=_positive, metavar="F", help="so many frames a second instead")
     parser.add_argument("--snap", type=_positive, default=5.0, metavar="S", help="seconds to keyframes [5]")
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="rounds; the best is shown [3]")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="make the clips there, and keep them")
+    parser.add_argument(
+        "--loop", nargs=2, type=count, metavar="N", help="the whole job too, and DataLoader loops, over N and N videos"
+    )
+    parser.add_argument("--workers", type=count, default=2, metavar="N", help="decode workers of these loops [2]")
     add_json_or_file(parser)
 
 
@@ -43,15 +48,17 @@ def run(arguments: argparse.Namespace) -> Done:
     """Measure and show; returns the exit code and the figures. Raises UsageError for clips that there are none of."""
     import torch  # noqa: PLC0415 - loads after the flags
 
-    from jobs.benchmark.decode.clips import CLIPS, make_clips  # noqa: PLC0415
+    from jobs.benchmark.decode.clips import CLIPS, LONG_CLIPS, make_clips  # noqa: PLC0415
+    from jobs.benchmark.decode.loop import videos_per_second  # noqa: PLC0415
     from jobs.benchmark.decode.measure import measure  # noqa: PLC0415
     from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415
     from pipeline.video.sampling import Sampling  # noqa: PLC0415
 
     console = Console(stderr=True)
-    names = [name for name in CLIPS if any(part in name for part in arguments.clips or [""])]
+    clips = [*CLIPS, *LONG_CLIPS] if arguments.long else [*CLIPS]
+    names = [name for name in clips if any(part in name for part in arguments.clips or [""])]
     if not names:
-        raise UsageError(f"--clips: no name holds {' or '.join(arguments.clips)}; there are {', '.join(CLIPS)}")
+        raise UsageError(f"--clips: no name holds {' or '.join(arguments.clips)}; there are {', '.join(clips)}")
     sampling = Sampling(None if arguments.fps else arguments.frames, arguments.fps)
     torch.set_num_threads(1)
     found = []
@@ -59,11 +66,16 @@ def run(arguments: argparse.Namespace) -> Done:
         console.print("making the clips", style="dim")
         for name, path in make_clips(arguments.folder or Path(temporary), names).items():
             console.print(f"decoding {name}", style="dim", highlight=False)
-            found.append(measure(name, path, sampling, arguments.repeats, arguments.snap))
+            one = measure(name, path, sampling, arguments.repeats, arguments.snap)
+            if arguments.loop:
+                one.per_second = videos_per_second(path, one.chosen, arguments.loop, arguments.workers)
+            found.append(one)
     frames = f"{arguments.fps:g} frames a second" if arguments.fps else f"{arguments.frames} frames"
     title = f"CPU seconds for {frames} of a clip at 384 x 384, best of {arguments.repeats}, {machine_line('cpu')}"
     wide_console().print(as_table(found, title))
-    record = [{"clip": one.clip, "bytes": one.n_bytes, "cpu_s": one.ways} for one in found]
+    record = [
+        {"clip": one.clip, "bytes": one.n_bytes, "cpu_s": one.ways, "videos_per_s": one.per_second} for one in found
+    ]
     return Done(0, {"machine": machine("cpu"), "clips": record})
 
 
@@ -79,6 +91,8 @@ def as_table(found: Sequence[Times], title: str) -> Table:
         table.add_row(way, *(_shown(one.ways.get(way)) for one in found))
     for way in (HERE, CHILD, "decord", "torchcodec"):
         table.add_row(f"{way} / {FLOOR}", *(_shown(one.over_floor(way)) for one in found))
+    for way in found[0].per_second:
+        table.add_row(f"{way}, videos/s", *(_shown(one.per_second[way]) for one in found))
     table.add_row("MB through the object store", *(f"{one.n_bytes / 1e6:.1f}" for one in found))
     return table
 

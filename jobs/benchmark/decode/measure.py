@@ -12,6 +12,7 @@ from typing import Any
 
 import av
 import numpy as np
+import torch
 
 from gstep.backbones.preprocess.base import resize_frames
 from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
@@ -34,11 +35,15 @@ class Times:
         clip: its name.
         ways: by name; None where a library is not here or cannot read the clip.
         n_bytes: of the frames, which go through the object store.
+        chosen: the frames that were decoded.
+        per_second: videos/s of the whole job and of loops, where they were measured.
     """
 
     clip: str
     ways: dict[str, float | None] = field(default_factory=dict)
     n_bytes: int = 0
+    chosen: list[int] = field(default_factory=list)
+    per_second: dict[str, float | None] = field(default_factory=dict)
 
     def add(self, way: str, seconds: float | None) -> None:
         """Take a round's figure where it is the best."""
@@ -61,7 +66,7 @@ def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: flo
     request = DecodeRequest(path, sampling, _PREPROCESSOR)
     snapped = replace(request, sampling=replace(sampling, snap_to_keyframes_s=snap_s))
     frames = needed(str(path), times, keys)
-    found = Times(name, n_bytes=decode_video(request).frames.nbytes)
+    found = Times(name, n_bytes=decode_video(request).frames.nbytes, chosen=chosen.tolist())
     with DecodeSandbox(timeout_s=3600) as sandbox:
         sandbox.decode(request)
         ways: dict[str, Callable[[], float]] = {
@@ -73,8 +78,8 @@ def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: flo
             "indexed": partial(_cpu, lambda: _indexed(path)),
             f"ours, within {snap_s:g} s of keyframes": partial(_cpu, lambda: decode_video(snapped)),
             "plain PyAV": partial(_cpu, lambda: _plain(str(path), times)),
-            "decord": partial(_cpu, lambda: _by_decord(str(path), chosen.tolist())),
-            "torchcodec": partial(_cpu, lambda: _by_torchcodec(str(path), chosen.tolist())),
+            "decord": partial(_cpu, lambda: by_decord(str(path), chosen.tolist())),
+            "torchcodec": partial(_cpu, lambda: by_torchcodec(str(path), chosen.tolist())),
         }
         for _ in range(repeats):
             for way, call in ways.items():
@@ -117,17 +122,19 @@ def _plain(path: str, times: Sequence[int]) -> None:
             _resized(next(frame for frame in container.decode(stream) if frame.pts == moment))
 
 
-def _by_decord(path: str, chosen: list[int]) -> None:
+def by_decord(path: str, chosen: list[int]) -> torch.Tensor:
+    """Decode and resize frames with decord: [T,h,w,3] uint8."""
     import decord  # noqa: PLC0415 - not there on every platform
 
-    resize_frames(decord.VideoReader(path, ctx=decord.cpu(0), num_threads=1).get_batch(chosen).asnumpy(), SIZE)
+    return resize_frames(decord.VideoReader(path, ctx=decord.cpu(0), num_threads=1).get_batch(chosen).asnumpy(), SIZE)
 
 
-def _by_torchcodec(path: str, chosen: list[int]) -> None:
+def by_torchcodec(path: str, chosen: list[int]) -> torch.Tensor:
+    """Decode and resize frames with torchcodec: [T,h,w,3] uint8."""
     from torchcodec.decoders import VideoDecoder  # noqa: PLC0415 - an extra
 
     video = VideoDecoder(path, num_ffmpeg_threads=1, dimension_order="NHWC", seek_mode="approximate")
-    resize_frames(video.get_frames_at(chosen).data, SIZE)
+    return resize_frames(video.get_frames_at(chosen).data, SIZE)
 
 
 def _resized(frame: Any) -> Any:

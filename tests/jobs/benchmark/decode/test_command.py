@@ -7,8 +7,10 @@ import pytest
 
 from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark.decode import clips
+from jobs.benchmark.decode.loop import JOB
 from jobs.benchmark.decode.measure import CHILD, FLOOR, HERE, Times, needed
 from pipeline.video.containers import sniff
+from pipeline.video.decoders import PyavDecoder
 from pipeline.video.probe import probe
 
 
@@ -30,6 +32,29 @@ def test_all_ways_of_decoding_are_measured_beside_the_least(one_clip, tmp_path, 
     (made,) = (tmp_path / "clips").iterdir()
     stamp = made.stat().st_mtime_ns
     assert benchmark.main(argv) == 0 and made.stat().st_mtime_ns == stamp  # kept, and not made again
+
+
+@pytest.mark.slow
+def test_the_whole_job_is_measured_beside_loops(one_clip, tmp_path, capsys):
+    file = tmp_path / "decode.json"
+    argv = ["decode", "--frames", "4", "--repeats", "1", "--loop", "1", "6", "--workers", "1", "--json", str(file)]
+    assert benchmark.main([*argv, "--folder", str(tmp_path / "clips")]) == 0
+    (clip,) = json.loads(file.read_text())["clips"]
+    per_second = clip["videos_per_s"]
+    assert set(per_second) == {JOB, "loop with decord", "loop with torchcodec"}
+    assert per_second[JOB] and per_second["loop with decord"]
+    assert f"{JOB}, videos/s" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_packets_of_a_long_clip_are_those_of_a_short_one_repeated(monkeypatch, tmp_path):
+    clip = clips.Clip("libx264", 192, 128, 2, 12)
+    monkeypatch.setattr(clips, "LONG_CLIPS", {"long": clip})
+    monkeypatch.setattr(clips, "_ENCODED", 25)
+    index = probe(str(clips.make_clips(tmp_path, ["long"])["long"]), "mov")
+    assert len(index.timestamps) == 48 and len(index.keyframes) == 4
+    assert np.allclose(np.diff(index.timestamps), 1 / clips.FPS)
+    frames = np.concatenate(list(PyavDecoder(index).read(np.arange(48))))
+    assert np.array_equal(frames[:24], frames[24:]) and not np.array_equal(frames[:12], frames[12:24])
 
 
 def test_clips_that_there_are_none_of_are_named(capsys):
