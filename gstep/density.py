@@ -25,7 +25,7 @@ FUSIONS = ("full", "temporal", "spatial")
 
 
 def work_dtype(tokens: Tensor) -> torch.dtype:
-    """The dtype that products of tokens are computed in: float64 for float64, else float32 (exact for 16 bits)."""
+    """Return the dtype to compute products of tokens in: float64 for float64, else float32 (exact for 16 bits)."""
     return torch.float64 if tokens.dtype == torch.float64 else torch.float32
 
 
@@ -42,17 +42,18 @@ def working_scale(tokens: Tensor) -> float:
 
 
 def working_copy(tokens: Tensor) -> Tensor:
-    """``tokens``, of any shape, in their work dtype times their working scale; no copy where there is nothing to do."""
+    """Convert ``tokens``, of any shape, to their work dtype times their working scale; no copy without need."""
     scale = working_scale(tokens)
     tokens = tokens.to(work_dtype(tokens))
     return tokens if scale == 1.0 else tokens * scale
 
 
 def row_factors(tokens_MD: Tensor) -> Tensor | None:
-    """[M] float64, the power of two that brings a row's largest magnitude into [1/2, 1) where it lies far out, else 1.
+    """Compute the power of two, [M] float64, that brings a row's largest magnitude into [1/2, 1) if it lies far out.
 
-    None where no row does. Far out, squares of 16-bit and float32 tokens leave the range of float32, or float64 tokens
-    leave it themselves. Powers of two are exact, and cosines do not depend on them, whatever factor each row has.
+    Other rows have 1, and the result is None where no row lies far out: there squares of 16-bit and float32 tokens
+    leave the range of float32, or float64 tokens leave it themselves. Powers of two are exact, and cosines do not
+    depend on them, whatever factor each row has.
     """
     largest_M = torch.maximum(tokens_MD.amax(dim=1), -tokens_MD.amin(dim=1)).double()
     exponent_M = torch.frexp(largest_M).exponent
@@ -65,35 +66,35 @@ def row_factors(tokens_MD: Tensor) -> Tensor | None:
 
 
 def level_copy(tokens_MD: Tensor) -> Tensor:
-    """``tokens_MD`` in their work dtype times their ``row_factors``; no copy where there is nothing to do."""
+    """Convert ``tokens_MD`` to their work dtype times their ``row_factors``; no copy without need."""
     return levelled(tokens_MD, row_factors(tokens_MD))
 
 
 def levelled(tokens_MD: Tensor, factor_M: Tensor | None) -> Tensor:
-    """``tokens_MD`` in their work dtype, each row times its factor."""
+    """Convert ``tokens_MD`` to their work dtype, each row times its factor."""
     dtype = work_dtype(tokens_MD)
     return tokens_MD.to(dtype) if factor_M is None else (tokens_MD.double() * factor_M[:, None]).to(dtype)
 
 
 def row_slices(rows: Tensor) -> Iterator[slice]:
-    """Slices along the first axis, small enough for float64 intermediates to stay in a CPU's cache or a GPU's slack."""
+    """Yield slices along the first axis, so small that float64 intermediates stay in a CPU's cache or a GPU's slack."""
     elements = 2**25 if rows.is_cuda else 2**20
     step = max(1, elements // max(1, rows[0].numel()))
     return (slice(start, start + step) for start in range(0, len(rows), step))
 
 
 def float64_copy(tokens: Tensor) -> Tensor:
-    """A copy that may be worked on in place, laid out row by row whatever the strides of ``tokens`` are."""
+    """Copy tokens to float64 row by row, whatever their strides, to be worked on in place."""
     return tokens.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
 
 
 def floor_distance(distance: Tensor) -> Tensor:
-    """Cosine distances below ZERO_DISTANCE, negative ones too, become exactly 0."""
+    """Set cosine distances below ZERO_DISTANCE, negative ones too, to exactly 0."""
     return distance.masked_fill(distance < ZERO_DISTANCE, 0.0)
 
 
 def frame_mean(tokens_TND: Tensor) -> Tensor:
-    """Eq. (2): the semantic centre of each frame, [T,N,D] -> [T,D] float64.
+    """Compute the semantic centre of each frame, Eq. (2): [T,N,D] -> [T,D] float64.
 
     Taken relative to the frame's first token, so that the centre of identical tokens is that token exactly.
     """
@@ -110,7 +111,7 @@ def frame_mean(tokens_TND: Tensor) -> Tensor:
 
 
 def spatial_density(tokens_TND: Tensor, mean_TD: Tensor) -> Tensor:
-    """Eq. (3): each token's distance to its frame's centre over the largest in that frame, [T,N] float64 in [0, 1].
+    """Compute Eq. (3): each token's distance to its frame's centre over the largest there, [T,N] float64 in [0, 1].
 
     0 throughout a constant frame, one whose largest deviation is at most 8 eps of the work dtype times its largest
     token norm: beyond that the quotient would be one of rounding errors.
@@ -144,7 +145,7 @@ def frames_described(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cosine_distance(a_XD: Tensor, b_XD: Tensor) -> Tensor:
-    """d(a, b) = 1 - cos(a, b) of each pair of rows, [X,D] x 2 -> [X], 0 below ZERO_DISTANCE.
+    """Compute d(a, b) = 1 - cos(a, b) of each pair of rows, [X,D] x 2 -> [X], 0 below ZERO_DISTANCE.
 
     A zero row has cosine 0 with everything but another zero row, which it equals (distance 0).
     """
@@ -153,14 +154,14 @@ def cosine_distance(a_XD: Tensor, b_XD: Tensor) -> Tensor:
 
 
 def distance_of_products(product: Tensor, norm_a: Tensor, norm_b: Tensor) -> Tensor:
-    """The same from the inner product of two rows and their norms, all of one shape."""
+    """Compute the cosine distance from the inner product of two rows and their norms, all of one shape."""
     norms = norm_a * norm_b
     cosine = product / torch.where(norms > 0, norms, 1.0)
     return floor_distance(torch.where((norm_a == 0) & (norm_b == 0), 0.0, 1 - cosine))
 
 
 def centred_change(mean_TD: Tensor) -> Tensor:
-    """Eq. (4): the raw change curve c, [T,D] -> [T]: the mean distance of each frame centre to its neighbours.
+    """Compute the raw change curve c, Eq. (4), [T,D] -> [T]: each frame centre's mean distance to its neighbours.
 
     The first and the last frame have one neighbour; a single frame has none and changes by 0.
     """
@@ -171,7 +172,10 @@ def centred_change(mean_TD: Tensor) -> Tensor:
 
 
 def gaussian_kernel(sigma: float, radius: int | None = None) -> Tensor:
-    """Eq. (5): the truncated Gaussian of sum 1, [2r+1] float64; ``sigma`` in frames, r = ceil(3 sigma) by default."""
+    """Compute the truncated Gaussian of sum 1, Eq.
+
+    (5), [2r+1] float64; ``sigma`` in frames, r = ceil(3 sigma) by default.
+    """
     radius = math.ceil(3 * sigma) if radius is None else radius
     offset_K = torch.arange(-radius, radius + 1, dtype=torch.float64, device="cpu")
     weight_K = torch.exp(-0.5 * (offset_K / sigma) ** 2)
@@ -179,13 +183,13 @@ def gaussian_kernel(sigma: float, radius: int | None = None) -> Tensor:
 
 
 def box_kernel(radius: int | None = None) -> Tensor:
-    """The fixed window of the smoothing ablation: 2r+1 equal weights of sum 1, [2r+1] float64; r = 1 by default."""
+    """Compute the fixed window of the smoothing ablation: 2r+1 equal weights of sum 1, float64; r = 1 by default."""
     taps = 2 * (1 if radius is None else radius) + 1
     return torch.full((taps,), 1.0 / taps, dtype=torch.float64, device="cpu")
 
 
 def source_frame(position: Tensor, n_frames: int, boundary: str) -> Tensor:
-    """The frame in [0, T) that stands in at each (possibly outside) position; both int64, of the same shape.
+    """Find the frame in [0, T) that stands in at each (possibly outside) position; both int64, of the same shape.
 
     reflect (edge not repeated), symmetric (edge repeated) and circular go on periodically, however far out.
     """
@@ -202,9 +206,9 @@ def source_frame(position: Tensor, n_frames: int, boundary: str) -> Tensor:
 
 
 def smooth(change_T: Tensor, kernel_K: Tensor, boundary: str = "replicate") -> Tensor:
-    """Eq. (6): the change curve under a kernel of odd length, [T] -> [T].
+    """Smooth the change curve by a kernel of odd length, Eq. (6), [T] -> [T].
 
-    ``boundary`` says what lies beyond the ends: replicate (the end frame), zero, renorm (zero, divided by the kernel's
+    ``boundary`` names what lies beyond the ends: replicate (the end frame), zero, renorm (zero, divided by the kernel's
     mass inside the video), reflect, symmetric or circular.
     """
     n_frames, radius = len(change_T), len(kernel_K) // 2
@@ -221,7 +225,7 @@ def smooth(change_T: Tensor, kernel_K: Tensor, boundary: str = "replicate") -> T
 
 
 def mean_normalise(smoothed_T: Tensor, eps: float = 1e-6) -> Tensor:
-    """Eq. (7): b / (mean(b) + eps), [T] -> [T]."""
+    """Divide by the mean, Eq. (7): b / (mean(b) + eps), [T] -> [T]."""
     return smoothed_T / (smoothed_T.mean() + eps)
 
 
@@ -234,7 +238,10 @@ def temporal_density(
     boundary: str = "replicate",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Eqs. (4)-(7): the normalised temporal density of each frame, [T,D] -> [T]. A single frame has density 1."""
+    """Compute the normalised temporal density of each frame, Eqs.
+
+    (4)-(7), [T,D] -> [T]; a single frame has density 1.
+    """
     if len(mean_TD) == 1:
         return mean_TD.new_ones(1)
     curve_T = centred_change(mean_TD)
@@ -246,7 +253,10 @@ def temporal_density(
 
 
 def fuse(temporal_T: Tensor, spatial_TN: Tensor, fusion: str = "full") -> Tensor:
-    """Eq. (8): rho = temporal * spatial density, [T] x [T,N] -> [T,N]; ``fusion`` may leave one factor out."""
+    """Fuse the densities, Eq.
+
+    (8): rho = temporal * spatial, [T] x [T,N] -> [T,N]; ``fusion`` may leave one factor out.
+    """
     if fusion == "spatial":
         return spatial_TN
     temporal_TN = temporal_T[:, None].expand_as(spatial_TN)
@@ -263,7 +273,7 @@ def spatio_temporal_density(
     fusion: str = "full",
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """Eqs. (2)-(8) on finite tokens [T,N,D] of any float dtype: rho [T,N] and the temporal density [T], both float64.
+    """Compute rho [T,N] and the temporal density [T], Eqs. (2)-(8), float64, of finite tokens [T,N,D].
 
     The parameters are those of ``temporal_density`` and ``fuse``; their names' values are in SMOOTHINGS, BOUNDARIES and
     FUSIONS and are not checked again here.

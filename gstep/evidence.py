@@ -49,27 +49,27 @@ PER_FRAME = frozenset({"frame_feature"})
 
 
 def is_per_frame(labelled: str) -> bool:
-    """Whether evidence, by its label, is of frames."""
+    """Return whether evidence, by its label, is of frames."""
     return any(labelled == name or labelled.startswith(f"{name}_") for name in PER_FRAME)
 
 
 def label(name: str, source: str) -> str:
-    """What tells a name from the same one of another source: ``token_attention_last_layer``."""
+    """Make the label that distinguishes a name from the same one of another source: ``token_attention_last_layer``."""
     return f"{name}_{source}"
 
 
 def name_of(labelled: str, source: str) -> str:
-    """The name of evidence from its label, which may be the name itself."""
+    """Return the name of evidence from its label, which may be the name itself."""
     return labelled.removesuffix(f"_{source}")
 
 
 def pairs(evidence: Mapping[str, str]) -> frozenset[tuple[str, str]]:
-    """(name, source) of evidence, label -> source."""
+    """Return (name, source) of evidence, label -> source."""
     return frozenset((name_of(labelled, source), source) for labelled, source in evidence.items())
 
 
 def in_words(evidence: Mapping[str, str]) -> str:
-    """``frame_feature, token_attention from SigLIP's attention-pooling head``."""
+    """Describe evidence: ``frame_feature, token_attention from SigLIP's attention-pooling head``."""
     return "; ".join(
         f"{', '.join(sorted(name for name, other in pairs(evidence) if other == source))} from "
         f"{SOURCES.get(source, source)}"

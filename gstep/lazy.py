@@ -11,16 +11,16 @@ from typing import Any
 
 
 def load_object(target: str) -> Any:
-    """The object that ``"package.module:Name"`` names."""
+    """Import the object that ``"package.module:Name"`` names."""
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)
 
 
 @contextmanager
 def importing_much() -> Iterator[None]:
-    """Within it Python does not look for garbage, nor ever again in what is there at its end, if anything was imported.
+    """Stop Python's search for garbage within this context, and exempt for ever what was imported in it.
 
-    What torch, transformers and Ray consist of stays. Looking through it took a sixth of the time of importing them,
+    The objects of torch, transformers and Ray stay for ever. Searching them took a sixth of the time of importing them,
     and most of the time in which a process ends.
     """
     was_enabled, n_modules = gc.isenabled(), len(sys.modules)

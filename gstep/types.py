@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # what only counts or passes tokens on does not wait for torc
 
 
 def budget_for(retention_ratio: float, n_total: int) -> int:
-    """B = max(1, floor(r*M + 1e-9)) tokens: "at most B", robust to r*M landing a rounding error below an integer.
+    """Compute B = max(1, floor(r*M + 1e-9)) tokens: "at most B", robust to r*M a rounding error below an integer.
 
     Raises ValueError where ``retention_ratio`` lies outside (0, 1].
     """
@@ -106,9 +106,9 @@ class PrunedTokens(_Compared):
         return self.rank is not None
 
     def selection_order(self) -> Tensor:
-        """[B] int64 positions into the rows of ``tokens``, first selected first.
+        """Return [B] int64 positions into the rows of ``tokens``, first selected first.
 
-        Without a rank, the order of the method's own prompt, which is ascending index where it has none.
+        Without a rank, it is the order of the method's own prompt, which is ascending index where it has none.
         """
         if self.order is not None:
             return self.order
@@ -119,7 +119,7 @@ class PrunedTokens(_Compared):
         return self.rank.argsort()
 
     def at(self, retention_ratio: float) -> PrunedTokens:
-        """The nested smaller selection, ``retention_ratio`` being a share of all T*N tokens.
+        """Return the nested smaller selection, ``retention_ratio`` being a share of all T*N tokens.
 
         Raises ValueError where the ratio is larger than this selection's, or smaller and the method is not nested.
         """
@@ -147,7 +147,7 @@ class PrunedTokens(_Compared):
 
 
 def _same(a: object, b: object) -> bool:
-    """Whether two values of such fields are equal."""
+    """Return whether two values of such fields are equal."""
     import torch  # noqa: PLC0415 - as above
 
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):

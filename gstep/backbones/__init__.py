@@ -59,7 +59,7 @@ __all__ = [
 
 
 def family_of(source: ModelSource) -> ModelFamily:
-    """What the model's family knows of it before any weight is loaded, and from where it is loaded."""
+    """Return the family of a model, which describes it before any weight is loaded, and loads it."""
     family: ModelFamily = BACKBONES[source.model_type](source)
     return family
 

@@ -1,4 +1,4 @@
-"""Evidence out of an attention layer while the stock model runs: what it is given is seen, never changed.
+"""Evidence out of an attention layer while the stock model runs: its inputs are observed, never changed.
 
 Attention weights of a whole video would be [T,heads,N,N]; here a frame's are made, used and dropped one frame after
 the other, beside whatever kernel the model itself runs. Shapes: H heads, S patches of one frame, E size of a head.
@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 @contextmanager
 def seeing(module: nn.Module, see: Callable[[Tensor, dict[str, Any]], None]) -> Iterator[None]:
-    """While this holds, ``see`` gets the hidden states and the keyword arguments of each call of ``module``."""
+    """Call ``see`` with the hidden states and the keyword arguments of each call of ``module`` within this context."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         see(args[0] if args else kwargs["hidden_states"], kwargs)
@@ -31,25 +31,25 @@ def seeing(module: nn.Module, see: Callable[[Tensor, dict[str, Any]], None]) -> 
 
 
 def heads(hidden_SC: Tensor, weight: Tensor, bias: Tensor | None, n_heads: int) -> Tensor:
-    """[H,S,E] float32, from a projection in the precision of the model."""
+    """Project hidden states in the precision of the model, and split them by head: [H,S,E] float32."""
     projected_SC = linear(hidden_SC, weight, bias)
     return projected_SC.view(len(hidden_SC), n_heads, -1).transpose(0, 1).float()
 
 
 def attention_received(query_HSE: Tensor, key_HSE: Tensor) -> Tensor:
-    """[S]: the attention that each key gets, mean over heads and queries."""
+    """Compute the attention that each key gets, mean over heads and queries: [S]."""
     return _weights(query_HSE, key_HSE).mean(dim=(0, 1))
 
 
 def merged_attention(query_HSE: Tensor, key_HSE: Tensor, merged: int) -> Tensor:
-    """[S/merged]: the attention of the mean query to the means of ``merged`` successive keys, mean over heads."""
+    """Compute the attention of the mean query to the means of ``merged`` successive keys: [S/merged], a head mean."""
     n_heads, _, size = key_HSE.shape
     key_HNE = key_HSE.reshape(n_heads, -1, merged, size).mean(dim=2)
     return _weights(query_HSE.mean(dim=1, keepdim=True), key_HNE).mean(dim=(0, 1))
 
 
 def rotated(vectors_HSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
-    """Rotary positions as the vision towers apply them: channel e turns with channel e + E/2."""
+    """Apply rotary positions as the vision towers do: channel e turns with channel e + E/2."""
     first, second = vectors_HSE.chunk(2, dim=-1)
     return vectors_HSE * cos_SE.float() + torch.cat([-second, first], dim=-1) * sin_SE.float()
 

@@ -1,4 +1,4 @@
-"""What every loaded model offers: decoded frames in, visual tokens out, without the language model."""
+"""The interface of a loaded model: decoded frames in, visual tokens out, without the language model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 class Family(Protocol):
-    """What a loaded model asks of its family (:class:`gstep.backbones.family.ModelFamily`)."""
+    """The part of a family (:class:`gstep.backbones.family.ModelFamily`) that a loaded model uses."""
 
     def check_evidence(self, evidence: Mapping[str, str]) -> None:
         """Raise ModelError where the model cannot give all the evidence, label -> source."""
@@ -89,31 +89,31 @@ class Backbone(ABC):
 
     @abstractmethod
     def newline(self) -> Tensor | None:
-        """[D] on the device in the compute dtype: the row that follows a video's tokens; None where there is none."""
+        """Return the row [D] that follows a video's tokens, on the device in the compute dtype, or None without one."""
 
     @abstractmethod
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
-        """Some consecutive frames of one video, [t,h,w,3] uint8 as ``preprocessor.resize`` makes them -> [T,N,D].
+        """Encode consecutive frames of one video, [t,h,w,3] uint8 as ``preprocessor.resize`` makes them, to [T,N,D].
 
-        With the evidence, which was checked, [T,...] each in float32.
+        The evidence, which was checked, comes with them: [T,...] each in float32.
         """
 
     def chunk_length(self, height: int, width: int, frame_batch: int) -> int:
-        """How many frames of [height, width] pixels go through at once, given how many should."""
+        """Return how many frames of [height, width] pixels to encode at once, if ``frame_batch`` are wanted."""
         return frame_batch
 
     @property
     def on_cpu(self) -> bool:
-        """Whether it runs on the CPU."""
+        """Whether the model runs on the CPU."""
         return torch.device(self.device).type == "cpu"
 
     @torch.no_grad()
     def encode(self, frames: Tensor | NDArray[np.uint8], evidence: Mapping[str, str] = _NOTHING) -> VisualTokens:
-        """One video, [t,h,w,3] uint8 as ``preprocessor.resize`` makes it -> tokens [T,N,D] in the compute dtype.
+        """Encode one video, [t,h,w,3] uint8 as ``preprocessor.resize`` makes it, to [T,N,D] in the compute dtype.
 
-        T is t, or the number of temporal patches. Frames go through in fixed chunks of this one video, so its tokens
+        T is t, or the number of temporal patches. Frames are encoded in fixed chunks of this one video, so its tokens
         never depend on which videos were encoded before or beside it, nor on the evidence that is asked for; on a CPU
-        nor on ``frame_batch``. On one machine, that is: other kinds of CPU or GPU round otherwise. A GPU whose memory
+        nor on ``frame_batch``. This holds on one machine: other kinds of CPU or GPU round otherwise. A GPU whose memory
         is full gets chunks of half the size, and so on, for this video.
 
         Args:
@@ -143,7 +143,7 @@ class Backbone(ABC):
             torch.cuda.empty_cache()  # outside of the handler: the error holds what the chunk took
 
     def _encoded(self, frames: Sequence[Tensor], evidence: Mapping[str, str]) -> VisualTokens:
-        """Chunks of frames, one after the other."""
+        """Encode chunks of frames one after the other, and join their tokens, evidence and deepstack levels."""
         chunks = [self.encode_chunk(chunk, evidence) for chunk in frames]
         levels = zip(*(chunk.deepstack for chunk in chunks), strict=True)
         return VisualTokens(
@@ -154,7 +154,7 @@ class Backbone(ABC):
 
     @abstractmethod
     def model_extra(self, video: SampledVideo) -> dict[str, Any]:
-        """What an LLM, or whoever draws the tokens, must know about one video beyond its tokens, JSON-able.
+        """Return the facts about one video, as JSON values, that a language model needs besides its tokens.
 
-        Always ``grid``: [rows, columns] in which the N tokens of a frame (temporal patch) lie, row by row.
+        ``grid`` is always there: [rows, columns] in which the N tokens of a frame (temporal patch) lie, row by row.
         """

@@ -1,4 +1,4 @@
-"""What is known of a model before any weight is loaded, and what its family can do: no pixels and no tokens yet."""
+"""A model before any weight is loaded, and what its family can do: no pixels and no tokens yet."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StaticParts:
-    """What the header of a cache says about a model.
+    """The parts of a model that the header of a cache holds.
 
     Attributes:
         hidden_size: D, the width of a visual token.
@@ -59,7 +59,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> Backbone:
-        """The vision part, ready to encode; no weight of the language model is read, and no memory taken for one.
+        """Load the vision part, ready to encode; no weight of the language model is read, and no memory taken for one.
 
         ``frame_batch`` is how many frames go through at once on a GPU; on a CPU they go one by one, so that tokens
         never depend on it (:meth:`Backbone.chunk_length`).
@@ -69,13 +69,13 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def preprocessor(self) -> Preprocessor:
-        """The picklable preprocessor that the checkpoint's files describe; reads no weights, imports no transformers.
+        """Make the picklable preprocessor that the checkpoint's files describe, without weights or transformers.
 
         Raises ModelError where the files ask for something not implemented.
         """
 
     def limited(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
-        """The same model with other limits of its frames' size than its preprocessor files give; None keeps theirs.
+        """Return the same model with other limits of its frames' size than its preprocessor files give.
 
         Args:
             min_pixels, max_pixels: of a frame on Qwen2.5-VL, of all sampled frames together on Qwen3-VL.
@@ -86,7 +86,7 @@ class ModelFamily(ABC):
         raise ModelError(f"{self.source.name!r} sees every frame at one size: limits of pixels are for Qwen models")
 
     def with_pooling_head(self, siglip: str | Path) -> ModelSource:
-        """The same model with the attention-pooling head of a SigLIP checkpoint, for evidence that is read from it.
+        """Return the same model with the attention-pooling head of a SigLIP checkpoint, which gives evidence.
 
         Args:
             siglip: a folder with safetensors or a Hugging Face id: the checkpoint that the model's vision tower was
@@ -100,7 +100,7 @@ class ModelFamily(ABC):
         )
 
     def text_tower(self, siglip: str | Path) -> TextTowerSource:
-        """The text tower of the SigLIP checkpoint that the vision tower was made of, and its pooling head beside it.
+        """Find the text tower of the SigLIP checkpoint that the vision tower was made of, and its pooling head.
 
         Raises ModelError as :meth:`with_pooling_head` does, and for a checkpoint without a text tower that fits.
         """
@@ -128,7 +128,7 @@ class ModelFamily(ABC):
 
     @abstractmethod
     def static(self) -> StaticParts:
-        """Hidden size, newline row and deepstack levels, without building the model; imports no transformers.
+        """Read hidden size, newline row and deepstack levels without building the model; imports no transformers.
 
         Raises ModelError where the checkpoint has no newline row although its family puts one after a video.
         """

@@ -54,7 +54,6 @@ class LlavaOnevision(ModelFamily):
     )
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> LlavaOnevisionBackbone:
-        """See :meth:`ModelFamily.load`."""
         preprocessor = self.preprocessor()
         model = _without_language_model(self.source.config, runtime.attn_implementation, runtime.dtype)
         load_weights(model, self.source, _names_in_memory, device=runtime.device, dtype=runtime.dtype)
@@ -66,7 +65,6 @@ class LlavaOnevision(ModelFamily):
         return backbone
 
     def preprocessor(self) -> FixedSizePreprocessor:
-        """See :meth:`ModelFamily.preprocessor`."""
         source = self.source
         kind = source.preprocessor.get("video_processor_type", "LlavaOnevisionVideoProcessor")
         if kind != "LlavaOnevisionVideoProcessor":
@@ -83,11 +81,9 @@ class LlavaOnevision(ModelFamily):
         return preprocessor
 
     def with_pooling_head(self, siglip: str | Path) -> ModelSource:
-        """See :meth:`ModelFamily.with_pooling_head`."""
         return replace(self.source, pooling_head=PoolingHeadSource.resolve(siglip, self._vision("hidden_size", 1152)))
 
     def static(self) -> StaticParts:
-        """See :meth:`ModelFamily.static`."""
         newline = read_tensors(self.source, lambda key: key if key.removeprefix("model.") == "image_newline" else None)
         if len(newline) != 1:
             raise ModelError(f"{self.source.name!r} has no image_newline: download the whole checkpoint")
@@ -95,11 +91,10 @@ class LlavaOnevision(ModelFamily):
         return StaticParts(hidden_size=len(row), newline=row)
 
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """See :meth:`ModelFamily.token_counts`. The vision tower takes frames of one size only."""
+        """Count (T, N) as :meth:`ModelFamily.token_counts`; the vision tower takes frames of one size only."""
         return n_frames, _tokens_per_frame(height, self._vision("patch_size", 14))
 
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
-        """See :meth:`ModelFamily.token_bytes`."""
         channels = self._vision("hidden_size", 1152)
         widths = {"image_embedding": channels, "token_key": channels // self._vision("num_attention_heads", 16)}
         numbers = self.source.config.get("text_config", {}).get("hidden_size", 4096)
@@ -108,7 +103,7 @@ class LlavaOnevision(ModelFamily):
         return T * (N * int(numbers) + channels * sum(name in PER_FRAME for name in evidence)) * 2
 
     def _vision(self, name: str, default: int) -> int:
-        """A number of the vision part of config.json, or the stock configuration's default."""
+        """Read a number of the vision part of config.json, or the stock configuration's default."""
         number: int = self.source.config.get("vision_config", {}).get(name, default)
         return number
 
@@ -122,12 +117,12 @@ class LlavaOnevisionBackbone(Backbone):
         return int(self.model.image_newline.shape[0])
 
     def newline(self) -> Tensor:
-        """[D], the row that the stock model puts after a video's tokens."""
+        """Return the row [D] that the stock model puts after a video's tokens."""
         row: Tensor = self.model.image_newline.detach()
         return row
 
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
-        """[t,384,384,3] uint8 -> [t,196,D]."""
+        """Encode [t,384,384,3] uint8 to [t,196,D]."""
         pixels = self.preprocessor.normalise(frames, self.device, self.dtype)
         vision = self.model.config.vision_config
         tokens_per_frame = _tokens_per_frame(vision.image_size, vision.patch_size)
@@ -153,26 +148,26 @@ class LlavaOnevisionBackbone(Backbone):
         return kind(self.model.multi_modal_projector, self.pooling_head)
 
     def _last_attention(self) -> Any:
-        """The attention of the last layer that the tokens come from."""
+        """Find the attention module of the last layer that the tokens come from."""
         tower = getattr(self.model.vision_tower, "vision_model", self.model.vision_tower)
         # Of the hidden states 0 is the input of the first layer.
         states = range(len(tower.encoder.layers) + 1)
         return tower.encoder.layers[states[self.model.config.vision_feature_layer] - 1].self_attn
 
     def _pooled(self, values_TSE: Tensor) -> Tensor:
-        """Values of all 27 x 27 patches, [T,S] or [T,S,E], pooled as the tokens are."""
+        """Pool values of all 27 x 27 patches, [T,S] or [T,S,E], to the grid of tokens as the stock model does."""
         pooled: Tensor = self.model.apply_pooling(values_TSE.reshape(*values_TSE.shape[:2], -1))
         return pooled.reshape(len(pooled), -1, *values_TSE.shape[2:])
 
     def model_extra(self, video: SampledVideo) -> dict[str, Any]:
-        """Nothing but the grid: positions just count."""
+        """Return the grid alone: the positions of this family are just counted."""
         vision = self.model.config.vision_config
         side = math.isqrt(_tokens_per_frame(vision.image_size, vision.patch_size))
         return {"grid": [side, side]}
 
 
 def _check_feature_layer(source: ModelSource) -> None:
-    """Raises ModelError where the tokens would come from several layers: the published models take one."""
+    """Raise ModelError where the tokens would come from several layers: the published models take one."""
     layer = source.config.get("vision_feature_layer", -1)
     if not isinstance(layer, int) or isinstance(layer, bool):
         raise ModelError(
@@ -182,12 +177,12 @@ def _check_feature_layer(source: ModelSource) -> None:
 
 
 def _tokens_per_frame(image_size: int, patch_size: int) -> int:
-    """Of a square frame: its grid of patches, pooled to half its side."""
+    """Count the tokens of a square frame: its grid of patches, pooled to half its side."""
     return math.ceil(image_size // patch_size / 2) ** 2
 
 
 def _without_language_model(config: dict[str, Any], attn_implementation: str, dtype: torch.dtype) -> Any:
-    """LlavaOnevisionModel on the meta device: shapes alone, no memory; its language model is dropped at once."""
+    """Build LlavaOnevisionModel on the meta device, shapes without memory, and drop its language model at once."""
     from transformers import AutoModel, LlavaOnevisionConfig  # noqa: PLC0415 - seconds; preprocessing needs none of it
 
     parsed = LlavaOnevisionConfig.from_dict(copy.deepcopy(config))
@@ -198,7 +193,7 @@ def _without_language_model(config: dict[str, Any], attn_implementation: str, dt
 
 
 def _names_in_memory(key: str) -> list[str]:
-    """Hub checkpoints and some versions of transformers have ``vision_model.`` in the tower's names, others not."""
+    """List the names in memory for a name on disk; the tower's names may or may not have ``vision_model.`` in them."""
     name = key.removeprefix("model.")
     plain = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
     return [plain, plain.replace("vision_tower.", "vision_tower.vision_model.", 1)]

@@ -42,14 +42,14 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
     )
 
     def tower_order(self, rows: int, columns: int, vision: Any) -> Tensor:
-        """Windows row by row, and in each its tokens row by row; those at the edges are smaller."""
+        """Order the tokens of a frame window by window, and in each row by row; windows at the edges are smaller."""
         window = vision.window_size // vision.patch_size // vision.spatial_merge_size
         row_N1 = torch.arange(rows, device="cpu")[:, None] // window
         column_1N = torch.arange(columns, device="cpu")[None] // window
         return torch.argsort((row_N1 * columns + column_1N).flatten(), stable=True)
 
     def extra(self, video: SampledVideo, vision: Any) -> dict[str, Any]:
-        """Temporal positions advance by second_per_grid_ts * tokens_per_second a patch; a float, never rounded.
+        """Return the time scale: a patch advances positions by second_per_grid_ts * tokens_per_second, never rounded.
 
         As Qwen2_5_VLProcessor makes it of VideoMetadata.sampled_fps (models/qwen2_5_vl/processing_qwen2_5_vl.py).
         """

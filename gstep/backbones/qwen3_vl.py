@@ -38,9 +38,9 @@ class Qwen3VL(QwenVL):
     image_processors = ("Qwen2VLImageProcessorFast", "Qwen3VLImageProcessor", "Qwen3VLImageProcessorFast")
 
     def extra(self, video: SampledVideo, vision: Any) -> dict[str, Any]:
-        """The seconds that the prompt writes before each temporal patch.
+        """Return the seconds that the prompt writes before each temporal patch, and the number of deepstack levels.
 
-        The mean of its first and last frame's, the last frame standing in for missing ones, as in
+        A patch's time is the mean of its first and last frame's, the last frame standing in for missing ones, as in
         Qwen3VLProcessor._calculate_timestamps (models/qwen3_vl/processing_qwen3_vl.py); from the start of the clip.
         """
         times = video.times_in_clip

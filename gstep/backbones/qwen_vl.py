@@ -49,7 +49,6 @@ class QwenVL(ModelFamily):
     image_processors: ClassVar[tuple[str, ...]]
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> QwenBackbone:
-        """See :meth:`ModelFamily.load`."""
         preprocessor = self.preprocessor()
         tower = self._tower(runtime.attn_implementation, runtime.dtype)
         # Under its name, so that what is missing is named as it is on disk.
@@ -60,7 +59,6 @@ class QwenVL(ModelFamily):
         return QwenBackbone(self, tower, preprocessor, runtime, frame_batch)
 
     def preprocessor(self) -> DynamicSizePreprocessor:
-        """See :meth:`ModelFamily.preprocessor`."""
         self._check_processor()
         source, vision = self.source, self._vision()
         given = {name: value for name, value in source.preprocessor.items() if value is not None}
@@ -74,7 +72,6 @@ class QwenVL(ModelFamily):
         return self.preprocessor_class.from_settings(settings)
 
     def limited(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
-        """See :meth:`ModelFamily.limited`."""
         source, now = self.source, self.preprocessor()
         low = now.min_pixels if min_pixels is None else min_pixels
         high = now.max_pixels if max_pixels is None else max_pixels
@@ -87,41 +84,39 @@ class QwenVL(ModelFamily):
         return replace(source, preprocessor=settings)
 
     def static(self) -> StaticParts:
-        """See :meth:`ModelFamily.static`. The config says it all."""
         vision = self._vision()
         return StaticParts(int(vision["out_hidden_size"]), None, len(vision.get("deepstack_visual_indexes", ())))
 
     def token_counts(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """See :meth:`ModelFamily.token_counts`."""
         vision = self._vision()
         side = vision["patch_size"] * vision["spatial_merge_size"]
         return -(-n_frames // vision["temporal_patch_size"]), (height // side) * (width // side)
 
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
-        """See :meth:`ModelFamily.token_bytes`. The evidence of these families is one number a token."""
+        """Estimate the bytes of a video's tokens; the evidence of these families is one number a token."""
         static, (T, N) = self.static(), self.token_counts(n_frames, height, width)
         return int(T * N * 2 * (static.hidden_size * (1 + static.deepstack_levels) + len(evidence)))
 
     @abstractmethod
     def extra(self, video: SampledVideo, vision: Any) -> dict[str, Any]:
-        """What positions of this family go by besides the grid; ``vision`` is the tower's stock configuration."""
+        """Return what positions depend on besides the grid; ``vision`` is the tower's stock configuration."""
 
     def tower_order(self, rows: int, columns: int, vision: Any) -> Tensor:
-        """[N] int64: the places in a frame, row by row, of its tokens in the order in which the tower works on them."""
+        """Return the place in the frame, [N] int64, of each token in the order in which the tower works on them."""
         return torch.arange(rows * columns, device="cpu")
 
     @classmethod
     def _pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        """``settings`` with the ``size`` that the stock class makes of them."""
+        """Return ``settings`` with the ``size`` that the stock class makes of them."""
         return settings
 
     @classmethod
     @abstractmethod
     def _parsed(cls, config: dict[str, Any]) -> Any:
-        """The stock configuration made of config.json."""
+        """Make the stock configuration of config.json."""
 
     def _tower(self, attn_implementation: str, dtype: torch.dtype) -> Any:
-        """The vision tower on the meta device: shapes alone, no memory; nothing of the language model is built."""
+        """Build the vision tower on the meta device, shapes without memory; nothing of the language model is built."""
         from transformers import AutoModel  # noqa: PLC0415 - seconds; preprocessing needs none of it
 
         parsed = self._parsed(copy.deepcopy(self.source.config)).vision_config
@@ -129,7 +124,7 @@ class QwenVL(ModelFamily):
             return AutoModel.from_config(parsed, attn_implementation=attn_implementation, dtype=dtype)
 
     def _vision(self) -> dict[str, Any]:
-        """The vision part of config.json with the stock defaults."""
+        """Return the vision part of config.json with the stock defaults."""
         return {**self.vision_defaults, **self.source.config.get("vision_config", {})}
 
     def _check_processor(self) -> None:
@@ -163,15 +158,15 @@ class QwenBackbone(Backbone):
         return int(self.model.config.out_hidden_size)
 
     def newline(self) -> None:
-        """There is none."""
+        """Return None: no row follows a video's tokens."""
 
     def chunk_length(self, height: int, width: int, frame_batch: int) -> int:
-        """See :meth:`Backbone.chunk_length`: whole temporal patches, at least one, and no more patches than fit."""
+        """Return how many frames to encode at once: whole temporal patches, at least one, as far as patches fit."""
         frames, H, W = self.preprocessor.frames_per_patch, *self.preprocessor.grid_thw(1, height, width)[1:]
         return frames * max(1, min(frame_batch // frames, PATCHES_AT_ONCE // (H * W)))
 
     def encode_chunk(self, frames: Tensor, evidence: Mapping[str, str]) -> VisualTokens:
-        """[t,h,w,3] uint8 -> tokens [T,N,D] in spatial order, and as many deepstack levels as the family has."""
+        """Encode [t,h,w,3] uint8 to tokens [T,N,D] in spatial order, and as many deepstack levels as the family has."""
         grid = self.preprocessor.grid_thw(*frames.shape[:3])
         patches = self.preprocessor.patches(frames, self.device, self.dtype)
         merge = self.preprocessor.merge_size
@@ -189,7 +184,7 @@ class QwenBackbone(Backbone):
         return VisualTokens(tokens, dict.fromkeys(evidence, attention), tuple(deepstack))
 
     def model_extra(self, video: SampledVideo) -> dict[str, Any]:
-        """The grid in patches, as the stock processors give it, what merges patches to tokens, and the family's own."""
+        """Return the grid in patches as the stock processors give it, how patches merge to tokens, and ``extra``."""
         grid, merge = (
             self.preprocessor.grid_thw(video.n_frames, video.height, video.width),
             self.preprocessor.merge_size,
@@ -204,13 +199,13 @@ class QwenBackbone(Backbone):
 
 
 def _names_in_memory(key: str) -> list[str]:
-    """``visual.*`` on the hub's Qwen2.5-VL, ``model.visual.*`` on Qwen3-VL and in what transformers saves."""
+    """List the names in memory for a name on disk: ``visual.*`` on Qwen2.5-VL, ``model.visual.*`` on Qwen3-VL."""
     name = key.removeprefix("model.")
     return [name] if name.startswith("visual.") else []
 
 
 def _rebuild_frequencies(tower: nn.Module, device: str) -> None:
-    """The rotary frequencies of a head's two halves are computed, never stored: still on the meta device.
+    """Compute the rotary frequencies of a head's two halves, which are never stored and still on the meta device.
 
     As compute_axial_rope_parameters of both families does (models/*/modeling_*.py); float32 in every dtype.
     """
@@ -225,9 +220,9 @@ def _rebuild_frequencies(tower: nn.Module, device: str) -> None:
 
 
 class MergedQueries:
-    """Sees what goes into the attention of a tower's block; works out what [T,N] tokens are attended to.
+    """An observer of the attention of a tower's block, which computes the attention that tokens get, [T,N].
 
-    N in the tower's own order of tokens; whatever that is, it keeps the ``merged`` patches of a token side by side.
+    N is in the tower's own order of tokens, which always keeps the ``merged`` patches of a token side by side.
     """
 
     def __init__(self, layer: Any, n_frames: int, merged: int) -> None:
@@ -247,5 +242,5 @@ class MergedQueries:
             self._attention.append(merged_attention(query_HSE, key_HSE, self._merged))
 
     def attention(self) -> Tensor:
-        """[T,N] of all temporal patches."""
+        """Return the attention [T,N] of all temporal patches."""
         return torch.stack(self._attention)

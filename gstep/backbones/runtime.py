@@ -1,4 +1,4 @@
-"""The one place where device, dtype and attention implementation are chosen."""
+"""Device, dtype and attention implementation: the one place where they are chosen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ATTENTION = ("flash_attention_2", "sdpa", "eager")
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where and how a model runs. Pickles.
+    """The device, dtype and attention implementation of a model. Pickles.
 
     Attributes:
         device: "cpu", "cuda" or "cuda:<i>".
@@ -33,7 +33,7 @@ class Runtime:
         return str(self.dtype).removeprefix("torch.")
 
     def describe(self) -> dict[str, str]:
-        """For the provenance of a run: what computed the tokens, JSON-able."""
+        """Describe the hardware and software that compute the tokens, JSON-able, for the provenance of a run."""
         on_cuda = self.device.startswith("cuda")
         return {
             "device": self.device,

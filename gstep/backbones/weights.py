@@ -51,7 +51,7 @@ def load_weights(
 
 
 def rebuild_position_ids(module: nn.Module, device: str) -> None:
-    """SigLIP's position ids are computed, never stored: they are the one buffer that is still on the meta device."""
+    """Compute SigLIP's position ids, which are never stored and the one buffer that is still on the meta device."""
     for part in module.modules():
         ids = getattr(part, "position_ids", None)
         if isinstance(ids, Tensor) and ids.is_meta:

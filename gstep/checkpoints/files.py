@@ -27,7 +27,10 @@ class CheckpointFiles:
 
     @classmethod
     def locate(cls, model: str, revision: str | None = None) -> CheckpointFiles:
-        """From a model argument. Raises ModelError where it is neither a folder, a model of ours nor a reachable id."""
+        """Find the files of a model argument.
+
+        Raises ModelError where it is neither a folder, a model of ours nor a reachable id.
+        """
         folder = Path(model).expanduser()
         here = _own_kind(model) or ("folder" if model and folder.is_dir() else None)
         if here is not None and revision is not None:
@@ -42,33 +45,36 @@ class CheckpointFiles:
         return cls("hub", model, hub.commit_of(model, revision))
 
     def find(self, filename: str) -> Path | None:
-        """The local path of a file, downloaded or built if need be; None where the checkpoint has no such file."""
+        """Return the local path of a file, downloaded or built if need be; None where there is no such file."""
         if self.revision is not None:
             return hub.find_file(self.location, self.revision, filename)
         path = self.folder() / filename
         return path if path.is_file() else None
 
     def has(self, filename: str) -> bool:
-        """Like ``find``, but downloads nothing."""
+        """Return whether the checkpoint has a file; nothing is downloaded."""
         if self.revision is not None:
             return hub.has_file(self.location, self.revision, filename)
         return self.find(filename) is not None
 
     def folder(self) -> Path:
-        """The folder of a checkpoint that is not on the Hub."""
+        """Return the folder of a checkpoint that is not on the Hub."""
         assert self.kind != "hub"
         if self.kind == "shipped":
             return shipped.SHIPPED[self.location]
         return tiny.build(self.location) if self.kind == "tiny" else Path(self.location)
 
     def names(self, *suffixes: str) -> list[str]:
-        """The names with one of these endings in a local folder, sorted; none for the Hub."""
+        """List the names with one of these endings in a local folder, sorted; none for the Hub."""
         if self.kind == "hub":
             return []
         return sorted(path.name for path in self.folder().iterdir() if path.suffix in suffixes)
 
     def read_json(self, filename: str) -> dict[str, Any] | None:
-        """The object in a JSON file; None where there is no such file. Raises ModelError for any other content."""
+        """Read the object in a JSON file, or None where there is no such file.
+
+        Raises ModelError for any other content.
+        """
         path = self.find(filename)
         if path is None:
             return None

@@ -19,7 +19,7 @@ from gstep.errors import ModelError
 
 
 def commit_of(repo: str, revision: str | None) -> str:
-    """The commit sha that a branch, tag or sha of a model repository stands for now (offline: in the cache).
+    """Resolve a branch, tag or sha of a model repository to its commit sha now (offline: in the cache).
 
     Raises ModelError where the repository cannot be reached and is not in the cache, or has no config.json.
     """
@@ -32,21 +32,21 @@ def commit_of(repo: str, revision: str | None) -> str:
 
 
 def find_file(repo: str, commit: str, filename: str) -> Path | None:
-    """The local copy of a file, downloaded if need be; None where the repository has no such file.
+    """Return the local copy of a file, downloaded if need be; None where the repository has no such file.
 
-    Offline a file that is not in the cache counts as not there. Raises ModelError where the Hub fails.
+    Offline, a file that is not in the cache counts as missing. Raises ModelError where the Hub fails.
     """
     path = _fetch(repo, commit, filename)
     return None if path is None else Path(path)
 
 
 def has_file(repo: str, commit: str, filename: str) -> bool:
-    """Whether the repository has the file (offline: whether the cache has it), without downloading it."""
+    """Return whether the repository has the file (offline: whether the cache has it), without downloading it."""
     return _fetch(repo, commit, filename, dry_run=True) is not None
 
 
 def _fetch(repo: str, revision: str | None, filename: str, *, dry_run: bool = False) -> Any:
-    """What hf_hub_download gives; None where the file is not there. Raises ModelError for everything else."""
+    """Call hf_hub_download, and return None where the file is missing. Raises ModelError for everything else."""
     try:
         return hf_hub_download(repo, filename, revision=revision, dry_run=dry_run)
     except LocalEntryNotFoundError as error:

@@ -18,7 +18,7 @@ NO_MATTER = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype
 
 
 def folder_identity(folder: Path, filenames: Iterable[str], config: Mapping[str, Any]) -> str:
-    """ "folder:<hash>" of the config and, for each safetensors file that is there, its name, size, header and a sample.
+    """Compute "folder:<hash>" of the config and of each safetensors file's name, size, header and a sample.
 
     The sample is the first 4 KiB of every tensor. Raises ModelError for a file that is no safetensors file.
     """
@@ -52,7 +52,7 @@ def _update(digest: hashlib._Hash, path: Path) -> None:
 
 
 def _header(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """The header of a safetensors file as it is stored, and its entries of tensors by name."""
+    """Read the header of a safetensors file as it is stored, and its entries of tensors by name."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length) if length < path.stat().st_size else b""
@@ -68,7 +68,7 @@ def _header(path: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def _samples(path: Path, header_length: int, spans: Iterable[tuple[int, int]]) -> Iterator[bytes]:
-    """The first bytes of each stretch [start, end) behind the header."""
+    """Yield the first bytes of each stretch [start, end) behind the header."""
     with path.open("rb") as file:
         for start, end in spans:
             file.seek(8 + header_length + start)

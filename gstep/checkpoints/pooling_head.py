@@ -91,7 +91,7 @@ class PoolingHeadSource:
         return replace(found, identity=head_identity(tensors, vision))
 
     def file(self, filename: str) -> Path:
-        """The local path of a file, downloaded or built on this node if need be."""
+        """Return the local path of a file, downloaded or built on this node if need be."""
         path = self.files.find(filename)
         if path is None:
             raise ModelError(f"{self.name!r} has no file {filename}: download the whole checkpoint")
@@ -99,7 +99,7 @@ class PoolingHeadSource:
 
 
 def read_head(source: PoolingHeadSource) -> dict[str, Tensor]:
-    """The head's tensors as they are stored, with or without ``vision_model.`` on disk, by their names without."""
+    """Read the head's tensors as they are stored, by their names without ``vision_model.``, which may be on disk."""
 
     def wanted(key: str) -> str | None:
         name = key.removeprefix("vision_model.")
@@ -109,7 +109,7 @@ def read_head(source: PoolingHeadSource) -> dict[str, Tensor]:
 
 
 def head_identity(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> str:
-    """ "siglip-head:<hash>" of the head's tensors and of what ``config`` says that no tensor shows."""
+    """Compute "siglip-head:<hash>" of the head's tensors and of what ``config`` holds that no tensor shows."""
     said = {name: config.get(name, default) for name, default in DEFAULTS.items()}
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for name, value in sorted(tensors.items()):

@@ -15,7 +15,7 @@ _PLAIN = frozenset({"BF16", "F16", "F32", "F64"})
 
 
 def refuse_quantized(name: str, config: Mapping[str, Any]) -> None:
-    """Raises ModelError where config.json, or a part of it such as text_config, has a ``quantization_config``."""
+    """Raise ModelError where config.json, or a part of it such as text_config, has a ``quantization_config``."""
     for part, settings in {"": config, **config}.items():
         found = settings.get("quantization_config") if isinstance(settings, dict) else None
         if found:
@@ -25,7 +25,7 @@ def refuse_quantized(name: str, config: Mapping[str, Any]) -> None:
 
 
 def refuse_stored(name: str, tensor: str, dtype: str) -> None:
-    """Raises ModelError where a tensor that is needed is stored in another ``dtype`` than a float of 16 bits or more.
+    """Raise ModelError where a needed tensor is stored in another ``dtype`` than a float of 16 bits or more.
 
     ``dtype`` is in the words of safetensors: "BF16", "F8_E4M3", "I8".
     """

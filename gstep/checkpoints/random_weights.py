@@ -1,7 +1,8 @@
 """Checkpoints without weights, for measuring: seeded random numbers in the shapes that config.json gives.
 
-How long a model takes and how much memory does not depend on what its weights are. What it answers does: nothing of
-this is for answers that anybody reads.
+The time and memory that a model takes do not depend on its weights. Its answers do: none of these is worth reading.
+The tiny models (``gstep.checkpoints.tiny``) are no such checkpoints: their weights are drawn by NumPy, the same bits
+on every machine and without transformers, since their hash is part of a cache's identity.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _IDS = {
 
 
 def without_weights(model: str) -> bool:
-    """Whether a model is a folder with a config.json and no weights of any kind, complete or not."""
+    """Return whether a model is a folder with a config.json and no weights of any kind, complete or not."""
     folder = Path(model).expanduser()
     if model in tiny.TINY or not (folder / "config.json").is_file():
         return False
@@ -49,7 +50,7 @@ def without_weights(model: str) -> bool:
 
 
 def complete(files: CheckpointFiles, config: Mapping[str, Any], folder: Path) -> CheckpointFiles:
-    """A checkpoint's small files in an empty ``folder``, with stand-ins for those that it lacks.
+    """Copy a checkpoint's small files to an empty ``folder``, and write stand-ins for those that are missing.
 
     Without preprocessor files the stock classes' defaults hold. Without a tokenizer every byte is a token, and the
     special ones have the ids that config.json gives them: a text is several times as many tokens as it would be.
@@ -68,12 +69,12 @@ def complete(files: CheckpointFiles, config: Mapping[str, Any], folder: Path) ->
 
 
 def identity(config: Mapping[str, Any]) -> str:
-    """ "random:<hash>" of config.json, which decides all weights on one kind of device."""
+    """Compute "random:<hash>" of config.json, which decides all weights on one kind of device."""
     return f"random:{hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()[:32]}"
 
 
 def random_tensors(shapes: Mapping[str, Tensor], device: str, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-    """Values for tensors of these names and shapes, made on the device in ``dtype`` without a copy.
+    """Make values for tensors of these names and shapes on the device in ``dtype``, without a copy.
 
     Matrices are normal with the standard deviation that such models start training with, norms 1, biases 0: activations
     stay finite through any number of layers. The same seed gives the same numbers on one kind of device.
@@ -90,7 +91,10 @@ def random_tensors(shapes: Mapping[str, Tensor], device: str, dtype: torch.dtype
 
 
 def _vocabulary(files: CheckpointFiles, config: Mapping[str, Any], kind: TinyTokenizer) -> tuple[dict[str, int], int]:
-    """(the ids of the special tokens, the size of the vocabulary)."""
+    """Return special-token ids and vocabulary size for a checkpoint without tokenizer.
+
+    Raises ModelError if they do not fit.
+    """
     from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds; it knows the defaults of old layouts
 
     parsed = CONFIG_MAPPING[config["model_type"]].from_dict(copy.deepcopy(dict(config)))

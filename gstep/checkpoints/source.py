@@ -77,7 +77,7 @@ class ModelSource:
 
     @classmethod
     def random(cls, model: str | Path, folder: Path, revision: str | None = None) -> ModelSource:
-        """The same model with seeded random weights, for measuring: only its config.json has to be there.
+        """Return the same model with seeded random weights, for measuring: only its config.json has to be there.
 
         Args:
             folder: an empty one, for its small files and stand-ins of those that are missing; it must outlive the use.
@@ -93,7 +93,7 @@ class ModelSource:
         return cls(name, model_type, random_weights.identity(config), files, (), config, settings)
 
     def file(self, filename: str) -> Path:
-        """The local path of a file of the checkpoint, downloaded or built on this node if need be.
+        """Return the local path of a file of the checkpoint, downloaded or built on this node if need be.
 
         Raises ModelError where there is no such file.
         """
@@ -110,7 +110,7 @@ class ModelSource:
         return path
 
     def pretrained(self) -> tuple[str, str | None]:
-        """(name or folder, revision) that from_pretrained of transformers takes on this node, for the whole model."""
+        """Return (name or folder, revision) for from_pretrained of transformers on this node, for the whole model."""
         if self.files.kind == "hub":
             return self.files.location, self.files.revision
         return str(self.file("config.json").parent), None
@@ -144,7 +144,10 @@ def _identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dic
 
 
 def _preprocessor_settings(name: str, files: CheckpointFiles) -> dict[str, Any]:
-    """With the precedence of transformers' get_video_processor_dict (video_processing_utils.py)."""
+    """Read the preprocessor settings with the precedence of transformers' get_video_processor_dict.
+
+    See video_processing_utils.py there.
+    """
     nested = (files.read_json("processor_config.json") or {}).get("video_processor")
     if isinstance(nested, dict):
         return nested

@@ -66,7 +66,7 @@ def read_tensors(
 
 
 def files_with(source: TensorSource, wanted: Callable[[str], str | None]) -> list[str]:
-    """The safetensors files that may hold a tensor which ``wanted`` gives a name to."""
+    """List the safetensors files that may hold a tensor which ``wanted`` gives a name to."""
     index = None if source.weight_files == (SINGLE,) else source.files.read_json(INDEX)
     if index is None:
         return list(source.weight_files)
@@ -74,7 +74,7 @@ def files_with(source: TensorSource, wanted: Callable[[str], str | None]) -> lis
 
 
 def find_weight_files(name: str, files: CheckpointFiles) -> tuple[str, ...]:
-    """In the order of precedence of from_pretrained: one file, then an index, then whatever shards lie in a folder.
+    """Find the weight files in the order of precedence of from_pretrained: one file, an index, or a folder's shards.
 
     Raises ModelError where there are no safetensors files.
     """

@@ -16,7 +16,7 @@ PRUNERS = LazyTable("method", METHODS)
 
 
 def make_pruner(method: str | Pruner = "gstep", /, **params: Any) -> Pruner:
-    """A method with these hyper-parameters, reusable for any number of videos.
+    """Make a method with these hyper-parameters, reusable for any number of videos.
 
     Args:
         method: a name of PRUNERS, the import path ``module:Class`` of a method from elsewhere, or an object of one,
@@ -35,7 +35,7 @@ def make_pruner(method: str | Pruner = "gstep", /, **params: Any) -> Pruner:
 
 
 def read_pruner(method: str, texts: Mapping[str, str], *, family: str | None = None) -> Pruner:
-    """A method with hyper-parameters that were given as text, as on a command line.
+    """Make a method with hyper-parameters that were given as text, as on a command line.
 
     Args:
         method: a name of PRUNERS or ``module:Class``.
@@ -52,7 +52,7 @@ def read_pruner(method: str, texts: Mapping[str, str], *, family: str | None = N
 
 
 def find_method(method: str) -> type[Pruner]:
-    """The class of a method: a name of PRUNERS, or ``module:Class``, whose module is imported.
+    """Find the class of a method: a name of PRUNERS, or ``module:Class``, whose module is imported.
 
     Raises ValueError for an unknown name, a path that cannot be imported, and a class that is no method.
     """
@@ -70,12 +70,12 @@ def find_method(method: str) -> type[Pruner]:
 
 
 def method_name(kind: type[Pruner]) -> str:
-    """What finds the class again, here and on other machines: its name in PRUNERS, else ``module:Class``."""
+    """Return the name that finds the class again, here and on other machines: one of PRUNERS, else ``module:Class``."""
     return next((name for name, target in METHODS.items() if target == _target(kind)), _target(kind))
 
 
 def check_method(kind: Any, called: str | None = None) -> type[Pruner]:
-    """``kind``, if it is the class of a method.
+    """Return ``kind`` if it is the class of a method.
 
     Raises ValueError where it is no subclass of Pruner, has no ``select``, is no frozen dataclass itself, or does not
     declare what every method has to.

@@ -114,16 +114,19 @@ class Pruner(ABC):
             object.__setattr__(self, name, value)
 
     def params(self) -> dict[str, Any]:
-        """The hyper-parameters by name, ready for JSON."""
+        """Return the hyper-parameters by name, ready for JSON."""
         return {item.name: getattr(self, item.name) for item in fields(self) if item.init}
 
     def nominal_ratio(self, retention_ratio: float) -> float:
-        """The share of tokens that this method keeps when asked for ``retention_ratio``; ValueError outside (0, 1]."""
+        """Return the share of tokens that this method keeps when asked for ``retention_ratio``.
+
+        Raises ValueError outside (0, 1].
+        """
         budget_for(retention_ratio, 1)
         return float(retention_ratio)
 
     def at_most(self, n_frames: int, per_frame: int, hidden: int, retention_ratio: float) -> int:
-        """The most tokens that it keeps of a video [T,N,D] of this shape: what a prompt must have room for.
+        """Return the most tokens that the method keeps of a video [T,N,D], for which a prompt must have room.
 
         That is B, unless the method says otherwise here: one that is not ``exact`` should.
         """
@@ -132,7 +135,7 @@ class Pruner(ABC):
     def resolve_budget(
         self, n_total: int, retention_ratio: float = 0.25, budget: int | None = None
     ) -> tuple[int, float]:
-        """B and the nominal ratio for a video of ``n_total`` tokens; a given ``budget`` overrides the ratio."""
+        """Return B and the nominal ratio for a video of ``n_total`` tokens; a given ``budget`` overrides the ratio."""
         if budget is None:
             ratio = self.nominal_ratio(retention_ratio)
             return budget_for(ratio, n_total), ratio

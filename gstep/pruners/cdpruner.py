@@ -68,9 +68,9 @@ class CDPruner(Pruner):
 
 
 def relevance(image_TNE: Tensor, text_QE: Tensor) -> Tensor:
-    """q, [T,N] above 0, about 1 for the most relevant token: minus the mean cosine with the text segments, rescaled.
+    """Compute q, [T,N] above 0: minus the mean cosine with the text segments, rescaled to about 1 for the highest.
 
-    Minus, as in the official code. All tokens have 1 where no two differ.
+    The sign is that of the official code. All tokens have 1 where no two differ.
     """
     raw_TN = -(unit(image_TNE) @ unit(text_QE).T).mean(dim=-1)
     low, high = raw_TN.min(), raw_TN.max()
@@ -78,10 +78,10 @@ def relevance(image_TNE: Tensor, text_QE: Tensor) -> Tensor:
 
 
 def greedy_map(direction_MD: Tensor, quality_M: Tensor, budget: int) -> Tensor:
-    """At most ``budget`` places, [B] int64 in order of selection: each the token of largest remaining determinant.
+    """Select at most ``budget`` places, [B] int64 in order: each the token of largest remaining determinant.
 
-    A Cholesky factorisation of the cosines that makes the rows of chosen tokens alone: memory M * (D + B).
-    The first token is the most relevant one; zero tokens have no part in it, unless there is nothing else.
+    A Cholesky factorisation of the cosines makes the rows of chosen tokens alone: memory M * (D + B). The first token
+    is the most relevant one; zero tokens are left out unless there is nothing else.
     """
     n_total, hidden = direction_MD.shape
     weight_M = quality_M.to(direction_MD.dtype).square()

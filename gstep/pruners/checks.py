@@ -16,7 +16,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[float], bool]) -> float:
-    """``value`` as a float, if it is a finite number (no bool) for which ``is_accepted`` holds."""
+    """Return ``value`` as a float, if it is a finite number (no bool) for which ``is_accepted`` holds."""
     if isinstance(value, Real) and not isinstance(value, bool):
         number = float(value)
         if math.isfinite(number) and is_accepted(number):
@@ -25,7 +25,7 @@ def check_number(name: str, value: Any, accepted: str, is_accepted: Callable[[fl
 
 
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> int:
-    """``value`` as an int, if it is an integer (no bool) in [low, high]."""
+    """Return ``value`` as an int, if it is an integer (no bool) in [low, high]."""
     if isinstance(value, Integral) and not isinstance(value, bool):
         number = int(value)
         if number >= low and (high is None or number <= high):
@@ -35,14 +35,14 @@ def check_integer(name: str, value: Any, low: int, high: int | None = None) -> i
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
-    """``value``, if it is one of ``choices``."""
+    """Return ``value``, if it is one of ``choices``."""
     if not (isinstance(value, str) and value in choices):
         raise ValueError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
     return value
 
 
 def check_tokens(tokens: Any) -> None:
-    """Refuses what is not a finite [T,N,D] tensor of a float dtype with T, N, D >= 1."""
+    """Refuse what is not a finite [T,N,D] tensor of a float dtype with T, N, D >= 1."""
     wanted = "tokens must be a tensor [T,N,D] (frames, tokens a frame, hidden size), each at least 1"
     if not isinstance(tokens, Tensor):
         raise ValueError(f"{wanted}; got {type(tokens).__name__}")
@@ -60,7 +60,7 @@ def check_tokens(tokens: Any) -> None:
 
 
 def check_evidence(evidence: Mapping[str, Any], n_frames: int, per_frame: int) -> None:
-    """Refuses evidence that is not finite floats, or whose shape does not fit T frames of N tokens or each other."""
+    """Refuse evidence that is not finite floats, or whose shape does not fit T frames of N tokens or each other."""
     lengths = {"T": n_frames, "N": per_frame, "T*N": n_frames * per_frame}
     for name, value in evidence.items():
         if not isinstance(value, Tensor) or value.dtype not in _DTYPES:

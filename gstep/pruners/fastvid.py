@@ -127,7 +127,7 @@ class FastVID(Pruner):
     def _plan(
         self, similarity: Sequence[float], size: int, budget: int
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """The segments, and how many salient tokens and anchors each frame keeps; N is ``size``, K is ``budget``."""
+        """Plan the segments, and how many salient tokens and anchors each frame keeps; N is ``size``, K ``budget``."""
         assert self.tau is not None
         spans = list(cut(similarity, self.c, self.tau))
         counts: list[tuple[int, int]] = []
@@ -141,14 +141,14 @@ class FastVID(Pruner):
 
 
 def adjacent_cosines(feature_TV: Tensor) -> list[float]:
-    """The cosine of each frame's feature with the next one's, T-1 of them."""
+    """Compute the cosine of each frame's feature with the next one's, T-1 of them."""
     direction_TV = unit(feature_TV)
     cosines: list[float] = (direction_TV[:-1] * direction_TV[1:]).sum(dim=1).tolist()
     return cosines
 
 
 def cut(similarity: Sequence[float], least: int, threshold: float) -> Iterator[tuple[int, int]]:
-    """Segments [start, end) of len(similarity) + 1 frames: at least ``least``, if there are as many frames.
+    """Cut len(similarity) + 1 frames into segments [start, end): at least ``least``, if there are as many frames.
 
     Frames are cut apart at the lowest ``least - 1`` similarities (the earlier first) and below ``threshold``.
     """
@@ -161,7 +161,7 @@ def cut(similarity: Sequence[float], least: int, threshold: float) -> Iterator[t
 
 
 def llava_counts(length: int, size: int, budget: int, d: float, p: int) -> list[tuple[int, int]]:
-    """(salient tokens, anchors) of each frame of a segment; N is ``size``, K is ``budget``.
+    """Count (salient tokens, anchors) of each frame of a segment; N is ``size``, K is ``budget``.
 
     Every frame keeps salient tokens; the anchors of all go to every p-th frame, from the last on, in equal shares.
     """
@@ -173,7 +173,7 @@ def llava_counts(length: int, size: int, budget: int, d: float, p: int) -> list[
 
 
 def qwen_counts(length: int, last: Sequence[int], size: int, budget: int, d: float, p: int) -> list[tuple[int, int]]:
-    """(salient tokens, anchors) of each frame of a segment, whose inner segments end with the frames ``last``.
+    """Count (salient tokens, anchors) of each frame of a segment whose inner segments end with the frames ``last``.
 
     The segment's salient tokens go to those frames in even shares, its anchors to every p-th of them from the end; what
     does not divide is given out one by one, salient tokens from the first frame on, anchors from the last.
@@ -191,7 +191,7 @@ def qwen_counts(length: int, last: Sequence[int], size: int, budget: int, d: flo
 
 
 def even_shares(total: int, parts: int) -> list[int]:
-    """``total`` in ``parts`` integers that differ by at most 1, the larger first."""
+    """Divide ``total`` into ``parts`` integers that differ by at most 1, the larger first."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
@@ -203,7 +203,7 @@ def keep(
     *,
     every_frame_draws: bool,
 ) -> list[Kept]:
-    """The salient tokens and the anchors of each frame.
+    """Choose the salient tokens and the anchors of each frame.
 
     ``noise_M`` in [0, 1) is a stream, of which a frame takes a number for each token that is not salient: every frame
     does, or only those with anchors, as the variant's official code draws it.
@@ -222,7 +222,7 @@ def keep(
 
 
 def density_peaks(tokens_XD: Tensor, noise_X: Tensor) -> Tensor:
-    """How much each token is the centre of many: its density times the distance to the nearest denser one, [X]."""
+    """Score how central each token is: its density times the distance to the nearest denser one, [X]."""
     # Without the matrix product, whose cancellation would make up small distances between equal tokens.
     distance_XX = torch.cdist(tokens_XD, tokens_XD, compute_mode="donot_use_mm_for_euclid_dist")
     distance_XX /= math.sqrt(tokens_XD.shape[1])
@@ -237,7 +237,7 @@ def density_peaks(tokens_XD: Tensor, noise_X: Tensor) -> Tensor:
 def compress(
     tokens_LND: Tensor, direction_LND: Tensor, kept: Sequence[Kept], beta: float, *, anchors_give: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What one segment keeps: places among its tokens [K], the tokens [K,D], and whether merging changed them [K].
+    """Compress one segment to places among its tokens [K], tokens [K,D], and whether merging changed them [K].
 
     ``anchors_give``: whether a frame's anchors are themselves among the tokens that are merged into them.
     """
@@ -258,7 +258,7 @@ def compress(
 
 
 def merge(tokens_YD: Tensor, direction_YD: Tensor, giving_Y: Tensor, anchor_A: Tensor, beta: float) -> Tensor:
-    """Each anchor moved towards the mean of the giving tokens whose nearest anchor, by cosine, it is: [A,D]."""
+    """Move each anchor towards the mean of the giving tokens whose nearest anchor, by cosine, it is: [A,D]."""
     nearest_Y = (direction_YD @ direction_YD[anchor_A].T).argmax(dim=1).masked_fill(~giving_Y, -1)
     mean_AD, count_A = assigned_mean(nearest_Y, tokens_YD, len(anchor_A))
     # The anchor weighs as much as each token that is merged into it, but never less than beta.

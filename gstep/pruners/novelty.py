@@ -71,7 +71,7 @@ class Novelty(Pruner):
 
 
 def token_novelty(tokens_TND: Tensor) -> Tensor:
-    """n: each token's cosine distance to the one at its place a frame before, [T,N] float64 in [0, 2].
+    """Compute n, [T,N] float64 in [0, 2]: each token's cosine distance to the one at its place a frame before.
 
     The first frame, which has none before it, gets the largest of all; 1 in a video of one frame.
     """
@@ -92,6 +92,6 @@ def token_novelty(tokens_TND: Tensor) -> Tensor:
 
 
 def _distances(tokens_TRD: Tensor) -> Tensor:
-    """From each frame but the last to the next, [T-1,R]."""
+    """Compute the cosine distance of each token to the one at its place in the next frame, [T-1,R]."""
     norm_TR = torch.linalg.vector_norm(tokens_TRD, dim=-1)
     return distance_of_products((tokens_TRD[1:] * tokens_TRD[:-1]).sum(dim=-1), norm_TR[1:], norm_TR[:-1])

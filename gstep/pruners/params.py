@@ -20,7 +20,7 @@ _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "tex
 
 
 def check_params(kind: type[Pruner], params: Mapping[str, Any], called: str) -> dict[str, Any]:
-    """The parameters in the types of their fields: an int is a float where one is wanted, numbers are Python's own.
+    """Convert parameters to the types of their fields: an int to a float where one is wanted, numbers to Python's own.
 
     Args:
         called: the method's name, for messages.
@@ -39,7 +39,7 @@ def check_params(kind: type[Pruner], params: Mapping[str, Any], called: str) -> 
 
 
 def read_params(kind: type[Pruner], texts: Mapping[str, str], called: str) -> dict[str, Any]:
-    """Parameters that were given as text, read by the types of their fields: "none" is None where that is accepted.
+    """Read parameters given as text by the types of their fields; "none" is None where that is accepted.
 
     Raises ValueError for text that is no value of the field's type. A name that is no field's is left as it is, for
     :func:`check_params` to refuse.
@@ -56,7 +56,7 @@ def _is_required(item: Field[Any]) -> bool:
 
 
 def _hints(kind: type[Pruner], called: str) -> dict[str, Any]:
-    """The annotation of each field."""
+    """Return the annotation of each field."""
     try:
         hints = get_type_hints(kind)
     except Exception as error:  # annotations are code of the method's author
@@ -65,7 +65,7 @@ def _hints(kind: type[Pruner], called: str) -> dict[str, Any]:
 
 
 def _alternatives(hint: Any) -> Iterator[Any]:
-    """The members of a union; of anything else itself."""
+    """Yield the members of a union, or the type itself if it is none."""
     if get_origin(hint) in (Union, types.UnionType):
         for part in get_args(hint):
             yield from _alternatives(part)
@@ -82,7 +82,7 @@ def _checked(name: str, value: Any, accepted: list[Any], called: str) -> Any:
 
 
 def _as(kind: Any, value: Any) -> tuple[bool, Any]:
-    """Whether ``value`` is of the type, and the same in that type itself."""
+    """Return whether ``value`` is of the type, and the value converted to it."""
     is_bool = isinstance(value, bool)
     if get_origin(kind) is Literal:
         same = [choice for choice in get_args(kind) if type(choice) is type(value) and choice == value]
@@ -112,7 +112,7 @@ def _read(name: str, text: str, accepted: list[Any], called: str) -> Any:
 
 
 def _as_text(kind: Any, text: str) -> tuple[bool, Any]:
-    """Whether ``text`` says a value of the type, and which."""
+    """Return whether ``text`` is a value of the type, and that value."""
     if kind is str:
         return True, text
     if kind in (_NONE, bool):

@@ -9,22 +9,22 @@ from gstep.density import working_copy
 
 
 def unit(rows: Tensor) -> Tensor:
-    """Each row of the last axis over its L2 norm, in the work dtype (float32 for 16 bits); zero rows stay zero."""
+    """Divide each row of the last axis by its L2 norm, in the work dtype (float32 for 16 bits); zero rows stay zero."""
     rows = working_copy(rows)
     norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float64).to(rows.dtype)
     return rows / torch.where(norm > 0, norm, 1.0)
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """[..., count] int64: places of the largest scores along the last axis, largest first, ties by ascending place."""
+    """Find the places of the largest scores along the last axis, [..., count] int64, ties by ascending place."""
     return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def assigned_mean(nearest_X: Tensor, rows_XD: Tensor, n_groups: int) -> tuple[Tensor, Tensor]:
-    """The mean of the rows that go to each of G groups, [G,D] (0 where none does), and how many do, [G].
+    """Compute the mean of the rows that go to each of G groups, [G,D] (0 where none does), and how many do, [G].
 
-    Rows of group -1 go to none. A product with weights: the sums of a scatter would depend on the order in which a
-    GPU's threads arrive.
+    Rows of group -1 go to none. The means are a product with weights: the sums of a scatter would depend on the order
+    in which a GPU's threads arrive.
     """
     member_GX = nearest_X == torch.arange(n_groups, device=nearest_X.device)[:, None]
     count_G = member_GX.sum(dim=1)

@@ -42,7 +42,7 @@ class VidCom2(Pruner):
 
 
 def calm_channels(tokens_TND: Tensor) -> Tensor:
-    """[max(1, D/2)] int64, ascending: the channels of lowest population variance over the whole video."""
+    """Find the channels of lowest population variance over the whole video: [max(1, D/2)] int64, ascending."""
     hidden = tokens_TND.shape[-1]
     tokens_MD = tokens_TND.reshape(-1, hidden)
     sum_D = torch.zeros(hidden, dtype=torch.float64, device=tokens_MD.device)
@@ -55,7 +55,7 @@ def calm_channels(tokens_TND: Tensor) -> Tensor:
 
 
 def similarities(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
-    """How typical each token is of its video and of its frame, two of [T,N] float64; low means unique."""
+    """Score how typical each token is of its video and of its frame, two of [T,N] float64; low means unique."""
     tokens_TND = working_copy(tokens_TND)
     direction_TND = unit(tokens_TND[..., calm_channels(tokens_TND)])
     frame_T1D = direction_TND.double().mean(dim=1, keepdim=True)
@@ -74,7 +74,7 @@ def kernel_sum(direction_TND: Tensor, centre_T1D: Tensor) -> Tensor:
 
 
 def frame_budgets(video_TN: Tensor, ratio: float) -> Tensor:
-    """[T] int64: how many tokens each frame keeps; frames less typical of the video keep more."""
+    """Divide the budget over frames, [T] int64; frames less typical of the video keep more."""
     share_T = torch.softmax(-video_TN.mean(dim=1) / _TEMPERATURE, dim=0)
     scale_T = (ratio * (1 + share_T - share_T.mean())).clamp(max=1.0)
     return torch.round(scale_T * video_TN.shape[1]).long().clamp(min=1)

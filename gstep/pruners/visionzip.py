@@ -113,7 +113,7 @@ class VisionZip(Pruner):
 
 
 def _by_attention(visual: VisualTokens, kept: int, n_dominant: int) -> Selection:
-    """Variant llava: what each frame keeps, its dominant tokens first."""
+    """Select by variant llava: what each frame keeps, its dominant tokens first."""
     n_frames, size, _ = visual.tokens.shape
     ranked_TN = largest(visual.evidence["token_attention"], size)
     dominant_TS = ranked_TN[:, :n_dominant].sort(dim=1).values
@@ -130,7 +130,7 @@ def _by_attention(visual: VisualTokens, kept: int, n_dominant: int) -> Selection
 
 
 def _by_norm(tokens_TND: Tensor, kept: int, n_dominant: int, neighbours: int) -> Selection:
-    """Variant qwen: what each frame keeps, in ascending index."""
+    """Select by variant qwen: what each frame keeps, in ascending index."""
     size = tokens_TND.shape[1]
     index, tokens, merged = [], [], []
     for frame, tokens_ND in enumerate(tokens_TND):
@@ -143,7 +143,7 @@ def _by_norm(tokens_TND: Tensor, kept: int, n_dominant: int, neighbours: int) ->
 
 
 def kept_of_frame(size: int, ratio: float) -> int:
-    """K, the tokens kept of a frame of ``size``: the published table for 196, else max(2, round(size * ratio)).
+    """Return K, the tokens kept of a frame of ``size``: the published table for 196, else max(2, round(size * ratio)).
 
     At most ``size``. Two is the least because one token is contextual.
     """
@@ -155,12 +155,12 @@ def kept_of_frame(size: int, ratio: float) -> int:
 
 
 def evenly_strided(size: int, count: int, device: torch.device) -> Tensor:
-    """[count] int64: every (size // count)-th place of ``size``, from the first on."""
+    """Return every (size // count)-th place of ``size``, from the first on: [count] int64."""
     return torch.arange(count, device=device) * max(1, size // count)
 
 
 def _zipped(visual: VisualTokens, dominant_TS: Tensor, rest_TX: Tensor, target_C: Tensor) -> Iterator[Tensor]:
-    """The kept tokens [K,D] of one frame after the other, float32 (float64 of float64)."""
+    """Yield the kept tokens [K,D] of one frame after the other, float32 (float64 of float64)."""
     frames = zip(visual.tokens, visual.evidence["token_key"], dominant_TS, rest_TX, strict=True)
     for stored_ND, key_NE, dominant_S, rest_X in frames:
         tokens_ND = stored_ND.to(work_dtype(stored_ND))
@@ -169,7 +169,7 @@ def _zipped(visual: VisualTokens, dominant_TS: Tensor, rest_TX: Tensor, target_C
 
 
 def add_nearest(tokens_XD: Tensor, key_XE: Tensor, target_C: Tensor) -> Tensor:
-    """Each target plus the mean of the other tokens whose nearest target, by cosine of unit keys, it is: [C,D]."""
+    """Add to each target the mean of the other tokens whose nearest target, by cosine of unit keys, it is: [C,D]."""
     other_X = torch.ones(len(tokens_XD), dtype=torch.bool, device=tokens_XD.device)
     other_X[target_C] = False
     nearest_Y = (key_XE[other_X] @ key_XE[target_C].T).argmax(dim=1)
@@ -179,7 +179,7 @@ def add_nearest(tokens_XD: Tensor, key_XE: Tensor, target_C: Tensor) -> Tensor:
 
 
 def zip_frame(tokens_ND: Tensor, n_dominant: int, n_contextual: int, neighbours: int) -> tuple[Tensor, Tensor]:
-    """The places [K] that one frame keeps by variant qwen, the dominant ones first, and their tokens [K,D]."""
+    """Return the places [K] that one frame keeps by variant qwen, the dominant ones first, and their tokens [K,D]."""
     rows_ND = working_copy(tokens_ND.double())
     ranked_N = largest(torch.linalg.vector_norm(rows_ND, dim=1), len(rows_ND))
     dominant_S, rest_X = ranked_N[:n_dominant], ranked_N[n_dominant:].sort().values
@@ -206,7 +206,7 @@ def densest(direction_XD: Tensor, count: int, neighbours: int) -> Tensor:
 
 
 def mean_of_nearest(tokens_XD: Tensor, direction_XD: Tensor, anchor_C: Tensor) -> Tensor:
-    """For each anchor the mean of the tokens whose nearest anchor, by cosine of their directions, it is: [C,D].
+    """Compute for each anchor the mean of the tokens whose nearest anchor, by cosine of directions, it is: [C,D].
 
     An anchor that none is nearest to, itself neither, stays as it is.
     """

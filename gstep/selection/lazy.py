@@ -94,14 +94,14 @@ def lazy_density_guided_fps(
 
 
 def _distance(products: NDArray[np.floating], scale: Floats) -> Floats:
-    """Eq. (10) from products of raw tokens and of their inverse norms, 0 below ZERO_DISTANCE."""
+    """Compute Eq. (10) from products of raw tokens and of their inverse norms, 0 below ZERO_DISTANCE."""
     distance = 1 - products.astype(np.float64) * scale
     distance[distance < ZERO_DISTANCE] = 0.0
     return distance
 
 
 def _nearer_above(nearest: Floats) -> NDArray[np.float32]:
-    """The bound on a cosine from which on the token may be nearer than the nearest one known."""
+    """Return the bound on a cosine from which on the token may be nearer than the nearest one known."""
     return np.where(nearest > 0, 1 - nearest - MARGIN, _OUT_OF_REACH).astype(np.float32)
 
 
@@ -120,7 +120,7 @@ class _RoundRows:
         self.tokens = rows.tokens if rows.ready else rows.take(places)
 
     def at(self, places: Places) -> Places:
-        """Where in ``tokens`` some candidates are, which like all of a round are in ascending place."""
+        """Return the places in ``tokens`` of some candidates, which like all of a round are in ascending place."""
         return places if self._places is None else np.searchsorted(self._places, places)
 
     def of(self, places: Places) -> Tensor:
@@ -187,7 +187,7 @@ class _Search:
             self._select(rows, places[left], scores[left], rival)
 
     def _scores(self, nearest: Floats, term: Floats) -> Floats:
-        """Eq. (11), or its key; -inf where the density term is, which marks a selected token."""
+        """Compute Eq. (11), or its key; -inf where the density term is, which marks a selected token."""
         distance = nearest + self.beta
         scores: Floats = distance * term if self.by_key else self.alpha * np.log(distance) + term
         return scores
@@ -196,7 +196,7 @@ class _Search:
         return self._scores(self.nearest[places], self.term[places])
 
     def _highest(self) -> tuple[Places, _Rival]:
-        """The K tokens of the highest known scores, equals by lowest place, and the best of the others."""
+        """Find the K tokens of the highest known scores, equals by lowest place, and the best of the others."""
         score, size = self.score, self.block
         if len(score) <= size:
             return np.arange(len(score)), _Rival(-np.inf, 0)
@@ -235,7 +235,7 @@ class _Search:
         self.seen[which] = picks.stop
 
     def _all_products(self, a_XD: Tensor, b_YD: Tensor) -> NDArray[np.floating]:
-        """Of each row with each; copies of a row have equal ones, which a matrix product does not promise."""
+        """Multiply each row with each; copies of a row get equal products, which a matrix product does not promise."""
         if not self.known.has_copies:
             products: NDArray[np.floating] = (a_XD @ b_YD.T).numpy()
             return products
@@ -245,7 +245,7 @@ class _Search:
 
     def _compare_by_bound(self, rows: _RoundRows, which: Places, picks: slice, rival: _Rival) -> None:
         """Measure candidates against the picks that may be nearer than the nearest known, likeliest ones first."""
-        bounds = self._bound(which, picks)
+        bounds = self._cosine_bounds(which, picks)
         self.tried += len(which)
         row = np.arange(len(which))
         # One product with the likeliest pick often lowers ``nearest`` so far that the bound rules out all others.
@@ -273,8 +273,8 @@ class _Search:
             self._measure(rows, which[row], column, picks)
         self.seen[which] = picks.stop
 
-    def _bound(self, which: Places, picks: slice) -> NDArray[np.float32]:
-        """[candidates, picks]: no cosine is higher; out of reach where the candidate has seen the pick."""
+    def _cosine_bounds(self, which: Places, picks: slice) -> NDArray[np.float32]:
+        """Return upper bounds [candidates, picks] of their cosines; -3 where the pair was compared already."""
         assert self.picks.coordinates is not None
         shape = (len(which), picks.stop - picks.start)
         size = shape[0] * shape[1]
@@ -303,7 +303,7 @@ class _Search:
         self.counts.products += len(which)
 
     def _select(self, rows: _RoundRows, left: Places, score: Floats, rival: _Rival) -> None:
-        """The greedy selection among some candidates while their best beats the rival."""
+        """Select greedily among some candidates while their best beats the rival."""
         nearest, term = self.nearest[left], self.term[left]
         distance_LL = self._mutual_distances(rows, left)
         chosen: list[int] = []
@@ -323,7 +323,7 @@ class _Search:
         self.seen[left] = self.picks.count
 
     def _mutual_distances(self, rows: _RoundRows, left: Places) -> Floats:
-        """[L,L]; infinite where neither token can come nearer to the other than what it is nearest to."""
+        """Compute distances [L,L]; infinite where neither token can come nearer to the other than it is to another."""
         scale, size = self.known.inverse[left], len(left)
         row, column = np.triu_indices(size, 1) if self.known.has_copies else (None, None)
         if self.by_bound:

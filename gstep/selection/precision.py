@@ -18,10 +18,10 @@ _restore: Callable[[], None]
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Within, no matrix product of float32 is computed from TensorFloat-32 or bfloat16, on a GPU or by oneDNN.
+    """Keep float32 matrix products within this context from TensorFloat-32 or bfloat16, on a GPU or by oneDNN.
 
     torch has these settings once a process: the first thread that enters changes them, where they need it, and the last
-    that leaves sets them back. What other threads multiply meanwhile is as precise.
+    one that leaves restores them. Products of other threads are as precise meanwhile.
     """
     global _users, _restore  # noqa: PLW0603 - as torch's settings are
     with _lock:
@@ -38,7 +38,7 @@ def full_precision() -> Iterator[None]:
 
 
 def _set_full() -> Callable[[], None]:
-    """Returns what undoes it."""
+    """Set full precision, and return the function that undoes it."""
     operators = _operators()
     held = [operator.fp32_precision for operator in operators]
     if operators and _FULL.issuperset(held):
@@ -61,13 +61,13 @@ def _set_full() -> Callable[[], None]:
 
 
 def _operators() -> tuple[Any, ...]:
-    """What multiplies matrices and has a setting of its own, since torch 2.9."""
+    """List the backends that multiply matrices and have a setting of their own, since torch 2.9."""
     of_cpu = getattr(torch.backends.mkldnn, "matmul", None)
     return () if of_cpu is None else (torch.backends.cuda.matmul, of_cpu)
 
 
 def _older_setting() -> str | None:
-    """Of set_float32_matmul_precision, which allow_tf32 moves too; None where an operator's own has overtaken it."""
+    """Return the value of set_float32_matmul_precision, or None where an operator's own setting overrules it."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # torch tells it only where both agree

@@ -14,7 +14,7 @@ Places = NDArray[np.int64]
 
 
 def pair_products(a_XD: Tensor, b_YD: Tensor, row: Places, column: Places) -> NDArray[np.floating]:
-    """The product of ``a[row]`` and ``b[column]`` for each pair; ``row`` ascends.
+    """Multiply ``a[row]`` and ``b[column]`` for each pair; ``row`` ascends.
 
     A product depends on its two rows alone, wherever they stand: copies of a token have the same, bit for bit.
     """
@@ -35,7 +35,7 @@ def pair_products(a_XD: Tensor, b_YD: Tensor, row: Places, column: Places) -> ND
 
 
 def _one_by_one(a_XD: Tensor, b_YD: Tensor, row: Places, column: Places, block: int = 256) -> NDArray[np.floating]:
-    """Where torch was built without sampled products: several times slower."""
+    """Multiply the pairs where torch was built without sampled products: several times slower."""
     a_P, b_P, products = torch.from_numpy(row), torch.from_numpy(column), a_XD.new_empty(len(row))
     for start in range(0, len(row), block):
         part = slice(start, start + block)
@@ -46,7 +46,7 @@ def _one_by_one(a_XD: Tensor, b_YD: Tensor, row: Places, column: Places, block: 
 
 @cache
 def _has_sampled_products() -> bool:
-    """Whether this build of torch has them. The first sparse tensor of a process warns that they are in beta."""
+    """Return whether this build of torch has sampled products, without torch's warning that they are in beta."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
         try:

@@ -35,12 +35,12 @@ NO_DISTANCE = 4.0  # above every cosine distance
 
 
 def densest_first(density_M: Tensor, budget: int) -> Tensor:
-    """[B] int64: the ``budget`` densest tokens in descending order, ties by ascending index."""
+    """Find the ``budget`` densest tokens, [B] int64 in descending order, ties by ascending index."""
     return torch.sort(density_M, descending=True, stable=True).indices[:budget]
 
 
 def rounded_sqrt(values: Tensor) -> Tensor:
-    """Square roots, correctly rounded on every processor.
+    """Compute square roots, correctly rounded on every processor.
 
     On a CPU Tensor.sqrt is a vector routine of MKL, which by the CPU's kind is a bit off for one number in 80 to 150.
     """
@@ -48,14 +48,14 @@ def rounded_sqrt(values: Tensor) -> Tensor:
 
 
 def inverse_norms(tokens_MD: Tensor) -> Tensor:
-    """1 / L2 norm of each row, [M] float64; 0 for a zero row, whose cosine with any token is thereby 0."""
+    """Compute 1 / L2 norm of each row, [M] float64; 0 for a zero row, whose cosine with any token is thereby 0."""
     norms = [torch.linalg.vector_norm(tokens_MD[rows], dim=-1, dtype=torch.float64) for rows in row_slices(tokens_MD)]
     norm_M = torch.cat(norms)
     return norm_M.reciprocal().masked_fill(norm_M == 0, 0.0)
 
 
 def distance_to(picked_1: Tensor, tokens_MD: Tensor, inverse_norm_M: Tensor) -> Tensor:
-    """1 - cosine of every token with one of them, [M] float64, 0 below ZERO_DISTANCE: the bracket of Eq. (10).
+    """Compute 1 - cosine of every token with one, [M] float64, 0 below ZERO_DISTANCE: the bracket of Eq. (10).
 
     The raw tokens are multiplied in their own dtype and the products scaled, as rounding normalised ones would cost
     precision.
@@ -65,7 +65,7 @@ def distance_to(picked_1: Tensor, tokens_MD: Tensor, inverse_norm_M: Tensor) -> 
 
 
 def most_isolated(tokens_MD: Tensor, block: int = _ISOLATION_BLOCK) -> Tensor:
-    """[1] int64: the token whose nearest neighbour is farthest, ties to the lowest index. O(M * block) memory.
+    """Find the token whose nearest neighbour is farthest, [1] int64, ties to the lowest index. O(M * block) memory.
 
     Each pair is measured once, so that two mutual neighbours tie exactly.
     """
@@ -82,7 +82,7 @@ def most_isolated(tokens_MD: Tensor, block: int = _ISOLATION_BLOCK) -> Tensor:
 
 
 def starting_token(start: str, tokens_MD: Tensor, density_M: Tensor) -> Tensor:
-    """[1] int64: Eq. (9), the densest token; or the first; or the most isolated one."""
+    """Choose the first pick, [1] int64: the densest token, Eq. (9); or the first; or the most isolated one."""
     if start == "isolated":
         return most_isolated(tokens_MD)
     if start == "first":
@@ -113,7 +113,7 @@ def density_guided_fps(
     beta: float = 1e-6,
     start: str = "density",
 ) -> Tensor:
-    """Eqs. (9)-(12): the indices of ``budget`` tokens, [B] int64 in order of selection; ties go to the lowest index.
+    """Select ``budget`` tokens by Eqs. (9)-(12): [B] int64 in order of selection; ties go to the lowest index.
 
     ``tokens_MD`` is finite and of any float dtype, ``density_M`` is rho >= 0, 1 <= budget <= M. alpha weighs distance
     against density, beta > 0 keeps the logarithms finite. The first B of a longer selection are the selection of B.

@@ -31,7 +31,7 @@ class Subspace:
 
     @classmethod
     def of(cls, directions_SD: Tensor, dims: int) -> Subspace:
-        """From tokens of length 1 (or 0), float32: three of four decide, the rest are measured. S >= 4.
+        """Find a subspace of tokens of length 1 (or 0), float32: from three of four; the rest measure it. S >= 4.
 
         By subspace iteration from random directions, seeded: two steps come within a few percent of the residual of the
         true components, at a fraction of their cost.
@@ -50,7 +50,7 @@ class Subspace:
         return self.basis.shape[1]
 
     def coordinates(self, tokens_MD: Tensor, inverse_norm_M: Tensor) -> Tensor:
-        """[M,k+1] float32 of which the product of two rows is no less than the cosine, up to MARGIN.
+        """Compute [M,k+1] float32 of which the product of two rows is no less than the cosine, up to MARGIN.
 
         With x = a + b, a in the subspace and b orthogonal to it: cos(x, y) = a.a' + b.b' <= a.a' + |b||b'|.
         """

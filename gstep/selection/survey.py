@@ -40,7 +40,10 @@ class Rows:
 
     @classmethod
     def of(cls, tokens: Tensor) -> Rows:
-        """Of 16-bit and float32 rows that are all small or mixed, only ``survey`` finds those that need a factor."""
+        """Describe the rows of ``tokens``.
+
+        Of 16-bit and float32 rows that are all small or mixed, only ``survey`` finds those that need a factor.
+        """
         known = tokens.dtype != torch.float64 and working_scale(tokens) == 1.0
         return cls(tokens, None if known else row_factors(tokens))
 
@@ -54,13 +57,13 @@ class Rows:
         return self.tokens.dtype == self.dtype and self.factor is None
 
     def take(self, places: Places) -> Tensor:
-        """The rows at these places, converted."""
+        """Return the rows at these places, converted."""
         place = torch.from_numpy(places)
         factor = None if self.factor is None else self.factor[place]
         return levelled(self.tokens.index_select(0, place), factor)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """All rows in turn, as many as a core's cache holds."""
+        """Yield all rows in turn, as many as a core's cache holds."""
         step = max(1, _CHUNK // self.tokens.shape[1])
         for start in range(0, len(self.tokens), step):
             part = slice(start, start + step)
@@ -126,7 +129,7 @@ def _subspace(rows: Rows, dims: int) -> Subspace:
 
 
 def _inverse(squared: Tensor) -> Tensor:
-    """1 / sqrt in float64, by the correctly rounded root; 0 for 0."""
+    """Compute 1 / sqrt in float64, by the correctly rounded root; 0 for 0."""
     norm = rounded_sqrt(squared.double())
     return norm.reciprocal().masked_fill(norm == 0, 0.0)
 

@@ -34,7 +34,7 @@ _IMPLEMENTED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Preprocessor(ABC):
-    """How the frames of one video become pixel values. Plain data: it pickles, and it never imports transformers.
+    """The rule that makes pixel values of a video's frames. Plain data: it pickles, and never imports transformers.
 
     Attributes:
         image_mean: per channel, in units of a pixel value scaled to [0, 1].
@@ -51,13 +51,13 @@ class Preprocessor(ABC):
 
     @abstractmethod
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels to which a video of ``n_frames`` frames of [height, width] is resized.
+        """Return the (height, width) in pixels to which a video of ``n_frames`` frames of [height, width] is resized.
 
         Raises UnsupportedVideo where the model takes no video of this shape.
         """
 
     def resize(self, frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
-        """[T,H,W,3] uint8 RGB -> [T,h,w,3] uint8 on the CPU, bicubic with antialias, bit for bit as the stock.
+        """Resize [T,H,W,3] uint8 RGB to [T,h,w,3] uint8 on the CPU, bicubic with antialias, bit for bit as the stock.
 
         A frame's result does not depend on the other frames, so a video may be resized in chunks.
         Raises ValueError where ``frames`` is not uint8 [T,H,W,3].
@@ -65,7 +65,7 @@ class Preprocessor(ABC):
         return resize_frames(frames, size)
 
     def normalise(self, frames: Tensor | NDArray[np.uint8], device: torch.device | str, dtype: torch.dtype) -> Tensor:
-        """[T,h,w,3] uint8 -> pixel values [T,3,h,w] on ``device``: (x - 255 mean) / (255 std) in fp32, then cast."""
+        """Normalise [t,h,w,3] uint8 to [t,3,h,w] on ``device``: (x - 255 mean) / (255 std) in float32, then cast."""
         import torch  # noqa: PLC0415
 
         # The factor is folded into mean and std as the stock does: dividing x by 255 first is off by 5e-7.
@@ -78,7 +78,7 @@ class Preprocessor(ABC):
         return pixels.sub_(mean).div_(std).to(dtype).contiguous()
 
     def settings(self) -> dict[str, Any]:
-        """Everything that decides the pixel values, JSON-able, for the fingerprint of a cache."""
+        """Return everything that decides the pixel values, JSON-able, for the fingerprint of a cache."""
         return {
             "resize": "bicubic antialias uint8",
             "image_mean": list(self.image_mean),
@@ -88,7 +88,10 @@ class Preprocessor(ABC):
 
 
 def resize_frames(frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> Tensor:
-    """[T,H,W,3] uint8 -> [T,h,w,3] uint8 on the CPU, bicubic with antialias. Raises ValueError for anything else."""
+    """Resize [T,H,W,3] uint8 to [T,h,w,3] uint8 on the CPU, bicubic with antialias.
+
+    Raises ValueError for other arrays.
+    """
     from torch.nn.functional import interpolate  # noqa: PLC0415
 
     frames_THWC = as_frames(frames)
@@ -101,7 +104,7 @@ def resize_frames(frames: Tensor | NDArray[np.uint8], size: tuple[int, int]) -> 
 
 
 def as_frames(frames: Tensor | NDArray[np.uint8]) -> Tensor:
-    """``frames`` as a uint8 tensor [T,H,W,3]. Raises ValueError where they are anything else."""
+    """Convert ``frames`` to a uint8 tensor [T,H,W,3]. Raises ValueError where they are anything else."""
     import torch  # noqa: PLC0415
 
     if isinstance(frames, np.ndarray):
@@ -126,7 +129,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
 
 
 def rgb_triple(settings: Mapping[str, Any], name: str) -> tuple[float, float, float]:
-    """The setting ``name`` as three floats, one a channel. Raises ModelError where it is something else."""
+    """Read the setting ``name`` as three floats, one a channel. Raises ModelError where it is something else."""
     value = settings[name]
     if not (isinstance(value, list | tuple) and len(value) == 3):
         raise ModelError(f"the preprocessor setting {name}={value!r} is not three numbers, one a colour channel")

@@ -19,7 +19,7 @@ class FixedSizePreprocessor(Preprocessor):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> FixedSizePreprocessor:
-        """From the merged settings of a checkpoint's preprocessor file over the class defaults.
+        """Make a preprocessor of the settings of a checkpoint's preprocessor file, merged over the class defaults.
 
         Raises ModelError, naming the setting, where one asks for something that is not implemented here.
         """
@@ -33,9 +33,8 @@ class FixedSizePreprocessor(Preprocessor):
         return cls(image_mean=mean, image_std=std, height=int(size["height"]), width=int(size["width"]))
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels, the same for every video."""
+        """Return (height, width) in pixels, the same for every video."""
         return self.height, self.width
 
     def settings(self) -> dict[str, Any]:
-        """Everything that decides the pixel values, JSON-able, for the fingerprint of a cache."""
         return {**super().settings(), "size": [self.height, self.width]}

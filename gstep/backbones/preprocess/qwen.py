@@ -51,7 +51,7 @@ class DynamicSizePreprocessor(Preprocessor):
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> Self:
-        """From the merged settings of a checkpoint's preprocessor file over the class defaults.
+        """Make a preprocessor of the settings of a checkpoint's preprocessor file, merged over the class defaults.
 
         Raises ModelError, naming the setting, where one asks for something that is not implemented here.
         """
@@ -87,14 +87,14 @@ class DynamicSizePreprocessor(Preprocessor):
 
     @abstractmethod
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels, multiples of ``factor``. Raises UnsupportedVideo where the model takes no such."""
+        """Return (height, width) in pixels, multiples of ``factor``. Raises UnsupportedVideo for shapes not taken."""
 
     def grid_thw(self, n_frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """(T, H, W) in patches of ``n_frames`` resized frames of [height, width] pixels."""
+        """Return (T, H, W) in patches of ``n_frames`` resized frames of [height, width] pixels."""
         return -(-n_frames // self.temporal_patch_size), height // self.patch_size, width // self.patch_size
 
     def patches(self, frames: Tensor | NDArray[np.uint8], device: torch.device | str, dtype: torch.dtype) -> Tensor:
-        """[t,h,w,3] uint8 -> [T*H*W, 3*temporal_patch_size*patch_size**2] on ``device``, in the order of tokens."""
+        """Cut [t,h,w,3] uint8 into [T*H*W, 3*temporal_patch_size*patch_size**2] on ``device``, in order of tokens."""
         pixels = self.normalise(frames, device, dtype)
         if missing := -len(pixels) % self.temporal_patch_size:
             import torch  # noqa: PLC0415 - it made the pixels, so it is loaded
@@ -106,7 +106,6 @@ class DynamicSizePreprocessor(Preprocessor):
         return blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(T * H * W, -1)
 
     def settings(self) -> dict[str, Any]:
-        """Everything that decides the pixel values, JSON-able, for the fingerprint of a cache."""
         return {
             **super().settings(),
             "patch_size": self.patch_size,
@@ -120,7 +119,10 @@ class PerFramePreprocessor(DynamicSizePreprocessor):
     """Qwen2.5-VL: the pixels are those of a frame."""
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels, multiples of ``factor``. Raises UnsupportedVideo above an aspect ratio of 200."""
+        """Return (height, width) in pixels, multiples of ``factor``.
+
+        Raises UnsupportedVideo above an aspect ratio of 200.
+        """
         most = self.max_pixels
         if self.max_video_tokens is not None:
             total = int(self.max_video_tokens * self.factor * self.factor * _SHARE)
@@ -133,7 +135,7 @@ class PerVideoPreprocessor(DynamicSizePreprocessor):
     """Qwen3-VL: the pixels are those of all sampled frames together."""
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels, multiples of ``factor``.
+        """Return (height, width) in pixels, multiples of ``factor``.
 
         Raises UnsupportedVideo above an aspect ratio of 200, and for fewer frames than a temporal patch has.
         """
@@ -166,7 +168,7 @@ def check_shape(height: int, width: int) -> None:
 def fit(
     height: int, width: int, n_frames: int, n_counted: int, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Both functions smart_resize: the nearest multiples of ``factor``, scaled where all pixels leave their bounds.
+    """Fit frames as both functions smart_resize do: to multiples of ``factor``, and all pixels into their bounds.
 
     ``n_counted`` is the number of frames that the bounds apply to, ``n_frames`` the one that the scale goes by.
     """
@@ -184,7 +186,7 @@ def fit(
 
 
 def with_pixel_bounds(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """``settings`` with ``size`` made of min_pixels and max_pixels where a file gives them, as old files do.
+    """Return ``settings`` with ``size`` made of min_pixels and max_pixels where a file gives them, as old files do.
 
     They win over ``size``, as in Qwen2VLVideoProcessor.__init__.
     """

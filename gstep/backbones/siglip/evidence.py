@@ -1,4 +1,4 @@
-"""Evidence of a SigLIP tower: objects that see what goes into one of its modules while the stock model runs.
+"""Evidence of a SigLIP tower: observers of what goes into one of its modules while the stock model runs.
 
 Shapes: S patches of a frame (27 x 27), C channels, E channels of an attention head.
 """
@@ -16,7 +16,7 @@ from gstep.backbones.siglip.head import PoolingHead
 
 
 class LastLayer:
-    """Sees the input of a layer's attention; works out the attention [T,S] and the keys [T,S,E] of all patches."""
+    """An observer of a layer's attention, which computes the attention [T,S] and the keys [T,S,E] of all patches."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -33,12 +33,12 @@ class LastLayer:
             self._keys.append(key_HSE.mean(dim=0))
 
     def seen(self) -> dict[str, Tensor]:
-        """By the name of the evidence, for all frames that went through."""
+        """Return the evidence of all frames that went through, by its name."""
         return {"token_attention": torch.stack(self._attention), "token_key": torch.stack(self._keys)}
 
 
 class Probe:
-    """Sees the tower's output on its way to the projector; works out [T,C] features and the probe's attention [T,S]."""
+    """An observer of the tower's output, which computes features [T,C] and the attention [T,S] of the head's probe."""
 
     def __init__(self, module: Any, head: PoolingHead) -> None:
         self.module = module
@@ -49,13 +49,13 @@ class Probe:
         self._seen += [self._head(features_1SC) for features_1SC in torch.split(features_TSC, 1)]
 
     def seen(self) -> dict[str, Tensor]:
-        """By the name of the evidence, for all frames that went through."""
+        """Return the evidence of all frames that went through, by its name."""
         feature_TC, attention_TS = (torch.cat(parts) for parts in zip(*self._seen, strict=True))
         return {"frame_feature": feature_TC, "token_attention": attention_TS}
 
 
 class SinglePatches:
-    """Sees what Probe sees; works out each patch in SigLIP's image-text space, [T,S,C], a frame at a time."""
+    """An observer of the tower's output, which puts each patch into SigLIP's image-text space, [T,S,C]."""
 
     def __init__(self, module: Any, head: PoolingHead) -> None:
         self.module = module
@@ -67,5 +67,5 @@ class SinglePatches:
         self._seen += [self._head.of_single_patches(features_1SC) for features_1SC in torch.split(features_TSC, 1)]
 
     def seen(self) -> dict[str, Tensor]:
-        """By the name of the evidence, for all frames that went through."""
+        """Return the evidence of all frames that went through, by its name."""
         return {"image_embedding": torch.cat(self._seen)}

@@ -30,7 +30,10 @@ class PoolingHead(nn.Module):
 
     @classmethod
     def load(cls, source: PoolingHeadSource, device: str) -> PoolingHead:
-        """Raises ModelError where this node's weights are not those that were resolved, or do not fit the config."""
+        """Load a head.
+
+        Raises ModelError where this node's weights are not those that were resolved, or do not fit the config.
+        """
         from transformers import SiglipVisionConfig  # noqa: PLC0415
 
         tensors = read_head(source)
@@ -49,7 +52,7 @@ class PoolingHead(nn.Module):
         return head.eval().requires_grad_(False)
 
     def forward(self, features_TSC: Tensor) -> tuple[Tensor, Tensor]:
-        """The tower's output of some frames -> a feature of each [T,C] and the probe's attention, head mean, [T,S]."""
+        """Compute a feature [T,C] of each frame and the probe's attention [T,S], a head mean, of the tower's output."""
         seen: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -63,10 +66,10 @@ class PoolingHead(nn.Module):
         return feature_TC, seen[0]
 
     def of_single_patches(self, features_TSC: Tensor) -> Tensor:
-        """The tower's output of some frames -> each patch in SigLIP's image-text space, [T,S,C].
+        """Put each patch of some frames into SigLIP's image-text space, [T,S,C].
 
-        A patch goes through the head as if the probe saw it alone. Attention over one position is 1 whatever the probe
-        asks, so that the patch's value is the result; the rest is SiglipMultiheadAttentionPoolingHead.forward
+        A patch goes through the head as if the probe saw it alone. Attention over one position is 1 whatever the query
+        is, so that the patch's value is the result; the rest is SiglipMultiheadAttentionPoolingHead.forward
         (transformers, models/siglip/modeling_siglip.py). CDPruner's official code, which is for CLIP alone, also
         sends each patch through what CLIP has for its pooled token: post_layernorm and the visual projection
         (llava/model/multimodal_encoder/clip_encoder.py).

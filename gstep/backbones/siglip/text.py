@@ -67,7 +67,7 @@ class TextTower:
 
     @classmethod
     def load(cls, source: TextTowerSource, device: str) -> TextTower:
-        """Raises ModelError where this node has another tower than the one that resolved it, or the config misfits."""
+        """Load a tower. Raises ModelError where this node has another one than was resolved, or the config is wrong."""
         from transformers import SiglipTextConfig, SiglipTextModel  # noqa: PLC0415 - seconds, and rarely needed
 
         if _identity(source.head, source.config) != source.identity:
@@ -84,7 +84,7 @@ class TextTower:
 
     @torch.inference_mode()
     def embedding(self, text: str) -> Tensor:
-        """[Q,De] float32 on the tower's device, not normalised: one row for each segment of the text.
+        """Compute [Q,De] float32 of a text on the tower's device, not normalised: one row for each segment.
 
         Raises ValueError for a text without a token: an empty one, or one of punctuation alone, which SigLIP drops.
         """
@@ -93,10 +93,10 @@ class TextTower:
         return torch.cat([self.model(input_ids=ids_QL).pooler_output for ids_QL in parts])
 
     def segments(self, text: str) -> Tensor:
-        """[Q,L] int64: the text in as many segments as it takes, L being all positions that the tower has.
+        """Cut a text into as many segments as it takes: [Q,L] int64, L being all positions that the tower has.
 
         CDPruner's official code cuts longer texts too. Each segment here ends in the end-of-sentence token that
-        SigLIP always saw: the tower takes its answer from the last position.
+        SigLIP saw in training: the tower takes its answer from the last position.
         """
         ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         if not ids:
@@ -110,7 +110,7 @@ class TextTower:
 
 
 def _tokenizer(source: TextTowerSource) -> Any:
-    """Raises ModelError where the checkpoint has none that can be loaded.
+    """Load the tokenizer of a checkpoint. Raises ModelError where it has none that can be loaded.
 
     Of the published checkpoints tokenizer.json is read, which lowercases and drops punctuation as their SiglipTokenizer
     does: AutoTokenizer would ask for that class, which needs sentencepiece.
@@ -135,11 +135,12 @@ def _tokenizer(source: TextTowerSource) -> Any:
 
 
 def _names_in_memory(key: str) -> list[str]:
-    """Some versions of transformers have the prefix in memory too."""
+    """List the names in memory for a name on disk: some versions of transformers keep the prefix."""
     return [key.removeprefix(PREFIX), key] if key.startswith(PREFIX) else []
 
 
 def _identity(head: PoolingHeadSource, config: dict[str, Any]) -> str:
+    """Hash what decides the embeddings of a text tower. Raises ModelError where the checkpoint has no such tensor."""
     said = {name: value for name, value in config.items() if name not in NO_MATTER}
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     files = files_with(head, lambda key: key if key.startswith(PREFIX) else None)

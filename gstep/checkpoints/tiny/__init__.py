@@ -33,9 +33,9 @@ _ALL = {**TINY, **PARTS}
 
 
 def build(name: str) -> Path:
-    """The folder of a tiny model, built where it is not there yet: below XDG_CACHE_HOME, else among temporary files.
+    """Return the folder of a tiny model; build it below XDG_CACHE_HOME, else among temporary files, if it is missing.
 
-    Safe when several processes race: a folder appears whole, in one rename. Raises ModelError where none can be made.
+    Several processes may race: a folder appears whole, in one rename. Raises ModelError where none can be made.
     """
     folder = _cache_root() / identity(name).replace(":", "-")
     if folder.is_dir():
@@ -69,7 +69,7 @@ def write(name: str, folder: Path) -> None:
 
 @cache
 def identity(name: str) -> str:
-    """ "<name>:<version>-<hash>"; the hash covers the config and every weight, so nodes that differ are found out."""
+    """Compute "<name>:<version>-<hash>"; the hash covers the config and every weight, so that nodes can be compared."""
     digest = hashlib.sha256(json.dumps(_ALL[name].config, sort_keys=True).encode())
     for key, array in sorted(_weights(name).items()):
         digest.update(f"\n{key} {array.shape}\n".encode())
@@ -82,7 +82,10 @@ def _weights(name: str) -> Weights:
 
 
 def _cache_root() -> Path:
-    """Not in the home folder, in which a first try should leave nothing. Raises ModelError."""
+    """Choose the folder for tiny models outside the home folder, where a first try should leave nothing.
+
+    Raises ModelError where another user owns it.
+    """
     if named := os.environ.get("XDG_CACHE_HOME"):
         return Path(named).expanduser() / "gstep"
     root = Path(tempfile.gettempdir()) / f"gstep-{os.getuid()}"

@@ -23,7 +23,7 @@ Weights = dict[str, Array]
 
 @dataclass(frozen=True)
 class TinyModel:
-    """How to build one: everything in its folder."""
+    """The recipe of a tiny model: everything in its folder."""
 
     config: Mapping[str, Any]
     weights: Callable[[Mapping[str, Any]], Weights]
@@ -68,7 +68,7 @@ def siglip(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
 
 
 def siglip_layers(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
-    """Of either tower."""
+    """Draw the layers of SigLIP's vision or text tower."""
     width = config["hidden_size"]
     for layer in (f"{prefix}.encoder.layers.{i}" for i in range(config["num_hidden_layers"])):
         draw.norm(f"{layer}.layer_norm1", width, bias=True)
@@ -83,7 +83,7 @@ def siglip_layers(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
 def decoder(
     draw: Draw, config: Mapping[str, Any], *, model: str, head: str, bias: bool = True, qk_norm: bool = False
 ) -> None:
-    """A language model of Qwen2 (biases of q, k and v) or Qwen3 (none, but norms of q and k), and its head."""
+    """Draw a language model of Qwen2 (biases of q, k and v) or Qwen3 (norms of q and k, no biases), and its head."""
     width, inner = config["hidden_size"], config["intermediate_size"]
     head_dim = width // config["num_attention_heads"]
     keys = head_dim * config["num_key_value_heads"]

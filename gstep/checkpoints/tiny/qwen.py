@@ -48,7 +48,7 @@ _DEFAULT_SYSTEM = """\
 
 
 def tokenizer(*, default_system: bool) -> TinyTokenizer:
-    """The families' tokens; only Qwen2.5-VL puts a system message before a prompt that has none."""
+    """Describe the families' tokenizer; only Qwen2.5-VL puts a system message before a prompt that has none."""
     system = _DEFAULT_SYSTEM if default_system else ""
     return TinyTokenizer(SPECIAL, _CHAT_TEMPLATE.replace("DEFAULT_SYSTEM", system))
 
@@ -83,7 +83,7 @@ GENERATION: Mapping[str, Any] = {
 
 
 def patch_embedding(draw: Draw, config: Mapping[str, Any]) -> Array:
-    """[width, 3, 2, patch, patch]; texture louder than brightness, as in ``tiny_parts.siglip``."""
+    """Draw [width, 3, 2, patch, patch] with texture louder than brightness, as in ``parts.siglip``."""
     width, patch, times = config["hidden_size"], config["patch_size"], config["temporal_patch_size"]
     fan_in = 3 * times * patch * patch
     upper = draw.uniform((width, 3, times, patch // 2, patch), 5 / math.sqrt(fan_in))
@@ -93,7 +93,7 @@ def patch_embedding(draw: Draw, config: Mapping[str, Any]) -> Array:
 
 
 def attention(draw: Draw, prefix: str, width: int) -> None:
-    """Fused q, k, v and the projection behind them: attention that picks, as in ``tiny_parts.siglip``."""
+    """Draw fused q, k, v and the projection behind them, so loud that attention picks, as in ``parts.siglip``."""
     for part, gain in {"q": 2.0, "k": 2.0, "v": 0.7}.items():
         draw.linear(f"{prefix}.{part}", width, width, gain=gain)
     for kind in ("weight", "bias"):
@@ -104,7 +104,7 @@ def attention(draw: Draw, prefix: str, width: int) -> None:
 
 
 def merger(draw: Draw, first: str, second: str, n_in: int, n_out: int) -> None:
-    """Two layers that make one token of 2 x 2 patches."""
+    """Draw the two layers that make one token of 2 x 2 patches."""
     draw.linear(first, n_in, n_in)
     # GELU gives every hidden unit the same positive mean: rows that sum to zero keep it out of all tokens.
     half = draw.uniform((n_out, n_in // 2), 1 / math.sqrt(n_in))

@@ -38,7 +38,7 @@ You are a helpful assistant. user system assistant true false yes no first secon
 
 @dataclass(frozen=True)
 class TinyTokenizer:
-    """What tells one family's tokenizer from another's.
+    """The features of one family's tokenizer.
 
     Attributes:
         special: the special tokens, that of padding first.
@@ -54,7 +54,7 @@ class TinyTokenizer:
     max_length: int = 32768
 
     def id_of(self, token: str) -> int:
-        """The id of a special token: the trainer numbers them first."""
+        """Return the id of a special token: the trainer numbers them first."""
         return self.special.index(token)
 
 
@@ -111,7 +111,10 @@ def _save(folder: Path, tokenizer: Tokenizer, kind: TinyTokenizer) -> None:
 
 
 def _canonical() -> normalizers.Normalizer:
-    """As canonicalize_text of SiglipTokenizer (transformers, models/siglip/tokenization_siglip.py)."""
+    """Make the normalizer that does what canonicalize_text of transformers' SiglipTokenizer does.
+
+    See models/siglip/tokenization_siglip.py there.
+    """
     punctuation = "".join(f"\\{mark}" for mark in string.punctuation)
     return normalizers.Sequence(
         [

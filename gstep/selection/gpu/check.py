@@ -23,18 +23,23 @@ _TOLERANCE = 2e-5  # of a distance of tokens that are no copies: tensor cores lo
 
 @cache
 def check_kernels(device: torch.device, dtype: torch.dtype, hidden: int) -> None:
-    """Raises RuntimeError where a form selects other tokens than the plain one. Once passed, it is not run again."""
+    """Check the kernels once for a device, dtype and width.
+
+    Raises RuntimeError where a form selects other tokens than the plain one.
+    """
     check_forms(device, dtype, hidden, _TOKENS, _BUDGET)
 
 
 def check_forms(
     device: torch.device, dtype: torch.dtype, hidden: int, n_tokens: int, budget: int, tuning: Tuning | None = None
 ) -> None:
-    """Both forms on three videos, in the tiles that they will be used with.
+    """Check both forms on three videos, in the tiles that they will be used with.
 
     On small integers, whose products float32 holds, the order must be the plain form's, ties included. Of random
     tokens each pick must be a best one up to what tensor cores lose. Of a static video, random tokens that are repeated
     frame by frame, those of the first frame come first and then those of the second, in order.
+
+    Raises RuntimeError where a form picks others.
     """
     seeded = torch.Generator("cpu").manual_seed(0)
     integers_MD = torch.randint(-1, 2, (n_tokens, hidden), generator=seeded, device="cpu").to(device, dtype)
@@ -66,7 +71,7 @@ def check_forms(
 
 
 def worse_picks(order_B: Tensor, task: Task) -> Tensor:
-    """[B] bool: which picks were not the best that was left, of distances by the plain form and within _TOLERANCE."""
+    """Find which picks, [B] bool, were not the best left, of distances by the plain form and within _TOLERANCE."""
     tokens_MD = task.tokens.float()
     inverse_M = inverse_norms(tokens_MD)
     nearest_M = torch.full_like(inverse_M, torch.inf)

@@ -46,7 +46,7 @@ class Tuning:
 
 
 def default_tuning(dtype: torch.dtype, n_tokens: int) -> Tuning:
-    """Tiles for tensor cores, or for the float32 units; more candidates a round where there are many tokens."""
+    """Choose tiles for tensor cores, or for the float32 units, and more candidates a round for many tokens."""
     candidates = 2048 if n_tokens > 65536 else 1024
     if dtype == torch.float32:
         return Tuning(block=64, block_hidden=16, warps=4, stages=2, candidates=candidates)
@@ -86,7 +86,10 @@ def prepare(
     start: str,
     tuning: Tuning | None = None,
 ) -> Task | None:
-    """What the kernels work on; None where they cannot, as for float64 tokens. Arguments as of density_guided_fps."""
+    """Prepare a video for the kernels; None where they cannot work, as for float64 tokens.
+
+    The arguments are those of ``density_guided_fps``.
+    """
     if tokens_MD.dtype == torch.float64:
         return None
     weight_M = density_weight(density_M, alpha, beta)
@@ -108,7 +111,7 @@ def prepare(
 
 
 def _multiplied(tokens_MD: Tensor) -> Tensor:
-    """Tokens as the kernels multiply them: in their own dtype, where no row lies far out."""
+    """Convert tokens for the kernels: they keep their own dtype where no row's magnitude lies far out."""
     dtype = tokens_MD.dtype
     if not tokens_MD.is_cuda and dtype == torch.bfloat16:
         dtype = torch.float32  # Triton's interpreter multiplies bfloat16 by its bits as if they were integers
@@ -117,7 +120,7 @@ def _multiplied(tokens_MD: Tensor) -> Tensor:
 
 
 def _inverse_norms(tokens_MD: Tensor, tuning: Tuning) -> Tensor:
-    """1 / L2 norm, [M] float64, 0 of a zero token, from the diagonal of the products: see ``kernels``."""
+    """Compute 1 / L2 norm, [M] float64, 0 of a zero token, from the diagonal of the products: see ``kernels``."""
     n_tokens, hidden = tokens_MD.shape
     square_M = torch.empty(n_tokens, dtype=torch.float64, device=tokens_MD.device)
     grid = (triton.cdiv(n_tokens, tuning.block),)
@@ -126,12 +129,12 @@ def _inverse_norms(tokens_MD: Tensor, tuning: Tuning) -> Tensor:
 
 
 def gram_width(n_tokens: int) -> int:
-    """The length of the rows of a matrix of ``n_tokens``."""
+    """Return the length of the rows of a matrix of ``n_tokens``."""
     return -(-n_tokens // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
 def distances(task: Task, row_R: Tensor) -> Tensor:
-    """[S,S] float64, of which the first R rows hold the distances of tokens ``row_R`` to each other, then zeros."""
+    """Compute [S,S] float64, whose first R rows hold the distances of tokens ``row_R`` to each other, then zeros."""
     n_rows, width = len(row_R), gram_width(len(row_R))
     gram_SS = torch.empty(width, width, dtype=torch.float32, device=row_R.device)
     kernels.gram_kernel[(triton.cdiv(n_rows, task.tuning.block) ** 2,)](
@@ -145,7 +148,7 @@ def distances(task: Task, row_R: Tensor) -> Tensor:
 
 
 def tile_options(hidden: int, tuning: Tuning) -> dict[str, int | bool]:
-    """The launch options of all kernels that multiply tokens: the same ones, so that their dot products are, too."""
+    """Return the launch options of all kernels that multiply tokens: the same ones give the same dot products."""
     return {
         "HIDDEN": hidden,
         "BLOCK": tuning.block,
@@ -157,7 +160,7 @@ def tile_options(hidden: int, tuning: Tuning) -> dict[str, int | bool]:
 
 
 def gram_form(task: Task) -> Tensor:
-    """The picks of a video, [B] int64: all distances, then one launch for all steps."""
+    """Select the picks of a video, [B] int64: all distances at once, then one launch for all steps."""
     n_tokens, device = len(task.tokens), task.tokens.device
     row_M = torch.arange(n_tokens, device=device)
     # The start comes first, and any distance to it replaces what the others have.
@@ -169,13 +172,13 @@ def gram_form(task: Task) -> Tensor:
 
 
 def no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
-    """What every token passes: the key, [1] float64, and the place, [1] int32."""
+    """Return a bar that every token passes: the key, [1] float64, and the place, [1] int32."""
     key_1 = torch.full((1,), -torch.inf, dtype=torch.float64, device=device)
     return key_1, torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def parts(width: int) -> tuple[int, int, int]:
-    """Three powers of 2, of at least 16, whose sum is ``width`` or little more: what a tile's length may be."""
+    """Split ``width`` into three powers of 2, at least 16, whose sum is ``width`` or little more: a tile's lengths."""
     largest = max(16, 1 << (width.bit_length() - 1))
     second = max(16, 1 << (max(width - largest, 1).bit_length() - 1))
     return largest, second, max(16, triton.next_power_of_2(max(width - largest - second, 1)))

@@ -37,7 +37,7 @@ def _dots(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tl.tensor:
-    """[BLOCK, BLOCK] float32 dot products of tokens ``a_token`` [BLOCK] and ``b_token`` [BLOCK]."""
+    """Multiply tokens ``a_token`` [BLOCK] and ``b_token`` [BLOCK]: [BLOCK, BLOCK] float32."""
     offset = tl.arange(0, BLOCK_D)
     a_ptr = tokens_ptr + a_token.to(tl.int64)[:, None] * HIDDEN + offset[None, :]
     b_ptr = tokens_ptr + b_token.to(tl.int64)[None, :] * HIDDEN + offset[:, None]
@@ -62,7 +62,7 @@ def squares_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """The product of each token with itself, float64. Grid: (ceil(M / BLOCK),)."""
+    """Compute the product of each token with itself, float64. Grid: (ceil(M / BLOCK),)."""
     row = tl.arange(0, BLOCK)
     token = tl.program_id(0) * BLOCK + row
     inside = tl.minimum(token, n_tokens - 1)
@@ -73,7 +73,7 @@ def squares_kernel(
 
 @triton.jit
 def _distance(dot: tl.tensor, inverse: tl.tensor, zero_distance: tl.tensor) -> tl.tensor:
-    """Cosine distance, float64; what lies below ``zero_distance`` is 0."""
+    """Compute the cosine distance, float64, which is 0 where it lies below ``zero_distance``."""
     distance = 1.0 - dot.to(tl.float64) * inverse
     return tl.where(distance >= zero_distance, distance, 0.0)
 
@@ -129,10 +129,11 @@ def fold_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """The distances of tokens ``row_ptr`` [R] from their dot products, [R, stride] both; columns from R on become 0.
+    """Compute the distances of tokens ``row_ptr`` [R] from their dot products, [R, stride] both, 0 from column R on.
 
-    In float64, because float32 would make ties of distances that the plain form tells apart. Apart from
-    ``gram_kernel``, whose tile in float64 no registers would hold. Grid: (ceil(R / ROWS), ceil(stride / BLOCK)).
+    The distances are float64, because float32 would make ties of some that the plain form tells apart. The kernel is
+    not part of ``gram_kernel``, whose tile in float64 no registers would hold.
+    Grid: (ceil(R / ROWS), ceil(stride / BLOCK)).
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -161,11 +162,12 @@ def refresh_kernel(
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Eq. (10) for tokens ``row_ptr`` [R]: the minimum with their distances to what was picked since their last turn.
+    """Update Eq. (10) for tokens ``row_ptr`` [R]: the minimum with their distances to the picks since their last turn.
 
     ``distance_ptr`` [M] is float64 read as int64: both order non-negative numbers, and -inf below them, alike.
-    ``mark_ptr`` [M]: so many picks a token's distance knows. Each program looks at all its rows together, from their
-    smallest mark on; knowing a pick twice changes nothing. Grid: (ceil(R / BLOCK), ceil(picks / BLOCK)).
+    ``mark_ptr`` [M]: the number of picks that a token's distance includes. Each program takes all its rows together,
+    from their smallest mark on; a pick that is included twice changes nothing.
+    Grid: (ceil(R / BLOCK), ceil(picks / BLOCK)).
     """
     count = tl.load(count_ptr)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -186,14 +188,14 @@ def refresh_kernel(
 def _highest(
     distance: tl.tensor, weight: tl.tensor, beta: tl.tensor, first: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The highest key of places from ``first`` on, and the lowest place that has it."""
+    """Find the highest key of places from ``first`` on, and the lowest place that has it."""
     top, at = tl.max((distance + beta) * weight, 0, return_indices=True, return_indices_tie_break_left=True)
     return top, at + first
 
 
 @triton.jit
 def _nearer(distance: tl.tensor, row_ptr: tl.tensor, place: tl.tensor, width: tl.tensor, best: tl.tensor) -> tl.tensor:
-    """Eq. (10) after the pick at ``best``, which ``row_ptr`` has the distances to."""
+    """Update Eq. (10) after the pick at ``best``, to which ``row_ptr`` has the distances."""
     found = tl.load(row_ptr + place, mask=place < width, other=0.0, eviction_policy="evict_first")
     return tl.where(place == best, -float("inf"), tl.minimum(distance, found))
 
@@ -215,7 +217,7 @@ def greedy_kernel(
     B: tl.constexpr,
     C: tl.constexpr,
 ) -> None:
-    """Eqs. (10)-(12), one pick after the other, until the budget is spent or no row passes the bar. Grid: (1,).
+    """Pick by Eqs. (10)-(12), one after the other, until the budget is spent or no row passes the bar. Grid: (1,).
 
     One program keeps all distances in registers, in three parts of A, B and C places, which are powers of 2 and
     together ``width`` S or little more. The loop stays in one piece, for all its state would have to be passed on.

@@ -40,13 +40,13 @@ def select_on_gpu(
     beta: float = 1e-6,
     start: str = "density",
 ) -> Tensor:
-    """``density_guided_fps`` of one video: the same arguments, the same picks up to near-ties, [B] int64.
+    """Select as ``density_guided_fps`` of one video: the same arguments, the same picks up to near-ties, [B] int64.
 
     Give 16-bit tokens as the encoder made them: tensor cores multiply them and accumulate in float32. float32 tokens
     are multiplied in float32, never TF32; float64 ones, alpha below 0.05 and extreme beta are left to the plain form.
 
-    Any failure of the kernels is warned of, once a process, and answered by the plain form. Only what the GPU reports
-    after the launches (a sticky CUDA error) cannot be: no further work on that GPU would succeed.
+    Any failure of the kernels is warned of once a process, and the plain form selects instead. Only an error that the
+    GPU reports after the launches (a sticky CUDA error) is raised: no further work on that GPU would succeed.
     """
     if alpha >= _MIN_ALPHA and not _broken:
         device = tokens_MD.device
@@ -61,7 +61,7 @@ def select_on_gpu(
 
 
 def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, beta: float, start: str) -> Tensor | None:
-    """None where the kernels do not serve."""
+    """Select by the form that serves this video, or return None where neither does."""
     from gstep.selection.gpu import check, gram, lazy  # noqa: PLC0415 - Triton need not be there
 
     task = gram.prepare(tokens_MD, density_M, budget, alpha=alpha, beta=beta, start=start)
@@ -75,7 +75,7 @@ def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, bet
 
 
 def _memory_for_distances(device: torch.device) -> float:
-    """Bytes; on a CPU, which is Triton's interpreter, there is no limit."""
+    """Return the bytes for distances; on a CPU, where Triton's interpreter runs, there is no limit."""
     if device.type != "cuda":
         return float("inf")
     free, _ = torch.cuda.mem_get_info(device)

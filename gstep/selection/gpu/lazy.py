@@ -39,7 +39,7 @@ class LazyForm:
         self.mark_M.fill_(1)
 
     def select(self) -> Tensor:
-        """[B] int64, the picks in order of selection.
+        """Select the picks, [B] int64 in order of selection.
 
         Raises RuntimeError where rounds stop making progress, which finite tokens and densities rule out.
         """
@@ -67,7 +67,7 @@ class LazyForm:
         self.mark_M[row_K] = self.count_1
 
     def _candidates(self) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """The K best tokens by stale key, ties by lowest index, in ascending order; the best other one as the bar.
+        """Find the K best tokens by stale key, ties by lowest index, in ascending order, and the best other as the bar.
 
         The best of all is among them, so that it is picked or refreshed.
         """
@@ -86,7 +86,7 @@ class LazyForm:
         return row_K, (key[None], before.to(torch.int32)[None])
 
     def _refresh(self, row_R: Tensor, most_picks: int) -> None:
-        """Let the distances of ``row_R`` know all picks; their marks are the caller's to move."""
+        """Update the distances of ``row_R`` with all picks; their marks are the caller's to move."""
         task, block = self.task, self.task.tuning.block
         kernels.refresh_kernel[(triton.cdiv(len(row_R), block), triton.cdiv(most_picks, block))](
             task.tokens,

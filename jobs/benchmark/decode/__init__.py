@@ -1,1 +1,1 @@
-"""Decoding alone, beside what other libraries take for the same frames, and beside the least that is possible."""
+"""Decoding alone, beside the time of other libraries for the same frames, and beside the least that is possible."""

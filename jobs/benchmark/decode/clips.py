@@ -109,7 +109,7 @@ def _repeat(once: Path, path: Path, clip: Clip) -> None:
     """Write the packets of a clip one after another until ``clip`` is full."""
     with av.open(str(once)) as source, av.open(str(path), "w") as out:
         read = source.streams.video[0]
-        stream = out.add_stream_from_template(read)
+        stream = out.add_stream_from_template(read, opaque=True)
         for turn in range(-(-FPS * clip.seconds // read.frames)):
             source.seek(0, stream=read)
             for packet in islice((p for p in source.demux(read) if p.size), FPS * clip.seconds - turn * read.frames):

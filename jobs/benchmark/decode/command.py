@@ -1,4 +1,4 @@
-"""What decoding costs: CPU seconds a clip beside other libraries, and beside the least that its frames need."""
+"""The cost of decoding: CPU seconds a clip beside other libraries, and beside the least that its frames need."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> Done:
 
 
 def as_table(found: Sequence[Times], title: str) -> Table:
-    """A row a way, a column a clip; the last rows say how many times the least ours takes."""
+    """Make the table: a row a way, a column a clip; the last rows show how many times the least ours takes."""
     from jobs.benchmark.decode.measure import CHILD, FLOOR, HERE  # noqa: PLC0415
 
     table = Table("", title=title)

@@ -29,7 +29,7 @@ _PREPROCESSOR = FixedSizePreprocessor(image_mean=(0.5,) * 3, image_std=(0.5,) * 
 
 @dataclass
 class Times:
-    """What one clip took, in CPU seconds: the best of the rounds, since other work only adds.
+    """The CPU seconds of one clip: the best of the rounds, since other work only adds.
 
     Attributes:
         clip: its name.
@@ -51,7 +51,7 @@ class Times:
         self.ways[way] = seconds if before is None or seconds is None else min(before, seconds)
 
     def over_floor(self, way: str) -> float | None:
-        """How many times the least a way takes."""
+        """Return how many times the least a way takes."""
         seconds, floor = self.ways.get(way), self.ways.get(FLOOR)
         return None if seconds is None or not floor else seconds / floor
 
@@ -90,7 +90,7 @@ def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: flo
 
 
 def needed(path: str, times: Sequence[int], keys: Sequence[int]) -> list[Any]:
-    """The frames shown at ``times``, from no more packets than they need: the floor's own code, and none of ours."""
+    """Decode the frames shown at ``times`` from no more packets than they need: the floor, with none of our code."""
     kept: list[Any] = []
     groups: dict[int, set[int]] = {}
     for moment in times:
@@ -161,13 +161,13 @@ def _cpu(call: Callable[[], object]) -> float:
 
 
 def _child_cpu(sandbox: DecodeSandbox, request: DecodeRequest) -> float:
-    """Of this process and the child's, all threads."""
+    """Measure the CPU seconds of this process and the child's, all threads."""
     before = sum(_child_times())
     return _cpu(lambda: sandbox.decode(request)) + sum(_child_times()) - before
 
 
 def _child_times() -> Iterator[float]:
-    """CPU seconds of each thread of the processes that this one and its fork server started for decoding."""
+    """Yield the CPU seconds of each thread of the processes that this one and its fork server started for decoding."""
     import multiprocessing  # noqa: PLC0415
 
     for child in multiprocessing.active_children():
