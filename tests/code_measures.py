@@ -92,7 +92,8 @@ def measures(files: list[Source]) -> dict[str, tuple[int, str]]:
         if file.path.name not in EXCUSED
         for node in file.functions()
     ]
-    documented = [text for file in product for node in file.functions() if (text := ast.get_docstring(node))]
+    functions_of_product = (node for file in product for node in file.functions() if not _is_property(node))
+    documented = [text for node in functions_of_product if (text := ast.get_docstring(node))]
     return {
         "modules in a folder": (modules[folder], folder),
         "lines of a file": (longest.n_lines, str(longest.path)),
@@ -141,6 +142,11 @@ def _is_mapping_of_anything(node: ast.AST) -> bool:
         and isinstance(node.slice, ast.Tuple)
         and any(isinstance(part, ast.Name) and part.id in ANYTHING for part in ast.walk(node.slice.elts[-1]))
     )
+
+
+def _is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Return whether a function is a property, whose docstring is a noun phrase."""
+    return any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def _is_any(node: ast.AST) -> bool:
