@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gstep.methods import METHODS
@@ -14,6 +15,13 @@ from pipeline.options import DTYPES, EngineOptions, check, option, positive
 DEFAULT_METHODS = ("gstep", "vidcom2", "uniform", "random")
 DEFAULT_RATIOS = (0.25, 0.20, 0.15, 0.10)
 FULL = "none"  # every token: what methods are compared with
+#: ``--positions`` -> the positions that every method is asked at; None is the model family's.
+POSITIONS: Mapping[str, tuple[str | None, ...]] = {
+    "auto": (None,),
+    "close": ("contiguous",),
+    "original": ("original",),
+    "both": ("contiguous", "original"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +69,9 @@ class EvaluateConfig(EngineOptions):
         "--retention-ratio name others; with --results it is made",
         choices=tuple(TABLES),
     )
+    mixed: bool = option(
+        False, "with --results: lay out results of other frames or another protocol side by side, and mark them"
+    )
     model: str | None = option(
         None,
         "a Hugging Face id or folder with safetensors, or one of the seeded random 'tiny', 'tiny-qwen2-5-vl' and "
@@ -87,6 +98,12 @@ class EvaluateConfig(EngineOptions):
         f"shares of the visual tokens to keep (default: {' '.join(map(str, DEFAULT_RATIOS))})",
         metavar="R",
         several=True,
+    )
+    positions: str = option(
+        "auto",
+        "positions of the kept tokens: counted anew (close), as before pruning (original), or rows of each (both); "
+        "auto is the model family's: close for LLaVA-OneVision, original for Qwen",
+        choices=tuple(POSITIONS),
     )
     seed: int = option(0, "seed of the methods that draw random numbers, and of the intervals", metavar="N")
     out: str = option(
@@ -125,6 +142,8 @@ class EvaluateConfig(EngineOptions):
             )
         if self.results and self.table is None:
             raise UsageError(f"--results goes with --table, one of {', '.join(TABLES)}")
+        if self.mixed and not self.results:
+            raise UsageError("--mixed goes with --results")
         if self.score and self.table is not None:
             raise UsageError("--table goes with --benchmark, and then with --results, not with --score")
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
@@ -145,14 +164,15 @@ class EvaluateConfig(EngineOptions):
     def grid(self) -> dict[str, LateAsked | None]:
         """Return what every question is answered under, by label: full retention (None), then each method.
 
-        Each method comes at each ratio, from the largest. Raises UsageError for a method that is no
-        METHOD[,NAME=VALUE...].
+        Each method comes at each ratio, from the largest, and at each of the positions that were named. Raises
+        UsageError for a method that is no METHOD[,NAME=VALUE...].
         """
         table = None if self.table is None else TABLES[self.table]
         methods = self.method or (table.methods if table else DEFAULT_METHODS)
         ratios = self.retention_ratio or (table.ratios if table else DEFAULT_RATIOS)
-        asked = asked_grid(methods, ratios, self.siglip, self.seed)
-        return {FULL_LABEL: None, **{one.label: one for one in asked if one.method != FULL}}
+        named = [one for one in asked_grid(methods, ratios, self.siglip, self.seed) if one.method != FULL]
+        asked = [replace(one, positions=positions) for one in named for positions in POSITIONS[self.positions]]
+        return {FULL_LABEL: None, **{one.label: one for one in asked}}
 
 
 FULL_LABEL = f"{FULL}@1"

@@ -26,7 +26,7 @@ from pipeline.evaluate.pages import video_pages
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import EvaluateRequest, match_results, prepare, write_results_header
 from pipeline.evaluate.run import Evaluated, answer_and_score, arms_of, drop_tokens, score_answers
-from pipeline.evaluate.statistics.render import method_title
+from pipeline.evaluate.statistics.render import few_mark, method_title, titled
 from pipeline.evaluate.statistics.results import ResultsTable
 from pipeline.evaluate.submissions import write_submissions
 from pipeline.generate.summary import render_answers
@@ -242,13 +242,17 @@ def _rendered(results: ResultsTable) -> Iterator[RenderableType]:
     table.add_column("method")
     # The last column is that of all questions.
     first = 0 if len(results.columns) <= _COLUMNS else len(results.columns) - 1
-    for name in ("kept", *(column.title for column in results.columns[first:]), "Rel."):
+    marked = [c.title + few_mark(n) for c, n in zip(results.columns, results.n_clusters, strict=True)]
+    for name in ("kept", *marked[first:], "Rel."):
         table.add_column(Text(name), justify="right")
     for block in (None, *results.blocks):
         for row in (results.original,) if block is None else block.rows:
             cells = [cell.printed if cell else "-" for cell in (*row.cells[first:], row.rel)]
             table.add_row(
-                Text(method_title(row.method)), f"{100 * row.ratio:g} %", *cells, end_section=row is _last(block)
+                Text(titled(method_title(row.method), row)),
+                f"{100 * row.ratio:g} %",
+                *cells,
+                end_section=row is _last(block),
             )
     yield table
     if first:

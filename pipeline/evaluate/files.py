@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pipeline.cache.schema import write_parquet
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
@@ -26,7 +27,7 @@ class Shown:
     Attributes:
         title: of tables and page.
         facts: (name, value) about model, cache and run.
-        protocol: described, JSON-able.
+        described: the identity of the results, JSON-able.
         pages: of videos, by id: (label, relative address).
     """
 
@@ -73,10 +74,20 @@ def write_results(store: Store, done: Evaluated, shown: Shown) -> list[str]:
     return [SCORES, *texts]
 
 
+def made_of_identity(benchmark: Benchmark, identity: Mapping[str, Any], n_questions: int) -> dict[str, str]:
+    """Return what the scores of so many questions were made of, by name, as tables show it."""
+    whole = benchmark.n_questions
+    made_of = {} if whole in (None, n_questions) else {"Whole benchmark": f"{whole:,}"}
+    named = {"Frames": "num_frames", "Protocol": "protocol"}
+    return made_of | {name: str(identity[key]) for name, key in named.items() if key in identity}
+
+
 def _table(done: Evaluated, shown: Shown, split: Split | None) -> ResultsTable:
     columns = [] if split is None else [Column(f"{split.name}={part}", title) for part, title in _parts(done, split)]
     metric = shown.protocol.metric
-    scored = ScoredBenchmark(shown.benchmark.title, done.scores, columns, None if metric == QUESTIONS else metric)
+    made_of = made_of_identity(shown.benchmark, shown.described, len(done.loaded.items))
+    mean_over = None if metric == QUESTIONS else metric
+    scored = ScoredBenchmark(shown.benchmark.title, done.scores, columns, mean_over, made_of)
     title = shown.title if split is None or not columns else f"{shown.title}: {split.title}"
     return results_table(title, [scored], draws=shown.draws, seed=shown.seed)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ from gstep.language import prompt_builder
 from gstep.pruners import read_pruner
 from pipeline.cache.header import CacheIdentity, differences, header_bytes, read_header_file
 from pipeline.cache.reader import HEADER, read_header
+from pipeline.cache.schema import digest
 from pipeline.errors import IdentityMismatch, NotACache, NotResults, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark
 from pipeline.evaluate.benchmarks.items import Loaded
-from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.config import FULL_LABEL, EvaluateConfig
 from pipeline.evaluate.protocols import PAPER, Protocol
 from pipeline.evaluate.questions import question_table
 from pipeline.evaluate.whole_cache import PASSED_ON, Grid, check_frames, identity_of, videos_of
@@ -28,7 +29,7 @@ from pipeline.execution.request import check_out, refusing, store_refusing
 from pipeline.generate.answers import HEADER as ANSWERS_HEADER
 from pipeline.generate.answers import AnswersTable, read_answers_header
 from pipeline.generate.engines import ENGINES, EngineSetup
-from pipeline.generate.late_pruning import check_inside, is_whole, late_pruning
+from pipeline.generate.late_pruning import LateAsked, check_inside, is_whole, late_pruning
 from pipeline.generate.model import check_model, model_of
 from pipeline.generate.request import PRUNINGS, describe_prunings, engine_of, refuse_others
 from pipeline.prune.config import PruneConfig
@@ -72,6 +73,12 @@ class EvaluateRequest:
             "num_frames": self.config.num_frames or self.protocol.rules(self.source.model_type).frames.num_frames,
             **self.protocol.describe(self.source.model_type),
         }
+
+    @property
+    def about(self) -> dict[str, str]:
+        """The model's name, and a hash of the questions with their options and right answers."""
+        asked = [[item.question_id, item.question, item.options, item.expected] for item in self.loaded.items]
+        return {"model": self.source.name, "annotations": digest(json.dumps(sorted(asked, key=str)).encode())}
 
     @property
     def title(self) -> str:
@@ -149,10 +156,11 @@ def match_results(store: Store, identity: Mapping[str, Any]) -> None:
         )
 
 
-def write_results_header(store: Store, identity: Mapping[str, Any]) -> None:
-    """Write what the results of an evaluation were made with."""
+def write_results_header(store: Store, identity: Mapping[str, Any], about: Mapping[str, str] | None = None) -> None:
+    """Write what the results of an evaluation were made with; ``about`` is what another run may have otherwise."""
     store.make()
-    store.put(RESULTS_HEADER, header_bytes({"schema_version": RESULTS_VERSION, "identity": identity}))
+    header = {"schema_version": RESULTS_VERSION, "identity": identity, **({"about": about} if about else {})}
+    store.put(RESULTS_HEADER, header_bytes(header))
 
 
 def _protocol(config: EvaluateConfig, benchmark: Benchmark) -> Protocol:
@@ -162,21 +170,31 @@ def _protocol(config: EvaluateConfig, benchmark: Benchmark) -> Protocol:
 
 
 def _possible(config: EvaluateConfig, source: ModelSource, console: Console) -> Grid:
-    """The grid; of a table's own methods those that cannot prune inside this model are left out, and said."""
-    grid = config.grid()
-    if config.table is None or config.method:
-        return grid
-    refused = {}
+    """Return the grid that this model can be asked; report what is left out.
+
+    Of a table's own methods those that cannot prune inside the model are left out. Positions stay out of the names of
+    methods where they are the model family's, and of methods that prune inside the model, which sees all tokens.
+    """
     with refusing():
         builder, variant = prompt_builder(source), family_of(source).variant
-        for one in {one.method_label: one for one in grid.values() if one is not None}.values():
+        usual, grid, refused = builder.policy.positions, dict[str, LateAsked | None](), dict[str, ValueError]()
+        for one in config.grid().values():
+            if one is None:
+                grid[FULL_LABEL] = None
+                continue
+            pruner = read_pruner(one.method, one.params, family=variant)
             try:
-                check_inside(read_pruner(one.method, one.params, family=variant), builder)
+                if config.table is not None and not config.method:
+                    check_inside(pruner, builder)
             except ValueError as error:
-                refused[one.method_label] = error
-    for label, why in refused.items():
-        console.print(f"note: --table {config.table} without {label}: {why}", highlight=False, markup=False)
-    return {label: one for label, one in grid.items() if one is None or one.method_label not in refused}
+                refused[one.method] = error
+                continue
+            nothing_new = one.positions == usual or pruner.layer is not None
+            asked = replace(one, positions=None) if nothing_new else one
+            grid[asked.label] = asked
+    for method, why in refused.items():
+        console.print(f"note: --table {config.table} without {method}: {why}", highlight=False, markup=False)
+    return grid
 
 
 def _model(config: EvaluateConfig, held: CacheIdentity | None) -> ModelSource:

@@ -93,7 +93,7 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> Evaluated:
     Raises UsageError (nothing was started) or RunFailed (what was committed stays; a rerun goes on).
     """
     match_results(request.store, request.identity)
-    write_results_header(request.store, request.identity)
+    write_results_header(request.store, request.identity, request.about)
     todo = _unanswered(request)
     if todo and store_at(request.cache, request.objects).exists(DROPPING):
         drop_tokens(request, console)  # what a run left that ended in the middle of it

@@ -93,9 +93,12 @@ class Asker:
     def __init__(self, setup: AskSetup, engine: Engine, device: str, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
         self._prunings = setup.prunings
-        self._builder = prompt_builder(setup.source, setup.positions, setup.rule, setup.frame_times)
         self._room = engine.context_length
         lates = [late for late in setup.prunings.values() if late is not None]
+        self._builders = {
+            positions: prompt_builder(setup.source, positions or setup.positions, setup.rule, setup.frame_times)
+            for positions in {None, *(late.positions for late in lates)}
+        }
         cache = TokenCache(str(setup.store), store=setup.store, live=setup.live)
         columns = dict.fromkeys(column for late in lates for _, column in late.evidence)
         videos = HeldVideos(cache, setup.retention_ratio, setup.order, heartbeat=heartbeat, evidence=tuple(columns))
@@ -141,11 +144,12 @@ class Asker:
         words = None if late is None else self._embedders.embedding(late, question["prompt"])
         held = [self._videos.get(video_id, late, words) for video_id in question["video_ids"]]
         visuals = [video.visual for video in held]
-        prompt = self._builder.build(_text(question, how), visuals, how.system)
+        builder = self._builders[None if late is None else late.positions]
+        prompt = builder.build(_text(question, how), visuals, how.system)
         row: AnswerRecord = {
             **cast(AnswerRecord, question),
             "n_prompt_tokens": len(prompt),
-            "n_visual_tokens": self._builder.n_visual(visuals),
+            "n_visual_tokens": builder.n_visual(visuals),
             "n_total": sum(visual.n_frames * visual.tokens_per_frame for visual in visuals),
             "retention_ratio": late.retention_ratio if late else min(video.retention_ratio for video in held),
             "load_s": sum(video.seconds for video in held),
@@ -155,7 +159,7 @@ class Asker:
             row["kept_per_frame"] = [count for visual in visuals for count in kept_per_frame(visual)]
         else:  # the model chooses among the tokens of all videos
             row["n_kept"] = late.kept_inside(row["n_total"])
-        known, more = self._builder.context_length, 1 if how.scored else how.decoding.max_new_tokens
+        known, more = builder.context_length, 1 if how.scored else how.decoding.max_new_tokens
         room = min(known, self._room)
         if len(prompt) + more > room:
             return failed_answer(row, too_long(len(prompt), room, known))

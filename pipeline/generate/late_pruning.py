@@ -35,6 +35,7 @@ class LateAsked:
         params: its parameters, as text.
         siglip: the SigLIP checkpoint of methods that compare patches with the question.
         seed: of methods that draw.
+        positions: of the kept tokens, "contiguous" or "original"; None is the run's.
     """
 
     method: str
@@ -42,6 +43,7 @@ class LateAsked:
     params: Mapping[str, str] = field(default_factory=dict)
     siglip: str | None = None
     seed: int = 0
+    positions: str | None = None
 
     @property
     def label(self) -> str:
@@ -50,8 +52,9 @@ class LateAsked:
 
     @property
     def method_label(self) -> str:
-        """The method with the parameters that were named, in the order of their names."""
-        return ",".join([self.method, *(f"{name}={value}" for name, value in sorted(self.params.items()))])
+        """The method with the parameters that were named, in the order of their names, and positions of its own."""
+        positions = [] if self.positions is None else [f"positions={self.positions}"]
+        return ",".join([self.method, *(f"{name}={value}" for name, value in sorted(self.params.items())), *positions])
 
 
 def asked_grid(
@@ -80,6 +83,7 @@ class LatePruning:
         text_tower: of SigLIP; None where the language model embeds the question, or nobody has to.
         evidence: what the method takes from the cache besides the tokens: (name, as the cache is asked for it).
         seed: of methods that draw.
+        positions: of the kept tokens in a prompt; None is the run's.
     """
 
     pruner: Pruner
@@ -87,11 +91,13 @@ class LatePruning:
     text_tower: TextTowerSource | None = None
     evidence: tuple[tuple[str, str], ...] = ()
     seed: int = 0
+    positions: str | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         """By the method's name, not by its class: a worker that cannot import it then says so."""
         method, params = method_name(type(self.pruner)), self.pruner.params()
-        return _again, (method, params, self.retention_ratio, self.text_tower, self.evidence, self.seed)
+        rest = (self.retention_ratio, self.text_tower, self.evidence, self.seed, self.positions)
+        return _again, (method, params, *rest)
 
     @property
     def inside(self) -> tuple[Pruner, float] | None:
@@ -102,7 +108,8 @@ class LatePruning:
         """For the identity of the answers, JSON-able."""
         tower = {} if self.text_tower is None else {"text_tower": self.text_tower.identity}
         seed = {"seed": self.seed} if self.pruner.seeded else {}
-        return {**describe_method(self.pruner), **seed, **tower}
+        positions = {} if self.positions is None else {"positions": self.positions}
+        return {**describe_method(self.pruner), **seed, **tower, **positions}
 
     def at_most(self, n_frames: int, per_frame: int, hidden: int) -> int:
         """The most tokens of a video [T,N,D] that go into a prompt: all where the model itself prunes."""
@@ -191,7 +198,8 @@ def late_pruning(asked: LateAsked, held: CacheIdentity, source: ModelSource, bui
     check_inside(pruner, builder)
     evidence = () if pruner.layer is not None else _evidence(method, pruner, held, source)
     tower = _text_tower(method, pruner, evidence, asked.siglip, held, source)
-    return LatePruning(pruner, pruner.nominal_ratio(asked.retention_ratio), tower, evidence, asked.seed)
+    ratio = pruner.nominal_ratio(asked.retention_ratio)
+    return LatePruning(pruner, ratio, tower, evidence, asked.seed, asked.positions)
 
 
 def check_inside(pruner: Pruner, builder: PromptBuilder) -> None:

@@ -7,7 +7,8 @@ from itertools import groupby
 
 from jobs.benchmark.efficiency.report import GIB, MIB
 from jobs.benchmark.efficiency.samples import Found
-from pipeline.evaluate.statistics.render import latex_method
+from pipeline.evaluate.statistics.render import method_title
+from pipeline.evaluate.statistics.sheets import latex_title
 
 _HEAD = r"Method & E2E (s)$\downarrow$ & LLM Time (s)$\downarrow$ & GPU (GB)$\downarrow$ & KV (MB)$\downarrow$ \\"
 
@@ -30,7 +31,7 @@ def table3(found: Sequence[Found], title: str, memory: str) -> str:
     for ratio, block in groupby(by_ratio, key=lambda one: one.way.retention_ratio):
         heading = rf"\textit{{Pruning Ratio ($\downarrow {100 * (1 - ratio):g}\%$)}}"
         lines += [r"\midrule", rf"\multicolumn{{5}}{{c}}{{{heading}}} \\", r"\midrule"]
-        lines += [f"{latex_method(one.way.method)} & {_cells(one, full)} \\\\" for one in block]
+        lines += [f"{latex_title(method_title(one.way.method))} & {_cells(one, full)} \\\\" for one in block]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.errors import NotResults
-from pipeline.evaluate.config import EvaluateConfig
+from pipeline.evaluate.config import POSITIONS, EvaluateConfig
 from pipeline.evaluate.grids import TABLES
-from pipeline.evaluate.paper.gathered import Gathered, compared, gather, missing
+from pipeline.evaluate.paper.gathered import Gathered, at_positions, compared, gather, missing
 from pipeline.evaluate.paper.render import latex, markdown, page
-from pipeline.evaluate.paper.sheets import Sheet, sheets
+from pipeline.evaluate.paper.sheets import sheets
+from pipeline.evaluate.statistics.sheets import Sheet
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
@@ -36,25 +37,29 @@ def lay_out(config: EvaluateConfig) -> Laid:
     names = [f"{config.table}.{suffix}" for suffix in ("md", "tex", "html")]
     if store.taken() and not any(map(store.exists, names)):
         raise NotResults(f"{store} exists and holds something else than {names[0]}: name another place with --out")
-    found = gather(table, config.results, objects)
-    results = compared(_model_of(found[0]), table, found, config.draws, config.seed)
-    made, lacking = sheets(table, results), missing(table, found)
-    texts = [markdown(made), latex(made), page(table.title, made, _facts(found), lacking)]
+    found = gather(table, config.results, objects, mixed=config.mixed)
+    made: list[Sheet] = []
+    lacking: list[str] = []
+    for positions in POSITIONS[config.positions]:
+        chosen = [at_positions(one, positions) for one in found]
+        absent = missing(table, chosen)
+        results, notes = compared(found[0].model, table, chosen, config.draws, config.seed)
+        title = table.title if positions is None else f"{table.title}, {positions} positions"
+        made += sheets(replace(table, title=title), results, [*notes, *absent])
+        lacking += [line for line in absent if line not in lacking]
+    texts = [markdown(made), latex(made), page(table.title, made, _facts(found))]
     store.make()
     for name, text in zip(names, texts, strict=True):
         store.put(name, text.encode())
     return Laid(made, lacking, config.out, names)
 
 
-def _model_of(one: Gathered) -> str:
-    return str(one.identity["model"]["weights"])
-
-
 def _facts(found: Sequence[Gathered]) -> list[tuple[str, str]]:
-    """What each number was made with."""
-    facts = [("model", f"{found[0].identity['model']['type']}, {_model_of(found[0])}")]
+    """Return what each number was made with."""
+    model = found[0].identity["model"]
+    facts = [("model", f"{found[0].model}, {model['type']}, {model['weights']}")]
     for one in found:
-        frames, protocol = one.identity.get("num_frames"), one.identity.get("protocol")
+        frames, protocol = one.identity["num_frames"], one.identity["protocol"]
         asked = len(set(one.scores["question_id"].to_pylist()))
         whose = ", scores from its server, without errors" if one.benchmark.submission else ""
         facts.append((one.benchmark.title, f"{asked:,} questions, {frames} frames, {protocol}{whose}"))

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from gstep import PRUNERS, make_pruner
+from gstep.language import BUILDERS
 from pipeline.cache.header import differences, read_header_file
 from pipeline.errors import IdentityMismatch, NotResults, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark
-from pipeline.evaluate.files import SCORES
+from pipeline.evaluate.files import SCORES, made_of_identity
 from pipeline.evaluate.grids import PaperTable
 from pipeline.evaluate.protocols import QUESTIONS
 from pipeline.evaluate.request import RESULTS_HEADER, RESULTS_VERSION
+from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.evaluate.server_scores import FORM, with_server_scores
 from pipeline.evaluate.statistics.results import Column, ResultsTable
-from pipeline.evaluate.statistics.score_matrix import arms_of
+from pipeline.evaluate.statistics.score_matrix import ORIGINAL, arms_of, score_matrix
 from pipeline.evaluate.statistics.tables import ScoredBenchmark, results_table
 from pipeline.generate.late_pruning import LateAsked
 from pipeline.options import named_values
 from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import store_at
+from pipeline.storage.stores import Store, store_at
+
+_MIXED = "‡"
+#: Of the identity of results what the paper holds equal in all columns of a table, besides the model.
+_EQUAL = ("protocol", "num_frames", "system", "frames", "pixels", "frame_times", "temperature")
+_NEEDED = (
+    *("question_id", "cluster", "splits", "method", "retention_ratio", "status", "parsed"),
+    *("n_options", "score", "n_kept", "n_total"),
+)
+_POSITIONS = ",positions="
 
 
 @dataclass(frozen=True)
@@ -35,26 +48,40 @@ class Gathered:
     Attributes:
         place: where they are.
         identity: of ``evaluation.json``.
+        about: of it what the results do not have to share: the model's name, a hash of the annotations.
         scores: SCORE_SCHEMA.
     """
 
     place: str
     benchmark: Benchmark
-    identity: dict[str, Any]
+    identity: Mapping[str, Any]
+    about: Mapping[str, str]
     scores: pa.Table
+
+    @property
+    def model(self) -> str:
+        """The model as its user named it; of results from before that was recorded, its weights."""
+        name = self.about.get("model") or str(self.identity["model"]["weights"])
+        return PurePath(name).name if name.startswith(("/", ".")) else name
 
     def scored(self, *, split: bool) -> ScoredBenchmark:
         """For the tables, with the parts of its first split where they have columns."""
         parts = self.benchmark.splits[0] if split and self.benchmark.splits else None
         columns = [] if parts is None else [Column(f"{parts.name}={part}", name) for part, name in parts.parts.items()]
         metric = str(self.identity.get("metric", QUESTIONS))
-        return ScoredBenchmark(self.benchmark.title, self.scores, columns, None if metric == QUESTIONS else metric)
+        asked = pc.count_distinct(self.scores["question_id"]).as_py()
+        made_of = {**made_of_identity(self.benchmark, self.identity, asked)}
+        if annotations := self.about.get("annotations"):
+            made_of["Annotations"] = annotations.rpartition(":")[2][:8]
+        mean_over = None if metric == QUESTIONS else metric
+        return ScoredBenchmark(self.benchmark.title, self.scores, columns, mean_over, made_of)
 
 
-def gather(table: PaperTable, places: Sequence[str], objects: Objects) -> list[Gathered]:
-    """The results in ``places``, in the order of the table's columns; benchmarks that it does not have come last.
+def gather(table: PaperTable, places: Sequence[str], objects: Objects, *, mixed: bool) -> list[Gathered]:
+    """Return the results in ``places``, in the order of the table's columns; benchmarks it does not have come last.
 
-    Raises UsageError where a place holds no results, two are of one column, or two were made with another model.
+    Raises UsageError where a place holds no results or damaged ones, two are of one column, two were made with another
+    model, or, unless ``mixed``, with other frames or by another protocol.
     """
     found = [_read(place, objects) for place in places]
     order = {name: number for number, names in enumerate(table.benchmarks) for name in names}
@@ -67,18 +94,62 @@ def gather(table: PaperTable, places: Sequence[str], objects: Objects) -> list[G
     for one in found[1:]:
         if wrong := differences(found[0].identity["model"], one.identity["model"], has=f"{found[0].place} has"):
             raise IdentityMismatch(f"{one.place} is of another model than {found[0].place}: {'; '.join(wrong)}")
-    return sorted(found, key=lambda one: order.get(one.benchmark.name, len(order)))
+    found = sorted(found, key=lambda one: order.get(one.benchmark.name, len(order)))
+    if not mixed and (unlike := [line for one in found[1:] for line in _unlike(one, found[0])]):
+        raise IdentityMismatch(
+            "the paper holds equal in all columns of a table what differs here:\n  "
+            + "\n  ".join(unlike)
+            + "\nEvaluate them alike, or let --mixed mark the columns that differ."
+        )
+    return found
 
 
-def compared(title: str, table: PaperTable, found: Sequence[Gathered], draws: int, seed: int) -> ResultsTable:
-    """The scores of the table's methods at its shares, each with its error."""
+def _unlike(one: Gathered, first: Gathered) -> list[str]:
+    """Return what differs between the identities of two results and must not in one table, in words."""
+    held, given = ({name: of.identity.get(name) for name in _EQUAL} for of in (first, one))
+    return [f"{one.benchmark.title}: {line}" for line in differences(held, given, has=f"{first.benchmark.title} has")]
+
+
+def compared(
+    title: str, table: PaperTable, found: Sequence[Gathered], draws: int, seed: int
+) -> tuple[ResultsTable, list[str]]:
+    """Return the scores of the table's methods at its shares, each with its error; and notes on columns that differ."""
     ratios = {round(ratio, 9) for ratio in table.ratios} | {1.0}
     scored = []
     for one in found:
         kept = [round(ratio, 9) in ratios for ratio in one.scores["retention_ratio"].to_pylist()]
         whole = one.scored(split=one.benchmark.name in table.split)
-        scored.append(ScoredBenchmark(whole.title, whole.scores.filter(pa.array(kept)), whole.columns, whole.mean_over))
-    return results_table(title, scored, methods=list(map(label, table.methods)), draws=draws, seed=seed)
+        scored.append(replace(whole, scores=whole.scores.filter(pa.array(kept))))
+    results = results_table(title, scored, methods=list(map(label, table.methods)), draws=draws, seed=seed)
+    notes = {one.benchmark.title: lines for one in found[1:] if (lines := _unlike(one, found[0]))}
+    columns = tuple(_marked(column) if column.benchmark in notes else column for column in results.columns)
+    return replace(results, columns=columns), [f"{_MIXED} {line}." for lines in notes.values() for line in lines]
+
+
+def _marked(column: Column) -> Column:
+    """Return a column with the mark of results that the paper would not put beside the others."""
+    title = f"{column.title}{_MIXED}" if column.title == column.benchmark else column.title
+    return replace(column, title=title, benchmark=f"{column.benchmark}{_MIXED}")
+
+
+def at_positions(one: Gathered, positions: str | None) -> Gathered:
+    """Return the results with the rows of some positions alone, those of None being the model family's.
+
+    The methods' names come without them. Rows that have no positions of their own stay: full retention, and methods
+    that prune inside the model.
+    """
+    usual = BUILDERS[one.identity["model"]["type"]].default_positions
+    wanted = usual if positions is None else positions
+    methods = [method.partition(_POSITIONS) for method in one.scores["method"].to_pylist()]
+    kept = [(said or usual) == wanted or _has_none(name) for name, _, said in methods]
+    names = pa.array([name for name, _, _ in methods], pa.string())
+    column = one.scores.schema.get_field_index("method")
+    return replace(one, scores=one.scores.set_column(column, "method", names).filter(pa.array(kept)))
+
+
+def _has_none(method: str) -> bool:
+    name = method.partition(",")[0]
+    return name == ORIGINAL.method or (name in PRUNERS and make_pruner(name).layer is not None)
 
 
 def missing(table: PaperTable, found: Sequence[Gathered]) -> list[str]:
@@ -114,14 +185,35 @@ def _read(place: str, objects: Objects) -> Gathered:
     store = store_at(place, objects)
     absent = f"no results of python -m jobs.evaluate --benchmark (no {RESULTS_HEADER})"
     held = read_header_file(store, RESULTS_HEADER, (RESULTS_VERSION,), NotResults, absent, of="results of ")
-    identity = held["identity"]
+    identity, about = held["identity"], held.get("about", {})
     if "benchmark" not in identity:
         raise NotResults(f"{place} holds scored answers, not the results of a benchmark")
+    if lacking := {"model", "num_frames", "protocol"} - identity.keys():
+        raise NotResults(f"{place}: {RESULTS_HEADER} does not say {', '.join(sorted(lacking))}: evaluate again")
+    benchmark = find_benchmark(identity["benchmark"])
+    scores = _scores(place, store, published=not benchmark.submission)
+    if benchmark.submission:
+        scores = with_server_scores(store, scores)
+    return Gathered(place, benchmark, identity, about, scores)
+
+
+def _scores(place: str, store: Store, *, published: bool) -> pa.Table:
+    """Return the scores of a place, checked: every arm has one score of each question. Raises NotResults."""
+    again = "run its python -m jobs.evaluate to the end"
     try:
         scores = pq.read_table(pa.BufferReader(store.read(SCORES)))
     except FileNotFoundError:
-        raise NotResults(f"{place} has no {SCORES} yet: run its python -m jobs.evaluate to the end") from None
-    benchmark = find_benchmark(identity["benchmark"])
-    if benchmark.submission:
-        scores = with_server_scores(store, scores)
-    return Gathered(place, benchmark, identity, scores)
+        raise NotResults(f"{place} has no {SCORES} yet: {again}") from None
+    except (pa.ArrowException, OSError) as error:
+        raise NotResults(f"{place}: {SCORES} is damaged ({error}): {again}") from error
+    kinds = {field.name: field.type for field in scores.schema}
+    if wrong := [name for name in _NEEDED if kinds.get(name) != SCORE_SCHEMA.field(name).type]:
+        raise NotResults(f"{place}: {SCORES} has no {wrong[0]} as it should be: {again}")
+    ok = scores.filter(pc.equal(scores["status"], "ok"))["score"]
+    if published and (ok.null_count or not pc.all(pc.and_(pc.greater_equal(ok, 0), pc.less_equal(ok, 1))).as_py()):
+        raise NotResults(f"{place}: {SCORES} has answers without a score from 0 to 1: {again}")
+    try:
+        score_matrix(scores, arms_of(scores))
+    except ValueError as error:
+        raise NotResults(f"{place}: {SCORES}: {error}; {again}") from error
+    return scores

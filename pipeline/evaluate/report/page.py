@@ -20,7 +20,8 @@ from pipeline.evaluate.report.charts import line_charts, styles
 from pipeline.evaluate.report.disagreements import Disagreements, answers_of, disagreements
 from pipeline.evaluate.report.faults import failure_counts, fault_counts
 from pipeline.evaluate.report.kept_frames import kept_videos
-from pipeline.evaluate.statistics.render import NOISE
+from pipeline.evaluate.statistics.bootstrap import FEW, FEWEST
+from pipeline.evaluate.statistics.render import NOISE, few_mark, few_videos
 from pipeline.evaluate.statistics.results import SIGNIFICANT, ResultsTable
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
 from pipeline.html_pages import asset, environment, policy_hash
@@ -86,7 +87,10 @@ def report_page(report: Report) -> str:
             ratios=[block.ratio for block in table.blocks],
             one_benchmark=len({column.benchmark for column in table.columns}) == 1,
             compares_gstep=_compares_gstep(table),
-            has_intervals=any(n > 1 for n in table.n_clusters),
+            has_intervals=any(n >= FEWEST for n in table.n_clusters),
+            few_videos=few_videos(table),
+            few=FEW,
+            fewest=FEWEST,
             too_few_draws=_too_few_draws(table),
             has_options=any(item.options for item in report.items.values()),
             charts=line_charts(table, style),
@@ -116,7 +120,8 @@ def templates() -> Environment:
         text.p_text,
     )
     made.filters |= {word.__name__: word for word in words}
-    made.globals |= {"bracket": text.bracket, "column_title": text.column_title, "style": asset(PACKAGE, "report.css")}
+    made.globals |= {"bracket": text.bracket, "column_title": text.column_title, "few_mark": few_mark}
+    made.globals |= {"style": asset(PACKAGE, "report.css")}
     return made
 
 
@@ -137,7 +142,8 @@ def _compares_gstep(table: ResultsTable) -> bool:
 def _too_few_draws(table: ResultsTable) -> bool:
     """Whether the smallest p that the draws allow is noise once it is adjusted for the largest block."""
     largest = max((len(block.rows) for block in table.blocks), default=0)
-    return largest * 2 / (table.bootstrap.draws + 1) >= SIGNIFICANT
+    drawn = any(n >= FEW for n in table.n_clusters)
+    return drawn and largest * 2 / (table.bootstrap.draws + 1) >= SIGNIFICANT
 
 
 def _deepest(split: ResultsTable) -> float:

@@ -1,15 +1,16 @@
 """Scores on videos drawn anew: how far they vary, and whether two differ by more than that.
 
 Whole clusters are drawn with replacement, and one draw serves all methods, ratios and columns, so that differences are
-paired. On every draw the published number is computed again, with its own denominators. Shapes: R draws, and those of
-``statistics``.
+paired. On every draw the published number is computed again, with its own denominators. Percentiles of draws hold too
+little where clusters are few: below FEW, intervals are Student's with the CR2 error, and below FEWEST there is none
+(``pipeline/evaluate/README.md`` has the simulation). Shapes: R draws, and those of ``statistics``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,13 +22,18 @@ from pipeline.evaluate.statistics.errors import (
     Floats,
     Ints,
     cluster_sums,
+    few_clusters,
     part_means,
-    weighted_residuals,
+    student,
+    weighted,
 )
 
 Counts = NDArray[np.integer]  # how often each cluster is in each draw, [R, G]
 
 _MAX_ENUMERATED = 7  # 7^7 = 823,543 draws
+FEW = 50  # clusters; with fewer, percentiles of draws hold the true number in 80 to 93 of 100 intervals
+FEWEST = 6  # all signs of five clusters agree by chance in 2 of 32 cases: with five nothing can be shown at 95 %
+_POWER = 1.96 + 0.84  # errors that a difference must have to be found at p < 0.05 in four of five studies
 _CHUNK = 512  # draws at a time: their counts as floats are what takes memory
 
 
@@ -36,10 +42,12 @@ class Difference(NamedTuple):
 
     Attributes:
         value: of the scores as they are.
-        low: lower end of the 95 % interval; nan, like all below, where there are not two clusters to draw from.
+        low: lower end of the 95 % interval; nan, like its upper end and p, with fewer than FEWEST clusters, and where
+            all clusters have the same difference.
         high: its upper end.
-        error: sandwich standard error (delta method where the number is a ratio).
-        p: two-sided.
+        error: standard error, of whole clusters (delta method where the number is a ratio); nan with one cluster.
+        p: two-sided; never below the share of the signs of clusters that would be as extreme.
+        enough: clusters with which such a difference would be found in four of five studies; nan for several columns.
     """
 
     value: float
@@ -47,6 +55,14 @@ class Difference(NamedTuple):
     high: float
     error: float
     p: float
+    enough: float = math.nan
+
+
+class Stratum(NamedTuple):
+    """Clusters that are drawn on their own: how many, and the degrees of freedom of their error."""
+
+    n_clusters: int
+    freedom: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,28 +72,55 @@ class Estimate:
     Attributes:
         value: the number itself, [A].
         drawn: the number on each draw, [R, A]; nan where it is undefined there (no question of a split was drawn).
-        residual: what each cluster adds to its error, [G, A]: the sum of squares is the sandwich variance, that of the
+        added: what each cluster adds to the number, [G, A].
+        residual: what each cluster adds to its error, [G, A]: the sum of squares is the variance, that of the
             difference of two arms the variance of their difference.
+        strata: of the clusters, with the number of their rows in ``residual``, in that order.
+        most: the largest number that there can be; no interval goes beyond.
     """
 
     value: Floats
     drawn: Floats
+    added: Floats
     residual: Floats
+    strata: Sequence[tuple[int, Stratum]]
+    most: float = 1.0
 
     def interval(self, arm: int) -> tuple[float, float]:
-        """95 % interval of one arm's number."""
-        return interval(self.drawn[:, arm])
+        """Return the 95 % interval of one arm's number; nan where there is none."""
+        _, low, high, *_ = self._measured(
+            float(self.value[arm]), self.drawn[:, arm], self.residual[:, arm], len(self.added)
+        )
+        return (low, high) if math.isnan(low) else (max(0.0, low), min(self.most, high))
 
-    def difference(self, arm: int, reference: int, *, exact: bool = False) -> Difference:
-        """Compare two arms; ``exact`` where the draws are all that there are."""
+    def difference(self, arm: int, reference: int) -> Difference:
+        """Compare two arms."""
+        value = float(self.value[arm] - self.value[reference])
         drawn_R = self.drawn[:, arm] - self.drawn[:, reference]
         residual_G = self.residual[:, arm] - self.residual[:, reference]
-        return Difference(
-            float(self.value[arm] - self.value[reference]),
-            *interval(drawn_R),
-            error=math.sqrt(np.sum(residual_G**2)),
-            p=two_sided_p(drawn_R, exact=exact),
-        )
+        n_differing = int(np.sum(np.abs(self.added[:, arm] - self.added[:, reference]) > TINY))
+        return self._measured(value, drawn_R, residual_G, n_differing)
+
+    def _measured(self, value: float, drawn_R: Floats, residual_G: Floats, n_differing: int) -> Difference:
+        variances = [
+            float(np.sum(rows**2))
+            for rows in np.split(residual_G, np.cumsum([n_rows for n_rows, _ in self.strata])[:-1])
+        ]
+        variance, fewest = math.fsum(variances), min(stratum.n_clusters for _, stratum in self.strata)
+        error = math.nan if fewest < 2 else math.sqrt(variance)
+        error = 0.0 if error <= TINY else error  # sums of equal numbers differ by rounding
+        if math.isnan(value) or fewest < FEWEST or not error:
+            return Difference(value, math.nan, math.nan, error, math.nan)
+        if fewest < FEW:
+            of_strata = zip(variances, self.strata, strict=True)
+            t, above = student(variance**2 / math.fsum(v**2 / stratum.freedom for v, (_, stratum) in of_strata))
+            margin = error * float(np.interp(-0.05, -above, t))
+            low, high, p = value - margin, value + margin, float(np.interp(abs(value) / error, t, above))
+        else:
+            low, high = interval(drawn_R)
+            p = two_sided_p(drawn_R)
+        enough = fewest * (_POWER * error / value) ** 2 if len(self.strata) == 1 and abs(value) > TINY else math.nan
+        return Difference(value, low, high, error, max(p, min(1.0, 2.0 ** (1 - n_differing))), enough)
 
 
 def draw_counts(n_clusters: int, draws: int, generator: np.random.Generator) -> Counts:
@@ -107,14 +150,22 @@ def estimate(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints, counts_RG: Counts
         part_Q: part of each question, 0 to P-1, none of them empty; OUTSIDE where the column leaves it out.
         counts_RG: of draw_counts or every_draw.
     """
-    n_clusters = len(np.unique(cluster_Q[part_Q != OUTSIDE]))
-    residual_GA = cluster_sums(weighted_residuals(scores_AQ, part_Q), cluster_Q, counts_RG.shape[1])
-    spread = math.sqrt(n_clusters / (n_clusters - 1)) if n_clusters > 1 else math.nan
-    drawn_RA = resampled(scores_AQ, cluster_Q, part_Q, counts_RG)
+    inside_Q = part_Q != OUTSIDE
+    present_G = np.unique(cluster_Q[inside_Q])
+    n_clusters, freedom = len(present_G), math.inf
+    factor_G = np.full(counts_RG.shape[1], math.sqrt(n_clusters / (n_clusters - 1)) if n_clusters > 1 else math.nan)
+    if 1 < n_clusters < FEW:
+        number_Q = np.searchsorted(present_G, cluster_Q)
+        factor_G[present_G], freedom = few_clusters(number_Q, part_Q, n_clusters)
+    added_GA, residual_GA = (
+        cluster_sums(values_AQ, cluster_Q, counts_RG.shape[1]) for values_AQ in weighted(scores_AQ, part_Q)
+    )
     return Estimate(
         value=part_means(scores_AQ, part_Q).mean(1) if n_clusters else np.full(len(scores_AQ), math.nan),
-        drawn=drawn_RA if n_clusters > 1 else np.full_like(drawn_RA, math.nan),  # one cluster shows no variation
-        residual=residual_GA * spread,
+        drawn=resampled(scores_AQ, cluster_Q, part_Q, counts_RG),
+        added=added_GA,
+        residual=residual_GA * factor_G[:, None],
+        strata=[(len(residual_GA), Stratum(n_clusters, freedom))],
     )
 
 
@@ -147,14 +198,18 @@ def relative(estimates: Sequence[Estimate], full: int) -> Estimate:
     return Estimate(
         value=np.mean([term.value for term in terms], axis=0),
         drawn=np.mean([term.drawn for term in terms], axis=0),
+        added=np.concatenate([term.added for term in terms]),
         residual=np.concatenate([term.residual for term in terms]) / len(terms),
+        strata=[stratum for term in terms for stratum in term.strata],
+        most=math.inf,
     )
 
 
 def _relative_to(one: Estimate, full: int) -> Estimate:
     base = one.value[full] or math.nan
     drawn_R1 = one.drawn[:, [full]]
-    return Estimate(
+    return replace(
+        one,
         value=one.value / base,
         drawn=one.drawn / np.where(drawn_R1 == 0, math.nan, drawn_R1),
         residual=(one.residual - one.value / base * one.residual[:, [full]]) / base,

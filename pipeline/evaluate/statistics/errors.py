@@ -18,6 +18,7 @@ Ints = NDArray[np.int64]
 
 OUTSIDE = -1  # the part of a question that a column leaves out
 _MAX_FLIPPED = 20  # clusters whose 2^G signs are all tried
+_ANGLES = 20_000  # at which the density of Student's t is summed
 TINY = 1e-9  # differences below it are rounding: scores differ by 1/n or not at all
 
 
@@ -29,23 +30,58 @@ def part_means(scores_AQ: Floats, part_Q: Ints) -> Floats:
     return means_AP
 
 
-def weighted_residuals(scores_AQ: Floats, part_Q: Ints) -> Floats:
-    """w_i (s_i - mean of its part), [A, Q], with w_i = 1 / (P n_part): what each question adds to the mean's error.
+def weighted(scores_AQ: Floats, part_Q: Ints) -> tuple[Floats, Floats]:
+    """Return what each question adds to the mean over parts, and to its error, both [A, Q].
 
-    One part is the plain mean, w_i = 1/n. Questions OUTSIDE get 0.
+    That is w_i s_i and w_i (s_i - mean of its part) with w_i = 1 / (P n_part); one part is the plain mean, w_i = 1/n.
+    Questions OUTSIDE get 0.
     """
     inside_Q = part_Q != OUTSIDE
     part = part_Q[inside_Q]
     n_P = np.bincount(part)
-    residual_AQ = np.zeros_like(scores_AQ)
-    residual = scores_AQ[:, inside_Q] - part_means(scores_AQ, part_Q)[:, part]
-    residual_AQ[:, inside_Q] = residual / (len(n_P) * n_P[part])
-    return residual_AQ
+    added_AQ, residual_AQ = np.zeros_like(scores_AQ), np.zeros_like(scores_AQ)
+    weight = 1 / (len(n_P) * n_P[part])
+    added_AQ[:, inside_Q] = scores_AQ[:, inside_Q] * weight
+    residual_AQ[:, inside_Q] = (scores_AQ[:, inside_Q] - part_means(scores_AQ, part_Q)[:, part]) * weight
+    return added_AQ, residual_AQ
 
 
 def cluster_sums(values_AQ: Floats, cluster_Q: Ints, n_clusters: int) -> Floats:
     """Sums of each cluster's questions, [G, A]."""
     return np.stack([np.bincount(cluster_Q, row, n_clusters) for row in values_AQ], axis=1)
+
+
+def few_clusters(cluster_Q: Ints, part_Q: Ints, n_clusters: int) -> tuple[Floats, float]:
+    """Return factors [G] for cluster sums of weighted residuals, and the degrees of freedom of their sum of squares.
+
+    With the factors (CR2; Bell and McCaffrey 2002) that sum estimates the variance without bias where questions are
+    independent and alike; the degrees of freedom are Satterthwaite's under the same model. A cluster that holds all
+    questions of its parts shows nothing: its factor is 0.
+    """
+    inside_Q = part_Q != OUTSIDE
+    n_parts = int(part_Q.max(initial=OUTSIDE)) + 1
+    cell_Q = cluster_Q[inside_Q] * n_parts + part_Q[inside_Q]
+    n_GP = np.bincount(cell_Q, minlength=n_clusters * n_parts).reshape(n_clusters, n_parts).astype(float)
+    n_P = n_GP.sum(0)
+    within_G = (n_GP / (n_parts * n_P) ** 2).sum(1)
+    root_GP = n_GP / (n_parts * n_P**1.5)
+    covariance_GG = np.diag(within_G) - root_GP @ root_GP.T
+    left_G = np.diag(covariance_GG)
+    shows_G = left_G > TINY * within_G.max(initial=0.0)
+    factor_G: Floats = np.sqrt(np.divide(within_G, left_G, out=np.zeros_like(left_G), where=shows_G))
+    scaled_GG = factor_G[:, None] * covariance_GG * factor_G
+    return factor_G, float(np.trace(scaled_GG) ** 2 / max(np.sum(scaled_GG**2), TINY**2))
+
+
+def student(freedom: float) -> tuple[Floats, Floats]:
+    """Return values of |t|, ascending, and the probability of one at least as large (Student; any real freedom >= 1).
+
+    With t = sqrt(freedom) tan(angle) the density is a power of the cosine, which is summed.
+    """
+    angle = (np.arange(_ANGLES) + 0.5) * (math.pi / 2 / _ANGLES)
+    mass = np.cos(angle) ** (freedom - 1)
+    above = np.cumsum(mass[::-1])[::-1] - mass / 2
+    return math.sqrt(freedom) * np.tan(angle), above / mass.sum()
 
 
 def sandwich_error(scores_Q: Floats, cluster_Q: Ints, part_Q: Ints | None = None, *, corrected: bool = True) -> float:
@@ -58,7 +94,7 @@ def sandwich_error(scores_Q: Floats, cluster_Q: Ints, part_Q: Ints | None = None
     n = len(clusters)
     if n < 2:
         return math.nan
-    residual_AQ = weighted_residuals(scores_Q[None], part_Q)[:, part_Q != OUTSIDE]
+    residual_AQ = weighted(scores_Q[None], part_Q)[1][:, part_Q != OUTSIDE]
     variance = float(np.sum(cluster_sums(residual_AQ, cluster, n) ** 2))
     return math.sqrt(variance * (n / (n - 1) if corrected else 1))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,13 +32,14 @@ class Versus:
 
     Attributes:
         difference: in points.
-        low: lower end of its 95 % interval, from whole clusters drawn anew; None, like all below, where all questions
-            belong to one cluster.
+        low: lower end of its 95 % interval; None, like its upper end and what follows ``error``, with too few clusters
+            (errors.FEWEST), and where all clusters have the same difference.
         high: its upper end.
-        error: sandwich standard error.
-        p: two-sided, by the same draws.
+        error: standard error, of whole clusters; 0 where all of them have the same difference; None with one cluster.
+        p: two-sided.
         p_holm: p adjusted for the other methods of the block.
         noise: p_holm is 0.05 or more.
+        enough: where it is noise: clusters with which a difference of this size would be found in 4 of 5 studies.
     """
 
     difference: float
@@ -47,6 +49,7 @@ class Versus:
     p: float | None = None
     p_holm: float | None = None
     noise: bool | None = None
+    enough: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +60,7 @@ class Cell:
         score: before rounding; of Rel. the mean of ratios of printed scores, as in the paper.
         printed: to one decimal; Rel. with its %.
         mark: "best" of its block and column, "second" the next distinct printed value; ties share it.
-        low: lower end of the score's 95 % interval (of Rel. from unrounded scores); None with a single cluster.
+        low: lower end of the score's 95 % interval (of Rel. from unrounded scores); None where there is none.
         high: its upper end.
         full: compared with full retention.
         gstep: compared with GSTEP at the same ratio.
@@ -117,6 +120,7 @@ class ResultsTable:
         columns: of all benchmarks; Rel. is not among them.
         n_questions: of each column.
         n_clusters: of each column: videos that are drawn together.
+        made_of: of each column what else its numbers were made of, by name: frames, protocol.
         original: full retention.
         blocks: by falling ratio.
     """
@@ -125,6 +129,7 @@ class ResultsTable:
     columns: tuple[Column, ...]
     n_questions: tuple[int, ...]
     n_clusters: tuple[int, ...]
+    made_of: tuple[Mapping[str, str], ...]
     original: Row
     blocks: tuple[Block, ...]
     bootstrap: Bootstrap

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from decimal import ROUND_HALF_UP, Decimal
 from typing import NamedTuple
 from zlib import crc32
@@ -46,12 +46,14 @@ class ScoredBenchmark:
         columns: splits to show, before the overall score.
         mean_over: a split whose values weigh the same in the overall score, however many questions each has (MLVU's and
             MVBench's tasks); None: all questions weigh the same.
+        made_of: what else the scores were made of, by name, such as frames and protocol.
     """
 
     title: str
     scores: pa.Table
     columns: Sequence[Column] = ()
     mean_over: str | None = None
+    made_of: Mapping[str, str] = field(default_factory=dict)
 
 
 class Shown(NamedTuple):
@@ -66,6 +68,7 @@ class _Measured(NamedTuple):
     n_questions: int
     n_clusters: int
     estimate: Estimate
+    made_of: Mapping[str, str]
 
 
 class _BlockArms(NamedTuple):
@@ -113,6 +116,7 @@ def results_table(
         columns=tuple(one.column for one in measured),
         n_questions=tuple(one.n_questions for one in measured),
         n_clusters=tuple(one.n_clusters for one in measured),
+        made_of=tuple(one.made_of for one in measured),
         original=rows[_FULL],
         blocks=tuple(Block(arms[block.arms[0]].ratio, tuple(rows[a] for a in block.arms)) for block in blocks),
         bootstrap=Bootstrap(draws, seed),
@@ -169,7 +173,9 @@ def _measure(benchmark: ScoredBenchmark, matrix: ScoreMatrix, draws: int, seed: 
         inside_Q = part_Q != OUTSIDE
         n_clusters = len(np.unique(matrix.clusters[inside_Q]))
         numbers = estimate(matrix.scores, matrix.clusters, part_Q, counts_RG)
-        yield _Measured(replace(column, benchmark=benchmark.title), int(inside_Q.sum()), n_clusters, numbers)
+        yield _Measured(
+            replace(column, benchmark=benchmark.title), int(inside_Q.sum()), n_clusters, numbers, benchmark.made_of
+        )
 
 
 def _columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> Iterator[tuple[Column, Ints]]:
@@ -228,17 +234,19 @@ def _versus(numbers: Estimate, arms: Sequence[int], other: int) -> Mapping[int, 
 
 
 def _in_points(difference: Difference, p_holm: float) -> Versus:
-    points = 100 * difference.value
+    points, error = 100 * difference.value, _points(difference.error)
     if math.isnan(difference.p):
-        return Versus(difference=points)
+        return Versus(difference=points, error=error)
+    noise = p_holm >= SIGNIFICANT
     return Versus(
         difference=points,
         low=_points(difference.low),
         high=_points(difference.high),
-        error=_points(difference.error),
+        error=error,
         p=difference.p,
         p_holm=p_holm,
-        noise=p_holm >= SIGNIFICANT,
+        noise=noise,
+        enough=math.ceil(difference.enough) if noise and math.isfinite(difference.enough) else None,
     )
 
 

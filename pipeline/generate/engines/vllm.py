@@ -79,7 +79,8 @@ class VllmEngine:
                 f"--engine vllm: {', '.join(inside)} prunes inside the language model, by attention that vLLM's "
                 "kernels never write out: use --engine transformers"
             )
-        if builder.axes == 1 and builder.policy.positions == "original":
+        positions = {builder.policy.positions, *(late.positions for late in prunings.values() if late)}
+        if builder.axes == 1 and "original" in positions:
             raise UsageError(
                 "--engine vllm counts the positions of this model itself: --positions original needs --engine "
                 "transformers"

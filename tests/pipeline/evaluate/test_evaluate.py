@@ -140,7 +140,8 @@ def test_more_splits_than_fit_a_terminal_are_left_to_the_file(done):
     table = done.table
     blocks = tuple(replace(block, rows=tuple(map(wide, block.rows))) for block in table.blocks)
     columns = table.columns[:1] * 8 + table.columns[-1:]
-    table = replace(table, columns=columns, original=wide(table.original), blocks=blocks)
+    videos = (4,) * len(columns)
+    table = replace(table, columns=columns, n_clusters=videos, original=wide(table.original), blocks=blocks)
     lines = printed(replace(done, table=table)).splitlines()
     rows = [line.split("│") for line in lines if "│" in line]
     overall = [row.cells[-1].printed for block in table.blocks for row in block.rows]

@@ -15,7 +15,7 @@ from pipeline.evaluate.statistics.bootstrap import (
     resampled,
     two_sided_p,
 )
-from pipeline.evaluate.statistics.errors import OUTSIDE, sandwich_error
+from pipeline.evaluate.statistics.errors import OUTSIDE, sandwich_error, student
 from tests.pipeline.evaluate.statistics.score_tables import bits
 
 # The worked case of test_statistics: four videos of three questions, full retention first.
@@ -36,12 +36,11 @@ def test_worked_case_by_all_256_draws():
     assert counts.tolist() == [1, 4, 10, 20, 31, 40, 44, 40, 31, 20, 10, 4, 1]
     assert lost_R.mean() == pytest.approx(-0.1667, abs=5e-5)
     assert lost_R.std() == pytest.approx(0.1863, abs=5e-5)
-    lost = both.difference(1, 0, exact=True)
-    assert lost.value == pytest.approx(-2 / 12)
-    assert (lost.low, lost.high) == (pytest.approx(-0.5), pytest.approx(0.1667, abs=5e-5))
-    assert lost.error == pytest.approx(0.2152, abs=5e-5)
-    assert lost.p == pytest.approx(2 * 0.2578, abs=1e-4)
-    assert lost.p == pytest.approx(0.516, abs=5e-4)
+    assert interval(lost_R) == (pytest.approx(-0.5), pytest.approx(0.1667, abs=5e-5))
+    assert two_sided_p(lost_R, exact=True) == pytest.approx(2 * 0.2578, abs=1e-4)
+    lost = both.difference(1, 0)
+    assert (lost.value, lost.error) == (pytest.approx(-2 / 12), pytest.approx(0.2152, abs=5e-5))
+    assert all(math.isnan(number) for number in (lost.low, lost.high, lost.p))  # of four videos nothing is shown
 
 
 def test_every_draw_is_there_once():
@@ -62,8 +61,8 @@ def test_draws_repeat_with_their_generator_and_take_each_cluster_alike():
 
 
 def test_drawn_p_comes_near_the_exact_one():
-    sampled = estimate(SCORES, VIDEO, ALL, drawn(draws=20_000))
-    assert sampled.difference(1, 0).p == pytest.approx(0.516, abs=0.02)
+    sampled = estimate(SCORES, VIDEO, ALL, drawn(draws=20_000)).drawn
+    assert two_sided_p(sampled[:, 1] - sampled[:, 0]) == pytest.approx(0.516, abs=0.02)
 
 
 def test_a_draw_computes_the_mean_over_parts_anew():
@@ -84,10 +83,62 @@ def test_a_draw_computes_the_mean_over_parts_anew():
     assert not np.isnan(found).all()
 
 
+def many(times, video=VIDEO):
+    """The worked case as many times over, each time about other videos."""
+    clusters = np.concatenate([video + 4 * copy for copy in range(times)])
+    return np.tile(SCORES, times), clusters, np.tile(np.repeat([0, 1, 2], [2, 3, 7]), times)
+
+
 def test_error_of_a_difference_is_that_of_the_differences():
-    task = np.repeat([0, 1, 2], [2, 3, 7])
-    both = estimate(SCORES, VIDEO, task, drawn())
-    assert both.difference(1, 0).error == pytest.approx(sandwich_error(SCORES[1] - SCORES[0], VIDEO, task))
+    scores, video, task = many(13)
+    both = estimate(scores, video, task, drawn(clusters=52))
+    lost = both.difference(1, 0)
+    assert lost.error == pytest.approx(sandwich_error(scores[1] - scores[0], video, task))
+    assert (lost.low, lost.high) == interval(both.drawn[:, 1] - both.drawn[:, 0])
+
+
+def cr2(lost, video):
+    """Bell and McCaffrey's error of a mean and its degrees of freedom, with whole matrices."""
+    n, groups = len(lost), [np.flatnonzero(video == one) for one in np.unique(video)]
+    left = np.eye(n) - 1 / n
+    variance, columns = 0.0, []
+    for rows in groups:
+        values, vectors = np.linalg.eigh(left[np.ix_(rows, rows)])
+        root = vectors @ np.diag(values**-0.5) @ vectors.T
+        variance += float(np.sum(root @ (lost - lost.mean())[rows]) / n) ** 2
+        columns.append(left[:, rows] @ root @ np.ones(len(rows)) / n)
+    gram = np.array(columns) @ np.array(columns).T
+    return math.sqrt(variance), np.trace(gram) ** 2 / np.sum(gram**2)
+
+
+def test_of_few_videos_the_interval_is_students_with_the_cr2_error():
+    scores, video, _ = many(4)
+    video[-8:] = video[-9]  # one of many questions
+    few = estimate(scores, video, np.zeros(len(video), np.int64), drawn(clusters=16))
+    lost, (error, freedom) = few.difference(1, 0), cr2(scores[1] - scores[0], video)
+    assert lost.error == pytest.approx(error)
+    t, above = student(freedom)
+    assert lost.high - lost.value == pytest.approx(error * np.interp(0.95, 1 - above, t))
+    assert lost.p == pytest.approx(np.interp(abs(lost.value) / error, t, above))
+    n_videos = len(np.unique(video))
+    assert lost.enough == pytest.approx(n_videos * (2.8 * error / lost.value) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "t", "p"),
+    [(1, 12.706, 0.05), (2.5, 3.574, 0.05), (5, 2.571, 0.05), (5, 6.869, 0.001), (30, 2.042, 0.05)],
+)
+def test_student_has_the_values_of_published_tables(freedom, t, p):
+    values, above = student(freedom)
+    assert np.interp(t, values, above) == pytest.approx(p, rel=2e-3)
+
+
+def test_p_is_never_below_the_share_of_signs_that_are_as_extreme():
+    """Of 60 videos five differ, all to one side: 2 of 32 signs are as extreme."""
+    full, pruned = np.ones(60), np.ones(60)
+    pruned[:5] = 0
+    lost = estimate(np.stack([full, pruned]), np.arange(60), np.zeros(60, np.int64), drawn(clusters=60, draws=4000))
+    assert lost.difference(1, 0).p == 2 / 32
 
 
 def test_relative_error_is_that_of_the_delta_method():
@@ -142,15 +193,19 @@ def test_an_arm_that_was_not_scored_touches_no_other():
     assert all(math.isnan(number) for number in missing.difference(1, 0))
 
 
-def test_equal_arms_do_not_differ():
-    same = estimate(SCORES[[0, 0]], VIDEO, ALL, drawn())
-    assert same.difference(1, 0) == (0, 0, 0, 0, 1)
+@pytest.mark.parametrize("pruned", [np.ones(60), np.zeros(60)])
+def test_videos_that_all_differ_alike_show_no_error(pruned):
+    apart = estimate(np.stack([np.ones(60), pruned]), np.arange(60), np.zeros(60, np.int64), drawn(clusters=60))
+    difference = apart.difference(1, 0)
+    assert (difference.value, difference.error) == (pruned[0] - 1, 0)
+    assert all(math.isnan(number) for number in (difference.low, difference.high, difference.p))
 
 
-def test_arms_that_always_differ_have_the_smallest_p_of_the_draws():
-    apart = estimate(np.stack([np.ones(12), np.zeros(12)]), VIDEO, ALL, drawn()).difference(1, 0)
-    assert (apart.value, apart.low, apart.high, apart.error) == (-1, -1, -1, 0)
-    assert apart.p == pytest.approx(2 / 501)
+def test_no_interval_of_a_score_goes_beyond_all_right():
+    scores = np.ones((1, 8))
+    scores[0, 0] = 0
+    low, high = estimate(scores, np.arange(8), np.zeros(8, np.int64), drawn(clusters=8)).interval(0)
+    assert 0 < low < 7 / 8 < high == 1
 
 
 @pytest.mark.parametrize("sign", [1, -1])

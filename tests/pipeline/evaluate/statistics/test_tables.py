@@ -1,6 +1,7 @@
 """The table of results: the paper's own numbers and marks, and what each number is compared with."""
 
 import json
+import math
 from dataclasses import asdict
 from functools import cache
 
@@ -15,6 +16,8 @@ from tests.pipeline.evaluate.statistics.score_tables import bits, score_rows, sc
 BENCHMARKS = slice(COLUMNS.index("VideoMME"), COLUMNS.index("Rel."))
 FULL, PRUNED = bits("110 101 011 110"), bits("100 101 111 000")  # the worked case of test_statistics
 VIDEOS = [f"v{i // 3}" for i in range(12)]
+TIMES = 15  # the worked case so often, about other videos each time: enough of them for draws
+MANY = [f"v{i // 3:02}" for i in range(12 * TIMES)]
 
 
 def shown(number):
@@ -117,36 +120,61 @@ def test_columns_are_splits_then_overall():
     assert (table.original.rel.printed, overall.mark, overall.full) == ("100.0%", "", None)
 
 
+def many(arms):
+    """A table of these arms, each with its twelve scores TIMES over."""
+    return score_table(*(score_rows(*arm, scores * TIMES, clusters=MANY) for arm, scores in arms.items()))
+
+
 def test_a_number_is_compared_with_full_retention():
-    table = results_table("m", [ScoredBenchmark("B", worked_case())], draws=20_000)
+    table = results_table("m", [ScoredBenchmark("B", many({("none", 1.0): FULL, ("gstep", 0.25): PRUNED}))], draws=5000)
     cell = table.blocks[0].rows[0].cells[0]
     assert (cell.printed, cell.mark, cell.gstep) == ("50.0", "best", None)
     assert cell.full.difference == pytest.approx(-100 / 6)
-    assert (cell.full.low, cell.full.high) == (pytest.approx(-50), pytest.approx(100 / 6))
-    assert cell.full.error == pytest.approx(21.52, abs=5e-3)
-    assert cell.full.p == cell.full.p_holm == pytest.approx(0.516, abs=0.02)
-    assert cell.full.noise
+    error = 21.52 * (3 / 4 * 60 / 59 / TIMES) ** 0.5  # of G / (G - 1) only
+    assert cell.full.error == pytest.approx(error, abs=5e-3)
+    assert (cell.full.low, cell.full.high) == pytest.approx((-100 / 6 - 1.96 * error, -100 / 6 + 1.96 * error), abs=0.7)
+    assert cell.full.p == cell.full.p_holm < 0.002 and not cell.full.noise and cell.full.enough is None
     assert cell.low < 50 < cell.high
     rel = table.blocks[0].rows[0].rel
     assert rel.printed == "75.0%"  # 50.0 / 66.7
     assert rel.full.difference == pytest.approx(-25)
 
 
+def test_noise_comes_with_the_number_of_videos_that_would_show_it():
+    arms = {("none", 1.0): [1.0, 0.0] * 12, ("gstep", 0.25): [0.0, 1.0] + [1.0, 0.0] * 11}
+    arms[("gstep", 0.25)][3] = 1.0
+    versus = _cell(arms, 24).full
+    assert versus.noise and versus.enough == math.ceil(24 * (2.8 * versus.error / versus.difference) ** 2) > 24
+
+
+def _cell(arms, n_videos):
+    """The cell of GSTEP where every question is about a video of its own, or the last ones about one."""
+    videos = [f"v{min(i, n_videos - 1):02}" for i in range(len(arms["none", 1.0]))]
+    scores = score_table(*(score_rows(*arm, s, clusters=videos) for arm, s in arms.items()))
+    return results_table("m", [ScoredBenchmark("B", scores)], draws=100).blocks[0].rows[0].cells[0]
+
+
+@pytest.mark.parametrize(("n_videos", "shown"), [(2, False), (5, False), (6, True), (49, True), (50, True)])
+def test_a_number_about_few_videos_has_no_interval(n_videos, shown):
+    generator = np.random.default_rng(n_videos)
+    arms = {arm: generator.integers(0, 2, 60).astype(float).tolist() for arm in (("none", 1.0), ("gstep", 0.25))}
+    cell = _cell(arms, n_videos)
+    assert (cell.full.low is not None) is (cell.full.p is not None) is (cell.low is not None) is shown
+
+
 def test_p_is_adjusted_over_the_block_and_gstep_is_compared_with_none():
-    """Two methods that lose everything at 25 %, one family each; at 10 % one alone, without GSTEP."""
+    """Two methods that lose nearly everything at 25 %, one family each; at 10 % one alone, without GSTEP."""
     nothing = [0.0] * 12
+    arms = {("none", 1.0): FULL, ("gstep", 0.25): PRUNED}
     others = {("fastv", 0.25): nothing, ("fps", 0.25): nothing, ("fastv", 0.1): nothing}
-    table = results_table("m", [ScoredBenchmark("B", worked_case()), ScoredBenchmark("C", more(others))], draws=999)
-    quarter, tenth = table.blocks
+    benchmarks = [ScoredBenchmark("B", many(arms)), ScoredBenchmark("C", many(arms | others))]
+    quarter, tenth = results_table("m", benchmarks, draws=999).blocks
     gstep, fastv, fps = (row.cells[1] for row in quarter.rows)
-    smallest = 2 / 1000
-    assert (fastv.full.p, fps.full.p) == (pytest.approx(smallest), pytest.approx(smallest))
-    assert fastv.full.p_holm == pytest.approx(3 * smallest)  # of gstep, fastv, fps
-    assert fastv.gstep.p_holm == pytest.approx(2 * fastv.gstep.p)
-    assert not fastv.full.noise
+    assert (fastv.full.error, fastv.full.p, fps.full.low) == (0, None, None)  # the same in every video
+    assert fastv.gstep.p == fps.gstep.p == pytest.approx(2 / 1000)
+    assert fastv.gstep.p_holm == pytest.approx(2 * fastv.gstep.p) and not fastv.gstep.noise
     assert (gstep.mark, fastv.mark, fps.mark) == ("best", "second", "second")
-    alone = tenth.rows[0].cells[1]
-    assert (alone.full.p_holm, alone.gstep) == (pytest.approx(smallest), None)
+    assert (tenth.rows[0].cells[1].full.difference, tenth.rows[0].cells[1].gstep) == (pytest.approx(-200 / 3), None)
     assert tenth.rows[0].cells[0] is None  # not run on B
     assert tenth.rows[0].rel is None
     assert [row.method for row in tenth.rows] == ["fastv"]
@@ -178,11 +206,9 @@ def test_one_video_has_differences_without_intervals():
     assert (row.cells[0].low, row.rel.low, row.rel.full.p) == (None, None, None)
 
 
-def test_equal_scores_are_noise():
+def test_equal_scores_show_no_spread():
     table = results_table("m", [ScoredBenchmark("B", more({("fps", 0.25): PRUNED}))], draws=50)
-    assert table.blocks[0].rows[1].cells[0].gstep == Versus(
-        difference=0, low=0, high=0, error=0, p=1, p_holm=1, noise=True
-    )
+    assert table.blocks[0].rows[1].cells[0].gstep == Versus(difference=0, error=0)
 
 
 def test_rel_is_missing_where_full_retention_scores_nothing_or_was_not_run():
@@ -214,7 +240,7 @@ def test_failed_answers_are_wrong_and_counted():
 def test_benchmarks_are_drawn_on_their_own_and_alike_in_every_table():
     """Another benchmark beside it changes no interval; the same scores under another title are drawn anew."""
     generator = np.random.default_rng(0)
-    wide = more({("fps", 0.1): generator.random(12).tolist()})
+    wide = many({("none", 1.0): FULL, ("gstep", 0.25): PRUNED, ("fps", 0.1): generator.random(12).tolist()})
     one, other = ScoredBenchmark("One", wide), ScoredBenchmark("Other", wide)
     alone = _fps([one])[0]
     first, second = _fps([one, other])
