@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
@@ -151,5 +152,7 @@ def _differences(found: Comparison, others: Sequence[str], ratio: float) -> Iter
 
 
 def _cell(one: Compared) -> str:
+    if math.isnan(one.p):
+        return f"{one.difference:+.1f} (no interval)"
     text = f"{one.difference:+.1f} [{one.low:+.1f}, {one.high:+.1f}]"
     return f"**{text}**" if one.p_holm < SIGNIFICANT else text

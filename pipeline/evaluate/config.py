@@ -44,6 +44,11 @@ class EvaluateConfig(EngineOptions):
         "their ids are those of --cache)",
         metavar="DIR",
     )
+    video_root: list[str] = option(
+        [],
+        "a folder, besides --data, that links in --data may lead into; may be repeated",
+        metavar="DIR",
+    )
     protocol: str | None = option(
         None,
         "whose prompt, frames and rule for replies: lmms-eval-0.7.3 or lmms-eval-0.5, which is also called paper; for "

@@ -39,7 +39,7 @@ class PaperTable:
 
 
 _VIDEOMME, _LVB = ("videomme",), ("longvideobench",)
-_MLVU, _MVBENCH, _EGO = ("mlvu-dev", "mlvu-test", "mlvu"), ("mvbench",), ("egoschema-subset", "egoschema")
+_MLVU, _MVBENCH, _EGO = ("mlvu-dev", "mlvu-test"), ("mvbench",), ("egoschema-subset", "egoschema")
 _ABLATION = (
     (
         "Temporal construction",

@@ -62,6 +62,19 @@ def parse(rule: str, reply: str, options: Sequence[str]) -> Parsed:
     return RULES[rule](reply.strip(), options)
 
 
+def without_reasoning(reply: str, tags: Sequence[tuple[str, str]]) -> str:
+    """Return a reply without what stands between pairs of tags (``strip_reasoning_tags`` of lmms-eval 0.7.3).
+
+    A closing tag whose opening one stood in the prompt takes all before it; an opening tag that is never closed stays.
+    """
+    for opening, closing in tags:
+        while (start := reply.find(opening)) >= 0 and (end := reply.find(closing, start)) >= 0:
+            reply = reply[:start] + reply[end + len(closing) :]
+        if opening not in reply:
+            reply = reply.rpartition(closing)[2]
+    return reply.strip()
+
+
 # What may come before the letter, in small letters: looked for in a reply whose case is folded away.
 _ANSWERS = ("answer", "correct answer", "best answer", "correct option", "best option", "choice", "correct choice")
 _ENGLISH = [f"{article}{answer} is" for article, answer in product(("", "the "), _ANSWERS)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.generate.choices import INSTRUCTION, letters
@@ -140,6 +141,8 @@ class Protocol:
         max_new_tokens: a reply's length at most.
         temperature: 0 is greedy.
         parser: name of the rule in :mod:`pipeline.evaluate.parsers` that reads a reply.
+        reasoning: tags between which a reply thinks: removed with what they hold before the rule reads it. Answers
+            stay as they are, so it is no part of the results' identity.
         choices: how questions with options are answered.
         metric: "questions", the plain mean over them, or a split of the benchmark: the mean of its parts' means.
     """
@@ -151,6 +154,7 @@ class Protocol:
     max_new_tokens: int = 16
     temperature: float = 0.0
     parser: str
+    reasoning: tuple[tuple[str, str], ...] = ()
     choices: ChoicesMethod = "generate"
     metric: str = QUESTIONS
 
@@ -179,16 +183,31 @@ class Protocol:
         return self.prompts.get(model_type, self.prompt)
 
 
-def lmms_eval(prompt: Prompt, newer: str, older: str, **shared: Any) -> tuple[Protocol, Protocol]:
-    """What lmms-eval 0.7.3 and 0.5 do to a benchmark that they ask in the same words.
+#: What ``--reasoning_tags`` of lmms-eval 0.7.3 is by default; its tasks about videos name no others. 0.5 has none.
+_REASONING = (("<think>", "</think>"), ("<analysis>", "</analysis>"))
+
+
+def lmms_eval(
+    prompt: Prompt, newer: str, older: str, newer_prompts: Mapping[str, Prompt] = MappingProxyType({}), **shared: Any
+) -> tuple[Protocol, Protocol]:
+    """Return the protocols of lmms-eval 0.7.3 and 0.5 for a benchmark that they ask in the same words.
 
     Args:
         newer: the rule for replies in 0.7.3.
         older: that in 0.5.
+        newer_prompts: by model type, where 0.7.3 has other words.
         shared: other fields of both.
     """
     return (
-        Protocol(name="lmms-eval-0.7.3", prompt=prompt, models=LMMS_EVAL_0_7, parser=newer, **shared),
+        Protocol(
+            name="lmms-eval-0.7.3",
+            prompt=prompt,
+            prompts=newer_prompts,
+            models=LMMS_EVAL_0_7,
+            parser=newer,
+            reasoning=_REASONING,
+            **shared,
+        ),
         Protocol(name="lmms-eval-0.5", prompt=prompt, models=LMMS_EVAL_0_5, parser=older, **shared),
     )
 

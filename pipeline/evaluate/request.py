@@ -15,7 +15,7 @@ from gstep.backbones import ModelSource, family_of
 from gstep.language import prompt_builder
 from gstep.pruners import read_pruner
 from pipeline.cache.header import CacheIdentity, differences, header_bytes, read_header_file
-from pipeline.cache.reader import HEADER, read_header
+from pipeline.cache.reader import HEADER, TokenCache, read_header
 from pipeline.cache.schema import digest
 from pipeline.errors import IdentityMismatch, NotACache, NotResults, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
@@ -106,12 +106,15 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     check_out(store)
     benchmark = find_benchmark(config.benchmark)
     protocol = _protocol(config, benchmark)
-    loaded = benchmark.load(config.data).first(config.limit)
+    loaded = benchmark.load(config.data, [*map(Path, config.video_root)]).first(config.limit)
     cached = store_at(cache, objects)
     held = _held(cached, named=config.cache is not None)
     source = _model(config, held)
     if held is not None:
         check_model(cached, held["model"], source)
+    if config.data is None and held is not None:
+        with store_refusing():
+            _check_cached(loaded, cached, TokenCache(cache, store=cached), console)
     grid = _possible(config, source, console)
     videos = videos_of(config, grid, protocol, source, cache, held)
     if held is not None and videos is None:
@@ -137,6 +140,20 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     with store_refusing():
         match_results(store, request.identity)
     return request
+
+
+def _check_cached(loaded: Loaded, place: Store, cache: TokenCache, console: Console) -> None:
+    """Say before a model is loaded how many questions are about videos that the cache does not have."""
+    absent = [(item, name) for item in loaded.items for name in item.video_ids if name not in cache]
+    if absent:
+        questions = len({item.question_id for item, _ in absent})
+        console.print(
+            f"note: {questions} of {len(loaded.items)} questions are about videos that {place} does not have, e.g. "
+            f"{absent[0][1]!r} of {absent[0][0].question_id}: they will fail, and count as wrong",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def match_results(store: Store, identity: Mapping[str, Any]) -> None:

@@ -29,6 +29,7 @@ from pipeline.evaluate.benchmarks.annotations import LeftOut
 from pipeline.evaluate.benchmarks.items import Collected, Item, Loaded
 from pipeline.evaluate.benchmarks.own import clusters_of
 from pipeline.evaluate.config import FULL, EvaluateConfig
+from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.questions import answered_item, way_of
 from pipeline.evaluate.request import (
     EvaluateRequest,
@@ -100,7 +101,7 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> Evaluated:
     videos = _encode(request, todo, console) if todo and request.videos is not None else None
     answers = _answer(request, console) if todo else _there(request)
     live = _live(request)
-    scores = score_table(request.loaded.items, arms_of(request), live, request.protocol.parser)
+    scores = score_table(request.loaded.items, arms_of(request), live, request.protocol)
     return Evaluated(loaded=request.loaded, scores=scores, answers=answers, videos=videos)
 
 
@@ -269,7 +270,7 @@ def score_answers(config: EvaluateConfig) -> Evaluated:
     assert first is not None  # the config refuses no place at all
     loaded = first[1].loaded(config.score[0], "give the questions a column answer")
     kept = clusters_of(loaded.items)
-    scores = score_table(kept, arms, pa.concat_tables(tables), "letter")
+    scores = score_table(kept, arms, pa.concat_tables(tables), LETTER)
     n_left_out = sum(fault.left_out for fault in loaded.faults)
     return Evaluated(loaded=replace(loaded, items=tuple(kept)), scores=scores, n_left_out=n_left_out)
 

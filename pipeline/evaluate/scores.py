@@ -11,7 +11,8 @@ import pyarrow.compute as pc
 from pipeline.cache.schema import column
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.benchmarks.own import same_text
-from pipeline.evaluate.parsers import Parsed, parse
+from pipeline.evaluate.parsers import Parsed, parse, without_reasoning
+from pipeline.evaluate.protocols import Protocol
 from pipeline.evaluate.statistics.score_matrix import Arm
 from pipeline.rows import AnswerRecord, without_nulls
 
@@ -58,39 +59,40 @@ class Reply(NamedTuple):
     score: float | None
 
 
-def score_table(items: Sequence[Item], arms: Mapping[str, Arm], answers: pa.Table, rule: str) -> pa.Table:
+def score_table(items: Sequence[Item], arms: Mapping[str, Arm], answers: pa.Table, protocol: Protocol) -> pa.Table:
     """Rows of SCORE_SCHEMA: each question under each arm, in this order; one without an answer counts as failed.
 
     Args:
         arms: by the label that the answers have as their ``pruning``.
         answers: live rows of ANSWER_SCHEMA.
-        rule: that reads replies (pipeline.evaluate.parsers).
+        protocol: whose rule reads replies.
     """
     empty = SCORE_SCHEMA.empty_table()
-    return pa.concat_tables([empty, *(_scored(items, arm, label, answers, rule) for label, arm in arms.items())])
+    return pa.concat_tables([empty, *(_scored(items, arm, label, answers, protocol) for label, arm in arms.items())])
 
 
-def _scored(items: Sequence[Item], arm: Arm, label: str, answers: pa.Table, rule: str) -> pa.Table:
+def _scored(items: Sequence[Item], arm: Arm, label: str, answers: pa.Table, protocol: Protocol) -> pa.Table:
     """The questions under one arm."""
     mine = answers.filter(pc.equal(answers["pruning"], label)).select(_NEEDED)
     rows = {row["question_id"]: without_nulls(row, AnswerRecord) for row in mine.to_pylist()}
-    scored = [_row(item, arm, rows.get(item.question_id), rule) for item in items]
+    scored = [_row(item, arm, rows.get(item.question_id), protocol) for item in items]
     return pa.Table.from_pylist(scored, schema=SCORE_SCHEMA)
 
 
-def read_reply(item: Item, row: AnswerRecord, rule: str) -> Reply:
+def read_reply(item: Item, row: AnswerRecord, protocol: Protocol) -> Reply:
     """What an answer scores: a scored choice as it is, a reply by the rule, a free answer by its text."""
+    reply = without_reasoning(row["answer"], protocol.reasoning)
     if not item.options:
-        right = same_text(row["answer"], item.expected or "")
+        right = same_text(reply, item.expected or "")
         return Reply(None, right, float(right))
-    parsed = Parsed(row["choice"]) if "choice_scores" in row else parse(rule, row["answer"], item.options)
+    parsed = Parsed(row["choice"]) if "choice_scores" in row else parse(protocol.parser, reply, item.options)
     if item.expected is None:
         return Reply(parsed.choice, None, None)
     score = parsed.score(item.answer, len(item.options))
     return Reply(parsed.choice, not parsed.drawn and score == 1.0, score)
 
 
-def _row(item: Item, arm: Arm, row: AnswerRecord | None, rule: str) -> dict[str, Any]:
+def _row(item: Item, arm: Arm, row: AnswerRecord | None, protocol: Protocol) -> dict[str, Any]:
     common = {
         "question_id": item.question_id,
         "video_id": item.video_id,
@@ -105,6 +107,6 @@ def _row(item: Item, arm: Arm, row: AnswerRecord | None, rule: str) -> dict[str,
         why = "unanswered" if row is None else row["error_class"]
         nothing = (None, None) if item.expected is None else (False, 0.0)
         return {**common, "status": "failed", "error_class": why, **Reply(None, *nothing)._asdict()}
-    reply = read_reply(item, row, rule)
+    reply = read_reply(item, row, protocol)
     counts = {name: row.get(name) for name in ("choice_scores", "n_kept", "n_total", "kept_per_frame")}
     return {**common, "status": "ok", "reply": row["answer"], **reply._asdict(), **counts}

@@ -53,6 +53,12 @@ def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
     return scores
 
 
+def unknown_names(store: Store, arms: Iterable[Arm]) -> list[str]:
+    """Return the names in the form, with a score, of which these results have no submission."""
+    known = set(map(submission_name, arms))
+    return [name for name, value in _read(store).items() if value is not None and name not in known]
+
+
 def _read(store: Store) -> dict[str, Any]:
     if not store.exists(FORM):
         return {}

@@ -52,7 +52,7 @@ def videos_of(
     pixels = {} if rules.pixels is None else vars(rules.pixels)
     return PruneConfig(
         out=cache,
-        video_root=[str(config.data)],
+        video_root=[str(config.data), *config.video_root],
         on_forbidden="record",  # the benchmark has said already what is wrong with its videos
         model=source.name,
         siglip=config.siglip,

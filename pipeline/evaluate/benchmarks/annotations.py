@@ -24,6 +24,7 @@ FaultKind = Literal[
     "repeated-candidate",
     "blank-candidate",
     "answer-no-candidate",
+    "no-answer",
 ]
 AnswerRule = Literal["letter", "index", "text"]
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -51,11 +52,11 @@ def data_folder(data: Path | str, remedy: str) -> Path:
 
 
 class Videos:
-    """The videos below a folder."""
+    """The videos below a folder, whose links may lead into the ``roots``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, roots: Sequence[Path] = ()) -> None:
         self._folder = os.path.abspath(folder)  # noqa: PTH100 - links are judged below
-        self._judge = Judge([folder])
+        self._judge = Judge([folder, *roots])
 
     def find(self, paths: Sequence[str], named: Iterable[str]) -> str:
         """Find the first of the ``paths`` below the folder that is a file or a folder of frames.
@@ -78,7 +79,11 @@ class Videos:
             elif os.path.isdir(absolute):  # noqa: PTH112
                 empty = empty or path
         if outside:
-            raise LeftOut("policy", f"a link leads {outside!r} outside the data folder; put the file itself there")
+            raise LeftOut(
+                "policy",
+                f"a link leads {outside!r} outside the data folder; put the file itself there, or name with "
+                "--video-root the folder that it leads to",
+            )
         if empty:
             raise LeftOut("missing-video", f"the folder {empty!r} holds no frames ({FIRST_FRAME} and so on)")
         more = f" (nor at {len(paths) - 1} other places)" if len(paths) > 1 else ""
@@ -138,6 +143,10 @@ def answer_index(rule: AnswerRule, answer: str, options: Sequence[str]) -> int |
     }[rule]
     wanted = answer.upper() if rule == "letter" else answer
     return known.index(wanted) if wanted in known else None
+
+
+#: In place of an answer that is not published, where answers are counted from 0.
+NOT_PUBLISHED = "-1"
 
 
 def without_letter(option: str) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from string import Formatter
 
 from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks.annotations import (
+    NOT_PUBLISHED,
     AnswerRule,
     LeftOut,
     Videos,
@@ -111,8 +112,10 @@ class Benchmark:
         named = {protocol.name: protocol for protocol in self.protocols}
         return named | {alias: named[name] for alias, name in ALIASES.items() if name in named}
 
-    def load(self, data: Path | str | None) -> Loaded:
-        """The questions whose videos are below the folder ``data``, and all faults.
+    def load(self, data: Path | str | None, roots: Sequence[Path] = ()) -> Loaded:
+        """Return the questions whose videos are below the folder ``data``, and all faults.
+
+        Links in the folder may lead into the ``roots``.
 
         Raises UsageError, naming the file or folder and the remedy: no such folder, no annotations in it, a file that
         cannot be read or has not all columns, no question left.
@@ -121,7 +124,7 @@ class Benchmark:
         if data is None:
             raise UsageError(f"--data must name the folder of {self.title}; {remedy}")
         folder = data_folder(data, remedy)
-        videos, collected = Videos(folder), Collected()
+        videos, collected = Videos(folder, roots), Collected()
         tables = read_tables(folder, self.tables)
         for path in self._files(folder):
             for place, row in self._rows(folder, path, tables):
@@ -169,6 +172,9 @@ class Benchmark:
             other = f"{len(options)} options, and every question of {self.title} has {self.n_options}"
             raise LeftOut("bad-row", f"{other}: is it another set of questions?")
         expected = None if self.submission else text_of(row, self.answer)
+        answer = None if expected is None else answer_index(self.answer_rule, expected, options)
+        if answer is None and expected == NOT_PUBLISHED:
+            raise LeftOut("no-answer", f"{self.answer} is {expected}: the right answer is not published")
         checked = {
             "question_id": text_of(row, self.question_id),
             "question": text_of(row, self.question),
@@ -183,7 +189,7 @@ class Benchmark:
             start_s=start_s,
             end_s=end_s,
             options=options,
-            answer=None if expected is None else answer_index(self.answer_rule, expected, options),
+            answer=answer,
             expected=expected,
             splits=splits,
         )

@@ -15,6 +15,8 @@ from pipeline.errors import UsageError, printable
 from pipeline.evaluate.benchmarks.annotations import FaultKind, LeftOut, without_letter
 from pipeline.inputs.tables import UserRow
 
+_MOST_WRONG = 0.5  # of questions; in the published files it is 2 of 355 at most
+
 
 @dataclass(frozen=True)
 class AnnotationFault:
@@ -24,7 +26,7 @@ class AnnotationFault:
         kind: bad-row (a needed column is empty or of another type), missing-video, policy (its path leads outside the
             data folder), repeated-question (an id again, or the same question on the same video under another id),
             repeated-candidate, blank-candidate (a model can name it all the same), answer-no-candidate (the right
-            answer is none of the options: no reply can be right).
+            answer is none of the options: no reply can be right), no-answer (-1: it is not published).
         question_id: whose; None where the row has none.
         message: at most 1 KB, printable; names the row.
         left_out: whether the question is not asked.
@@ -139,7 +141,11 @@ class Collected:
             self._fault(kind, item.question_id, f"{where}: {oddity}", left_out=False)
 
     def loaded(self, place: str, remedy: str) -> Loaded:
-        """All of it. Raises UsageError, with an example, where no question is left."""
+        """Return all of it.
+
+        Raises UsageError, with an example, where no question is left, or most right answers are none of the options.
+        """
+        self._check_answers(place)
         if self._items:
             return Loaded(tuple(self._items), tuple(self._faults), self._n_annotated)
         if not self._faults:
@@ -150,6 +156,18 @@ class Collected:
             f"{place}: none of the {self._n_annotated} questions can be asked ({kinds}), e.g. "
             f"{self._faults[0].message}; {remedy}"
         )
+
+    def _check_answers(self, place: str) -> None:
+        """Refuse annotations whose answers have another form than the benchmark's, so that nothing could be right."""
+        chosen = [item for item in self._items if item.options and item.expected is not None]
+        wrong = [item for item in chosen if item.answer is None]
+        if len(chosen) > 1 and len(wrong) > _MOST_WRONG * len(chosen):
+            example = wrong[0]
+            raise UsageError(
+                f"{place}: the right answers of {len(wrong)} of {len(chosen)} questions are none of their options, "
+                f"e.g. {example.expected!r} of {example.question_id} with the options {example.options}: the file is "
+                "of another form, or another version, than the benchmark's"
+            )
 
     def _oddities(self, item: Item) -> list[tuple[FaultKind, str]]:
         found: list[tuple[FaultKind, str]] = []

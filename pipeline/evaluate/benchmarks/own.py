@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.errors import QuestionsError
-from pipeline.evaluate.benchmarks.annotations import LeftOut, Videos, answer_index, data_folder
+from pipeline.evaluate.benchmarks.annotations import NOT_PUBLISHED, LeftOut, Videos, answer_index, data_folder
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import Collected, Item, Loaded
 from pipeline.evaluate.protocols import LETTER
@@ -20,6 +20,7 @@ from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, UserRow, is_text, read_rows
 from pipeline.storage.s3 import is_object
 
+_COLUMNS = ("question_id", "video_id", "prompt", "answer")
 _NEEDS = "question_id, video_id, prompt and answer"
 # Columns that jobs.generate takes: to pass over them would give other answers without a word.
 _DECODING = ("system", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
@@ -49,25 +50,31 @@ class OwnQuestions(Benchmark):
     that a question asks about together.
     """
 
-    def load(self, data: Path | str | None) -> Loaded:
-        """The questions, and what is wrong with them.
+    def load(self, data: Path | str | None, roots: Sequence[Path] = ()) -> Loaded:
+        """Return the questions, and what is wrong with them.
 
         Args:
             data: the folder that the videos are in, their ids being paths below it; None where they are those of a
                 cache, and then nothing is looked for.
+            roots: folders that links in it may lead into.
 
         Raises QuestionsError (a UsageError) that names the file and the row, as jobs.generate does: the file cannot be
         read, a row without a needed column, choices that make no sense, ids that repeat; and UsageError: no such
         folder, no question left.
         """
         file = self.files[0]
-        videos = None if data is None else Videos(data_folder(data, "name the one that the videos are in"))
-        rows = [(where, read_question(row, f"{file}, {where}")) for where, row in _rows(file)]
+        videos = None if data is None else Videos(data_folder(data, "name the one that the videos are in"), roots)
+        read = _rows(file)
+        if lacking := [name for name in _COLUMNS if read and not any(name in row for _, row in read)]:
+            raise QuestionsError(f"{file}: the column {lacking[0]} is missing; every row needs {_NEEDS}")
+        rows = [(where, read_question(row, f"{file}, {where}")) for where, row in read]
         _check_ids(file, [item.question_id for _, item in rows])
         groups = _groups([item.video_ids for _, item in rows])
         collected = Collected()
         for where, item in rows:
             try:
+                if item.options and item.answer is None and item.expected == NOT_PUBLISHED:
+                    raise LeftOut("no-answer", "answer is -1: the right answer is not published")
                 found = tuple(videos.find([name], [name]) for name in item.video_ids) if videos else item.video_ids
             except LeftOut as fault:
                 collected.leave_out(where, item.question_id, fault)

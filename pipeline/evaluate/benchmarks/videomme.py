@@ -23,7 +23,7 @@ VIDEOMME = Benchmark(
     name="videomme",
     title="VideoMME",
     protocols=(
-        *lmms_eval(_LMMS_EVAL, "extract-mcq-answer", "videomme-0.5", prompts=_QWEN3),
+        *lmms_eval(_LMMS_EVAL, "extract-mcq-answer", "videomme-0.5", newer_prompts=_QWEN3),
         # The authors leave frames, sizes and decoding to each model; those of lmms-eval make the numbers comparable.
         Protocol(name="official", prompt=_OFFICIAL, models=LMMS_EVAL_0_7, parser="videomme-0.5"),
     ),

@@ -22,7 +22,7 @@ from pipeline.evaluate.grids import PaperTable
 from pipeline.evaluate.protocols import QUESTIONS
 from pipeline.evaluate.request import RESULTS_HEADER, RESULTS_VERSION
 from pipeline.evaluate.scores import SCORE_SCHEMA
-from pipeline.evaluate.server_scores import FORM, with_server_scores
+from pipeline.evaluate.server_scores import FORM, unknown_names, with_server_scores
 from pipeline.evaluate.statistics.results import Column, ResultsTable
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, arms_of, score_matrix
 from pipeline.evaluate.statistics.tables import ScoredBenchmark, results_table
@@ -50,6 +50,7 @@ class Gathered:
         identity: of ``evaluation.json``.
         about: of it what the results do not have to share: the model's name, a hash of the annotations.
         scores: SCORE_SCHEMA.
+        unknown: names that its server's form has and its submissions have not.
     """
 
     place: str
@@ -57,6 +58,7 @@ class Gathered:
     identity: Mapping[str, Any]
     about: Mapping[str, str]
     scores: pa.Table
+    unknown: Sequence[str] = ()
 
     @property
     def model(self) -> str:
@@ -168,11 +170,13 @@ def missing(table: PaperTable, found: Sequence[Gathered]) -> list[str]:
 
 def _untyped(one: Gathered) -> list[str]:
     """A line where the server of a benchmark was asked about none or some of the arms."""
-    if not one.benchmark.submission or not one.scores["score"].null_count:
+    if not one.benchmark.submission:
         return []
-    without = arms_of(one.scores.filter(pc.is_null(one.scores["score"])))
-    where = f"type what its server returns into {one.place}/{FORM}"
-    return [f"{one.place} ({one.benchmark.title}) has {len(without)} submissions without a score: {where}"]
+    lines = [f"{one.place}/{FORM} has a score of {name}, which is none of its submissions" for name in one.unknown]
+    if without := arms_of(one.scores.filter(pc.is_null(one.scores["score"]))):
+        where = f"type what its server returns into {one.place}/{FORM}"
+        lines.append(f"{one.place} ({one.benchmark.title}) has {len(without)} submissions without a score: {where}")
+    return lines
 
 
 def label(method: str) -> str:
@@ -194,7 +198,8 @@ def _read(place: str, objects: Objects) -> Gathered:
     scores = _scores(place, store, published=not benchmark.submission)
     if benchmark.submission:
         scores = with_server_scores(store, scores)
-    return Gathered(place, benchmark, identity, about, scores)
+    unknown = unknown_names(store, arms_of(scores)) if benchmark.submission else ()
+    return Gathered(place, benchmark, identity, about, scores, unknown)
 
 
 def _scores(place: str, store: Store, *, published: bool) -> pa.Table:

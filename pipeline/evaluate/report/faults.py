@@ -24,6 +24,7 @@ _WORDS: Mapping[FaultKind, str] = {
     "repeated-candidate": "an option is there more than once",
     "blank-candidate": "an option is blank",
     "answer-no-candidate": "the right answer is none of the options: no reply can be right",
+    "no-answer": "the right answer is not published",
 }
 
 

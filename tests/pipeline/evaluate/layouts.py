@@ -72,7 +72,7 @@ def replied(
         for arm in arms
     ]
     answers = pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)
-    scores = score_table(loaded.items, arms, answers, benchmark.protocol(protocol).parser)
+    scores = score_table(loaded.items, arms, answers, benchmark.protocol(protocol))
     return Evaluated(loaded=loaded, scores=scores)
 
 

@@ -53,12 +53,13 @@ ROWS = [
     row("-Ab0xYz_9Qk_1", 3, FIVE[:4]),
     row("@cook-712_0", 0, FIVE[:3], 60),
     row("@cook-712_1", 1, ("a cup", "a pan", "a cup", "a lid"), 60),  # repeats one
-    row("86CxyhFV9MI_0", -1, group=600),  # as all of the test set
+    row("86CxyhFV9MI_0", 9, group=600),
     row("86CxyhFV9MI_1", 4, group=600, question="What is on the table in 86CxyhFV9MI_0?"),  # another one's question
     row("gone_0", 0, group=3600),
     row("86CxyhFV9MI_2", 0, group=600, question=None),
     row("86CxyhFV9MI_3", 0, group=600, video_path="../../outside.mp4"),
     row("86CxyhFV9MI_4", 0, group=61),
+    row("86CxyhFV9MI_5", -1, group=600),  # as all of the test set
 ]
 #: Of the rows those that can be asked.
 ASKED = [one["id"] for one in ROWS[:6]]

@@ -247,7 +247,10 @@ def gone(tmp_path):
 
 def test_questions_that_all_fail_are_results_too_and_no_success(gone, tmp_path):
     done, said = gone()
-    assert said.startswith("q: 4 questions to ask; 4 annotated\n") and "4 questions under 2 prunings: 8 answers" in said
+    assert (
+        said.startswith("note: 4 of 4 questions are about videos that")
+        and "q: 4 questions to ask; 4 annotated\n" in said
+    )
     assert done.exit_code(EvaluateConfig(benchmark="x")) == 1 and not ray.is_initialized()
     assert (done.table.original.n_failed, done.table.original.cells[-1].printed) == (4, "0.0")
     assert {*done.files} < {path.name for path in (tmp_path / "r").iterdir()}

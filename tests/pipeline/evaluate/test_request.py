@@ -70,6 +70,31 @@ def test_own_questions_go_to_the_model_of_the_cache_under_the_grid(tmp_path):
     assert request.videos is None and request.cache == str(tmp_path / "c")  # nothing says where videos are
 
 
+def test_ids_that_the_cache_does_not_have_are_said_before_a_model_is_loaded(tmp_path):
+    whole(tmp_path)
+    file = write_questions(tmp_path / "q2.jsonl", [*ROWS, ROWS[0] | {"question_id": 3, "video_id": ["a", "gone"]}])
+    said = io.StringIO()
+    config = EvaluateConfig(benchmark=str(file), method=["gstep"], cache=str(tmp_path / "c"), out=str(tmp_path / "r"))
+    prepare(config, Console(file=said, width=300))
+    assert "note: 1 of 3 questions are about videos that" in said.getvalue() and "e.g. 'gone' of 3" in said.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("positions", "labels"),
+    [
+        ("auto", ["gstep@0.25", "fastv@0.25"]),
+        ("close", ["gstep@0.25", "fastv@0.25"]),  # the family's own, which the names do not say
+        ("original", ["gstep,positions=original@0.25", "fastv@0.25"]),
+        ("both", ["gstep@0.25", "gstep,positions=original@0.25", "fastv@0.25"]),
+    ],
+)
+def test_methods_are_asked_at_the_positions_that_were_named(tmp_path, positions, labels):
+    """FastV prunes inside the model, which sees every token where it was."""
+    whole(tmp_path, source=ModelSource.resolve("tiny"))
+    request = own(tmp_path, method=["gstep", "fastv,K=1"], positions=positions)
+    assert list(request.grid) == ["none@1", *(label.replace("fastv", "fastv,K=1") for label in labels)]
+
+
 def test_checking_starts_and_writes_nothing(tmp_path):
     whole(tmp_path)
     own(tmp_path)

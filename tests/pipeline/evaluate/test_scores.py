@@ -1,9 +1,14 @@
 """From answers to scores: a row for each question and arm, whatever became of the answer."""
 
+from dataclasses import replace
+
 import pyarrow as pa
 import pytest
 
+from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.items import Item
+from pipeline.evaluate.parsers import without_reasoning
+from pipeline.evaluate.protocols import Prompt, Protocol
 from pipeline.evaluate.scores import SCORE_SCHEMA, Reply, read_reply, score_table
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
 from pipeline.generate.answers import ANSWER_SCHEMA
@@ -31,8 +36,13 @@ def row(answer="B", question_id="q", pruning="none@1", status="ok", **more):
     }  # fmt: skip
 
 
+def by(rule, reasoning=()):
+    """A protocol that reads replies by a rule."""
+    return Protocol(name="mine", prompt=Prompt("{question}"), parser=rule, reasoning=reasoning)
+
+
 def scored(items, *answers, arms=ARMS, rule="letter"):
-    table = score_table(items, arms, pa.Table.from_pylist(list(answers), schema=ANSWER_SCHEMA), rule)
+    table = score_table(items, arms, pa.Table.from_pylist(list(answers), schema=ANSWER_SCHEMA), by(rule))
     assert table.schema == SCORE_SCHEMA
     return table.to_pylist()
 
@@ -67,35 +77,55 @@ def test_a_reply_is_read_by_the_rule():
 
 @pytest.mark.parametrize("reply", ["", "I cannot say.", "E"])
 def test_a_reply_that_names_no_option_is_wrong(reply):
-    assert read_reply(item(), row(reply), "letter") == Reply(None, False, 0.0)
+    assert read_reply(item(), row(reply), by("letter")) == Reply(None, False, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("reply", "read"),
+    [
+        ("<think>A or C?</think> B", 1),
+        ("so it is A</think>C", 2),  # the opening tag is in the prompt
+        ("<think>first</think>A<think>no</think>", 0),
+        ("<analysis>A</analysis>\nB", 1),
+        ("<think>A", 0),  # never closed: it stays
+        ("</think>A<think>", None),
+        ("<THINK>C</THINK> B", 2),
+    ],
+)
+def test_what_a_reply_thinks_is_not_read_by_the_protocol_of_lmms_eval_073(reply, read):
+    newer, older = BENCHMARKS["longvideobench"].protocols
+    assert without_reasoning(f" {reply}", newer.reasoning).strip(" ") == without_reasoning(reply, newer.reasoning)
+    if read is not None:
+        assert read_reply(item(), row(reply), newer).parsed == read
+    assert read_reply(item(), row(reply), older) == read_reply(item(), row(reply), replace(newer, reasoning=()))
 
 
 def test_where_the_rule_draws_the_score_is_its_expectation_and_nothing_is_right():
-    assert read_reply(item(), row("no idea"), "egoschema") == Reply(None, False, pytest.approx(1 / 3))
-    assert read_reply(item(options=("a dog",), answer=0), row("no idea"), "egoschema") == Reply(None, False, 1.0)
-    assert read_reply(item(answer=None), row("no idea"), "egoschema") == Reply(None, False, 0.0)
+    assert read_reply(item(), row("no idea"), by("egoschema")) == Reply(None, False, pytest.approx(1 / 3))
+    assert read_reply(item(options=("a dog",), answer=0), row("no idea"), by("egoschema")) == Reply(None, False, 1.0)
+    assert read_reply(item(answer=None), row("no idea"), by("egoschema")) == Reply(None, False, 0.0)
 
 
 def test_a_question_whose_answer_is_no_option_is_never_right():
-    assert read_reply(item(answer=None), row("B"), "letter") == Reply(1, False, 0.0)
+    assert read_reply(item(answer=None), row("B"), by("letter")) == Reply(1, False, 0.0)
 
 
 def test_a_scored_choice_counts_as_it_is():
     """Where texts are scored the answer is one, and a rule could read a letter out of it."""
     answer = row("A kite", choice=2, choice_scores=[-3.0, -2.0, -1.0])
-    assert read_reply(item(answer=2), answer, "videomme-0.5") == Reply(2, True, 1.0)
+    assert read_reply(item(answer=2), answer, by("videomme-0.5")) == Reply(2, True, 1.0)
     (one,) = scored([item(answer=2)], answer, arms={"none@1": ORIGINAL})
     assert one["choice_scores"] == [-3.0, -2.0, -1.0] and one["reply"] == "A kite"
 
 
 def test_a_choice_that_was_read_when_it_was_answered_is_read_again_by_the_rule():
-    assert read_reply(item(), row("Answer: B", choice=1), "videomme-0.5").parsed == 0
+    assert read_reply(item(), row("Answer: B", choice=1), by("videomme-0.5")).parsed == 0
 
 
 def test_a_free_answer_is_right_by_its_text():
     free = item(options=(), answer=None)
-    assert read_reply(free, row(" A cat. "), "letter") == Reply(None, True, 1.0)
-    assert read_reply(free, row("A cat, or a dog."), "letter") == Reply(None, False, 0.0)
+    assert read_reply(free, row(" A cat. "), by("letter")) == Reply(None, True, 1.0)
+    assert read_reply(free, row("A cat, or a dog."), by("letter")) == Reply(None, False, 0.0)
 
 
 def test_counts_of_tokens_come_along_as_far_as_they_are_known():

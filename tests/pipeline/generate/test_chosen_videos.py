@@ -8,20 +8,25 @@ import pytest
 import torch
 
 import gstep
-from gstep.backbones import ModelSource, family_of
-from gstep.language import prompt_builder
+from gstep.backbones import ModelSource, choose_runtime, family_of
+from gstep.language import Decoding, prompt_builder
 from gstep.methods import OF_A_VIDEO
 from gstep.pruners.base import Pruner
 from pipeline import TokenCache
 from pipeline.cache.method import describe_method
+from pipeline.execution.heartbeat import Heartbeat
+from pipeline.generate.asking import Asker
+from pipeline.generate.engines import EngineSetup, load_engine
 from pipeline.generate.held_videos import ChosenVideos, HeldVideos, LastUsed, to_visual
 from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
+from pipeline.generate.questions import Instructions
 from pipeline.prune.decode_stage import decoded_columns
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.request import evidence_sources
+from pipeline.storage.stores import LocalStore
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
-from tests.pipeline.asking import tiny_cache
+from tests.pipeline.asking import setup_of, tiny_cache
 from tests.pipeline.caches import write_shard
 from tests.pipeline.videos import sample
 
@@ -161,3 +166,23 @@ def test_what_was_not_used_for_longest_goes_first():
 def test_labels_say_the_parameters_in_one_order():
     asked = LateAsked("fastv", 0.25, {"b": "2", "K": "3"})
     assert (asked.method_label, asked.label) == ("fastv,K=3,b=2", "fastv,K=3,b=2@0.25")
+
+
+def test_a_pruning_may_have_positions_of_its_own(tmp_path):
+    """The same tokens: close ranks, or where they were before pruning, as its name and its description say."""
+    tiny_cache(tmp_path / "c", ("v",), ratio=1.0, method="none")
+    store = LocalStore(tmp_path / "c")
+    held, source = TokenCache(tmp_path / "c").identity, ModelSource.resolve("tiny")
+    asked = {one.label: one for p in (None, "original") for one in [LateAsked("gstep", 0.1, positions=p)]}
+    assert list(asked) == ["gstep@0.1", "gstep,positions=original@0.1"]
+    lates = {label: late_pruning(one, held, source, prompt_builder(source)) for label, one in asked.items()}
+    assert [late.describe().get("positions") for late in lates.values()] == [None, "original"]
+    engine = load_engine(EngineSetup(), source, choose_runtime("cpu", "float32", "auto"))
+    asker = Asker(setup_of(store, prunings=lates), engine, "cpu", Heartbeat("answer"))
+    question = {"question_id": "q", "video_ids": ["v"], "prompt": "What?", "attempts": 1}
+    how = Instructions("generate", None, Decoding())
+    close, original = (asker.ask({**question, "pruning": label}, how).prompt for label in lates)
+    assert torch.equal(close.input_ids, original.input_ids) and torch.equal(
+        close.positions[0], torch.arange(len(close))
+    )
+    assert not torch.equal(original.positions, close.positions) and original.extent > close.extent

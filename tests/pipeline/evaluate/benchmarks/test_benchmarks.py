@@ -212,6 +212,8 @@ def test_no_link_leads_out_of_the_data_folder(tmp_path):
     assert [fault.kind for fault in loaded.faults] == ["policy", "policy"]
     assert "'data/link.mp4'" in loaded.faults[0].message and "'videos/other.mp4'" in loaded.faults[1].message
     assert [item.video_id for item in loaded.items] == ["data/within.mp4"]
+    other_disk = VIDEOMME.load(data, [tmp_path])  # --video-root
+    assert not other_disk.faults and len(other_disk.items) == 3
 
 
 def test_a_name_that_no_file_can_have_is_a_missing_video(tmp_path):
@@ -338,8 +340,9 @@ def test_a_clip_that_starts_nowhere_is_a_bad_row(tmp_path, start):
 
 def test_answers_may_be_indices(tmp_path):
     write_clips(tmp_path, [CLIP | {"id": i, "answer": answer} for i, answer in enumerate(["1", 0, 2, -1])])
-    items = replace(CLIPS, answer_rule="index").load(tmp_path).items
-    assert [item.answer for item in items] == [1, 0, None, None, None]
+    loaded = replace(CLIPS, answer_rule="index").load(tmp_path)
+    assert [item.answer for item in loaded.items] == [1, 0, None, None]
+    assert [fault.kind for fault in loaded.faults if fault.left_out] == ["no-answer"]  # -1
 
 
 def test_a_metric_over_a_split_that_is_not_there_is_refused():
@@ -413,7 +416,6 @@ def test_videos_that_a_question_ties_together_are_one_cluster_unless_the_file_sa
         (["x", "y", "z"], 2, 2),
         (["x", "y", "z"], "0", 0),
         (["x", "y"], 2, None),
-        (["x", "y"], -1, None),
         (["x", "y"], "C", None),
         (["x", "y"], "both", None),
     ],
@@ -439,6 +441,18 @@ def test_the_right_choice_is_named_by_text_then_letter_then_index(tmp_path, choi
 )
 def test_a_free_answer_is_right_but_for_case_spaces_and_punctuation(reply, expected, same):
     assert same_text(reply, expected) is same
+
+
+def test_own_questions_whose_answer_is_not_published_are_left_out(tmp_path):
+    loaded = own(tmp_path, [*OWN, OWN[0] | {"question_id": "10", "answer": -1}])
+    assert len(loaded.items) == 3 and [fault.kind for fault in loaded.faults] == ["no-answer"]
+
+
+@pytest.mark.parametrize("column", ["video_id", "prompt", "answer"])
+def test_a_column_that_no_row_has_is_named(tmp_path, column):
+    rows = [{name: value for name, value in row.items() if name != column} for row in OWN]
+    with pytest.raises(UsageError, match=f"own.jsonl: the column {column} is missing; every row needs question_id"):
+        own(tmp_path, rows)
 
 
 def test_own_videos_are_looked_for_below_the_data_folder_and_nowhere_else(tmp_path):

@@ -1,5 +1,7 @@
 """LongVideoBench as published: both files of its annotations, its faults, its words and its score."""
 
+import json
+
 import pytest
 
 from pipeline.errors import UsageError
@@ -58,10 +60,26 @@ def test_every_fault_is_counted_and_what_can_be_asked_is(loaded):
         ("missing-video", True): 1,
         ("bad-row", True): 2,
         ("policy", True): 1,
+        ("no-answer", True): 1,
     }
     assert faulty(loaded, "repeated-candidate") == ["@cook-712_1"] and faulty(loaded, "missing-video") == ["gone_0"]
     assert faulty(loaded, "bad-row") == ["86CxyhFV9MI_2", "86CxyhFV9MI_4"]
     assert by_id(loaded)["86CxyhFV9MI_0"].answer is None
+
+
+def test_a_file_whose_answers_have_another_form_is_refused(tmp_path):
+    """Letters where indices are asked, or the file of the test set, whose answers are not published."""
+    folder = write_longvideobench(tmp_path / "letters", json=True)
+    file = folder / "lvb_val.json"
+    rows = json.loads(file.read_text())
+    file.write_text(json.dumps([{**one, "correct_choice": "ABCDE"[one["correct_choice"] % 5]} for one in rows]))
+    with pytest.raises(
+        UsageError, match=r"the right answers of 7 of 7 questions are none of their options, e\.g\. 'C' of"
+    ):
+        LVB.load(folder)
+    file.write_text(json.dumps([{**one, "correct_choice": -1} for one in rows]))
+    with pytest.raises(UsageError, match=r"none of the 11 questions can be asked .*no-answer"):
+        LVB.load(folder)
 
 
 def test_both_files_hold_the_same_questions(loaded, tmp_path):
@@ -85,7 +103,7 @@ def test_it_is_asked_in_the_words_of_lmms_eval(loaded):
 def test_the_score_is_over_questions_and_a_draw_scores_its_expectation(loaded):
     replies = dict(zip(ASKED, ["C", "Answer: D", "", "B) a pan", "E", "(E)"], strict=True))
     done = replied(LVB, loaded, replies)
-    assert done.scores["score"].to_pylist() == [1.0, 0.0, 1 / 3, 1.0, 0.0, 1.0]  # "Answer: D" is A; -1 is never met
+    assert done.scores["score"].to_pylist() == [1.0, 0.0, 1 / 3, 1.0, 0.0, 1.0]  # "Answer: D" is A; 9 is never met
     assert done.scores["parsed"].to_pylist() == [2, 0, None, 1, 4, 4]
     assert printed(LVB, done) == {"8-15 s": "50.0", "15-60 s": "66.7", "3-10 min": "50.0", "Overall": "55.6"}
 

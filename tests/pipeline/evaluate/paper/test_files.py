@@ -108,12 +108,13 @@ def submitted(folder, arms, typed):
 
 def test_what_the_server_of_egoschema_returned_goes_into_the_table(tmp_path, capsys):
     arms = [("none", 1.0, "60.0"), ("gstep", 0.25, "57.0"), ("vidcom2", 0.25, "54.0")]
-    typed = {"none@1": 60.4, "gstep@0.25": 60, "vidcom2@0.25": None}
+    typed = {"none@1": 60.4, "gstep@0.25": 60, "vidcom2@0.25": None, "gstepp@0.25": 61}
     places = [results(tmp_path, "mvbench", arms), submitted(tmp_path, arms, typed)]
     text, said = laid("main", places, tmp_path / "paper", capsys)
     assert cells(text, "a/model") == ["60.0", "60.4", "100.0%"]
     assert cells(text, "GSTEP") == ["57.0", "60.0", "97.2%"]  # the mean of 57.0/60.0 and 60.0/60.4
     assert cells(text, "VidCom2")[1:] == ["–", "–"]
+    assert "server.json has a score of gstepp@0.25, which is none of its submissions" in said
     assert "has 1 submissions without a score: type what its server returns into" in said
     assert "scores from its server, without errors" in (tmp_path / "paper" / "main.html").read_text()
 
