@@ -113,8 +113,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     if held is not None:
         check_model(cached, held["model"], source)
     if config.data is None and held is not None:
-        with store_refusing():
-            _check_cached(loaded, cached, TokenCache(cache, store=cached), console)
+        _check_cached(loaded, cached, console)
     grid = _possible(config, source, console)
     videos = videos_of(config, grid, protocol, source, cache, held)
     if held is not None and videos is None:
@@ -142,8 +141,10 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     return request
 
 
-def _check_cached(loaded: Loaded, place: Store, cache: TokenCache, console: Console) -> None:
+def _check_cached(loaded: Loaded, place: Store, console: Console) -> None:
     """Say before a model is loaded how many questions are about videos that the cache does not have."""
+    with store_refusing():
+        cache = TokenCache(str(place), store=place)
     absent = [(item, name) for item in loaded.items for name in item.video_ids if name not in cache]
     if absent:
         questions = len({item.question_id for item, _ in absent})

@@ -88,9 +88,6 @@ def report_page(report: Report) -> str:
             one_benchmark=len({column.benchmark for column in table.columns}) == 1,
             compares_gstep=_compares_gstep(table),
             has_intervals=any(n >= FEWEST for n in table.n_clusters),
-            few_videos=few_videos(table),
-            few=FEW,
-            fewest=FEWEST,
             too_few_draws=_too_few_draws(table),
             has_options=any(item.options for item in report.items.values()),
             charts=line_charts(table, style),
@@ -120,7 +117,8 @@ def templates() -> Environment:
         text.p_text,
     )
     made.filters |= {word.__name__: word for word in words}
-    made.globals |= {"bracket": text.bracket, "column_title": text.column_title, "few_mark": few_mark}
+    made.globals |= {"bracket": text.bracket, "column_title": text.column_title, "few": FEW, "fewest": FEWEST}
+    made.globals |= {"few_mark": few_mark, "few_videos": few_videos}
     made.globals |= {"style": asset(PACKAGE, "report.css")}
     return made
 
