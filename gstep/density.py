@@ -67,10 +67,10 @@ def row_factors(tokens_MD: Tensor) -> Tensor | None:
 
 def level_copy(tokens_MD: Tensor) -> Tensor:
     """Convert ``tokens_MD`` to their work dtype times their ``row_factors``; no copy without need."""
-    return levelled(tokens_MD, row_factors(tokens_MD))
+    return scaled_rows(tokens_MD, row_factors(tokens_MD))
 
 
-def levelled(tokens_MD: Tensor, factor_M: Tensor | None) -> Tensor:
+def scaled_rows(tokens_MD: Tensor, factor_M: Tensor | None) -> Tensor:
     """Convert ``tokens_MD`` to their work dtype, each row times its factor."""
     dtype = work_dtype(tokens_MD)
     return tokens_MD.to(dtype) if factor_M is None else (tokens_MD.double() * factor_M[:, None]).to(dtype)

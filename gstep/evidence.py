@@ -68,7 +68,7 @@ def pairs(evidence: Mapping[str, str]) -> frozenset[tuple[str, str]]:
     return frozenset((name_of(labelled, source), source) for labelled, source in evidence.items())
 
 
-def in_words(evidence: Mapping[str, str]) -> str:
+def describe_evidence(evidence: Mapping[str, str]) -> str:
     """Describe evidence: ``frame_feature, token_attention from SigLIP's attention-pooling head``."""
     return "; ".join(
         f"{', '.join(sorted(name for name, other in pairs(evidence) if other == source))} from "

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 
 @contextmanager
-def seeing(module: nn.Module, see: Callable[[Tensor, dict[str, Any]], None]) -> Iterator[None]:
+def observing(module: nn.Module, see: Callable[[Tensor, dict[str, Any]], None]) -> Iterator[None]:
     """Call ``see`` with the hidden states and the keyword arguments of each call of ``module`` within this context."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -30,7 +30,7 @@ def seeing(module: nn.Module, see: Callable[[Tensor, dict[str, Any]], None]) -> 
         handle.remove()
 
 
-def heads(hidden_SC: Tensor, weight: Tensor, bias: Tensor | None, n_heads: int) -> Tensor:
+def split_heads(hidden_SC: Tensor, weight: Tensor, bias: Tensor | None, n_heads: int) -> Tensor:
     """Project hidden states in the precision of the model, and split them by head: [H,S,E] float32."""
     projected_SC = linear(hidden_SC, weight, bias)
     return projected_SC.view(len(hidden_SC), n_heads, -1).transpose(0, 1).float()

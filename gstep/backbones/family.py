@@ -14,7 +14,7 @@ from gstep.backbones.preprocess.base import Preprocessor
 from gstep.backbones.siglip.text import TextTowerSource
 from gstep.checkpoints.source import ModelSource
 from gstep.errors import ModelError
-from gstep.evidence import HEAD_SOURCES, in_words, name_of
+from gstep.evidence import HEAD_SOURCES, describe_evidence, name_of
 
 if TYPE_CHECKING:
     from gstep.backbones.base import Backbone
@@ -114,7 +114,7 @@ class ModelFamily(ABC):
         if missing := {
             key: source for key, source in evidence.items() if (name_of(key, source), source) not in cls.gives
         }:
-            raise ModelError(f"the encoder of {cls.model_type} does not give {in_words(missing)}")
+            raise ModelError(f"the encoder of {cls.model_type} does not give {describe_evidence(missing)}")
 
     def check_evidence(self, evidence: Mapping[str, str]) -> None:
         """Raise ModelError where this model, with the pooling head it has or has not, cannot give all the evidence."""
@@ -122,8 +122,8 @@ class ModelFamily(ABC):
         of_head = {name: source for name, source in evidence.items() if source in HEAD_SOURCES}
         if of_head and self.source.pooling_head is None:
             raise ModelError(
-                f"{in_words(of_head)} must be read from a SigLIP checkpoint, since one of {self.model_type} has no "
-                "such head: name it with --siglip, for the published models google/siglip-so400m-patch14-384"
+                f"{describe_evidence(of_head)} must be read from a SigLIP checkpoint, since one of {self.model_type} "
+                "has no such head: name it with --siglip, for the published models google/siglip-so400m-patch14-384"
             )
 
     @abstractmethod

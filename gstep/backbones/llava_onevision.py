@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gstep.backbones.attention import seeing
+from gstep.backbones.attention import observing
 from gstep.backbones.base import Backbone, SampledVideo
 from gstep.backbones.family import ModelFamily, StaticParts
 from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
 from gstep.backbones.runtime import Runtime
-from gstep.backbones.siglip.evidence import LastLayer, Probe, SinglePatches
+from gstep.backbones.siglip.evidence import AttentionObserver, PatchObserver, ProbeObserver
 from gstep.backbones.siglip.head import PoolingHead
 from gstep.backbones.weights import load_weights, rebuild_position_ids
 from gstep.checkpoints.pooling_head import PoolingHeadSource
@@ -129,7 +129,7 @@ class LlavaOnevisionBackbone(Backbone):
         observers = {source: self._observer(source) for source in sorted(set(evidence.values()))}
         with ExitStack() as hooks:
             for observer in observers.values():
-                hooks.enter_context(seeing(observer.module, observer))
+                hooks.enter_context(observing(observer.module, observer))
             features = self.model.get_video_features(pixels[None], return_dict=True).pooler_output[0]
         # Some versions of transformers append the newline here and some later: counting rows leaves it out of both.
         tokens = features[: len(pixels) * tokens_per_frame]
@@ -140,11 +140,11 @@ class LlavaOnevisionBackbone(Backbone):
             found[key] = seen[source][name] if name in PER_FRAME else self._pooled(seen[source][name])
         return VisualTokens(tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size), found)
 
-    def _observer(self, source: str) -> LastLayer | Probe | SinglePatches:
+    def _observer(self, source: str) -> AttentionObserver | ProbeObserver | PatchObserver:
         if source == LAST_LAYER:
-            return LastLayer(self._last_attention())
+            return AttentionObserver(self._last_attention())
         assert source in HEAD_SOURCES and self.pooling_head is not None
-        kind = Probe if source == POOLING_HEAD else SinglePatches
+        kind = ProbeObserver if source == POOLING_HEAD else PatchObserver
         return kind(self.model.multi_modal_projector, self.pooling_head)
 
     def _last_attention(self) -> Any:

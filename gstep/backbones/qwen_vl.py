@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from gstep.backbones.attention import heads, merged_attention, rotated, seeing
+from gstep.backbones.attention import merged_attention, observing, rotated, split_heads
 from gstep.backbones.base import Backbone, SampledVideo
 from gstep.backbones.family import ModelFamily, StaticParts
 from gstep.backbones.preprocess.qwen import DynamicSizePreprocessor
@@ -170,8 +170,8 @@ class QwenBackbone(Backbone):
         grid = self.preprocessor.grid_thw(*frames.shape[:3])
         patches = self.preprocessor.patches(frames, self.device, self.dtype)
         merge = self.preprocessor.merge_size
-        last = MergedQueries(self.model.blocks[-1].attn, grid[0], merge**2) if evidence else None
-        with nullcontext() if last is None else seeing(last.layer, last):
+        last = MergedAttentionObserver(self.model.blocks[-1].attn, grid[0], merge**2) if evidence else None
+        with nullcontext() if last is None else observing(last.layer, last):
             output = self.model(patches, grid_thw=torch.tensor([grid], device=self.device), return_dict=True)
         # Not last_hidden_state: before the merger, and on Qwen2.5-VL in the order of windows.
         levels = getattr(output, "deepstack_features", None) or ()
@@ -219,7 +219,7 @@ def _rebuild_frequencies(tower: nn.Module, device: str) -> None:
     check_loaded(tower)
 
 
-class MergedQueries:
+class MergedAttentionObserver:
     """An observer of the attention of a tower's block, which computes the attention that tokens get, [T,N].
 
     N is in the tower's own order of tokens, which always keeps the ``merged`` patches of a token side by side.
@@ -236,7 +236,7 @@ class MergedQueries:
         parts = (hidden_MC, *kwargs["position_embeddings"])
         for hidden_SC, cos_SE, sin_SE in zip(*(part.chunk(self._n_frames) for part in parts), strict=True):
             query_HSE, key_HSE = (
-                rotated(heads(hidden_SC, weight, bias, n_heads), cos_SE, sin_SE)
+                rotated(split_heads(hidden_SC, weight, bias, n_heads), cos_SE, sin_SE)
                 for weight, bias in zip(qkv.weight.split(width)[:2], qkv.bias.split(width)[:2], strict=True)
             )
             self._attention.append(merged_attention(query_HSE, key_HSE, self._merged))

@@ -39,14 +39,14 @@ def load_weights(
 
     tensors = read_tensors(source, wanted, device=device, dtype=dtype)
     if missing := [name for name in expected if name not in tensors]:
-        raise ModelError(f"{source.name!r} has no {_some(missing)}: download the whole checkpoint")
+        raise ModelError(f"{source.name!r} has no {_first_few(missing)}: download the whole checkpoint")
     wrong = [
         f"{name} {list(tensors[name].shape)} instead of {list(weight.shape)}"
         for name, weight in expected.items()
         if tensors[name].shape != weight.shape
     ]
     if wrong:
-        raise ModelError(f"{source.name!r}: config.json does not fit the weights: {_some(wrong)}")
+        raise ModelError(f"{source.name!r}: config.json does not fit the weights: {_first_few(wrong)}")
     module.load_state_dict(tensors, assign=True)
 
 
@@ -65,6 +65,6 @@ def check_loaded(module: nn.Module) -> None:
     assert not left, f"no values for {left}"
 
 
-def _some(items: Sequence[str], limit: int = 5) -> str:
+def _first_few(items: Sequence[str], limit: int = 5) -> str:
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more

@@ -14,7 +14,7 @@ from gstep.errors import ModelError
 SAMPLE_BYTES = 4096
 
 # What a config.json says about its own history, and nothing about the tokens.
-NO_MATTER = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
+IRRELEVANT_KEYS = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
 
 
 def folder_identity(folder: Path, filenames: Iterable[str], config: Mapping[str, Any]) -> str:
@@ -22,7 +22,7 @@ def folder_identity(folder: Path, filenames: Iterable[str], config: Mapping[str,
 
     The sample is the first 4 KiB of every tensor. Raises ModelError for a file that is no safetensors file.
     """
-    relevant = {key: value for key, value in config.items() if key not in NO_MATTER}
+    relevant = {key: value for key, value in config.items() if key not in IRRELEVANT_KEYS}
     digest = hashlib.sha256(json.dumps(relevant, sort_keys=True).encode())
     for path in (folder / name for name in sorted(filenames)):
         if path.is_file():  # shards of the language model alone may have been left out

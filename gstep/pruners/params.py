@@ -35,7 +35,7 @@ def check_params(kind: type[Pruner], params: Mapping[str, Any], called: str) -> 
     if missing := [name for name, item in known.items() if name not in params and _is_required(item)]:
         raise ValueError(f"method {called!r} needs a value of {', '.join(missing)}")
     hints = _hints(kind, called)
-    return {name: _checked(name, value, list(_alternatives(hints[name])), called) for name, value in params.items()}
+    return {name: _check_value(name, value, list(_alternatives(hints[name])), called) for name, value in params.items()}
 
 
 def read_params(kind: type[Pruner], texts: Mapping[str, str], called: str) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def read_params(kind: type[Pruner], texts: Mapping[str, str], called: str) -> di
     """
     hints = _hints(kind, called)
     return {
-        name: _read(name, text, list(_alternatives(hints[name])), called) if name in hints else text
+        name: _read_value(name, text, list(_alternatives(hints[name])), called) if name in hints else text
         for name, text in texts.items()
     }
 
@@ -73,15 +73,15 @@ def _alternatives(hint: Any) -> Iterator[Any]:
         yield hint
 
 
-def _checked(name: str, value: Any, accepted: list[Any], called: str) -> Any:
+def _check_value(name: str, value: Any, accepted: list[Any], called: str) -> Any:
     for kind in accepted:
-        fits, own = _as(kind, value)
+        fits, own = _converted(kind, value)
         if fits:
             return own
-    raise ValueError(f"method {called!r}: {name} must be {_in_words(accepted)}; got {value!r}")
+    raise ValueError(f"method {called!r}: {name} must be {_describe_types(accepted)}; got {value!r}")
 
 
-def _as(kind: Any, value: Any) -> tuple[bool, Any]:
+def _converted(kind: Any, value: Any) -> tuple[bool, Any]:
     """Return whether ``value`` is of the type, and the value converted to it."""
     is_bool = isinstance(value, bool)
     if get_origin(kind) is Literal:
@@ -96,22 +96,22 @@ def _as(kind: Any, value: Any) -> tuple[bool, Any]:
     return (isinstance(value, kind), value) if kind in _WORDS else (True, value)
 
 
-def _read(name: str, text: str, accepted: list[Any], called: str) -> Any:
+def _read_value(name: str, text: str, accepted: list[Any], called: str) -> Any:
     choices = [choice for kind in accepted if get_origin(kind) is Literal for choice in get_args(kind)]
     for choice in choices:
         if text == str(choice) or (isinstance(choice, bool) and text == str(choice).lower()):
             return choice
     for kind in (_NONE, bool, int, float, str):  # the narrowest first: anything is text
         if kind in accepted:
-            read, value = _as_text(kind, text)
+            read, value = _parsed(kind, text)
             if read:
                 return value
     unreadable = not (choices or set(accepted) & _WORDS.keys())
     why = " and cannot be given as text" if unreadable else ""
-    raise ValueError(f"method {called!r}: {name} must be {_in_words(accepted)}{why}; got {text!r}")
+    raise ValueError(f"method {called!r}: {name} must be {_describe_types(accepted)}{why}; got {text!r}")
 
 
-def _as_text(kind: Any, text: str) -> tuple[bool, Any]:
+def _parsed(kind: Any, text: str) -> tuple[bool, Any]:
     """Return whether ``text`` is a value of the type, and that value."""
     if kind is str:
         return True, text
@@ -125,7 +125,7 @@ def _as_text(kind: Any, text: str) -> tuple[bool, Any]:
     return math.isfinite(value), value
 
 
-def _in_words(accepted: list[Any]) -> str:
+def _describe_types(accepted: list[Any]) -> str:
     parts = []
     for kind in accepted:
         if get_origin(kind) is Literal:

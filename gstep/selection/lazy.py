@@ -100,7 +100,7 @@ def _distance(products: NDArray[np.floating], scale: Floats) -> Floats:
     return distance
 
 
-def _nearer_above(nearest: Floats) -> NDArray[np.float32]:
+def _cosine_threshold(nearest: Floats) -> NDArray[np.float32]:
     """Return the bound on a cosine from which on the token may be nearer than the nearest one known."""
     return np.where(nearest > 0, 1 - nearest - MARGIN, _OUT_OF_REACH).astype(np.float32)
 
@@ -176,7 +176,7 @@ class _Search:
     def round(self) -> None:
         """Select the next tokens, as many as are certain."""
         self.counts.rounds += 1
-        places, rival = self._highest()
+        places, rival = self._best_candidates()
         rows = _RoundRows(self.known.rows, places)
         self._refresh(rows, places, rival)
         self.score[places] = scores = self._scores_of(places)
@@ -195,7 +195,7 @@ class _Search:
     def _scores_of(self, places: Places) -> Floats:
         return self._scores(self.nearest[places], self.term[places])
 
-    def _highest(self) -> tuple[Places, _Rival]:
+    def _best_candidates(self) -> tuple[Places, _Rival]:
         """Find the K tokens of the highest known scores, equals by lowest place, and the best of the others."""
         score, size = self.score, self.block
         if len(score) <= size:
@@ -251,7 +251,7 @@ class _Search:
         # One product with the likeliest pick often lowers ``nearest`` so far that the bound rules out all others.
         for _ in range(_LIKELIEST):
             likeliest = bounds[row].argmax(axis=1) if len(row) < len(which) else bounds.argmax(axis=1)
-            nearer = bounds[row, likeliest] > _nearer_above(self.nearest[which[row]])
+            nearer = bounds[row, likeliest] > _cosine_threshold(self.nearest[which[row]])
             self.seen[which[row[~nearer]]] = picks.stop
             row, likeliest = row[nearer], likeliest[nearer]
             if len(row) == 0:
@@ -266,7 +266,7 @@ class _Search:
             self.by_bound, self.counts.gave_up = False, True
 
     def _compare_the_rest(self, rows: _RoundRows, which: Places, bounds: NDArray[np.float32], picks: slice) -> None:
-        row, column = np.nonzero(bounds > _nearer_above(self.nearest[which])[:, None])
+        row, column = np.nonzero(bounds > _cosine_threshold(self.nearest[which])[:, None])
         if len(row) > _DENSE * bounds.size and not self.known.has_copies:
             self._compare(rows, which, picks)
         elif len(row):
@@ -329,7 +329,7 @@ class _Search:
         if self.by_bound:
             coordinates = self._coordinates(left)
             self.counts.bounds += size * (size - 1) // 2
-            nearer = _nearer_above(self.nearest[left])
+            nearer = _cosine_threshold(self.nearest[left])
             # A pair matters where either token could come nearer to the other: the lower of the two thresholds.
             near = (coordinates @ coordinates.T).numpy() > np.minimum(nearer[:, None], nearer)
             pairs = np.nonzero(np.triu(near, 1))

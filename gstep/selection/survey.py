@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gstep.density import levelled, row_factors, work_dtype, working_scale
+from gstep.density import row_factors, scaled_rows, work_dtype, working_scale
 from gstep.selection.products import Places
 from gstep.selection.reference import rounded_sqrt
 from gstep.selection.subspace import Subspace
@@ -60,14 +60,14 @@ class Rows:
         """Return the rows at these places, converted."""
         place = torch.from_numpy(places)
         factor = None if self.factor is None else self.factor[place]
-        return levelled(self.tokens.index_select(0, place), factor)
+        return scaled_rows(self.tokens.index_select(0, place), factor)
 
     def chunks(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield all rows in turn, as many as a core's cache holds."""
         step = max(1, _CHUNK // self.tokens.shape[1])
         for start in range(0, len(self.tokens), step):
             part = slice(start, start + step)
-            yield part, levelled(self.tokens[part], None if self.factor is None else self.factor[part])
+            yield part, scaled_rows(self.tokens[part], None if self.factor is None else self.factor[part])
 
 
 class Survey(NamedTuple):

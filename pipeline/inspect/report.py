@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gstep.evidence import in_words
+from gstep.evidence import describe_evidence
 from pipeline.cache.header import fingerprint
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.reader import TokenCache
@@ -34,7 +34,7 @@ def cache_report(cache: TokenCache) -> RenderableType:
     head.add_row("pruner", Text(f"{identity['pruner']['method']}  {flat(identity['pruner']['params'])}"))
     head.add_row("stored", f"retention ratio {identity['retention_ratio']}, {identity['dtype']['stored']}")
     if cache.evidence:
-        head.add_row("evidence", Text(in_words(cache.evidence)))
+        head.add_row("evidence", Text(describe_evidence(cache.evidence)))
     head.add_row("sampling", Text(flat(identity["sampling"])))
     ledger = Ledger(cache.store, fingerprint(identity)).refresh()
     files = _files_of(ledger)

@@ -71,7 +71,7 @@ def sniff(path: str | Path) -> str:
 
 def recognise(head: bytes, path: str | Path) -> str:
     """Return the demuxer for a file whose first bytes are ``head``. Raises VideoFault as ``sniff``."""
-    refused = _match(_REFUSED, head)
+    refused = _refused_format(_REFUSED, head)
     if refused is not None:
         fault_class, looks_like = refused
         raise VideoFault(fault_class, f"{path} is not a video container; it looks like {looks_like}")
@@ -80,7 +80,7 @@ def recognise(head: bytes, path: str | Path) -> str:
             return demuxer
     if _is_transport_stream(head):
         return "mpegts"
-    raise VideoFault("unsupported", f"{path} is not a video container; it looks like {_unknown(head)}")
+    raise VideoFault("unsupported", f"{path} is not a video container; it looks like {_describe_content(head)}")
 
 
 def open_regular(path: str | Path) -> BufferedReader:
@@ -181,7 +181,7 @@ def _avi_end(file: BufferedReader, size: int) -> int:
     return 8 + int.from_bytes(file.read(4), "little")
 
 
-def _match(table: tuple[tuple[bytes, FaultClass, str], ...], head: bytes) -> tuple[FaultClass, str] | None:
+def _refused_format(table: tuple[tuple[bytes, FaultClass, str], ...], head: bytes) -> tuple[FaultClass, str] | None:
     text = head.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
     return next(((kind, what) for magic, kind, what in table if re.match(magic, text, re.DOTALL)), None)
 
@@ -191,7 +191,7 @@ def _is_transport_stream(head: bytes) -> bool:
     return any(len(syncs := head[offset::step]) >= 2 and set(syncs) == {0x47} for offset, step in _TS_PACKETS)
 
 
-def _unknown(head: bytes) -> str:
+def _describe_content(head: bytes) -> str:
     """Name what data of no known format looks like, for the message of a fault."""
     if not head:
         return "an empty file"

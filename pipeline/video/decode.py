@@ -202,7 +202,7 @@ def _read_by_any(
         try:
             return _read(request, index, name, announce, allocate)
         except Exception as error:  # noqa: BLE001 - whatever ails the preferred decoder, the other one reads the file
-            note = f"{name}: {_text(error)}"
+            note = f"{name}: {_describe_error(error)}"
     try:
         video = _read(request, index, last, announce, allocate)
     except IndexMismatch as error:
@@ -319,10 +319,10 @@ def counted_warnings() -> Iterator[Callable[[], int]]:
 
 def fault_of(error: Exception, backend: str | None) -> VideoFault:
     """Make the VideoFault for an exception that came up while a video was read."""
-    return VideoFault(_class_of(error), _text(error), backend=backend)
+    return VideoFault(_fault_class(error), _describe_error(error), backend=backend)
 
 
-def _class_of(error: Exception) -> FaultClass:
+def _fault_class(error: Exception) -> FaultClass:
     """Choose the class of fault for an exception that came up while a video was read."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return "out-of-memory"
@@ -336,7 +336,7 @@ def _class_of(error: Exception) -> FaultClass:
     return "io" if isinstance(error, OSError) else "internal"
 
 
-def _text(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """Describe an exception in one line, without the credentials that an address in it may hold."""
     text = error.strerror if isinstance(error, FFmpegError) else str(error)
     return _CREDENTIALS.sub(r"\1", f"{type(error).__name__}: {text}")

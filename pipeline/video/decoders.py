@@ -89,7 +89,7 @@ class LibraryDecoder:
     """
 
     def __init__(self, index: VideoIndex) -> None:
-        if reason := self.wrong_for(index):
+        if reason := self.reason_against(index):
             raise IndexMismatch(reason)
         self._chunk = chunk_length(index.height, index.width)
         self._video: Any = self.open(index)
@@ -97,7 +97,7 @@ class LibraryDecoder:
             raise IndexMismatch(f"the decoder counts {len(self._video)} frames, the file lists {len(index.timestamps)}")
 
     @staticmethod
-    def wrong_for(index: VideoIndex) -> str:
+    def reason_against(index: VideoIndex) -> str:
         """Return why the library may deliver other frames of this file than a player shows, "" if it does not."""
         if index.packets is None or index.pts is None:
             return "the file has no timestamps"

@@ -26,9 +26,9 @@ class DecordDecoder(LibraryDecoder):
     version = str(decord.__version__)
 
     @staticmethod
-    def wrong_for(index: VideoIndex) -> str:
+    def reason_against(index: VideoIndex) -> str:
         """Return the first reason why decord may deliver other frames than a player shows; each was seen to do so."""
-        if reason := LibraryDecoder.wrong_for(index):
+        if reason := LibraryDecoder.reason_against(index):
             return reason
         assert index.packets is not None and index.pts is not None
         reasons = (

@@ -206,7 +206,7 @@ def pick_stream(container: InputContainer) -> av.VideoStream:
     """
     streams = [s for s in container.streams.video if not s.disposition & _NOT_A_VIDEO]
     if not streams:
-        raise VideoFault("unsupported", f"the file holds no video stream{_instead(container)}; leave it out")
+        raise VideoFault("unsupported", f"the file holds no video stream{_other_streams(container)}; leave it out")
     streams = [s for s in streams if s.codec_context is not None]
     if not streams:
         raise VideoFault("unsupported", "no decoder knows the codec of the video stream")
@@ -219,7 +219,7 @@ def pick_stream(container: InputContainer) -> av.VideoStream:
     return stream
 
 
-def _instead(container: InputContainer) -> str:
+def _other_streams(container: InputContainer) -> str:
     """Name the streams that a file has in place of video, to go on with a message."""
     kinds = (("audio", container.streams.audio), ("pictures", container.streams.video))
     found = " and ".join(name for name, streams in kinds if streams)

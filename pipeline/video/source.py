@@ -66,11 +66,11 @@ class Source(AbstractContextManager["Source"]):
         try:
             video = sandbox.decode(replace(request, path=self.path or self.uri), self.descriptor)
         except VideoFault as fault:
-            fault.message = printable(self._named(fault.message))
+            fault.message = printable(self._with_uri(fault.message))
             raise
-        return replace(video, backend_note=self._named(video.backend_note))
+        return replace(video, backend_note=self._with_uri(video.backend_note))
 
-    def _named(self, text: str) -> str:
+    def _with_uri(self, text: str) -> str:
         """Replace the names of temporary content in a message by the video's ``uri``."""
         if not is_object(self.uri):
             return text

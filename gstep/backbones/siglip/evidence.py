@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gstep.backbones.attention import attention_received, heads
+from gstep.backbones.attention import attention_received, split_heads
 from gstep.backbones.siglip.head import PoolingHead
 
 
-class LastLayer:
+class AttentionObserver:
     """An observer of a layer's attention, which computes the attention [T,S] and the keys [T,S,E] of all patches."""
 
     def __init__(self, module: Any) -> None:
@@ -27,7 +27,7 @@ class LastLayer:
         layer = self.module
         for hidden_SC in hidden_TSC:
             query_HSE, key_HSE = (
-                heads(hidden_SC, part.weight, part.bias, layer.num_heads) for part in (layer.q_proj, layer.k_proj)
+                split_heads(hidden_SC, part.weight, part.bias, layer.num_heads) for part in (layer.q_proj, layer.k_proj)
             )
             self._attention.append(attention_received(query_HSE, key_HSE))
             self._keys.append(key_HSE.mean(dim=0))
@@ -37,7 +37,7 @@ class LastLayer:
         return {"token_attention": torch.stack(self._attention), "token_key": torch.stack(self._keys)}
 
 
-class Probe:
+class ProbeObserver:
     """An observer of the tower's output, which computes features [T,C] and the attention [T,S] of the head's probe."""
 
     def __init__(self, module: Any, head: PoolingHead) -> None:
@@ -54,7 +54,7 @@ class Probe:
         return {"frame_feature": feature_TC, "token_attention": attention_TS}
 
 
-class SinglePatches:
+class PatchObserver:
     """An observer of the tower's output, which puts each patch into SigLIP's image-text space, [T,S,C]."""
 
     def __init__(self, module: Any, head: PoolingHead) -> None:

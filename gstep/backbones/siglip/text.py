@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gstep.backbones.weights import load_weights, rebuild_position_ids
-from gstep.checkpoints.identity import NO_MATTER, tensor_samples
+from gstep.checkpoints.identity import IRRELEVANT_KEYS, tensor_samples
 from gstep.checkpoints.pooling_head import PoolingHeadSource
 from gstep.checkpoints.tensors import files_with
 from gstep.errors import ModelError
@@ -141,7 +141,7 @@ def _names_in_memory(key: str) -> list[str]:
 
 def _identity(head: PoolingHeadSource, config: dict[str, Any]) -> str:
     """Hash what decides the embeddings of a text tower. Raises ModelError where the checkpoint has no such tensor."""
-    said = {name: value for name, value in config.items() if name not in NO_MATTER}
+    said = {name: value for name, value in config.items() if name not in IRRELEVANT_KEYS}
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     files = files_with(head, lambda key: key if key.startswith(PREFIX) else None)
     samples = sorted(sample for filename in files for sample in tensor_samples(head.file(filename), PREFIX))

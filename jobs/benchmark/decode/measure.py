@@ -77,7 +77,7 @@ def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: flo
             "read and hashed": partial(_cpu, lambda: fingerprint(path)),
             "indexed": partial(_cpu, lambda: _indexed(path)),
             f"ours, within {snap_s:g} s of keyframes": partial(_cpu, lambda: decode_video(snapped)),
-            "plain PyAV": partial(_cpu, lambda: _plain(str(path), times)),
+            "plain PyAV": partial(_cpu, lambda: _by_plain_pyav(str(path), times)),
             "decord": partial(_cpu, lambda: by_decord(str(path), chosen.tolist())),
             "torchcodec": partial(_cpu, lambda: by_torchcodec(str(path), chosen.tolist())),
         }
@@ -112,7 +112,7 @@ def needed(path: str, times: Sequence[int], keys: Sequence[int]) -> list[Any]:
     return kept
 
 
-def _plain(path: str, times: Sequence[int]) -> None:
+def _by_plain_pyav(path: str, times: Sequence[int]) -> None:
     """Seek to each frame and decode up to it, as one writes it first."""
     with av.open(path) as container:
         stream = container.streams.video[0]
