@@ -55,80 +55,11 @@ def todo_row(
 
 
 class VideoRecord(TypedDict, total=False):
-    """A row of the videos table, complete or on its way there."""
+    """A row of the videos table, complete or on its way there: a key gains its value at the stage that finds it out.
 
-    video_id: str
-    run_id: str
-    uri: str
-    start_s: float
-    end_s: float
-    source_size: int
-    source_hash: str
-    status: Status
-    error_class: FaultClass
-    error_stage: str
-    error_message: str
-    error_signal: int
-    retryable: bool
-    attempts: int
-    backend: str
-    backend_version: str
-    backend_note: str
-    codec: str
-    decode_warnings: int
-    token_shard: str
-    first_row_group: int
-    row_counts: list[int]
-    footer_hash: str
-    checksum: str
-    retention_ratio: float
-    nested: bool
-    n_tokens: int
-    n_total: int
-    n_frames: int
-    tokens_per_frame: int
-    hidden_size: int
-    frame_indices: list[int]
-    timestamps: list[float]
-    fps: float
-    duration_s: float
-    source_frames: int
-    clip_frames: int
-    n_repeated: int
-    source_width: int
-    source_height: int
-    width: int
-    height: int
-    kept_per_frame: list[int]
-    temporal_density: list[float]
-    decode_s: float
-    encode_s: float
-    prune_s: float
-    write_s: float
-    manifest: str
-    runtime: str
-    model_extra: str
-    id_high: int
-    id_low: int
-    clip_key: int
-    rewritten: int
-    earlier_attempts: int
-    tie_break: int
-    content_name: str
-    token_codec: str
-    token_block: int
-    tower_hash: str
-    gate: str
-    source_shard: str
-    source_offset: int
-
-
-class VideoRow(TypedDict):
-    """A row of the videos table as a reader sees it: every column, None where it is null.
-
-    Of a failed video everything from ``token_shard`` on is None, whatever its type says here: ``status`` tells. The
-    last three are JSON, text in the table and decoded in what TokenCache gives: what a user's manifest or a model
-    family put there.
+    A reader sees every column, None where it is null: of a failed video everything from ``token_shard`` on, whatever
+    its type says here, and of an ok one what the source or the method does not have. ``manifest``, ``runtime`` and
+    ``model_extra`` are JSON, text in the table and decoded in what TokenCache gives.
     """
 
     video_id: str
@@ -139,11 +70,11 @@ class VideoRow(TypedDict):
     source_size: int | None
     source_hash: str | None
     status: Status
-    error_class: FaultClass | None
-    error_stage: str | None
-    error_message: str | None
+    error_class: FaultClass
+    error_stage: str
+    error_message: str
     error_signal: int | None
-    retryable: bool | None
+    retryable: bool
     attempts: int
     backend: str | None
     backend_version: str | None
@@ -164,10 +95,10 @@ class VideoRow(TypedDict):
     hidden_size: int
     frame_indices: list[int]
     timestamps: list[float]
-    fps: float | None
+    fps: float
     duration_s: float | None
     source_frames: int | None
-    clip_frames: int | None
+    clip_frames: int
     n_repeated: int
     source_width: int
     source_height: int
@@ -195,6 +126,10 @@ class VideoRow(TypedDict):
     gate: str | None
     source_shard: str | None
     source_offset: int | None
+
+
+#: The same as a reader sees it.
+VideoRow = VideoRecord
 
 
 class QuestionRecord(TypedDict, total=False):

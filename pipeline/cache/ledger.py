@@ -21,8 +21,8 @@ from pipeline.cache.live_rows import (
     VIDEOS,
     VideoRows,
     belongs,
-    best_first,
     completed,
+    live_and_earlier,
     made_with_of,
     needed_for,
     states_of,
@@ -235,33 +235,10 @@ class Ledger:
         high = self.columns["high"]
         if (high[1:] > high[:-1]).all():  # as one level of sorted files has them
             return
-        order = np.lexsort((self.columns["low"], high))
-        alike = np.ones(max(len(order) - 1, 0), bool)
-        for name in ("high", "low"):
-            column = self.columns[name][order]
-            alike &= column[1:] == column[:-1]
-        if alike.any():
-            shared = np.append(alike, False) | np.append(False, alike)
-            first = ~np.append(False, alike)
-            order[shared] = self._best_first(order[shared])
-            order = order[first]
+        order, earlier = live_and_earlier(self.columns)
         for name, column in self.columns.items():
             self.columns[name] = column[order]
-
-    def _best_first(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows of videos with several, each video's live one first; it learns how often another file was tried."""
-        names = ("high", "low", "clip", "size", "attempts", "earlier", "rewritten", "tie", "state")
-        own = {name: self.columns[name][rows] for name in names}
-        others = [-own["rewritten"].astype(np.int64), own["tie"]]
-        order = best_first([own["high"], own["low"]], own["state"], own["attempts"], others)
-        own = {name: column[order] for name, column in own.items()}
-        new = (own["high"][1:] != own["high"][:-1]) | (own["low"][1:] != own["low"][:-1])
-        starts = np.flatnonzero(np.append(True, new))
-        live = np.repeat(starts, np.diff(np.append(starts, len(rows))))
-        same = (own["clip"] == own["clip"][live]) & (own["size"] == own["size"][live])
-        before = np.where(same, own["earlier"], np.minimum(own["attempts"], 255))
-        self.columns["earlier"][rows[order][starts]] = np.maximum.reduceat(before, starts)
-        return np.asarray(rows[order])
+        self.columns["earlier"] = np.minimum(earlier, 255).astype(np.uint8)
 
 
 def _among(column: pa.ChunkedArray, values: Iterable[str]) -> pa.ChunkedArray:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from pipeline.cache.loaded_once import LoadedOnce
 from pipeline.cache.schema import KEY_COLUMNS, MADE_WITH, VIDEO_SCHEMA
-from pipeline.cache.table import GROUP_ROWS, SortedFile, TableFile, file_named, read_small, table_files
+from pipeline.cache.table import GROUP_ROWS, SortedFile, TableFile, file_named, read_small
 from pipeline.errors import CorruptShard
 from pipeline.keys import clip_keys, keys_of, tie_keys
 from pipeline.rows import VideoRecord, VideoRow
@@ -28,11 +28,14 @@ PLACE = (pa.field("shard", pa.string()), pa.field("row", pa.int32()))
 _MOST_TEXT = 2**31  # bytes that offsets of 32 bits reach
 _GROUPS = 2  # row groups of sorted files that are kept in memory, some MB each
 _STATES = ("removed", "ok")  # before all others, in this order
+_RULE = ("high", "low", "state", "attempts", "rewritten", "tie")  # RULE_COLUMNS in numbers
 #: What the rule looks at, and what it takes to make it up for rows of earlier versions.
 RULE_COLUMNS = ("id_high", "id_low", "status", "attempts", "rewritten", "tie_break")
 # What stays in memory for each video; the rest of a row is read from its file when asked for.
 INDEX_COLUMNS = ("video_id", *RULE_COLUMNS, "error_class", "uri", "source_size", "start_s", "end_s")
 _MADE_OF = ("video_id", "uri", "start_s", "end_s", "run_id", "token_shard", "error_message")
+
+RuleColumns = dict[str, NDArray[Any]]
 
 
 def made_with_of(table: pa.Table) -> str | None:
@@ -83,22 +86,6 @@ def needed_for(columns: Sequence[str]) -> list[str]:
     return list(dict.fromkeys((*columns, *(_MADE_OF if set(columns) & {*KEY_COLUMNS} else ()))))
 
 
-def read_live(
-    store: Store, columns: Sequence[str] = INDEX_COLUMNS, files: Sequence[TableFile] | None = None
-) -> pa.Table:
-    """The live row of every video: ``columns`` plus ``shard`` (its file) and ``row`` in it, by video_id.
-
-    All of it is in memory: what serves many videos asks ``pipeline.cache.live_videos``, and a run keeps a
-    ``pipeline.cache.ledger.Ledger``. ``files`` are those to read, all by default. Raises CorruptShard, OSError.
-    """
-    wanted = tuple(dict.fromkeys((*columns, *RULE_COLUMNS, "video_id")))
-    tables = [pa.schema([*(VIDEO_SCHEMA.field(name) for name in wanted), *PLACE]).empty_table()]
-    for file in table_files(store, VIDEOS) if files is None else files:
-        table = read_file(store, file, wanted)
-        tables.append(with_place(table, file.name))
-    return live_rows(pa.concat_tables(tables)).select([*columns, "shard", "row"])
-
-
 def with_place(table: pa.Table, name: str) -> pa.Table:
     """Return all rows of a file with where each is."""
     table = table.append_column(PLACE[0], pa.repeat(name, len(table)).cast(pa.string()))
@@ -134,13 +121,51 @@ def best_first(
     return np.lexsort((*reversed(others), -attempts.astype(np.int64), states, *reversed(ids)))
 
 
-def live_order(rows: pa.Table) -> NDArray[np.int64]:
-    """[n live] places among rows with RULE_COLUMNS of the one that counts of each video, in the order of keys."""
-    high, low = rows["id_high"].to_numpy(), rows["id_low"].to_numpy()
-    others = [-_filled(rows["rewritten"]), rows["tie_break"].to_numpy()]
-    order = best_first([high, low], states_of(rows["status"]), _filled(rows["attempts"]), others)
-    first = np.append(True, (high[order][1:] != high[order][:-1]) | (low[order][1:] != low[order][:-1]))
-    return np.asarray(order[first[: len(order)]])
+def rule_columns(rows: pa.Table) -> RuleColumns:
+    """Return what the rule looks at of rows with RULE_COLUMNS; what else ``live_and_earlier`` takes is 0 if missing."""
+    optional = {"clip": "clip_key", "size": "source_size", "earlier": "earlier_attempts"}
+    there = rows.schema.names
+    zeros = np.zeros(len(rows), np.int64)
+    return {
+        "high": rows["id_high"].to_numpy(),
+        "low": rows["id_low"].to_numpy(),
+        "state": states_of(rows["status"]),
+        "attempts": _filled(rows["attempts"]),
+        "rewritten": _filled(rows["rewritten"]),
+        "tie": rows["tie_break"].to_numpy(),
+        **{name: _filled(rows[column]) if column in there else zeros for name, column in optional.items()},
+    }
+
+
+def live_and_earlier(columns: RuleColumns) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the places of the live rows, in the order of keys, and how often another file was tried under each id.
+
+    Args:
+        columns: [n] each of high, low, state, attempts, rewritten and tie; clip, size and earlier tell other files of
+            an id apart.
+    """
+    order = np.lexsort((columns["low"], columns["high"]))
+    alike = np.ones(max(len(order) - 1, 0), bool)
+    for name in ("high", "low"):
+        ids = columns[name][order]
+        alike &= ids[1:] == ids[:-1]
+    earlier = columns["earlier"][order].astype(np.int64)
+    if not alike.any():
+        return order, earlier
+    first = ~np.append(False, alike)
+    shared = np.append(alike, False) | ~first
+    several = order[shared]  # the rows of videos with several: all that need a look at the rest
+    own = {name: columns[name][several] for name in (*_RULE, "clip", "size", "earlier")}
+    others = [-own["rewritten"].astype(np.int64), own["tie"]]
+    best = best_first([own["high"], own["low"]], own["state"], own["attempts"], others)
+    own = {name: column[best] for name, column in own.items()}
+    starts = np.flatnonzero(first[shared])
+    live = np.repeat(starts, np.diff(np.append(starts, len(several))))
+    same = (own["clip"] == own["clip"][live]) & (own["size"] == own["size"][live])
+    before = np.where(same, own["earlier"], own["attempts"])
+    order[shared] = several[best]
+    earlier[np.flatnonzero(shared)[starts]] = np.maximum.reduceat(before, starts)
+    return order[first], earlier[first]
 
 
 def _filled(column: pa.ChunkedArray) -> NDArray[np.int64]:
@@ -148,9 +173,9 @@ def _filled(column: pa.ChunkedArray) -> NDArray[np.int64]:
 
 
 def live_rows(rows: pa.Table) -> pa.Table:
-    """Of rows with RULE_COLUMNS and video_id: each video's live one, sorted by video_id."""
-    live = _roomy(rows).take(pa.array(live_order(rows)))
-    return live.sort_by("video_id")
+    """Select each video's live row among rows with RULE_COLUMNS and video_id, sorted by video_id."""
+    order, _ = live_and_earlier(rule_columns(rows))
+    return _roomy(rows).take(pa.array(order)).sort_by("video_id")
 
 
 def _roomy(rows: pa.Table) -> pa.Table:

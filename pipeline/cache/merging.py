@@ -20,11 +20,17 @@ from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from pipeline.cache.header import header_bytes
-from pipeline.cache.live_rows import VIDEOS, belongs, completed, live_order, made_with_of, needed_for
+from pipeline.cache.live_rows import (
+    VIDEOS,
+    belongs,
+    completed,
+    live_and_earlier,
+    made_with_of,
+    needed_for,
+    rule_columns,
+)
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import SCHEMA_VERSION, VIDEO_SCHEMA
 from pipeline.cache.table import (
@@ -284,29 +290,13 @@ def _within(files: Sequence[SortedFile], first: int, last: int) -> list[pa.Table
 
 
 def surviving(rows: pa.Table) -> pa.Table:
-    """The live row of each video, in the order of keys; it says how often another file was tried under its id."""
-    order = live_order(rows)
+    """Return the live row of each video, in the order of keys; it says how often another file was tried under its id.
+
+    Where rows of three files meet in several merges that is the least it can have been.
+    """
+    order, earlier = live_and_earlier(rule_columns(rows))
     live = rows.take(pa.array(order))
     if len(live) == len(rows):
         return live
-    earlier = _earlier(rows, live)
     place = live.schema.get_field_index("earlier_attempts")
     return live.set_column(place, VIDEO_SCHEMA.field("earlier_attempts"), pa.array(earlier, pa.int32()))
-
-
-def _earlier(rows: pa.Table, live: pa.Table) -> NDArray[np.int64]:
-    """[n live]: the most attempts that any row of the video had on another file or clip than its live row's."""
-    keys = (live["id_high"].to_numpy(), live["id_low"].to_numpy())
-    high, low = rows["id_high"].to_numpy(), rows["id_low"].to_numpy()
-    owner = np.searchsorted(keys[0], high)
-    while (other := (keys[0][owner] == high) & (keys[1][owner] != low)).any():  # two ids that share a half of the key
-        owner[other] += 1
-    same = np.ones(len(rows), np.bool_)
-    for name in ("clip_key", "source_size"):
-        column = [pc.fill_null(table[name], 0).to_numpy() for table in (rows, live)]
-        same &= column[0] == column[1][owner]
-    attempts = pc.fill_null(rows["attempts"], 0).to_numpy()
-    before = np.where(same, pc.fill_null(rows["earlier_attempts"], 0).to_numpy(), attempts)
-    found = np.zeros(len(live), np.int64)
-    np.maximum.at(found, owner, before)
-    return found

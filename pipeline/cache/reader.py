@@ -76,7 +76,7 @@ class TokenCache:
     ``store`` is given. On S3 opening is two GETs, one LIST, and a GET for each small file of the videos table, of which
     a run leaves few (``python -m jobs.compact`` leaves none). A video then costs one GET, and one more each for its
     token shard's footer, and the end and a row group of a sorted file, where those are not in memory. Nothing is listed
-    where ``live`` holds the live rows to serve: LIVE_COLUMNS, as ``read_live`` gives them.
+    where ``live`` holds the live rows to serve: LIVE_COLUMNS with ``shard`` and ``row``.
 
     Files that another run merges are deleted after a while: the cache is then looked at again, by itself.
 

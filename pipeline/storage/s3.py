@@ -131,16 +131,14 @@ class Objects:
     def __repr__(self) -> str:
         return "Objects(...)"
 
-    def list(self, prefix: str, *, deep: bool = False, after: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
         """The objects whose URIs begin with ``prefix``, in order of their keys; one request a thousand of them.
 
         Without ``deep``, none whose key has a further "/" behind the prefix. Keys that end in "/" (folders that
-        consoles make) are left out, and so are those up to the URI ``after``.
+        consoles make) are left out.
         """
         bucket, key = _split(prefix)
         only = {} if deep else {"Delimiter": "/"}
-        if after:
-            only["StartAfter"] = _split(after)[1]
         with self._errors(prefix):
             for page in self._client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=key, **only):
                 for item in page.get("Contents", ()):

@@ -154,10 +154,12 @@ class LocalStore:
         """Return the descriptor of the root. Raises FileNotFoundError where it is gone, or another one is there."""
         if self._held is None:
             self._held = _HeldFolder(self.root)
-        if not os.path.samestat(os.fstat(self._held.descriptor), self.root.stat()):
-            message = "the folder was moved away since it was first written to, and another one took its place"
-            raise FileNotFoundError(errno.ENOENT, message, str(self.root))
-        return self._held.descriptor
+        fault = "is gone"
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._held.descriptor), self.root.stat()):
+                return self._held.descriptor
+            fault = "was moved away, and another one took its place"
+        raise FileNotFoundError(errno.ENOENT, f"the folder {fault} since this run first wrote to it", str(self.root))
 
     def _stat(self, name: str) -> os.stat_result:
         """Look at a file of the folder that is held, as that is where ``put`` has written."""

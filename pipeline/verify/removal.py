@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -147,7 +146,7 @@ class _Removal:
             rows = sorted(
                 (full(place["shard"], place["row"]) for place in places), key=lambda row: row["first_row_group"]
             )
-            moved = cast(list[VideoRecord], move_videos(self._store, self._done.run_id, rows))
+            moved = move_videos(self._store, self._done.run_id, rows)
             commit(self._store, self._done.run_id, number, moved, made_with=self._identity)
             self._done.moved += len(moved)
 

@@ -30,7 +30,7 @@ from pipeline.cache.table import file_named, in_key_order, small_name, sorted_by
 from pipeline.cache.token_shard import TokenShard, videos_in
 from pipeline.cache.writer import put_token_shard
 from pipeline.errors import RunFailed, printable
-from pipeline.rows import VideoRecord, VideoRow
+from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
 from pipeline.verify.orphans import run_of
 from pipeline.verify.report import Kind, Marked, Repaired, Report
@@ -59,7 +59,7 @@ def move_videos(store: Store, run_id: str, rows: Sequence[VideoRow]) -> list[Vid
     """
     shard = TokenShard(store, rows[0]["token_shard"], rows[0]["footer_hash"])
     moved: list[VideoRow] = [{**row, "rewritten": (row["rewritten"] or 0) + 1} for row in rows]
-    put_token_shard(store, run_id, cast(list[VideoRecord], moved), [shard.read_checked(row) for row in rows])
+    put_token_shard(store, run_id, moved, [shard.read_checked(row) for row in rows])
     return moved
 
 

@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 
 from gstep.backbones import ModelSource, family_of
-from pipeline.cache.live_rows import read_live
 from pipeline.cache.reader import HEADER
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.errors import VideoFault
@@ -23,7 +22,7 @@ from pipeline.generate.answer_stage import AnswerSetup
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.request import GenerateRequest, prepare
 from pipeline.storage.stores import LocalStore, Store
-from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_shard
+from tests.pipeline.caches import encoded, encoded_failure, random_tokens, read_live, write_shard
 
 SHAPE = (4, 49, 64)  # [T,N,D]: what the tiny model takes
 

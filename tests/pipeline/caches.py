@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import torch
 
 from gstep import VisualTokens
 from pipeline.cache.header import fingerprint, header_bytes
+from pipeline.cache.live_rows import INDEX_COLUMNS
+from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import SCHEMA_VERSION
 from pipeline.cache.writer import PrunedVideo, commit, write_token_shard
@@ -87,3 +90,8 @@ def make_cache(out: Path | Store, videos: dict[str, torch.Tensor], ratio: float 
     store = write_header(out, ratio, method)
     write_shard(store, "run", *(encoded(name, tokens, ratio, method) for name, tokens in videos.items()))
     return store
+
+
+def read_live(store: Store, columns: Sequence[str] = INDEX_COLUMNS) -> pa.Table:
+    """Columns of every live row with ``shard`` and ``row``, by video_id."""
+    return LiveVideos.open(store).live(columns)

@@ -16,7 +16,6 @@ from gstep.backbones import ModelSource
 from gstep.language import Decoding
 from jobs import evaluate
 from jobs.testbed.__main__ import main
-from pipeline.cache.live_rows import read_live
 from pipeline.evaluate.shapes.questions import TYPES
 from pipeline.generate.answer_stage import Answerer, AnswerSetup
 from pipeline.generate.held_videos import HeldVideos
@@ -24,6 +23,7 @@ from pipeline.generate.questions import Way, read_questions
 from pipeline.rows import QuestionRecord, without_nulls
 from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import run_here
+from tests.pipeline.caches import read_live
 from tests.pipeline.rays import ray_here
 
 pytestmark = pytest.mark.slow

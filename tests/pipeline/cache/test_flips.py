@@ -13,7 +13,7 @@ import torch
 from pipeline import CorruptShard, NotACache, TokenCache
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.header import CHECKSUM
-from pipeline.cache.live_rows import VideoRows, read_live
+from pipeline.cache.live_rows import VideoRows
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.reading import TokenOrder
 from pipeline.cache.schema import footer_of
@@ -21,7 +21,7 @@ from pipeline.storage.random_access import LocalFile
 from pipeline.storage.stores import LocalStore
 from pipeline.verify.rows import check_commit
 from pipeline.verify.tokens import check_token_shard
-from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
+from tests.pipeline.caches import encoded, random_tokens, read_live, write_header, write_shard
 from tests.pipeline.evidence import encoded_with, random_evidence
 
 SHAPE = (2, 5, 2)  # 10 tokens of 2 numbers, of which 2 are kept, in two row groups

@@ -9,9 +9,8 @@ import pytest
 
 from pipeline import TokenCache
 from pipeline.cache.ledger import Ledger
-from pipeline.cache.live_rows import read_live
 from pipeline.errors import VideoFault
-from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.pipeline.caches import encoded, encoded_failure, random_tokens, read_live, write_header, write_shard
 
 TOKENS = random_tokens(0)
 

@@ -10,12 +10,20 @@ from hypothesis import strategies as st
 
 from pipeline import CorruptShard, TokenCache
 from pipeline.cache.ledger import Ledger
-from pipeline.cache.live_rows import VideoRows, read_file, read_live
+from pipeline.cache.live_rows import VideoRows, read_file
 from pipeline.cache.table import check_content, small_name, table_files
 from pipeline.cache.writer import PrunedVideo
 from pipeline.errors import VideoFault
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.caches import encoded, encoded_failure, make_cache, random_tokens, write_header, write_shard
+from tests.pipeline.caches import (
+    encoded,
+    encoded_failure,
+    make_cache,
+    random_tokens,
+    read_live,
+    write_header,
+    write_shard,
+)
 
 TOKENS = random_tokens(0)
 

@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from pipeline import TokenCache
 from pipeline.cache.header import header_bytes
 from pipeline.cache.ledger import Ledger
-from pipeline.cache.live_rows import VIDEOS, keyed, read_file, read_live
+from pipeline.cache.live_rows import VIDEOS, keyed, read_file
 from pipeline.cache.merging import KEEP, merge, surviving, try_merge, upgrade
 from pipeline.cache.reader import HEADER, made_with, read_header
 from pipeline.cache.schema import KEY_COLUMNS, MADE_WITH, RESERVED, VIDEO_SCHEMA, write_parquet
 from pipeline.cache.table import small_name, table_files
 from pipeline.errors import VideoFault
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.pipeline.caches import encoded, encoded_failure, random_tokens, read_live, write_header, write_shard
 
 NOW = timedelta(0)
 ORDER = ("removed", "ok", "failed")

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import pytest
 
 from pipeline import CorruptShard
-from pipeline.cache.live_rows import VideoRows, read_live
+from pipeline.cache.live_rows import VideoRows
 from pipeline.cache.token_shard import Rows, TokenShard
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import LocalStore
-from tests.pipeline.caches import make_cache, random_tokens
+from tests.pipeline.caches import make_cache, random_tokens, read_live
 from tests.pipeline.damage import flip
 
 COLUMNS = ("video_id", "index", "token")

@@ -11,7 +11,6 @@ from gstep.backbones import ModelSource, choose_runtime
 from gstep.checkpoints import tiny
 from gstep.language import Decoding, prompt_builder
 from gstep.pruners.cdpruner import CDPruner
-from pipeline.cache.live_rows import read_live
 from pipeline.generate.answer_stage import Answerer, AnswerSetup
 from pipeline.generate.engines import EngineDied, EngineSetup, load_engine
 from pipeline.generate.late_pruning import LatePruning
@@ -21,6 +20,7 @@ from tests import vllm_here
 from tests.gstep.language.prompts import video
 from tests.gstep.llms import FAMILIES, encode
 from tests.pipeline.asking import tiny_cache, write_questions
+from tests.pipeline.caches import read_live
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
