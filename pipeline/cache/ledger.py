@@ -62,7 +62,7 @@ _READ = (
 )
 _FILES_AT_ONCE = 256
 _THREADS = 8
-Columns = dict[str, NDArray[Any]]
+Columns = dict[str, np.ndarray]
 
 
 class Ledger:
@@ -99,7 +99,7 @@ class Ledger:
         known = {*self.names, *self.foreign}
         new = [file for file in table_files(self._store, VIDEOS) if file.name not in known]
         n_read = len(self.names)
-        parts: dict[str, list[NDArray[Any]]] = {name: [column] for name, column in self.columns.items()}
+        parts: dict[str, list[np.ndarray]] = {name: [column] for name, column in self.columns.items()}
         for table in self._of_small([file.name for file in new if not file.level]):
             for name, column in self._numbers(table).items():
                 parts[name].append(column)

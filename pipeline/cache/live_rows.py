@@ -35,7 +35,7 @@ RULE_COLUMNS = ("id_high", "id_low", "status", "attempts", "rewritten", "tie_bre
 INDEX_COLUMNS = ("video_id", *RULE_COLUMNS, "error_class", "uri", "source_size", "start_s", "end_s")
 _MADE_OF = ("video_id", "uri", "start_s", "end_s", "run_id", "token_shard", "error_message")
 
-RuleColumns = dict[str, NDArray[Any]]
+RuleColumns = dict[str, np.ndarray]
 
 
 def made_with_of(table: pa.Table) -> str | None:

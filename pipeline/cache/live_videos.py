@@ -290,5 +290,5 @@ def _place_of(rows: pa.Table, at: int, shard: str, row: int) -> Place:
 def read_live_of(
     store: Store, video_ids: Collection[str], columns: Sequence[str], made_with: str | None = None
 ) -> pa.Table:
-    """Return ``columns`` of the live rows of these videos, with ``shard`` and ``row``; ``made_with`` as for LiveVideos."""
+    """Return ``columns`` of the live rows of these videos, with ``shard`` and ``row``. Raises CorruptShard, OSError."""
     return LiveVideos.open(store, made_with).of(video_ids, columns)
