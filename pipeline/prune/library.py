@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from rich.console import Console
-
-from pipeline.cache.ledger import Ledger
 from pipeline.execution.library import Tell, checked_outcome, console_for, run_here
-from pipeline.keys import parts_of
 from pipeline.option_values import config_of
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.request import PruneRequest, prepare
-from pipeline.prune.run import PruneRun, Todo
+from pipeline.prune.run import PruneRun
 from pipeline.prune.summary import Summary
 
 
@@ -56,32 +49,5 @@ def prune_videos(
     named = videos if given is None else "videos from Python"
     config = config_of(PruneConfig, "prune_videos", {"videos": named, "out": out, **options})
     with run_here():
-        summary = _GivenRun(config, console_for(progress), given).carry_out()
+        summary = PruneRun(config, console_for(progress), given, list_failed=True).carry_out()
     return checked_outcome(summary, config, summary.n_videos, config.outside_limit(summary.n_videos))
-
-
-class _GivenRun(PruneRun):
-    """A run whose videos the caller may have at hand, and whose summary names those that failed."""
-
-    def __init__(self, config: PruneConfig, console: Console, given: object) -> None:
-        super().__init__(config, console)
-        self._given = given
-
-    def prepare(self) -> PruneRequest:
-        return prepare(self.options, self.console, self._given)
-
-    def summarise(self, request: PruneRequest, todo: Todo, n_failed: int, wall_s: float) -> Summary:
-        summary = super().summarise(request, todo, n_failed, wall_s)
-        return replace(summary, out=str(request.store), failed=failed_of(request, todo.ledger))
-
-
-def failed_of(request: PruneRequest, ledger: Ledger) -> dict[str, str]:
-    """The class of the error of each video of a request that failed, by its id."""
-    failed = {}
-    for ids in parts_of(request.manifest["video_id"]):
-        rows = ledger.find(ids)
-        (there,) = np.nonzero(rows >= 0)
-        faults = ledger.faults(rows[there])
-        for place, fault in zip(there[faults > 0].tolist(), faults[faults > 0].tolist(), strict=True):
-            failed[ids[place].as_py()] = ledger.classes[fault]
-    return failed

@@ -54,10 +54,21 @@ class Todo:
 
 
 class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
-    """videos -> decode -> encode and prune -> write; the driver commits. ``pipeline.prune.graph`` has the stages."""
+    """videos -> decode -> encode and prune -> write; the driver commits. ``pipeline.prune.graph`` has the stages.
+
+    Args:
+        given: videos that a caller has at hand; None where the options name them.
+        list_failed: whether the summary lists the videos that failed.
+    """
+
+    def __init__(
+        self, options: PruneConfig, console: Console, given: object = None, *, list_failed: bool = False
+    ) -> None:
+        super().__init__(options, console)
+        self._given, self._list_failed = given, list_failed
 
     def prepare(self) -> PruneRequest:
-        return prepare(self.options, self.console)
+        return prepare(self.options, self.console, self._given)
 
     def match(self, request: PruneRequest) -> PruneRequest:
         return match_cache(request, self.console)
@@ -100,6 +111,8 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
             n_new=len(todo),
             n_new_failed=n_failed,
             wall_s=wall_s,
+            out=str(request.store),
+            list_failed=self._list_failed,
         )
 
     def tidy(self, request: PruneRequest, todo: Todo) -> None:

@@ -51,8 +51,11 @@ def summarise(
     n_new: int = 0,
     n_new_failed: int = 0,
     wall_s: float | None = None,
+    out: str = "",
+    list_failed: bool = False,
 ) -> Summary:
     """Count the videos of a cache, or those of the manifest, of which ``n_waiting`` have no row on purpose."""
+    failed: dict[str, str] = {}
     counts = _Counts(ledger)
     if manifest is None:
         counts.add(np.arange(len(ledger)))
@@ -60,6 +63,8 @@ def summarise(
         for ids in parts_of(manifest["video_id"]):
             rows = ledger.find(ids)
             counts.add(rows[rows >= 0])
+            if list_failed:
+                failed |= _failed_of(ledger, ids, rows)
     n_videos = counts.n_rows if manifest is None else len(manifest) - n_waiting - counts.n_removed
     failures, examples = counts.failures()
     return Summary(
@@ -79,7 +84,17 @@ def summarise(
         n_new=n_new,
         n_new_failed=n_new_failed,
         wall_s=wall_s,
+        out=out,
+        failed=failed,
     )
+
+
+def _failed_of(ledger: Ledger, ids: pa.Array, rows: NDArray[np.int64]) -> dict[str, str]:
+    """Return the error class of each of the videos ``ids`` that failed; ``rows`` are theirs, -1 where there is none."""
+    (there,) = np.nonzero(rows >= 0)
+    faults = ledger.faults(rows[there])
+    failed = zip(ids.take(pa.array(there[faults > 0])).to_pylist(), faults[faults > 0].tolist(), strict=True)
+    return {video_id: ledger.classes[fault] for video_id, fault in failed}
 
 
 class _Counts:
