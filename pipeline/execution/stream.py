@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sized
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -31,8 +31,8 @@ LEAVE_S = 15.0
 
 
 @dataclass(frozen=True)
-class Graph:
-    """A graph that is ready to run.
+class PlannedGraph:
+    """A graph for some items, on what the cluster had when it was planned.
 
     Attributes:
         build: makes what is to be run, given the actor that its workers tell what they do.
@@ -41,8 +41,8 @@ class Graph:
         plan: the shares of the cluster.
         total: items that must come out.
         give_up: why the run should go no further, if so, given what the workers say.
-        offer: what the nodes that it may use have now.
-        heard: told what the workers said in the end, however it ended.
+        available_resources: what the nodes that it may use have now.
+        on_end: told what the workers said in the end, however it ended.
     """
 
     build: Callable[[Any], Flow]
@@ -50,46 +50,35 @@ class Graph:
     plan: Plan
     total: int
     give_up: Callable[[Reading], str | None] = lambda reading: None
-    offer: Callable[[], Mapping[str, float]] = ray.cluster_resources
-    heard: Callable[[Reading], object] = lambda reading: None
+    available_resources: Callable[[], Mapping[str, float]] = ray.cluster_resources
+    on_end: Callable[[Reading], object] = lambda reading: None
 
 
-@dataclass(frozen=True)
-class Work(Generic[W]):
-    """What is to be done, however often it must be planned.
+def stream(
+    items: W,
+    plan: Callable[[W], PlannedGraph],
+    unfinished: Callable[[W], W],
+    console: Console,
+    options: RunOptions,
+) -> int:
+    """Run all items through graphs and commit every shard; what a lost node leaves undone is done by the others.
 
-    Attributes:
-        items: all of it.
-        planned: the graph for items, on what the cluster has now.
-        left: those of the items that have no row yet.
-    """
-
-    items: W
-    planned: Callable[[W], Graph]
-    left: Callable[[W], W]
-
-
-class Count:
-    """How many items of a graph were committed, and how many of these failed."""
-
-    def __init__(self) -> None:
-        self.done = self.failed = 0
-
-
-def stream(work: Work[W], console: Console, options: RunOptions) -> int:
-    """Do the work and commit every shard; what a lost node leaves undone is done by the others.
+    Args:
+        plan: plans the graph for items, on what the cluster has now.
+        unfinished: selects the items that have no row yet.
 
     Returns how many items failed. Raises RunFailed where the graph or the store fails, nothing moves for
     ``options.stall_timeout`` seconds, or rows are missing.
     """
-    items, n_failed = work.items, 0
+    n_failed = 0
     while len(items):
-        graph, count = work.planned(items), Count()
+        graph = plan(items)
+        progress = reporter(console, graph.total, options.log_interval, graph.plan.wording)
         try:
-            _stream(graph, console, options, count)
-            return n_failed + count.failed
+            _stream(graph, progress, console, options)
+            return n_failed + progress.at.failed
         except ClusterShrunk:
-            items = work.left(items)
+            items = unfinished(items)
             what = f"{len(items)} {graph.plan.wording.item}s are planned anew on those that are there"
             if still_running():
                 raise RunFailed(
@@ -100,35 +89,31 @@ def stream(work: Work[W], console: Console, options: RunOptions) -> int:
         except RunFailed:
             end_workers()  # for who starts another run in this process
             raise
-        n_failed += count.failed
+        n_failed += progress.at.failed
     return n_failed
 
 
-def _stream(graph: Graph, console: Console, options: RunOptions, count: Count) -> None:
+def _stream(graph: PlannedGraph, progress: Reporter, console: Console, options: RunOptions) -> None:
     """Run one graph. Raises ClusterShrunk too."""
     wording = graph.plan.wording
     console.print(f"starting workers: {graph.plan.workers}", highlight=False, soft_wrap=True)
     heartbeats = start_heartbeats(tuple(wording.stages))
     flow = graph.build(heartbeats)
-    with (
-        reporter(console, graph.total, options.log_interval, wording) as progress,
-        Shards(flow, options.flush_seconds) as shards,
-    ):
-        told = (graph.plan, graph.total, progress.stages, graph.give_up, graph.offer)
+    with progress, Shards(flow, options.flush_seconds) as shards:
+        told = (graph.plan, graph.total, progress.stages, graph.give_up, graph.available_resources)
         watchdog = Watchdog(heartbeats, options.stall_timeout, *told)
-        committing = (graph, watchdog, progress, count)
         try:
             with closing(written(flow, shards, watchdog.look, watchdog.every_s, progress.through)) as done:
-                _commit_all(done, *committing)
+                _commit_all(done, graph, watchdog, progress)
         except (RunFailed, ClusterShrunk, KeyboardInterrupt) as ending:
             if shards.unwritten and not isinstance(ending.__cause__, OSError):  # a store that fails will fail again
                 console.print(f"stopping: what is done is written first, in {LEAVE_S:g} s at most", highlight=False)
                 with suppress(RunFailed):
-                    _commit_all(shards.rest(LEAVE_S), *committing)
+                    _commit_all(shards.rest(LEAVE_S), graph, watchdog, progress)
             raise
         finally:
             reading = watchdog.last()
-            graph.heard(reading)
+            graph.on_end(reading)
             for worker in reading.out_of_service:
                 console.print(f"note: out of service: {worker}", highlight=False, markup=False, soft_wrap=True)
 
@@ -147,24 +132,18 @@ def written(
 
 
 def _commit_all(
-    shards: Iterable[tuple[int, pa.Table]],
-    graph: Graph,
-    watchdog: Watchdog,
-    progress: Reporter,
-    count: Count,
+    shards: Iterable[tuple[int, pa.Table]], graph: PlannedGraph, watchdog: Watchdog, progress: Reporter
 ) -> None:
+    """Commit shards one by one and count them as progress. Raises RunFailed, also where rows are missing at the end."""
     items = f"{graph.total} {graph.plan.wording.item}s"
     try:
         for number, rows in shards:
             graph.commit(number, rows)
             watchdog.moved()
             new_good = pc.sum(pc.equal(rows["status"], "ok")).as_py()
-            count.done, count.failed = count.done + len(rows), count.failed + len(rows) - new_good
             progress.advance(new_good, len(rows) - new_good)
-    except ray.exceptions.RayError as error:
-        why = watchdog.failure() or cause(error)
-        raise RunFailed(f"the run stopped after {count.done} of {items}: {why}") from error
-    except OSError as error:
-        raise RunFailed(f"the run stopped after {count.done} of {items}: {cause(error)}") from error
-    if count.done != graph.total:
-        raise RunFailed(f"{graph.total - count.done} of {items} have no row; run the same command again")
+    except (ray.exceptions.RayError, OSError) as error:
+        why = (isinstance(error, ray.exceptions.RayError) and watchdog.failure()) or cause(error)
+        raise RunFailed(f"the run stopped after {progress.at.done} of {items}: {why}") from error
+    if progress.at.done != graph.total:
+        raise RunFailed(f"{graph.total - progress.at.done} of {items} have no row; run the same command again")

@@ -18,7 +18,7 @@ from pipeline.errors import RunFailed, UsageError
 from pipeline.execution.cluster import provenance, settle
 from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile
-from pipeline.execution.stream import Graph, Work, stream
+from pipeline.execution.stream import PlannedGraph, stream
 from pipeline.generate.answer_stage import AnswerSetup
 from pipeline.generate.answers import (
     AnswersTable,
@@ -147,15 +147,17 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         config = self.options
         commits = Commits(request, n_shards, run_file, self.say)
 
-        def planned(ask: list[QuestionRecord]) -> Graph:
+        def planned(ask: list[QuestionRecord]) -> PlannedGraph:
             plan = self._planned(len(ask), computed.device, run_file)
             build = partial(build_graph, ask, answer_setup(request, *computed), plan)
-            return Graph(build, partial(commits, commits.n_shards), plan, len(ask), offer=self._offer)
+            return PlannedGraph(
+                build, partial(commits, commits.n_shards), plan, len(ask), available_resources=self._offer
+            )
 
         def left(ask: list[QuestionRecord]) -> list[QuestionRecord]:
             return [question for question in ask if asked_as(question) not in commits.answered]
 
-        return stream(Work(ask, planned, left), self.console, config)
+        return stream(ask, planned, left, self.console, config)
 
     def _offer(self) -> dict[str, float]:
         """What the cluster has now; of GPUs those that whole models find on one node."""

@@ -211,14 +211,14 @@ class Encoder:
         return pruned
 
     def _pruned(self, record: VideoRecord, frames: NDArray[np.uint8]) -> PrunedVideo:
+        def shaped() -> NDArray[np.uint8]:
+            return frames.reshape(len(record["frame_indices"]), record["height"], record["width"], 3)
+
         started = time.perf_counter()
         try:
-            shape = len(record["frame_indices"]), record["height"], record["width"], 3
-            return self.encoder.encode_one(record, frames.reshape(shape))
+            return self.encoder.encode_one(record, _guarded("encode", record["video_id"], shaped))
         except VideoFault as error:
             fault = error.with_traceback(None)  # which holds the frames of the video
-        except Exception as error:  # noqa: BLE001 - a record that does not fit its frames
-            fault = VideoFault("internal", f"{type(error).__name__}: {error}", stage="encode")
         return PrunedVideo({**failed_video(record, fault), "encode_s": time.perf_counter() - started})
 
 

@@ -24,7 +24,7 @@ from pipeline.errors import FAULTS, FaultClass, RunFailed
 from pipeline.execution.cluster import resources_without, troubled
 from pipeline.execution.heartbeat import Reading
 from pipeline.execution.run_record import COMMITTED, RunFile
-from pipeline.execution.stream import Graph, Work, stream
+from pipeline.execution.stream import PlannedGraph, stream
 from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
@@ -174,16 +174,16 @@ class Passes:
         def offer() -> dict[str, float]:
             return resources_without(without)
 
-        def planned(videos: pa.Table) -> Graph:
+        def planned(videos: pa.Table) -> PlannedGraph:
             plan, request = self._planned(offer(), videos), self._commits.request
             build = partial(build_graph, videos, *self._setups, plan, request.store, request.run_id, without=without)
             commit = partial(self._commits, self._commits.n_shards)
-            return Graph(build, commit, plan, len(videos), give_up, offer, self._heard)
+            return PlannedGraph(build, commit, plan, len(videos), give_up, offer, self._heard)
 
         def left(videos: pa.Table) -> pa.Table:
             return left_of(videos, self._ledger.refresh(), self._commits.failed)
 
-        return stream(Work(videos, planned, left), self._console, self._config)
+        return stream(videos, planned, left, self._console, self._config)
 
     def _heard(self, reading: Reading) -> None:
         self._readings.append(reading)

@@ -12,7 +12,7 @@ from rich.console import Console
 from pipeline.errors import RunFailed
 from pipeline.execution.heartbeat import Heartbeats
 from pipeline.execution.progress import LineReporter
-from pipeline.execution.stream import Count, Graph, _commit_all
+from pipeline.execution.stream import PlannedGraph, _commit_all
 from pipeline.execution.watchdog import Watchdog
 from pipeline.prune.graph import PRUNING, plan_resources
 from pipeline.storage.stores import LocalStore
@@ -42,7 +42,7 @@ class Committing:
         self.store = LocalStore(root)
         self.said = io.StringIO()
         plan = plan_resources(4, 0, total)
-        self.graph = Graph(build=nothing, commit=self.commit, plan=plan, total=total)
+        self.graph = PlannedGraph(build=nothing, commit=self.commit, plan=plan, total=total)
         self.watchdog = Told(Heartbeats(tuple(PRUNING.stages)), 60, plan, total, nothing)
 
     def commit(self, number: int, rows: pa.Table) -> None:
@@ -51,9 +51,8 @@ class Committing:
     def run(self, shards: Iterable[pa.Table]) -> int:
         self.store.make()
         with LineReporter(Console(file=self.said, width=200), self.graph.total, 60, PRUNING) as progress:
-            count = Count()
-            _commit_all(enumerate(shards), self.graph, self.watchdog, progress, count)
-            return count.failed
+            _commit_all(enumerate(shards), self.graph, self.watchdog, progress)
+            return progress.at.failed
 
 
 def test_every_shard_is_committed_and_failures_are_counted(tmp_path):
