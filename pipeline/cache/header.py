@@ -46,7 +46,7 @@ class CacheIdentity(TypedDict):
 
     model: ModelIdentity
     preprocessing: dict[str, Any]
-    sampling: dict[str, Any]
+    sampling: dict[str, int | float | str | None]
     pruner: PrunerIdentity
     retention_ratio: float
     dtype: dict[str, str]

@@ -24,6 +24,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import ray
+from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _RESTARTS = 3
@@ -265,7 +266,7 @@ class Heartbeats:
         return Reading(inside, left, made, self._moves, self._failure, tried, out_of_service, failing)
 
 
-def start_heartbeats(stages: Sequence[str]) -> Any:
+def start_heartbeats(stages: Sequence[str]) -> ActorHandle:
     """Start the actor for these stages, beside this process if that is possible; returns its handle."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"num_cpus": 0, "max_restarts": _RESTARTS, "max_pending_calls": _BACKLOG, "scheduling_strategy": here}
@@ -305,7 +306,7 @@ class Heartbeat:
             said once a second.
     """
 
-    def __init__(self, stage: str, heartbeats: Any = None, *, suspects: bool = True) -> None:
+    def __init__(self, stage: str, heartbeats: ActorHandle | None = None, *, suspects: bool = True) -> None:
         self._stage = stage
         self._heartbeats = heartbeats
         self._suspects = suspects

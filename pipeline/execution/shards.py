@@ -12,11 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import ray
 import ray.data
+from ray.actor import ActorHandle
 
 # Nothing that is due waits longer for somebody to look.
 TICK_S = 0.5
@@ -25,7 +26,7 @@ TICK_S = 0.5
 class Part(NamedTuple):
     """What a graph hands over at a time: references to tables, or the tables; and how many items they are of."""
 
-    tables: Sequence[Any]
+    tables: Sequence[ray.ObjectRef] | Sequence[pa.Table]
     n_items: int
 
 
@@ -55,7 +56,7 @@ class Flow:
 
     dataset: ray.data.Dataset
     items_per_shard: int
-    writers: Callable[[], Sequence[Any]] | None = None
+    writers: Callable[[], Sequence[ActorHandle]] | None = None
     rows: Callable[[pa.Table], pa.Table] = _as_they_are
     items_per_row: int = 1
 
@@ -91,12 +92,12 @@ class Shards:
         self._flow = flow
         self._age_s = age_s
         self._clock = clock
-        self._writers: Sequence[Any] = ()
-        self._waiting: list[Any] = []
+        self._writers: Sequence[ActorHandle] = ()
+        self._waiting: list[ray.ObjectRef | pa.Table] = []
         self._n_waiting = 0
         self._since = 0.0  # when the first of them came
         self._n_shards = 0
-        self._writing: dict[Any, tuple[int, Any]] = {}  # the answer to come -> the shard's number, and who gives it
+        self._writing: dict[ray.ObjectRef, tuple[int, ActorHandle]] = {}  # the answer to come -> shard number, writer
         self._written: deque[Shard] = deque()  # without writers
         self._ended = False
 

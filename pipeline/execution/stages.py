@@ -15,6 +15,7 @@ from uuid import uuid4
 
 import ray
 import ray.data
+from ray.actor import ActorHandle
 
 # More than the deaths an hour that ``Heartbeat.start`` allows, so that those end a run, with a reason. Not
 # without end: what dies before it can start its heartbeat (no memory for its imports) is counted by Ray alone, which
@@ -127,7 +128,9 @@ def actors(stage: Stage, batch_size: int, labels: Mapping[str, str] | None = Non
     }
 
 
-def start_actors(kind: type, stage: Stage, arguments: Sequence[Any], labels: Mapping[str, str] | None = None) -> Any:
+def start_actors(
+    kind: type, stage: Stage, arguments: Sequence[object], labels: Mapping[str, str] | None = None
+) -> list[ActorHandle]:
     """The workers of a stage that the driver runs by itself, as Ray Data would start those of its own."""
     options = {
         **({"label_selector": dict(labels)} if labels else {}),

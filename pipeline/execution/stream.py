@@ -9,11 +9,12 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sized
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import ray
+from ray.actor import ActorHandle
 from rich.console import Console
 
 from pipeline.errors import RunFailed
@@ -45,7 +46,7 @@ class PlannedGraph:
         on_end: told what the workers said in the end, however it ended.
     """
 
-    build: Callable[[Any], Flow]
+    build: Callable[[ActorHandle], Flow]
     commit: Callable[[int, pa.Table], object]
     plan: Plan
     total: int

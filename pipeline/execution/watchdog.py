@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, suppress
 from itertools import pairwise
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import ray
+from ray.actor import ActorHandle
 
 from pipeline.errors import RunFailed, printable
 from pipeline.execution.heartbeat import Reading
@@ -39,7 +40,7 @@ class Watchdog:
 
     def __init__(
         self,
-        heartbeats: Any,
+        heartbeats: ActorHandle,
         timeout_s: float,
         plan: Plan,
         total: int,
@@ -58,7 +59,7 @@ class Watchdog:
         self._offer = offer
         self._had_room: bool | None = None  # when it looked first
         self._reading = Reading()
-        self._asked: Any = None
+        self._asked: ray.ObjectRef | None = None
         self._moved_at = self._clock()
         self.every_s = min(_LONGEST_LOOK_S, timeout_s / 10)
 

@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from ray.actor import ActorHandle
 
 from pipeline.errors import VideoFault
 from pipeline.execution.heartbeat import Heartbeat, Holding
@@ -113,7 +114,7 @@ class Decoder:
     what was decoded. The bundles of a call follow from its rows alone: Ray counts them when it tries a call again.
     """
 
-    def __init__(self, setup: DecodeSetup, heartbeats: Any = None, videos_per_bundle: int = 1) -> None:
+    def __init__(self, setup: DecodeSetup, heartbeats: ActorHandle | None = None, videos_per_bundle: int = 1) -> None:
         self._heartbeat = Heartbeat("decode", heartbeats, suspects=False)  # a child dies in its stead
         self._heartbeat.start()
         self._decoder = VideoDecoder(setup)

@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
+from ray.actor import ActorHandle
 from torch import Tensor
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
@@ -172,7 +173,7 @@ class Encoder:
     To tell it from these, a process that follows one that died takes its first videos one by one.
     """
 
-    def __init__(self, setup: EncodeSetup, heartbeats: Any = None) -> None:
+    def __init__(self, setup: EncodeSetup, heartbeats: ActorHandle | None = None) -> None:
         self._heartbeat = Heartbeat("encode", heartbeats)
         self._heartbeat.start()
         self._alone = threading.Lock()

@@ -16,10 +16,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pyarrow as pa
 import ray.data
+from ray.actor import ActorHandle
 from ray.data import ExecutionResources
 
 from pipeline.execution.cluster import elsewhere
@@ -206,7 +207,7 @@ def build_graph(
     resources: Resources,
     store: Store,
     run_id: str,
-    heartbeats: Any = None,
+    heartbeats: ActorHandle | None = None,
     *,
     without: Collection[str] = (),
 ) -> Flow:

@@ -6,7 +6,6 @@ import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -264,7 +263,7 @@ def sampling_of(config: PruneConfig, max_frames: int) -> Sampling:
     return Sampling(None, config.fps, config.max_frames or max_frames, snap_to_keyframes_s=snap)
 
 
-def sampling_settings(sampling: Sampling) -> dict[str, Any]:
+def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]:
     """What the fingerprint keeps of it: a limit that cannot bite is no difference."""
     snap = sampling.snap_to_keyframes_s
     moved = {} if snap is None else {"snap_to_keyframes_s": snap}

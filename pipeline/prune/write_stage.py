@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pyarrow as pa
+from ray.actor import ActorHandle
 
 from pipeline.cache.writer import write_token_shard
 from pipeline.execution.heartbeat import Heartbeat
@@ -19,7 +18,7 @@ class Writer:
     writing.
     """
 
-    def __init__(self, store: Store, run_id: str, heartbeats: Any = None) -> None:
+    def __init__(self, store: Store, run_id: str, heartbeats: ActorHandle | None = None) -> None:
         self._store = store
         self._run_id = run_id
         self._heartbeat = Heartbeat("write", heartbeats)
