@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 from rich.console import Console
@@ -103,17 +103,14 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         return Streamed(run_file, n_failed)
 
     def summarise(self, request: PruneRequest, todo: Todo, n_failed: int, wall_s: float) -> Summary:
-        return summarise(
+        held = summarise(
             todo.ledger.refresh(),
             request.manifest,
             deepstack_levels(read_header(request.store)),
             n_waiting=todo.n_waiting,
-            n_new=len(todo),
-            n_new_failed=n_failed,
-            wall_s=wall_s,
-            out=str(request.store),
             list_failed=self._list_failed,
         )
+        return replace(held, n_new=len(todo), n_new_failed=n_failed, wall_s=wall_s, out=str(request.store))
 
     def tidy(self, request: PruneRequest, todo: Todo) -> None:
         try_merge(request.store, made_with(request.store), WAITING_AT_END, self.say)

@@ -48,10 +48,6 @@ def summarise(
     deepstack_levels: int = 0,
     *,
     n_waiting: int = 0,
-    n_new: int = 0,
-    n_new_failed: int = 0,
-    wall_s: float | None = None,
-    out: str = "",
     list_failed: bool = False,
 ) -> Summary:
     """Count the videos of a cache, or those of the manifest, of which ``n_waiting`` have no row on purpose."""
@@ -81,10 +77,6 @@ def summarise(
         seconds=dict(zip(TIMED, counts.seconds.tolist(), strict=True)),
         n_warned=counts.n_warned,
         n_removed=counts.n_removed,
-        n_new=n_new,
-        n_new_failed=n_new_failed,
-        wall_s=wall_s,
-        out=out,
         failed=failed,
     )
 

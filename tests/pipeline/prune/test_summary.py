@@ -1,6 +1,7 @@
 """What a cache holds for a manifest: counted from its rows, whatever a run believes."""
 
 import io
+from dataclasses import replace
 
 import pyarrow as pa
 import pytest
@@ -47,7 +48,8 @@ def test_a_whole_cache(ledger):
 
 
 def test_the_videos_of_a_manifest_alone(ledger):
-    summary = summarise(ledger, manifest("a", "d", "new", "later"), n_waiting=1, n_new=2, n_new_failed=1, wall_s=3.0)
+    held = summarise(ledger, manifest("a", "d", "new", "later"), n_waiting=1)
+    summary = replace(held, n_new=2, n_new_failed=1, wall_s=3.0)
     assert (summary.n_videos, summary.n_ok, summary.n_failed, summary.n_missing, summary.n_waiting) == (3, 1, 1, 1, 1)
     assert (summary.tokens_kept, summary.n_warned, summary.failures) == (25, 0, {"timeout": 1})
     assert (summary.n_new, summary.n_new_failed, summary.wall_s) == (2, 1, 3.0)
@@ -89,7 +91,8 @@ def shown(summary) -> str:
 
 
 def test_it_is_shown_with_the_remedies(ledger):
-    said = shown(summarise(ledger, manifest(*"abcde", "f"), n_waiting=1, n_new=4, n_new_failed=1, wall_s=2.0))
+    held = summarise(ledger, manifest(*"abcde", "f"), n_waiting=1)
+    said = shown(replace(held, n_new=4, n_new_failed=1, wall_s=2.0))
     assert "2 ok, 3 failed, 0 without a row, 1 wait for another run (--limit)" in said
     assert "50 kept of 200 (25.0%)" in said and "1,600 of tokens" in said
     assert "1 videos decoded with warnings" in said and "4 videos (1 failed) in 2.0 s" in said
