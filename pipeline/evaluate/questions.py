@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +9,9 @@ import pyarrow as pa
 
 from gstep.language import Decoding
 from pipeline.evaluate.benchmarks.items import Item
-from pipeline.evaluate.benchmarks.own import read_question
+from pipeline.evaluate.benchmarks.own import item_of
 from pipeline.evaluate.protocols import Protocol
 from pipeline.generate.questions import QUESTION_SCHEMA, Instructions, Way
-from pipeline.inputs.tables import UserRow
 from pipeline.rows import AnswerRecord
 
 
@@ -51,14 +49,4 @@ def answered_item(row: AnswerRecord) -> Item | None:
     """The question of an answer of jobs.generate; None where nobody said what is right."""
     if "target" not in row:
         return None
-    extra = json.loads(row.get("question_extra") or "{}")
-    question: UserRow = {
-        "question_id": row["question_id"],
-        "video_id": row["video_ids"],
-        "prompt": row["prompt"],
-        "choices": row.get("choices"),
-        "answer": row["target"],
-        **{name: extra.get(name) for name in ("split", "cluster")},
-    }
-    # Choices that were scored by their texts may be more than there are letters.
-    return read_question(question, f"question {row['question_id']}", most_choices=None)
+    return item_of(row, f"question {row['question_id']}")

@@ -20,7 +20,6 @@ import pyarrow.compute as pc
 from rich.console import Console
 
 from gstep import PRUNERS, make_pruner
-from gstep.backbones import family_of
 from pipeline.cache.header import differences
 from pipeline.cache.live_rows import TOKENS, VIDEOS
 from pipeline.cache.reader import HEADER, TokenCache
@@ -51,9 +50,7 @@ from pipeline.generate.request import checked
 from pipeline.generate.resume import COMPARED, answer_rows, difference, refuse_changed
 from pipeline.generate.run import AnswerRun
 from pipeline.generate.summary import AnswerSummary, summarise_answers
-from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.request import resolve
 from pipeline.prune.run import PruneRun
 from pipeline.prune.summary import Summary
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
@@ -147,30 +144,13 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
     lines = [json.dumps(rows[video_id]) for video_id in sorted(rows)]
     request.store.put(MANIFEST, ("\n".join(lines) + "\n").encode())
     config = PruneConfig(**{**vars(request.videos), "videos": f"{request.config.out.rstrip('/')}/{MANIFEST}"})
-    console.print(f"{len(rows)} videos, all tokens of each once: {_size(request)}", highlight=False, soft_wrap=True)
+    console.print(f"{len(rows)} videos, all tokens of each once", highlight=False)
     summary = PruneRun(config, console).carry_out()
     # Those that are left may all be broken: their questions say so, and the others are there.
     if not summary.n_ok and not len(TokenCache(request.cache, store=store_at(request.cache, request.objects))):
         reasons = "; ".join(f"{name}: {count}, {summary.examples[name][1]}" for name, count in summary.failures.items())
         raise RunFailed(f"none of {len(rows)} videos could be encoded: {reasons}")
     return summary
-
-
-def _size(request: EvaluateRequest) -> str:
-    """What a video takes in the cache, in words, beside what it would take in a cache for each method and ratio."""
-    assert request.videos is not None
-    job = resolve(
-        request.videos, MANIFEST_SCHEMA.empty_table(), store_at(request.cache, request.objects), request.objects
-    )
-    shape = job.decode_setup().largest_frames()
-    whole = job.encode_setup("cpu", "float32").bytes_per_video(*shape)
-    tokens = family_of(job.source).token_bytes(*shape)
-    pruned = tokens * sum(one.retention_ratio for one in request.grid.values() if one is not None)
-    n_caches = len(request.grid) - 1
-    return (
-        f"at most about {whole / 1e6:.1f} MB a video with evidence ({n_caches} pruned caches would take "
-        f"{pruned / 1e6:.1f} MB)"
-    )
 
 
 def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:

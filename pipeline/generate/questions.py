@@ -195,7 +195,9 @@ def _question(row: UserRow, where: str, way: Way) -> dict[str, str | list[str] |
 
 def video_ids_of(row: UserRow, where: str) -> list[str]:
     """The videos that a row asks about, one or several. Raises QuestionsError."""
-    value = row.get("video_id")
+    if "video_id" not in row:
+        raise QuestionsError(f"{where}: the column video_id is missing; every row needs {_NEEDS}")
+    value = row["video_id"]
     if isinstance(value, str) and value.startswith("["):  # a .csv has no lists of its own
         listed = json_list(value)
         value = listed if listed and all(isinstance(name, str) for name in listed) else value

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from gstep.language import Decoding
 from pipeline.errors import QuestionsError
 from pipeline.evaluate.benchmarks.annotations import NOT_PUBLISHED, LeftOut, Videos, answer_index, data_folder
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import Collected, Item, Loaded
 from pipeline.evaluate.protocols import LETTER
-from pipeline.generate.choices import MAX_LETTERS
-from pipeline.generate.questions import json_list, target_of, video_ids_of
-from pipeline.inputs.listings import suffix_of
-from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, UserRow, is_text, read_rows
-from pipeline.storage.s3 import is_object
+from pipeline.generate.questions import Instructions, Way, read_questions
+from pipeline.inputs.tables import UserRow
+from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 
-_COLUMNS = ("question_id", "video_id", "prompt", "answer")
-_NEEDS = "question_id, video_id, prompt and answer"
-# Columns that jobs.generate takes: to pass over them would give other answers without a word.
-_DECODING = ("system", "max_new_tokens", "temperature", "top_p", "top_k", "seed")
+_WAY = Way(Decoding(max_new_tokens=LETTER.max_new_tokens), LETTER.choices)
+#: How questions with and without choices are answered where no row says otherwise.
+_DECODING = {Instructions(method, None, _WAY.decoding).describe() for method in (_WAY.choices, "generate")}
 
 
 def own_benchmark(file: str) -> Benchmark:
@@ -64,14 +61,10 @@ class OwnQuestions(Benchmark):
         """
         file = self.files[0]
         videos = None if data is None else Videos(data_folder(data, "name the one that the videos are in"), roots)
-        read = _rows(file)
-        if lacking := [name for name in _COLUMNS if read and not any(name in row for _, row in read)]:
-            raise QuestionsError(f"{file}: the column {lacking[0]} is missing; every row needs {_NEEDS}")
-        rows = [(where, read_question(row, f"{file}, {where}")) for where, row in read]
-        _check_ids(file, [item.question_id for _, item in rows])
-        groups = _groups([item.video_ids for _, item in rows])
+        rows = [without_nulls(row, QuestionRecord) for row in read_questions(file, _WAY).to_pylist()]
         collected = Collected()
-        for where, item in rows:
+        for item in clusters_of([_own_item(file, row) for row in rows]):
+            where = f"question {item.question_id}"
             try:
                 if item.options and item.answer is None and item.expected == NOT_PUBLISHED:
                     raise LeftOut("no-answer", "answer is -1: the right answer is not published")
@@ -79,9 +72,43 @@ class OwnQuestions(Benchmark):
             except LeftOut as fault:
                 collected.leave_out(where, item.question_id, fault)
             else:
-                cluster = item.cluster or groups[item.video_id]
-                collected.keep(where, replace(item, video_ids=found, cluster=cluster))
+                collected.keep(where, replace(item, video_ids=found))
         return collected.loaded(file, "every question needs its videos below --data")
+
+
+def _own_item(file: str, row: QuestionRecord) -> Item:
+    """Return the item of a question that must have a right answer and no options of decoding. Raises QuestionsError."""
+    where = f"{file}, question {row['question_id']}"
+    if "target" not in row:
+        raise QuestionsError(
+            f"{where}: answer is missing: a choice, its letter or its index, or a text where there are no choices; "
+            "every row needs question_id, video_id, prompt and answer"
+        )
+    if row["decoding"] not in _DECODING:
+        raise QuestionsError(
+            f"{where}: system, max_new_tokens, temperature, top_p, top_k and seed are of jobs.generate; here the "
+            "protocol says how all questions are answered: leave these columns out"
+        )
+    return item_of(row, where)
+
+
+def item_of(row: QuestionRecord | AnswerRecord, where: str) -> Item:
+    """Return the item of a question with a ``target``; it has no cluster unless one is carried along.
+
+    Raises QuestionsError that says ``where``.
+    """
+    extra = json.loads(row.get("question_extra") or "{}")
+    options, split = tuple(row.get("choices", ())), _label(extra, "split", where)
+    return Item(
+        question_id=row["question_id"],
+        video_ids=tuple(row["video_ids"]),
+        question=row["prompt"],
+        options=options,
+        answer=_right(row["target"], options) if options else None,
+        expected=row["target"],
+        splits={"split": split} if split else {},
+        cluster=_label(extra, "cluster", where),
+    )
 
 
 def clusters_of(items: Sequence[Item]) -> list[Item]:
@@ -101,86 +128,6 @@ def _bare(text: str) -> str:
     return " ".join(letters.casefold().split())
 
 
-def _rows(file: str) -> list[tuple[str, UserRow]]:
-    if is_object(file):
-        raise QuestionsError(f"{file}: only local files are read; copy it onto this machine")
-    if suffix_of(file) not in TABLE_SUFFIXES:
-        raise QuestionsError(f"{file}: questions are a file named {', '.join(sorted(TABLE_SUFFIXES))}")
-    try:
-        opened = Path(file).open("rb")  # noqa: SIM115 - closed below; an error of reading is another one
-    except OSError as error:
-        raise QuestionsError(f"{file}: cannot be read: {error.strerror}") from error
-    with opened:
-        try:
-            return list(read_rows(file, opened, _NEEDS, "question_id"))
-        except BadRow as error:
-            raise QuestionsError(str(error)) from error
-        except UNREADABLE as error:
-            raise QuestionsError(f"{file}: cannot be read as questions: {error}") from error
-
-
-def _check_ids(file: str, question_ids: Sequence[str]) -> None:
-    if repeated := [name for name, count in Counter(question_ids).items() if count > 1]:
-        shown = ", ".join(map(repr, repeated[:3]))
-        raise QuestionsError(f"{file}: {len(repeated)} question_ids repeat, e.g. {shown}; ids must be unique")
-
-
-def read_question(row: UserRow, where: str, most_choices: int | None = MAX_LETTERS) -> Item:
-    """Read the question of a row: ids of videos unchecked, no cluster unless it names one.
-
-    Raises QuestionsError that says ``where``.
-    """
-    for name in _DECODING:
-        if row.get(name) is not None:
-            raise QuestionsError(
-                f"{where}: {name} is of jobs.generate; here the protocol says how all questions are answered: leave "
-                "the column out"
-            )
-    question_id = row.get("question_id")
-    if isinstance(question_id, bool) or not isinstance(question_id, str | int) or not str(question_id).strip():
-        raise QuestionsError(f"{where}: question_id must be text or a whole number, got {question_id!r}")
-    prompt = row.get("prompt")
-    if not isinstance(prompt, str) or not prompt.strip():
-        raise QuestionsError(f"{where}: prompt must be text, got {prompt!r}; every row needs {_NEEDS}")
-    options, expected, split = _choices(row, where, most_choices), _answer(row, where), _label(row, "split", where)
-    item = Item(
-        question_id=str(question_id),
-        video_ids=tuple(video_ids_of(row, where)),
-        question=prompt,
-        options=options,
-        answer=_right(expected, options) if options else None,
-        expected=expected,
-        splits={"split": split} if split else {},
-        cluster=_label(row, "cluster", where),
-    )
-    for text in (item.question_id, prompt, expected, split, item.cluster, *item.video_ids, *options):
-        if not is_text(text):
-            raise QuestionsError(f"{where}: not valid text: {text!r}")
-    return item
-
-
-def _choices(row: UserRow, where: str, most: int | None) -> tuple[str, ...]:
-    value = row.get("choices")
-    if value is None:
-        return ()
-    choices = json_list(value) if isinstance(value, str) else value
-    if not isinstance(choices, list) or not all(isinstance(text, str) and text.strip() for text in choices):
-        raise QuestionsError(f"{where}: choices must be a list of texts (in .csv as JSON), got {value!r}")
-    if len(choices) < 2 or (most is not None and len(choices) > most):
-        raise QuestionsError(f"{where}: choices must be 2 to {most}, as there are letters, got {len(choices)}")
-    return tuple(choices)
-
-
-def _answer(row: UserRow, where: str) -> str:
-    with suppress(QuestionsError):
-        if (expected := target_of(row, where)) is not None:
-            return expected
-    raise QuestionsError(
-        f"{where}: answer must be a choice, its letter or its index, or a text where there are no choices, got "
-        f"{row.get('answer')!r}; every row needs {_NEEDS}"
-    )
-
-
 def _right(answer: str, options: Sequence[str]) -> int | None:
     """Index of the choice that ``answer`` means; None where it means none."""
     if answer in options:
@@ -196,8 +143,8 @@ def _right(answer: str, options: Sequence[str]) -> int | None:
     return None
 
 
-def _label(row: UserRow, name: str, where: str) -> str:
-    value = row.get(name)
+def _label(extra: UserRow, name: str, where: str) -> str:
+    value = extra.get(name)
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, str | int):

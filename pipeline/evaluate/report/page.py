@@ -19,7 +19,6 @@ from pipeline.evaluate.report.cards import Links, cards
 from pipeline.evaluate.report.charts import line_charts, styles
 from pipeline.evaluate.report.disagreements import Disagreements, answers_of, disagreements
 from pipeline.evaluate.report.faults import failure_counts, fault_counts
-from pipeline.evaluate.report.kept_frames import kept_videos
 from pipeline.evaluate.statistics.bootstrap import FEW, FEWEST
 from pipeline.evaluate.statistics.render import NOISE, few_mark, few_videos
 from pipeline.evaluate.statistics.results import SIGNIFICANT, ResultsTable
@@ -70,7 +69,6 @@ def report_page(report: Report) -> str:
     answers = answers_of(report.scores, arms)
     found = disagreements(answers)
     style = styles(list(dict.fromkeys(arm.method for arm in arms)))
-    per_question = {answers.questions[q]: count for q, count in found.per_question.items()}
     script = asset(PACKAGE, "report.js")
     return (
         templates()
@@ -92,7 +90,6 @@ def report_page(report: Report) -> str:
             has_options=any(item.options for item in report.items.values()),
             charts=line_charts(table, style),
             heats=[(split.title.removeprefix(f"{report.title}: "), split, _deepest(split)) for split in report.splits],
-            kept=kept_videos(report.scores, arms, per_question),
             found=found,
             cards=cards(found, answers, report.scores, report.items, report.pages),
             n_scored=len(answers.questions),

@@ -7,7 +7,6 @@
 ``sub_category`` the kind of the thing that is asked about |
 | ``questions.jsonl`` | the same questions for ``jobs.generate --questions`` and as questions of one's own |
 | ``manifest.jsonl`` | a row a video for ``jobs.prune``: its seed, frames and hardness |
-| ``evidence.jsonl`` | a row a question: the boxes in which frames that show the answer |
 | ``recipe.json`` | what all of it follows from |
 """
 
@@ -33,7 +32,7 @@ from pipeline.evaluate.shapes.world import DURATIONS, Video
 
 #: Counts up when a seed gives another video or other questions.
 WORLD_VERSION = 2
-RECIPE, EVIDENCE = "recipe.json", "evidence.jsonl"
+RECIPE = "recipe.json"
 ANNOTATIONS = "videomme/test-00000-of-00001.parquet"
 _TEXTS = ("video_id", "duration", "domain", "sub_category", "url", "videoID", "question_id", "task_type", "question")
 _COLUMNS = pa.schema(
@@ -123,7 +122,6 @@ def write_benchmark(folder: Path, recipe: Recipe, progress: Callable[[int], None
     asked = [(film, question_id, question) for film in films for question_id, question in film.questions()]
     _write_lines(folder / "manifest.jsonl", [_manifest_row(film) for film in films])
     _write_lines(folder / "questions.jsonl", [_own_row(*one) for one in asked])
-    _write_lines(folder / EVIDENCE, [_evidence_row(*one) for one in asked])
     # Last: until it is there, the folder has no annotations, and is refused by that name.
     table = pa.Table.from_pylist([_videomme_row(*one) for one in asked], schema=_COLUMNS)
     pq.write_table(table, folder / ANNOTATIONS)
@@ -181,11 +179,6 @@ def _own_row(film: Film, question_id: str, question: Question) -> dict[str, Any]
         "hardness": film.video.hardness.name,
         "kind": question.kind,
     }
-
-
-def _evidence_row(film: Film, question_id: str, question: Question) -> dict[str, Any]:
-    about = {"question_id": question_id, "video_id": film.path, "task_type": question.type, "kind": question.kind}
-    return about | {"specks": film.video.specks, "noise": film.video.noise} | question.evidence.as_record()
 
 
 def _manifest_row(film: Film) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Questions about a video, each with four choices and with what of the video answers it.
+"""Questions about a video, each with four choices.
 
 | type | question | choices | what it asks of the tokens that are kept |
 |---|---|---|---|
@@ -23,7 +23,6 @@ from typing import Literal
 import numpy as np
 
 from pipeline.evaluate.shapes.draws import one_of
-from pipeline.evaluate.shapes.evidence import Evidence, Needs, Part, part_of
 from pipeline.evaluate.shapes.words import CORNERS, NUMBERS, QUARTERS
 from pipeline.evaluate.shapes.world import Thing, ThingKind, Video, corner_of
 
@@ -42,7 +41,6 @@ class Question:
         answer: index of the right one.
         kind: of the thing that is asked about; "several" where it is all named ones.
         subject: the word of the prompt that says which thing; "" where none does.
-        evidence: where the video shows the answer.
     """
 
     type: QuestionType
@@ -51,7 +49,6 @@ class Question:
     answer: int
     kind: ThingKind | Literal["several"]
     subject: str
-    evidence: Evidence
 
     @property
     def right(self) -> str:
@@ -66,8 +63,6 @@ class _Asked:
     right: str
     choices: Sequence[str]
     kind: ThingKind | Literal["several"]
-    parts: Sequence[Part]
-    needs: Needs = "any"
     subject: str = ""
 
 
@@ -94,19 +89,16 @@ def _question(video: Video, name: QuestionType, asked: _Asked, order: Sequence[i
         answer=choices.index(asked.right),
         kind=asked.kind,
         subject=asked.subject,
-        evidence=Evidence(video.n_frames, asked.needs, tuple(asked.parts)),
     )
 
 
-def _about(thing: Thing, prompt: str, right: str, choices: Sequence[str], needs: Needs = "any") -> _Asked:
+def _about(thing: Thing, prompt: str, right: str, choices: Sequence[str]) -> _Asked:
     """A question about one thing; ``{}`` in the prompt is its name."""
     return _Asked(
         prompt=prompt.format(thing.name),
         right=right,
         choices=choices,
         kind=thing.kind,
-        parts=[part_of(thing)],
-        needs=needs,
         subject=thing.name,
     )
 
@@ -137,7 +129,7 @@ def _scene(video: Video, rng: np.random.Generator) -> _Asked | None:
 def _quarter(video: Video, rng: np.random.Generator) -> _Asked:
     thing = one_of(rng, video.named)
     right = QUARTERS[video.quarter_at(thing.first)]
-    return _about(thing, "Which quarter introduces the {}?", right, QUARTERS, needs="first")
+    return _about(thing, "Which quarter introduces the {}?", right, QUARTERS)
 
 
 def _first(video: Video, *, standing: bool) -> _Asked | None:
@@ -148,8 +140,6 @@ def _first(video: Video, *, standing: bool) -> _Asked | None:
         right=min(video.named, key=lambda thing: thing.first).name,
         choices=[thing.name for thing in video.named],
         kind="static" if standing else "several",
-        parts=[part_of(thing) for thing in video.named],
-        needs="first",
     )
 
 
@@ -157,9 +147,8 @@ def _count(video: Video, rng: np.random.Generator) -> _Asked | None:
     thing = video.extra("copies")
     if thing is None:
         return None
-    copies = [[shot for shot in thing.shots if corner_of(thing.box(shot)) == corner] for corner in range(4)]
-    parts = [part_of(thing, shots) for shots in copies if shots]
-    return replace(_about(thing, "How many corners have the {}?", NUMBERS[len(parts) - 1], NUMBERS), parts=parts)
+    n_corners = len({corner_of(thing.box(shot)) for shot in thing.shots})
+    return _about(thing, "How many corners have the {}?", NUMBERS[n_corners - 1], NUMBERS)
 
 
 def _change(video: Video, rng: np.random.Generator) -> _Asked | None:
@@ -168,8 +157,7 @@ def _change(video: Video, rng: np.random.Generator) -> _Asked | None:
         return None
     color = (thing.shots[0].color, thing.shots[-1].color)[side]
     prompt = f"What color is the {('earlier', 'later')[side]} {{}}?"
-    shown = [shot for shot in thing.shots if shot.color == color]
-    return replace(_about(thing, prompt, color, video.spare_colors), parts=[part_of(thing, shown)])
+    return _about(thing, prompt, color, video.spare_colors)
 
 
 def _sign(video: Video, rng: np.random.Generator) -> _Asked | None:

@@ -30,7 +30,6 @@ from pipeline.evaluate.statistics.errors import (
 
 Counts = NDArray[np.integer]  # how often each cluster is in each draw, [R, G]
 
-_MAX_ENUMERATED = 7  # 7^7 = 823,543 draws
 FEW = 50  # clusters; with fewer, percentiles of draws hold the true number in 80 to 93 of 100 intervals
 FEWEST = 6  # all signs of five clusters agree by chance in 2 of 32 cases: with five nothing can be shown at 95 %
 _POWER = 1.96 + 0.84  # errors that a difference must have to be found at p < 0.05 in four of five studies
@@ -133,14 +132,6 @@ def draw_counts(n_clusters: int, draws: int, generator: np.random.Generator) -> 
     return counts_RG
 
 
-def every_draw(n_clusters: int) -> Counts:
-    """The counts of all G^G draws, each as likely as another. Raises ValueError for more than 7 clusters."""
-    if n_clusters > _MAX_ENUMERATED:
-        raise ValueError(f"{n_clusters} clusters have {n_clusters}^{n_clusters} draws, too many: use draw_counts")
-    drawn = np.arange(n_clusters**n_clusters)[:, None] // n_clusters ** np.arange(n_clusters) % n_clusters
-    return np.stack([(drawn == cluster).sum(1) for cluster in range(n_clusters)], axis=1)
-
-
 def estimate(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints, counts_RG: Counts) -> Estimate:
     """The mean over parts of every arm.
 
@@ -148,7 +139,7 @@ def estimate(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints, counts_RG: Counts
         scores_AQ: scores; an arm that was not scored is nan throughout.
         cluster_Q: cluster of each question, 0 to G-1.
         part_Q: part of each question, 0 to P-1, none of them empty; OUTSIDE where the column leaves it out.
-        counts_RG: of draw_counts or every_draw.
+        counts_RG: of draw_counts.
     """
     inside_Q = part_Q != OUTSIDE
     present_G = np.unique(cluster_Q[inside_Q])
@@ -225,14 +216,13 @@ def interval(drawn_R: Floats) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def two_sided_p(drawn_R: Floats, *, exact: bool = False) -> float:
+def two_sided_p(drawn_R: Floats) -> float:
     """Return p of a difference by its draws: twice the smaller of the shares at or below and at or above 0, at most 1.
 
-    A share is (k + 1) / (R + 1) of drawn ones, so that p is never 0, and k / R where they are all (``exact``).
+    A share is (k + 1) / (R + 1), so that p is never 0.
     """
     drawn = drawn_R[np.isfinite(drawn_R)]
     if not len(drawn):
         return math.nan
     smaller = min(np.sum(drawn <= TINY), np.sum(drawn >= -TINY))
-    share = smaller / len(drawn) if exact else (smaller + 1) / (len(drawn) + 1)
-    return min(1.0, 2 * float(share))
+    return min(1.0, 2 * (float(smaller) + 1) / (len(drawn) + 1))

@@ -16,7 +16,7 @@ from pipeline.evaluate.statistics.results import Block
 from tests.pipeline.evaluate.report.report_data import HOSTILE, METHODS, RATIOS, data_of, items_of, report_of, scores_of
 
 ITEMS = items_of(24)
-SECTIONS = ["results", "retention", "splits", "frames", "disagreements", "faults", "protocol"]
+SECTIONS = ["results", "retention", "splits", "disagreements", "faults", "protocol"]
 
 
 @pytest.fixture(scope="module")
@@ -198,20 +198,6 @@ def test_disagreements_are_all_counted_and_shown_with_their_replies(page, scores
         assert card.count('<a href="videos/') == 2
 
 
-def test_frames_are_drawn_of_methods_that_say_what_they_kept(page):
-    frames = page[page.index('<section id="frames">') : page.index('<section id="disagreements">')]
-    videos = re.findall(r'<article class="video">.*?</article>', frames, re.DOTALL)
-    assert len(videos) == 6
-    for video in videos:
-        charts = re.findall(r"<figure><figcaption><b>(.*?)</b>", video)
-        assert charts == ["FastVID", "CDPruner", "VisionZip", "VidCom2", "GSTEP"] * len(RATIOS)  # FastV does not say
-        assert video.count('class="bars" viewBox="0 0 32 ') == 5 * len(RATIOS)
-        assert "mean of 3 questions" in video  # CDPruner's
-        assert "49 of every frame" in video  # VisionZip's at 25 %
-    counts = [int(n) for n in re.findall(r"· (\d+) disagreements? over all ratios", frames)]
-    assert counts == sorted(counts, reverse=True) and counts[0] > 0
-
-
 def test_questions_that_were_not_asked_are_counted(report):
     text = Page(report_page(replace(report, n_annotated=100))).text("faults")
     assert "100 questions are annotated, 2 left out for faults, 72 scored, of 98 that could be asked." in text
@@ -357,7 +343,6 @@ def test_only_failed_answers_and_no_counts_of_tokens(scores):
     )
     page = report_page(report_of(ITEMS, nothing))
     assert "No question that one method gets right" in page
-    assert 'id="frames"' not in page
     assert f"unknown {n:,}" in Page(page).text("faults")
 
 
