@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import numpy as np
 import torch
@@ -19,6 +19,23 @@ from gstep.types import VisualTokens
 
 if TYPE_CHECKING:
     from gstep.backbones.siglip.head import PoolingHead
+
+
+class ModelExtra(TypedDict, total=False):
+    """The facts about one video that a language model needs besides its tokens, as they are stored: JSON values.
+
+    ``grid``, [rows, columns] in which the N tokens of a frame (temporal patch) lie row by row, is always there; a
+    family adds what its positions depend on.
+    """
+
+    grid: list[int]
+    video_grid_thw: list[int]
+    spatial_merge_size: int
+    temporal_patch_size: int
+    second_per_grid_ts: float
+    tokens_per_second: int
+    patch_timestamps: list[float]
+    deepstack_levels: int
 
 
 @dataclass(frozen=True)
@@ -153,8 +170,5 @@ class Backbone(ABC):
         )
 
     @abstractmethod
-    def model_extra(self, video: SampledVideo) -> dict[str, Any]:
-        """Return the facts about one video, as JSON values, that a language model needs besides its tokens.
-
-        ``grid`` is always there: [rows, columns] in which the N tokens of a frame (temporal patch) lie, row by row.
-        """
+    def model_extra(self, video: SampledVideo) -> ModelExtra:
+        """Return the facts about one video that its tokens do not tell."""

@@ -6,7 +6,6 @@ calling it.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,17 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from gstep.backbones.attention import observing
-from gstep.backbones.base import Backbone, SampledVideo
+from gstep.backbones.base import Backbone, ModelExtra, SampledVideo
 from gstep.backbones.family import ModelFamily, StaticParts
 from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
 from gstep.backbones.runtime import Runtime
 from gstep.backbones.siglip.evidence import AttentionObserver, PatchObserver, ProbeObserver
 from gstep.backbones.siglip.head import PoolingHead
-from gstep.backbones.weights import load_weights, rebuild_position_ids
+from gstep.backbones.weights import empty_model, load_weights, rebuild_position_ids
 from gstep.checkpoints.pooling_head import PoolingHeadSource
 from gstep.checkpoints.source import ModelSource
 from gstep.checkpoints.tensors import read_tensors
@@ -55,7 +53,8 @@ class LlavaOnevision(ModelFamily):
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> LlavaOnevisionBackbone:
         preprocessor = self.preprocessor()
-        model = _without_language_model(self.source.config, runtime.attn_implementation, runtime.dtype)
+        model = empty_model(self.source.stock_config(), runtime)
+        del model.language_model
         load_weights(model, self.source, _names_in_memory, device=runtime.device, dtype=runtime.dtype)
         rebuild_position_ids(model, runtime.device)
         model.eval().requires_grad_(False)
@@ -159,7 +158,7 @@ class LlavaOnevisionBackbone(Backbone):
         pooled: Tensor = self.model.apply_pooling(values_TSE.reshape(*values_TSE.shape[:2], -1))
         return pooled.reshape(len(pooled), -1, *values_TSE.shape[2:])
 
-    def model_extra(self, video: SampledVideo) -> dict[str, Any]:
+    def model_extra(self, video: SampledVideo) -> ModelExtra:
         """Return the grid alone: the positions of this family are just counted."""
         vision = self.model.config.vision_config
         side = math.isqrt(_tokens_per_frame(vision.image_size, vision.patch_size))
@@ -179,17 +178,6 @@ def _check_feature_layer(source: ModelSource) -> None:
 def _tokens_per_frame(image_size: int, patch_size: int) -> int:
     """Count the tokens of a square frame: its grid of patches, pooled to half its side."""
     return math.ceil(image_size // patch_size / 2) ** 2
-
-
-def _without_language_model(config: dict[str, Any], attn_implementation: str, dtype: torch.dtype) -> Any:
-    """Build LlavaOnevisionModel on the meta device, shapes without memory, and drop its language model at once."""
-    from transformers import AutoModel, LlavaOnevisionConfig  # noqa: PLC0415 - seconds; preprocessing needs none of it
-
-    parsed = LlavaOnevisionConfig.from_dict(copy.deepcopy(config))
-    with torch.device("meta"):
-        model = AutoModel.from_config(parsed, attn_implementation=attn_implementation, dtype=dtype)
-    del model.language_model
-    return model
 
 
 def _names_in_memory(key: str) -> list[str]:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from gstep.backbones.base import SampledVideo
+from gstep.backbones.base import ModelExtra, SampledVideo
 from gstep.backbones.preprocess.qwen import DynamicSizePreprocessor, PerFramePreprocessor, with_pixel_bounds
 from gstep.backbones.qwen_vl import QwenVL
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
@@ -41,14 +44,14 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
         *("Qwen2_5_VLImageProcessor", "Qwen2_5_VLImageProcessorFast"),
     )
 
-    def tower_order(self, rows: int, columns: int, vision: Any) -> Tensor:
+    def tower_order(self, rows: int, columns: int, vision: PretrainedConfig) -> Tensor:
         """Order the tokens of a frame window by window, and in each row by row; windows at the edges are smaller."""
         window = vision.window_size // vision.patch_size // vision.spatial_merge_size
         row_N1 = torch.arange(rows, device="cpu")[:, None] // window
         column_1N = torch.arange(columns, device="cpu")[None] // window
         return torch.argsort((row_N1 * columns + column_1N).flatten(), stable=True)
 
-    def extra(self, video: SampledVideo, vision: Any) -> dict[str, Any]:
+    def extra(self, video: SampledVideo, vision: PretrainedConfig) -> ModelExtra:
         """Return the time scale: a patch advances positions by second_per_grid_ts * tokens_per_second, never rounded.
 
         As Qwen2_5_VLProcessor makes it of VideoMetadata.sampled_fps (models/qwen2_5_vl/processing_qwen2_5_vl.py).
@@ -61,9 +64,3 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
     @classmethod
     def _pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
         return with_pixel_bounds(settings)
-
-    @classmethod
-    def _parsed(cls, config: dict[str, Any]) -> Any:
-        from transformers import Qwen2_5_VLConfig  # noqa: PLC0415 - seconds; preprocessing needs none of it
-
-        return Qwen2_5_VLConfig.from_dict(config)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from gstep.backbones.base import SampledVideo
+from gstep.backbones.base import ModelExtra, SampledVideo
 from gstep.backbones.preprocess.qwen import DynamicSizePreprocessor, PerVideoPreprocessor
 from gstep.backbones.qwen_vl import QwenVL
 from gstep.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class Qwen3VL(QwenVL):
@@ -37,7 +40,7 @@ class Qwen3VL(QwenVL):
     # does: transformers would size the frames by the rules of Qwen2.5-VL.
     image_processors = ("Qwen2VLImageProcessorFast", "Qwen3VLImageProcessor", "Qwen3VLImageProcessorFast")
 
-    def extra(self, video: SampledVideo, vision: Any) -> dict[str, Any]:
+    def extra(self, video: SampledVideo, vision: PretrainedConfig) -> ModelExtra:
         """Return the seconds that the prompt writes before each temporal patch, and the number of deepstack levels.
 
         A patch's time is the mean of its first and last frame's, the last frame standing in for missing ones, as in
@@ -60,9 +63,3 @@ class Qwen3VL(QwenVL):
                     'ignores it; give size={"shortest_edge": ..., "longest_edge": ...}, the pixels of a whole video'
                 )
         return settings
-
-    @classmethod
-    def _parsed(cls, config: dict[str, Any]) -> Any:
-        from transformers import Qwen3VLConfig  # noqa: PLC0415 - seconds; preprocessing needs none of it
-
-        return Qwen3VLConfig.from_dict(config)

@@ -7,26 +7,28 @@ back into spatial order.
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from gstep.backbones.attention import merged_attention, observing, rotated, split_heads
-from gstep.backbones.base import Backbone, SampledVideo
+from gstep.backbones.base import Backbone, ModelExtra, SampledVideo
 from gstep.backbones.family import ModelFamily, StaticParts
 from gstep.backbones.preprocess.qwen import DynamicSizePreprocessor
 from gstep.backbones.runtime import Runtime
-from gstep.backbones.weights import check_loaded, load_weights
+from gstep.backbones.weights import check_loaded, empty_model, load_weights
 from gstep.checkpoints.source import ModelSource
 from gstep.errors import ModelError
 from gstep.evidence import MERGED_QUERIES
 from gstep.types import VisualTokens
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # Vision patches in one pass of the tower, which bounds its memory whatever the size of the frames: 12 temporal patches
 # of full HD in patches of 14 pixels. A temporal patch that is larger than all of it goes alone.
@@ -50,7 +52,7 @@ class QwenVL(ModelFamily):
 
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> QwenBackbone:
         preprocessor = self.preprocessor()
-        tower = self._tower(runtime.attn_implementation, runtime.dtype)
+        tower = empty_model(self.source.stock_config().vision_config, runtime)
         # Under its name, so that what is missing is named as it is on disk.
         whole = nn.ModuleDict({"visual": tower})
         load_weights(whole, self.source, _names_in_memory, device=runtime.device, dtype=runtime.dtype)
@@ -98,10 +100,10 @@ class QwenVL(ModelFamily):
         return int(T * N * 2 * (static.hidden_size * (1 + static.deepstack_levels) + len(evidence)))
 
     @abstractmethod
-    def extra(self, video: SampledVideo, vision: Any) -> dict[str, Any]:
+    def extra(self, video: SampledVideo, vision: PretrainedConfig) -> ModelExtra:
         """Return what positions depend on besides the grid; ``vision`` is the tower's stock configuration."""
 
-    def tower_order(self, rows: int, columns: int, vision: Any) -> Tensor:
+    def tower_order(self, rows: int, columns: int, vision: PretrainedConfig) -> Tensor:
         """Return the place in the frame, [N] int64, of each token in the order in which the tower works on them."""
         return torch.arange(rows * columns, device="cpu")
 
@@ -109,19 +111,6 @@ class QwenVL(ModelFamily):
     def _pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
         """Return ``settings`` with the ``size`` that the stock class makes of them."""
         return settings
-
-    @classmethod
-    @abstractmethod
-    def _parsed(cls, config: dict[str, Any]) -> Any:
-        """Make the stock configuration of config.json."""
-
-    def _tower(self, attn_implementation: str, dtype: torch.dtype) -> Any:
-        """Build the vision tower on the meta device, shapes without memory; nothing of the language model is built."""
-        from transformers import AutoModel  # noqa: PLC0415 - seconds; preprocessing needs none of it
-
-        parsed = self._parsed(copy.deepcopy(self.source.config)).vision_config
-        with torch.device("meta"):
-            return AutoModel.from_config(parsed, attn_implementation=attn_implementation, dtype=dtype)
 
     def _vision(self) -> dict[str, Any]:
         """Return the vision part of config.json with the stock defaults."""
@@ -183,7 +172,7 @@ class QwenBackbone(Backbone):
         attention = last.attention()[:, spatial]  # all that these families give
         return VisualTokens(tokens, dict.fromkeys(evidence, attention), tuple(deepstack))
 
-    def model_extra(self, video: SampledVideo) -> dict[str, Any]:
+    def model_extra(self, video: SampledVideo) -> ModelExtra:
         """Return the grid in patches as the stock processors give it, how patches merge to tokens, and ``extra``."""
         grid, merge = (
             self.preprocessor.grid_thw(video.n_frames, video.height, video.width),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,19 @@ from torch import Tensor, nn
 from gstep.checkpoints.random_weights import random_tensors
 from gstep.checkpoints.tensors import TensorSource, read_tensors
 from gstep.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from gstep.backbones.runtime import Runtime
+
+
+def empty_model(config: PretrainedConfig, runtime: Runtime) -> PreTrainedModel:
+    """Build the stock model of a configuration on the meta device: shapes, and no memory."""
+    from transformers import AutoModel  # noqa: PLC0415 - seconds, and preprocessing needs none of it
+
+    with torch.device("meta"):
+        return AutoModel.from_config(config, attn_implementation=runtime.attn_implementation, dtype=runtime.dtype)
 
 
 def load_weights(

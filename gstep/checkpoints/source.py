@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gstep.checkpoints import random_weights, tiny
 from gstep.checkpoints.files import CheckpointFiles
@@ -14,6 +15,9 @@ from gstep.checkpoints.quantization import refuse_quantized
 from gstep.checkpoints.tensors import find_weight_files
 from gstep.errors import ModelError
 from gstep.families import FAMILIES
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _LLAVA = (
     "Checkpoints must be in the layout of transformers, for LLaVA-OneVision those named llava-hf/llava-onevision-*-hf."
@@ -108,6 +112,12 @@ class ModelSource:
         if path is None:
             raise ModelError(f"{self.name!r} has no file {filename}: download the whole checkpoint")
         return path
+
+    def stock_config(self) -> PretrainedConfig:
+        """Parse config.json into transformers' configuration of the family, with its defaults."""
+        from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds, and preprocessing needs none of it
+
+        return CONFIG_MAPPING[self.model_type].from_dict(copy.deepcopy(self.config))
 
     def pretrained(self) -> tuple[str, str | None]:
         """Return (name or folder, revision) for from_pretrained of transformers on this node, for the whole model."""
