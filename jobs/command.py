@@ -36,7 +36,7 @@ class LogConsole(Console):
         self.soft_wrap = not self.is_terminal
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """As of any console."""
+        """Print as any console does, in a log behind the time."""
         if not self.is_terminal:
             objects = (time.strftime("%Y-%m-%d %H:%M:%S"), *objects)
         super().print(*objects, **options)
@@ -127,7 +127,9 @@ def exit_code_of(
     interrupted: str = "interrupted",
     document: Path | None = None,
 ) -> int:
-    """What ``work`` returns; else 1 if it failed, 2 if it was refused, 130 if interrupted, and a line that says so.
+    """Run the work and return its exit code: 1 where it failed, 2 where it was refused, 130 where it was interrupted.
+
+    Each of these prints a line that says why.
 
     ``document`` is where ``--json`` wants one: what the work returns with its exit code, or the error.
     """
@@ -167,7 +169,7 @@ def _ended(work: Callable[[], int | Done], console: Console, failed: Errors, ref
 
 
 def count(text: str) -> int:
-    """A flag's type: a whole number, at least 1."""
+    """Parse a whole number that is at least 1, as a flag's type."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
@@ -175,7 +177,7 @@ def count(text: str) -> int:
 
 
 def share(text: str) -> float:
-    """A flag's type: a number in (0, 1]."""
+    """Parse a number in (0, 1], as a flag's type."""
     value = float(text)
     if not 0.0 < value <= 1.0:
         raise argparse.ArgumentTypeError(f"must be in (0, 1], got {value}")
@@ -183,7 +185,7 @@ def share(text: str) -> float:
 
 
 def file_in_folder(text: str) -> Path:
-    """A flag's type: a file to write, in a folder that exists."""
+    """Check the path of a file to write, whose folder must exist, as a flag's type."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{path} is a folder: name a file")
@@ -193,7 +195,7 @@ def file_in_folder(text: str) -> Path:
 
 
 def add_json_or_file(parser: argparse.ArgumentParser) -> None:
-    """``--json`` and ``--json FILE``, for commands where a positional word that it swallowed is missed."""
+    """Add ``--json`` and ``--json FILE``, for commands that notice when FILE has swallowed a positional word."""
     parser.add_argument(
         "--json", nargs="?", const=STDOUT, type=_document_file, metavar="FILE", help=f"{HELP}; or write it to FILE"
     )
@@ -207,7 +209,7 @@ def _document_file(text: str) -> Path:
 
 
 def wide_console() -> Console:
-    """For tables: cut to the width of a terminal, but not of a file or a pipe."""
+    """Return a console for tables, which cuts them to the width of a terminal, but not of a file or a pipe."""
     console = Console()
     return console if console.is_terminal else Console(width=200)
 
@@ -224,7 +226,7 @@ class _Interruption:
         raise KeyboardInterrupt
 
     def say(self) -> None:
-        """Say it, if it is not said yet."""
+        """Say that the command is interrupted, unless that was said already."""
         if not self._said:
             self._say()
             self._said = True

@@ -37,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
 
 
 def read_config_file(path: str, config: type) -> dict[str, object]:
-    """The options of a YAML file, by field name, to be used as the flags' defaults.
+    """Read the options of a YAML file, by field name, to be used as the flags' defaults.
 
     Raises UsageError where the file cannot be read, names an option that does not exist, or gives one the wrong type.
     """
@@ -58,12 +58,12 @@ def read_config_file(path: str, config: type) -> dict[str, object]:
 
 
 def from_flags(config: type[T], namespace: argparse.Namespace) -> T:
-    """The dataclass with the values that were parsed; the namespace may hold others too."""
+    """Make the dataclass of the values that were parsed; the namespace may hold others too."""
     return config(**{item.name: getattr(namespace, item.name) for item in fields(config)})  # type: ignore[arg-type]
 
 
 def _own_first(config: type) -> list[Field[Any]]:
-    """The fields of the class itself, then those of its base, and so on: ``fields`` has it the other way round."""
+    """Sort the fields of a class before those of its base, and so on: ``fields`` gives them the other way round."""
     depths = {item.name: n for n, cls in enumerate(config.__mro__) if is_dataclass(cls) for item in fields(cls)}
     return sorted(fields(config), key=lambda item: depths[item.name])
 

@@ -24,12 +24,12 @@ class Done(NamedTuple):
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    """``--json``, for commands of which something positional may follow it."""
+    """Add ``--json``, for commands with a positional word that may follow it."""
     parser.add_argument("--json", action="store_const", const=STDOUT, help=HELP)
 
 
 def error_record(error: BaseException, message: str = "") -> dict[str, object]:
-    """The document of an error."""
+    """Return the JSON document of an error."""
     return {"error": {"class": type(error).__name__, "message": message or str(error)}}
 
 
@@ -60,7 +60,7 @@ def print_lines(lines: Iterable[str]) -> None:
 
 @contextmanager
 def stdout_as_stderr() -> Iterator[None]:
-    """Whatever is printed meanwhile goes to stderr, of libraries in C and of child processes too."""
+    """Send to stderr what is printed to stdout in the block, by libraries in C and by child processes too."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -74,7 +74,7 @@ def stdout_as_stderr() -> Iterator[None]:
 
 
 def _strict(value: Any) -> Any:
-    """What JSON knows: texts, finite numbers, lists and objects."""
+    """Convert a value to what JSON knows: texts, finite numbers, lists and objects."""
     if isinstance(value, Mapping):
         return {str(key): _strict(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _other_sampling(flags: argparse.Namespace) -> set[str]:
-    """A flag wins over the file: also over the other way of sampling."""
+    """Return the options of a file that a flag for the other way of sampling overrules."""
     return {"fps", "max_frames"} if flags.num_frames else {"num_frames"} if flags.fps else set()
 
 

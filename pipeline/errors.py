@@ -252,7 +252,7 @@ class QuestionFault(Exception):  # noqa: N818
 
 
 def printable(message: str, limit: int = 1024) -> str:
-    """The message without control characters, cut to ``limit`` bytes of UTF-8."""
+    """Return the message without control characters, cut to ``limit`` bytes of UTF-8."""
     clean = "".join(c if c.isprintable() else " " for c in message).strip()
     encoded = clean.encode("utf-8", "replace")
     return clean if len(encoded) <= limit else encoded[: limit - 3].decode("utf-8", "ignore") + "..."

@@ -25,7 +25,7 @@ _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 
 
 def checked_options(config: type, given: Mapping[str, object], where: str = "") -> dict[str, Any]:
-    """Options from a file or from Python, by field name, each in the type of its field of the dataclass ``config``.
+    """Convert options from a file or from Python, by field name, to the types of the fields of ``config``.
 
     An int is a float, a number or a path is text, a mapping is a list of NAME=VALUE; nothing else is converted. Raises
     UsageError, which begins with ``where``, for a name that is no field's and a value of another type.
@@ -46,7 +46,7 @@ def checked_options(config: type, given: Mapping[str, object], where: str = "") 
 def config_of(
     kind: type[C], function: str, options: Mapping[str, object], accepted: Collection[str] | None = None
 ) -> C:
-    """The options of a command as keyword arguments of ``function``, which takes no others than ``accepted``.
+    """Make the configuration of keyword arguments of ``function``, which takes no others than ``accepted``.
 
     Raises UsageError.
     """
@@ -59,7 +59,7 @@ def config_of(
 
 
 def value_type(hint: Any) -> Any:
-    """``int`` of ``int | None``; the hint itself otherwise."""
+    """Return ``int`` of ``int | None``, and any other hint as it is."""
     if get_origin(hint) in (Union, types.UnionType):
         return next(kind for kind in get_args(hint) if kind is not type(None))
     return hint

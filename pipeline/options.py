@@ -19,7 +19,7 @@ ATTN = ("auto", "flash_attention_2", "sdpa", "eager")
 
 
 def option(default: Any, help_text: str, **extra: Any) -> Any:
-    """A dataclass field that is also a flag; ``{item}`` in its help is what the command works on, "video" say.
+    """Make a dataclass field that is also a flag; ``{item}`` in its help is what the command works on, "video" say.
 
     ``extra`` may hold metavar, choices, positional, several (of a list: many values after one flag) and secret, as well
     as group: the title under which ``--help`` shows
@@ -32,7 +32,7 @@ def option(default: Any, help_text: str, **extra: Any) -> Any:
 
 
 def check(ok: bool, name: str, wanted: str, value: object) -> None:
-    """Raises UsageError, naming the flag, where not ``ok``."""
+    """Raise UsageError, which names the flag, where not ``ok``."""
     if not ok:
         raise UsageError(f"--{name.replace('_', '-')} must be {wanted}, got {value!r}")
 
@@ -45,7 +45,7 @@ def check_choices(config: Any) -> None:
 
 
 def named_values(given: Iterable[str], flag: str) -> dict[str, str]:
-    """NAME=VALUE by name, as text: what a value means is for a method's own fields to say."""
+    """Parse NAME=VALUE into texts by name: what a value means is for a method's own fields to say."""
     params: dict[str, str] = {}
     for item in given:
         name, equals, value = item.partition("=")
@@ -125,7 +125,7 @@ class RunOptions(S3Options):
         self.failure_limit(1)
 
     def failure_limit(self, total: int) -> int:
-        """How many of ``total`` items may fail before the run counts as failed."""
+        """Return how many of ``total`` items may fail before the run counts as failed."""
         return max(0, total - 1) if self.max_failed is None else _count_or_share(self.max_failed.strip(), total)
 
     def outside_limit(self, total: int) -> int:
@@ -138,7 +138,7 @@ class RunOptions(S3Options):
         return max(OUTSIDE_COUNT, math.floor(OUTSIDE_SHARE * total + 1e-9))
 
     def as_record(self) -> dict[str, object]:
-        """Every option as JSON-able values, for the run's record; of a secret one only that it is set."""
+        """Return every option as a JSON-able value, for the run's record; of a secret one only that it is set."""
         values = {item.name: (getattr(self, item.name), item.metadata.get("secret")) for item in fields(self)}
         return {name: "(set)" if secret and value is not None else value for name, (value, secret) in values.items()}
 
@@ -156,7 +156,7 @@ class PrunerOptions(RunOptions):
         self.pruner_params()
 
     def pruner_params(self) -> dict[str, str]:
-        """``--pruner-param`` by name, as text."""
+        """Parse ``--pruner-param`` into texts by name."""
         return named_values(self.pruner_param, "--pruner-param")
 
 
@@ -194,12 +194,12 @@ class EngineOptions(RunOptions):
                     raise UsageError(f"--{name.replace('_', '-')} goes with --engine vllm")
 
     def engine_params(self) -> dict[str, Any]:
-        """``--engine-param`` by name."""
+        """Parse ``--engine-param`` into values by name."""
         return engine_values(self.engine_param)
 
 
 def engine_values(given: Iterable[str]) -> dict[str, Any]:
-    """``--engine-param`` by name; a value is JSON where it can be read as that, else text."""
+    """Parse ``--engine-param`` by name; a value is JSON where it can be read as that, else text."""
     return {name: _json_or_text(text) for name, text in named_values(given, "--engine-param").items()}
 
 
@@ -211,7 +211,7 @@ def _json_or_text(text: str) -> Any:
 
 
 def _count_or_share(text: str, total: int) -> int:
-    """``--max-failed`` as a number of items: "10", "0.05" or "5%" of ``total``."""
+    """Convert ``--max-failed`` to a number of items: "10", "0.05" or "5%" of ``total``."""
     try:
         if text.endswith("%"):
             share = float(text[:-1]) / 100

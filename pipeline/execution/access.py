@@ -29,7 +29,7 @@ _TOKEN = (
 
 
 def address_to_join() -> str | None:
-    """The cluster that ``ray.init()`` joins, as RAY_ADDRESS names it or ``ray start`` left it on this machine.
+    """Find the cluster that ``ray.init()`` joins: the one that RAY_ADDRESS names or ``ray start`` left on this machine.
 
     None where it starts one of its own. Raises RunFailed for the address of a job server and where nothing listens.
     """
@@ -88,7 +88,7 @@ def keep_token_here() -> None:
 
 
 def _has_token() -> bool:
-    """Whether Ray finds one."""
+    """Return whether Ray finds a token of the cluster."""
     named = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
     return bool(named) or (Path.home() / ".ray" / "auth_token").exists()
 
@@ -98,7 +98,7 @@ def _closed(address: str) -> str:
 
 
 def no_ray(error: Exception, address: str | None) -> str:
-    """Why there is no cluster, in a line, and what may help."""
+    """Say in one line why there is no cluster, and what may help."""
     what = printable(f"{type(error).__name__}: {error}")
     if isinstance(error, ray.exceptions.AuthenticationError):
         return _closed(address or "this machine")

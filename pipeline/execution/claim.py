@@ -133,7 +133,7 @@ class Claim:
             self._store.delete(name)
 
     def _lives(self, name: str, other: Holder) -> bool:
-        """Whether a run shows a sign of life before it counts as gone."""
+        """Return whether a run shows a sign of life before it counts as gone."""
         if _is_here(other):
             return True
         limit, told = timedelta(seconds=MISSED * self._heartbeat_s), False
@@ -178,7 +178,7 @@ def _notes(store: Store) -> Iterator[tuple[str, Holder]]:
 
 
 def _read(store: Store, name: str) -> Holder | None:
-    """The note; None where it is gone."""
+    """Read a note; None where it is gone."""
     try:
         held = json.loads(store.read(name))
     except FileNotFoundError:
@@ -189,7 +189,7 @@ def _read(store: Store, name: str) -> Holder | None:
 
 
 def _silent(store: Store, name: str, own: str) -> timedelta | None:
-    """How long ago a note was written, by the clock that wrote one's own just now; None where it is gone."""
+    """Return how long ago a note was written, by the clock that wrote this run's own just now; None if it is gone."""
     try:
         return store.age(name) - store.age(own)
     except FileNotFoundError:
@@ -202,12 +202,12 @@ def _of_this_container(other: Holder) -> bool:
 
 
 def _is_here(other: Holder) -> bool:
-    """Whether it is a process of this container that runs."""
+    """Return whether a run is a process of this container that runs."""
     return _of_this_container(other) and not _ended_here(other)
 
 
 def _ended_here(other: Holder) -> bool:
-    """Whether it is a process of this container that has ended, or a claim of this process that has."""
+    """Return whether a run is a process of this container that has ended, or a claim of this process that has."""
     if not _of_this_container(other):
         return False
     if other["pid"] == os.getpid():
@@ -216,7 +216,7 @@ def _ended_here(other: Holder) -> bool:
 
 
 def _namespace() -> str:
-    """Tells the processes of one container from those of another; "" where there is no such thing."""
+    """Return what tells the processes of one container from those of another; "" where there is no such thing."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -225,7 +225,7 @@ def _namespace() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When the process was started, in ticks of the kernel; None where it does not run (or there is no /proc)."""
+    """Return when a process was started, in ticks of the kernel; None where it does not run (or there is no /proc)."""
     try:
         facts = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

@@ -130,7 +130,7 @@ def _keep_known_lines(record: logging.LogRecord) -> bool:
 
 
 def _leave() -> None:
-    """At exit, before Ray's own, which waits half a second for output that goes nowhere."""
+    """Shut Ray down before Ray's own exit handler, which waits half a second to flush output that nobody reads."""
     # Of a cluster that it started Ray ends the GCS first, and waits a second for the monitor, which has a last word for
     # the GCS. Nothing public ends the monitor alone.
     with suppress(AttributeError):  # this process has left already, or this version of Ray has it otherwise
@@ -139,7 +139,7 @@ def _leave() -> None:
 
 
 def wait_for_gpus(wanted: int, wait_s: float, say: Callable[[str], object]) -> dict[str, float]:
-    """The resources of the cluster that this process has joined, once it has ``wanted`` GPUs.
+    """Wait until the cluster that this process has joined has ``wanted`` GPUs, and return its resources.
 
     A cluster that grows by demand is asked for them. Raises UsageError where they have not joined in ``wait_s``.
     """
@@ -179,7 +179,7 @@ def _muted_stderr() -> Iterator[None]:
 
 
 def _connected_to() -> str:
-    """Which cluster it is, and what it has."""
+    """Describe the cluster that was joined, and what it has, in one line."""
     has, nodes = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
     here = f"Ray at {ray.get_runtime_context().gcs_address}"
     where = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
@@ -187,7 +187,7 @@ def _connected_to() -> str:
 
 
 def settle(options: RunOptions, dtype: str, say: Callable[[str], object]) -> tuple[str, str]:
-    """(device, dtype) to compute with on the cluster, which is joined or started.
+    """Join or start the cluster, and choose the (device, dtype) to compute with.
 
     Args:
         dtype: what the flags or earlier rows say.
@@ -226,7 +226,7 @@ def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
 
 
 def provenance(run_id: str, packages: Sequence[str]) -> RunRecord:
-    """What the record of a run says of this machine."""
+    """Return what the record of a run says of this process and its packages."""
     return {
         "run_id": run_id,
         "host": socket.gethostname(),
@@ -244,7 +244,7 @@ def _version(name: str) -> str | None:
 
 
 def cause(error: BaseException) -> str:
-    """The innermost error of a Ray task or actor, in one line: Ray wraps it in tracebacks of its own."""
+    """Return the innermost error of a Ray task or actor in one line: Ray wraps it in tracebacks of its own."""
     if isinstance(error, ray.exceptions.RayTaskError):
         return printable(f"{type(error.cause).__name__}: {error.cause}")
     if isinstance(error, ray.exceptions.RayError):
@@ -253,7 +253,7 @@ def cause(error: BaseException) -> str:
 
 
 def troubled(tried: Mapping[str, Mapping[str, Tried]]) -> dict[str, str]:
-    """Node id -> host, of nodes on which a stage failed more often than on all of them together.
+    """Find the nodes on which a stage failed more often than on all nodes together, as node id -> host.
 
     A file that is missing for all fails everywhere alike, so a node is never left out where no other one does better.
     """
@@ -268,7 +268,7 @@ def troubled(tried: Mapping[str, Mapping[str, Tried]]) -> dict[str, str]:
 
 
 def resources_without(nodes: Collection[str]) -> dict[str, float]:
-    """What the living nodes have but these."""
+    """Add up the resources of the living nodes that are not among ``nodes``."""
     there: Counter[str] = Counter()
     for node in ray.nodes():
         if node["Alive"] and node["NodeID"] not in nodes:
@@ -277,5 +277,5 @@ def resources_without(nodes: Collection[str]) -> dict[str, float]:
 
 
 def elsewhere(nodes: Collection[str]) -> dict[str, str]:
-    """The label selector of workers that must not run on these nodes."""
+    """Return the label selector of workers that must not run on these nodes."""
     return {NODE_LABEL: f"!in({','.join(sorted(nodes))})"} if nodes else {}

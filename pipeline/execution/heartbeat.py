@@ -138,7 +138,7 @@ class _Recently:
 
 
 def _living() -> set[str]:
-    """The ids of the nodes that Ray believes in."""
+    """List the ids of the nodes that Ray takes for alive."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 
@@ -170,7 +170,7 @@ class Heartbeats:
 
     @ray.method(num_returns=0)  # type: ignore[untyped-decorator]
     def state(self, stage: str, worker: Worker, held: Sequence[str], news: News) -> None:
-        """A worker of ``stage`` holds ``held`` from now on."""
+        """Record what a worker of ``stage`` holds from now on, and what happened since it last said so."""
         if held:
             self._held[stage][worker.name] = _Held(held, worker.host, worker.node)
         else:
@@ -184,7 +184,7 @@ class Heartbeats:
             self._recently[stage][worker.name].add(news, self._clock())
 
     def rests(self, stage: str, worker: Worker) -> bool:
-        """Whether this worker is out of service now, and must not take another item."""
+        """Return whether this worker is out of service now, and must not take another item."""
         mine, now = self._recently[stage][worker.name], self._clock()
         if not mine.fails or not self._do_better(stage, self._at_work(stage) - {worker.name}):
             mine.resting_since = None
@@ -202,13 +202,13 @@ class Heartbeats:
         return False
 
     def _at_work(self, stage: str) -> set[str]:
-        """The workers of a stage that hold something, or did just now."""
+        """Return the workers of a stage that hold something or have moved in the last seconds."""
         recently, now = self._recently[stage], self._clock()
         holding = {name for name, held in self._held[stage].items() if self._lives(held.node)}
         return holding | {name for name, it in recently.items() if now - it.moved_at <= _AT_WORK_S}
 
     def _lives(self, node: str) -> bool:
-        """Whether the node is there: what a lost one held it holds for ever."""
+        """Return whether a node is there. A worker of a lost node says nothing more, so what it held stays recorded."""
         if self._living is None:
             return True
         now = self._clock()
@@ -218,7 +218,7 @@ class Heartbeats:
         return self._nodes is None or node in self._nodes[1]
 
     def _do_better(self, stage: str, others: Iterable[str]) -> bool:
-        """Whether there are others, and fewer than BETTER of their last items failed, as far as is known."""
+        """Return whether others are known to do better: less than BETTER of their last items failed."""
         recently = self._recently[stage]
         workers = list(others)
         known = [failed for name in workers if name in recently for failed in recently[name].failed]
@@ -229,7 +229,7 @@ class Heartbeats:
         return all(name in recently and recently[name].fails for name in workers)
 
     def start(self, stage: str, worker: Worker) -> int | None:
-        """A process of this worker starts. How many before it died with what they held; None where too many have."""
+        """Record that a process of this worker starts. Return how many before it died; None where too many did."""
         if worker.name not in self._died:
             self._died[worker.name] = deque(maxlen=DEATHS + 1)
             return 0
@@ -245,15 +245,15 @@ class Heartbeats:
         return None
 
     def deaths(self, stage: str, item: str) -> list[str]:
-        """The hosts on which a process of this stage died with this item in hand, one for each death."""
+        """List the hosts on which a process of this stage died with this item in hand, one for each death."""
         return self._deaths.get((stage, item), [])
 
     def fail(self, why: str) -> None:
-        """A worker gives the run up; the first one's reason is kept."""
+        """Record why a worker gives the run up; the first reason is kept."""
         self._failure = self._failure or why
 
     def read(self) -> Reading:
-        """Everything that is known."""
+        """Return the state of all stages."""
         inside = {
             stage: [f"{item} on {held.host}" for held in workers.values() for item in held.items]
             for stage, workers in self._held.items()
@@ -332,12 +332,15 @@ class Heartbeat:
         self.one_died = n_died > 0
 
     def rest(self) -> None:
-        """Before an item is taken: wait while this worker is out of service. Asks only after an item that failed."""
+        """Wait while this worker is out of service, before it takes an item.
+
+        The actor is asked only after a failed item.
+        """
         while self._failed and self._ask_of_me("rests"):
             time.sleep(_LOOK_S)
 
     def deaths(self, item: str) -> list[str]:
-        """The hosts on which processes of this stage died while they held ``item``, one for each death.
+        """List the hosts on which processes of this stage died while they held ``item``, one for each death.
 
         Ask while holding it: the answer comes after the actor has heard of that, so this process's death would count.
         A worker of which no process died does not ask: Ray gives an item again to the worker that it killed.
@@ -346,13 +349,13 @@ class Heartbeat:
 
     @contextmanager
     def holding(self, *ids: str) -> Iterator[Holding]:
-        """Work on these videos (or questions) in the block, which says what is done; afterwards none is held."""
+        """Hold these items in the block, which lets go of each as it is done; afterwards none of them is held."""
         with self._meanwhile(ids, News(moves=len(ids))) as held:
             yield held
 
     @contextmanager
     def busy(self, work: str) -> Iterator[None]:
-        """The block does something that must not pass for progress: no item's work, or a part of it, under its id.
+        """Report work that must not pass for progress in the block: it belongs to no item, or is a part of one.
 
         What was held is held on: the last statement before a process dies may be lost with it.
         """
@@ -403,7 +406,7 @@ class Heartbeat:
         return self._ask(method, self._stage, self._me, otherwise=otherwise)
 
     def _ask(self, method: str, *arguments: object, otherwise: object = None) -> Any:
-        """The actor's answer, or ``otherwise`` where there is none."""
+        """Ask the actor, and return its answer, or ``otherwise`` where none comes."""
         if self._heartbeats is None:
             return otherwise
         try:

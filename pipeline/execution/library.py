@@ -44,7 +44,10 @@ def console_for(progress: Tell) -> Console:
 
 
 def checked_outcome(summary: S, config: RunOptions, n_items: int, outside_limit: int | None = None) -> S:
-    """The summary, where a command would end with exit code 0. Raises TooManyFailed, which carries it, elsewhere."""
+    """Return the summary of a run for which a command would end with 0.
+
+    Raise TooManyFailed, which carries it, elsewhere.
+    """
     if not summary.exit_code(config.failure_limit(n_items), outside_limit):
         return summary
     example, message = next(iter(summary.examples.values()), ("", "no row was written"))
@@ -79,7 +82,7 @@ def run_here() -> Iterator[None]:
 
 @contextmanager
 def _restored_process() -> Iterator[None]:
-    """Shut down a Ray that runs started, and undo what they set for the whole process.
+    """Restore the process after the block: shut down a Ray that runs started, and undo what they set.
 
     That is Ray Data's context, the levels of Ray's loggers, Ray's environment variables and filters of warnings.
     """

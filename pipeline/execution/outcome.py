@@ -70,7 +70,7 @@ class Outcome:
         return {**own, "n_failed": self.n_failed}
 
     def standing(self) -> dict[str, Any]:
-        """``as_record`` of what is there, whichever runs made it."""
+        """Return the part of ``as_record`` that does not depend on which run made the results."""
         return {name: value for name, value in self.as_record().items() if name not in _OF_A_RUN}
 
     def pace(self, item: str) -> str:
@@ -82,7 +82,7 @@ class Outcome:
         return f"{self.n_new} {item}s{failed} in {self.wall_s or 0.0:.1f} s, {rate:.2f} {item}s/s"
 
     def failures_table(self, item: str, faults: Mapping[Any, Fault]) -> Table:
-        """The failures by class, with one example and the remedy of each."""
+        """Make a table of the failures by class, with one example and the remedy of each."""
         table = Table(title=f"failed {item}s", title_justify="left", show_edge=False)
         for name in ("class", f"{item}s", "example", "remedy"):
             table.add_column(name, overflow="fold", justify="right" if name == f"{item}s" else "left")
@@ -96,7 +96,7 @@ class Outcome:
 
 
 def as_text(shown: RenderableType) -> str:
-    """What a terminal would show, as plain text."""
+    """Render what a terminal would show as plain text."""
     console = Console(file=io.StringIO(), width=120, force_jupyter=False)
     with console.capture() as captured:
         console.print(shown)
@@ -104,6 +104,6 @@ def as_text(shown: RenderableType) -> str:
 
 
 def count_failures(rows: Sequence[Mapping[str, Any]], key: str) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
-    """``failures`` and ``examples`` of an Outcome, from failed rows with ``key``, error_class and error_message."""
+    """Count failed rows with ``key``, error_class and error_message as ``failures`` and ``examples`` of an Outcome."""
     failures = dict(Counter(row["error_class"] for row in rows).most_common())
     return failures, {row["error_class"]: (row[key], row["error_message"]) for row in reversed(rows)}

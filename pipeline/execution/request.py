@@ -16,7 +16,7 @@ from pipeline.storage.stores import LocalStore, Store
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """What gstep says of a model or a method that cannot be used (ModelError, ValueError) refuses the request."""
+    """Turn what gstep raises for an unusable model or method (ModelError, ValueError) into a UsageError."""
     try:
         yield
     except UsageError:  # which is a ValueError too, and says more by its class
@@ -27,7 +27,7 @@ def refusing() -> Iterator[None]:
 
 @contextmanager
 def store_refusing() -> Iterator[None]:
-    """A store that fails before anything was started refuses the request."""
+    """Turn the failure of a store into a UsageError, since nothing was started yet."""
     try:
         yield
     except OSError as error:
@@ -35,13 +35,13 @@ def store_refusing() -> Iterator[None]:
 
 
 def new_run_id() -> str:
-    """It begins with the time in milliseconds, so that names of runs and shards sort by it."""
+    """Make an id that begins with the time in milliseconds, so that names of runs and shards sort by it."""
     now = datetime.now(UTC)
     return f"{now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03}Z-{secrets.token_hex(3)}"
 
 
 def check_out(store: Store) -> None:
-    """Raises UsageError where what is written to ``--out`` would be lost with the job."""
+    """Raise UsageError where what is written to ``--out`` would be lost with the job."""
     if isinstance(store, LocalStore) and not Path(str(store)).is_absolute() and _in_an_upload():
         raise UsageError(
             f"--out {store}: in this Ray job a relative path lies in the cluster's copy of --working-dir, lost "
@@ -50,6 +50,6 @@ def check_out(store: Store) -> None:
 
 
 def _in_an_upload() -> bool:
-    """Whether this process runs in what ``ray job submit --working-dir`` sent: Ray tells it so in its environment."""
+    """Return whether this process runs in an upload of ``ray job submit --working-dir``, as Ray's environment says."""
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
     return bool(job.get("runtime_env", {}).get("working_dir"))

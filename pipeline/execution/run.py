@@ -56,29 +56,32 @@ class Run(ABC, Generic[O, R, T, S]):
 
     @abstractmethod
     def prepare(self) -> R:
-        """The request, checked as far as that is possible before anything is started. Raises UsageError."""
+        """Check the request as far as that is possible before anything is started. Raise UsageError."""
 
     @abstractmethod
     def match(self, request: R) -> R:
-        """The request as what is there already binds it. Raises IdentityMismatch where both do not go together."""
+        """Adopt what the results that are there leave open.
+
+        Raise IdentityMismatch where they do not go with the request.
+        """
 
     @abstractmethod
     def remaining(self, request: R) -> T:
-        """What is left to do. Raises UsageError."""
+        """Find what is left to do. Raise UsageError where the store or a changed item forbids to go on."""
 
     @abstractmethod
     def stream(self, request: R, todo: T) -> Streamed:
-        """Do it and commit it, under a record of the run. Raises RunFailed."""
+        """Run what is left and commit it, under a record of the run. Raise RunFailed."""
 
     @abstractmethod
     def summarise(self, request: R, todo: T, n_failed: int, wall_s: float) -> S:
-        """What is there now, counted from the committed rows."""
+        """Count from the committed rows what is there now."""
 
     def tidy(self, request: R, todo: T) -> None:
-        """Do what is left once all is committed and counted."""
+        """Merge what the run wrote, once all is committed and counted."""
 
     def say(self, line: str) -> None:
-        """A line for the user."""
+        """Print a line for the user."""
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def carry_out(self) -> S:

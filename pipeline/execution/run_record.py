@@ -44,5 +44,5 @@ class RunFile:
 
 
 def now() -> str:
-    """The time as records hold it."""
+    """Return the time as records hold it: ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -116,7 +116,7 @@ class Shards:
         return bool(self._waiting or self._writing or self._written)
 
     def has_room(self) -> bool:
-        """Whether another part may be taken."""
+        """Return whether another part may be taken."""
         return self._n_waiting < self._flow.items_per_shard
 
     def take(self, part: Part) -> None:
@@ -131,13 +131,13 @@ class Shards:
         self._write_what_is_due()
 
     def finish(self) -> bool:
-        """No more comes, and what waits is a shard. Whether any is left to be written or committed."""
+        """End the input, so that what waits is a shard. Return whether anything is left to be written or committed."""
         self._ended = True
         self._write_what_is_due()
         return self.unwritten
 
     def written(self, wait_s: float = TICK_S) -> Iterator[Shard]:
-        """The shards that are on disk, to be committed; waits, but only where no more is taken meanwhile.
+        """Yield the shards that are on disk, to be committed. Wait for one only while no more can be taken.
 
         One is given again where the next was not asked for: who was interrupted cannot know whether it is committed.
         """
@@ -158,7 +158,7 @@ class Shards:
                 del self._writing[answer]
 
     def rest(self, within_s: float) -> Iterator[Shard]:
-        """``written`` of all that was taken, as far as it is there within so many seconds."""
+        """Yield like ``written`` the shards of all that was taken, as far as they are on disk in so many seconds."""
         deadline = time.monotonic() + within_s
         while self.finish() and (left_s := deadline - time.monotonic()) > 0:
             with suppress(ray.exceptions.RayError):  # the others may still do

@@ -69,7 +69,7 @@ class Wording:
 
 
 def in_words(ahead: Mapping[str, int]) -> str:
-    """To go on with behind other numbers: ", 9 decoded"."""
+    """Format how many items each stage did, to follow other numbers: ", 9 decoded"."""
     return "".join(f", {count} {word}" for word, count in ahead.items())
 
 
@@ -91,7 +91,7 @@ class Plan(Protocol):
         """The workers that start, in words."""
 
     def collected(self, stage: str, waits: bool) -> int:
-        """How many items ``stage`` waits for before it takes any; ``waits``: whether more are to come."""
+        """Return how many items ``stage`` waits for before it takes any; ``waits`` says whether more are to come."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Stage:
 
 
 def actors(stage: Stage, batch_size: int, labels: Mapping[str, str] | None = None) -> Mapping[str, Any]:
-    """Options of ``map_batches`` for a stage whose calls get ``batch_size`` rows, on nodes that ``labels`` select."""
+    """Return options of ``map_batches`` for a stage: ``batch_size`` rows a call, on nodes that ``labels`` select."""
     return {
         **({"label_selector": dict(labels)} if labels else {}),
         "batch_size": batch_size,
@@ -131,7 +131,7 @@ def actors(stage: Stage, batch_size: int, labels: Mapping[str, str] | None = Non
 def start_actors(
     kind: type, stage: Stage, arguments: Sequence[object], labels: Mapping[str, str] | None = None
 ) -> list[ActorHandle]:
-    """The workers of a stage that the driver runs by itself, as Ray Data would start those of its own."""
+    """Start the workers of a stage that the driver runs by itself, with the options that Ray Data's actors have."""
     options = {
         **({"label_selector": dict(labels)} if labels else {}),
         "num_cpus": stage.num_cpus,
@@ -169,7 +169,7 @@ def end_workers() -> None:
 
 
 def configure_ray_data() -> None:
-    """Our progress instead of Ray's, and no error that Ray may swallow."""
+    """Turn off Ray Data's own progress and its tolerance of errors, and let each row go on by itself."""
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # an error ends the run, which says why
     # Ray 2.60 announces that max_restarts and names will move to a named parameter, which it does not have yet.
     warnings.filterwarnings("ignore", message="`ray_remote_args(_fn)?` is deprecated")

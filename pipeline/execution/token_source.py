@@ -43,7 +43,7 @@ def ray_dataset(
     evidence: Sequence[str] = (),
     blocks: int | None = None,
 ) -> ray.data.Dataset:
-    """The videos of a cache as a Ray Dataset: a row a video, in the order of the shards.
+    """Read the videos of a cache as a Ray Dataset: a row a video, in the order of the shards.
 
     Columns: ``video_id``; ``tokens``, the bytes of [K, ``hidden_size``] little-endian bfloat16, which Arrow and numpy
     do not have; ``index``, ``rank``, ``frame`` [K] int32, ``merged`` and ``density`` [K], null where a method has none;
@@ -81,7 +81,7 @@ class TokenSource(Datasource):  # type: ignore[misc]  # Ray has no types
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: Any = None
     ) -> list[ReadTask]:
-        """One for each of ``parallelism`` groups of shards, or for each shard where there are fewer."""
+        """Make a task for each of ``parallelism`` groups of shards, or for each shard where there are fewer."""
         cache = ray.put((self._cache, self._shards))
         n_tasks = max(1, min(parallelism, len(self._shards)))
         tasks = []
@@ -106,7 +106,7 @@ def _read(held: ray.ObjectRef, numbers: Sequence[int], how: How) -> Iterator[pa.
 
 
 def as_row(video: CachedVideo) -> pa.Table:
-    """The one row of a video; see ``ray_dataset``."""
+    """Make the one row of a video that ``ray_dataset`` describes."""
     levels = {f"deepstack_{i}": level for i, level in enumerate(video.deepstack)}
     vectors = {"tokens": video.tokens, **levels, **{f"evidence_{name}": v for name, v in video.evidence.items()}}
     return pa.table(
@@ -129,14 +129,14 @@ def _numbers(values: Tensor | None, kind: pa.DataType) -> pa.Array:
 
 
 def _bytes(values: Tensor) -> pa.Array:
-    """The bits of bfloat16 numbers as one value, without a copy."""
+    """Pack the bits of bfloat16 numbers as one binary value, without a copy."""
     data = pa.py_buffer(values.contiguous().view(torch.int16).numpy())
     ends = pa.py_buffer(np.array([0, data.size], np.int64))
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, ends, data])
 
 
 def _bytes_of_a_video(cache: TokenCache, shards: LiveShards, how: How) -> int:
-    """What a row takes in memory, evidence aside, by those of a few shards."""
+    """Estimate the bytes of a row in memory, without evidence, by the rows of a few shards."""
     numbers = range(0, len(shards), max(1, len(shards) // _SAMPLE))
     sample = [row for number in numbers[:_SAMPLE] for row in cache.rows_of(shards, number)]
     sizes = [

@@ -64,7 +64,7 @@ class Watchdog:
         self.every_s = min(_LONGEST_LOOK_S, timeout_s / 10)
 
     def moved(self) -> None:
-        """Something was committed."""
+        """Record that something was committed."""
         self._moved_at = self._clock()
 
     def look(self) -> None:
@@ -88,7 +88,7 @@ class Watchdog:
             )
 
     def _has_room(self) -> bool:
-        """Whether all workers fit the cluster."""
+        """Return whether all workers fit the cluster."""
         try:
             offer = self._offer()
         except Exception:  # noqa: BLE001 - a cluster that does not answer: the timeout will tell
@@ -96,7 +96,7 @@ class Watchdog:
         return offer.get("CPU", 0.0) >= self._plan.cpus and offer.get("GPU", 0.0) >= self._plan.gpus
 
     def _shrunk(self) -> bool:
-        """Whether not all workers fit any more, but some do."""
+        """Return whether not all workers fit any more, but some do."""
         try:
             offer = self._offer()
             return (
@@ -106,16 +106,16 @@ class Watchdog:
             return False
 
     def failure(self) -> str | None:
-        """Why a worker gave the run up, as far as it could say so."""
+        """Return why a worker gave the run up, as far as it could say so."""
         return self.last().failure
 
     def last(self) -> Reading:
-        """What is known now, as far as the heartbeats answer."""
+        """Ask the heartbeats once more, and return their latest answer."""
         self._asked = None  # an answer that is under way may be older
         return self._read()
 
     def _read(self) -> Reading:
-        """The latest answer; one question is under way at a time."""
+        """Return the latest answer of the heartbeats. One question is under way at a time."""
         try:
             self._asked = self._asked or self._heartbeats.read.remote()
             reading: Reading = ray.get(self._asked, timeout=self.every_s)
@@ -127,7 +127,7 @@ class Watchdog:
         return reading
 
     def _verdict(self) -> str:
-        """The last stage that holds something, else the last one that something waits for; and what may help."""
+        """Name the last stage that holds something, else the last one that something waits for; and what may help."""
         item = self._plan.wording.item
         for stage, words in reversed(list(self._plan.wording.stages.items())):
             held = self._reading.inside.get(stage)
@@ -142,7 +142,7 @@ class Watchdog:
 
 
 def _offer(plan: Plan) -> str:
-    """What the cluster has now, and what the workers ask for."""
+    """Describe what the cluster has now and what the workers ask for."""
     try:
         offer = ray.cluster_resources()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is not why the run failed
@@ -168,7 +168,7 @@ class _Fetcher(Generic[T]):
         self._thread.start()
 
     def next(self, timeout_s: float) -> tuple[T] | None:
-        """The next item; None where there is no more. Raises queue.Empty, and what the iterator raises."""
+        """Return the next item, None where there is no more. Raise queue.Empty, and what the iterator raises."""
         item = self._ready.get(timeout=timeout_s)
         if isinstance(item, BaseException):
             raise item
@@ -222,7 +222,7 @@ def patiently(
     room: Callable[[], bool] = lambda: True,
     unfinished: Callable[[], bool] = lambda: False,
 ) -> Generator[T | None, None, None]:
-    """The items of an iterator that may block for ever, with a ``look`` every ``every_s`` seconds meanwhile.
+    """Yield the items of an iterator that may block for ever, and call ``look`` every ``every_s`` seconds meanwhile.
 
     It runs in a thread, one item ahead at most. What it raises is raised here. When this generator is closed, or
     ``look`` raises, the iterator is interrupted where it is.

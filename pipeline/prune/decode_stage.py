@@ -55,7 +55,7 @@ class DecodeSetup:
         )
 
     def largest_frames(self) -> tuple[int, int, int]:
-        """(frames, height, width) of a full HD video that is long enough; of any, where all are resized alike."""
+        """Return (frames, height, width) of a long full HD video; of any, where all are resized alike."""
         frames = self.sampling.num_frames or self.sampling.max_frames or 0
         return frames, *self.preprocessor.target_size(frames, 1080, 1920)
 
@@ -75,13 +75,13 @@ class VideoDecoder:
         self._sandbox.close()
 
     def open(self, row: TodoRow) -> Source:
-        """The video of a row, ready to be decoded, or the fault that keeps it from being so. Raises nothing."""
+        """Open the video of a row. What keeps it from being read is a fault of the source: nothing is raised."""
         if row["policy"]:
             return Source(row["uri"], fault=VideoFault("policy", row["policy"]))
         return open_source(row["uri"], self._setup.objects, self._setup.fetch_mb * 2**20)
 
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
-        """The record of a video and its frames [t,h,w,3]; what is wrong with it becomes its error row."""
+        """Return the record of a video and its frames [t,h,w,3]; a fault of the video makes an error row and None."""
         started = time.perf_counter()
         record = _begun(row)
         try:
@@ -142,7 +142,7 @@ class Decoder:
 
 
 def _begun(row: TodoRow) -> VideoRecord:
-    """The record of a video with what its manifest says."""
+    """Begin the record of a video with what its manifest says."""
     record: VideoRecord = {
         "status": "ok",
         "video_id": row["video_id"],
@@ -159,7 +159,7 @@ def _begun(row: TodoRow) -> VideoRecord:
 
 
 def _size(row: TodoRow, source: Source) -> int | None:
-    """Bytes of a video that failed; what the listing said where it could not be fetched."""
+    """Return the bytes of a video that failed, or what the listing said where it could not be fetched."""
     if is_object(row["uri"]):
         return source.size if source.size is not None else row["size"]
     try:
@@ -169,7 +169,7 @@ def _size(row: TodoRow, source: Source) -> int | None:
 
 
 def decoded_columns(video: DecodedVideo, attempts: int) -> VideoRecord:
-    """The columns of the videos table that decoding decides."""
+    """Return the columns of the videos table that decoding decides."""
     return {
         "attempts": attempts + video.attempts - 1,
         "fps": video.fps,

@@ -48,7 +48,7 @@ class EncodeSetup:
     attn: str = "auto"
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
-        """About what the kept tokens of [n_frames, height, width] pixels take as they are stored."""
+        """Estimate the stored bytes of the kept tokens of a video of [n_frames, height, width] pixels."""
         whole = family_of(self.source).token_bytes(n_frames, height, width, self._names())
         return round(self.retention_ratio * whole)
 
@@ -57,7 +57,7 @@ class EncodeSetup:
         return VideoEncoder(self)
 
     def _names(self) -> tuple[str, ...]:
-        """Of the evidence that is stored; one of two sources is there twice."""
+        """Return the names of the evidence that is stored; evidence of two sources is there twice."""
         return tuple(name_of(labelled, source) for labelled, source in self.evidence.items())
 
 
@@ -124,7 +124,7 @@ class VideoEncoder:
             return PrunedVideo(done, kept_tokens(pruned, visual, self._setup.evidence))
 
     def encoded(self, frames: Tensor | NDArray[np.uint8]) -> VisualTokens:
-        """All tokens and the evidence that pruning or the cache wants, in storage precision."""
+        """Encode frames to all tokens and the evidence that pruning or the cache wants, in storage precision."""
         visual = self.backbone.encode(frames, {**self._pruner.sources, **self._setup.evidence})
         self._wait()
         # Storage precision first, then prune: every selection can be derived again from what is stored.
@@ -146,7 +146,7 @@ class VideoEncoder:
         return pruned
 
     def _wait(self) -> None:
-        """Kernels run behind the host's back; a stage's seconds must hold its own."""
+        """Wait for the kernels, which run behind the host's back: a stage's seconds must hold its own."""
         if self._runtime.device.startswith("cuda"):
             torch.cuda.synchronize()
 
@@ -230,7 +230,7 @@ def _poison(hosts: list[str]) -> VideoFault:
 
 
 def pruned_columns(pruned: PrunedTokens, visual: VisualTokens) -> VideoRecord:
-    """The columns of the videos table that pruning the tokens [T,N,D] decides."""
+    """Return the columns of the videos table that pruning the tokens [T,N,D] decides."""
     n_frames, per_frame, hidden_size = visual.tokens.shape
     columns: VideoRecord = {
         "n_frames": n_frames,
@@ -285,7 +285,7 @@ def _check_finite(what: str, values: Tensor) -> None:
 
 
 def without_pixels(record: VideoRecord) -> SampledVideo:
-    """What a decoded video's record says of its frames."""
+    """Return what the record of a decoded video says of its frames."""
     return SampledVideo(
         height=record["height"],
         width=record["width"],

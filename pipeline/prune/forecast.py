@@ -59,7 +59,7 @@ class Forecast:
     one_size: bool
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the forecast as a JSON-able mapping."""
         return {**vars(self), "tally": self.tally._asdict()}
 
 
@@ -98,7 +98,7 @@ def _forecast(request: PruneRequest, counts: Tally, todo: pa.Table) -> Forecast:
 
 
 def _check_writable(store: Store) -> None:
-    """Raises UsageError where a folder cannot be made or written to; a store elsewhere tells only when it is."""
+    """Raise UsageError where a folder cannot be made or written to; an object store tells only once it is."""
     if not isinstance(store, LocalStore):
         return
     there = next(path for path in (store.root, *store.root.parents) if path.exists())
@@ -111,7 +111,7 @@ def _why(place: Path) -> str:
 
 
 def render_forecast(plan: Forecast) -> RenderableType:
-    """The forecast as a table for the terminal, with the identity below it."""
+    """Render the forecast as a table for the terminal, with the identity below it."""
     table = Table.grid(padding=(0, 2))
     for name, value in _lines(plan):
         table.add_row(name, Text(value))  # ids and addresses come from files: never markup
@@ -142,7 +142,7 @@ def _lines(plan: Forecast) -> list[tuple[str, str]]:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """(dotted name, value) of every leaf of nested mappings."""
+    """List (dotted name, value) of every leaf of nested mappings."""
     leaves: list[tuple[str, str]] = []
     for name, value in values.items():
         leaves += (

@@ -69,7 +69,7 @@ class Resources:
         return frames + self.shards_at_once * self.videos_per_shard * token_bytes
 
     def fitting(self, store_bytes: float, frame_bytes: int, token_bytes: int, n_videos: int) -> Resources:
-        """Size what travels and what is written by what videos take.
+        """Fit bundles, shards and the videos on their way to encoders to the bytes that videos take.
 
         Small videos share a bundle, as far as all workers get enough of them. So many are under way to an encoder that
         it does not wait for the driver, which looks ten times a second; but in a short run no more than an eighth of
@@ -150,7 +150,7 @@ RECORD_BYTES, FRAME_RECORD_BYTES = 4096, 64  # more than a video's record takes,
 
 
 def videos_for(shard_bytes: int, token_bytes: int, n_frames: int) -> int:
-    """How many videos of ``token_bytes`` and ``n_frames`` make a shard of ``shard_bytes``.
+    """Return how many videos of ``token_bytes`` and ``n_frames`` make a shard of ``shard_bytes``.
 
     Shards are bundled from what comes in, never filled over several tasks, so that a task that is tried again writes
     the same file. No more videos than whose records the driver commits at once.
@@ -211,7 +211,7 @@ def build_graph(
     *,
     without: Collection[str] = (),
 ) -> Flow:
-    """What makes the written records of ``todo``; nothing runs until its parts are asked for.
+    """Build the graph that makes the written records of ``todo``; nothing runs until its parts are asked for.
 
     ``without`` are ids of nodes on which no worker may run.
     """

@@ -38,7 +38,7 @@ class Example(NamedTuple):
 
 
 def refuse_forbidden(manifest: pa.Table, named: str) -> None:
-    """Raises ManifestError where a list (MANIFEST_SCHEMA), ``named`` so, has videos that may not be read.
+    """Raise ManifestError where a list (MANIFEST_SCHEMA), ``named`` so, has videos that may not be read.
 
     It says what would allow them.
     """
@@ -63,7 +63,7 @@ def _example(forbidden: pa.Table, reason: str) -> str:
 
 
 def _roots_for(forbidden: pa.Table) -> Iterator[str]:
-    """The folder and the prefix that would allow what lies outside; none where that would be everything."""
+    """Yield the folder and the prefix that would allow what lies outside; none where that would be everything."""
     outside = forbidden.filter(pc.is_in(forbidden["policy"], value_set=pa.array([OUTSIDE, OUTSIDE_FOLDERS])))
     paths: list[str] = outside["uri"].slice(0, _LOOKED_AT).to_pylist()
     folders = [os.path.dirname(os.path.realpath(path)) for path in paths if not is_object(path)]  # noqa: PTH120
@@ -75,7 +75,7 @@ def _roots_for(forbidden: pa.Table) -> Iterator[str]:
 
 
 def refuse_other_file(named: str) -> None:
-    """Raises ManifestError where the user ``named`` a file of this machine that is neither a video nor a manifest.
+    """Raise ManifestError where the user ``named`` a file of this machine that is neither a video nor a manifest.
 
     Costs a look at its first bytes, and needs neither torch nor Ray: the command looks before it loads them.
     """
@@ -110,7 +110,7 @@ def _refusing_faults() -> Iterator[None]:
 
 
 def doomed(todo: pa.Table) -> dict[str, Example]:
-    """What would become error rows of TODO_SCHEMA, as far as that shows without opening a video, by what is wrong.
+    """Find the rows of TODO_SCHEMA that are sure to fail, by what is wrong, without opening a video.
 
     A look at each file; objects on S3 are not asked for.
     """
@@ -124,7 +124,7 @@ def doomed(todo: pa.Table) -> dict[str, Example]:
 
 
 def _wrong(row: TodoRow) -> tuple[str, str] | None:
-    """(what is wrong with a video, in words and of which class; the details), if that is known."""
+    """Return (what is wrong with a video and the class of that; the details), if that is known."""
     if row["policy"] is not None:
         return "may not be read (policy)", row["policy"]
     start, end = row["start_s"] or 0.0, row["end_s"]

@@ -54,7 +54,7 @@ class PruneStages:
 
 
 def prune_stages(**options: Any) -> PruneStages:
-    """The model, the sampling and the method of ``DecodeVideos`` and ``EncodeVideos``, found and checked here.
+    """Resolve and check here the model, the sampling and the method of ``DecodeVideos`` and ``EncodeVideos``.
 
     ``pipeline/examples/own_stages.py`` runs them over a folder of clips.
 
@@ -135,7 +135,7 @@ class EncodeVideos:
 
 
 def cached_video(row: VideoRow, kept: KeptTokens) -> CachedVideo:
-    """What a reader of the cache would get of a video, in ascending position; ``row`` is that of the videos table."""
+    """Make what a reader of the cache would get of a video, in ascending position; ``row`` is its videos row."""
     order = np.argsort(kept.index, kind="stable")
     index = torch.from_numpy(kept.index[order].astype(np.int64))
 

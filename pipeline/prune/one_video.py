@@ -65,14 +65,14 @@ class EncodedVideo:
     record: VideoRecord
 
     def kept(self, retention_ratio: float | None = None) -> NDArray[np.bool_]:
-        """[T,rows,columns]: which tokens are kept, of all or of the smaller selection. Raises as ``pruned.at``."""
+        """Return which tokens [T,rows,columns] are kept, of all or of the smaller selection. Raise as ``pruned.at``."""
         pruned = self.pruned if retention_ratio is None else self.pruned.at(retention_ratio)
         kept = np.zeros(pruned.n_total, np.bool_)
         kept[pruned.index.cpu().numpy()] = True
         return kept.reshape(-1, *self.grid)
 
     def picture(self, retention_ratio: float | None = None, columns: int = 4) -> NDArray[np.uint8]:
-        """[H,W,3] uint8: the (first) frame of each t side by side, dark where its tokens were pruned."""
+        """Draw [H,W,3] uint8: the (first) frame of each t side by side, dark where its tokens were pruned."""
         kept = self.kept(retention_ratio)
         frames = self.frames[:: math.ceil(len(self.frames) / len(kept))]
         _, height, width, _ = frames.shape
@@ -107,7 +107,7 @@ class LocalEncoder:
     def __call__(
         self, path: str | os.PathLike[str], *, start_s: float | None = None, end_s: float | None = None
     ) -> EncodedVideo:
-        """A video, or the clip of it from ``start_s`` to ``end_s``; see :func:`encode_video`."""
+        """Encode a video, or the clip of it from ``start_s`` to ``end_s``; see :func:`encode_video`."""
         record, frames = self._decoded(os.fspath(path), start_s, end_s)
         visual = self._encoder.encoded(frames)
         pruned = self._pruner.prune(visual, self._setup.retention_ratio, seed=self._setup.seed)
@@ -133,7 +133,7 @@ class LocalEncoder:
 
 
 def request_of(config: PruneConfig) -> PruneRequest:
-    """What the options mean, without videos and a cache. Raises UsageError."""
+    """Resolve the options without videos and a cache. Raise UsageError."""
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     return resolve(config, MANIFEST_SCHEMA.empty_table(), LocalStore(config.out), objects)
 

@@ -61,7 +61,7 @@ class Commits:
     def __init__(
         self, request: PruneRequest, header: bytes, limit: int, run_file: RunFile, say: Callable[[str], object]
     ) -> None:
-        """``header`` is the cache's, as a file; ``limit``: of failures alike from outside the videos."""
+        """Take the cache's ``header``, as a file, and the ``limit`` of failures alike from outside the videos."""
         self._run_file, self._say = run_file, say
         self.request = request
         self.failed: dict[str, int] = {}
@@ -112,7 +112,10 @@ class Commits:
             raise RunFailed(f"{store}: another cache was begun here since this run began; nothing more is written")
 
     def give_up(self, reading: Reading) -> str | None:
-        """Why this pass should stop: too many videos failed alike, by no fault of theirs, and no worker does better."""
+        """Return why this pass should stop, if so.
+
+        Too many videos failed alike, by no fault of theirs, and no worker does better.
+        """
         if not reading.failing or not self._outside:
             return None
         ((fault, count),) = self._outside.most_common(1)
@@ -143,7 +146,7 @@ class Passes:
         self._readings: list[Reading] = []
 
     def first(self, videos: pa.Table) -> int:
-        """All videos (TODO_SCHEMA), on all nodes; returns how many failed."""
+        """Prune all videos (TODO_SCHEMA) on all nodes, and return how many failed."""
         return self._stream(videos, (), self._commits.give_up)
 
     def second(self, again: pa.Table) -> int:
@@ -194,7 +197,7 @@ class Passes:
         self._console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def _planned(self, cluster: dict[str, float], videos: pa.Table) -> Resources:
-        """The shares of the cluster; what was asked for and is not to be had is said."""
+        """Plan the shares of the cluster, and note what was asked for and is not to be had."""
         if cluster.get("CPU", 0.0) <= 0 or (self._device == "cuda" and cluster.get("GPU", 0.0) < 1):
             raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
         n_videos, shape = len(videos), self._setups.decode.largest_frames()
@@ -218,7 +221,7 @@ def _plan(
     n_frames: int,
     files_bytes: float = math.inf,
 ) -> Resources:
-    """The shares of the cluster, for videos of ``token_bytes`` of kept tokens each, and of ``files_bytes`` in all."""
+    """Plan the shares of the cluster, for videos of ``token_bytes`` of kept tokens each and ``files_bytes`` in all."""
     by_size = videos_for(config.target_shard_mb * 10**6, token_bytes, n_frames)
     return plan_resources(
         cluster["CPU"],
@@ -251,7 +254,7 @@ def _file_bytes(path: str, listed: int | None) -> float:
 
 
 def _shortfalls(config: PruneConfig, wanted: Resources, plan: Resources, n_videos: int) -> Iterator[str]:
-    """What was asked for and is not to be had."""
+    """Yield a note for each thing that was asked for and is not to be had."""
     for name, asked, given in (
         ("decode-workers", config.decode_workers, plan.decode.workers),
         ("encode-workers", config.encode_workers, plan.encode.workers),

@@ -68,11 +68,11 @@ class PruneRequest:
         return method_name(type(self.pruner))
 
     def decode_setup(self) -> DecodeSetup:
-        """What decoders need to know."""
+        """Return what decoders need to know."""
         return DecodeSetup.of(self.config, self.sampling, family_of(self.source).preprocessor(), self.objects)
 
     def encode_setup(self, device: str, dtype: str) -> EncodeSetup:
-        """What encoders need to know, on the device and in the dtype that were settled on."""
+        """Return what encoders need to know, on the device and in the dtype that were chosen."""
         return EncodeSetup(
             source=self.source,
             pruner=self.method,
@@ -86,7 +86,7 @@ class PruneRequest:
         )
 
     def identity(self, dtype: str) -> CacheIdentity:
-        """What every row of the cache shares; another identity is refused."""
+        """Return what every row of the cache shares; another identity is refused."""
         model: ModelIdentity = {"type": self.source.model_type, "weights": self.source.identity}
         if self.source.pooling_head is not None:
             model["pooling_head"] = self.source.pooling_head.identity
@@ -108,7 +108,7 @@ class PruneRequest:
         return identity
 
     def header(self, dtype: str, static: StaticParts) -> CacheHeader:
-        """cache.json of an empty cache, tokens being made in ``dtype``."""
+        """Return the content of cache.json of an empty cache whose tokens are made in ``dtype``."""
         newline = static.newline
         bits = None if newline is None else newline.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
         return {
@@ -145,7 +145,7 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
 
 
 def _part_of(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
-    """The videos of --shard, by the first half of their ids' keys. Raises UsageError where it has none."""
+    """Select the videos of --shard by the first half of their ids' keys. Raise UsageError where it has none."""
     if part is None:
         return manifest
     mine = [keys_of(ids)[:, 0] % np.uint64(part[1]) == part[0] for ids in parts_of(manifest["video_id"])]
@@ -158,7 +158,7 @@ def _part_of(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
 def resolve(
     config: PruneConfig, manifest: pa.Table, store: Store, objects: Objects, source: ModelSource | None = None
 ) -> PruneRequest:
-    """What the options mean: the model, its frames, the method. Raises UsageError; looks at no cache and no video.
+    """Resolve the model, its frames and the method. Raise UsageError. No cache and no video is looked at.
 
     ``source`` is the model where that was found already.
     """
@@ -193,7 +193,10 @@ def _with_limits(source: ModelSource, config: PruneConfig) -> ModelSource:
 
 
 def _pruner_for(config: PruneConfig, source: ModelSource) -> Pruner:
-    """The method, with the rules for this family where it has several. Refuses one whose selection cannot be stored."""
+    """Make the method, with the rules for this family where it has several.
+
+    Refuse one whose selection cannot be stored.
+    """
     pruner = read_pruner(config.pruner, config.pruner_params(), family=family_of(source).variant)
     if not pruner.cacheable:
         raise UsageError(
@@ -205,7 +208,7 @@ def _pruner_for(config: PruneConfig, source: ModelSource) -> Pruner:
 
 
 def _with_evidence(source: ModelSource, pruner: Pruner, stored: dict[str, str], config: PruneConfig) -> ModelSource:
-    """The model with what is asked of its encoder besides tokens; refuses a method that asks for too much."""
+    """Return the model with what is asked of its encoder besides tokens. Refuse a method that asks for too much."""
     if unknown := sorted(pruner.needs - pruner.sources.keys()):
         raise UsageError(
             f"--pruner {config.pruner} needs {' and '.join(unknown)} besides the tokens, and does not say where in an "
@@ -233,7 +236,7 @@ def _with_evidence(source: ModelSource, pruner: Pruner, stored: dict[str, str], 
 
 
 def _instead(pruner: Pruner, source: ModelSource) -> str:
-    """What to use where a method asks for what a model's encoder does not give."""
+    """Say what to use where a method asks for what a model's encoder does not give."""
     able = [name for name in BACKBONES if BACKBONES[name].gives >= set(pruner.sources.items())]
     if source.model_type in able:
         return ""
@@ -255,7 +258,7 @@ def _check_decoder(name: str) -> None:
 
 
 def sampling_of(config: PruneConfig, max_frames: int) -> Sampling:
-    """How frames are sampled; ``max_frames`` is the model family's limit where the configuration sets none."""
+    """Decide how frames are sampled; ``max_frames`` is the family's limit where the configuration sets none."""
     snap = config.snap_to_keyframes
     if config.fps is None:
         n_frames = config.num_frames or DEFAULT_FRAMES
@@ -264,7 +267,7 @@ def sampling_of(config: PruneConfig, max_frames: int) -> Sampling:
 
 
 def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]:
-    """What the fingerprint keeps of it: a limit that cannot bite is no difference."""
+    """Return the sampling as the identity of a cache keeps it: a limit that cannot bite is no difference."""
     snap = sampling.snap_to_keyframes_s
     moved = {} if snap is None else {"snap_to_keyframes_s": snap}
     if sampling.fps is None:
@@ -305,7 +308,7 @@ def match_cache(request: PruneRequest, console: Console) -> PruneRequest:
 
 
 def evidence_sources(asked: Sequence[str], methods: Sequence[str], model_type: str, pruner: Pruner) -> dict[str, str]:
-    """The evidence to store, label -> where in the encoder (gstep.evidence).
+    """Find the evidence to store, as label -> where in the encoder it is from (gstep.evidence).
 
     Args:
         asked: NAME or NAME=SOURCE each, or several of them with commas between.

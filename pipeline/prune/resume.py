@@ -56,7 +56,7 @@ class Left(NamedTuple):
 
 
 def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: Objects | None = None) -> Left:
-    """What this run must process; a failed row counts as done unless ``--retry-failed``.
+    """Find the videos that this run must process; a failed row counts as done unless ``--retry-failed``.
 
     Sizes are what a listing on S3 or the manifest said; else one look at the file, or one HEAD for each ok row of an
     object that a manifest names (with ``--retry-failed`` for failed ones too that have had their attempts: a mended one
@@ -140,7 +140,7 @@ def _compare(part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: S
 
 
 def _tally(state: _State, redone: Mask) -> NDArray[np.int64]:
-    """The numbers of a Tally."""
+    """Count the rows by what is to be done with them, in the order of Tally's fields."""
     kinds = (
         ~state.known,
         state.retried,
@@ -152,14 +152,14 @@ def _tally(state: _State, redone: Mask) -> NDArray[np.int64]:
 
 
 def _chosen(part: pa.RecordBatch, state: _State, mask: Mask) -> pa.RecordBatch:
-    """The rows of a part that are to be done; all of them without a copy."""
+    """Select the rows of a part that are to be done; all of them without a copy."""
     attempts = pa.array(state.attempts[mask] + 1, pa.int32())
     kept = part if mask.all() else part.filter(pa.array(mask))
     return pa.RecordBatch.from_arrays([*kept.columns, attempts], schema=TODO_SCHEMA)
 
 
 def _difference(row: ManifestRow, old: VideoRow, size: int) -> str:
-    """What differs between a manifest row, whose video has ``size`` bytes now, and the cached row of the same id."""
+    """Say what differs between a manifest row, whose video has ``size`` bytes now, and the cached row of its id."""
     for name in ("uri", "start_s", "end_s"):
         if row[name] != old[name]:
             return f"{row['video_id']}: {name} was {old[name]!r}, is {row[name]!r}"
@@ -167,7 +167,7 @@ def _difference(row: ManifestRow, old: VideoRow, size: int) -> str:
 
 
 def share_of(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
-    """(the first ``limit`` videos to do, how many of the others have no row and wait for another run)."""
+    """Return the first ``limit`` videos to do, and how many of the others have no row and wait for another run."""
     if limit is None:
         return todo, 0
     waiting = pc.sum(pc.equal(todo["attempts"].slice(limit), 1)).as_py() or 0
@@ -175,7 +175,7 @@ def share_of(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
 
 
 def left_of(todo: pa.Table, ledger: Ledger, failed: Mapping[str, int]) -> pa.Table:
-    """The rows of ``todo`` (TODO_SCHEMA) whose attempt the cache has no row of.
+    """Select the rows of ``todo`` (TODO_SCHEMA) whose attempt the cache has no row of.
 
     ``failed`` is that of each video that failed in this run, which may be another one than its live row's.
     """
@@ -201,7 +201,7 @@ def another_attempt(todo: pa.Table, failed: Mapping[str, int], max_attempts: int
 
 
 def said_of_the_rest(tally: Tally, config: PruneConfig) -> list[str]:
-    """Lines for the user about the videos that are left alone, and about those that a limit leaves for later."""
+    """List lines for the user about videos that are left alone, and about those that a limit leaves for later."""
     there, lines = tally.done + tally.failed, []
     if there:
         errors = f", {tally.failed} of them as errors" if tally.failed else ""

@@ -123,7 +123,7 @@ def _write_header(request: PruneRequest, dtype: str) -> None:
 
 
 def _run_record(request: PruneRequest, device: str, dtype: str, n_videos: int) -> RunRecord:
-    """Provenance: recorded, never compared."""
+    """Return what the record of a run says of its request. It is recorded, and never compared."""
     return {
         **provenance(request.run_id, _RECORDED_VERSIONS),
         "config": request.config.as_record(),

@@ -120,7 +120,7 @@ class _Counts:
         return int(self._by_class[0])
 
     def failures(self) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:
-        """``failures`` and ``examples`` of an Outcome, the most frequent class first."""
+        """Return ``failures`` and ``examples`` of an Outcome, the most frequent class first."""
         order = [int(fault) for fault in np.argsort(-self._by_class, kind="stable") if fault in self._first]
         names = self._ledger.classes
         rows = {fault: self._ledger.read(self._first[fault]) for fault in order}
@@ -129,7 +129,7 @@ class _Counts:
 
 
 def render(summary: Summary) -> RenderableType:
-    """The summary as a table for the terminal, with the failures by class, one example and the remedy of each."""
+    """Render the summary as a table for the terminal, with the failures by class, an example and the remedy of each."""
     table = Table.grid(padding=(0, 2))
     share = summary.tokens_kept / summary.tokens_in if summary.tokens_in else 0.0
     waiting = f", {summary.n_waiting} wait for another run (--limit)" if summary.n_waiting else ""
