@@ -15,7 +15,7 @@ from pipeline.doctor.finding import Finding, guarded
 from pipeline.doctor.nodes import clock_skews, judge_nodes, look_here, on_each_node
 from pipeline.doctor.store import check_store, reachable
 from pipeline.errors import UsageError
-from pipeline.execution.cluster import cause, connect
+from pipeline.execution.cluster import connect, root_cause
 from pipeline.inputs.manifest import read_manifest
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.one_video import request_of
@@ -90,7 +90,7 @@ def _store(config: PruneConfig, in_cluster: bool) -> Iterator[Finding]:
         for host, found in on_each_node(lambda: list(check_store(store))).items():
             if isinstance(found, Exception):
                 yield Finding(
-                    f"store ({host})", "wrong", f"it cannot be tried there: {cause(found)}", "look at that node"
+                    f"store ({host})", "wrong", f"it cannot be tried there: {root_cause(found)}", "look at that node"
                 )
             else:
                 yield from (one.on(host) for one in found)
@@ -110,7 +110,7 @@ def _devices(config: PruneConfig, request: PruneRequest, cluster: dict[str, floa
     reports = []
     for host, report in on_each_node(work, gpus=int(on_gpus), wait_s=_DEVICE_S).items():
         if isinstance(report, Exception):
-            failed = Finding("device", "wrong", cause(report), "look at that node and its driver")
+            failed = Finding("device", "wrong", root_cause(report), "look at that node and its driver")
             reports.append(DeviceReport([failed.on(host)], None))
         else:
             reports.append(DeviceReport([one.on(host) for one in report.findings], report.encode_s))

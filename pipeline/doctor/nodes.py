@@ -18,7 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.doctor.finding import Finding
-from pipeline.execution.cluster import cause
+from pipeline.execution.cluster import root_cause
 
 T = TypeVar("T")
 PACKAGES = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "numpy")
@@ -94,7 +94,9 @@ def judge_nodes(nodes: Mapping[str, Node | Exception], driver: Node) -> Iterator
     seen = {host: node for host, node in nodes.items() if isinstance(node, Node)}
     for host, error in nodes.items():
         if isinstance(error, Exception):
-            yield Finding("node", "wrong", f"it does not answer: {cause(error)}", "look at it, or drain it").on(host)
+            yield Finding("node", "wrong", f"it does not answer: {root_cause(error)}", "look at it, or drain it").on(
+                host
+            )
     yield _agreement(seen, driver)
     for host, node in seen.items():
         yield from (found.on(host) for found in _judge_one(node))

@@ -67,17 +67,17 @@ def check_answers(address: str) -> None:
     if "://" in address or ":" not in address or (mode is None and found and _has_token()):
         return  # a client's port speaks another language; to a cluster that it finds Ray is about to show the token
     if mode == "token" and not _has_token():
-        raise RunFailed(_closed(address))  # asking would end this process
+        raise RunFailed(_token_missing(address))  # asking would end this process
     for tries_left in reversed(range(_TRIES)):
         try:
             GcsClient(address=address)
             return
         except ray.exceptions.RayError as error:
             if not tries_left or isinstance(error, ray.exceptions.AuthenticationError):
-                raise RunFailed(no_ray(error, address)) from error
+                raise RunFailed(startup_failure(error, address)) from error
 
 
-def keep_token_here() -> None:
+def set_cluster_token() -> None:
     """Give the cluster that ``ray.init()`` starts next a token in this process's environment.
 
     Ray would write one to ~/.ray/auth_token, where every later ``ray start`` finds it and asks for it. What the user
@@ -93,15 +93,15 @@ def _has_token() -> bool:
     return bool(named) or (Path.home() / ".ray" / "auth_token").exists()
 
 
-def _closed(address: str) -> str:
+def _token_missing(address: str) -> str:
     return f"the Ray cluster at {address} asks for a token that was not given: {_TOKEN}; or {_ALONE}"
 
 
-def no_ray(error: Exception, address: str | None) -> str:
+def startup_failure(error: Exception, address: str | None) -> str:
     """Say in one line why there is no cluster, and what may help."""
     what = printable(f"{type(error).__name__}: {error}")
     if isinstance(error, ray.exceptions.AuthenticationError):
-        return _closed(address or "this machine")
+        return _token_missing(address or "this machine")
     if address is not None:
         check = "check the address (HOST:6379), that cluster and its token"
         return f"Ray cannot be joined at {address}: {what}; {check}, or {_ALONE}"

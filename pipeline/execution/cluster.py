@@ -22,8 +22,14 @@ import torch
 
 from gstep.backbones import choose_runtime
 from pipeline.errors import RunFailed, UsageError, printable
-from pipeline.execution.access import address_to_join, check_answers, keep_token_here, no_ray, workers_import_this
-from pipeline.execution.heartbeat import Tried
+from pipeline.execution.access import (
+    address_to_join,
+    check_answers,
+    set_cluster_token,
+    startup_failure,
+    workers_import_this,
+)
+from pipeline.execution.heartbeat import NodeTally
 from pipeline.execution.request import refusing
 from pipeline.execution.run_record import RunRecord
 from pipeline.execution.stages import OOM_RETRIES, configure_ray_data
@@ -63,7 +69,7 @@ def _join_or_start(say: Callable[[str], object]) -> None:
     address = address_to_join()
     if address is None:
         say("starting Ray on this machine")
-        keep_token_here()
+        set_cluster_token()
     else:
         say(f"joining the Ray cluster at {address}")
         with _muted_stderr():
@@ -74,15 +80,15 @@ def _join_or_start(say: Callable[[str], object]) -> None:
         _initialise(say)
     except Exception as error:  # Ray raises bare ones where a process of its own does not start
         if address is not None or time.monotonic() - began < SLOW_START_S:
-            raise RunFailed(no_ray(error, address)) from error
+            raise RunFailed(startup_failure(error, address)) from error
         say(f"note: Ray did not start in {time.monotonic() - began:.0f} s; trying once more")
         try:
             _initialise(say)
         except Exception as again:
-            raise RunFailed(no_ray(again, address)) from again
+            raise RunFailed(startup_failure(again, address)) from again
     say(_connected_to())
-    atexit.unregister(_leave)  # once, however often we connect
-    atexit.register(_leave)
+    atexit.unregister(_shut_down)  # once, however often we connect
+    atexit.register(_shut_down)
 
 
 def _initialise(say: Callable[[str], object]) -> None:
@@ -129,7 +135,7 @@ def _keep_known_lines(record: logging.LogRecord) -> bool:
     return False
 
 
-def _leave() -> None:
+def _shut_down() -> None:
     """Shut Ray down before Ray's own exit handler, which waits half a second to flush output that nobody reads."""
     # Of a cluster that it started Ray ends the GCS first, and waits a second for the monitor, which has a last word for
     # the GCS. Nothing public ends the monitor alone.
@@ -186,7 +192,7 @@ def _connected_to() -> str:
     return f"{here}: {has.get('CPU', 0.0):g} CPUs and {has.get('GPU', 0.0):g} GPUs on {where}"
 
 
-def settle(options: RunOptions, dtype: str, say: Callable[[str], object]) -> tuple[str, str]:
+def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object]) -> tuple[str, str]:
     """Join or start the cluster, and choose the (device, dtype) to compute with.
 
     Args:
@@ -220,7 +226,7 @@ def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
     Without a cluster to join Ray is not started for it.
     """
     if options.device == "cuda" and (ray.is_initialized() or address_to_join() is not None):
-        settle(options, "auto", say)
+        choose_device(options, "auto", say)
     elif options.device == "cuda" and not torch.cuda.device_count():
         raise UsageError("--device cuda: this machine has no GPU, and no Ray cluster is named or runs here")
 
@@ -243,7 +249,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def cause(error: BaseException) -> str:
+def root_cause(error: BaseException) -> str:
     """Return the innermost error of a Ray task or actor in one line: Ray wraps it in tracebacks of its own."""
     if isinstance(error, ray.exceptions.RayTaskError):
         return printable(f"{type(error.cause).__name__}: {error.cause}")
@@ -252,7 +258,7 @@ def cause(error: BaseException) -> str:
     return printable(f"{type(error).__name__}: {error}")
 
 
-def troubled(tried: Mapping[str, Mapping[str, Tried]]) -> dict[str, str]:
+def failing_nodes(tried: Mapping[str, Mapping[str, NodeTally]]) -> dict[str, str]:
     """Find the nodes on which a stage failed more often than on all nodes together, as node id -> host.
 
     A file that is missing for all fails everywhere alike, so a node is never left out where no other one does better.
@@ -276,6 +282,6 @@ def resources_without(nodes: Collection[str]) -> dict[str, float]:
     return dict(there)
 
 
-def elsewhere(nodes: Collection[str]) -> dict[str, str]:
+def node_selector(nodes: Collection[str]) -> dict[str, str]:
     """Return the label selector of workers that must not run on these nodes."""
     return {NODE_LABEL: f"!in({','.join(sorted(nodes))})"} if nodes else {}

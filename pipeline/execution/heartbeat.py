@@ -39,7 +39,7 @@ POISON = 2  # processes that died with an item in hand: it is not given to anoth
 # mount may come back.
 RECENT, REST_S, BETTER = 8, 60.0, 0.25
 _AT_WORK_S = 10.0  # since another worker last moved; where none is at work, resting gains nothing
-_LOOK_S = _SAY_S = 1.0
+_LOOK_S = _REPORT_S = 1.0
 _BACKLOG = 1000  # statements that a worker may have under way; an actor that hangs must not fill its memory
 
 
@@ -51,7 +51,7 @@ class Worker(NamedTuple):
     node: str
 
 
-class News(NamedTuple):
+class ProgressDelta(NamedTuple):
     """What happened since a worker's last statement, in items.
 
     Attributes:
@@ -68,12 +68,12 @@ class News(NamedTuple):
     failed: int = 0
     made: int = 0
 
-    def and_then(self, more: News) -> News:
-        return News(*(a + b for a, b in zip(self, more, strict=True)))
+    def plus(self, more: ProgressDelta) -> ProgressDelta:
+        return ProgressDelta(*(a + b for a, b in zip(self, more, strict=True)))
 
 
-class Tried(NamedTuple):
-    """How it went on a node: items as in News."""
+class NodeTally(NamedTuple):
+    """How many items of a stage went how on a node, as ProgressDelta counts them."""
 
     host: str
     done: int = 0
@@ -81,7 +81,7 @@ class Tried(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Reading:
+class WorkerReport:
     """The state of all stages.
 
     Attributes:
@@ -100,7 +100,7 @@ class Reading:
     made: dict[str, int] = field(default_factory=dict)
     moves: int = 0
     failure: str | None = None
-    tried: dict[str, dict[str, Tried]] = field(default_factory=dict)
+    tried: dict[str, dict[str, NodeTally]] = field(default_factory=dict)
     out_of_service: list[str] = field(default_factory=list)
     failing: list[str] = field(default_factory=list)
 
@@ -117,7 +117,7 @@ class _Held(NamedTuple):
     node: str
 
 
-class _Recently:
+class _RecentItems:
     """How the last items of a worker went."""
 
     def __init__(self) -> None:
@@ -126,10 +126,10 @@ class _Recently:
         self.rest_s = REST_S
         self.resting_since: float | None = None
 
-    def add(self, news: News, now: float) -> None:
-        self.failed.extend([False] * news.done + [True] * news.failed)
+    def add(self, delta: ProgressDelta, now: float) -> None:
+        self.failed.extend([False] * delta.done + [True] * delta.failed)
         self.moved_at = now
-        if news.done:
+        if delta.done:
             self.rest_s, self.resting_since = REST_S, None
 
     @property
@@ -160,8 +160,8 @@ class Heartbeats:
         self._held: dict[str, dict[str, _Held]] = {stage: {} for stage in stages}
         self._deaths: dict[tuple[str, str], list[str]] = defaultdict(list)  # (stage, item) -> hosts
         self._died: dict[str, deque[float]] = {}  # worker -> when its last processes died
-        self._tried: dict[str, dict[str, Tried]] = {stage: {} for stage in stages}
-        self._recently: dict[str, dict[str, _Recently]] = {stage: defaultdict(_Recently) for stage in stages}
+        self._tallies: dict[str, dict[str, NodeTally]] = {stage: {} for stage in stages}
+        self._recent_items: dict[str, dict[str, _RecentItems]] = {stage: defaultdict(_RecentItems) for stage in stages}
         self._out_of_service: dict[str, str] = {}  # worker -> in words
         self._left = dict.fromkeys(stages, 0)
         self._made = dict.fromkeys(stages, 0)
@@ -169,23 +169,24 @@ class Heartbeats:
         self._failure: str | None = None
 
     @ray.method(num_returns=0)  # type: ignore[untyped-decorator]
-    def state(self, stage: str, worker: Worker, held: Sequence[str], news: News) -> None:
+    def state(self, stage: str, worker: Worker, held: Sequence[str], delta: ProgressDelta) -> None:
         """Record what a worker of ``stage`` holds from now on, and what happened since it last said so."""
         if held:
             self._held[stage][worker.name] = _Held(held, worker.host, worker.node)
         else:
             self._held[stage].pop(worker.name, None)
-        self._left[stage] += news.left
-        self._made[stage] += news.made
-        self._moves += news.moves
-        if news.done or news.failed:
-            before = self._tried[stage].get(worker.node, Tried(worker.host))
-            self._tried[stage][worker.node] = Tried(worker.host, before.done + news.done, before.failed + news.failed)
-            self._recently[stage][worker.name].add(news, self._clock())
+        self._left[stage] += delta.left
+        self._made[stage] += delta.made
+        self._moves += delta.moves
+        if delta.done or delta.failed:
+            before = self._tallies[stage].get(worker.node, NodeTally(worker.host))
+            done, failed = before.done + delta.done, before.failed + delta.failed
+            self._tallies[stage][worker.node] = NodeTally(worker.host, done, failed)
+            self._recent_items[stage][worker.name].add(delta, self._clock())
 
     def rests(self, stage: str, worker: Worker) -> bool:
         """Return whether this worker is out of service now, and must not take another item."""
-        mine, now = self._recently[stage][worker.name], self._clock()
+        mine, now = self._recent_items[stage][worker.name], self._clock()
         if not mine.fails or not self._do_better(stage, self._at_work(stage) - {worker.name}):
             mine.resting_since = None
             return False
@@ -203,7 +204,7 @@ class Heartbeats:
 
     def _at_work(self, stage: str) -> set[str]:
         """Return the workers of a stage that hold something or have moved in the last seconds."""
-        recently, now = self._recently[stage], self._clock()
+        recently, now = self._recent_items[stage], self._clock()
         holding = {name for name, held in self._held[stage].items() if self._lives(held.node)}
         return holding | {name for name, it in recently.items() if now - it.moved_at <= _AT_WORK_S}
 
@@ -219,13 +220,13 @@ class Heartbeats:
 
     def _do_better(self, stage: str, others: Iterable[str]) -> bool:
         """Return whether others are known to do better: less than BETTER of their last items failed."""
-        recently = self._recently[stage]
+        recently = self._recent_items[stage]
         workers = list(others)
         known = [failed for name in workers if name in recently for failed in recently[name].failed]
         return bool(workers) and sum(known) < BETTER * max(1, len(known))
 
     def _all_fail(self, stage: str, workers: Iterable[str]) -> bool:
-        recently = self._recently[stage]
+        recently = self._recent_items[stage]
         return all(name in recently and recently[name].fails for name in workers)
 
     def start(self, stage: str, worker: Worker) -> int | None:
@@ -252,18 +253,18 @@ class Heartbeats:
         """Record why a worker gives the run up; the first reason is kept."""
         self._failure = self._failure or why
 
-    def read(self) -> Reading:
+    def read(self) -> WorkerReport:
         """Return the state of all stages."""
         inside = {
             stage: [f"{item} on {held.host}" for held in workers.values() for item in held.items]
             for stage, workers in self._held.items()
         }
-        tried = {stage: dict(nodes) for stage, nodes in self._tried.items()}
+        tried = {stage: dict(nodes) for stage, nodes in self._tallies.items()}
         out_of_service = list(self._out_of_service.values())
         at_work = {stage: workers for stage in self._held if (workers := self._at_work(stage))}
         failing = [stage for stage, workers in at_work.items() if self._all_fail(stage, workers)]
         left, made = dict(self._left), dict(self._made)
-        return Reading(inside, left, made, self._moves, self._failure, tried, out_of_service, failing)
+        return WorkerReport(inside, left, made, self._moves, self._failure, tried, out_of_service, failing)
 
 
 def start_heartbeats(stages: Sequence[str]) -> ActorHandle:
@@ -273,10 +274,10 @@ def start_heartbeats(stages: Sequence[str]) -> ActorHandle:
     return ray.remote(Heartbeats).options(**options).remote(tuple(stages), living=_living)
 
 
-class Holding:
+class HeldItems:
     """Items in hand, of which those that are done are let go one by one, in their order."""
 
-    def __init__(self, items: Sequence[str], count: Callable[[News], None]) -> None:
+    def __init__(self, items: Sequence[str], count: Callable[[ProgressDelta], None]) -> None:
         self.items = list(items)
         self._count = count
 
@@ -291,7 +292,7 @@ class Holding:
         del self.items[:n]
         tried = n * (failed is not None)
         wrong = n * bool(failed)
-        self._count(News(left=n, moves=n, done=tried - wrong, failed=wrong, made=n * made))
+        self._count(ProgressDelta(left=n, moves=n, done=tried - wrong, failed=wrong, made=n * made))
 
 
 class Heartbeat:
@@ -310,13 +311,13 @@ class Heartbeat:
         self._stage = stage
         self._heartbeats = heartbeats
         self._suspects = suspects
-        self._speaks_by_itself = False
-        self._news = News()  # not said yet
+        self._reports_by_itself = False
+        self._delta = ProgressDelta()  # not said yet
         self._failed = False
         self.one_died = False
-        self._held: list[Holding] = []
-        self._said: list[str] = []  # to be held
-        self._speaking = threading.RLock()  # statements must leave in the order of what they say
+        self._held: list[HeldItems] = []
+        self._reported: list[str] = []  # to be held
+        self._reporting = threading.RLock()  # statements must leave in the order of what they say
 
     def start(self) -> None:
         """Say that this process of the worker starts. Raises WorkerGivenUp where too many have died before it."""
@@ -324,9 +325,9 @@ class Heartbeat:
             # Ray's C++ core takes itself apart after Python has ended, and may wait for itself there for ever
             # (CoreWorkerProcess::HandleAtExit, where its cluster is gone): a process that nobody would end.
             atexit.register(os._exit, 0)
-            self._speaks_by_itself = True
-            threading.Thread(target=self._say_news, name="heartbeat", daemon=True).start()
-        n_died = self._ask_of_me("start", otherwise=0)
+            self._reports_by_itself = True
+            threading.Thread(target=self._report_each_second, name="heartbeat", daemon=True).start()
+        n_died = self._ask_about_me("start", otherwise=0)
         if n_died is None:
             raise WorkerGivenUp(f"the processes of this {self._stage} worker die again and again")
         self.one_died = n_died > 0
@@ -336,7 +337,7 @@ class Heartbeat:
 
         The actor is asked only after a failed item.
         """
-        while self._failed and self._ask_of_me("rests"):
+        while self._failed and self._ask_about_me("rests"):
             time.sleep(_LOOK_S)
 
     def deaths(self, item: str) -> list[str]:
@@ -348,9 +349,9 @@ class Heartbeat:
         return (self._ask("deaths", self._stage, item) or []) if self.one_died else []
 
     @contextmanager
-    def holding(self, *ids: str) -> Iterator[Holding]:
+    def holding(self, *ids: str) -> Iterator[HeldItems]:
         """Hold these items in the block, which lets go of each as it is done; afterwards none of them is held."""
-        with self._meanwhile(ids, News(moves=len(ids))) as held:
+        with self._hold(ids, ProgressDelta(moves=len(ids))) as held:
             yield held
 
     @contextmanager
@@ -359,39 +360,39 @@ class Heartbeat:
 
         What was held is held on: the last statement before a process dies may be lost with it.
         """
-        with self._meanwhile((work,), News()):
+        with self._hold((work,), ProgressDelta()):
             yield
 
     @contextmanager
-    def _meanwhile(self, items: Sequence[str], news: News) -> Iterator[Holding]:
-        held = Holding(items, self._count)
-        with self._speaking:
+    def _hold(self, items: Sequence[str], delta: ProgressDelta) -> Iterator[HeldItems]:
+        held = HeldItems(items, self._count)
+        with self._reporting:
             self._held.insert(0, held)
-            self._news = self._news.and_then(news)
-            if self._suspects or not self._speaks_by_itself:
-                self._say()
+            self._delta = self._delta.plus(delta)
+            if self._suspects or not self._reports_by_itself:
+                self._report()
         try:
             yield held
         finally:
-            with self._speaking:
+            with self._reporting:
                 self._held.remove(held)
-                if not self._held or not self._speaks_by_itself:  # Ray Data may end an idle worker before it speaks
-                    self._say()
+                if not self._held or not self._reports_by_itself:  # Ray Data may end an idle worker before it speaks
+                    self._report()
 
-    def _count(self, news: News) -> None:
-        with self._speaking:
-            self._news = self._news.and_then(news)
-            if news.done or news.failed:
-                self._failed = bool(news.failed)
-            if news.failed:
-                self._say()
+    def _count(self, delta: ProgressDelta) -> None:
+        with self._reporting:
+            self._delta = self._delta.plus(delta)
+            if delta.done or delta.failed:
+                self._failed = bool(delta.failed)
+            if delta.failed:
+                self._report()
 
-    def _say_news(self) -> None:
+    def _report_each_second(self) -> None:
         while True:
-            time.sleep(_SAY_S)
-            with self._speaking:
-                if self._news != News() or self._held_items() != self._said:
-                    self._say()
+            time.sleep(_REPORT_S)
+            with self._reporting:
+                if self._delta != ProgressDelta() or self._held_items() != self._reported:
+                    self._report()
 
     def _held_items(self) -> list[str]:
         return [item for holding in self._held for item in holding.items]
@@ -400,7 +401,7 @@ class Heartbeat:
         """Say why this worker gives the run up, before it raises: Ray would bury its error in texts of its own."""
         self._ask("fail", why)  # unheard, the run ends with what Ray says
 
-    def _ask_of_me(self, method: str, otherwise: object = None) -> Any:
+    def _ask_about_me(self, method: str, otherwise: object = None) -> Any:
         if self._heartbeats is None:  # asking Ray for the name of this worker would start it
             return otherwise
         return self._ask(method, self._stage, self._me, otherwise=otherwise)
@@ -414,13 +415,13 @@ class Heartbeat:
         except Exception:  # noqa: BLE001 - as in _say
             return otherwise
 
-    def _say(self) -> None:
+    def _report(self) -> None:
         if self._heartbeats is None:
             return
         held = self._held_items()
         with suppress(Exception):  # a dead actor, a full backlog: nothing that a video should hear of
-            self._heartbeats.state.remote(self._stage, self._me, held, self._news)
-            self._news, self._said = News(), held
+            self._heartbeats.state.remote(self._stage, self._me, held, self._delta)
+            self._delta, self._reported = ProgressDelta(), held
 
     @cached_property
     def _me(self) -> Worker:

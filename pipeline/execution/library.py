@@ -22,7 +22,7 @@ from pipeline.options import RunOptions, check
 
 S = TypeVar("S", bound=Outcome)
 #: What ``progress=`` takes: whether to show it, or who is told of it.
-Tell = bool | Callable[[Progress], object]
+ProgressOption = bool | Callable[[Progress], object]
 _counting = threading.Lock()
 _n_runs = 0  # that have not ended
 _at_end = ExitStack()  # what the last of them restores
@@ -30,7 +30,7 @@ _at_end = ExitStack()  # what the last of them restores
 _TOKEN = "RAY_AUTH_TOKEN"
 
 
-def console_for(progress: Tell) -> Console:
+def console_for(progress: ProgressOption) -> Console:
     """Return what a run writes to: a bar on a terminal, one line in a notebook, lines in a log.
 
     Whoever asked for it is told. Raises UsageError.

@@ -14,7 +14,7 @@ from rich import progress as rich_progress
 from rich.console import Console
 from rich.text import Text
 
-from pipeline.execution.stages import Wording, in_words
+from pipeline.execution.stages import Wording, stage_counts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Progress:
         return self.ok + self.failed
 
     def __str__(self) -> str:
-        return f"{self.done}/{self.total} {self.item}s, {self.failed} failed{in_words(self.ahead)}"
+        return f"{self.done}/{self.total} {self.item}s, {self.failed} failed{stage_counts(self.ahead)}"
 
 
 class Listening(Console):
@@ -207,7 +207,7 @@ class BarReporter(Reporter):
         self._bar.stop()
 
     def show(self) -> None:
-        more = f"{self.at.failed} failed{in_words(self.at.ahead)}"
+        more = f"{self.at.failed} failed{stage_counts(self.at.ahead)}"
         self._bar.update(self._task, completed=self.at.done, more=more)
 
 

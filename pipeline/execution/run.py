@@ -16,7 +16,7 @@ from rich.console import Console
 
 from pipeline.errors import RunFailed
 from pipeline.execution.claim import Claim
-from pipeline.execution.cluster import cause, check_device
+from pipeline.execution.cluster import check_device, root_cause
 from pipeline.execution.outcome import Outcome
 from pipeline.execution.run_record import RunFile
 from pipeline.options import RunOptions
@@ -92,7 +92,7 @@ class Run(ABC, Generic[O, R, T, S]):
         try:
             return self._carry_out(self.prepare())
         except OSError as error:  # a store failed; the fault of a single item never gets here
-            raise RunFailed(cause(error)) from error
+            raise RunFailed(root_cause(error)) from error
 
     def _carry_out(self, request: R) -> S:
         values = self.options.as_record().items()

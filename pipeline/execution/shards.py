@@ -23,7 +23,7 @@ from ray.actor import ActorHandle
 TICK_S = 0.5
 
 
-class Part(NamedTuple):
+class Batch(NamedTuple):
     """What a graph hands over at a time: references to tables, or the tables; and how many items they are of."""
 
     tables: Sequence[ray.ObjectRef] | Sequence[pa.Table]
@@ -37,12 +37,12 @@ class Shard(NamedTuple):
     rows: pa.Table
 
 
-def _as_they_are(rows: pa.Table) -> pa.Table:
+def _unchanged(rows: pa.Table) -> pa.Table:
     return rows
 
 
 @dataclass(frozen=True)
-class Flow:
+class RunGraph:
     """A graph that is ready to run, and what becomes of what its last stage gives.
 
     Attributes:
@@ -57,20 +57,20 @@ class Flow:
     dataset: ray.data.Dataset
     items_per_shard: int
     writers: Callable[[], Sequence[ActorHandle]] | None = None
-    rows: Callable[[pa.Table], pa.Table] = _as_they_are
+    rows: Callable[[pa.Table], pa.Table] = _unchanged
     items_per_row: int = 1
 
-    def parts(self) -> Iterator[Part]:
+    def batches(self) -> Iterator[Batch]:
         """Run the graph; yield what its last stage gives as soon as it is there."""
         # Not iter_batches: its threads wait in a way that nothing can interrupt, and it fetches ahead.
         bundles = self.dataset.iter_internal_ref_bundles()
         try:
             for bundle in bundles:
                 if self.writers is not None:
-                    yield Part(bundle.block_refs, bundle.num_rows() * self.items_per_row)
+                    yield Batch(bundle.block_refs, bundle.num_rows() * self.items_per_row)
                 else:
                     tables = [self.rows(block) for block in ray.get(bundle.block_refs)]
-                    yield Part(tables, sum(map(len, tables)))
+                    yield Batch(tables, sum(map(len, tables)))
         finally:
             # Whoever stops half-way ends the execution by this. Left to the next look for garbage it would end when
             # this process may have left the cluster, and asking Ray for anything then starts another one.
@@ -88,7 +88,7 @@ class Shards:
     it runs: 2,880 in a day at a minute. They stay as small as they are, since nothing joins token shards later.
     """
 
-    def __init__(self, flow: Flow, age_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, flow: RunGraph, age_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._flow = flow
         self._age_s = age_s
         self._clock = clock
@@ -119,21 +119,21 @@ class Shards:
         """Return whether another part may be taken."""
         return self._n_waiting < self._flow.items_per_shard
 
-    def take(self, part: Part) -> None:
-        if self._n_waiting + part.n_items > self._flow.items_per_shard:
+    def take(self, batch: Batch) -> None:
+        if self._n_waiting + batch.n_items > self._flow.items_per_shard:
             self._write()  # it would be too large with it
         if self._flow.writers is not None and not self._writers:
             self._writers = self._flow.writers()  # not before: those of earlier stages take longer to start
         if not self._waiting:
             self._since = self._clock()
-        self._waiting += part.tables
-        self._n_waiting += part.n_items
-        self._write_what_is_due()
+        self._waiting += batch.tables
+        self._n_waiting += batch.n_items
+        self._write_due()
 
     def finish(self) -> bool:
         """End the input, so that what waits is a shard. Return whether anything is left to be written or committed."""
         self._ended = True
-        self._write_what_is_due()
+        self._write_due()
         return self.unwritten
 
     def written(self, wait_s: float = TICK_S) -> Iterator[Shard]:
@@ -141,7 +141,7 @@ class Shards:
 
         One is given again where the next was not asked for: who was interrupted cannot know whether it is committed.
         """
-        self._write_what_is_due()
+        self._write_due()
         while self._written:
             yield self._written[0]
             self._written.popleft()
@@ -164,7 +164,7 @@ class Shards:
             with suppress(ray.exceptions.RayError):  # the others may still do
                 yield from self.written(min(TICK_S, left_s))
 
-    def _write_what_is_due(self) -> None:
+    def _write_due(self) -> None:
         old = self._clock() - self._since >= self._age_s
         if old or self._ended or not self.has_room():
             self._write()

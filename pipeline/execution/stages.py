@@ -68,7 +68,7 @@ class Wording:
         return {words.done: max(made[stage], ok) for stage, words in early} if made else {}
 
 
-def in_words(ahead: Mapping[str, int]) -> str:
+def stage_counts(ahead: Mapping[str, int]) -> str:
     """Format how many items each stage did, to follow other numbers: ", 9 decoded"."""
     return "".join(f", {count} {word}" for word, count in ahead.items())
 
@@ -111,7 +111,7 @@ class Stage:
     in_flight: int | None = None
 
 
-def actors(stage: Stage, batch_size: int, labels: Mapping[str, str] | None = None) -> Mapping[str, Any]:
+def actor_options(stage: Stage, batch_size: int, labels: Mapping[str, str] | None = None) -> Mapping[str, Any]:
     """Return options of ``map_batches`` for a stage: ``batch_size`` rows a call, on nodes that ``labels`` select."""
     return {
         **({"label_selector": dict(labels)} if labels else {}),
@@ -124,7 +124,7 @@ def actors(stage: Stage, batch_size: int, labels: Mapping[str, str] | None = Non
         "num_gpus": stage.num_gpus,
         "max_restarts": RESTARTS,
         "max_task_retries": TASK_RETRIES,
-        "ray_remote_args_fn": partial(_named, threading.get_ident()),
+        "ray_remote_args_fn": partial(_actor_name, threading.get_ident()),
     }
 
 
@@ -141,7 +141,7 @@ def start_actors(
         "scheduling_strategy": "SPREAD",
     }
     return [
-        ray.remote(kind).options(**options, **_named(threading.get_ident())).remote(*arguments)
+        ray.remote(kind).options(**options, **_actor_name(threading.get_ident())).remote(*arguments)
         for _ in range(stage.workers)
     ]
 
@@ -149,7 +149,7 @@ def start_actors(
 _names: dict[int, list[str]] = defaultdict(list)  # thread of a run -> names of the workers that it had started
 
 
-def _named(run: int) -> dict[str, str]:
+def _actor_name(run: int) -> dict[str, str]:
     """Return options that name an actor of the run in this thread. Ray asks, in another thread, for every actor."""
     _names[run].append(f"worker-{uuid4().hex}")
     return {"name": _names[run][-1]}

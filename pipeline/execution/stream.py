@@ -18,12 +18,12 @@ from ray.actor import ActorHandle
 from rich.console import Console
 
 from pipeline.errors import RunFailed
-from pipeline.execution.cluster import cause
-from pipeline.execution.heartbeat import Reading, start_heartbeats
+from pipeline.execution.cluster import root_cause
+from pipeline.execution.heartbeat import WorkerReport, start_heartbeats
 from pipeline.execution.progress import Reporter, reporter
-from pipeline.execution.shards import TICK_S, Flow, Shard, Shards
+from pipeline.execution.shards import TICK_S, RunGraph, Shard, Shards
 from pipeline.execution.stages import Plan, end_workers
-from pipeline.execution.watchdog import ClusterShrunk, Watchdog, patiently, still_running
+from pipeline.execution.watchdog import ClusterShrunk, Watchdog, iterate_watched, still_running
 from pipeline.options import RunOptions
 
 W = TypeVar("W", bound=Sized)
@@ -46,13 +46,13 @@ class PlannedGraph:
         on_end: told what the workers said in the end, however it ended.
     """
 
-    build: Callable[[ActorHandle], Flow]
+    build: Callable[[ActorHandle], RunGraph]
     commit: Callable[[int, pa.Table], object]
     plan: Plan
     total: int
-    give_up: Callable[[Reading], str | None] = lambda reading: None
+    give_up: Callable[[WorkerReport], str | None] = lambda reading: None
     available_resources: Callable[[], Mapping[str, float]] = ray.cluster_resources
-    on_end: Callable[[Reading], object] = lambda reading: None
+    on_end: Callable[[WorkerReport], object] = lambda reading: None
 
 
 def stream(
@@ -104,7 +104,7 @@ def _stream(graph: PlannedGraph, progress: Reporter, console: Console, options: 
         told = (graph.plan, graph.total, progress.stages, graph.give_up, graph.available_resources)
         watchdog = Watchdog(heartbeats, options.stall_timeout, *told)
         try:
-            with closing(written(flow, shards, watchdog.look, watchdog.every_s, progress.through)) as done:
+            with closing(written_shards(flow, shards, watchdog.look, watchdog.every_s, progress.through)) as done:
                 _commit_all(done, graph, watchdog, progress)
         except (RunFailed, ClusterShrunk, KeyboardInterrupt) as ending:
             if shards.unwritten and not isinstance(ending.__cause__, OSError):  # a store that fails will fail again
@@ -119,16 +119,16 @@ def _stream(graph: PlannedGraph, progress: Reporter, console: Console, options: 
                 console.print(f"note: out of service: {worker}", highlight=False, markup=False, soft_wrap=True)
 
 
-def written(
-    flow: Flow, shards: Shards, look: Callable[[], object], every_s: float, through: Callable[[int], object]
+def written_shards(
+    flow: RunGraph, shards: Shards, look: Callable[[], object], every_s: float, through: Callable[[int], object]
 ) -> Generator[Shard, None, None]:
     """Run a graph; yield every shard once it is on disk. ``through`` is told of items that came out."""
-    meanwhile = partial(patiently, tick_s=TICK_S, room=shards.has_room, unfinished=shards.finish)
-    with closing(meanwhile(flow.parts(), look, every_s)) as parts:
-        for part in parts:
-            if part is not None:
-                shards.take(part)
-                through(part.n_items)
+    meanwhile = partial(iterate_watched, tick_s=TICK_S, room=shards.has_room, unfinished=shards.finish)
+    with closing(meanwhile(flow.batches(), look, every_s)) as batches:
+        for batch in batches:
+            if batch is not None:
+                shards.take(batch)
+                through(batch.n_items)
             yield from shards.written()
 
 
@@ -144,7 +144,7 @@ def _commit_all(
             new_good = pc.sum(pc.equal(rows["status"], "ok")).as_py()
             progress.advance(new_good, len(rows) - new_good)
     except (ray.exceptions.RayError, OSError) as error:
-        why = (isinstance(error, ray.exceptions.RayError) and watchdog.failure()) or cause(error)
+        why = (isinstance(error, ray.exceptions.RayError) and watchdog.failure()) or root_cause(error)
         raise RunFailed(f"the run stopped after {progress.at.done} of {items}: {why}") from error
     if progress.at.done != graph.total:
         raise RunFailed(f"{graph.total - progress.at.done} of {items} have no row; run the same command again")

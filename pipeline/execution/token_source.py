@@ -22,11 +22,11 @@ from pipeline.cache.live_videos import LiveShards
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.reading import TokenOrder, rows_wanted
 
-_TOGETHER = 4  # videos that a task has in memory at once
-_SAMPLE = 4  # shards whose rows tell how large the others are
+_VIDEOS_AT_ONCE = 4  # videos that a task has in memory at once
+_SAMPLED_SHARDS = 4  # shards whose rows tell how large the others are
 
 
-class How(NamedTuple):
+class ReadOptions(NamedTuple):
     """How videos are read; as ``TokenCache.get`` takes it."""
 
     retention_ratio: float | None = None
@@ -59,18 +59,18 @@ def ray_dataset(
     Raises as ``TokenCache.get`` where the rows are read.
     """
     opened = cache if isinstance(cache, TokenCache) else TokenCache(cache)
-    source = TokenSource(opened, ids, How(retention_ratio, order, tuple(evidence)))
+    source = TokenSource(opened, ids, ReadOptions(retention_ratio, order, tuple(evidence)))
     return ray.data.read_datasource(source, override_num_blocks=blocks)
 
 
 class TokenSource(Datasource):  # type: ignore[misc]  # Ray has no types
     """The videos of a cache, a row each."""
 
-    def __init__(self, cache: TokenCache, ids: Sequence[str] | None, how: How) -> None:
+    def __init__(self, cache: TokenCache, ids: Sequence[str] | None, options: ReadOptions) -> None:
         super().__init__()
-        self._cache, self._how = cache, how
+        self._cache, self._options = cache, options
         self._shards = cache.shards(ids)
-        self._video_bytes = _bytes_of_a_video(cache, self._shards, how)
+        self._video_bytes = _bytes_of_a_video(cache, self._shards, options)
 
     def get_name(self) -> str:
         return "CachedTokens"
@@ -90,18 +90,18 @@ class TokenSource(Datasource):  # type: ignore[misc]  # Ray has no types
             metadata = BlockMetadata(
                 num_rows=n_videos, size_bytes=self._video_bytes * n_videos, input_files=None, exec_stats=None
             )
-            read = partial(_read, cache, numbers.tolist(), self._how)
+            read = partial(_read, cache, numbers.tolist(), self._options)
             tasks.append(ReadTask(read, metadata, per_task_row_limit=per_task_row_limit))
         return tasks
 
 
-def _read(held: ray.ObjectRef, numbers: Sequence[int], how: How) -> Iterator[pa.Table]:
+def _read(held: ray.ObjectRef, numbers: Sequence[int], options: ReadOptions) -> Iterator[pa.Table]:
     opened: tuple[TokenCache, LiveShards] = ray.get(held)
     cache, shards = opened
     for number in numbers:
         rows = cache.rows_of(shards, number)
-        for start in range(0, len(rows), _TOGETHER):
-            for video in cache.get_rows(rows[start : start + _TOGETHER], *how):
+        for start in range(0, len(rows), _VIDEOS_AT_ONCE):
+            for video in cache.get_rows(rows[start : start + _VIDEOS_AT_ONCE], *options):
                 yield as_row(video)
 
 
@@ -135,12 +135,12 @@ def _bytes(values: Tensor) -> pa.Array:
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, ends, data])
 
 
-def _bytes_of_a_video(cache: TokenCache, shards: LiveShards, how: How) -> int:
+def _bytes_of_a_video(cache: TokenCache, shards: LiveShards, options: ReadOptions) -> int:
     """Estimate the bytes of a row in memory, without evidence, by the rows of a few shards."""
-    numbers = range(0, len(shards), max(1, len(shards) // _SAMPLE))
-    sample = [row for number in numbers[:_SAMPLE] for row in cache.rows_of(shards, number)]
+    numbers = range(0, len(shards), max(1, len(shards) // _SAMPLED_SHARDS))
+    sample = [row for number in numbers[:_SAMPLED_SHARDS] for row in cache.rows_of(shards, number)]
     sizes = [
-        rows_wanted(row, how.retention_ratio) * (2 * row["hidden_size"] * (1 + cache.deepstack_levels) + 12)
+        rows_wanted(row, options.retention_ratio) * (2 * row["hidden_size"] * (1 + cache.deepstack_levels) + 12)
         for row in sample
         if row["status"] == "ok"
     ]

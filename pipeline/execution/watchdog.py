@@ -16,7 +16,7 @@ import ray
 from ray.actor import ActorHandle
 
 from pipeline.errors import RunFailed, printable
-from pipeline.execution.heartbeat import Reading
+from pipeline.execution.heartbeat import WorkerReport
 from pipeline.execution.stages import Plan
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Watchdog:
         plan: Plan,
         total: int,
         tell: Callable[[Mapping[str, int]], None],
-        give_up: Callable[[Reading], str | None] = lambda reading: None,
+        give_up: Callable[[WorkerReport], str | None] = lambda reading: None,
         offer: Callable[[], Mapping[str, float]] = ray.cluster_resources,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -58,7 +58,7 @@ class Watchdog:
         self._give_up = give_up
         self._offer = offer
         self._had_room: bool | None = None  # when it looked first
-        self._reading = Reading()
+        self._reading = WorkerReport()
         self._asked: ray.ObjectRef | None = None
         self._moved_at = self._clock()
         self.every_s = min(_LONGEST_LOOK_S, timeout_s / 10)
@@ -109,16 +109,16 @@ class Watchdog:
         """Return why a worker gave the run up, as far as it could say so."""
         return self.last().failure
 
-    def last(self) -> Reading:
+    def last(self) -> WorkerReport:
         """Ask the heartbeats once more, and return their latest answer."""
         self._asked = None  # an answer that is under way may be older
         return self._read()
 
-    def _read(self) -> Reading:
+    def _read(self) -> WorkerReport:
         """Return the latest answer of the heartbeats. One question is under way at a time."""
         try:
             self._asked = self._asked or self._heartbeats.read.remote()
-            reading: Reading = ray.get(self._asked, timeout=self.every_s)
+            reading: WorkerReport = ray.get(self._asked, timeout=self.every_s)
         except ray.exceptions.GetTimeoutError:
             return self._reading
         except ray.exceptions.RayError:
@@ -154,7 +154,7 @@ def _offer(plan: Plan) -> str:
 
 
 class _Abandoned(BaseException):
-    """Ends the thread of ``patiently`` from outside."""
+    """Ends the thread of ``iterate_watched`` from outside."""
 
 
 class _Fetcher(Generic[T]):
@@ -163,7 +163,7 @@ class _Fetcher(Generic[T]):
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items
         self._ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(1)
-        self._closed = threading.Event()
+        self._token_missing = threading.Event()
         self._thread = threading.Thread(target=self._fetch, name=_thread_of_graph(), daemon=True)
         self._thread.start()
 
@@ -176,7 +176,7 @@ class _Fetcher(Generic[T]):
 
     def close(self) -> None:
         """Interrupt the iterator where it is, as Ctrl-C would."""
-        self._closed.set()
+        self._token_missing.set()
         _interrupt(self._thread)
 
     def _fetch(self) -> None:
@@ -195,7 +195,7 @@ class _Fetcher(Generic[T]):
                 self._hand_over(error)
 
     def _hand_over(self, item: tuple[T] | BaseException | None) -> None:
-        while not self._closed.is_set():
+        while not self._token_missing.is_set():
             try:
                 return self._ready.put(item, timeout=1)
             except queue.Full:
@@ -204,7 +204,7 @@ class _Fetcher(Generic[T]):
 
 
 def _thread_of_graph() -> str:
-    """Return the name of the thread in which ``patiently`` iterates for the run in this thread."""
+    """Return the name of the thread in which ``iterate_watched`` iterates for the run in this thread."""
     return f"graph of {threading.get_ident()}"
 
 
@@ -213,7 +213,7 @@ def still_running() -> bool:
     return any(thread.name == _thread_of_graph() and thread.is_alive() for thread in threading.enumerate())
 
 
-def patiently(
+def iterate_watched(
     items: Iterator[T],
     look: Callable[[], object],
     every_s: float,

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 import ray.data
 
-from pipeline.execution.shards import Flow
-from pipeline.execution.stages import MAX_BLOCKS, Stage, StageWords, Wording, actors
+from pipeline.execution.shards import RunGraph
+from pipeline.execution.stages import MAX_BLOCKS, Stage, StageWords, Wording, actor_options
 from pipeline.generate.answer_stage import STAGE, Answerer, AnswerSetup, answered_rows, question_blocks
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.engines import BATCH_SIZES
@@ -79,11 +79,13 @@ def batch_size(config: GenerateConfig) -> int:
     return config.batch_size or BATCH_SIZES[config.engine]
 
 
-def build_graph(ask: Sequence[QuestionRecord], setup: AnswerSetup, plan: AnswerPlan, heartbeats: Any = None) -> Flow:
+def build_graph(
+    ask: Sequence[QuestionRecord], setup: AnswerSetup, plan: AnswerPlan, heartbeats: Any = None
+) -> RunGraph:
     """What makes the answers to ``ask``; nothing runs until its parts are asked for."""
     # A block is one row: its questions share videos, which are read once and go through the model once.
     blocks = question_blocks(in_blocks(ask, plan.questions_per_block))
     answers = ray.data.from_blocks(blocks).map_batches(
-        Answerer, fn_constructor_args=(setup, heartbeats), **actors(plan.answer, 1)
+        Answerer, fn_constructor_args=(setup, heartbeats), **actor_options(plan.answer, 1)
     )
-    return Flow(answers, plan.questions_per_block, rows=answered_rows)
+    return RunGraph(answers, plan.questions_per_block, rows=answered_rows)

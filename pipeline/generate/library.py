@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from pipeline.cache.reader import TokenCache
-from pipeline.execution.library import Tell, checked_outcome, console_for, run_here
+from pipeline.execution.library import ProgressOption, checked_outcome, console_for, run_here
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.request import GenerateRequest, prepare
 from pipeline.generate.resume import asked_rows
@@ -24,7 +24,7 @@ def answer_questions(
     questions: object,
     *,
     out: str | os.PathLike[str] = "answers",
-    progress: Tell = True,
+    progress: ProgressOption = True,
     **options: Any,
 ) -> AnswerSummary:
     """Answer questions about cached videos with the cache's language model, on Ray.

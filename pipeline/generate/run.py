@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pipeline.cache.merging import WAITING, WAITING_AT_END
 from pipeline.errors import RunFailed, UsageError
-from pipeline.execution.cluster import provenance, settle
+from pipeline.execution.cluster import choose_device, provenance
 from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile
 from pipeline.execution.stream import PlannedGraph, stream
@@ -130,7 +130,8 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
 
     def _computed(self) -> Computed:
         """Joins or starts the cluster. Raises UsageError where it cannot do what the flags ask."""
-        computed, wanted = Computed(*settle(self.options, self.options.dtype, self.say)), self.options.tensor_parallel
+        computed = Computed(*choose_device(self.options, self.options.dtype, self.say))
+        wanted = self.options.tensor_parallel
         if computed.device == "cuda" and self._offer()["GPU"] < wanted:
             raise UsageError(f"--tensor-parallel {wanted}: no node of the cluster has so many GPUs")
         return computed

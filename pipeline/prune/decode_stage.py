@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
 from pipeline.errors import VideoFault
-from pipeline.execution.heartbeat import Heartbeat, Holding
+from pipeline.execution.heartbeat import Heartbeat, HeldItems
 from pipeline.prune.batches import VideoFrames, decoded_bundle
 from pipeline.prune.config import PruneConfig
 from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewhere
@@ -83,7 +83,7 @@ class VideoDecoder:
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
         """Return the record of a video and its frames [t,h,w,3]; a fault of the video makes an error row and None."""
         started = time.perf_counter()
-        record = _begun(row)
+        record = _first_record(row)
         try:
             video = source.decode(self._sandbox, self._request(row))
         except VideoFault as fault:
@@ -133,7 +133,7 @@ class Decoder:
                 decoded = decoded_bundle([self._video(row, held) for row in bundle])
             yield decoded
 
-    def _video(self, row: TodoRow, held: Holding) -> VideoFrames:
+    def _video(self, row: TodoRow, held: HeldItems) -> VideoFrames:
         self._heartbeat.rest()
         with self._decoder.open(row) as source, self._decoding:
             record, frames = self._decoder.decode_one(row, source)
@@ -141,7 +141,7 @@ class Decoder:
         return VideoFrames(record, frames)
 
 
-def _begun(row: TodoRow) -> VideoRecord:
+def _first_record(row: TodoRow) -> VideoRecord:
     """Begin the record of a video with what its manifest says."""
     record: VideoRecord = {
         "status": "ok",

@@ -25,7 +25,7 @@ from gstep.lazy import importing_much
 from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo
 from pipeline.errors import VideoFault
 from pipeline.execution.gpu_fault import exit_after_gpu_fault
-from pipeline.execution.heartbeat import POISON, Heartbeat, Holding
+from pipeline.execution.heartbeat import POISON, Heartbeat, HeldItems
 from pipeline.prune.batches import VideoFrames, decoded_videos, encoded_bundle
 from pipeline.rows import VideoRecord, failed_video, may_succeed_elsewhere
 
@@ -200,9 +200,9 @@ class Encoder:
             if len(hosts) < POISON:
                 return self._video(video, held)
             held.done(made=False)
-        return PrunedVideo(failed_video(record, _poison(hosts)))
+        return PrunedVideo(failed_video(record, _repeated_crash(hosts)))
 
-    def _video(self, video: VideoFrames, held: Holding) -> PrunedVideo:
+    def _video(self, video: VideoFrames, held: HeldItems) -> PrunedVideo:
         self._heartbeat.rest()
         if video.frames is None:
             held.done(made=False)
@@ -223,7 +223,7 @@ class Encoder:
         return PrunedVideo({**failed_video(record, fault), "encode_s": time.perf_counter() - started})
 
 
-def _poison(hosts: list[str]) -> VideoFault:
+def _repeated_crash(hosts: list[str]) -> VideoFault:
     where = ", ".join(dict.fromkeys(hosts))
     message = f"the encode process died {len(hosts)} times with this video in hand, on {where}; Ray's logs say how"
     return VideoFault("crash", message, stage="encode")

@@ -22,9 +22,9 @@ from pipeline.errors import CacheLocked, UsageError
 from pipeline.execution.claim import holder, who
 from pipeline.execution.request import store_refusing
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.manifest_checks import Example, doomed
+from pipeline.prune.manifest_checks import Example, sure_failures
 from pipeline.prune.request import PruneRequest, prepare
-from pipeline.prune.resume import Tally, remaining, share_of
+from pipeline.prune.resume import Tally, remaining, within_limit
 from pipeline.storage.stores import LocalStore, Store
 
 _SHOWN = 5  # ids of videos to do
@@ -75,7 +75,7 @@ def forecast(config: PruneConfig, console: Console) -> Forecast:
         _check_writable(request.store)
         ledger = Ledger(request.store, made_with(request.store)).refresh()
         todo, counts = remaining(request.manifest, ledger, config, request.objects)
-    todo, _ = share_of(todo, config.limit)
+    todo, _ = within_limit(todo, config.limit)
     return _forecast(request, counts, todo)
 
 
@@ -87,7 +87,7 @@ def _forecast(request: PruneRequest, counts: Tally, todo: pa.Table) -> Forecast:
         out=str(request.store),
         tally=counts,
         n_todo=len(todo),
-        doomed=doomed(todo),
+        doomed=sure_failures(todo),
         first_ids=todo["video_id"].slice(0, _SHOWN).to_pylist(),
         identity=request.identity(request.dtype),
         grid=(T, N),

@@ -23,9 +23,9 @@ import ray.data
 from ray.actor import ActorHandle
 from ray.data import ExecutionResources
 
-from pipeline.execution.cluster import elsewhere
-from pipeline.execution.shards import Flow
-from pipeline.execution.stages import MAX_BLOCKS, Stage, StageWords, Wording, actors, start_actors
+from pipeline.execution.cluster import node_selector
+from pipeline.execution.shards import RunGraph
+from pipeline.execution.stages import MAX_BLOCKS, Stage, StageWords, Wording, actor_options, start_actors
 from pipeline.prune.decode_stage import Decoder, DecodeSetup
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.prune.write_stage import Writer
@@ -210,23 +210,23 @@ def build_graph(
     heartbeats: ActorHandle | None = None,
     *,
     without: Collection[str] = (),
-) -> Flow:
+) -> RunGraph:
     """Build the graph that makes the written records of ``todo``; nothing runs until its parts are asked for.
 
     ``without`` are ids of nodes on which no worker may run.
     """
-    labels = elsewhere(without)
+    labels = node_selector(without)
     # 1. Manifest: blocks small enough to spread. They are cut here and made without a task (from_arrow starts one a
     # block): tasks of Ray's own ask for a whole CPU, wait for it without end and are tried again without end.
     size, bundle = resources.videos_per_block, resources.videos_per_bundle
     videos = ray.data.from_blocks([todo.slice(start, end - start) for start, end in resources.blocks(len(todo))])
     # 2. Decode: file -> model-ready uint8 frames, or an error row.
     frames = videos.map_batches(
-        Decoder, fn_constructor_args=(decode, heartbeats, bundle), **actors(resources.decode, size, labels)
+        Decoder, fn_constructor_args=(decode, heartbeats, bundle), **actor_options(resources.decode, size, labels)
     )
     # 3. Encode and prune: frames -> the kept tokens in order of selection. A batch is a row, which is a bundle.
     tokens = frames.map_batches(
-        Encoder, fn_constructor_args=(encode, heartbeats), **actors(resources.encode, 1, labels)
+        Encoder, fn_constructor_args=(encode, heartbeats), **actor_options(resources.encode, 1, labels)
     )
     # Ray's own limit is half of the object stores, which a fast decoder would fill with frames.
     shape = decode.largest_frames()
@@ -234,4 +234,4 @@ def build_graph(
     tokens.context.execution_options.resource_limits = ExecutionResources(object_store_memory=limit)
     # 4. Write: one token shard a call, of what the driver has bundled.
     writers = partial(start_actors, Writer, resources.write, (store, run_id, heartbeats), labels)
-    return Flow(tokens, resources.videos_per_shard, writers, items_per_row=bundle)
+    return RunGraph(tokens, resources.videos_per_shard, writers, items_per_row=bundle)

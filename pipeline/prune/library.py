@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from pipeline.execution.library import Tell, checked_outcome, console_for, run_here
+from pipeline.execution.library import ProgressOption, checked_outcome, console_for, run_here
 from pipeline.option_values import config_of
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.run import PruneRun
@@ -13,7 +13,7 @@ from pipeline.prune.summary import Summary
 
 
 def prune_videos(
-    videos: object = "sample", *, out: str | os.PathLike[str] = "cache", progress: Tell = True, **options: Any
+    videos: object = "sample", *, out: str | os.PathLike[str] = "cache", progress: ProgressOption = True, **options: Any
 ) -> Summary:
     """Decode videos, encode them, prune their visual tokens and write them to a Parquet cache, on Ray.
 

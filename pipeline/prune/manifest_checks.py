@@ -109,7 +109,7 @@ def _refusing_faults() -> Iterator[None]:
         raise ManifestError(f"{fault.message}; {_NAME_ONE}") from fault
 
 
-def doomed(todo: pa.Table) -> dict[str, Example]:
+def sure_failures(todo: pa.Table) -> dict[str, Example]:
     """Find the rows of TODO_SCHEMA that are sure to fail, by what is wrong, without opening a video.
 
     A look at each file; objects on S3 are not asked for.
@@ -117,13 +117,13 @@ def doomed(todo: pa.Table) -> dict[str, Example]:
     found: dict[str, Example] = {}
     for part in todo.to_batches(max_chunksize=ROWS_AT_ONCE):
         for row in part.to_pylist():
-            if (wrong := _wrong(row)) is not None:
+            if (wrong := _sure_failure(row)) is not None:
                 n, first = found.get(wrong[0], (0, f"{row['video_id']}: {wrong[1]}"))
                 found[wrong[0]] = Example(n + 1, first)
     return found
 
 
-def _wrong(row: TodoRow) -> tuple[str, str] | None:
+def _sure_failure(row: TodoRow) -> tuple[str, str] | None:
     """Return (what is wrong with a video and the class of that; the details), if that is known."""
     if row["policy"] is not None:
         return "may not be read (policy)", row["policy"]

@@ -21,8 +21,8 @@ from pipeline.cache.merging import WAITING, try_merge
 from pipeline.cache.reader import HEADER
 from pipeline.cache.writer import commit, token_shard_id
 from pipeline.errors import FAULTS, FaultClass, RunFailed
-from pipeline.execution.cluster import resources_without, troubled
-from pipeline.execution.heartbeat import Reading
+from pipeline.execution.cluster import failing_nodes, resources_without
+from pipeline.execution.heartbeat import WorkerReport
 from pipeline.execution.run_record import COMMITTED, RunFile
 from pipeline.execution.stream import PlannedGraph, stream
 from pipeline.prune.batches import written_records
@@ -31,14 +31,14 @@ from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import Resources, build_graph, plan_resources, videos_for
 from pipeline.prune.request import PruneRequest
-from pipeline.prune.resume import left_of
+from pipeline.prune.resume import unfinished
 from pipeline.rows import failed_from_outside, may_succeed_elsewhere
 from pipeline.storage.s3 import is_object
 
 # Fewer failures than these never stop a run: a folder that is missing may be as large.
-ALIKE = 50
+LEAST_ALIKE = 50
 # Videos whose files are looked at before the run, to see whether they are worth a decoder a core.
-FEW = 256
+FILES_LOOKED_AT = 256
 _NOTE_S = 60.0  # between two times that the record of the run is saved meanwhile
 
 
@@ -71,7 +71,7 @@ class Commits:
         self._n_waiting = 0
         self._noted = time.monotonic()
         self._header, self._made_with = header, fingerprint(json.loads(header)["identity"])
-        self._limit = max(limit, ALIKE)
+        self._limit = max(limit, LEAST_ALIKE)
         self._outside: Counter[FaultClass] = Counter()
         self._example: dict[FaultClass, str] = {}
 
@@ -111,7 +111,7 @@ class Commits:
         if there != self._header:
             raise RunFailed(f"{store}: another cache was begun here since this run began; nothing more is written")
 
-    def give_up(self, reading: Reading) -> str | None:
+    def give_up(self, reading: WorkerReport) -> str | None:
         """Return why this pass should stop, if so.
 
         Too many videos failed alike, by no fault of theirs, and no worker does better.
@@ -143,7 +143,7 @@ class Passes:
         self._commits = commits
         self._ledger = ledger
         self._run_file = run_file
-        self._readings: list[Reading] = []
+        self._readings: list[WorkerReport] = []
 
     def first(self, videos: pa.Table) -> int:
         """Prune all videos (TODO_SCHEMA) on all nodes, and return how many failed."""
@@ -153,7 +153,7 @@ class Passes:
         """Try videos that failed once more, without the nodes where most did; returns how many of them are ok now."""
         without: dict[str, str] = {}
         for reading in self._readings:
-            without |= troubled(reading.tried)
+            without |= failing_nodes(reading.tried)
         if not without or not len(again):
             return 0  # nothing would go another way
         hosts = ", ".join(sorted(set(without.values())))
@@ -172,7 +172,7 @@ class Passes:
         self,
         videos: pa.Table,
         without: Collection[str],
-        give_up: Callable[[Reading], str | None] = lambda reading: None,
+        give_up: Callable[[WorkerReport], str | None] = lambda reading: None,
     ) -> int:
         def offer() -> dict[str, float]:
             return resources_without(without)
@@ -181,14 +181,14 @@ class Passes:
             plan, request = self._planned(offer(), videos), self._commits.request
             build = partial(build_graph, videos, *self._setups, plan, request.store, request.run_id, without=without)
             commit = partial(self._commits, self._commits.n_shards)
-            return PlannedGraph(build, commit, plan, len(videos), give_up, offer, self._heard)
+            return PlannedGraph(build, commit, plan, len(videos), give_up, offer, self._on_end)
 
         def left(videos: pa.Table) -> pa.Table:
-            return left_of(videos, self._ledger.refresh(), self._commits.failed)
+            return unfinished(videos, self._ledger.refresh(), self._commits.failed)
 
         return stream(videos, planned, left, self._console, self._config)
 
-    def _heard(self, reading: Reading) -> None:
+    def _on_end(self, reading: WorkerReport) -> None:
         self._readings.append(reading)
         out = [worker for one in self._readings for worker in one.out_of_service]
         self._run_file.save(out_of_service=out)
@@ -202,7 +202,7 @@ class Passes:
             raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
         n_videos, shape = len(videos), self._setups.decode.largest_frames()
         token_bytes = self._setups.encode.bytes_per_video(*shape)
-        files_bytes = bytes_of_few(videos)
+        files_bytes = known_file_bytes(videos)
         wanted = _plan(self._config, cluster, self._device, n_videos, token_bytes, shape[0], files_bytes)
         store_bytes = cluster.get("object_store_memory", math.inf)
         plan = wanted.fitting(store_bytes, 3 * math.prod(shape), token_bytes, n_videos)
@@ -236,12 +236,12 @@ def _plan(
     )
 
 
-def bytes_of_few(videos: pa.Table) -> float:
+def known_file_bytes(videos: pa.Table) -> float:
     """Add up the bytes of the files of ``videos`` (TODO_SCHEMA).
 
     Infinite where there are many videos, or where one's size does not show here: then every decoder is wanted.
     """
-    if len(videos) > FEW:
+    if len(videos) > FILES_LOOKED_AT:
         return math.inf
     rows = videos.select(["uri", "policy", "size"]).to_pylist()
     return sum(_file_bytes(row["uri"], row["size"]) for row in rows if row["policy"] is None)

@@ -134,7 +134,7 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
             refuse_other_files(manifest, config.videos, objects)
         else:
             manifest = given_manifest(given, config.video_root)
-        manifest = _part_of(manifest, config.part())
+        manifest = _shard_of(manifest, config.part())
         if config.on_forbidden == "refuse":
             refuse_forbidden(manifest, config.videos)
         if not store.exists(HEADER) and store.taken():
@@ -144,7 +144,7 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
         return match_cache(request, console)
 
 
-def _part_of(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
+def _shard_of(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
     """Select the videos of --shard by the first half of their ids' keys. Raise UsageError where it has none."""
     if part is None:
         return manifest
@@ -231,11 +231,11 @@ def _with_evidence(source: ModelSource, pruner: Pruner, stored: dict[str, str], 
             who = "--evidence " + ",".join(sorted({name_of(key, where) for key, where in stored.items()}))
             family_of(source).check_evidence(stored)
     except ModelError as error:
-        raise UsageError(f"{who}: {error}{_instead(pruner, source)}") from error
+        raise UsageError(f"{who}: {error}{_alternatives(pruner, source)}") from error
     return source
 
 
-def _instead(pruner: Pruner, source: ModelSource) -> str:
+def _alternatives(pruner: Pruner, source: ModelSource) -> str:
     """Say what to use where a method asks for what a model's encoder does not give."""
     able = [name for name in BACKBONES if BACKBONES[name].gives >= set(pruner.sources.items())]
     if source.model_type in able:
@@ -317,7 +317,7 @@ def evidence_sources(asked: Sequence[str], methods: Sequence[str], model_type: s
 
     Raises UsageError where the model's encoder does not give one, or the method does not keep what it belongs to.
     """
-    pairs = {_pair(item, model_type) for item in _split(asked)}
+    pairs = {_evidence_and_source(item, model_type) for item in _split(asked)}
     for method in _split(methods):
         pairs |= needed_by(method, model_type)
     _check_kept({name for name, _ in pairs}, pruner)
@@ -358,7 +358,7 @@ def _check_kept(names: set[str], pruner: Pruner) -> None:
         )
 
 
-def _pair(item: str, model_type: str) -> tuple[str, str]:
+def _evidence_and_source(item: str, model_type: str) -> tuple[str, str]:
     name, _, chosen = item.partition("=")
     if name not in STORED:
         why = "comes from no vision encoder" if name in EVIDENCE_SHAPES else "is no evidence"

@@ -48,14 +48,14 @@ class Tally(NamedTuple):
         return self.new + self.retried + self.redone
 
 
-class Left(NamedTuple):
+class Remaining(NamedTuple):
     """``todo`` are the manifest rows that a run must process, as TODO_SCHEMA; ``tally`` counts all."""
 
     todo: pa.Table
     tally: Tally
 
 
-def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: Objects | None = None) -> Left:
+def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: Objects | None = None) -> Remaining:
     """Find the videos that this run must process; a failed row counts as done unless ``--retry-failed``.
 
     Sizes are what a listing on S3 or the manifest said; else one look at the file, or one HEAD for each ok row of an
@@ -75,7 +75,7 @@ def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: 
             examples.append(_difference(part.slice(place, 1).to_pylist()[0], old, int(state.sizes[place])))
         redone = state.changed & (config.on_changed == "redo")
         tally += _tally(state, redone)
-        todo.append(_chosen(part, state, ~state.known | state.retried | redone))
+        todo.append(_selected(part, state, ~state.known | state.retried | redone))
     sizes.finish()
     if n_changed and config.on_changed == "refuse":
         raise SourceChanged(
@@ -83,10 +83,10 @@ def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: 
             + "\n  ".join(examples)
             + "\nKeep the cached ones with --on-changed skip, or process them again with --on-changed redo."
         )
-    return Left(pa.Table.from_batches([part for part in todo if len(part)], TODO_SCHEMA), Tally(*tally.tolist()))
+    return Remaining(pa.Table.from_batches([part for part in todo if len(part)], TODO_SCHEMA), Tally(*tally.tolist()))
 
 
-class _State(NamedTuple):
+class _Comparison(NamedTuple):
     """Rows of a manifest beside those of the cache, each [n].
 
     Attributes:
@@ -108,7 +108,7 @@ class _State(NamedTuple):
     retried: Mask
 
 
-def _compare(part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: Sizes) -> _State:
+def _compare(part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: Sizes) -> _Comparison:
     rows = ledger.find(part["video_id"])
     known = rows >= 0
 
@@ -136,10 +136,10 @@ def _compare(part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: S
         changed[:] = False
     # A failed row holds no tokens to protect, and a mended file deserves its attempts anew; so does one that was gone.
     retried = failed & config.retry_failed & (~spent | another | resized)
-    return _State(rows, known, failed, attempts, sizes, changed, retried)
+    return _Comparison(rows, known, failed, attempts, sizes, changed, retried)
 
 
-def _tally(state: _State, redone: Mask) -> NDArray[np.int64]:
+def _tally(state: _Comparison, redone: Mask) -> NDArray[np.int64]:
     """Count the rows by what is to be done with them, in the order of Tally's fields."""
     kinds = (
         ~state.known,
@@ -151,7 +151,7 @@ def _tally(state: _State, redone: Mask) -> NDArray[np.int64]:
     return np.array([kind.sum() for kind in kinds], np.int64)
 
 
-def _chosen(part: pa.RecordBatch, state: _State, mask: Mask) -> pa.RecordBatch:
+def _selected(part: pa.RecordBatch, state: _Comparison, mask: Mask) -> pa.RecordBatch:
     """Select the rows of a part that are to be done; all of them without a copy."""
     attempts = pa.array(state.attempts[mask] + 1, pa.int32())
     kept = part if mask.all() else part.filter(pa.array(mask))
@@ -166,7 +166,7 @@ def _difference(row: ManifestRow, old: VideoRow, size: int) -> str:
     return f"{row['video_id']}: the file had {old['source_size']} bytes, has {size}"
 
 
-def share_of(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
+def within_limit(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
     """Return the first ``limit`` videos to do, and how many of the others have no row and wait for another run."""
     if limit is None:
         return todo, 0
@@ -174,7 +174,7 @@ def share_of(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
     return todo.slice(0, limit), waiting
 
 
-def left_of(todo: pa.Table, ledger: Ledger, failed: Mapping[str, int]) -> pa.Table:
+def unfinished(todo: pa.Table, ledger: Ledger, failed: Mapping[str, int]) -> pa.Table:
     """Select the rows of ``todo`` (TODO_SCHEMA) whose attempt the cache has no row of.
 
     ``failed`` is that of each video that failed in this run, which may be another one than its live row's.
@@ -187,7 +187,7 @@ def left_of(todo: pa.Table, ledger: Ledger, failed: Mapping[str, int]) -> pa.Tab
     return todo.filter(pa.array(had < wanted))
 
 
-def another_attempt(todo: pa.Table, failed: Mapping[str, int], max_attempts: int) -> pa.Table:
+def retry_candidates(todo: pa.Table, failed: Mapping[str, int], max_attempts: int) -> pa.Table:
     """Return the rows of ``todo`` (TODO_SCHEMA) for one more attempt at the videos that failed.
 
     ``failed`` has the attempts that each of these has had; a video that had ``max_attempts`` gets none.
@@ -200,7 +200,7 @@ def another_attempt(todo: pa.Table, failed: Mapping[str, int], max_attempts: int
     return part.set_column(place, part.schema.field(place), attempts)
 
 
-def said_of_the_rest(tally: Tally, config: PruneConfig) -> list[str]:
+def skipped_lines(tally: Tally, config: PruneConfig) -> list[str]:
     """List lines for the user about videos that are left alone, and about those that a limit leaves for later."""
     there, lines = tally.done + tally.failed, []
     if there:

@@ -14,14 +14,14 @@ from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.merging import WAITING_AT_END, try_merge
 from pipeline.cache.reader import HEADER, made_with, read_header
 from pipeline.errors import UsageError
-from pipeline.execution.cluster import provenance, settle
+from pipeline.execution.cluster import choose_device, provenance
 from pipeline.execution.request import refusing
 from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile, RunRecord
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.passes import Commits, Passes, Setups
 from pipeline.prune.request import PruneRequest, match_cache, prepare
-from pipeline.prune.resume import another_attempt, remaining, said_of_the_rest, share_of
+from pipeline.prune.resume import remaining, retry_candidates, skipped_lines, within_limit
 from pipeline.prune.summary import Summary, summarise
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord", "torchcodec")
@@ -81,13 +81,13 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
                 f"its header has; their rows do not count: {ledger.foreign[0]}"
             )
         todo, counts = remaining(request.manifest, ledger, self.options, request.objects)
-        for line in said_of_the_rest(counts, self.options):
+        for line in skipped_lines(counts, self.options):
             self.console.print(line, highlight=False)
-        return Todo(*share_of(todo, self.options.limit), ledger)
+        return Todo(*within_limit(todo, self.options.limit), ledger)
 
     def stream(self, request: PruneRequest, todo: Todo) -> Streamed:
         config, n_videos = self.options, len(todo)
-        device, dtype = settle(config, request.dtype, self.say)
+        device, dtype = choose_device(config, request.dtype, self.say)
         if config.decoder == "nvdec" and device != "cuda":
             raise UsageError("--decoder nvdec needs a GPU, and this run has none; leave it out, or give the run one")
         if not request.store.names(VIDEOS, ".parquet"):
@@ -99,7 +99,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         passes = Passes(self.options, self.console, setups, commits, todo.ledger, run_file)
         with run_file:
             n_failed = passes.first(todo.videos)
-            n_failed -= passes.second(another_attempt(todo.videos, commits.retryable, config.max_attempts))
+            n_failed -= passes.second(retry_candidates(todo.videos, commits.retryable, config.max_attempts))
         return Streamed(run_file, n_failed)
 
     def summarise(self, request: PruneRequest, todo: Todo, n_failed: int, wall_s: float) -> Summary:

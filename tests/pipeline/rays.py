@@ -15,9 +15,9 @@ import ray
 from ray.cluster_utils import Cluster
 
 from gstep.backbones import ModelSource, family_of
-from pipeline.execution.shards import Flow, Shards
+from pipeline.execution.shards import RunGraph, Shards
 from pipeline.execution.stages import configure_ray_data
-from pipeline.execution.stream import written
+from pipeline.execution.stream import written_shards
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
 from pipeline.prune.graph import Resources, build_graph
@@ -90,14 +90,17 @@ def _connected(*nodes: dict[str, Any]) -> Iterator[tuple[Callable[..., Any], lis
 
 
 def rows_of(
-    flow: Flow,
+    flow: RunGraph,
     look: Callable[[], object] = lambda: None,
     every_s: float = 60,
     moved: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
     """Run a graph to its end; returns the rows of its shards. ``moved`` is called for each of these."""
     rows: list[dict[str, Any]] = []
-    with Shards(flow, age_s=60) as shards, closing(written(flow, shards, look, every_s, lambda items: None)) as done:
+    with (
+        Shards(flow, age_s=60) as shards,
+        closing(written_shards(flow, shards, look, every_s, lambda items: None)) as done,
+    ):
         for shard in done:
             moved()
             rows += shard.rows.to_pylist()
@@ -106,7 +109,7 @@ def rows_of(
 
 def graph_of(
     n_videos: int, plan: Resources, out: Path, path: str = "/v.mp4", frames: int = 2, decoder: str = "auto", **more: Any
-) -> Flow:
+) -> RunGraph:
     """The real graph over one file under ``n_videos`` names, with the tiny model on the CPU."""
     source = ModelSource.resolve("tiny")
     rows = [{"video_id": f"v{i}", "uri": path, "attempts": 1} for i in range(n_videos)]

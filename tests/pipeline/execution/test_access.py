@@ -9,7 +9,13 @@ import pytest
 import ray
 
 from pipeline.errors import RunFailed
-from pipeline.execution.access import address_to_join, check_answers, keep_token_here, no_ray, workers_import_this
+from pipeline.execution.access import (
+    address_to_join,
+    check_answers,
+    set_cluster_token,
+    startup_failure,
+    workers_import_this,
+)
 from tests.paths import ROOT
 
 
@@ -60,7 +66,7 @@ def test_the_address_of_a_job_server_is_told_from_a_cluster_s(monkeypatch):
 
 
 def test_the_token_of_a_cluster_of_ones_own_is_in_the_environment_alone(own_machine):
-    keep_token_here()
+    set_cluster_token()
     token = os.environ.pop("RAY_AUTH_TOKEN")
     assert len(token) == 64 and not (own_machine / "home").exists()
 
@@ -70,14 +76,14 @@ def test_the_token_of_a_cluster_of_ones_own_is_in_the_environment_alone(own_mach
 )
 def test_what_the_user_has_chosen_stays(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
-    keep_token_here()
+    set_cluster_token()
     assert {key: text for key, text in os.environ.items() if key.startswith("RAY_AUTH")} == {name: value}
 
 
 def test_a_token_of_the_user_s_is_used(own_machine):
     (own_machine / "home" / ".ray").mkdir(parents=True)
     (own_machine / "home" / ".ray" / "auth_token").write_text("mine")
-    keep_token_here()
+    set_cluster_token()
     assert "RAY_AUTH_TOKEN" not in os.environ
 
 
@@ -97,7 +103,7 @@ def test_why_there_is_no_cluster_is_one_line_with_the_remedy():
         (ConnectionError("a\nb"), "h:1", "cannot be joined at h:1: ConnectionError: a b; check the address"),
         (RuntimeError("The current node timed out during startup."), None, "where the machine is busy, try again"),
     ):
-        line = no_ray(error, address)
+        line = startup_failure(error, address)
         assert said in line and "\n" not in line
 
 

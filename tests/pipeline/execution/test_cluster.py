@@ -11,7 +11,7 @@ from ray._private.node import Node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.errors import UsageError
-from pipeline.execution.cluster import _keep_known_lines, _leave, settle
+from pipeline.execution.cluster import _keep_known_lines, _shut_down, choose_device
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.graph import plan_resources
 from tests.pipeline.rays import graph_of, growing_ray, ray_here, rows_of
@@ -54,16 +54,19 @@ def test_gpus_that_join_late_are_waited_for():
     """--min-gpus; without it auto would take the CPUs, and says so."""
     said: list[str] = []
     with growing_ray({"num_cpus": 1, "num_gpus": 0}) as (add_node, _):
-        settled = settle(PruneConfig(), "auto", said.append)
+        settled = choose_device(PruneConfig(), "auto", said.append)
         assert settled == ("cpu", "float32") and "no GPU now" in said[0] and "--min-gpus" in said[0]
-        assert settle(PruneConfig(), "bfloat16", said.append) == ("cpu", "bfloat16")  # as the cache has it already
+        assert choose_device(PruneConfig(), "bfloat16", said.append) == (
+            "cpu",
+            "bfloat16",
+        )  # as the cache has it already
         assert "on CPUs, in float32, " in said[0] and "on CPUs, in bfloat16, " in said[1]
-        settle(PruneConfig(device="cpu"), "auto", said.append)
+        choose_device(PruneConfig(device="cpu"), "auto", said.append)
         assert len(said) == 2
         with pytest.raises(UsageError, match="--min-gpus 2: the cluster has 0 GPUs after 1 s"):
-            settle(PruneConfig(min_gpus=2, wait=1), "auto", said.append)
+            choose_device(PruneConfig(min_gpus=2, wait=1), "auto", said.append)
         with ThreadPoolExecutor(1) as pool:  # nodes are added by the main thread alone
-            settling = pool.submit(settle, PruneConfig(min_gpus=2, wait=60), "auto", said.append)
+            settling = pool.submit(choose_device, PruneConfig(min_gpus=2, wait=60), "auto", said.append)
             wait_until(lambda: said[-1].endswith("waiting 60 s for 2"), "that it waits")
             add_node(num_cpus=1, num_gpus=2)
             assert settling.result() == ("cuda", "bfloat16")
@@ -82,10 +85,10 @@ def test_the_monitor_is_ended_before_the_gcs_that_it_would_wait_for(monkeypatch)
     done.attach_mock(create_autospec(Node, instance=True), "node")
     monkeypatch.setattr(ray._private.worker, "_global_node", done.node)
     monkeypatch.setattr(ray, "shutdown", done.shutdown)
-    _leave()
+    _shut_down()
     assert done.mock_calls == [call.node.kill_monitor(check_alive=False), call.shutdown()]
     monkeypatch.setattr(ray._private.worker, "_global_node", None)
-    _leave()
+    _shut_down()
     assert done.mock_calls[2:] == [call.shutdown()]
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeline.execution.cluster import elsewhere, troubled
-from pipeline.execution.heartbeat import Tried
+from pipeline.execution.cluster import failing_nodes, node_selector
+from pipeline.execution.heartbeat import NodeTally
 
 
 @pytest.mark.parametrize(
@@ -19,18 +19,18 @@ from pipeline.execution.heartbeat import Tried
     ],
 )
 def test_nodes_that_fail_more_often_than_all_together_are_left_out(decoded, left_out):
-    tried = {"decode": {node: Tried(f"host-{node}", *counts) for node, counts in decoded.items()}, "encode": {}}
-    assert troubled(tried) == {node: f"host-{node}" for node in left_out}
+    tried = {"decode": {node: NodeTally(f"host-{node}", *counts) for node, counts in decoded.items()}, "encode": {}}
+    assert failing_nodes(tried) == {node: f"host-{node}" for node in left_out}
 
 
 def test_a_stage_that_does_well_hides_no_other():
     tried = {
-        "decode": {"a": Tried("h1", 50, 0), "b": Tried("h2", 50, 0)},
-        "encode": {"a": Tried("h1", 60, 0), "b": Tried("h2", 10, 30)},
+        "decode": {"a": NodeTally("h1", 50, 0), "b": NodeTally("h2", 50, 0)},
+        "encode": {"a": NodeTally("h1", 60, 0), "b": NodeTally("h2", 10, 30)},
     }
-    assert troubled(tried) == {"b": "h2"}
+    assert failing_nodes(tried) == {"b": "h2"}
 
 
 def test_the_selector_names_all_of_them():
-    assert elsewhere({"b": "h2", "a": "h1"}) == {"ray.io/node-id": "!in(a,b)"}
-    assert elsewhere([]) == {}
+    assert node_selector({"b": "h2", "a": "h1"}) == {"ray.io/node-id": "!in(a,b)"}
+    assert node_selector([]) == {}

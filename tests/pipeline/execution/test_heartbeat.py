@@ -21,8 +21,8 @@ from pipeline.execution.heartbeat import (
     REST_S,
     Heartbeat,
     Heartbeats,
-    News,
-    Tried,
+    NodeTally,
+    ProgressDelta,
     Worker,
     WorkerGivenUp,
     start_heartbeats,
@@ -41,10 +41,10 @@ def worker(name: str, host: str = "h1", node: str = "n1") -> Worker:
 
 def test_a_statement_replaces_the_one_before():
     heartbeats = Heartbeats(STAGES)
-    heartbeats.state("decode", worker("a", "h1"), ["v1"], News(0, 1))
-    heartbeats.state("decode", worker("a", "h2"), ["v2"], News(0, 1))  # the end of v1 was lost: its actor died
-    heartbeats.state("decode", worker("b", "h1"), ["v3"], News(0, 1))
-    heartbeats.state("decode", worker("b", "h1"), [], News(1, 1))
+    heartbeats.state("decode", worker("a", "h1"), ["v1"], ProgressDelta(0, 1))
+    heartbeats.state("decode", worker("a", "h2"), ["v2"], ProgressDelta(0, 1))  # the end of v1 was lost: its actor died
+    heartbeats.state("decode", worker("b", "h1"), ["v3"], ProgressDelta(0, 1))
+    heartbeats.state("decode", worker("b", "h1"), [], ProgressDelta(1, 1))
     reading = heartbeats.read()
     assert reading.inside == {"decode": ["v2 on h2"], "encode": [], "write": []}
     assert (reading.left["decode"], reading.moves) == (1, 4)
@@ -54,9 +54,9 @@ def test_what_a_worker_held_when_its_process_died_is_known_to_the_next_one():
     heartbeats = Heartbeats(STAGES)
     for died, host in enumerate(("h1", "h2")):
         assert heartbeats.start("encode", worker("a")) == died
-        heartbeats.state("encode", worker("a", host), ["poison"], News(0, 1))
+        heartbeats.state("encode", worker("a", host), ["poison"], ProgressDelta(0, 1))
     heartbeats.start("encode", worker("a"))
-    heartbeats.state("encode", worker("b", "h1"), ["good"], News(0, 1))
+    heartbeats.state("encode", worker("b", "h1"), ["good"], ProgressDelta(0, 1))
     assert heartbeats.deaths("encode", "poison") == ["h1", "h2"]
     assert heartbeats.deaths("encode", "good") == heartbeats.deaths("decode", "poison") == []
     assert heartbeats.read().inside["encode"] == ["good on h1"]
@@ -70,7 +70,7 @@ def test_deaths_count_by_the_hour_and_not_over_the_run():
         now += 1.01 * DEATHS_S / DEATHS
     for _ in range(DEATHS):
         now += 1.0
-        heartbeats.state("encode", worker("a", "h1"), ["v9"], News(0, 1))
+        heartbeats.state("encode", worker("a", "h1"), ["v9"], ProgressDelta(0, 1))
         given_up = heartbeats.start("encode", worker("a")) is None
     assert given_up
     assert heartbeats.start("encode", worker("b")) == 0  # another worker
@@ -112,7 +112,7 @@ def test_a_worker_asks_how_often_others_died_and_is_given_up_in_the_end(actor, m
     for _ in range(DEATHS + 1):
         mine = Heartbeat("encode", handle(actor))
         mine.start()
-        actor.state("encode", worker("w1", "h1"), ["v1"], News(0, 1))
+        actor.state("encode", worker("w1", "h1"), ["v1"], ProgressDelta(0, 1))
     assert mine.deaths("v1") == ["h1"] * DEATHS
     with pytest.raises(WorkerGivenUp, match="encode"):
         mine.start()
@@ -142,11 +142,11 @@ def test_how_it_went_is_known_by_node(actor):
     for failed in (False, True, None, True):  # None: it came as a failure of another stage
         with mine.holding("v") as held:
             held.done(failed)
-    actor.state("encode", worker("w2", "h2", "n2"), [], News(done=5))
+    actor.state("encode", worker("w2", "h2", "n2"), [], ProgressDelta(done=5))
     with pytest.raises(OSError, match="away"), mine.holding("v"):
         raise OSError("away")  # it is tried again here
     tried = actor.read().tried
-    assert tried["encode"] == {"n1": Tried(socket.gethostname(), 1, 2), "n2": Tried("h2", 5, 0)}
+    assert tried["encode"] == {"n1": NodeTally(socket.gethostname(), 1, 2), "n2": NodeTally("h2", 5, 0)}
     assert tried["decode"] == {}
 
 
@@ -186,7 +186,7 @@ def test_of_several_items_those_that_are_done_are_let_go_and_told_with_the_last(
         reading = actor.read()
         assert reading.inside["decode"] == [f"v3 on {here}", f"v4 on {here}"]
         assert (reading.left["decode"], reading.made["decode"], reading.moves) == (2, 1, 6)
-        assert reading.tried["decode"]["n1"] == Tried(here, 1, 1)
+        assert reading.tried["decode"]["n1"] == NodeTally(here, 1, 1)
         held.done(failed=False)
     reading = actor.read()
     assert (reading.inside["decode"], reading.left["decode"], reading.moves) == ([], 3, 7)
@@ -243,11 +243,11 @@ def test_a_worker_that_fails_at_what_others_do_rests_longer_and_longer():
     heartbeats, bad, good = Heartbeats(STAGES, clock), worker("bad"), worker("good", "h2", "n2")
 
     def tried(who: Worker, done: int, failed: int) -> None:
-        heartbeats.state("decode", who, [], News(done=done, failed=failed))
+        heartbeats.state("decode", who, [], ProgressDelta(done=done, failed=failed))
 
     tried(bad, 0, RECENT)
     assert not heartbeats.rests("decode", bad)  # nobody does better
-    heartbeats.state("decode", good, ["its first"], News(moves=1))
+    heartbeats.state("decode", good, ["its first"], ProgressDelta(moves=1))
     assert heartbeats.rests("decode", bad)
     tried(good, RECENT, 0)
     assert heartbeats.rests("decode", bad) and not heartbeats.rests("decode", good)
@@ -275,32 +275,32 @@ def test_a_worker_that_fails_at_what_others_do_rests_longer_and_longer():
 def test_files_that_nobody_has_put_nobody_out_of_service():
     heartbeats, workers = Heartbeats(STAGES, Clock()), [worker(name) for name in "abcd"]
     for who in workers:
-        heartbeats.state("decode", who, [], News(done=3, failed=RECENT))
+        heartbeats.state("decode", who, [], ProgressDelta(done=3, failed=RECENT))
     assert not any(heartbeats.rests("decode", who) for who in workers)
     assert (heartbeats.read().out_of_service, heartbeats.read().failing) == ([], ["decode"])
-    heartbeats.state("decode", worker("e"), ["its first"], News(moves=1))
+    heartbeats.state("decode", worker("e"), ["its first"], ProgressDelta(moves=1))
     assert heartbeats.read().failing == []
 
 
 def test_others_that_fail_as_often_do_not_do_better():
     """Half of the files are missing: those that fail at once come in rows, and nobody is to blame."""
     heartbeats = Heartbeats(STAGES, Clock())
-    heartbeats.state("decode", worker("a"), [], News(failed=RECENT))
-    heartbeats.state("decode", worker("b"), ["v"], News(done=1, failed=1))
+    heartbeats.state("decode", worker("a"), [], ProgressDelta(failed=RECENT))
+    heartbeats.state("decode", worker("b"), ["v"], ProgressDelta(done=1, failed=1))
     assert not heartbeats.rests("decode", worker("a"))
-    heartbeats.state("decode", worker("b"), [], News(done=4))
+    heartbeats.state("decode", worker("b"), [], ProgressDelta(done=4))
     assert heartbeats.rests("decode", worker("a"))
 
 
 def test_what_a_lost_node_held_is_nobodys_work():
     clock, living = Clock(), {"n1", "n2"}
     heartbeats = Heartbeats(STAGES, clock, living=lambda: set(living))
-    heartbeats.state("decode", worker("gone", "h2", "n2"), ["v"], News(moves=1))
-    heartbeats.state("decode", worker("a"), [], News(failed=RECENT))
+    heartbeats.state("decode", worker("gone", "h2", "n2"), ["v"], ProgressDelta(moves=1))
+    heartbeats.state("decode", worker("a"), [], ProgressDelta(failed=RECENT))
     assert heartbeats.rests("decode", worker("a")) and heartbeats.read().failing == []
     living.remove("n2")
     clock.now += 11
-    heartbeats.state("decode", worker("a"), [], News(failed=1))
+    heartbeats.state("decode", worker("a"), [], ProgressDelta(failed=1))
     assert not heartbeats.rests("decode", worker("a")) and heartbeats.read().failing == ["decode"]
 
 

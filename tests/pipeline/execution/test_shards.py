@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 import ray
 
-from pipeline.execution.shards import Flow, Part, Shards
+from pipeline.execution.shards import Batch, RunGraph, Shards
 from pipeline.execution.stages import Stage, start_actors
 from tests.pipeline.rays import ray_here
 from tests.waiting import wait_until
@@ -23,13 +23,13 @@ class Clock:
         return self.now
 
 
-def part(*ids: str) -> Part:
-    return Part([pa.table({"id": list(ids)})], len(ids))
+def batch(*ids: str) -> Batch:
+    return Batch([pa.table({"id": list(ids)})], len(ids))
 
 
 def of_three(clock: Clock) -> Shards:
     """Shards of three items, or of what is a minute old, without writers."""
-    return Shards(Flow(dataset=None, items_per_shard=3), age_s=60, clock=clock)
+    return Shards(RunGraph(dataset=None, items_per_shard=3), age_s=60, clock=clock)
 
 
 def given(shards: Shards) -> list[list[str]]:
@@ -39,7 +39,7 @@ def given(shards: Shards) -> list[list[str]]:
 def test_a_shard_is_full_by_its_number_of_items():
     shards = of_three(Clock())
     for name in "abcd":
-        shards.take(part(name))
+        shards.take(batch(name))
     assert given(shards) == [["a", "b", "c"]]
     assert shards.finish() and given(shards) == [["d"]]
 
@@ -47,21 +47,21 @@ def test_a_shard_is_full_by_its_number_of_items():
 def test_a_part_that_would_make_a_shard_too_large_begins_the_next():
     shards = of_three(Clock())
     for name in ("ab", "cd", "efgh"):
-        shards.take(part(*name))
+        shards.take(batch(*name))
     assert given(shards) == [["a", "b"], ["c", "d"], ["e", "f", "g", "h"]]  # a part is never cut
 
 
 def test_what_has_waited_long_enough_is_a_shard_although_nothing_follows():
     clock = Clock()
     shards = of_three(clock)
-    shards.take(part("a"))
+    shards.take(batch("a"))
     clock.now = 59.0
-    shards.take(part("b"))
+    shards.take(batch("b"))
     assert given(shards) == []
     clock.now = 60.0
     assert given(shards) == [["a", "b"]]
     clock.now = 119.0
-    shards.take(part("c"))  # its own time begins
+    shards.take(batch("c"))  # its own time begins
     clock.now = 178.0
     assert given(shards) == []
     clock.now = 179.0
@@ -71,20 +71,20 @@ def test_what_has_waited_long_enough_is_a_shard_although_nothing_follows():
 def test_the_last_shard_is_what_is_left():
     shards = of_three(Clock())
     assert not shards.finish() and given(shards) == []
-    shards.take(part("a"))
+    shards.take(batch("a"))
     assert shards.finish() and given(shards) == [["a"]]
     assert not shards.finish()
 
 
 def test_a_shard_whose_commit_was_interrupted_is_given_again_under_its_number():
     shards = of_three(Clock())
-    shards.take(part("a", "b", "c"))
+    shards.take(batch("a", "b", "c"))
     interrupted = shards.written()
     first = next(interrupted)
     assert (first.number, first.rows["id"].to_pylist()) == (0, ["a", "b", "c"])
     interrupted.close()
     assert shards.unwritten
-    shards.take(part("d"))
+    shards.take(batch("d"))
     (again, other) = shards.rest(within_s=60)
     assert again.number == 0 and again.rows.equals(first.rows)
     assert (other.number, other.rows["id"].to_pylist()) == (1, ["d"])
@@ -114,11 +114,11 @@ def has_ended(writer) -> bool:
 def test_no_more_is_taken_than_writers_have_to_do_and_one_that_is_killed_loses_nothing(tmp_path):
     gate = tmp_path / "open"
     with ray_here({"num_cpus": 2}):
-        flow = Flow(None, 2, partial(start_actors, Gated, Stage(0, 0, 1, "one"), (gate,)))
+        flow = RunGraph(None, 2, partial(start_actors, Gated, Stage(0, 0, 1, "one"), (gate,)))
         with Shards(flow, age_s=3600) as shards:
             for number in range(6):  # a shard that is written, one that is next, and one that waits for its place
                 assert shards.has_room()
-                shards.take(Part([ray.put(part(f"v{number}").tables[0])], 1))
+                shards.take(Batch([ray.put(batch(f"v{number}").tables[0])], 1))
             assert not shards.has_room() and list(shards.written(wait_s=0)) == []
             (writer,) = shards._writers
             ray.kill(writer, no_restart=False)

@@ -14,9 +14,9 @@ from pipeline.execution.stages import (
     Stage,
     StageWords,
     Wording,
-    actors,
+    actor_options,
     configure_ray_data,
-    in_words,
+    stage_counts,
 )
 
 
@@ -37,8 +37,8 @@ WORDING = Wording(
 def test_what_is_ahead_of_the_last_stage_is_never_less_than_what_is_done():
     made = {"decode": 9, "encode": 5, "write": 4}
     assert WORDING.ahead(made, 4) == {"decoded": 9, "encoded": 5}
-    assert in_words(WORDING.ahead(made, 7)) == ", 9 decoded, 7 encoded"
-    assert in_words(WORDING.ahead({}, 7)) == ""
+    assert stage_counts(WORDING.ahead(made, 7)) == ", 9 decoded, 7 encoded"
+    assert stage_counts(WORDING.ahead({}, 7)) == ""
 
 
 def test_of_a_single_stage_what_went_through_it_is_told():
@@ -48,7 +48,7 @@ def test_of_a_single_stage_what_went_through_it_is_told():
 
 def test_actors_are_options_of_map_batches():
     """Ray takes them: the names are those of the installed version, and as many actors start as are planned."""
-    options = actors(Stage(0.5, 1, 3, "why", calls=2, in_flight=16), batch_size=4)
+    options = actor_options(Stage(0.5, 1, 3, "why", calls=2, in_flight=16), batch_size=4)
     accepted = set(inspect.signature(ray.data.Dataset.map_batches).parameters)
     of_the_actors = {"max_concurrency", "max_restarts", "max_task_retries"}
     assert options.keys() - of_the_actors <= accepted

@@ -12,8 +12,8 @@ import ray
 
 from pipeline.errors import RunFailed
 from pipeline.execution import watchdog
-from pipeline.execution.heartbeat import Heartbeat, Reading, start_heartbeats
-from pipeline.execution.watchdog import ClusterShrunk, Watchdog, patiently
+from pipeline.execution.heartbeat import Heartbeat, WorkerReport, start_heartbeats
+from pipeline.execution.watchdog import ClusterShrunk, Watchdog, iterate_watched
 from pipeline.prune import graph
 from pipeline.prune.graph import PRUNING, plan_resources
 from tests.pipeline.rays import graph_of, ray_here, rows_of
@@ -38,18 +38,18 @@ def threads() -> list[str]:
 
 
 def test_every_item_comes_in_order():
-    assert list(patiently(iter(range(100)), nothing, 10)) == list(range(100))
+    assert list(iterate_watched(iter(range(100)), nothing, 10)) == list(range(100))
 
 
 def test_nothing_is_taken_without_room_and_the_wait_is_for_something_else_then():
     room, unfinished = iter([True, False, False, True, True]), iter([True, True, False])
-    items = patiently(iter("ab"), nothing, 10, room=lambda: next(room), unfinished=lambda: next(unfinished))
+    items = iterate_watched(iter("ab"), nothing, 10, room=lambda: next(room), unfinished=lambda: next(unfinished))
     assert list(items) == ["a", None, None, "b", None, None]
 
 
 def test_a_tick_passes_while_nothing_comes_and_it_is_looked_no_more_often_for_it():
     looks: list[float] = []
-    items = patiently(endless("a"), lambda: looks.append(time.monotonic()), 0.2, tick_s=0.01)
+    items = iterate_watched(endless("a"), lambda: looks.append(time.monotonic()), 0.2, tick_s=0.01)
     assert next(items) == "a"
     ticks = 0
     while len(looks) < 2:
@@ -61,7 +61,7 @@ def test_a_tick_passes_while_nothing_comes_and_it_is_looked_no_more_often_for_it
 
 def test_an_error_of_the_iterator_arrives():
     with pytest.raises(ZeroDivisionError):
-        list(patiently((1 // n for n in (1, 0)), nothing, 10))
+        list(iterate_watched((1 // n for n in (1, 0)), nothing, 10))
 
 
 def test_what_a_look_raises_ends_the_wait_and_the_iterator():
@@ -70,7 +70,7 @@ def test_what_a_look_raises_ends_the_wait_and_the_iterator():
 
     seen = []
     with pytest.raises(RunFailed, match="enough"):
-        seen.extend(patiently(endless([1, 2]), look, 0.05))
+        seen.extend(iterate_watched(endless([1, 2]), look, 0.05))
     assert not threads()
 
 
@@ -82,7 +82,7 @@ def test_at_most_one_item_is_fetched_ahead_and_closing_ends_the_iterator():
             fetched.append(number)
             yield number
 
-    items = patiently(count(), nothing, 10)
+    items = iterate_watched(count(), nothing, 10)
     assert next(items) == 0
     wait_until(lambda: len(fetched) >= 3, "one in the queue and one that waits for its place", 20)
     items.close()
@@ -95,7 +95,7 @@ def one_cpu():
         yield nodes
 
 
-def stalled(dataset, plan, n_videos, heartbeats, reached: Callable[[Reading], object]) -> str:
+def stalled(dataset, plan, n_videos, heartbeats, reached: Callable[[WorkerReport], object]) -> str:
     """Run a graph until its watchdog gives up; returns why. Its patience starts once the heartbeats say what
     ``reached`` waits for, however long the workers take to start on this machine."""
     watchdog, deadline = Watchdog(heartbeats, 3, plan, n_videos, nothing), time.monotonic() + 120

@@ -15,7 +15,7 @@ from gstep.backbones import ModelSource, choose_runtime, family_of
 from pipeline.cache.cached_video import bfloat16
 from pipeline.errors import VideoFault
 from pipeline.execution import heartbeat
-from pipeline.execution.heartbeat import Heartbeats, News, Worker
+from pipeline.execution.heartbeat import Heartbeats, ProgressDelta, Worker
 from pipeline.prune.batches import VideoFrames, decoded_bundle, decoded_videos, encoded_videos
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.rows import failed_video
@@ -175,7 +175,9 @@ def test_a_bundle_that_was_in_hand_when_a_process_died_goes_one_by_one(monkeypat
         process.encoder.encode_one = encode_one
         with pytest.raises(SystemExit):
             list(process(bundle))
-        actor.state("encode", Worker("w", "h", "n"), [item.split()[0] for item in held[-1]], News())  # its last words
+        actor.state(
+            "encode", Worker("w", "h", "n"), [item.split()[0] for item in held[-1]], ProgressDelta()
+        )  # its last words
 
     dies(Encoder(setup, handle), at="b")
     assert held == [["a on h", "b on h", "c on h"], ["b on h", "c on h"]]

@@ -10,7 +10,7 @@ import ray.data
 from ray.data._internal.logical.optimizers import get_execution_plan
 
 from gstep.backbones import ModelSource, family_of
-from pipeline.execution.shards import Flow
+from pipeline.execution.shards import RunGraph
 from pipeline.execution.stages import MAX_BLOCKS, RESTARTS, TASK_RETRIES
 from pipeline.prune.decode_stage import DecodeSetup
 from pipeline.prune.encode_stage import EncodeSetup
@@ -182,7 +182,7 @@ def operators(dataset: ray.data.Dataset) -> list[str]:
         (operator,) = operator.input_dependencies
 
 
-def lazy_graph(plan: Resources, out: str) -> Flow:
+def lazy_graph(plan: Resources, out: str) -> RunGraph:
     source = ModelSource.resolve("tiny")
     row = {"video_id": "v", "uri": "/v.mp4", "attempts": 1}
     todo = pa.Table.from_pylist([row] * 8, schema=TODO_SCHEMA)

@@ -16,7 +16,7 @@ from pipeline.execution.run_record import RunFile
 from pipeline.prune import passes
 from pipeline.prune.batches import written_batch
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.passes import FEW, Commits, _plan, _shortfalls, bytes_of_few
+from pipeline.prune.passes import FILES_LOOKED_AT, Commits, _plan, _shortfalls, known_file_bytes
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, random_tokens, write_header
 
@@ -45,7 +45,7 @@ def test_what_was_asked_for_and_is_not_to_be_had_is_said():
 
 def test_sizes_of_a_few_files_are_added_up_and_one_unknown_makes_all_unknown(tmp_path):
     def known(*rows: tuple[str, str | None, int | None]) -> float:
-        return bytes_of_few(
+        return known_file_bytes(
             pa.Table.from_pylist([dict(zip(("uri", "policy", "size"), row, strict=True)) for row in rows])
         )
 
@@ -56,8 +56,8 @@ def test_sizes_of_a_few_files_are_added_up_and_one_unknown_makes_all_unknown(tmp
     assert known(local, unlisted) == math.inf
     assert known(local, (str(tmp_path / "of_other_nodes.mp4"), None, None)) == math.inf
     assert known(local, (str(tmp_path), None, None)) == math.inf  # a folder of frames
-    assert known(*[listed] * FEW) == 30 * FEW
-    assert known(*[listed] * (FEW + 1)) == math.inf
+    assert known(*[listed] * FILES_LOOKED_AT) == 30 * FILES_LOOKED_AT
+    assert known(*[listed] * (FILES_LOOKED_AT + 1)) == math.inf
 
 
 class Here(NamedTuple):

@@ -8,7 +8,7 @@ from pipeline.cache.ledger import Ledger
 from pipeline.errors import SourceChanged, UsageError, VideoFault
 from pipeline.inputs.manifest import read_manifest
 from pipeline.prune.config import PruneConfig
-from pipeline.prune.resume import TODO_SCHEMA, Tally, another_attempt, left_of, remaining, share_of
+from pipeline.prune.resume import TODO_SCHEMA, Tally, remaining, retry_candidates, unfinished, within_limit
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
 from tests.pipeline.s3 import S3Server
@@ -50,10 +50,10 @@ def test_failed_videos_are_tried_again_on_demand(folder, live):
 
 def test_a_second_pass_has_what_failed_and_may_be_tried_again(folder, live):
     todo, _ = remaining(read_manifest(str(folder)), live, PruneConfig(retry_failed=True))
-    again = another_attempt(todo, {"b.mp4": 2, "c.mp4": 1}, 2)
+    again = retry_candidates(todo, {"b.mp4": 2, "c.mp4": 1}, 2)
     assert again.schema == TODO_SCHEMA
     assert (again["video_id"].to_pylist(), again["attempts"].to_pylist()) == (["c.mp4"], [2])
-    assert len(another_attempt(todo, {}, 2)) == 0
+    assert len(retry_candidates(todo, {}, 2)) == 0
 
 
 def test_what_is_left_of_a_pass_is_what_has_no_row_of_its_attempt(folder, live):
@@ -62,13 +62,13 @@ def test_what_is_left_of_a_pass_is_what_has_no_row_of_its_attempt(folder, live):
         "b.mp4": 2,
         "c.mp4": 1,
     }
-    assert left_of(todo, live, {}).equals(todo)
+    assert unfinished(todo, live, {}).equals(todo)
     store = LocalStore(folder / "cache")
     write_shard(store, "later", encoded_failure("b.mp4", VideoFault("crash", "x"), attempts=2))
-    assert left_of(todo, live.refresh(), {})["video_id"].to_pylist() == ["c.mp4"]
-    assert len(left_of(todo, live, {"c.mp4": 1})) == 0  # a redo that failed: its row does not count, but is there
+    assert unfinished(todo, live.refresh(), {})["video_id"].to_pylist() == ["c.mp4"]
+    assert len(unfinished(todo, live, {"c.mp4": 1})) == 0  # a redo that failed: its row does not count, but is there
     write_shard(store, "latest", encoded("c.mp4", TOKENS, 0.25, "gstep"))
-    assert len(left_of(todo, live.refresh(), {})) == 0
+    assert len(unfinished(todo, live.refresh(), {})) == 0
 
 
 def test_a_changed_file_is_refused_skipped_or_redone(folder, live):
@@ -239,6 +239,6 @@ def test_parts_of_a_manifest_add_up(folder, live, monkeypatch, at_once):
 
 def test_a_share_is_the_first_of_what_is_left(folder, live):
     todo, _ = remaining(read_manifest(str(folder)), live, PruneConfig(retry_failed=True))
-    share, waiting = share_of(todo, 1)
+    share, waiting = within_limit(todo, 1)
     assert (share["video_id"].to_pylist(), waiting) == (["b.mp4"], 1)
-    assert share_of(todo, 2)[1] == share_of(todo, None)[1] == share_of(todo, 9)[1] == 0
+    assert within_limit(todo, 2)[1] == within_limit(todo, None)[1] == within_limit(todo, 9)[1] == 0
