@@ -333,10 +333,7 @@ class Heartbeat:
         self.one_died = n_died > 0
 
     def rest(self) -> None:
-        """Wait while this worker is out of service, before it takes an item.
-
-        The actor is asked only after a failed item.
-        """
+        """Wait while this worker is out of service. The actor is asked only after a failed item."""
         while self._failed and self._ask_about_me("rests"):
             time.sleep(_LOOK_S)
 

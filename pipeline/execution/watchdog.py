@@ -163,7 +163,7 @@ class _Fetcher(Generic[T]):
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items
         self._ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(1)
-        self._token_missing = threading.Event()
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._fetch, name=_thread_of_graph(), daemon=True)
         self._thread.start()
 
@@ -176,7 +176,7 @@ class _Fetcher(Generic[T]):
 
     def close(self) -> None:
         """Interrupt the iterator where it is, as Ctrl-C would."""
-        self._token_missing.set()
+        self._closed.set()
         _interrupt(self._thread)
 
     def _fetch(self) -> None:
@@ -195,7 +195,7 @@ class _Fetcher(Generic[T]):
                 self._hand_over(error)
 
     def _hand_over(self, item: tuple[T] | BaseException | None) -> None:
-        while not self._token_missing.is_set():
+        while not self._closed.is_set():
             try:
                 return self._ready.put(item, timeout=1)
             except queue.Full:
