@@ -1,10 +1,10 @@
-"""Where evidence comes from: methods mean different things by one name, so that a method names a source with it.
+"""The sources of evidence: methods mean different things by one name, so that a method names a source with it.
 
 A pruner lists its evidence from the vision encoder in ``Pruner.sources``, a model family what it can give in
 ``ModelFamily.gives``. Evidence is float32, its axes are those of :data:`EVIDENCE_SHAPES`.
 
-Who asks for evidence gives a mapping from a label to a source. A label is the evidence's name, or
-``<name>_<source>`` (:func:`label`) where one name is asked for from several sources: :func:`name_of` tells.
+Evidence is requested by a mapping from a label to a source. A label is the evidence's name, or ``<name>_<source>``
+(:func:`label`) where one name is requested from several sources; :func:`name_of` gives the name of a label.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Family(NamedTuple):
-    """Where the two classes of a family are: ``package.module:Class``."""
+    """The import paths of the two classes of a family: ``package.module:Class``."""
 
     backbone: str
     prompts: str

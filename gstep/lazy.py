@@ -1,4 +1,4 @@
-"""Tables from a name to a class that is imported only when it is asked for, and importing much at once."""
+"""Tables from a name to a class that is imported on first use, and a context for large imports."""
 
 from __future__ import annotations
 

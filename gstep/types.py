@@ -44,7 +44,7 @@ class _Compared:
 
 @dataclass(frozen=True, eq=False)
 class VisualTokens(_Compared):
-    """What a backbone makes of one video.
+    """The tokens of one video as a backbone makes them.
 
     Attributes:
         tokens: [T,N,D], all its visual tokens.

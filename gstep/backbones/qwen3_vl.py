@@ -56,6 +56,10 @@ class Qwen3VL(QwenVL):
 
     @classmethod
     def _pixel_bounds(cls, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return ``settings`` as they are.
+
+        Raises ModelError for min_pixels and max_pixels, which the stock class ignores.
+        """
         for name in ("min_pixels", "max_pixels"):
             if name in settings:
                 raise ModelError(

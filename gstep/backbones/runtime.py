@@ -65,6 +65,7 @@ def choose_runtime(device: str = "auto", dtype: str = "auto", attn: str = "auto"
 
 
 def _device(device: str) -> str:
+    """Choose or check the device. Raises ModelError for one that is unknown or missing."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if device != "cpu" and device.partition(":")[0] != "cuda":
@@ -78,6 +79,7 @@ def _device(device: str) -> str:
 
 
 def _attention(attn: str, *, flash_can_run: bool) -> str:
+    """Choose or check the attention implementation. Raises ModelError for one that is unknown or cannot run."""
     if attn == "auto":
         return "flash_attention_2" if flash_can_run and _flash_installed() else "sdpa"
     if attn not in ATTENTION:

@@ -13,7 +13,7 @@ from gstep.errors import ModelError
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """Finds files by name. Pickles; every node finds (downloads, builds) its own copy.
+    """The files of a checkpoint by name. Pickles; every node finds (downloads, builds) its own copy.
 
     Attributes:
         kind: where the checkpoint is.

@@ -1,4 +1,4 @@
-"""Which weights a local folder holds, told from a few kilobytes of each tensor."""
+"""The identity of the weights in a local folder, computed from a few kilobytes of each tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model argument means: which checkpoint, of which family, with which weights. No weight is read here."""
+"""The meaning of a model argument: which checkpoint, of which family, with which weights. No weight is read here."""
 
 from __future__ import annotations
 
@@ -144,6 +144,7 @@ def _known_type(name: str, config: dict[str, Any]) -> str:
 
 
 def _identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dict[str, Any]) -> str:
+    """Compute what identifies the weights: a commit of the Hub, or a hash of the files."""
     if files.kind == "hub":
         return f"hub:{files.location}@{files.revision}"
     if files.kind == "tiny":

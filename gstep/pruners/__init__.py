@@ -96,6 +96,7 @@ def check_method(kind: Any, called: str | None = None) -> type[Pruner]:
 
 
 def _build(kind: type[Pruner], params: Mapping[str, Any], called: str) -> Pruner:
+    """Make an object of a method's class from checked parameters. Raises ValueError."""
     checked = check_params(kind, params, called)
     try:
         return kind(**checked)
@@ -110,6 +111,7 @@ def _target(kind: type[Pruner]) -> str:
 
 
 def _imported(path: str) -> Any:
+    """Import the class that ``module:Class`` names. Raises ValueError where there is none."""
     try:
         return load_object(path)
     except Exception as error:  # importing runs code of the method's author

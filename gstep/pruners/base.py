@@ -1,4 +1,4 @@
-"""What every pruning method shares: the contract, the budget, and the packing of its result."""
+"""The base of all pruning methods: the contract, the budget, and the packing of its result."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gstep.types import PrunedTokens, VisualTokens, budget_for
 
 @dataclass(frozen=True)
 class Selection:
-    """What a method chose from the M = T*N tokens of a video.
+    """The choice of a method among the M = T*N tokens of a video.
 
     Attributes:
         index: [B] int64 flat indices; in order of selection for a nested method, in the order of its own prompt for one

@@ -1,4 +1,4 @@
-"""Checks of what users pass in; every error is a ValueError that names the argument, what it accepts and what came."""
+"""Checks of arguments; every error is a ValueError that names the argument, what it accepts and what was given."""
 
 from __future__ import annotations
 

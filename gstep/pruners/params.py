@@ -1,4 +1,4 @@
-"""A method's parameters against the annotations of its fields, before anything runs: as values, and as text.
+"""The check of a method's parameters against the annotations of its fields, given as values or as text.
 
 Understood are int, float, bool, str, Literal, None and unions of them; a field of another type is its class's to check.
 """
@@ -74,6 +74,7 @@ def _alternatives(hint: Any) -> Iterator[Any]:
 
 
 def _check_value(name: str, value: Any, accepted: list[Any], called: str) -> Any:
+    """Return ``value`` in the first accepted type that it fits. Raises ValueError, naming the types."""
     for kind in accepted:
         fits, own = _converted(kind, value)
         if fits:
@@ -97,6 +98,7 @@ def _converted(kind: Any, value: Any) -> tuple[bool, Any]:
 
 
 def _read_value(name: str, text: str, accepted: list[Any], called: str) -> Any:
+    """Parse ``text`` by the narrowest accepted type that it fits. Raises ValueError, naming the types."""
     choices = [choice for kind in accepted if get_origin(kind) is Literal for choice in get_args(kind)]
     for choice in choices:
         if text == str(choice) or (isinstance(choice, bool) and text == str(choice).lower()):
@@ -126,6 +128,7 @@ def _parsed(kind: Any, text: str) -> tuple[bool, Any]:
 
 
 def _describe_types(accepted: list[Any]) -> str:
+    """Describe the accepted types for a message: "an integer or none"."""
     parts = []
     for kind in accepted:
         if get_origin(kind) is Literal:

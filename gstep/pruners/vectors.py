@@ -1,4 +1,4 @@
-"""What the methods that compare tokens share: directions, stable choices, averages of groups."""
+"""Tools of the methods that compare tokens: directions, stable choices, averages of groups."""
 
 from __future__ import annotations
 

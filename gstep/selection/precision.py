@@ -1,4 +1,4 @@
-"""Products of float32 in float32, whatever a caller allows for its own."""
+"""Full precision for products of float32, whatever a caller allows for its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A subspace that holds most of some tokens: a few products tell how alike two tokens can be at most.
+"""A subspace that holds most of some tokens: a few products bound how similar two tokens can be.
 
 Shapes: M tokens, S of them a sample, D hidden size, k dimensions of the subspace.
 """

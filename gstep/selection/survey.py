@@ -147,6 +147,7 @@ class Picks:
         self._known = known
 
     def add(self, places: Places) -> None:
+        """Append picks, and their rows and coordinates."""
         new = slice(self.count, self.count + len(places))
         self.order[new] = places
         self.rows[new] = self._known.rows.take(places)

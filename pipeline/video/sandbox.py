@@ -94,6 +94,7 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
         return replace(video, attempts=2, backend_note=f"{first.backend}: {first.message}")
 
     def _attempt(self, request: DecodeRequest, descriptor: int | None, deadline: float) -> DecodedVideo:
+        """Send one request to the child and wait for its answer. Raises VideoFault."""
         child = self._ready_child()
         backend: str | None = None
         try:

@@ -33,6 +33,7 @@ TOKENIZER = TinyTokenizer(
 
 
 def _weights(config: Mapping[str, Any]) -> Weights:
+    """Draw the weights of the vision tower, the projector, the newline and the language model."""
     draw = Draw()
     siglip(draw, "vision_tower.vision_model", config["vision_config"])
     vision, text = config["vision_config"]["hidden_size"], config["text_config"]["hidden_size"]

@@ -39,15 +39,18 @@ class Draw:
         self._rng = np.random.default_rng(SEED)  # PCG64
 
     def uniform(self, shape: tuple[int, ...], std: float) -> Array:
+        """Draw an array of this shape and standard deviation."""
         unit = self._rng.random(shape, dtype=np.float32) * np.float32(2) - np.float32(1)
         return unit * np.float32(std * math.sqrt(3))
 
     def linear(self, name: str, n_out: int, n_in: int, *, gain: float = 1.0, bias: bool = True) -> None:
+        """Draw a linear layer whose outputs have about ``gain`` times the spread of its inputs."""
         self.weights[f"{name}.weight"] = self.uniform((n_out, n_in), gain / math.sqrt(n_in))
         if bias:
             self.weights[f"{name}.bias"] = self.uniform((n_out,), 0.05)
 
     def norm(self, name: str, width: int, *, bias: bool) -> None:
+        """Draw the weight of a norm, near 1, and its bias."""
         self.weights[f"{name}.weight"] = np.float32(1) + self.uniform((width,), 0.05)
         if bias:
             self.weights[f"{name}.bias"] = self.uniform((width,), 0.05)

@@ -1,4 +1,4 @@
-"""What the tiny models of Qwen2.5-VL and Qwen3-VL share: special tokens, the form of the prompt, parts of the tower."""
+"""Parts of the tiny models of Qwen2.5-VL and Qwen3-VL: special tokens, the form of the prompt, layers of the tower."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from gstep.checkpoints.tiny.qwen import GENERATION, TEXT, TOKEN_IDS, attention, 
 
 
 def _weights(config: Mapping[str, Any]) -> Weights:
+    """Draw the weights of the vision tower and the language model."""
     draw = Draw()
     vision = config["vision_config"]
     width, inner = vision["hidden_size"], vision["intermediate_size"]

@@ -10,6 +10,7 @@ from gstep.checkpoints.tiny.qwen import GENERATION, TEXT, TOKEN_IDS, attention, 
 
 
 def _weights(config: Mapping[str, Any]) -> Weights:
+    """Draw the weights of the vision tower, its deepstack mergers and the language model."""
     draw = Draw()
     vision, visual = config["vision_config"], "model.visual"
     width, inner, out = vision["hidden_size"], vision["intermediate_size"], vision["out_hidden_size"]

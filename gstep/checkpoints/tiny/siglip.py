@@ -16,6 +16,7 @@ TOKENIZER = TinyTokenizer(special=("</s>", "<unk>"), chat_template=None, end="</
 
 
 def _weights(config: Mapping[str, Any]) -> Weights:
+    """Draw the weights of the pooling head and the text tower."""
     draw, head = Draw(), "vision_model.head"
     width, inner = config["vision_config"]["hidden_size"], config["vision_config"]["intermediate_size"]
     draw.norm("vision_model.post_layernorm", width, bias=True)

@@ -1,6 +1,7 @@
 """Density-guided farthest point sampling on a GPU from the distances of all pairs, M * M * 12 bytes.
 
-They are computed at once, and then all steps in one launch. Importing this needs Triton.
+``launch`` tries this form first, up to MAX_GRAM_TOKENS tokens. It computes the distances at once, and then runs all
+steps in one launch. It goes if the lazy form proves as fast on a GPU. Importing this needs Triton.
 
 Shapes: M tokens, D hidden size, B budget, R rows, S their number rounded up.
 """
