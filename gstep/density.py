@@ -16,7 +16,7 @@ from torch import Tensor
 #: of float32 (which the mean normalisation of a static video would blow up) and below any change that matters.
 ZERO_DISTANCE = 2e-6
 
-_SAFE_EXPONENT = 40  # of 2: beyond, squares and sums of squares come near the ends of float32
+_SAFE_EXPONENT = 40  # of 2: beyond it, squares and sums of squares approach the limits of float32
 _COLUMNS = 512  # of a frame's tokens in float64: 0.8 MB of 196 tokens
 
 SMOOTHINGS = ("gaussian", "box", "raw")
@@ -60,7 +60,7 @@ def row_factors(tokens_MD: Tensor) -> Tensor | None:
     far_M = (exponent_M.abs() > _SAFE_EXPONENT) & (largest_M > 0)
     if not far_M.any():
         return None
-    # Made of its bits: a library's power of 2 may be rounded.
+    # The power of 2 is made of its bits, since a library function may round it.
     power_M = ((1023 - exponent_M.long().clamp(-1022, 1022)) << 52).view(torch.float64)
     return torch.where(far_M, power_M, 1.0)
 
@@ -102,7 +102,7 @@ def frame_mean(tokens_TND: Tensor) -> Tensor:
     mean_TD = tokens_TND.new_empty(n_frames, hidden, dtype=torch.float64)
     width = hidden if tokens_TND.is_cuda else _COLUMNS
     for frames in row_slices(tokens_TND):
-        for start in range(0, hidden, width):  # a frame at once would leave a core's cache between two steps
+        for start in range(0, hidden, width):  # a whole frame would not stay in a core's cache
             columns = slice(start, start + width)
             part_TNC = float64_copy(tokens_TND[frames, :, columns])
             first_TC = part_TNC[:, 0].clone()
@@ -134,7 +134,7 @@ def frames_described(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
     Returns frame centres [T,D], times the tokens' working scale, and the spatial density [T,N], both float64.
     """
     scale, dtype = working_scale(tokens_TND), work_dtype(tokens_TND)
-    # In memory of their own: results that were kept among the temporaries of a slice would pin those in the heap.
+    # In an allocation of their own: results among the temporaries of a slice would keep those from being freed.
     mean_TD = tokens_TND.new_empty(tokens_TND[:, 0].shape, dtype=torch.float64)
     spatial_TN = tokens_TND.new_empty(tokens_TND.shape[:2], dtype=torch.float64)
     for frames in row_slices(tokens_TND):  # scaled in a cache's reach; a whole copy would double the memory
@@ -215,7 +215,7 @@ def smooth(change_T: Tensor, kernel_K: Tensor, boundary: str = "replicate") -> T
     kernel_K = kernel_K.to(change_T)
     frame_T1 = torch.arange(n_frames, device=change_T.device)[:, None]
     position_TK = frame_T1 + torch.arange(-radius, radius + 1, device=change_T.device)
-    # Also for zero and renorm: what their clamped positions bring in is masked below.
+    # zero and renorm clamp positions too; the values taken there are masked below.
     smoothed_TK = change_T[source_frame(position_TK, n_frames, boundary)] * kernel_K
     if boundary not in ("zero", "renorm"):
         return smoothed_TK.sum(dim=1)

@@ -25,17 +25,17 @@ EVIDENCE_SHAPES = {
 #: The attention that tokens get in the encoder's last layer, mean over heads and queries, and the layer's keys, mean
 #: over heads; pooled as the tokens are.
 LAST_LAYER = "last_layer"
-#: SigLIP's attention-pooling head on the encoder's output: what its probe makes of a frame, and where it looks.
+#: SigLIP's attention-pooling head on the encoder's output: the pooled feature and the attention of its probe.
 POOLING_HEAD = "pooling_head"
 #: The same head with one patch before its probe at a time: each patch in the space that SigLIP's texts are in.
 SINGLE_PATCHES = "single_patches"
 #: The encoder's last layer seen coarsely: the attention of a frame's mean query to the mean keys of merged patches.
 MERGED_QUERIES = "merged_queries"
 
-#: What must be read from a SigLIP checkpoint beside the model.
+#: The sources that must be read from a SigLIP checkpoint beside the model.
 HEAD_SOURCES = frozenset({POOLING_HEAD, SINGLE_PATCHES})
 
-#: In words, for errors.
+#: The sources as errors describe them.
 SOURCES: Mapping[str, str] = {
     LAST_LAYER: "the encoder's last layer",
     POOLING_HEAD: "SigLIP's attention-pooling head",

@@ -144,9 +144,9 @@ class Backbone(ABC):
         frames_THWC = as_frames(frames)
         if not len(frames_THWC):
             raise ValueError("a video needs at least one frame")
-        # By the shape of a matrix product a CPU's library chooses its kernel, and so the order in which a row's sum is
-        # rounded (oneDNN with AMX, in bfloat16, for one). One frame at a time every product has the same shape,
-        # whatever the video's length or ``frame_batch``; a frame's hundreds of rows keep the cores busy.
+        # A CPU's library chooses its kernel by a product's shape, and the kernel decides in which order a row's sum is
+        # rounded (oneDNN with AMX in bfloat16, for example). With one frame at a time every product has the same
+        # shape, whatever the video's length or ``frame_batch``; a frame's hundreds of rows keep the cores busy.
         _, height, width, _ = frames_THWC.shape
         batch = 1 if self.on_cpu else self.frame_batch
         while True:
@@ -157,7 +157,7 @@ class Backbone(ABC):
                 batch = min(batch, length, len(frames_THWC)) // 2
                 if not batch or self.chunk_length(height, width, batch) >= length:
                     raise
-            torch.cuda.empty_cache()  # outside of the handler: the error holds what the chunk took
+            torch.cuda.empty_cache()  # not in the handler, where the error still holds the tensors
 
     def _encoded(self, frames: Sequence[Tensor], evidence: Mapping[str, str]) -> VisualTokens:
         """Encode chunks of frames one after the other, and join their tokens, evidence and deepstack levels."""

@@ -30,7 +30,7 @@ from gstep.errors import ModelError
 from gstep.evidence import HEAD_SOURCES, LAST_LAYER, PER_FRAME, POOLING_HEAD, SINGLE_PATCHES, name_of
 from gstep.types import VisualTokens
 
-# Class defaults of LlavaOnevisionVideoProcessor (video_processing_llava_onevision.py), for what a file leaves out.
+# Class defaults of LlavaOnevisionVideoProcessor (video_processing_llava_onevision.py), for missing settings.
 DEFAULTS: Mapping[str, Any] = {
     "size": {"height": 384, "width": 384},
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
@@ -130,7 +130,7 @@ class LlavaOnevisionBackbone(Backbone):
             for observer in observers.values():
                 hooks.enter_context(observing(observer.module, observer))
             features = self.model.get_video_features(pixels[None], return_dict=True).pooler_output[0]
-        # Some versions of transformers append the newline here and some later: counting rows leaves it out of both.
+        # Some versions of transformers append the newline here and some do not: taking so many rows leaves it out.
         tokens = features[: len(pixels) * tokens_per_frame]
         seen = {source: observer.seen() for source, observer in observers.items()}
         found: dict[str, Tensor] = {}
@@ -149,7 +149,7 @@ class LlavaOnevisionBackbone(Backbone):
     def _last_attention(self) -> Any:
         """Find the attention module of the last layer that the tokens come from."""
         tower = getattr(self.model.vision_tower, "vision_model", self.model.vision_tower)
-        # Of the hidden states 0 is the input of the first layer.
+        # Hidden state 0 is the input of the first layer, so state k is the output of layer k - 1.
         states = range(len(tower.encoder.layers) + 1)
         return tower.encoder.layers[states[self.model.config.vision_feature_layer] - 1].self_attn
 

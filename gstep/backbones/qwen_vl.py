@@ -42,7 +42,7 @@ class QwenVL(ModelFamily):
     gives: ClassVar[frozenset[tuple[str, str]]] = frozenset({("token_attention", MERGED_QUERIES)})
     default_max_frames: ClassVar[int] = 768
     preprocessor_class: ClassVar[type[DynamicSizePreprocessor]]
-    # What the stock configuration takes for what a config.json leaves out (models/<family>/configuration_<family>.py).
+    # Defaults of the stock configuration (models/<family>/configuration_<family>.py), for missing keys.
     vision_defaults: ClassVar[Mapping[str, Any]]
     # Class defaults of the stock video processor (models/*/video_processing_*.py).
     pixel_defaults: ClassVar[Mapping[str, Any]]
@@ -53,7 +53,7 @@ class QwenVL(ModelFamily):
     def load(self, runtime: Runtime, *, frame_batch: int = 32) -> QwenBackbone:
         preprocessor = self.preprocessor()
         tower = empty_model(self.source.stock_config().vision_config, runtime)
-        # Under its name, so that what is missing is named as it is on disk.
+        # Under the name "visual", so that an error names missing weights as they are called on disk.
         whole = nn.ModuleDict({"visual": tower})
         load_weights(whole, self.source, _names_in_memory, device=runtime.device, dtype=runtime.dtype)
         _rebuild_frequencies(tower, runtime.device)
@@ -162,14 +162,14 @@ class QwenBackbone(Backbone):
         last = MergedAttentionObserver(self.model.blocks[-1].attn, grid[0], merge**2) if evidence else None
         with nullcontext() if last is None else observing(last.layer, last):
             output = self.model(patches, grid_thw=torch.tensor([grid], device=self.device), return_dict=True)
-        # Not last_hidden_state: before the merger, and on Qwen2.5-VL in the order of windows.
+        # last_hidden_state would be wrong: it comes before the merger, and on Qwen2.5-VL in the order of windows.
         levels = getattr(output, "deepstack_features", None) or ()
         tokens, *deepstack = (level.reshape(grid[0], -1, self.hidden_size) for level in (output.pooler_output, *levels))
         if last is None:
             return VisualTokens(tokens, deepstack=tuple(deepstack))
         order = self.family.tower_order(grid[1] // merge, grid[2] // merge, self.model.config)
         spatial = torch.argsort(order).to(self.device)
-        attention = last.attention()[:, spatial]  # all that these families give
+        attention = last.attention()[:, spatial]  # the only evidence that these families give
         return VisualTokens(tokens, dict.fromkeys(evidence, attention), tuple(deepstack))
 
     def model_extra(self, video: SampledVideo) -> ModelExtra:

@@ -13,7 +13,7 @@ from gstep.errors import ModelError
 # A fine-tune has the same names, shapes and sizes as its parent: only content tells them apart.
 SAMPLE_BYTES = 4096
 
-# What a config.json says about its own history, and nothing about the tokens.
+# Keys of config.json about the history of the file, which change no token.
 IRRELEVANT_KEYS = ("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version")
 
 

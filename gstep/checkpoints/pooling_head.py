@@ -30,7 +30,7 @@ NAMES = frozenset(
         *("head.mlp.fc1.weight", "head.mlp.fc1.bias", "head.mlp.fc2.weight", "head.mlp.fc2.bias"),
     }
 )
-#: Of config.json, what decides the head's output and no tensor shows; with the defaults of SiglipVisionConfig.
+#: Settings in config.json that change the head's output but no tensor, with the defaults of SiglipVisionConfig.
 DEFAULTS: Mapping[str, Any] = {
     "num_attention_heads": 12,
     "layer_norm_eps": 1e-6,

@@ -150,7 +150,7 @@ def _identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dic
     if files.kind == "tiny":
         return tiny.identity(files.location)
     found = folder_identity(files.folder(), weight_files, config)
-    # By its name, not by where this package is installed or that it is a folder there.
+    # Named after the model, since the folder depends on where this package is installed.
     return found.replace("folder:", f"{files.location}:") if files.kind == "shipped" else found
 
 

@@ -102,7 +102,7 @@ def _build(kind: type[Pruner], params: Mapping[str, Any], called: str) -> Pruner
         return kind(**checked)
     except ValueError:
         raise
-    except Exception as error:  # a check of the method's own that its author forgot a case of
+    except Exception as error:  # the method's own check may raise anything
         raise ValueError(f"method {called!r} cannot be made with {checked}: {type(error).__name__}: {error}") from error
 
 

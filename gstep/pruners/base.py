@@ -175,7 +175,7 @@ class Pruner(ABC):
         if selection.tokens is None:
             tokens_BD = tokens_TND.reshape(-1, hidden).index_select(0, index_B)
         else:
-            # A sum may lie beyond what 16 bits hold: it ends at their largest number, not at infinity.
+            # A sum beyond the range of 16 bits becomes their largest number instead of infinity.
             largest = torch.finfo(tokens_TND.dtype).max
             tokens_BD = selection.tokens.index_select(0, rank_B).clamp(-largest, largest).to(tokens_TND.dtype)
         density_M, temporal_T = selection.density, selection.temporal_density

@@ -102,7 +102,7 @@ class VisionZip(Pruner):
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
         assert self.dominant_share is not None
         kept = self._kept_of_frame(visual.tokens.shape[1], ratio)
-        # In binary 100 * 0.29 is just below 29.
+        # 1e-9 is added because 100 * 0.29 is just below 29 in binary.
         n_dominant = min(kept - 1, math.floor(kept * self.dominant_share + 1e-9))
         if self.variant == "llava":
             return _by_attention(visual, kept, n_dominant)
@@ -173,7 +173,7 @@ def add_nearest(tokens_XD: Tensor, key_XE: Tensor, target_C: Tensor) -> Tensor:
     other_X = torch.ones(len(tokens_XD), dtype=torch.bool, device=tokens_XD.device)
     other_X[target_C] = False
     nearest_Y = (key_XE[other_X] @ key_XE[target_C].T).argmax(dim=1)
-    # Added, not averaged in, as the official code does: such a token is longer than those that went into it.
+    # The official code adds the mean instead of averaging it in, so a merged token is longer than its parts.
     mean_CD, _ = assigned_mean(nearest_Y, tokens_XD[other_X], len(target_C))
     return tokens_XD[target_C] + mean_CD
 
@@ -200,7 +200,7 @@ def densest(direction_XD: Tensor, count: int, neighbours: int) -> Tensor:
     density = []
     for rows in row_slices(direction_XD):
         cosine_RX = direction_XD[rows] @ direction_XD.T
-        # The largest is the token's own, or that of one that equals it.
+        # The largest cosine is that with the token itself, or with an equal one.
         density.append(cosine_RX.topk(min(neighbours + 1, len(direction_XD))).values[:, 1:].mean(dim=1))
     return largest(torch.cat(density).round(decimals=_DIGITS), count).sort().values
 

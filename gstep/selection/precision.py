@@ -54,7 +54,7 @@ def _set_full() -> Callable[[], None]:
             torch.set_float32_matmul_precision(older)
         for operator, precision in zip(operators, held, strict=True):
             operator.fp32_precision = "none"
-            if operator.fp32_precision != precision:  # else it has it from a setting for all operators
+            if operator.fp32_precision != precision:  # otherwise a setting for all operators gives it already
                 operator.fp32_precision = precision
 
     return restore
@@ -70,5 +70,5 @@ def _older_setting() -> str | None:
     """Return the value of set_float32_matmul_precision, or None where an operator's own setting overrules it."""
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch tells it only where both agree
+    except RuntimeError:  # torch raises where the operators' settings disagree
         return None

@@ -20,7 +20,7 @@ HEAD_BYTES = 4096  # bytes looked at; three packets of an MPEG transport stream 
 # The tables of an MP4 file about its samples, and the bytes of an entry of each.
 _ENTRY_BYTES = {b"stts": 8, b"ctts": 8, b"stsc": 12, b"stsz": 4, b"stco": 4, b"co64": 8, b"stss": 4}
 _TABLES = re.compile(b"|".join(_ENTRY_BYTES))
-_TAR_MAGIC = 257  # where it stands
+_TAR_MAGIC = 257  # the offset of "ustar"
 # Magic bytes at the start of the file -> name of FFmpeg's demuxer.
 _DEMUXERS: tuple[tuple[bytes, str], ...] = (
     (rb"[\x00-\x08]...(?:ftyp|moov|wide|free|skip|pnot)|....mdat", "mov"),
@@ -35,7 +35,7 @@ _DEMUXERS: tuple[tuple[bytes, str], ...] = (
     (rb"\x00?\x00\x00\x01(?:[\x27\x47\x67]|\x09[\x10\x30\x50\x70\x90\xb0\xd0\xf0])", "h264"),  # SPS or delimiter first
     (rb"\x00?\x00\x00\x01(?:\x40|\x46)\x01", "hevc"),  # VPS or delimiter first
 )
-# What else it may be, to say so. "policy" marks files that would make a decoder open other files or hosts.
+# Other known formats, to name them in errors; "policy" marks those that make a decoder open other files or hosts.
 _REFUSED: tuple[tuple[bytes, FaultClass, str], ...] = (
     (rb"\s*#EXTM3U", "policy", "an HLS playlist"),
     (rb"ffconcat version", "policy", "an FFmpeg concat script"),

@@ -33,9 +33,9 @@ from pipeline.video.jpegs import JPEGS, index_frames
 from pipeline.video.probe import IndexMismatch, VideoIndex, probe, scan
 from pipeline.video.sampling import Sampling, choose_frames, clip_range, count_repeated, snapped
 
-#: Gives an array of the shape [T,h,w,3] for the frames of a video.
+#: Returns an array of the shape [T,h,w,3] for the frames of a video.
 Allocate = Callable[[tuple[int, ...]], Frames]
-# A line of FFmpeg's log, but for one: decoding that begins at an open group is told to forget frames it never had.
+# A line of FFmpeg's log, except the one that is normal where decoding begins at an open group.
 _FFMPEG_LINE = re.compile(rb"^\[[^\]]+ @ 0x[0-9a-f]+\] (?!mmco: unref short failure)", re.MULTILINE)
 _CREDENTIALS = re.compile(r"(\w+://)[^/@\s]+@")
 _TORCH_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|alloc_cpu", re.IGNORECASE)
@@ -201,7 +201,7 @@ def _read_by_any(
     for name in preferred:
         try:
             return _read(request, index, name, announce, allocate)
-        except Exception as error:  # noqa: BLE001 - whatever ails the preferred decoder, the other one reads the file
+        except Exception as error:  # noqa: BLE001 - whatever fails there, PyAV reads the file
             note = f"{name}: {_describe_error(error)}"
     try:
         video = _read(request, index, last, announce, allocate)

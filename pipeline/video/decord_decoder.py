@@ -12,9 +12,9 @@ from pipeline.video.decoders import Frames, LibraryDecoder
 from pipeline.video.packets import PacketInfo, VideoPackets
 from pipeline.video.probe import Orientation, VideoIndex
 
-# What begins a packet that brings parameters of its own (frame size and more): a length, and a unit of such a type.
+# The beginning of a packet with parameters of its own (frame size and more): a length, and a unit of that type.
 _PARAMETERS = {"h264": rb"(?s)\0\0..[\x27\x47\x67]", "hevc": rb"(?s)\0\0..[\x40\x42]\x01"}
-_HEAD = 64  # bytes of a packet, among which they stand
+_HEAD = 64  # bytes of a packet that are searched for them
 
 
 class DecordDecoder(LibraryDecoder):

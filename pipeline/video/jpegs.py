@@ -14,7 +14,7 @@ from pipeline.video.frame_folders import FIRST_FRAME, frame_names, frame_rate, r
 from pipeline.video.packets import MAX_PIXELS
 from pipeline.video.probe import VideoIndex
 
-#: The decoder of such folders, by which videos record it. No other one reads them, whatever was asked for.
+#: The name by which videos record the decoder of such folders; no other one reads them, whatever is requested.
 JPEGS = "pipeline.video.jpegs:JpegDecoder"
 
 

@@ -20,11 +20,11 @@ MAX_PIXELS = 8192 * 8192  # of a frame: one RGB frame is 200 MB there
 _MOST_KEPT = 256 * 2**20  # bytes of packets; those of larger files are read a second time
 _OVERHEAD = 600  # bytes that PyAV and FFmpeg take for a packet beside its data
 _NOT_A_VIDEO = Disposition.attached_pic | Disposition.timed_thumbnails
-_SEEKABLE = ("mov", "matroska")  # elsewhere FFmpeg may land behind the keyframe that was asked for
+_SEEKABLE = ("mov", "matroska")  # elsewhere FFmpeg may land behind the keyframe it is asked for
 # Codecs whose keyframes are marked by FFmpeg's own parser, whatever the container says.
 _PARSED = ("h264", "hevc", "mpeg1video", "mpeg2video", "mpeg4")
-_SKIPPING = ("h264", "hevc", "mpeg1video", "mpeg2video")  # codecs that say truly which frames nothing refers to
-_HEAD = 1024  # bytes of a packet, among which parameter sets stand
+_SKIPPING = ("h264", "hevc", "mpeg1video", "mpeg2video")  # codecs that mark reliably which frames nothing refers to
+_HEAD = 1024  # bytes of a packet that are searched for parameter sets
 _HEVC_PARAMETERS = re.compile(rb"\x42\x01(.)", re.DOTALL)  # a sequence parameter set; then its number of sub-layers
 
 
@@ -178,7 +178,7 @@ class VideoPackets:
         time = self.table[start].pts
         seeks = may_seek and start > 0 and self.demuxer in _SEEKABLE
         if seeks and time is not None:
-            # By presentation time: FFmpeg takes it for one in MP4, and a decoding time leads to the keyframe before.
+            # In MP4 FFmpeg seeks by presentation time, so a decoding time would lead to the keyframe before.
             self._again.seek(time, stream=stream)
         packets = (packet for packet in self._again.demux(stream) if packet.size)
         skipped = islice(packets, start - self._next, None)
@@ -186,7 +186,7 @@ class VideoPackets:
         for packet in dropwhile(lambda packet: packet.pts != time, packets) if seeks else skipped:
             self._next += 1
             yield packet
-        if seeks and self._next == start:  # it landed behind the packet, as in files of fragments
+        if seeks and self._next == start:  # the seek went past the packet, as in fragmented files
             self._again = None
             yield from self._read_again(start, may_seek=False)
 

@@ -215,7 +215,7 @@ def _serve(pipe: Connection, memory_mb: int, on_gpu: bool) -> None:
         try:
             video = _answer(pipe, shared)
             handover, descriptor = shared.hand_over()
-            pipe.send((replace(video, frames=video.frames[:0]), handover))  # its shape; the pixels stay where they are
+            pipe.send((replace(video, frames=video.frames[:0]), handover))  # pixels are in shared memory
             if descriptor is not None:
                 reduction.send_handle(pipe, descriptor, os.getppid())
                 os.close(descriptor)

@@ -73,7 +73,7 @@ class SharedFrames:
     def _take_back(self) -> None:
         """Release the current piece, which was not handed over."""
         if self._descriptor is not None:
-            os.close(self._descriptor)  # nobody has seen it
+            os.close(self._descriptor)  # the reader never got it
         elif self._current is not None:
             self._idle[self._current[0]] = self._current[1]
         self._current = self._descriptor = None

@@ -102,7 +102,7 @@ def same_source(row: VideoRow, objects: Objects) -> Source:
     source = open_source(row["uri"], objects, row["source_size"])
     if source.fault is not None and source.fault.fault_class == "io":
         raise VideoFault("io", f"the source object is not at hand: {source.fault.message}")
-    if is_object(row["uri"]) and source.size != row["source_size"]:  # of a larger one nothing was fetched
+    if is_object(row["uri"]) and source.size != row["source_size"]:  # a larger object is not fetched at all
         source.close()
         raise VideoFault("io", f"the source object has changed since: it does not have {row['source_size']:,} bytes")
     return source
@@ -127,7 +127,7 @@ def _fetch(source: Source, objects: Objects, limit: int) -> None:
         source.descriptor = os.memfd_create("video", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with open(source.descriptor, "wb", closefd=False) as file:
             source.size = objects.fetch(source.uri, file.write, limit)
-        # A decoder that was taken over cannot change what its successor gets to see.
+        # Sealed, so that a decoder taken over by an attacker cannot change the bytes for the next one.
         with suppress(OSError):  # not every kernel has seals
             seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
             fcntl.fcntl(source.descriptor, fcntl.F_ADD_SEALS, seals)
@@ -174,7 +174,7 @@ class Sizes:
             return
         pool = ThreadPoolExecutor(_ASKED)
         try:
-            for start in range(0, len(uris), 8 * _ASKED):  # not all at once: they would all be asked before an end
+            for start in range(0, len(uris), 8 * _ASKED):  # a map sends all its requests even after an error
                 yield from self._counted(pool.map(self._head, uris[start : start + 8 * _ASKED]))
         finally:
             pool.shutdown(cancel_futures=True)

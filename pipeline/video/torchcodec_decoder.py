@@ -10,7 +10,7 @@ from pipeline.video.probe import VideoIndex
 
 try:
     from torchcodec.decoders import VideoDecoder
-except RuntimeError as error:  # its own message goes on for pages
+except RuntimeError as error:  # its own message is several pages long
     raise ImportError("torchcodec finds no shared libraries of FFmpeg here: apt-get install ffmpeg") from error
 
 

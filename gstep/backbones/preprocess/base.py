@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gstep.errors import ModelError
 
-if TYPE_CHECKING:  # a decode actor hands a preprocessor to its child, which loads torch once it resizes
+if TYPE_CHECKING:  # decode actors pickle preprocessors without torch; only their children resize
     import torch
     from torch import Tensor
 
@@ -108,7 +108,7 @@ def as_frames(frames: Tensor | NDArray[np.uint8]) -> Tensor:
     import torch  # noqa: PLC0415
 
     if isinstance(frames, np.ndarray):
-        # Arrays out of an object store are read-only, which torch does not know: it gets a copy of its own.
+        # Arrays from the object store are read-only, which torch cannot represent, so it gets a copy.
         frames = torch.from_numpy(frames if frames.flags.writeable else frames.copy())
     if frames.dtype != torch.uint8 or frames.ndim != 4 or frames.shape[-1] != 3:
         raise ValueError(f"frames must be uint8 [T,H,W,3], got {frames.dtype} {list(frames.shape)}")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_ASPECT_RATIO = 200
-# The pixels of the floor of a total cap, and the share of max_video_tokens that a video may take.
+# The cap of a long video: at least so many times min_pixels a frame, and such a share of max_video_tokens.
 _FLOOR, _SHARE = 1.05, 0.9
 
 
@@ -62,7 +62,7 @@ class DynamicSizePreprocessor(Preprocessor):
                 f"the preprocessor setting size={size!r} is not implemented: it must give shortest_edge and "
                 "longest_edge, the least and the most pixels"
             )
-        # Unset means no cap, in transformers 5.23 too, although it says there that this would change before.
+        # Unset means no cap: transformers 5.23 still does so, although it announced a change for an earlier version.
         capped = bool(settings.get("cap_pixels_per_frame"))
         return cls(
             image_mean=rgb_triple(settings, "image_mean"),

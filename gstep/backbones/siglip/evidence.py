@@ -63,7 +63,7 @@ class PatchObserver:
         self._seen: list[Tensor] = []
 
     def __call__(self, features_TSC: Tensor, kwargs: Mapping[str, Any]) -> None:
-        # Of one frame: the MLP's hidden states are four times as wide as all the rest.
+        # One frame at a time, since the MLP's hidden states are four times as wide as everything else.
         self._seen += [self._head.of_single_patches(features_1SC) for features_1SC in torch.split(features_TSC, 1)]
 
     def seen(self) -> dict[str, Tensor]:

@@ -53,7 +53,7 @@ class TextTowerSource:
                 f"{head.name!r}: its text tower gives {width} values, its pooling head {head.width}: name the SigLIP "
                 "checkpoint that the vision tower was made of"
             )
-        _tokenizer(source)  # what is wrong with it is said before anything is loaded
+        _tokenizer(source)  # so that a bad tokenizer is refused before anything is loaded
         return source
 
 
@@ -74,7 +74,7 @@ class TextTower:
             raise ModelError(
                 f"{source.head.name!r} has another text tower on this node: copy the checkpoint to every node"
             )
-        # The stock defaults of two ids that the model never uses lie beyond its vocabulary, which transformers reports.
+        # The stock defaults of two unused ids lie beyond the vocabulary, of which transformers would warn.
         config = SiglipTextConfig(**{"bos_token_id": None, "eos_token_id": None, **source.config})
         with torch.device("meta"):
             model = SiglipTextModel(config)
@@ -89,7 +89,7 @@ class TextTower:
         Raises ValueError for a text without a token: an empty one, or one of punctuation alone, which SigLIP drops.
         """
         parts = torch.split(self.segments(text).to(self.device), _SEGMENTS_AT_ONCE)
-        # Without an attention mask, and padded to the full length, as SigLIP was trained.
+        # SigLIP was trained on texts padded to the full length, without an attention mask.
         return torch.cat([self.model(input_ids=ids_QL).pooler_output for ids_QL in parts])
 
     def segments(self, text: str) -> Tensor:
@@ -122,7 +122,7 @@ def _tokenizer(source: TextTowerSource) -> Any:
     place = files.location if files.kind == "hub" else str(files.folder())
     try:
         tokenizer = kind.from_pretrained(place, revision=files.revision, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises bare ones, and a damaged file a KeyError
+    except Exception as error:  # the tokenizers library raises bare Exceptions, and a damaged file a KeyError
         raise ModelError(
             f"{source.head.name!r} has no tokenizer that can be loaded ({type(error).__name__}: {error}): download it "
             "again, tokenizer.json included"

@@ -5,5 +5,5 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-#: The card beside each says how it was made.
+#: The card beside each model describes how it was made.
 SHIPPED: Mapping[str, Path] = {"shapes": Path(__file__).parent / "shapes"}

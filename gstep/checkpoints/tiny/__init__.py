@@ -27,7 +27,7 @@ TINY: Mapping[str, TinyModel] = {
     "tiny-qwen2-5-vl": qwen2_5_vl.MODEL,
     "tiny-qwen3-vl": qwen3_vl.MODEL,
 }
-#: Not models of videos by themselves: a checkpoint to take single tensors from.
+#: Checkpoints that are no models of videos by themselves; single tensors are taken from them.
 PARTS: Mapping[str, TinyModel] = {"tiny-siglip": siglip.MODEL}
 _ALL = {**TINY, **PARTS}
 

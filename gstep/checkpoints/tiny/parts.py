@@ -76,7 +76,7 @@ def siglip_layers(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
     for layer in (f"{prefix}.encoder.layers.{i}" for i in range(config["num_hidden_layers"])):
         draw.norm(f"{layer}.layer_norm1", width, bias=True)
         draw.norm(f"{layer}.layer_norm2", width, bias=True)
-        # Attention that picks instead of averaging: a frame's mean, added to all its tokens, would make them alike.
+        # Sharp attention: if it averaged, a frame's mean would be added to all its tokens and make them alike.
         for part, gain in {"q_proj": 2.0, "k_proj": 2.0, "v_proj": 0.7, "out_proj": 0.7}.items():
             draw.linear(f"{layer}.self_attn.{part}", width, width, gain=gain)
         draw.linear(f"{layer}.mlp.fc1", config["intermediate_size"], width)

@@ -20,7 +20,7 @@ def _weights(config: Mapping[str, Any]) -> Weights:
     draw, head = Draw(), "vision_model.head"
     width, inner = config["vision_config"]["hidden_size"], config["vision_config"]["intermediate_size"]
     draw.norm("vision_model.post_layernorm", width, bias=True)
-    # A probe that picks: loud weights, as in ``tiny_parts.siglip``.
+    # Large weights make the probe's attention sharp, as in ``parts.siglip``.
     draw.weights[f"{head}.probe"] = draw.uniform((1, 1, width), 1.0)
     draw.weights[f"{head}.attention.in_proj_weight"] = draw.uniform((3 * width, width), 2 / width**0.5)
     draw.weights[f"{head}.attention.in_proj_bias"] = draw.uniform((3 * width,), 0.05)
@@ -57,7 +57,7 @@ MODEL = TinyModel(
             "num_hidden_layers": 2,
             "vocab_size": VOCAB_SIZE,
         },
-        # One layer more than the tower that was made of it, as with the real ones.
+        # One layer more than the tower of LLaVA-OneVision, which drops the last one of the real SigLIP too.
         "vision_config": {
             **{key: value for key, value in _VISION.items() if key != "vision_use_head"},
             "num_hidden_layers": _VISION["num_hidden_layers"] + 1,

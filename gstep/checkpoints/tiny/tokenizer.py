@@ -22,7 +22,7 @@ from tokenizers import (
 
 VOCAB_SIZE = 512  # the special tokens, 256 bytes, and merges for the rest
 
-# Only decides which words come out as one token.
+# The training text decides only which words become one token.
 _TEXT = """
 What is happening in this video? Describe the video in detail. Who is in the video and what are they doing?
 Answer the question with a single word or phrase. Answer with the letter of the correct option from the given choices.

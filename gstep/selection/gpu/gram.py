@@ -164,7 +164,7 @@ def gram_form(task: Task) -> Tensor:
     """Select the picks of a video, [B] int64: all distances at once, then one launch for all steps."""
     n_tokens, device = len(task.tokens), task.tokens.device
     row_M = torch.arange(n_tokens, device=device)
-    # The start comes first, and any distance to it replaces what the others have.
+    # The start is picked first, and any distance to it replaces the others' initial value.
     distance_M = torch.full_like(task.inverse, NO_DISTANCE).index_fill_(0, task.start, torch.inf)
     order_B = torch.empty(task.budget, dtype=torch.int64, device=device)
     count_1 = torch.zeros(1, dtype=torch.int32, device=device)

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from gstep.selection.reference import density_guided_fps
 
-#: Up to so many tokens one program holds a video's distances in registers.
+#: The most tokens whose distances one program holds in registers.
 MAX_GRAM_TOKENS = 8192
 _MEMORY_SHARE = 0.5  # of the free memory, that the distances of all pairs may take
-_MIN_ALPHA = 0.05  # below, keys order tokens less finely than scores do
+_MIN_ALPHA = 0.05  # below it, keys tell fewer tokens apart than scores do
 
 _reported: list[str] = []  # why the kernels failed in this process, the first time
 _broken: list[str] = []  # why they are not tried again
@@ -55,14 +55,14 @@ def select_on_gpu(
                 order_B = _select(tokens_MD, density_M, budget, alpha, beta, start)
             if order_B is not None:
                 return order_B
-        except Exception as error:  # noqa: BLE001 - whatever fails, the plain form has the answer
+        except Exception as error:  # noqa: BLE001 - the plain form selects instead
             _report(error)
     return density_guided_fps(tokens_MD, density_M, budget, alpha=alpha, beta=beta, start=start)
 
 
 def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, beta: float, start: str) -> Tensor | None:
     """Select by the form that serves this video, or return None where neither does."""
-    from gstep.selection.gpu import check, gram, lazy  # noqa: PLC0415 - Triton need not be there
+    from gstep.selection.gpu import check, gram, lazy  # noqa: PLC0415 - Triton may be missing
 
     task = gram.prepare(tokens_MD, density_M, budget, alpha=alpha, beta=beta, start=start)
     if task is None:

@@ -47,13 +47,13 @@ class LazyForm:
         Raises RuntimeError where rounds stop making progress, which finite tokens and densities rule out.
         """
         tuning = self.task.tuning
-        known, idle = 1, 0  # picks that the host has heard of, and rounds since the last
+        known, idle = 1, 0  # picks that the host knows of, and rounds without a new one
         while known < self.task.budget:
             for ahead in range(tuning.rounds):
                 self._round(min(self.task.budget, known + ahead * tuning.candidates))
             before, known = known, int(self.count_1)
             idle = idle + tuning.rounds if known == before else 0
-            # A round that picks nothing has brought one token at least up to date that was not.
+            # A round without a pick has brought at least one stale token up to date.
             if idle > len(self.distance_M) + tuning.rounds:
                 raise RuntimeError(f"no token selected in {idle} rounds, after {known} of {self.task.budget}")
         return self.order_B
@@ -62,10 +62,10 @@ class LazyForm:
         """Pick what is sure among the best candidates; so far there are at most ``most_picks`` picks."""
         task = self.task
         row_K, bar = self._candidates()
-        # Tokens that are equally far behind stand together: each tile of them catches up from its own last mark.
+        # Sorted by mark, so that each tile updates its tokens from their own smallest mark on.
         self._refresh(row_K[self.mark_M[row_K].argsort()], most_picks)
         distance_K = run_greedy(task, row_K, self.distance_M[row_K], bar, self.order_B, self.count_1)
-        # All of them now know all picks: those before by the refresh, those of this round by their distances.
+        # Their distances now include all picks: earlier ones by the refresh, those of this round by the greedy.
         self.distance_M[row_K] = distance_K
         self.mark_M[row_K] = self.count_1
 
@@ -81,7 +81,7 @@ class LazyForm:
         level = torch.topk(key_M, n_rows, sorted=False).values.amin()
         above_M, level_M = key_M > level, key_M == level
         chosen_M = above_M | (level_M & (level_M.cumsum(0) <= n_rows - above_M.sum()))
-        # What is not chosen goes to one place beyond the end.
+        # Tokens that are not chosen are all written to one place beyond the end.
         place_M = torch.where(chosen_M, chosen_M.cumsum(0) - 1, n_rows)
         row_K = self._every_M.new_empty(n_rows + 1).scatter_(0, place_M, self._every_M)[:n_rows]
         key, best = key_M.masked_fill(chosen_M, -torch.inf).max(dim=0)
