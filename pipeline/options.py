@@ -84,35 +84,38 @@ class RunOptions(S3Options):
     device: str = option("auto", "where the model runs; auto is cuda if the cluster has GPUs", choices=DEVICES)
     attn: str = option("auto", "attention kernel; auto is flash-attn where it is installed, else sdpa", choices=ATTN)
     min_gpus: int = option(
-        0, "GPUs to wait for, where nodes join late: without any, auto is the CPU and its arithmetic", metavar="N"
+        0,
+        "wait until the cluster has N GPUs, for nodes that join late; without any, --device auto takes the CPU",
+        metavar="N",
     )
-    wait: float = option(600.0, "seconds to wait for --min-gpus", metavar="S")
+    wait: float = option(600.0, "give up waiting for --min-gpus after S seconds", metavar="S")
     join: bool = option(
-        False, "write beside another run that writes to the same place, instead of refusing: of equal rows one counts"
+        False,
+        "write beside another run to the same place instead of refusing; if both write a row, readers use one of them",
     )
     retry_failed: bool = option(False, "try failed {item}s again", group="failures and progress")
     max_attempts: int = option(
-        3, "attempts a {item} gets in all: with --retry-failed, and in a run's second pass on other nodes", metavar="N"
+        3, "attempts at a {item} in all, by --retry-failed and by a run's second pass on other nodes", metavar="N"
     )
     max_failed: str | None = option(
         None,
-        "failed {item}s tolerated before exit code 1: a count (10) or a share (0.05 or 5%%) (default: all but one; in "
-        "jobs.prune 10 or 5%% of those that fail by what is no fault of theirs: io, internal, memory of a GPU)",
+        "end with exit code 1 if more {item}s fail: a count (10) or a share (0.05 or 5%%) (default: all but one; in "
+        "jobs.prune 10 or 5%% for failures that are no fault of a video: io, internal, memory of a GPU)",
         metavar="LIMIT",
     )
     stall_timeout: float = option(
         1800.0,
-        "seconds without any {item} moving on after which the run fails and names the stage that holds it up; longer "
-        "than the model takes to load, and than a batch takes",
+        "fail if no {item} moves to the next stage for S seconds, and name the stage that holds it up; longer than "
+        "the model takes to load, and than a batch takes",
         metavar="S",
     )
     flush_seconds: float = option(
         60.0,
-        "seconds after which what is done is written, however little it is: so much work a stopped run may lose. A "
-        "run that does less than a shard in this time writes small ones, which stay small",
+        "write at least every S seconds; a stopped run loses at most this much work. A run that does less than a shard "
+        "in this time writes small shards, which stay small",
         metavar="S",
     )
-    log_interval: float = option(30.0, "seconds between progress lines where the output is not a terminal", metavar="S")
+    log_interval: float = option(30.0, "print progress every S seconds where the output is not a terminal", metavar="S")
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -166,12 +169,12 @@ class EngineOptions(RunOptions):
 
     engine: str = option(
         "transformers",
-        "what computes answers; vllm is for serving at scale, and needs an environment of its own: pip install -e "
-        "'.[vllm]'",
+        "the engine that computes answers; vllm is for serving at scale, and needs an environment of its own: pip "
+        "install -e '.[vllm]'",
         choices=ENGINES,
         group="engine",
     )
-    tensor_parallel: int = option(1, "with --engine vllm: GPUs that one model is spread over", metavar="N")
+    tensor_parallel: int = option(1, "with --engine vllm: spread one model over N GPUs", metavar="N")
     engine_param: list[str] = option(
         [],
         "with --engine vllm: an engine argument of its own, e.g. gpu_memory_utilization=0.8; may be repeated",
@@ -179,7 +182,7 @@ class EngineOptions(RunOptions):
     )
     batch_size: int | None = option(
         None,
-        "questions that are given to a model at once (default: 8; with vllm, which batches them itself, 256)",
+        "give the model N questions at once (default: 8; with vllm, which batches them itself, 256)",
         metavar="N",
     )
 

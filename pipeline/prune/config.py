@@ -29,13 +29,13 @@ class PruneConfig(PrunerOptions):
     out: str = option("cache", "the cache to create or to continue: a folder or s3://bucket/prefix", metavar="CACHE")
     video_root: list[str] = option(
         [],
-        "a folder or s3://bucket/prefix, besides the manifest's own, that it may name files in; may be repeated",
+        "allow the manifest to name files in this folder or s3://bucket/prefix besides its own; may be repeated",
         metavar="DIR",
     )
     on_forbidden: str = option(
         "refuse",
-        "what to do where videos may not be read, since they lie outside the manifest's folder and every --video-root, "
-        "say: refuse to start, or record them as failed and prune the others",
+        "what to do with videos that may not be read, e.g. outside the manifest's folder and every --video-root: "
+        "refuse to start, or record them as failed and prune the others",
         choices=("refuse", "record"),
     )
     on_changed: str = option(
@@ -45,17 +45,17 @@ class PruneConfig(PrunerOptions):
     )
     shard: str | None = option(
         None,
-        "do only part I of N, from 0/N to N-1/N, of the videos, by a hash of their ids: for runs beside each other, "
+        "prune only part I of N (from 0/N to N-1/N) of the videos, by a hash of their ids: for several runs at once, "
         "with --join",
         metavar="I/N",
     )
     limit: int | None = option(
         None,
-        "process at most so many of the videos that are left to do, in their order; the rest is left to another run",
+        "prune at most N of the videos that are left to do, in their order; the others are left to another run",
         metavar="N",
     )
     dry_run: bool = option(
-        False, "check everything, say what a run would do, and do nothing: no Ray, nothing written to the cache"
+        False, "check the request and show what a run would do, without starting Ray or writing to the cache"
     )
     model: str = option(
         "tiny",
@@ -66,13 +66,13 @@ class PruneConfig(PrunerOptions):
     )
     siglip: str | None = option(
         None,
-        "for methods and --evidence that ask the pooling head of SigLIP, on LLaVA-OneVision: the SigLIP checkpoint "
-        "that its vision tower was made of, a Hugging Face id or folder; 'tiny' goes with --model tiny",
+        "the SigLIP checkpoint that LLaVA-OneVision's vision tower was made of, for methods and --evidence that need "
+        "its pooling head: a Hugging Face id or folder; 'tiny' goes with --model tiny",
         metavar="MODEL",
     )
     dtype: str = option(
         "auto",
-        "the encoder's arithmetic; auto is what the cache already holds, else bfloat16 on GPUs and float32 on CPUs",
+        "the encoder's number format; auto is the one of the cache, else bfloat16 on GPUs and float32 on CPUs",
         choices=DTYPES,
     )
     retention_ratio: float = option(
@@ -80,14 +80,14 @@ class PruneConfig(PrunerOptions):
     )
     evidence: list[str] = option(
         [],
-        "store besides each token what the encoder gives of it, e.g. image_embedding, for methods that look at it "
-        "once a question is asked; commas or repeated",
+        "also store this output of the encoder for each token, e.g. image_embedding, for methods that prune by it "
+        "once a question is asked; several with commas, or repeated",
         metavar="NAME",
     )
     evidence_for: list[str] = option(
         [],
-        "store what these methods look at besides tokens, so that python -m jobs.generate --pruner can prune by them; "
-        "commas or repeated",
+        "also store the evidence that these methods need besides tokens, for python -m jobs.generate --pruner; several "
+        "with commas, or repeated",
         metavar="METHOD",
     )
     seed: int = option(0, "seed of the methods that draw random numbers", metavar="N")
@@ -114,8 +114,8 @@ class PruneConfig(PrunerOptions):
     )
     snap_to_keyframes: float | None = option(
         None,
-        "move a frame to the nearest keyframe that no other frame took, if that is at most so many seconds away: long "
-        "videos then cost a tenth to decode (default: off)",
+        "move a frame to the nearest keyframe that no other frame took, if that is at most SECONDS away; long videos "
+        "then cost a tenth to decode (default: off)",
         metavar="SECONDS",
     )
     min_pixels: int | None = option(
@@ -135,27 +135,31 @@ class PruneConfig(PrunerOptions):
         group="decoding",
     )
     decode_timeout: float = option(
-        120.0, "seconds one video may take to decode before it is given up; less than --stall-timeout", metavar="S"
+        120.0, "give a video up if it takes longer than S seconds to decode; less than --stall-timeout", metavar="S"
     )
-    decode_memory: int = option(4096, "MiB a decode process may grow beyond its size at start", metavar="MIB")
+    decode_memory: int = option(
+        4096, "let a decode process grow by at most MIB beyond its size at start", metavar="MIB"
+    )
     fetch_memory: int = option(
         2048,
-        "MiB that a video fetched from S3 may have: it is held in memory, never on disk, and a decode process may hold "
-        "two, since the next one is fetched while one is decoded",
+        "fetch videos of at most MIB from S3. They are held in memory, never on disk, two for each decode process: the "
+        "next one is fetched while one is decoded",
         metavar="MIB",
     )
     decode_workers: int | None = option(
-        None, "decode processes at most (default: by the CPUs)", metavar="N", group="workers and shards"
+        None, "start at most N decode workers (default: one a CPU)", metavar="N", group="workers and shards"
     )
-    encode_workers: int | None = option(None, "encoders at most (default: one a GPU)", metavar="N")
+    encode_workers: int | None = option(None, "start at most N encoders (default: one a GPU)", metavar="N")
     target_shard_mb: int = option(
         256,
-        "about how many MB (10^6 bytes) of tokens go into one Parquet shard, by the planned size of its videos (as if "
-        "in full HD where that depends on their shape); small runs use smaller shards, and so does --flush-seconds",
+        "put about MB (10^6 bytes) of tokens into one Parquet shard, by the planned size of its videos (as if in full "
+        "HD where that depends on their shape); small runs and --flush-seconds make smaller shards",
         metavar="MB",
     )
     videos_per_shard: int | None = option(
-        None, "videos in one Parquet shard at most, whatever they take (default: by --target-shard-mb)", metavar="N"
+        None,
+        "put at most N videos into one Parquet shard, whatever their size (default: by --target-shard-mb)",
+        metavar="N",
     )
 
     def part(self) -> tuple[int, int] | None:
