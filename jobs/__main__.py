@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "command", choices=COMMANDS, metavar="COMMAND", help="gstep-cache COMMAND --help shows its flags"
     )
     parser.parse_args(words)
-    return 2  # unreachable: no word of COMMANDS stands first, so that argparse has ended it
+    return 2  # unreachable: argparse has ended the process, as no command stands first
 
 
 if __name__ == "__main__":

@@ -99,9 +99,9 @@ def run_command(
     add_flags(parser, config)
     namespace = parser.parse_args(argv)
     console = LogConsole()
-    # A thread of Ray Data's that outlives Ray at exit would start another Ray.
+    # A thread of Ray Data that outlives Ray at exit would otherwise start another Ray.
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
-    # Ray tells the driver of each process that dies with the last lines of its log, which Ray's own files have.
+    # Ray sends the driver the last log lines of each process that dies; Ray's own files have them too.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^(Raylet is terminated|A worker died or was killed)")
 
     def run() -> int | Done:
@@ -161,7 +161,7 @@ def _ended(work: Callable[[], int | Done], console: Console, failed: Errors, ref
         console.print(f"failed: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return Done(1, error_record(error))
     except refused as error:
-        # No line of a log: nothing was started.
+        # Printed without the time of a log line, since nothing was started.
         Console.print(console, f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return Done(2, error_record(error))
     code, record = done if isinstance(done, Done) else (done, {})
@@ -221,7 +221,7 @@ class _Interruption:
         self._say, self._said = say, False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        with suppress(RuntimeError):  # in the middle of another line; it is said at the end then
+        with suppress(RuntimeError):  # the signal came in the middle of another print; the line is printed at the end
             self.say()
         raise KeyboardInterrupt
 

@@ -70,7 +70,7 @@ def _own_first(config: type) -> list[Field[Any]]:
 
 def _add(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, about: str) -> None:
     default = item.default if item.default is not MISSING else []
-    # What argparse takes differs from one kind of flag to the next.
+    # The keywords of argparse differ from one kind of flag to the next.
     keywords: dict[str, Any] = {"default": default, "help": _help(item.metadata["help"].format(item=about), default)}
     for key in ("metavar", "choices"):
         if key in item.metadata:
@@ -80,7 +80,7 @@ def _add(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, about: str
         keywords["action"] = argparse.BooleanOptionalAction  # a flag must be able to overrule a file
     elif get_origin(hint) is list:
         keywords["type"] = get_args(hint)[0]
-        # One flag may take several values, where nothing positional can follow it.
+        # A flag can take several values only if no positional word follows it.
         keywords |= {"action": "extend", "nargs": "+"} if item.metadata.get("several") else {"action": "append"}
     else:
         keywords["type"] = kind

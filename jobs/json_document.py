@@ -54,7 +54,7 @@ def print_lines(lines: Iterable[str]) -> None:
             print(line)
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is still in the buffer would raise once more at exit.
+        # Flushing the rest of the buffer at exit would raise once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     C = TypeVar("C", bound=DataclassInstance)
 
-# What a value may be for a field of a type, and what the types are called.
+# The Python types that a field of each type accepts, and how messages name these types.
 _TEXT = (str, os.PathLike)
 _ACCEPTED = {int: (Integral,), float: (Real,), bool: (bool,), str: (*_TEXT, Real)}
 _LISTED = {str: "texts", float: "numbers"}

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from pipeline.errors import UsageError
 
-# Of failures from outside the items so many are tolerated, or this share of all items where that is more.
+# Failures from outside the items are tolerated up to this count, or this share of all items if that is more.
 OUTSIDE_COUNT, OUTSIDE_SHARE = 10, 0.05
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "bfloat16", "float16", "float32")

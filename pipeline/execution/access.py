@@ -20,7 +20,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]  # what ray.init
 from pipeline.errors import RunFailed, printable
 
 _REACH_S = 10.0
-_TRIES = 3  # to ask a cluster that is there; each waits for 40 s, which a busy one may need
+_TRIES = 3  # at asking a cluster; Ray waits 40 s for each answer, which a busy cluster may need
 _ALONE = "RAY_ADDRESS=local uses this machine alone"
 _TOKEN = (
     "set RAY_AUTH_MODE=token, and give the cluster's token in RAY_AUTH_TOKEN, in ~/.ray/auth_token, or in a file named "
@@ -49,7 +49,7 @@ def address_to_join() -> str | None:
 def _check_listens(address: str, whence: str) -> None:
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not (colon and port.isdigit()):
-        return  # "auto" and the like
+        return  # a word like "auto" is no address
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_REACH_S).close()
     except OSError as error:
@@ -65,9 +65,9 @@ def check_answers(address: str) -> None:
     """
     mode, found = os.environ.get("RAY_AUTH_MODE"), not os.environ.get("RAY_ADDRESS")
     if "://" in address or ":" not in address or (mode is None and found and _has_token()):
-        return  # a client's port speaks another language; to a cluster that it finds Ray is about to show the token
+        return  # the port of Ray Client speaks another protocol; a cluster found here gets the token from Ray itself
     if mode == "token" and not _has_token():
-        raise RunFailed(_token_missing(address))  # asking would end this process
+        raise RunFailed(_token_missing(address))  # Ray ends this process if it is asked without a token
     for tries_left in reversed(range(_TRIES)):
         try:
             GcsClient(address=address)

@@ -42,7 +42,7 @@ SLOW_START_S = 20.0
 _connecting = threading.Lock()
 # What Ray's Python code in this process logs though no user can do anything about it.
 _KNOWN_LINES = ("_StatsActor", "SIGTERM handler is not set")
-NODE_LABEL = "ray.io/node-id"  # that Ray itself gives every node
+NODE_LABEL = "ray.io/node-id"  # a label that Ray itself sets on every node
 _NO_GPU = (
     "the cluster has no GPU now, so the model runs on CPUs, in {}, which what is written here stays with; if GPUs are "
     "still to join, --min-gpus waits for them, and --device cuda refuses to start without"
@@ -64,7 +64,7 @@ def connect(say: Callable[[str], object] = lambda line: None) -> dict[str, float
 def _join_or_start(say: Callable[[str], object]) -> None:
     # Ray's C++ core reports harmless matters as errors on this terminal; its log files keep the rest.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    # A task that Ray ends because its node is short of memory is tried again for ever otherwise.
+    # By default Ray retries a task for ever that it killed because the node was short of memory.
     os.environ.setdefault("RAY_task_oom_retries", str(OOM_RETRIES))
     address = address_to_join()
     if address is None:
@@ -78,7 +78,7 @@ def _join_or_start(say: Callable[[str], object]) -> None:
     began = time.monotonic()
     try:
         _initialise(say)
-    except Exception as error:  # Ray raises bare ones where a process of its own does not start
+    except Exception as error:  # Ray raises plain exceptions if one of its processes does not start
         if address is not None or time.monotonic() - began < SLOW_START_S:
             raise RunFailed(startup_failure(error, address)) from error
         say(f"note: Ray did not start in {time.monotonic() - began:.0f} s; trying once more")
@@ -87,7 +87,7 @@ def _join_or_start(say: Callable[[str], object]) -> None:
         except Exception as again:
             raise RunFailed(startup_failure(again, address)) from again
     say(_connected_to())
-    atexit.unregister(_shut_down)  # once, however often we connect
+    atexit.unregister(_shut_down)  # so that it runs once, however often this process connects
     atexit.register(_shut_down)
 
 
@@ -137,9 +137,9 @@ def _keep_known_lines(record: logging.LogRecord) -> bool:
 
 def _shut_down() -> None:
     """Shut Ray down before Ray's own exit handler, which waits half a second to flush output that nobody reads."""
-    # Of a cluster that it started Ray ends the GCS first, and waits a second for the monitor, which has a last word for
-    # the GCS. Nothing public ends the monitor alone.
-    with suppress(AttributeError):  # this process has left already, or this version of Ray has it otherwise
+    # Ray ends the GCS of its own cluster first and then waits a second for the monitor, which sends the GCS a last
+    # message in vain. No public function ends the monitor alone.
+    with suppress(AttributeError):  # Ray is shut down already, or another version of it has no such method
         ray._private.worker._global_node.kill_monitor(check_alive=False)
     ray.shutdown()
 
@@ -166,7 +166,7 @@ def wait_for_gpus(wanted: int, wait_s: float, say: Callable[[str], object]) -> d
             time.sleep(_LOOK_S)
             cluster = dict(ray.cluster_resources())
     finally:
-        request_resources(bundles=[])  # from here on the workers' own demand holds the nodes
+        request_resources(bundles=[])  # from now on the demand of the workers keeps the nodes
     return cluster
 
 
@@ -214,7 +214,7 @@ def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object])
     dtype = dtype if dtype != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[device]
     if on_cpu:
         say(f"note: {_NO_GPU.format(dtype)}")
-    if device == "cpu":  # what a GPU node can run is known there only
+    if device == "cpu":  # only a GPU node itself knows what its GPU can run
         with refusing():
             choose_runtime(device, dtype, options.attn)
     return device, dtype

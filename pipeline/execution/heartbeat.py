@@ -29,18 +29,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 _RESTARTS = 3
 _ANSWER_S = 10.0
-# A worker whose process dies more often than this is given up. An item that kills its worker costs two deaths, so a few
-# of them an hour do not end a run; a machine on which nothing runs does, and a run of days may lose a process a day.
+# A worker is given up if its processes die more often than this. An item that kills its worker costs two deaths, so a
+# few such items an hour do not end a run, nor does a process lost each day; a machine where every process dies does.
 DEATHS, DEATHS_S = 10, 3600.0
-POISON = 2  # processes that died with an item in hand: it is not given to another one
-# A worker is out of service while all but one of its last RECENT items failed at what another machine may do better,
-# and of the last items of the others at work fewer than this share did, or none is known: one that fails at once would
-# have the corpus before others are done with their first item. It tries one more after REST_S, then after twice that: a
-# mount may come back.
+POISON = 2  # deaths with one item in hand after which the item is given to no other process
+# A worker is out of service while all but one of its last RECENT items failed in a way that another machine may avoid,
+# and less than BETTER of the other workers' items did: one that fails instantly would drain the corpus before others
+# finish their first item. It tries one item after REST_S, and the next after twice that: a mount may come back.
 RECENT, REST_S, BETTER = 8, 60.0, 0.25
-_AT_WORK_S = 10.0  # since another worker last moved; where none is at work, resting gains nothing
+_AT_WORK_S = 10.0  # a worker that moved an item in the last 10 s counts as at work
 _LOOK_S = _REPORT_S = 1.0
-_BACKLOG = 1000  # statements that a worker may have under way; an actor that hangs must not fill its memory
+_BACKLOG = 1000  # pending calls a worker: if the actor hangs, they must not fill the worker's memory
 
 
 class Worker(NamedTuple):
@@ -156,13 +155,13 @@ class Heartbeats:
     ) -> None:
         self._clock = clock
         self._living = living
-        self._nodes: tuple[float, Collection[str]] | None = None  # when they were asked for, and what was said
+        self._nodes: tuple[float, Collection[str]] | None = None  # when Ray was asked for them, and its answer
         self._held: dict[str, dict[str, _Held]] = {stage: {} for stage in stages}
         self._deaths: dict[tuple[str, str], list[str]] = defaultdict(list)  # (stage, item) -> hosts
         self._died: dict[str, deque[float]] = {}  # worker -> when its last processes died
         self._tallies: dict[str, dict[str, NodeTally]] = {stage: {} for stage in stages}
         self._recent_items: dict[str, dict[str, _RecentItems]] = {stage: defaultdict(_RecentItems) for stage in stages}
-        self._out_of_service: dict[str, str] = {}  # worker -> in words
+        self._out_of_service: dict[str, str] = {}  # worker -> a description for the user
         self._left = dict.fromkeys(stages, 0)
         self._made = dict.fromkeys(stages, 0)
         self._moves = 0
@@ -214,7 +213,7 @@ class Heartbeats:
             return True
         now = self._clock()
         if self._nodes is None or now - self._nodes[0] > _AT_WORK_S:
-            with suppress(Exception):  # as it was
+            with suppress(Exception):  # without an answer the last one stands
                 self._nodes = now, self._living()
         return self._nodes is None or node in self._nodes[1]
 
@@ -312,18 +311,18 @@ class Heartbeat:
         self._heartbeats = heartbeats
         self._suspects = suspects
         self._reports_by_itself = False
-        self._delta = ProgressDelta()  # not said yet
+        self._delta = ProgressDelta()  # what is not reported yet
         self._failed = False
         self.one_died = False
         self._held: list[HeldItems] = []
-        self._reported: list[str] = []  # to be held
-        self._reporting = threading.RLock()  # statements must leave in the order of what they say
+        self._reported: list[str] = []  # the items that the last report said are held
+        self._reporting = threading.RLock()  # reports must be sent in the order in which things happened
 
     def start(self) -> None:
         """Say that this process of the worker starts. Raises WorkerGivenUp where too many have died before it."""
         if self._heartbeats is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id():
-            # Ray's C++ core takes itself apart after Python has ended, and may wait for itself there for ever
-            # (CoreWorkerProcess::HandleAtExit, where its cluster is gone): a process that nobody would end.
+            # If the cluster is gone, Ray's C++ core may wait for itself for ever once Python has ended
+            # (CoreWorkerProcess::HandleAtExit), and nobody would end such a process.
             atexit.register(os._exit, 0)
             self._reports_by_itself = True
             threading.Thread(target=self._report_each_second, name="heartbeat", daemon=True).start()
@@ -373,7 +372,9 @@ class Heartbeat:
         finally:
             with self._reporting:
                 self._held.remove(held)
-                if not self._held or not self._reports_by_itself:  # Ray Data may end an idle worker before it speaks
+                if (
+                    not self._held or not self._reports_by_itself
+                ):  # Ray Data may end an idle worker before its next report
                     self._report()
 
     def _count(self, delta: ProgressDelta) -> None:
@@ -396,10 +397,10 @@ class Heartbeat:
 
     def fail(self, why: str) -> None:
         """Say why this worker gives the run up, before it raises: Ray would bury its error in texts of its own."""
-        self._ask("fail", why)  # unheard, the run ends with what Ray says
+        self._ask("fail", why)  # if this is lost, the run ends with Ray's own error
 
     def _ask_about_me(self, method: str, otherwise: object = None) -> Any:
-        if self._heartbeats is None:  # asking Ray for the name of this worker would start it
+        if self._heartbeats is None:  # asking Ray for the name of this worker would start Ray
             return otherwise
         return self._ask(method, self._stage, self._me, otherwise=otherwise)
 
@@ -416,7 +417,7 @@ class Heartbeat:
         if self._heartbeats is None:
             return
         held = self._held_items()
-        with suppress(Exception):  # a dead actor, a full backlog: nothing that a video should hear of
+        with suppress(Exception):  # a dead actor or a full backlog must not fail a video
             self._heartbeats.state.remote(self._stage, self._me, held, self._delta)
             self._delta, self._reported = ProgressDelta(), held
 

@@ -24,9 +24,9 @@ S = TypeVar("S", bound=Outcome)
 #: What ``progress=`` takes: whether to show it, or who is told of it.
 ProgressOption = bool | Callable[[Progress], object]
 _counting = threading.Lock()
-_n_runs = 0  # that have not ended
-_at_end = ExitStack()  # what the last of them restores
-# Ray reads it once in a process: the next cluster that this process starts must have the same.
+_n_runs = 0  # runs that have not ended
+_at_end = ExitStack()  # restores the process when the last run ends
+# Ray reads the token once in a process, so the next cluster that this process starts must have the same one.
 _TOKEN = "RAY_AUTH_TOKEN"
 
 

@@ -88,7 +88,7 @@ class Outcome:
             table.add_column(name, overflow="fold", justify="right" if name == f"{item}s" else "left")
         for name, count in self.failures.items():
             example, message = self.examples[name]
-            # Ids and messages come from files: never let them be read as markup.
+            # Ids and messages come from files and must not be read as markup.
             table.add_row(
                 name, str(count), Text(f"{example}: {message}"), Text(faults[name].remedy if name in faults else "")
             )

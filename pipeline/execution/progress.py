@@ -68,7 +68,7 @@ class OneLine:
 
     def __call__(self, progress: Progress) -> None:
         if progress.note.startswith("configuration: "):
-            return  # it stands in the cell above
+            return  # the options stand in the cell above
         ends = progress.note or (progress.total and progress.done == progress.total)
         text = f"\r{progress.note or progress}".ljust(self._width)
         sys.stderr.write(text + ("\n" if ends else ""))

@@ -19,7 +19,7 @@ def refusing() -> Iterator[None]:
     """Turn what gstep raises for an unusable model or method (ModelError, ValueError) into a UsageError."""
     try:
         yield
-    except UsageError:  # which is a ValueError too, and says more by its class
+    except UsageError:  # it is a ValueError too, and its class says more
         raise
     except ValueError as error:
         raise UsageError(str(error)) from error

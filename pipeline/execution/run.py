@@ -91,7 +91,7 @@ class Run(ABC, Generic[O, R, T, S]):
         """
         try:
             return self._carry_out(self.prepare())
-        except OSError as error:  # a store failed; the fault of a single item never gets here
+        except OSError as error:  # a store failed; a fault of a single item becomes its error row
             raise RunFailed(root_cause(error)) from error
 
     def _carry_out(self, request: R) -> S:
@@ -101,7 +101,7 @@ class Run(ABC, Generic[O, R, T, S]):
         request.store.make()
         notify = partial(self.console.print, highlight=False, markup=False)
         with Claim(request.store, request.run_id, notify, join=self.options.join):
-            request = self.match(request)  # again: another run may have written before this one had its claim
+            request = self.match(request)  # once more: another run may have written before the claim was made
             started = time.monotonic()
             todo = self.remaining(request)
             if not len(todo):

@@ -12,7 +12,7 @@ from pipeline.errors import printable
 from pipeline.storage.stores import Store
 
 RUNS = "runs"
-COMMITTED = "token_shards"  # in the record of a run that ended: ids of the token shards that its rows name
+COMMITTED = "token_shards"  # key of a record: the ids of the token shards that the rows of the run name
 #: What a run says of itself, JSON-able. Older runs said less, newer ones may say more: nothing depends on it.
 RunRecord = dict[str, Any]
 
@@ -29,7 +29,7 @@ class RunFile:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
         status = "finished" if kind is None else "cancelled" if issubclass(kind, KeyboardInterrupt) else "failed"
-        # A store that is away must not hide what ended the run.
+        # An unreachable store must not hide the error that ended the run.
         with suppress(OSError) if kind is not None else nullcontext():
             self.save(status=status, ended=now(), error=None if value is None else printable(str(value)))
 

@@ -19,7 +19,7 @@ import ray
 import ray.data
 from ray.actor import ActorHandle
 
-# Nothing that is due waits longer for somebody to look.
+# A shard that is due is written at most this much later.
 TICK_S = 0.5
 
 
@@ -72,8 +72,8 @@ class RunGraph:
                     tables = [self.rows(block) for block in ray.get(bundle.block_refs)]
                     yield Batch(tables, sum(map(len, tables)))
         finally:
-            # Whoever stops half-way ends the execution by this. Left to the next look for garbage it would end when
-            # this process may have left the cluster, and asking Ray for anything then starts another one.
+            # Deleting the iterator ends the execution of a graph that is stopped half-way. Left to the garbage
+            # collector it might end after this process has left the cluster, and would start another Ray.
             del bundles
 
 
@@ -95,10 +95,10 @@ class Shards:
         self._writers: Sequence[ActorHandle] = ()
         self._waiting: list[ray.ObjectRef | pa.Table] = []
         self._n_waiting = 0
-        self._since = 0.0  # when the first of them came
+        self._since = 0.0  # when the first waiting batch came
         self._n_shards = 0
         self._writing: dict[ray.ObjectRef, tuple[int, ActorHandle]] = {}  # the answer to come -> shard number, writer
-        self._written: deque[Shard] = deque()  # without writers
+        self._written: deque[Shard] = deque()  # shards of a graph without writers
         self._ended = False
 
     def __enter__(self) -> Shards:
@@ -106,7 +106,7 @@ class Shards:
 
     def __exit__(self, *error: object) -> None:
         for writer in self._writers:
-            with suppress(Exception):  # a cluster that is gone, which has no writers either
+            with suppress(Exception):  # a cluster that is gone has no writers either
                 ray.kill(writer)
         self._writers = ()
 
@@ -121,9 +121,9 @@ class Shards:
 
     def take(self, batch: Batch) -> None:
         if self._n_waiting + batch.n_items > self._flow.items_per_shard:
-            self._write()  # it would be too large with it
+            self._write()  # the shard would be too large with this batch
         if self._flow.writers is not None and not self._writers:
-            self._writers = self._flow.writers()  # not before: those of earlier stages take longer to start
+            self._writers = self._flow.writers()  # not earlier, as the workers of earlier stages take longer to start
         if not self._waiting:
             self._since = self._clock()
         self._waiting += batch.tables
@@ -161,7 +161,7 @@ class Shards:
         """Yield like ``written`` the shards of all that was taken, as far as they are on disk in so many seconds."""
         deadline = time.monotonic() + within_s
         while self.finish() and (left_s := deadline - time.monotonic()) > 0:
-            with suppress(ray.exceptions.RayError):  # the others may still do
+            with suppress(ray.exceptions.RayError):  # the other shards may still be written
                 yield from self.written(min(TICK_S, left_s))
 
     def _write_due(self) -> None:
@@ -181,7 +181,7 @@ class Shards:
             writer = min(self._writers, key=busy.count)
             if busy.count(writer) >= 2:
                 return
-            # Interrupted in here, the same is written again: nobody commits what the first call gives.
+            # If an interrupt hits here, the same shard is written again, and the first result is never committed.
             answer = writer.write.remote(*self._waiting)
             self._writing[answer] = (number, writer)
         self._waiting, self._n_waiting, self._n_shards = [], 0, number + 1

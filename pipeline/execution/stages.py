@@ -17,21 +17,19 @@ import ray
 import ray.data
 from ray.actor import ActorHandle
 
-# More than the deaths an hour that ``Heartbeat.start`` allows, so that those end a run, with a reason. Not
-# without end: what dies before it can start its heartbeat (no memory for its imports) is counted by Ray alone, which
-# counts over a whole run.
+# More than the deaths an hour that ``Heartbeat.start`` allows, since a run that these end can say why. But not without
+# end: only Ray counts the processes that die before they start their heartbeat, for lack of memory for imports say.
 RESTARTS = 40
-# A task is tried again whenever its worker died, twice for each item that kills it, and while Ray believes in a worker
-# whose node is gone: for half a minute, in tries further and further apart (7 were counted).
+# Ray retries a task whenever its worker died, twice for each item that kills it, and for half a minute while it takes
+# the worker of a lost node for alive (7 retries were counted).
 TASK_RETRIES = 30
-# What Ray itself ends since a node is short of memory is tried again this often.
+# Retries of a task that Ray killed because its node was short of memory.
 OOM_RETRIES = 3
 MAX_BLOCKS = 20_000
-# Rows go on one by one, however many one task makes: none waits for others that are still to be made, and what is one
-# row is one block, whoever runs the task again.
+# Each row of a task is a block of its own: no row waits for the next one, and a retried task makes the same blocks.
 BLOCK_BYTES = 1
-# A task stops after so many blocks that the driver has not taken, which it does ten times a second: after Ray's two a
-# decoder would stand still. Nothing public sets it.
+# A task pauses after so many blocks that the driver has not taken, which it does ten times a second. With Ray's
+# default of two a decoder would stand still. No public setting exists.
 BLOCKS_AHEAD = 4
 
 
@@ -146,7 +144,7 @@ def start_actors(
     ]
 
 
-_names: dict[int, list[str]] = defaultdict(list)  # thread of a run -> names of the workers that it had started
+_names: dict[int, list[str]] = defaultdict(list)  # thread of a run -> names of the workers that it started
 
 
 def _actor_name(run: int) -> dict[str, str]:
@@ -161,16 +159,16 @@ def end_workers() -> None:
     A worker outlives its graph where it hangs, and where its node was lost: that one waits for room. Either would keep
     room from the next graph for ever.
     """
-    with suppress(Exception):  # a cluster that is gone, which has no workers either
+    with suppress(Exception):  # a cluster that is gone has no workers either
         for name in _names[threading.get_ident()]:
-            with suppress(ValueError):  # there is none of this name any more
+            with suppress(ValueError):  # the actor has ended
                 ray.kill(ray.get_actor(name))
     _names.pop(threading.get_ident(), None)
 
 
 def configure_ray_data() -> None:
     """Turn off Ray Data's own progress and its tolerance of errors, and let each row go on by itself."""
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # an error ends the run, which says why
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # the run itself says which error ended it
     # Ray 2.60 announces that max_restarts and names will move to a named parameter, which it does not have yet.
     warnings.filterwarnings("ignore", message="`ray_remote_args(_fn)?` is deprecated")
     context = ray.data.DataContext.get_current()

@@ -1,6 +1,6 @@
 """From a running graph to the disk: every shard is committed as it comes, while a watchdog looks on.
 
-What a graph has given and no shard holds yet is written before a run ends, whatever ends it but a store that fails.
+However a run ends, rows already encoded are written first, unless the store itself fails.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipeline.execution.watchdog import ClusterShrunk, Watchdog, iterate_watched
 from pipeline.options import RunOptions
 
 W = TypeVar("W", bound=Sized)
-# A run that is ended waits so long for what is being written: schedulers kill half a minute after they ask.
+# How long an interrupted run waits for shards that are being written: schedulers send SIGKILL after half a minute.
 LEAVE_S = 15.0
 
 
@@ -88,7 +88,7 @@ def stream(
             end_workers()
             console.print(f"note: nodes were lost and nothing moves: {what}", highlight=False, soft_wrap=True)
         except RunFailed:
-            end_workers()  # for who starts another run in this process
+            end_workers()  # they would keep room from the next run of this process
             raise
         n_failed += progress.at.failed
     return n_failed
@@ -107,7 +107,7 @@ def _stream(graph: PlannedGraph, progress: Reporter, console: Console, options: 
             with closing(written_shards(flow, shards, watchdog.look, watchdog.every_s, progress.through)) as done:
                 _commit_all(done, graph, watchdog, progress)
         except (RunFailed, ClusterShrunk, KeyboardInterrupt) as ending:
-            if shards.unwritten and not isinstance(ending.__cause__, OSError):  # a store that fails will fail again
+            if shards.unwritten and not isinstance(ending.__cause__, OSError):  # a store that failed would fail again
                 console.print(f"stopping: what is done is written first, in {LEAVE_S:g} s at most", highlight=False)
                 with suppress(RunFailed):
                     _commit_all(shards.rest(LEAVE_S), graph, watchdog, progress)

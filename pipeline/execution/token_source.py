@@ -22,8 +22,8 @@ from pipeline.cache.live_videos import LiveShards
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.reading import TokenOrder, rows_wanted
 
-_VIDEOS_AT_ONCE = 4  # videos that a task has in memory at once
-_SAMPLED_SHARDS = 4  # shards whose rows tell how large the others are
+_VIDEOS_AT_ONCE = 4  # videos in the memory of a read task
+_SAMPLED_SHARDS = 4  # shards from whose rows the size of the others is estimated
 
 
 class ReadOptions(NamedTuple):

@@ -22,8 +22,8 @@ from pipeline.execution.stages import Plan
 T = TypeVar("T")
 
 _LONGEST_LOOK_S = 10.0
-# Nothing moves for so long, and the cluster has less than it had: nobody comes back by itself. A worker of a lost node
-# is started elsewhere only where there is room, and the others have it all; what it had in hand waits for it.
+# If nothing moves for so long and the cluster has shrunk, waiting does not help: Ray restarts workers of a lost node
+# only where there is room, the remaining workers hold all of it, and what the lost ones had in hand waits for them.
 SHRUNK_S = 30.0
 
 
@@ -57,7 +57,7 @@ class Watchdog:
         self._tell = tell
         self._give_up = give_up
         self._offer = offer
-        self._had_room: bool | None = None  # when it looked first
+        self._had_room: bool | None = None  # at the first look
         self._reading = WorkerReport()
         self._asked: ray.ObjectRef | None = None
         self._moved_at = self._clock()
@@ -111,7 +111,7 @@ class Watchdog:
 
     def last(self) -> WorkerReport:
         """Ask the heartbeats once more, and return their latest answer."""
-        self._asked = None  # an answer that is under way may be older
+        self._asked = None  # so that the answer is not an older one that is under way
         return self._read()
 
     def _read(self) -> WorkerReport:
@@ -133,7 +133,7 @@ class Watchdog:
             held = self._reading.inside.get(stage)
             if held:
                 return f"{stage} holds {len(held)} ({printable(held[0])}) and does not move; {words.remedy}"
-        left = {"": self._total, **self._reading.left}  # "": before the first stage
+        left = {"": self._total, **self._reading.left}  # "" stands for the manifest, before the first stage
         for before, stage in reversed(list(pairwise(left))):
             waiting = left[before] - left[stage]
             if waiting >= self._plan.collected(stage, waits=left[before] < self._total):
@@ -191,7 +191,7 @@ class _Fetcher(Generic[T]):
         except _Abandoned:
             pass
         except BaseException as error:  # noqa: BLE001 - it is the main thread's
-            with suppress(_Abandoned):  # nobody waits for it any more
+            with suppress(_Abandoned):  # the main thread has stopped waiting
                 self._hand_over(error)
 
     def _hand_over(self, item: tuple[T] | BaseException | None) -> None:
@@ -234,7 +234,7 @@ def iterate_watched(
     fetcher, looked_at, ended = _Fetcher(items), time.monotonic(), False
     with closing(fetcher):
         while not ended or unfinished():
-            if time.monotonic() - looked_at >= every_s:  # also while items come thick and fast
+            if time.monotonic() - looked_at >= every_s:  # also while items come faster than that
                 look()
                 looked_at = time.monotonic()
             if ended or not room():

@@ -115,10 +115,12 @@ class Decoder:
     """
 
     def __init__(self, setup: DecodeSetup, heartbeats: ActorHandle | None = None, videos_per_bundle: int = 1) -> None:
-        self._heartbeat = Heartbeat("decode", heartbeats, suspects=False)  # a child dies in its stead
+        self._heartbeat = Heartbeat(
+            "decode", heartbeats, suspects=False
+        )  # a video kills the decode child, not this process
         self._heartbeat.start()
         self._decoder = VideoDecoder(setup)
-        self._decoding = threading.Lock()  # there is one child
+        self._decoding = threading.Lock()  # both calls share one child
         self._videos_per_bundle = videos_per_bundle
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from pipeline.prune.batches import VideoFrames, decoded_videos, encoded_bundle
 from pipeline.rows import VideoRecord, failed_video, may_succeed_elsewhere
 
 T = TypeVar("T")
-CAREFUL = 100  # more videos than a process has in hand and on their way to it
+CAREFUL = 100  # videos taken one by one after a death: more than a process has in hand or on their way
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class VideoEncoder:
     def _stored(
         self, record: VideoRecord, visual: VisualTokens, pruned: PrunedTokens, seconds: tuple[float, float]
     ) -> PrunedVideo:
-        # On the stream that the kernels of another video use by now, what follows would wait for them.
+        # The default stream runs the kernels of the next video by now, and these copies would wait for them.
         with torch.cuda.stream(self._copies) if self._copies else nullcontext():
             done: VideoRecord = {
                 **record,
@@ -127,9 +127,9 @@ class VideoEncoder:
         """Encode frames to all tokens and the evidence that pruning or the cache wants, in storage precision."""
         visual = self.backbone.encode(frames, {**self._pruner.sources, **self._setup.evidence})
         self._wait()
-        # Storage precision first, then prune: every selection can be derived again from what is stored.
+        # Tokens are rounded to storage precision before pruning, so the selection can be derived again from the cache.
         tokens_TND, *deepstack = (level.to(torch.bfloat16) for level in (visual.tokens, *visual.deepstack))
-        for level, values_TND in enumerate(deepstack):  # of the tokens themselves pruning finds it out
+        for level, values_TND in enumerate(deepstack):  # pruning checks the tokens themselves
             _check_finite(f"deepstack level {level}", values_TND)
         evidence = {name: values.to(torch.bfloat16) for name, values in visual.evidence.items()}
         for name in self._setup.evidence:
@@ -162,7 +162,7 @@ def _guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
     except Exception as error:  # noqa: BLE001 - whatever one video provokes must not cost its neighbours
         exit_after_gpu_fault(video_id, error)
         fault = VideoFault("internal", f"{type(error).__name__}: {error}", stage=stage)
-    raise fault  # outside of the handlers: it must not hold the error, which holds the tensors of the video
+    raise fault  # outside the handlers, or it would keep the error and with it the tensors of the video
 
 
 class Encoder:
@@ -219,7 +219,7 @@ class Encoder:
         try:
             return self.encoder.encode_one(record, _guarded("encode", record["video_id"], shaped))
         except VideoFault as error:
-            fault = error.with_traceback(None)  # which holds the frames of the video
+            fault = error.with_traceback(None)  # the traceback would keep the frames of the video
         return PrunedVideo({**failed_video(record, fault), "encode_s": time.perf_counter() - started})
 
 

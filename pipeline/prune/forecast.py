@@ -27,7 +27,7 @@ from pipeline.prune.request import PruneRequest, prepare
 from pipeline.prune.resume import Tally, remaining, within_limit
 from pipeline.storage.stores import LocalStore, Store
 
-_SHOWN = 5  # ids of videos to do
+_SHOWN = 5  # ids that the report lists
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def render_forecast(plan: Forecast) -> RenderableType:
     """Render the forecast as a table for the terminal, with the identity below it."""
     table = Table.grid(padding=(0, 2))
     for name, value in _lines(plan):
-        table.add_row(name, Text(value))  # ids and addresses come from files: never markup
+        table.add_row(name, Text(value))  # ids and addresses come from files and are no markup
     identity = Table.grid(padding=(0, 2))
     for name, value in _leaves(plan.identity):
         identity.add_row(f"  {name}", Text(value))

@@ -80,7 +80,9 @@ class Resources:
         shard = max(1, int(min(self.videos_per_shard, room)))
         workers = self.decode.workers + self.encode.workers
         most = min(MOST_BUNDLED, BUNDLE_BYTES // max(frame_bytes, 1), n_videos // (16 * workers), shard)
-        bundle = math.ceil(shard / math.ceil(shard / max(1, most)))  # a divisor, or nearly: shards hold whole bundles
+        bundle = math.ceil(
+            shard / math.ceil(shard / max(1, most))
+        )  # about a divisor of the shard, which holds whole bundles
         share = n_videos // (8 * bundle * self.encode.workers)
         fit = int(store_bytes / 4 / (self.encode.workers * bundle * max(frame_bytes, 1)))
         in_flight = max(2 * CALLS, min(max(4, UNDER_WAY // bundle), share, fit))
@@ -134,19 +136,19 @@ class Resources:
         return handed_over + (self.videos_per_shard if stage == "write" else 1)
 
 
-LEAST_BYTES = 8 * 2**20  # that a worker's videos may take, however small they are
-# Of the frames in a bundle, which are copied once more where they are of several videos; and its videos.
+LEAST_BYTES = 8 * 2**20  # bytes granted to the videos of a worker, however small these are
+# At most so many bytes of frames, which a bundle of several videos costs a copy, and so many videos in a bundle.
 BUNDLE_BYTES, MOST_BUNDLED = LEAST_BYTES, 32
-DECODER_BYTES = 2**30  # of memory for a decoder: two processes, the packets of a file, and the frames in hand
-# Of video files that make another decoder worth its start, about a second of a core: half a minute at 1 Mbit/s.
+DECODER_BYTES = 2**30  # memory of a decoder: two processes, the packets of a file, and the frames in hand
+# Bytes of video files for which another decoder is worth its start of a second: half a minute at 1 Mbit/s.
 DECODER_FILES_BYTES = 4 * 2**20
 # With --decoder nvdec, the share of a GPU that its decoders reserve, and how many they are: not measured.
 DECODING_OF_A_GPU, DECODERS_A_GPU = 0.2, 4
-CALLS = 2  # at a time in a worker: what one hands over or takes up is hidden behind the work of the other
-UNDER_WAY = 16  # videos on their way to an encoder: a quarter of a second where each takes 15 ms
+CALLS = 2  # calls at a time in a worker: one moves data while the other computes
+UNDER_WAY = 16  # videos on their way to an encoder: enough for a quarter of a second at 15 ms each
 # The driver commits the records of a shard at once, and makes a reference to each of its videos an argument of a call.
 RECORDS_BYTES = 8 * 2**20
-RECORD_BYTES, FRAME_RECORD_BYTES = 4096, 64  # more than a video's record takes, and each frame in it
+RECORD_BYTES, FRAME_RECORD_BYTES = 4096, 64  # upper bounds of a video's record, and of each frame in it
 
 
 def videos_for(shard_bytes: int, token_bytes: int, n_frames: int) -> int:

@@ -22,8 +22,8 @@ from pipeline.rows import TodoRow
 from pipeline.storage.s3 import SCHEME, Objects, is_object
 from pipeline.video.containers import HEAD_BYTES, recognise, sniff
 
-_REASONS = 5  # that a refusal names
-_LOOKED_AT = 1000  # paths that a root is suggested for
+_REASONS = 5  # reasons that a refusal lists
+_LOOKED_AT = 1000  # paths from which a root is suggested
 _NAME_ONE = (
     "name a video, a folder or glob of videos, or a manifest (.jsonl, .csv or .parquet with video_id and uri), and "
     "unpack an archive first"

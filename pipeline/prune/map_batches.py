@@ -30,7 +30,7 @@ from pipeline.prune.encode_stage import Encoder, EncodeSetup
 from pipeline.prune.one_video import OPTIONS, request_of
 from pipeline.rows import VideoRecord, VideoRow, without_nulls
 
-# What every row has; as of ``pipeline.ray_dataset``, but for the three that say how it went.
+# Columns of every row: those of ``pipeline.ray_dataset``, and status, error_class and error_message.
 _TOKENS = pa.schema(
     [
         *((name, pa.string()) for name in ("video_id", "status", "error_class", "error_message", "metadata")),
@@ -42,7 +42,7 @@ _TOKENS = pa.schema(
 )
 _RECORD = pa.struct([field.with_nullable(True) for field in VIDEO_SCHEMA])
 _DECODED = pa.schema([("record", _RECORD), ("frames", BYTES)])
-_ANYWHERE = Roots([Path("/")], ["s3://"])  # whoever makes the rows says what is read
+_ANYWHERE = Roots([Path("/")], ["s3://"])  # the caller, who makes the rows, decides what is read
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ OPTIONS = frozenset(
     }
     | {"decoder", "fetch_memory", "s3_endpoint", "s3_region"}
 )
-_DIMMED = 3  # of a picture: what was pruned is so much darker
+_DIMMED = 3  # divides the brightness of pruned tokens in a picture
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,11 @@ from pipeline.prune.resume import unfinished
 from pipeline.rows import failed_from_outside, may_succeed_elsewhere
 from pipeline.storage.s3 import is_object
 
-# Fewer failures than these never stop a run: a folder that is missing may be as large.
+# Fewer failures of one class never stop a run, since a missing folder may hold as many videos.
 LEAST_ALIKE = 50
-# Videos whose files are looked at before the run, to see whether they are worth a decoder a core.
+# If there are no more videos, the sizes of their files decide how many decoders are worth starting.
 FILES_LOOKED_AT = 256
-_NOTE_S = 60.0  # between two times that the record of the run is saved meanwhile
+_NOTE_S = 60.0  # least seconds between two saves of the run's record while it runs
 
 
 class Setups(NamedTuple):
@@ -155,7 +155,7 @@ class Passes:
         for reading in self._readings:
             without |= failing_nodes(reading.tried)
         if not without or not len(again):
-            return 0  # nothing would go another way
+            return 0  # the second attempt would go like the first
         hosts = ", ".join(sorted(set(without.values())))
         cluster = resources_without(without)
         if cluster.get("CPU", 0.0) <= 0 or (self._device == "cuda" and cluster.get("GPU", 0.0) < 1):

@@ -163,10 +163,10 @@ def resolve(
     ``source`` is the model where that was found already.
     """
     with refusing():
-        read_pruner(config.pruner, config.pruner_params())  # what is wrong with it is no matter of the model
+        read_pruner(config.pruner, config.pruner_params())  # checked first, since its errors do not depend on the model
         source = _with_limits(source or ModelSource.resolve(config.model, config.revision), config)
         sampling = sampling_of(config, family_of(source).default_max_frames)
-        # Refuses a number of frames that the model takes of no video.
+        # Raises for a number of frames that the model accepts of no video.
         family_of(source).preprocessor().target_size(sampling.num_frames or sampling.max_frames or 0, 1080, 1920)
         pruner = _pruner_for(config, source)
         evidence = evidence_sources(config.evidence, config.evidence_for, source.model_type, pruner)
@@ -203,7 +203,7 @@ def _pruner_for(config: PruneConfig, source: ModelSource) -> Pruner:
             f"--pruner {config.pruner} selects anew for every question, so its tokens cannot be cached; instead: "
             f"--pruner none, then python -m jobs.generate --pruner {config.pruner}"
         )
-    describe_method(pruner)  # it must go into the cache's identity
+    describe_method(pruner)  # raises if the method cannot be part of a cache's identity
     return pruner
 
 
@@ -215,7 +215,7 @@ def _with_evidence(source: ModelSource, pruner: Pruner, stored: dict[str, str], 
             "encoder to get it (Pruner.sources); gstep.prune(..., evidence=) takes it from elsewhere"
         )
     rules = pruner.family_parameter or ""
-    chosen = config.pruner_params().get(rules)  # where it is not the family's, that is what is wrong
+    chosen = config.pruner_params().get(rules)  # rules of another family may be the reason for the error
     who = f"--pruner {config.pruner}" + (f" with {rules}={chosen}" if chosen is not None else "")
     try:
         family_of(source).check_gives(pruner.sources)
@@ -253,7 +253,7 @@ def _check_decoder(name: str) -> None:
         if not (isinstance(decoder, type) and hasattr(decoder, "read") and hasattr(decoder, "close")):
             raise AttributeError("it is no decoder: a class with read and close")
     except (KeyError, ImportError, AttributeError, OSError, RuntimeError) as error:
-        said = str(error).strip().split("\n", 1)[0]  # torchcodec's goes on for pages
+        said = str(error).strip().split("\n", 1)[0]  # the message of torchcodec has pages
         raise UsageError(f"--decoder {name}: {said}; known: auto, {', '.join(DECODERS)}, module:Class") from error
 
 
@@ -333,7 +333,7 @@ def needed_by(method: str, model_type: str, params: Mapping[str, str] = MappingP
     family = BACKBONES[model_type]
     pruner = read_pruner(method, params, family=family.variant)
     pairs = set(pruner.sources.items())
-    if "text_embedding" in pruner.needs:  # where a family has no embedding of patches, tokens stand for it
+    if "text_embedding" in pruner.needs:  # if a family has no embedding of patches, its tokens are used instead
         pairs = {pair for pair in pairs if pair[0] != "image_embedding" or pair in family.gives}
     if missing := sorted(pairs - family.gives):
         names = " and ".join(f"{name} from {SOURCES.get(source, source)}" for name, source in missing)

@@ -20,7 +20,7 @@ from pipeline.storage.s3 import Objects
 from pipeline.video.source import Sizes
 
 Mask = NDArray[np.bool_]
-_SHOWN = 5  # changed videos that a refusal names
+_SHOWN = 5  # changed videos that a refusal lists
 
 # A todo row is a manifest row and the number of this attempt.
 TODO_SCHEMA = MANIFEST_SCHEMA.append(pa.field("attempts", pa.int32(), nullable=False))
@@ -67,7 +67,7 @@ def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: 
     """
     sizes, tally, todo = Sizes(objects), np.zeros(len(Tally._fields), np.int64), []
     n_changed, examples = 0, list[str]()
-    for part in manifest.to_batches(max_chunksize=ROWS_AT_ONCE):  # nothing is kept of a part but what is to do
+    for part in manifest.to_batches(max_chunksize=ROWS_AT_ONCE):  # only the rows that are to be done are kept
         state = _compare(part, ledger, config, sizes)
         n_changed += int(state.changed.sum())
         for place in np.flatnonzero(state.changed)[: _SHOWN - len(examples)].tolist():
@@ -128,13 +128,13 @@ def _compare(part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: S
     asked = readable & ~another & (sizes < 0) & np.where(failed, spent & config.retry_failed, was >= 0)
     if config.on_changed != "skip" and asked.any():
         sizes[asked] = asker.of(part["uri"].filter(pa.array(asked)).to_pylist())
-    # Of unknown size now: gone since, and its tokens are in the cache, which is what the cache is for.
+    # A file whose size is not known now is gone, but its cached tokens remain valid.
     resized = readable & (sizes >= 0) & (sizes != was)
     changed = known & ~failed & (another | (resized & (was >= 0)))
     changed &= ~removed
     if config.on_changed == "skip":
         changed[:] = False
-    # A failed row holds no tokens to protect, and a mended file deserves its attempts anew; so does one that was gone.
+    # A failed row holds no tokens to protect. A file that was mended, or was missing, gets all its attempts anew.
     retried = failed & config.retry_failed & (~spent | another | resized)
     return _Comparison(rows, known, failed, attempts, sizes, changed, retried)
 

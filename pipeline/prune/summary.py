@@ -95,7 +95,7 @@ class _Counts:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._by_class = np.zeros(len(ledger.classes), np.int64)
-        self._first: dict[int, int] = {}  # class -> the row that came first
+        self._first: dict[int, int] = {}  # class -> its first row
         self.n_rows = self.tokens_in = self.tokens_kept = self.n_warned = self.n_outside = self.n_removed = 0
         self.seconds = np.zeros(len(TIMED))
 

@@ -30,7 +30,7 @@ class Writer:
         with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as held:
             try:
                 rows = write_token_shard(videos, store=self._store, run_id=self._run_id)
-            except OSError as error:  # no video's fault: it ends the run
+            except OSError as error:  # the store is at fault, not a video, so the run ends
                 self._heartbeat.fail(f"{type(error).__name__}: {error}")
                 raise
             held.done(n=len(videos))
