@@ -1,12 +1,12 @@
-"""What every worker is doing right now: an actor that the workers tell and the driver asks.
+"""What every worker is doing right now: an actor to which workers report and which the driver asks.
 
-A worker states what it holds, it does not count up and down: a statement that is lost, or made again by a restarted
-actor or a retried task, is mended by the next one. The actor remembers one statement a busy worker, whatever the size
-of the corpus. Statements are not waited for, and an actor that is gone costs no video anything.
+A worker reports the items that it holds, and no count of them, so the next report mends one that was lost, or was made
+again by a restarted actor or a retried task. The actor keeps one report a busy worker, whatever the size of the corpus.
+A worker does not wait for its reports, and no video fails if the actor is gone.
 
-What a worker held when its process died is known here too, so that the next process of that worker can ask which item
-has killed others before: see ``Heartbeat.deaths``. It asks because one died, and a worker asks whether it should rest
-because it failed: those wait for the answer, a while.
+The actor also knows what a worker held when its process died, so the next process of that worker can ask which item
+has killed others before (``Heartbeat.deaths``). A worker waits, for some seconds, for the answer to two questions only:
+this one, after a process died, and whether it should rest, after an item failed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BACKLOG = 1000  # pending calls a worker: if the actor hangs, they must not fil
 
 
 class Worker(NamedTuple):
-    """Who speaks: one name for all processes of an actor and all attempts of a task, and where this one runs."""
+    """The sender of a report: one name for all processes of an actor or attempts of a task, and where this one runs."""
 
     name: str
     host: str
@@ -51,14 +51,14 @@ class Worker(NamedTuple):
 
 
 class ProgressDelta(NamedTuple):
-    """What happened since a worker's last statement, in items.
+    """Numbers of items since a worker's last report.
 
     Attributes:
-        left: went on to the next stage.
-        moves: came or went on.
-        done: were tried, and nothing went wrong that another node might do better.
-        failed: were tried, and something did.
-        made: went on as what the stage makes of them, not as failed ones.
+        left: items that went on to the next stage.
+        moves: items that came or went on.
+        done: items that were tried without a failure that another node might avoid.
+        failed: items that were tried with such a failure.
+        made: items that went on as results of the stage, not as failures.
     """
 
     left: int = 0
@@ -72,7 +72,7 @@ class ProgressDelta(NamedTuple):
 
 
 class NodeTally(NamedTuple):
-    """How many items of a stage went how on a node, as ProgressDelta counts them."""
+    """The items that a stage did and failed on a node, as ProgressDelta counts them."""
 
     host: str
     done: int = 0
@@ -84,14 +84,14 @@ class WorkerReport:
     """The state of all stages.
 
     Attributes:
-        inside: for each stage, what its workers hold and where: "ID on HOST", or other work in words.
-        left: for each stage, how many videos went through it. One that is tried again counts again.
-        made: of these, how many did not fail, in this stage or before.
-        moves: goes up with every video that enters or leaves a stage.
-        failure: why a worker gave the run up, where one did.
-        tried: for each stage, how it went on each node, by its id.
-        out_of_service: the workers that were put out of service, in words.
-        failing: the stages of which all workers at work fail at nearly everything.
+        inside: stage -> what its workers hold and where: "ID on HOST", or a description of other work.
+        left: stage -> how many items went through it. An item that is tried again counts again.
+        made: stage -> how many of these had not failed, in this stage or before.
+        moves: a number that grows with every item that enters or leaves a stage.
+        failure: why a worker gave the run up, if one did.
+        tried: stage -> node id -> its tally.
+        out_of_service: descriptions of the workers that were put out of service.
+        failing: the stages of which all workers at work fail nearly every item.
     """
 
     inside: dict[str, list[str]] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class WorkerGivenUp(RuntimeError):  # noqa: N818
 
 
 class _Held(NamedTuple):
-    """What a worker holds, and where."""
+    """The items that a worker holds, and where it runs."""
 
     items: Sequence[str]
     host: str
@@ -117,7 +117,7 @@ class _Held(NamedTuple):
 
 
 class _RecentItems:
-    """How the last items of a worker went."""
+    """The outcomes of a worker's last items."""
 
     def __init__(self) -> None:
         self.failed: deque[bool] = deque(maxlen=RECENT)
@@ -142,10 +142,7 @@ def _living() -> set[str]:
 
 
 class Heartbeats:
-    """The actor's class; see ``start_heartbeats``.
-
-    ``clock`` gives seconds, ``living`` the ids of the nodes that are there; None: all are.
-    """
+    """The class of the actor. ``living`` returns the ids of the living nodes; None takes all nodes for alive."""
 
     def __init__(
         self,
@@ -274,7 +271,7 @@ def start_heartbeats(stages: Sequence[str]) -> ActorHandle:
 
 
 class HeldItems:
-    """Items in hand, of which those that are done are let go one by one, in their order."""
+    """Items in hand, which are let go one by one in their order as they are done."""
 
     def __init__(self, items: Sequence[str], count: Callable[[ProgressDelta], None]) -> None:
         self.items = list(items)
@@ -284,9 +281,9 @@ class HeldItems:
         """Let go of the next ``n`` items, which go on to the next stage.
 
         Args:
-            failed: whether something went wrong with them that another node might do better; None where this worker did
-                not try them. A failure is told at once, since it may put the worker out of service.
-            made: whether they go on as what the stage makes of them, not as failed ones.
+            failed: whether they failed in a way that another node might avoid; None where this worker did not try them.
+                A failure is reported at once, since it may put the worker out of service.
+            made: whether they go on as results of the stage, not as failures.
         """
         del self.items[:n]
         tried = n * (failed is not None)
@@ -295,15 +292,14 @@ class HeldItems:
 
 
 class Heartbeat:
-    """A worker's side: says what the worker holds. It travels to the workers; without the actor it says nothing.
+    """The worker's side: reports what the worker holds. It travels to the workers; without the actor it does nothing.
 
-    A worker may hold several items, also in several threads. An actor says so when it takes some, what happened to them
-    once a second, and at once when it has nothing left: a statement for each of many short items would be much of its
-    work.
+    A worker may hold several items, also in several threads. It reports when it takes items, once a second what became
+    of them, and at once when it has none left: a report for each of many short items would be much of its work.
 
     Args:
-        suspects: whether an item may kill its process, so that what is taken must be said before. Else that, too, is
-            said once a second.
+        suspects: whether an item may kill the process, so that it must be reported before it is worked on. Else that,
+            too, is reported once a second.
     """
 
     def __init__(self, stage: str, heartbeats: ActorHandle | None = None, *, suspects: bool = True) -> None:
@@ -339,8 +335,8 @@ class Heartbeat:
     def deaths(self, item: str) -> list[str]:
         """List the hosts on which processes of this stage died while they held ``item``, one for each death.
 
-        Ask while holding it: the answer comes after the actor has heard of that, so this process's death would count.
-        A worker of which no process died does not ask: Ray gives an item again to the worker that it killed.
+        Ask while holding it: the actor has that report by then, so the death of this process would count. A worker of
+        which no process died does not ask, since Ray gives an item again to the worker that it killed.
         """
         return (self._ask("deaths", self._stage, item) or []) if self.one_died else []
 
@@ -354,7 +350,7 @@ class Heartbeat:
     def busy(self, work: str) -> Iterator[None]:
         """Report work that must not pass for progress in the block: it belongs to no item, or is a part of one.
 
-        What was held is held on: the last statement before a process dies may be lost with it.
+        Items that were held stay held, since the last report before a process dies may be lost with it.
         """
         with self._hold((work,), ProgressDelta()):
             yield
@@ -372,9 +368,8 @@ class Heartbeat:
         finally:
             with self._reporting:
                 self._held.remove(held)
-                if (
-                    not self._held or not self._reports_by_itself
-                ):  # Ray Data may end an idle worker before its next report
+                # Ray Data may end an idle worker before its next report.
+                if not self._held or not self._reports_by_itself:
                     self._report()
 
     def _count(self, delta: ProgressDelta) -> None:
@@ -410,7 +405,7 @@ class Heartbeat:
             return otherwise
         try:
             return ray.get(getattr(self._heartbeats, method).remote(*arguments), timeout=_ANSWER_S)
-        except Exception:  # noqa: BLE001 - as in _say
+        except Exception:  # noqa: BLE001 - as in _report
             return otherwise
 
     def _report(self) -> None:
