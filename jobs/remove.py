@@ -73,7 +73,7 @@ def _remove(arguments: argparse.Namespace, console: Console) -> Done:
 
 
 def _ids(name: str) -> list[str]:
-    """The ids in a file, each once. Raises UsageError."""
+    """Read the ids in a file, each once. Raises UsageError."""
     try:
         lines = Path(name).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:

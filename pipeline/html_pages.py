@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 
 def environment(package: str) -> Environment:
-    """The templates of a package. Every value is escaped, and a name without a value is an error."""
+    """Load the templates of a package; every value is escaped, and a name without a value is an error."""
     made = Environment(
         loader=PackageLoader(package),
         autoescape=True,
@@ -25,7 +25,7 @@ def environment(package: str) -> Environment:
 
 
 def asset(package: str, name: str) -> Markup:
-    """A file that stands beside the templates of a package, as it is."""
+    """Read a file that stands beside the templates of a package, as it is."""
     return Markup((files(package) / "templates" / name).read_text(encoding="utf-8"))
 
 

@@ -174,12 +174,12 @@ class AnswerRecord(QuestionRecord, total=False):
 
 
 def without_nulls(row: Mapping[str, Any], kind: type[R]) -> R:
-    """A row that Arrow read as the record it was made of: a null is an absent key."""
+    """Convert a row that Arrow read to the record it was made of: a null becomes an absent key."""
     return cast(R, {name: value for name, value in row.items() if value is not None})
 
 
 def failed_video(record: VideoRecord, fault: VideoFault) -> VideoRecord:
-    """The record of a video that ends here."""
+    """Return the record of a video that ends here with a fault."""
     failed: VideoRecord = {
         **record,
         "status": "failed",
@@ -197,12 +197,12 @@ def failed_video(record: VideoRecord, fault: VideoFault) -> VideoRecord:
 
 
 def may_succeed_elsewhere(record: VideoRecord) -> bool:
-    """Whether the video failed by what may be the fault of the machine it was on."""
+    """Return whether the video failed by what may be the fault of the machine it was on."""
     return record["status"] == "failed" and record["retryable"]
 
 
 def failed_from_outside(record: VideoRecord) -> bool:
-    """Whether the video failed by what is no fault of its own: a mount, a store, a bug, a GPU that others fill."""
+    """Return whether the video failed by no fault of its own: a mount, a store, a bug, a GPU that others fill."""
     if record["status"] == "ok":
         return False
     on_the_gpu = record["error_class"] == "out-of-memory" and record["error_stage"] in ON_THE_GPU
@@ -210,7 +210,7 @@ def failed_from_outside(record: VideoRecord) -> bool:
 
 
 def failed_answer(question: QuestionRecord | AnswerRecord, fault: QuestionFault) -> AnswerRecord:
-    """The record of a question that ends here."""
+    """Return the record of a question that ends here with a fault."""
     return {
         **cast(AnswerRecord, question),
         "status": "failed",

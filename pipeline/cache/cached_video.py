@@ -59,12 +59,12 @@ class CachedVideo:
 
     @property
     def newline(self) -> Tensor | None:
-        """[D] bfloat16, LLaVA-OneVision's row after all tokens of a video; None for families without one."""
+        """LLaVA-OneVision's row after all tokens of a video, [D] bfloat16; None for families without one."""
         return None if self.header is None else newline_of(self.header)
 
     @property
     def visual(self) -> Visual:
-        """The same as prompts take it (``gstep.language``), in the order it was read in."""
+        """The tokens as prompts take them (``gstep.language``), in the order they were read in."""
         from gstep.language import Visual  # noqa: PLC0415 - who only reads tokens does without
 
         row = self.metadata
@@ -83,7 +83,7 @@ class CachedVideo:
 
 
 def newline_of(header: CacheHeader) -> Tensor | None:
-    """The newline row that a cache holds."""
+    """Decode the newline row that a cache's header holds, [D] bfloat16; None without one."""
     encoded = header.get("newline")
     return None if encoded is None else bfloat16(bytearray(base64.b64decode(encoded)))
 
@@ -96,7 +96,7 @@ def to_video(
     order: NDArray[np.int64] | None = None,
     placed: Mapping[str, NDArray[np.int16]] = MappingProxyType({}),
 ) -> CachedVideo:
-    """The token rows of a video; ``row`` is its row of the videos table.
+    """Turn the token rows of a video into tensors; ``row`` is its row of the videos table.
 
     Args:
         evidence: the column of each by the name that it gets.
@@ -142,7 +142,7 @@ def to_video(
 
 
 def index_order(table: pa.Table) -> NDArray[np.int64]:
-    """[K] the token rows in ascending flat index; those of equal index as they are stored."""
+    """Return the order [K] that sorts token rows by flat index; those of equal index stay as stored."""
     index = table["index"].to_numpy()
     if len(index) and index.min() >= 0 and index.max() < 2**16:
         index = index.astype(np.uint16)  # numpy sorts these by their digits, in a third of the time
@@ -150,24 +150,24 @@ def index_order(table: pa.Table) -> NDArray[np.int64]:
 
 
 def _evidence(labelled: str, values: Tensor) -> Tensor:
-    """[K] where the evidence is [T,N]; else as it is."""
+    """Return evidence of one number a token as [K]; other evidence as it is."""
     return values.squeeze(1) if labelled.startswith(ONE_NUMBER) else values
 
 
 def _vectors(column: pa.ChunkedArray) -> Tensor:
-    """[K,width] bfloat16 over Arrow's own memory."""
+    """View a column of vectors as [K,width] bfloat16 over Arrow's own memory."""
     return bfloat16(vector_bytes(column)).view(len(column), column.type.byte_width // 2)
 
 
 def vector_bytes(column: pa.ChunkedArray) -> pa.Buffer:
-    """The values of a column of vectors, one behind the other; a view where it is one chunk, as the reader gives it."""
+    """Return the values of a column of vectors in one buffer, without a copy where the column is one chunk."""
     array = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
     width = array.type.byte_width
     return array.buffers()[1].slice(array.offset * width, len(array) * width)
 
 
 def bfloat16(data: Any) -> Tensor:
-    """A view of the bytes of ``data``."""
+    """View the bytes of ``data`` as bfloat16 numbers, without a copy."""
     import torch  # noqa: PLC0415 - as above
 
     with warnings.catch_warnings():  # Arrow gives its memory for reading only, which torch cannot express

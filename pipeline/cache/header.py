@@ -70,17 +70,17 @@ class CacheHeader(TypedDict):
 
 
 def deepstack_levels(header: CacheHeader) -> int:
-    """Vectors of the token's width that are stored with every token, for the first layers of Qwen3-VL."""
+    """Return how many vectors of the token's width are stored with every token, for the first layers of Qwen3-VL."""
     return int(header.get("deepstack_levels", 0))  # caches made before there were any do not say
 
 
 def fingerprint(content: Mapping[str, Any]) -> str:
-    """``blake2b:<hex>`` of what JSON-able ``content`` says, however it is laid out as text."""
+    """Return ``blake2b:<hex>`` of JSON-able ``content``, however it is laid out as text."""
     return digest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def header_bytes(header: Mapping[str, Any]) -> bytes:
-    """The header as a file: with the checksum of everything else in it, so that no flipped bit goes unseen."""
+    """Serialise the header with the checksum of everything else in it, so that no flipped bit goes unseen."""
     content = _without_checksum(header)
     return json.dumps({**content, CHECKSUM: fingerprint(content)}, indent=2).encode()
 

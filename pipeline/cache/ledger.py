@@ -79,7 +79,7 @@ class Ledger:
     """
 
     def __init__(self, store: Store, made_with: str | None = None) -> None:
-        """``made_with`` is the fingerprint of the identity whose rows count; None for all."""
+        """Start empty; ``made_with`` is the fingerprint of the identity whose rows count, None for all."""
         self._store, self._made_with = store, made_with
         self.names: list[str] = []
         self.starts: list[int] = []
@@ -114,42 +114,45 @@ class Ledger:
         return self
 
     def find(self, ids: pa.Array | pa.ChunkedArray) -> NDArray[np.int64]:
-        """[n]: the row of each video in ``columns``; -1 where it has none."""
+        """Return the row [n] of each video in ``columns``; -1 where it has none."""
         return find(keys_of(ids), self.columns["high"], self.columns["low"])
 
     def failed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[n]: whether these rows are failures."""
+        """Return whether these rows [n] are failures."""
         return np.greater(self.columns["state"][rows], 1)
 
     def removed(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[n]: whether these videos were removed for good."""
+        """Return whether the videos of these rows [n] were removed for good."""
         return np.equal(self.columns["state"][rows], 0)
 
     def faults(self, rows: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """[n]: the class of each of these rows, a number in ``classes``."""
+        """Return the error class of each of these rows, [n] numbers in ``classes``."""
         return np.bitwise_and(self.columns["code"][rows], np.uint8(FAULT))
 
     def warned(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[n]: whether these rows were decoded with warnings."""
+        """Return whether these rows [n] were decoded with warnings."""
         return np.greater_equal(self.columns["code"][rows], WARNED)
 
     def outside(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """[n]: whether these rows are failures from outside their videos: io, internal, memory of a GPU."""
+        """Return whether these rows [n] failed by no fault of the video: io, internal, memory of a GPU."""
         return np.not_equal(np.bitwise_and(self.columns["code"][rows], np.uint8(OUTSIDE)), 0)
 
     def read(self, row: int) -> VideoRow:
-        """All that the videos table says of a row; its shard is read again."""
+        """Read the whole row of a video again from its file. Raises CorruptShard, OSError."""
         place = int(self.columns["place"][row])
         shard = int(np.searchsorted(self.starts, place, side="right")) - 1
         return self._rows(self.names[shard], place - self.starts[shard])
 
     def of_run(self, run_id: str) -> tuple[int, int]:
-        """(live rows, failed ones) that this run has committed."""
+        """Count the live rows that this run has committed: (all, failed ones)."""
         mine = self.columns["run"] == (self.runs.index(run_id) if run_id in self.runs else len(self.runs))
         return int(mine.sum()), int((self.columns["state"][mine] > 1).sum())
 
     def _of_small(self, names: Sequence[str]) -> Iterator[pa.Table]:
-        """The rows of small files, those of many at a time: what numpy does once for few rows costs as for many."""
+        """Yield the rows of small files, many files at a time, since numpy's cost is by the call.
+
+        Raises CorruptShard, OSError.
+        """
         contents = zip(names, self._store.read_all(names), strict=True)
         # Checking and parsing a small file is work for one core, and leaves Python's lock free for most of it.
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
@@ -163,7 +166,7 @@ class Ledger:
                     yield pa.concat_tables(tables)
 
     def _of_sorted(self, files: Sequence[TableFile]) -> Columns:
-        """``_COLUMNS`` of sorted files, whose names say how many rows they have: nothing is there twice."""
+        """Read sorted files into ``_COLUMNS`` made for them at once, as their names tell how many rows they have."""
         n_rows, at = sum(file.rows for file in files), 0
         columns: Columns = {name: np.empty((n_rows, *shape), kind) for name, (kind, shape) in _COLUMNS.items()}
         for file in files:
@@ -185,7 +188,7 @@ class Ledger:
         self.n_rows += n_rows
 
     def _parsed(self, file: tuple[str, bytes]) -> pa.Table | None:
-        """The rows of a small file; None where it is of another identity."""
+        """Parse a small file, or return None where it is of another identity."""
         table = read_small(self._store, *file, needed_for(_READ))
         if not belongs(made_with_of(table), self._made_with):
             self.foreign.append(file[0])
@@ -193,7 +196,7 @@ class Ledger:
         return completed(table, _READ)
 
     def _numbers(self, table: pa.Table) -> Columns:
-        """``_COLUMNS`` of the rows that were read last."""
+        """Convert the rows that were read last to ``_COLUMNS``."""
         self.hidden_size = self.hidden_size or pc.max(table["hidden_size"]).as_py() or 0
         seconds = np.stack([_filled(table[f"{stage}_s"], 0.0) for stage in TIMED], axis=1)
         return {
@@ -215,7 +218,7 @@ class Ledger:
         }
 
     def _runs_of(self, run_ids: pa.ChunkedArray) -> NDArray[np.uint16]:
-        """[n]: numbers in ``runs``; all runs after the first 65,535 share the last number."""
+        """Return the number in ``runs`` of each run, [n]; all runs after the first 65,535 share the last number."""
         self.runs += [name for name in pc.unique(run_ids).to_pylist() if name not in self.runs]
         numbers = pc.index_in(run_ids, value_set=pa.array(self.runs, pa.string())).to_numpy()
         return np.asarray(np.clip(numbers, 0, 2**16 - 1), np.uint16)

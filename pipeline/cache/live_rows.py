@@ -45,7 +45,10 @@ def made_with_of(table: pa.Table) -> str | None:
 
 
 def belongs(found: str | None, made_with: str | None) -> bool:
-    """Whether a file that carries ``found`` is of a cache with this fingerprint; files before version 2 carry none."""
+    """Return whether a file that carries the fingerprint ``found`` is of a cache with ``made_with``.
+
+    Files before version 2 carry none.
+    """
     return found is None or made_with is None or found == made_with
 
 
@@ -73,7 +76,7 @@ def with_keys(table: pa.Table) -> pa.Table:
 
 
 def keyed(rows: Sequence[VideoRecord] | Sequence[VideoRow]) -> pa.Table:
-    """Rows as VIDEO_SCHEMA with their KEY_COLUMNS; how often they were rewritten stays."""
+    """Build a table of VIDEO_SCHEMA from rows, with their KEY_COLUMNS; counts of rewrites and earlier attempts stay."""
     table = with_keys(pa.Table.from_pylist(list(rows), schema=VIDEO_SCHEMA))
     for name in ("rewritten", "earlier_attempts"):
         counts = pa.array([row.get(name) or 0 for row in rows], pa.int32())
@@ -93,7 +96,7 @@ def with_place(table: pa.Table, name: str) -> pa.Table:
 
 
 def read_file(store: Store, file: TableFile, columns: Sequence[str] | None = None) -> pa.Table:
-    """All rows of one file of the videos table, in memory. Raises CorruptShard, OSError."""
+    """Read all rows of one file of the videos table into memory. Raises CorruptShard, OSError."""
     columns = VIDEO_SCHEMA.names if columns is None else columns
     if file.level:
         opened = SortedFile(store, file)
@@ -102,7 +105,7 @@ def read_file(store: Store, file: TableFile, columns: Sequence[str] | None = Non
 
 
 def states_of(status: pa.ChunkedArray) -> NDArray[np.int8]:
-    """[n]: 0 removed, 1 ok, 2 all others."""
+    """Return each row's state, [n]: 0 removed, 1 ok, 2 all others."""
     found = pc.index_in(status, value_set=pa.array(_STATES))
     return np.asarray(pc.fill_null(found, len(_STATES)).to_numpy(), np.int8)
 
@@ -179,7 +182,7 @@ def live_rows(rows: pa.Table) -> pa.Table:
 
 
 def _roomy(rows: pa.Table) -> pa.Table:
-    """Texts of more than 2 GB need offsets of 64 bits."""
+    """Give the texts of more than 2 GB offsets of 64 bits."""
     if rows.nbytes < _MOST_TEXT:
         return rows
     wide = [field.with_type(pa.large_string()) if field.type == pa.string() else field for field in rows.schema]
@@ -202,7 +205,7 @@ class VideoRows:
         return cast(VideoRow, group.slice(row % GROUP_ROWS, 1).to_pylist()[0])
 
     def group(self, shard: str, number: int) -> pa.Table:
-        """One row group of a sorted file, VIDEO_SCHEMA."""
+        """Read one row group of a sorted file, as VIDEO_SCHEMA."""
         return self._group(shard, number)
 
 
@@ -212,7 +215,7 @@ def _copy(row: VideoRow) -> VideoRow:
 
 
 def _rows_of(store: Store, shard: str) -> list[VideoRow]:
-    """All at once: one row of twenty takes Arrow half as long as all of them."""
+    """Read all rows of a small file: one of twenty takes Arrow half as long as all of them."""
     rows: list[VideoRow] = read_file(store, file_named(shard)).to_pylist()
     return rows
 

@@ -98,7 +98,7 @@ class LiveVideos:
         return LiveVideos, (self._store, self._made_with, self.small, self.sorted)
 
     def find(self, video_id: str) -> Place | None:
-        """Where the live row of a video is; None where it has none. Two reads of each level of sorted files at most.
+        """Find the live row of a video, or None; at most two reads of each level of sorted files.
 
         Raises CorruptShard, FileNotFoundError where a file was merged since this was opened, and OSError.
         """
@@ -118,12 +118,12 @@ class LiveVideos:
         return min(found, key=lambda place: place.rank, default=None)
 
     def row(self, video_id: str) -> VideoRow | None:
-        """The live row of a video; None where it has none. Raises as ``find``."""
+        """Read the live row of a video, or None where it has none. Raises as ``find``."""
         place = self.find(video_id)
         return None if place is None else self.rows(place.shard, place.row)
 
     def opened(self, file: TableFile) -> SortedFile | None:
-        """The file; None where its rows are of another identity."""
+        """Open a sorted file, or return None where its rows are of another identity."""
         opened = self.rows.opened(file.name)
         if belongs(opened.made_with, self._made_with):
             return opened
@@ -145,7 +145,7 @@ class LiveVideos:
         return _place_of(self.small, row, self.small["shard"][row].as_py(), self.small["row"][row].as_py())
 
     def live(self, columns: Sequence[str]) -> pa.Table:
-        """``columns`` of every live row with ``shard`` and ``row``, by video_id. Reads them of the whole table."""
+        """Read ``columns`` of every live row with ``shard`` and ``row``, by video_id. All files are read."""
         wanted = tuple(dict.fromkeys((*columns, *RULE_COLUMNS, "video_id")))
         tables = [self._of_small(wanted)]
         for file in self.sorted:
@@ -155,7 +155,7 @@ class LiveVideos:
         return live_rows(pa.concat_tables(tables)).select([*columns, "shard", "row"])
 
     def _of_small(self, columns: Sequence[str]) -> pa.Table:
-        """These columns of the live rows of small files, which are read again where memory does not hold them."""
+        """Return these columns of the live rows in small files, read again where memory lacks them."""
         if set(columns) <= set(self.small.column_names):
             return self.small.select([*columns, "shard", "row"])
         tables = [pa.schema([*(VIDEO_SCHEMA.field(name) for name in columns), *PLACE]).empty_table()]
@@ -167,7 +167,7 @@ class LiveVideos:
         return pa.concat_tables(tables)
 
     def of(self, video_ids: Collection[str], columns: Sequence[str]) -> pa.Table:
-        """The same of these videos alone, those that have a row: for few of them, no others are read."""
+        """Read ``columns`` of the live rows of these videos, with ``shard`` and ``row``; for few, no others."""
         if len(video_ids) > _FEW or not self.sorted:
             table = self.live(("video_id", *(name for name in columns if name != "video_id")))
             wanted = pa.array(sorted(set(video_ids)), pa.string())
@@ -182,23 +182,23 @@ class LiveVideos:
         return pa.Table.from_pylist(found, schema=schema)
 
     def ok(self) -> list[str]:
-        """The ids of the videos that have tokens, sorted. Reads the ids of the whole table."""
+        """List the ids of the videos that have tokens, sorted. All files are read."""
         rows = self.live(("video_id", "status"))
         return list(rows.filter(pc.equal(rows["status"], "ok"))["video_id"].to_pylist())
 
     def failed(self) -> dict[str, str]:
-        """The ids of the failed videos, with the class of the fault. Reads the ids of the whole table."""
+        """Map the ids of the failed videos to their error class. All files are read."""
         rows = self.live(("video_id", "status", "error_class"))
         failed = rows.filter(pc.equal(rows["status"], "failed"))
         classes = pc.fill_null(failed["error_class"], "internal").to_pylist()
         return dict(zip(failed["video_id"].to_pylist(), classes, strict=True))
 
     def most_tokens(self) -> int:
-        """How many tokens are stored of the video that has most. Reads a column of the whole table."""
+        """Return the largest number of stored tokens of a video. All files are read."""
         return int(pc.max(self.live(("n_tokens",))["n_tokens"]).as_py() or 0)
 
     def widths(self) -> set[int]:
-        """D of the tokens; one number, unless the cache is older than the rule that it is."""
+        """Return the widths D of the tokens: one number, unless the cache is older than that rule."""
         for file in self.sorted:
             opened = self.opened(file)
             if opened is not None:
@@ -219,7 +219,7 @@ class LiveVideos:
         return LiveShards.of(rows)
 
     def __len__(self) -> int:
-        """How many videos have a row; one that is in several files is counted in each, as telling takes a search."""
+        """Count the videos with a row; one that is in several files is counted in each, as telling takes a search."""
         return len(self.small) + sum(file.rows for file in self.sorted)
 
 
@@ -241,7 +241,7 @@ class LiveShards:
 
     @classmethod
     def of(cls, rows: pa.Table) -> LiveShards:
-        """Of rows with token_shard, first_row_group, shard and row."""
+        """Group rows by token shard; they have token_shard, first_row_group, shard and row."""
         rows = rows.set_column(rows.schema.get_field_index("token_shard"), "token_shard", _named(rows["token_shard"]))
         order = pc.sort_indices(rows, [("token_shard", "ascending"), ("first_row_group", "ascending")])
         rows = rows.take(order).combine_chunks()
@@ -259,11 +259,11 @@ class LiveShards:
         return len(self.counts)
 
     def name(self, number: int) -> str:
-        """The token shard of this number."""
+        """Return the name of the token shard of this number."""
         return str(self.names[number].as_py())
 
     def rows(self, number: int) -> list[tuple[str, int]]:
-        """(file, row) of each video of a token shard, in its order."""
+        """List the place (file, row) of each video of a token shard, in its order."""
         end = int(self.counts[: number + 1].sum())
         part = self.places[end - int(self.counts[number]) : end]
         return [(self.files[file], row) for file, row in part.tolist()]
@@ -274,12 +274,12 @@ def _named(shards: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def widths_of(live: pa.Table) -> set[int]:
-    """The different ``hidden_size`` of the live rows that are ok."""
+    """Return the different ``hidden_size`` of the live rows that are ok."""
     return set(pc.unique(live.filter(pc.equal(live["status"], "ok"))["hidden_size"]).to_pylist())
 
 
 def _place_of(rows: pa.Table, at: int, shard: str, row: int) -> Place:
-    """The place of a row, ``at`` of ``rows``, which have RULE_COLUMNS and error_class."""
+    """Build the Place of the row number ``at`` of ``rows``, which have RULE_COLUMNS and error_class."""
     said: Mapping[str, Any] = rows.select([*RULE_COLUMNS, "error_class"]).slice(at, 1).to_pylist()[0]
     state = {"removed": 0, "ok": 1}.get(said["status"], 2)
     fault = None if state == 1 else "removed" if state == 0 else said["error_class"] or "internal"

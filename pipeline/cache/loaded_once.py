@@ -20,7 +20,7 @@ class LoadedOnce(Generic[V]):
     """
 
     def __init__(self, load: Callable[..., V], keep: int) -> None:
-        """``load`` takes the key's parts; what it raises goes to all who wait, and is not kept."""
+        """Keep the last ``keep`` values; all threads that wait get what ``load`` raises for their key."""
         self._load = load
         self._keep = keep
         self._held: dict[int, _Held[V]] = {}  # by process

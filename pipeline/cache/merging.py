@@ -166,7 +166,7 @@ class _Step:
         self._small = [file for file in files if not file.level and file.name not in gone]
 
     def carry_out(self) -> bool:
-        """Merge; returns whether more is left to do."""
+        """Merge once, and return whether more is left to do."""
         tables, names, left = self._read_small()
         self._done.foreign = self._foreign
         self._done.waiting = len(self._covered)
@@ -183,7 +183,7 @@ class _Step:
         return left
 
     def _read_small(self) -> tuple[list[pa.Table], list[str], bool]:
-        """(the rows of small files, the names of these, whether more of them are left)."""
+        """Read small files up to the limits of one step: (their rows, their names, whether more are left)."""
         tables: list[pa.Table] = []
         names: list[str] = []
         n_rows = 0
@@ -201,7 +201,7 @@ class _Step:
         return tables, names, False
 
     def _levels(self, n_rows: int, *, whole: bool) -> list[SortedFile]:
-        """The sorted files that are merged with so many rows of small ones."""
+        """Choose the sorted files that are merged with so many rows of small ones."""
         waiting = [file for file in self._sorted if file.file.name not in self._covered]
         if whole:
             return waiting
@@ -256,7 +256,7 @@ class _Step:
 
 
 def _of_merge(text: bytes) -> tuple[list[str], int]:
-    """(the files that a merge read, how many it wrote), as its files say."""
+    """Parse the note of a merge in its files: (the files it read, how many it wrote)."""
     if not text:
         return [], 0
     said = json.loads(text)
@@ -264,18 +264,18 @@ def _of_merge(text: bytes) -> tuple[list[str], int]:
 
 
 def level_of(rows: int) -> int:
-    """The level of so many rows: 1 up to GROUP_ROWS, and one more for each _GROWTH times as many."""
+    """Return the level of so many rows: 1 up to GROUP_ROWS, and one more for each _GROWTH times as many."""
     return 1 + max(0, math.ceil(math.log(max(rows, 1) / GROUP_ROWS, _GROWTH)))
 
 
 def _disjoint(files: Sequence[SortedFile]) -> bool:
-    """Whether no two of the files may hold rows of one video."""
+    """Return whether no two of the files may hold rows of one video."""
     bounds = sorted((file.file.first, file.file.last) for file in files)
     return all(one[1] < other[0] for one, other in pairwise(bounds))
 
 
 def _cuts(small: pa.Table, chosen: Sequence[SortedFile]) -> list[int]:
-    """Where merged files begin, each at the ``id_high`` of a row, so that none of them is empty."""
+    """Return the ``id_high`` at which each merged file begins, that of a row, so that no file is empty."""
     starts = [np.sort(small["id_high"].to_numpy())[::GROUP_ROWS], *(np.array(f.firsts, np.uint64) for f in chosen)]
     return [int(cut) for cut in np.unique(np.sort(np.concatenate(starts))[::_PART_GROUPS])]
 

@@ -28,6 +28,7 @@ class Declared:
 
     @classmethod
     def by(cls, kind: type[Pruner]) -> Declared:
+        """Take what a method's class declares."""
         return cls(kind.nested, kind.merges, kind.exact, kind.reorders)
 
 
@@ -52,7 +53,7 @@ def describe_method(pruner: Pruner) -> PrunerIdentity:
 
 
 def declared_method(identity: Mapping[str, Any]) -> Declared | None:
-    """What the method declares that a cache of this identity was pruned with; None where that is unknown here."""
+    """Return what the method that pruned a cache of this identity declares, or None where that is unknown here."""
     held = identity.get("pruner", {})
     if held.get("method") in PRUNERS:
         return Declared.by(PRUNERS[held["method"]])

@@ -34,7 +34,7 @@ class Pages(NamedTuple):
 
 
 def plain_columns(metadata: pq.FileMetaData) -> dict[str, tuple[int, int]]:
-    """(number, bytes of a vector) by name of the columns of vectors without nulls; ``metadata`` was checked."""
+    """Map the names of vector columns without nulls to (column number, bytes of a vector). ``metadata`` was checked."""
     columns = ((i, metadata.schema.column(i)) for i in range(metadata.num_columns))
     return {
         column.name: (i, column.length)
@@ -46,7 +46,7 @@ def plain_columns(metadata: pq.FileMetaData) -> dict[str, tuple[int, int]]:
 
 
 def plain_pages(group: pq.RowGroupMetaData, number: int) -> Pages | None:
-    """Where one of those columns lies, unless it is compressed or has a dictionary."""
+    """Locate the pages of such a column in a row group; None where it is compressed or has a dictionary."""
     column = group.column(number)
     if column.compression != "UNCOMPRESSED" or column.has_dictionary_page:
         return None
@@ -77,7 +77,7 @@ def put_rows(data: memoryview, n_rows: int, places: NDArray[np.int64], out: NDAr
 
 
 def _pages(data: memoryview, n_rows: int, n_bytes: int) -> Iterator[tuple[int, memoryview]]:
-    """(rows, their bytes) of each page, until one is not as it should be."""
+    """Yield (row count, raw bytes) of each page; stop at the first page that the fast path does not support."""
     at, left = 0, n_rows
     while left > 0:
         header, n_header = _header(data[at : at + _HEADER])
@@ -94,7 +94,7 @@ def _pages(data: memoryview, n_rows: int, n_bytes: int) -> Iterator[tuple[int, m
 
 
 def _header(data: memoryview) -> tuple[dict[tuple[int, ...], int], int]:
-    """The numbers of a page's header by their path of fields, and its bytes; none where it holds anything else."""
+    """Parse a page's header: (its numbers by path of fields, its bytes); empty where it holds anything else."""
     numbers: dict[tuple[int, ...], int] = {}
     try:
         return numbers, _struct(bytes(data), 0, (), numbers)
@@ -119,7 +119,7 @@ def _struct(data: bytes, at: int, path: tuple[int, ...], numbers: dict[tuple[int
 
 
 def _number(data: bytes, at: int) -> tuple[int, int]:
-    """A zigzag varint, and where it ends."""
+    """Decode a zigzag varint: (value, where it ends). Raises ValueError, IndexError."""
     value = 0
     for i in range(_VARINT):
         byte = data[at + i]

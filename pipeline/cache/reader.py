@@ -43,7 +43,7 @@ V = TypeVar("V")
 
 
 def read_header(store: Store) -> CacheHeader:
-    """The cache's header (schema version, identity, newline, shape of a token). Raises NotACache."""
+    """Read the cache's header (schema version, identity, newline, shape of a token). Raises NotACache."""
     absent = f"not a pruned-token cache (no {HEADER}); make one with python -m jobs.prune"
     return cast(CacheHeader, read_header_file(store, HEADER, READABLE_VERSIONS, NotACache, absent))
 
@@ -93,7 +93,7 @@ class TokenCache:
         self._prepare()
 
     def _prepare(self) -> None:
-        """What follows from the store, and what is opened on the way."""
+        """Make what depends on the store and does not travel to other processes."""
         self._shard = LoadedOnce(partial(TokenShard, self.store), _SHARDS)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class TokenCache:
 
     @property
     def identity(self) -> CacheIdentity:
-        """What every row of this cache was made with."""
+        """The identity that every row of this cache was made with."""
         return self.header["identity"]
 
     @property
@@ -124,12 +124,12 @@ class TokenCache:
 
     @property
     def newline(self) -> Tensor | None:
-        """[D] bfloat16, LLaVA-OneVision's row after all tokens of a video; None for families without one."""
+        """LLaVA-OneVision's row after all tokens of a video, [D] bfloat16; None for families without one."""
         return newline_of(self.header)
 
     @property
     def deepstack_levels(self) -> int:
-        """Vectors of the token's width that are stored with every token, for the first layers of Qwen3-VL."""
+        """The number of vectors stored with every token for the first layers of Qwen3-VL."""
         return deepstack_levels(self.header)
 
     @property
@@ -139,17 +139,17 @@ class TokenCache:
 
     @property
     def failed(self) -> dict[str, str]:
-        """Return the videos that were tried and failed, with the class of the error. This reads the whole table."""
+        """The videos that were tried and failed, with the class of the error. This reads the whole table."""
         return self._looked(LiveVideos.failed)
 
     @property
     def most_tokens(self) -> int:
-        """How many tokens are stored of the video that has most."""
+        """The largest number of stored tokens of a video."""
         return self._looked(LiveVideos.most_tokens)
 
     @property
     def hidden_sizes(self) -> set[int]:
-        """D of the tokens: one number, and none of a cache without tokens."""
+        """The widths D of the tokens: one number, and none of a cache without tokens."""
         return self._looked(LiveVideos.widths)
 
     def __len__(self) -> int:
@@ -165,21 +165,21 @@ class TokenCache:
         return iter(self.video_ids)
 
     def metadata(self, video_id: str) -> VideoRow:
-        """The video's live row, failed or not. Raises UnknownVideo, CorruptShard, OSError."""
+        """Return the video's live row, failed or not. Raises UnknownVideo, CorruptShard, OSError."""
         found = self._looked(lambda live: live.row(video_id))
         if found is None:
             raise self._unknown(video_id)
         return read_json(found)
 
     def place_of(self, video_id: str) -> Place:
-        """Where the video's live row is. Raises UnknownVideo, CorruptShard, OSError."""
+        """Return where the video's live row is. Raises UnknownVideo, CorruptShard, OSError."""
         place = self._looked(lambda live: live.find(video_id))
         if place is None:
             raise self._unknown(video_id)
         return place
 
     def _looked(self, look: Callable[[LiveVideos], V]) -> V:
-        """What ``look`` gives; where files were merged since the cache was opened, it looks once more."""
+        """Return ``look`` of the live rows, after a refresh where files were merged since the cache was opened."""
         try:
             return look(self._live)
         except FileNotFoundError:
@@ -221,11 +221,11 @@ class TokenCache:
 
     @property
     def evidence(self) -> dict[str, str]:
-        """What is stored besides the tokens, label -> where in the encoder it is from (gstep.evidence)."""
+        """The evidence that is stored besides the tokens: label -> where in the encoder it is from (gstep.evidence)."""
         return dict(self.identity.get("evidence", {}))
 
     def _sources(self, asked: Sequence[str]) -> dict[str, str]:
-        """The columns of evidence by what they were asked for as: a label, or a name that has one source here."""
+        """Map each name of evidence that was asked for to its column: a label, or a name that has one source here."""
         held = self.evidence
         columns: dict[str, str] = {}
         for key in asked:
@@ -249,7 +249,7 @@ class TokenCache:
         *,
         verify: bool = False,
     ) -> CachedVideo:
-        """The tokens of one video, all that are stored or the nested ``retention_ratio`` of all T*N.
+        """Read the tokens of one video, all that are stored or the nested ``retention_ratio`` of all T*N.
 
         ``order="index"`` gives ascending flat index, as an LLM wants them; ``order="selection"`` the order of
         selection (of a method without one: of its own prompt), as they are stored: the tokens then are the memory that
@@ -279,7 +279,7 @@ class TokenCache:
         *,
         verify: bool = False,
     ) -> list[CachedVideo]:
-        """What ``get`` gives for each id, in the order of the ids; they are read shard by shard.
+        """Read several videos as ``get`` does, shard by shard; return them in the order of the ids.
 
         From an object store neighbours in a shard come with one request, of at most 64 MB where a video is smaller,
         and up to four requests are under way at once. All videos are in memory in the end: ask for a batch at a time.
@@ -299,7 +299,7 @@ class TokenCache:
         *,
         verify: bool = False,
     ) -> list[CachedVideo]:
-        """The same of videos whose rows are known already, from ``metadata`` or ``rows_of``."""
+        """Read videos as ``get_many`` does, by their rows from ``metadata`` or ``rows_of``."""
         reading = self.reading(retention_ratio, order, evidence, verify)
         return self._many([self.wanted(row, reading) for row in rows], reading)
 
@@ -319,7 +319,10 @@ class TokenCache:
     def reading(
         self, retention_ratio: float | None, order: TokenOrder, evidence: Sequence[str], verify: bool
     ) -> Reading:
-        """How ``get`` reads with these. Raises EvidenceNotCached, and ValueError for an order that is none."""
+        """Check the options of ``get``, and bundle them.
+
+        Raises EvidenceNotCached, and ValueError for an unknown order.
+        """
         if order not in ("index", "selection"):
             raise ValueError(f'order must be "index" or "selection", got {order!r}')
         sources = self._sources(evidence)
@@ -328,7 +331,10 @@ class TokenCache:
         return Reading(retention_ratio, order, sources, columns, plain, verify)
 
     def wanted(self, row: VideoRow, reading: Reading) -> Rows:
-        """What is to be read of a video. Raises RemovedVideo, FailedVideo, RatioNotCached and ValueError."""
+        """Return which token rows of a video are to be read.
+
+        Raises RemovedVideo, FailedVideo, RatioNotCached and ValueError.
+        """
         if row["status"] == "removed":
             raise RemovedVideo(f"{row['video_id']!r} was removed from {self.store}: {row['error_message']}")
         if row["status"] != "ok":
@@ -341,7 +347,7 @@ class TokenCache:
         return self._shard(wanted.row["token_shard"], wanted.row["footer_hash"])
 
     def _read(self, wanted: Rows, reading: Reading, shard: TokenShard, fetched: Fetched | None = None) -> CachedVideo:
-        """The video's first token rows, from no more row groups than hold them unless all is verified."""
+        """Read the video's first token rows, from no more row groups than hold them unless all is verified."""
         as_stored, row = reading.order == "selection", wanted.row
         if reading.verify:
             shard.require(wanted.columns)
@@ -354,14 +360,14 @@ class TokenCache:
 
     @contextmanager
     def _naming(self, video_id: str) -> Iterator[None]:
-        """A CorruptShard gets the video and what to run about it."""
+        """Add the video and the command that finds such damage to the message of a CorruptShard."""
         try:
             yield
         except CorruptShard as error:
             raise CorruptShard(f"{error} (reading {video_id!r}); {self._remedy(video_id)}", error.kind) from error
 
     def _remedy(self, video_id: str) -> str:
-        """What to run about a video whose tokens are not what its row says."""
+        """Say which command finds videos whose tokens are not what their rows say."""
         return (
             f"python -m jobs.verify {self.store} finds all such videos; without a copy of the file add --repair to it, "
             "which marks them for another attempt"

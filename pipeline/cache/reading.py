@@ -37,12 +37,12 @@ class Reading(NamedTuple):
 
 @cache
 def token_columns(deepstack_levels: int) -> tuple[str, ...]:
-    """What every row of a token shard has."""
+    """Return the names of the columns that every token shard has."""
     return tuple(token_schema(1, deepstack_levels).names)
 
 
 def rows_wanted(row: Mapping[str, Any], retention_ratio: float | None) -> int:
-    """How many of a video's stored tokens make up ``retention_ratio``; ``row`` is its row of the videos table.
+    """Return how many of a video's stored tokens make up ``retention_ratio``. ``row`` is its row of the videos table.
 
     Raises RatioNotCached, and ValueError for no ratio at all.
     """

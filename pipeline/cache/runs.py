@@ -17,7 +17,7 @@ _RUN_BYTES = 2**26  # of tokens that one request fetches, unless one video has m
 def read_runs(
     wanted: Sequence[Rows], fetch: Callable[[Sequence[Rows]], F], read: Callable[[Rows, F], V], *, ahead: int
 ) -> list[V]:
-    """What ``read`` gives for each, in their order.
+    """Read videos by runs of neighbours: return what ``read`` gives for each of ``wanted``, in their order.
 
     Args:
         fetch: what is needed to read some neighbours; called by threads where ``ahead`` is not 0.
@@ -33,7 +33,7 @@ def read_runs(
 
 
 def runs_of(wanted: Sequence[Rows], limit: int = _RUN_BYTES) -> list[list[int]]:
-    """Places in ``wanted``, by shard and in the order of their row groups; neighbours without a gap are one run."""
+    """Group the places in ``wanted`` by shard, in the order of row groups; neighbours without a gap are one run."""
     runs: list[list[int]] = []
     size = 0
     for i in sorted(range(len(wanted)), key=lambda i: _position(wanted[i])):
@@ -52,7 +52,7 @@ def _position(rows: Rows) -> tuple[str, int]:
 
 
 def _touch(one: Rows, other: Rows) -> bool:
-    """Whether all that is read of one video ends where the other begins."""
+    """Return whether all that is read of one video ends where the other begins."""
     shard, first = _position(one)
     whole = one.keep == one.row["n_tokens"]
     return whole and (shard, first + len(one.row["row_counts"])) == _position(other)

@@ -28,14 +28,14 @@ TIERS = (0.10, 0.15, 0.20, 0.25, 0.50)
 
 
 def column(name: str, kind: pa.DataType, meaning: str, *, nullable: bool = True) -> pa.Field:
-    """A field that says what it means."""
+    """Build a field that carries its meaning as metadata."""
     return pa.field(name, kind, nullable=nullable, metadata={"meaning": meaning})
 
 
 def token_schema(
     hidden_size: int, deepstack_levels: int = 0, evidence: Mapping[str, int] = MappingProxyType({})
 ) -> pa.Schema:
-    """Columns of a token shard for tokens of [hidden_size] bfloat16, rows in order of selection within a video.
+    """Build the schema of a token shard for [hidden_size] bfloat16 tokens, rows in order of selection within a video.
 
     Without such an order, in that of the method's own prompt (VisionZip: a frame's merged tokens last), else by index.
     ``evidence``, label -> numbers a token (a frame), comes last, so that who does not ask for it reads none of its
@@ -147,7 +147,7 @@ KEY_COLUMNS = ("id_high", "id_low", "clip_key", "rewritten", "earlier_attempts",
 
 
 def tier_row_counts(n_total: int, n_kept: int, retention_ratio: float, *, nested: bool) -> list[int]:
-    """Rows of a video's row groups: they end at the distinct B(tier) below the stored ratio, and at the end.
+    """Return the rows of each of a video's row groups: they end at the distinct B(tier), and at the end.
 
     A method without an order has one group.
     """
@@ -187,7 +187,7 @@ def write_parquet(table: pa.Table, row_groups: Sequence[int] | None = None, *, i
 
 
 def _bloom_filter(indexed: str | None, rows: int) -> dict[str, dict[str, dict[str, float]]]:
-    """The argument of pyarrow 26 and later, at one wrong "may be" in a hundred."""
+    """Return ParquetWriter's argument for a Bloom filter, of pyarrow 26 and later; one wrong "may be" in a hundred."""
     if indexed is None or "bloom_filter_options" not in inspect.signature(pq.ParquetWriter.__init__).parameters:
         return {}
     return {"bloom_filter_options": {indexed: {"ndv": rows, "fpp": 0.01}}}
@@ -207,7 +207,7 @@ def open_parquet(source: Any, metadata: pq.FileMetaData | None = None) -> pq.Par
 
 
 def digest(*parts: Any) -> str:
-    """``blake2b:<hex>`` of bytes-like parts."""
+    """Hash bytes-like parts: ``blake2b:<hex>``."""
     state = hashlib.blake2b(digest_size=16)
     for part in parts:
         state.update(part)
@@ -218,7 +218,7 @@ FOOTER_TAIL = 8  # 4 bytes of footer length, then the magic
 
 
 def footer_length(tail: bytes) -> int:
-    """Bytes of the footer (its own tail included) from a Parquet file's last FOOTER_TAIL bytes.
+    """Parse the length of the footer (its own tail included) from a Parquet file's last FOOTER_TAIL bytes.
 
     Raises ValueError where the file does not end like Parquet.
     """
@@ -228,10 +228,10 @@ def footer_length(tail: bytes) -> int:
 
 
 def footer_of(data: memoryview) -> memoryview:
-    """The footer of a whole Parquet file, its tail included."""
+    """Return the footer of a whole Parquet file, its tail included."""
     return data[len(data) - footer_length(bytes(data[-FOOTER_TAIL:])) :]
 
 
 def parse_footer(footer: bytes) -> pq.FileMetaData:
-    """The file's metadata from its footer alone."""
+    """Parse the file's metadata from its footer alone."""
     return pq.read_metadata(pa.BufferReader(b"PAR1" + footer))

@@ -65,7 +65,7 @@ class TableFile(NamedTuple):
     tail_hash: str = ""
 
     def holds(self, high: int) -> bool:
-        """Whether a row with this ``id_high`` may be in the file."""
+        """Return whether a row with this ``id_high`` may be in the file."""
         return self.first <= high <= self.last
 
 
@@ -216,7 +216,7 @@ class _Nothing(RangedObject):
 
 
 def _spans(metadata: pq.FileMetaData, group: int) -> list[tuple[int, int]]:
-    """[start, end) of each column of a row group."""
+    """Return the bytes [start, end) of each column of a row group."""
     columns = (metadata.row_group(group).column(i) for i in range(metadata.num_columns))
     spans = []
     for column in columns:

@@ -87,12 +87,15 @@ class TokenShard:
         self._own = local()  # by thread
 
     def spans(self, wanted: Rows) -> Spans:
-        """[start, end) in bytes of what is wanted: one, unless other columns lie between. Raises CorruptShard."""
+        """Return the bytes [start, end) of what is wanted: one span, unless other columns lie between.
+
+        Raises CorruptShard.
+        """
         groups = [self.metadata.row_group(number) for number in self._groups(wanted)]
         return joined(_span(group, {*wanted.columns, *wanted.near}) for group in groups)
 
     def fetch_all(self, wanted: Sequence[Rows]) -> Fetched | None:
-        """The bytes of several videos, in the order of their row groups, for ``read``: a request for each span of them.
+        """Fetch the bytes of several videos, in the order of their row groups, for ``read``; one request a span.
 
         None for a local file, which is read in place.
         """
@@ -101,11 +104,11 @@ class TokenShard:
             return self._source.fetch(spans)
 
     def read(self, wanted: Rows, fetched: Fetched | None = None) -> pa.Table:
-        """The rows in order of selection. ``fetched`` holds their bytes already, and is one thread's."""
+        """Read the rows in order of selection; ``fetched`` holds their bytes already, and is one thread's."""
         return self._arrow(wanted, wanted.columns, fetched or self.fetch_all([wanted]))
 
     def read_by_index(self, wanted: Rows, fetched: Fetched | None = None) -> ByIndex:
-        """The rows, and what puts them in order of ``index``, which is among the columns."""
+        """Read the rows, the vectors among them in order of ``index``, which is among the columns."""
         fetched = fetched or self.fetch_all([wanted])
         table = self._arrow(wanted, [name for name in wanted.columns if name not in self._plain], fetched)
         order = index_order(table)
@@ -119,7 +122,10 @@ class TokenShard:
         return ByIndex(table, order, vectors)
 
     def read_checked(self, row: VideoRow) -> pa.Table:
-        """All of a video's token rows with all columns, once they have the checksum of its row."""
+        """Read all of a video's token rows with all columns, and compare the checksum of its row.
+
+        Raises CorruptShard.
+        """
         table = self.read(Rows(row, row["n_tokens"], self.schema.names))
         if (ids := table["video_id"].unique().to_pylist()) != [row["video_id"]]:
             raise CorruptShard(f"{self._shown}: the rows are those of {', '.join(map(str, ids[:3]))}", "rows")
@@ -129,12 +135,12 @@ class TokenShard:
         return table
 
     def require(self, columns: Sequence[str]) -> None:
-        """Raises CorruptShard where it lacks one of the columns."""
+        """Raise CorruptShard where the shard lacks one of the columns."""
         if lacking := sorted(set(columns) - self._names):
             raise CorruptShard(f"{self._shown}: it has no column {', '.join(lacking)}", "schema")
 
     def _arrow(self, wanted: Rows, columns: Sequence[str], fetched: Fetched | None) -> pa.Table:
-        """The rows as Arrow reads them, every page held against its checksum."""
+        """Read the rows with Arrow, every page held against its checksum."""
         groups = self._groups(wanted)
         with self._faults():
             table = self._parquet(fetched).read_row_groups(groups, columns=list(columns), use_threads=READ_THREADS)
@@ -144,7 +150,7 @@ class TokenShard:
         return table.slice(0, wanted.keep)
 
     def _parquet(self, fetched: Fetched | None) -> pq.ParquetFile:
-        """A reader for this thread: Arrow does not say that threads may share one."""
+        """Return a reader for this thread, since Arrow does not say that threads may share one."""
         if fetched is not None:
             return open_parquet(pa.PythonFile(fetched, "r"), self.metadata)
         found: pq.ParquetFile | None = getattr(self._own, "parquet", None)
@@ -153,7 +159,7 @@ class TokenShard:
         return found
 
     def _taken(self, wanted: Rows, name: str, order: NDArray[np.int64], fetched: Fetched | None) -> NDArray[np.int16]:
-        """[K,width] a column of vectors in another order, by way of Arrow."""
+        """Read a column of vectors with Arrow and put it in ``order``, [K,width]."""
         column = self._arrow(wanted, [name], fetched)[name]
         bits: NDArray[np.int16] = np.frombuffer(vector_bytes(column), np.int16).reshape(len(column), -1)
         return bits.take(order, axis=0)
@@ -161,7 +167,7 @@ class TokenShard:
     def _placed(
         self, wanted: Rows, name: str, places: NDArray[np.int64], fetched: Fetched | None
     ) -> NDArray[np.int16] | None:
-        """[K,width] a column of vectors, each at its place; None where Arrow is to be asked."""
+        """Read a column of vectors, each straight to its place, [K,width]; None where Arrow must be asked."""
         number, n_bytes = self._plain[name]
         out = np.empty((len(places), n_bytes // 2), np.int16)
         view, done = (fetched or self._source).view, 0
@@ -178,7 +184,7 @@ class TokenShard:
         return out
 
     def _groups(self, wanted: Rows) -> range:
-        """The row groups that hold the rows. Raises CorruptShard where they or the columns are not there."""
+        """Return the row groups that hold the rows. Raises CorruptShard where they or the columns are missing."""
         row, n_groups, n_rows = wanted.row, 0, 0
         self.require(wanted.columns)
         while n_rows < wanted.keep and n_groups < len(row["row_counts"]):
@@ -195,7 +201,7 @@ class TokenShard:
 
     @contextmanager
     def _faults(self) -> Iterator[None]:
-        """What Arrow and a missing file raise, as CorruptShard; what the store raises, as it is."""
+        """Raise what Arrow and a missing file raise as CorruptShard; what the store raises stays as it is."""
         try:
             yield
         except (OSError, pa.ArrowException) as error:
@@ -205,14 +211,14 @@ class TokenShard:
 
 
 def checksum_of(table: pa.Table) -> str:
-    """The checksum of a video's token rows, all columns of them, as its row of the videos table has it."""
+    """Hash a video's token rows, all vector columns of them, as its row of the videos table has it."""
     vectors = [field.name for field in table.schema if pa.types.is_fixed_size_binary(field.type)]
     # Evidence of frames is null beside most tokens, and those bytes are nobody's.
     return digest(*(vector_bytes(table[name].drop_null()) for name in vectors))
 
 
 def joined(spans: Iterable[tuple[int, int]]) -> Spans:
-    """Spans in ascending order, of which those that touch are one."""
+    """Join the spans that touch; they come in ascending order."""
     found: Spans = []
     for start, end in spans:
         if found and found[-1][1] == start:
@@ -222,12 +228,12 @@ def joined(spans: Iterable[tuple[int, int]]) -> Spans:
 
 
 def _span(group: pq.RowGroupMetaData, names: Collection[str]) -> tuple[int, int]:
-    """[start, end) in bytes of a row group as far as ``names`` go."""
+    """Return the bytes [start, end) of a row group from the first to the last of the columns ``names``."""
     columns = [c for c in map(group.column, range(group.num_columns)) if c.path_in_schema in names]
     return columns[0].data_page_offset, max(c.data_page_offset + c.total_compressed_size for c in columns)
 
 
 def videos_in(store: Store, token_shard: str) -> list[str]:
-    """The ids of the videos in a token shard. Raises OSError, ArrowException where it cannot be read."""
+    """List the ids of the videos in a token shard. Raises OSError, ArrowException where it cannot be read."""
     data = pa.BufferReader(store.read(token_shard))
     return list(open_parquet(data).read(columns=["video_id"]).column(0).unique().to_pylist())

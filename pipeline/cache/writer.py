@@ -149,7 +149,7 @@ def put_token_shard(store: Store, run_id: str, records: Sequence[VideoRecord], t
 
 
 def token_shard_id(name: str) -> str:
-    """The part of a token shard's name that tells of which videos of its run it is."""
+    """Return the part of a token shard's name that tells of which videos of its run it is."""
     return name.rsplit("-", 2)[-2]
 
 
@@ -158,13 +158,13 @@ def _hex(hashed: str) -> str:
 
 
 def _vectors(kept: KeptTokens) -> dict[str, Bits]:
-    """The columns of vectors by name, in the order in which the checksum takes them."""
+    """Map the names of the vector columns to their values, in the order in which the checksum takes them."""
     levels = {f"deepstack_{level}": values for level, values in enumerate(kept.deepstack)}
     return {"token": kept.tokens, **levels, **kept.evidence}
 
 
 def _token_rows(record: VideoRecord, kept: KeptTokens, schema: pa.Schema) -> pa.Table:
-    """One video as token rows; the vectors are wrapped, not copied."""
+    """Build the token rows of one video; the vectors are wrapped, not copied."""
     n = len(kept.index)
     columns: dict[str, pa.Array] = {
         "video_id": pa.repeat(record["video_id"], n).cast(pa.string()),
@@ -182,7 +182,7 @@ def _token_rows(record: VideoRecord, kept: KeptTokens, schema: pa.Schema) -> pa.
 
 
 def _beside_first(frames: pa.Array, frame_of_row: NDArray[np.int32]) -> pa.Array:
-    """[T] values of frames beside the first token of each, null beside the others."""
+    """Place the [T] values of frames beside the first token of each, null beside the others."""
     known, first = np.unique(frame_of_row, return_index=True)
     if not np.array_equal(known, np.arange(len(frames))):
         raise ValueError("evidence of frames is stored with all tokens alone: a frame without a token has no place")

@@ -40,7 +40,7 @@ class TokenDataset(Dataset[CachedVideo]):
         order: TokenOrder = "index",
         evidence: Sequence[str] = (),
     ) -> None:
-        """``ids`` are the videos, in their order; None for all that have tokens. The rest is as in TokenCache.get."""
+        """Take the videos ``ids`` in their order, or all that have tokens; the rest is as in TokenCache.get."""
         self.cache = cache if isinstance(cache, TokenCache) else TokenCache(cache)
         self.ids = self.cache.video_ids if ids is None else list(ids)
         self._how: tuple[float | None, TokenOrder, tuple[str, ...]] = retention_ratio, order, tuple(evidence)
@@ -52,7 +52,7 @@ class TokenDataset(Dataset[CachedVideo]):
         return self.cache.get(self.ids[place], *self._how)
 
     def __getitems__(self, places: Sequence[int]) -> list[CachedVideo]:
-        """What DataLoader asks for a batch."""
+        """Read a batch of videos at once, as DataLoader asks for it."""
         return self.cache.get_many([self.ids[place] for place in places], *self._how)
 
 
@@ -87,7 +87,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        """``rank`` of ``world_size``: by default torch.distributed's where that is initialised, else all videos."""
+        """Take ``rank`` of ``world_size``, by default torch.distributed's, else all videos."""
         super().__init__()
         self.cache = cache if isinstance(cache, TokenCache) else TokenCache(cache)
         self._shards = self.cache.shards(ids)
@@ -105,11 +105,11 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return list(self._shards.names.to_pylist())
 
     def set_epoch(self, epoch: int) -> None:
-        """Another order, from the next iteration on."""
+        """Set the epoch, and with it another order from the next iteration on."""
         self._epoch.fill_(epoch)
 
     def __len__(self) -> int:
-        """Videos of this rank in this epoch."""
+        """Count the videos of this rank in this epoch."""
         return sum(shard.n_videos for shard in self._of_rank())
 
     def __iter__(self) -> Iterator[CachedVideo]:
@@ -121,15 +121,15 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return self._read(self._done)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this process is in the epoch."""
+        """Return this process's position in the epoch."""
         return self._start or {**self._setting(), "epoch": int(self._epoch), "done": self._done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration goes on from there. It raises ValueError where ids, seed, ranks or workers differ."""
+        """Make the next iteration go on from a state; it raises ValueError where ids, seed, ranks or workers differ."""
         self._start = dict(state)
 
     def _read(self, done: int) -> Iterator[CachedVideo]:
-        """The videos of this process in order, without the first ``done``."""
+        """Yield the videos of this process in order, without the first ``done``."""
         worker, n_workers = _worker()
         shards = self._of_rank()[worker::n_workers]
         for start in range(0, len(shards), self._mix):
@@ -146,7 +146,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
                     yield video
 
     def _of_rank(self) -> list[_Share]:
-        """What this rank reads of which shards."""
+        """List which videos of which shards this rank reads."""
         counts = self._shards.counts
         numbers = self._shuffled(range(len(counts)), 0)
         ranks = [numbers[rank :: self.world_size] for rank in range(self.world_size)]
@@ -167,7 +167,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return [items[i] for i in order.permutation(len(items))]
 
     def _setting(self) -> dict[str, Any]:
-        """What a state depends on."""
+        """Return the settings that a state depends on."""
         order = [self._seed, self._shuffle, self._mix, self._even]
         worker, n_workers = _worker()
         return {"ids": self._ids, "order": order, "rank": [self.rank, self.world_size], "worker": [worker, n_workers]}

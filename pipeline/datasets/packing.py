@@ -41,7 +41,7 @@ class Packed:
     evidence: dict[str, tuple[Tensor, ...]]
 
     def pin_memory(self) -> Packed:
-        """What DataLoader calls with ``pin_memory=True``."""
+        """Pin the tensors' memory, as DataLoader asks for with ``pin_memory=True``."""
         return replace(
             self,
             tokens=self.tokens.pin_memory(),
@@ -53,7 +53,7 @@ class Packed:
 
 
 def pack(videos: Sequence[CachedVideo]) -> Packed:
-    """A ``collate_fn`` for DataLoader: the tokens of a batch one behind the other."""
+    """Put the tokens of a batch one behind the other: a ``collate_fn`` for DataLoader."""
     lengths = [len(video.index) for video in videos]
     return Packed(
         video_ids=tuple(video.video_id for video in videos),
@@ -68,7 +68,7 @@ def pack(videos: Sequence[CachedVideo]) -> Packed:
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """One behind the other; in a worker in memory that is shared, which would otherwise be one copy more."""
+    """Concatenate tensors; in a worker into shared memory, which saves the copy to the main process."""
     first, shape = parts[0], (sum(len(part) for part in parts), *parts[0].shape[1:])
     n_bytes = math.prod(shape) * first.itemsize
     if get_worker_info() is None:  # numpy asks for huge pages, which torch does not: a quarter of the time

@@ -27,7 +27,7 @@ class Listing(NamedTuple):
 
 
 def list_videos(videos: str, suffixes: frozenset[str], objects: Objects) -> Listing:
-    """The videos that an address on S3 means, in the order of their keys.
+    """List the videos that an address on S3 names, in the order of their keys.
 
     ``s3://bucket/folder/`` and ``s3://bucket/folder`` mean every object below it with one of ``suffixes``; a glob those
     that match it too (``*`` and ``[..]`` stay within a segment, a segment ``**`` stands for any number of them); any
@@ -96,12 +96,12 @@ def suffix_of(uri: str) -> str:
 
 
 def listed_policy(uri: str) -> str | None:
-    """Why a listed object must not be read; None where it may. Clients and servers resolve dots, each in its way."""
+    """Say why a listed object must not be read, or None. Clients and servers resolve dots, each in its way."""
     return _DOTS if _CONTROL.search(uri) or {".", ".."} & set(uri.split("/")) else None
 
 
 def named_policy(uri: str, prefixes: Iterable[str]) -> str | None:
-    """Why an object that a manifest names must not be read; None where it may: it lies below one of ``prefixes``."""
+    """Say why an object that a manifest names must not be read; None where it lies below one of ``prefixes``."""
     bucket, _, key = uri.removeprefix(SCHEME).partition("/")
     if "?" in uri or "" in key.split("/") or listed_policy(uri) or not _BUCKET.fullmatch(bucket):
         return MISSHAPED
@@ -109,7 +109,7 @@ def named_policy(uri: str, prefixes: Iterable[str]) -> str | None:
 
 
 def root_prefix(root: str) -> str:
-    """A ``--video-root`` on S3 as the prefix that what lies below it has; no request. Raises ManifestError."""
+    """Return a ``--video-root`` on S3 as the prefix of all below it; no request. Raises ManifestError."""
     check_uri(root)
     prefix = f"{root.rstrip('/')}/"
     if named_policy(f"{prefix}x", [prefix]):

@@ -92,7 +92,7 @@ def _from_files(folder: Path, named: str, roots: Sequence[Path]) -> pa.Table:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """Every file below a folder. Linked folders are entered once each; where they lead is judged file by file."""
+    """Yield every file below a folder. Linked folders are entered once each; each file's target is judged later."""
     seen: set[str] = set()
     for parent, folders, names in os.walk(folder, followlinks=True):
         seen.add(os.path.realpath(parent))
@@ -113,7 +113,7 @@ def _from_glob(pattern: str, roots: Sequence[Path]) -> pa.Table:
 
 
 def _file_row(path: Path, root: Path, judge: Judge) -> ManifestRow:
-    """The row of a file found below ``root``; its id is the POSIX path relative to it."""
+    """Build the row of a file found below ``root``; its id is the POSIX path relative to it."""
     absolute = os.path.abspath(path)  # noqa: PTH100 - Path.resolve would follow links, which are judged separately
     video_id = path.relative_to(root).as_posix()
     policy = judge(absolute)
@@ -147,7 +147,7 @@ def _from_objects(videos: str, roots: Roots, objects: Objects) -> pa.Table:
 
 
 def _from_manifest(name: str, file: BinaryIO, base: Path | str, roots: Roots) -> pa.Table:
-    """``base`` is the manifest's own folder, or its prefix on S3: what it may name, and what relative uris are to."""
+    """Read a manifest; ``base``, its folder or prefix, is what it may name and what relative uris are to."""
     named = NamedVideos(name, base, roots)
     try:
         parts = [named.table(rows) for rows in read_parts(name, file, "video_id and uri", "video_id")]
@@ -161,7 +161,7 @@ def _from_manifest(name: str, file: BinaryIO, base: Path | str, roots: Roots) ->
 
 
 def given_manifest(given: object, video_roots: Sequence[str] = ()) -> pa.Table:
-    """The same of videos that a caller has at hand, not in a file.
+    """List the videos that a caller has at hand, as ``read_manifest`` does those of a file.
 
     Args:
         given: paths or s3:// objects, each of which may be read and is called by its name; or rows (dicts, or a table
@@ -185,7 +185,7 @@ def given_manifest(given: object, video_roots: Sequence[str] = ()) -> pa.Table:
 
 
 def _called_by_name(paths: Sequence[str], roots: Roots) -> tuple[list[UserRow], Roots]:
-    """Rows for paths that were named one by one, and what may be read with where they are."""
+    """Build rows for paths that were named one by one, and the roots that let them be read."""
     rows = [{"video_id": path.rstrip("/").rpartition("/")[2], "uri": path} for path in paths]
     (name, count), *_ = Counter(row["video_id"] for row in rows).most_common(1)
     if count > 1:

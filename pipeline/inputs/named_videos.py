@@ -60,7 +60,7 @@ class Judge:
         self._inside: dict[str, bool] = {}  # folder -> whether it is below a root; of a million files few differ
 
     def __call__(self, path: str) -> str | None:
-        """Why the absolute ``path`` lies outside; None where it does not."""
+        """Say why the absolute ``path`` lies outside; None where it does not."""
         folder = path.rpartition("/")[0] or "/"
         inside = self._inside.get(folder)
         if inside is None:
@@ -98,12 +98,12 @@ class NamedVideos:
         self._judge = Judge([base, *roots.folders] if isinstance(base, Path) else roots.folders)
 
     def table(self, rows: Rows) -> pa.RecordBatch:
-        """The rows, checked. Raises ManifestError that names the first bad one."""
+        """Convert rows to MANIFEST_SCHEMA. Raises ManifestError that names the first bad one."""
         plain = self._plain(rows)
         return self._one_by_one(rows) if plain is None else plain
 
     def _plain(self, rows: Rows) -> pa.RecordBatch | None:
-        """All rows at once; None where one of them needs a closer look."""
+        """Convert all rows at once, or return None where one of them needs a closer look."""
         ids, uris = rows.texts("video_id"), rows.texts("uri")
         times = [rows.numbers(name) for name in ("start_s", "end_s")]
         sizes = _all_sizes(rows.numbers("size_bytes"))
@@ -161,7 +161,7 @@ class NamedVideos:
         }
 
     def _locate(self, uri: str) -> tuple[str, str | None]:
-        """(absolute path or the uri without its secrets, why it must not be read or None)."""
+        """Resolve a uri: (absolute path or the uri without its secrets, why it must not be read or None)."""
         base = self._base
         if is_object(uri) or (isinstance(base, str) and "://" not in uri and not uri.startswith("/")):
             named = uri if is_object(uri) else f"{base}{uri}"
@@ -181,7 +181,7 @@ class NamedVideos:
 
 
 def without_secrets(uri: str) -> str:
-    """The URI without user info, query and fragment, any of which may carry a credential."""
+    """Remove user info, query and fragment from a URI, any of which may carry a credential."""
     scheme, _, rest = uri.partition("://")
     rest = rest.split("?")[0].split("#")[0]
     host, slash, tail = rest.partition("/")
@@ -191,7 +191,7 @@ def without_secrets(uri: str) -> str:
 
 
 def _odd(texts: pa.Array) -> bool:
-    """Whether some are blank or hold what is seldom in a name and may be wrong."""
+    """Return whether some texts are blank or hold control characters, which need a closer look."""
     blank = pc.equal(pc.utf8_trim_whitespace(texts), "")
     return bool(pc.any(pc.or_(pc.match_substring_regex(texts, _CONTROL), blank)).as_py())
 
@@ -210,7 +210,7 @@ def _seconds(row: UserRow, name: str, where: str) -> float | None:
 
 
 def _all_sizes(values: pa.Array | None) -> pa.Array | None:
-    """Numbers of bytes as int64; None where one of them is none."""
+    """Return numbers of bytes as int64, or None where one of them is no whole number."""
     if values is None:
         return None
     whole = pc.and_(

@@ -35,7 +35,7 @@ class BadRow(ValueError):  # noqa: N818
 
 
 def read_rows(name: str, file: BinaryIO, needs: str, key: str | None = None) -> Iterator[tuple[str, UserRow]]:
-    """Each row as a dict, with the words that say where it stands; empty cells of a .csv are left out.
+    """Yield the place of each row, in words, and the row as a dict; empty cells of a .csv are left out.
 
     ``needs`` says in an error what a row should have been; ``key`` is a column without which the first line of a .csv
     is no header. Raises BadRow, and what UNREADABLE lists.
@@ -59,13 +59,13 @@ class Rows(Protocol):
     def __iter__(self) -> Iterator[tuple[str, UserRow]]: ...
 
     def texts(self, name: str) -> pa.Array | None:
-        """A column as text; None unless every row has one, or a whole number."""
+        """Return a column as text, or None unless every row has text or a whole number."""
 
     def numbers(self, name: str) -> pa.Array | None:
-        """A column as float64, null where a row has none; None where one of them is no finite number."""
+        """Return a column as float64, null where a row has none; None where a value is no finite number."""
 
     def carried(self, own: Collection[str]) -> pa.Array:
-        """What each row has besides the columns ``own``, as JSON; null where that is nothing."""
+        """Return the columns besides ``own`` of each row as JSON; null where there are none."""
 
 
 def read_parts(name: str, file: BinaryIO, needs: str, key: str | None = None) -> Iterator[Rows]:
@@ -87,7 +87,7 @@ def read_parts(name: str, file: BinaryIO, needs: str, key: str | None = None) ->
 
 
 def given_parts(name: str, given: object, needs: str) -> Iterator[Rows]:
-    """The same of rows that a caller has at hand: dicts, or a table that Arrow takes (its own, pandas', Polars').
+    """Yield the rows that a caller has at hand: dicts, or a table that Arrow takes (its own, pandas', Polars').
 
     Raises BadRow.
     """
@@ -103,7 +103,7 @@ def given_parts(name: str, given: object, needs: str) -> Iterator[Rows]:
 
 
 def given_rows(name: str, given: object, needs: str) -> Iterator[tuple[str, UserRow]]:
-    """The rows of ``given_parts`` as ``read_rows`` gives them. Raises BadRow."""
+    """Yield the rows of ``given_parts`` one by one, as ``read_rows`` does. Raises BadRow."""
     if hasattr(given, "__arrow_c_stream__"):
         given = _given_table(name, given, needs).to_pylist()
     if isinstance(given, Mapping) or not isinstance(given, Iterable):
@@ -249,12 +249,12 @@ def text_in(row: UserRow, name: str, where: str) -> str:
 
 
 def is_text(name: str) -> bool:
-    """Whether a text is valid Unicode: bytes of a file's name that are not UTF-8 come as lone surrogates."""
+    """Return whether a text is valid Unicode: bytes of a file's name that are not UTF-8 come as lone surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def carried_json(columns: UserRow) -> str:
-    """Columns that are only carried along, as strict JSON: NaN and infinity, which it cannot say, become null."""
+    """Serialise columns that are only carried along as strict JSON: NaN and infinity become null."""
     try:
         return json.dumps(columns, default=_shown_as, ensure_ascii=True, allow_nan=False)
     except ValueError:

@@ -39,7 +39,7 @@ class Answers:
 
     @classmethod
     def open(cls, store: Store, question_id: str | None = None) -> Answers:
-        """All of them, or those to one question.
+        """Read all answers, or those to one question.
 
         Raises NotAnswers, UsageError for a question that has no row, CorruptShard, OSError.
         """
@@ -56,22 +56,22 @@ class Answers:
 
     @cached_property
     def several(self) -> bool:
-        """Whether questions were asked under several prunings."""
+        """True where questions were asked under several prunings."""
         return any(name is not None for name in pc.unique(self.rows["pruning"]).to_pylist())
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-able: identity and counts, no answer."""
+        """Return identity and counts as a JSON-able dict, without answers."""
         counts = self.summary.standing()
         del counts["n_outside"], counts["seconds"]  # answers say neither of themselves
         return {"answers": self.place, "identity": self.identity, **counts}
 
     def as_records(self) -> list[dict[str, Any]]:
-        """JSON-able: every row whole."""
+        """Return every row whole, JSON-able."""
         rows: list[dict[str, Any]] = self.rows.to_pylist()
         return rows
 
     def facts(self) -> list[tuple[str, str]]:
-        """(name, value) of what all answers were made with, and of how many there are."""
+        """List (name, value) of what all answers were made with, and of how many there are."""
         cache, counts = self.identity.get("cache", {}), self.summary
         facts = [("answers", self.place)]
         if model := self.identity.get("model"):
@@ -96,7 +96,7 @@ class Answers:
 
 
 def answers_report(answers: Answers) -> RenderableType:
-    """Counts, failures by class, and the first questions with their answers."""
+    """Render counts, failures by class, and the first questions with their answers."""
     parts: list[RenderableType] = [facts_table(answers.facts()), ""]
     if answers.summary.failures:
         parts += [answers.summary.failures_table("question", QUESTION_FAULTS), ""]
@@ -113,7 +113,7 @@ def answers_report(answers: Answers) -> RenderableType:
 
 
 def question_report(answers: Answers) -> RenderableType:
-    """The rows of one question, whole."""
+    """Render the rows of one question, whole."""
     parts: list[RenderableType] = []
     for row in answers.rows.to_pylist():
         parts += [facts_table(_whole(row)), ""]
@@ -144,6 +144,6 @@ def _whole(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _cut(text: str | None) -> str:
-    """The text in one line, of which the end may be missing."""
+    """Put a text in one line and cut it where it is too long."""
     line = " ".join((text or "").split())
     return line if len(line) <= _TEXT else f"{line[: _TEXT - 3]}..."

@@ -37,7 +37,7 @@ def write_answers_page(answers: Answers, file: Path) -> str:
 
 
 def answers_page(answers: Answers) -> str:
-    """The page as HTML. Whatever a question or a model says is text there, never markup."""
+    """Render the page as HTML; whatever a question or a model says is text there, never markup."""
     rows = answers.as_records()
     rows.sort(key=lambda row: row["status"] == "ok")  # stable: by id below that
     counts = answers.summary
@@ -59,7 +59,7 @@ def answers_page(answers: Answers) -> str:
 
 
 def choices_of(row: dict[str, Any]) -> Sequence[Choice]:
-    """What the question of a row offers, and how likely the model found each."""
+    """List the choices that a row's question offers, with the probability that the model gave each."""
     texts, scores = row["choices"] or [], row["choice_scores"]
     if scores is None:
         shares: list[float | None] = [None] * len(texts)

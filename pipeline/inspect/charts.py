@@ -23,14 +23,14 @@ def nice_ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -
 
 
 def upward(highest: float, *, whole: bool = False) -> list[float]:
-    """Ticks from 0 that end at or above ``highest``."""
+    """Return ticks from 0 that end at or above ``highest``."""
     ticks = nice_ticks(0.0, highest, 4, whole=whole)
     step = ticks[1] - ticks[0] if len(ticks) > 1 else (1.0 if whole else highest or 1.0)
     return ticks if ticks[-1] >= highest - 1e-9 and len(ticks) > 1 else [*ticks, round(ticks[-1] + step, 10)]
 
 
 def time_ticks(seconds: Sequence[float]) -> list[tuple[float, str]]:
-    """(percent of the width, label) of round seconds, where frames stand side by side at their own times.
+    """Place round seconds below frames that stand side by side: (percent of the width, label) of each.
 
     Frames are evenly spaced across, so between two of them the seconds run as these two say.
     """
@@ -74,7 +74,7 @@ class Bars(Chart):
 
 
 def density_chart(density: Sequence[float], seconds: Sequence[float]) -> Curve:
-    """A curve through the temporal density of every frame."""
+    """Draw a curve through the temporal density of every frame."""
     ticks = upward(max(density))
     return Curve(
         title="Temporal density",
@@ -90,7 +90,7 @@ def density_chart(density: Sequence[float], seconds: Sequence[float]) -> Curve:
 
 
 def kept_chart(stored: Sequence[int], seconds: Sequence[float], note: str) -> Bars:
-    """A bar a frame for the tokens that are stored."""
+    """Draw a bar for each frame, of the tokens that are stored."""
     ticks = upward(max(stored), whole=True)
     return Bars(
         title="Tokens kept per frame",

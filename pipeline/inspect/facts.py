@@ -10,7 +10,7 @@ from rich.text import Text
 
 
 def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
-    """(name, value) a line. Values come from files: they are never read as markup."""
+    """Render (name, value) a line. Values come from files, so they are never read as markup."""
     table = Table.grid(padding=(0, 2))
     for name, value in facts:
         table.add_row(name, Text(value))
@@ -18,5 +18,5 @@ def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
 
 
 def flat(values: Mapping[str, object]) -> str:
-    """``name=value`` for every value that is set."""
+    """Join ``name=value`` of every value that is set."""
     return " ".join(f"{name}={json.dumps(value)}" for name, value in values.items() if value is not None)

@@ -19,7 +19,7 @@ Failures = list[dict[str, Any]]
 
 
 def failed_videos(cache: TokenCache) -> Failures:
-    """A record a failed video, by id: video_id, uri, stage, class, message, attempts. Raises CorruptShard, OSError."""
+    """List the failed videos by id: video_id, uri, stage, class, message, attempts. Raises CorruptShard, OSError."""
     rows = read_live_of(cache.store, list(cache.failed), _VIDEO)
     return _records(rows, _VIDEO[:-1])
 
@@ -33,7 +33,7 @@ def failed_questions(answers: pa.Table) -> Failures:
 
 
 def failed_lines(failures: Failures) -> Iterator[str]:
-    """``ID<TAB>class<TAB>message`` of each; of a question asked under several prunings ``ID<TAB>pruning<TAB>...``."""
+    """Yield ``ID<TAB>class<TAB>message`` of each; with several prunings ``ID<TAB>pruning<TAB>class<TAB>message``."""
     several = any(item.get("pruning") is not None for item in failures)
     for item in failures:
         columns = [item.get("video_id", item.get("question_id"))]
@@ -47,6 +47,6 @@ def _records(rows: pa.Table, names: Sequence[str]) -> Failures:
 
 
 def _one_line(value: str | None) -> str:
-    """The text, as a JSON string where it would break the line or the columns."""
+    """Return the text, as a JSON string where it would break the line or the columns."""
     text = value or ""
     return text if text.isprintable() else json.dumps(text)

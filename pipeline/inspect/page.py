@@ -70,7 +70,7 @@ def write_page(
 def video_page(
     cache: TokenCache, video_id: str, retention_ratio: float | None = None, objects: Objects | None = None
 ) -> Page:
-    """The page of one video; the slider starts at ``retention_ratio``, by default at all that is stored.
+    """Render the page of one video; the slider starts at ``retention_ratio``, by default at all that is stored.
 
     ``objects`` fetches the frames of a video on S3 again; by default as the environment says.
 
@@ -86,7 +86,7 @@ def video_page(
 def draw_page(
     video: CachedVideo, identity: CacheIdentity, pictures: Pictures, retention_ratio: float | None = None
 ) -> Page:
-    """The page of a video that was read in order of selection, with pictures of its frames.
+    """Render the page of a video that was read in order of selection, with pictures of its frames.
 
     ``identity`` is that of its cache.
     """
@@ -94,7 +94,7 @@ def draw_page(
 
 
 def grid_of(row: VideoRow) -> tuple[int, int] | None:
-    """(rows, columns) in which the tokens of a frame lie, row by row; None where that is not known."""
+    """Return the (rows, columns) in which a frame's tokens lie, row by row; None where that is not known."""
     grid = (row.get("model_extra") or {}).get("grid")
     side = math.isqrt(row["tokens_per_frame"])
     rows, columns = grid or (side, side)  # a cache that does not say holds LLaVA-OneVision's squares
@@ -102,7 +102,7 @@ def grid_of(row: VideoRow) -> tuple[int, int] | None:
 
 
 def tiers_of(row: VideoRow, more: float | None = None) -> list[tuple[float, int]]:
-    """(retention ratio, tokens kept) of what the slider offers, ascending; a method without an order has just one."""
+    """List the slider's steps, (retention ratio, tokens kept), ascending; a method without an order has just one."""
     stored = row["retention_ratio"]
     smaller = {ratio for ratio in (*TIERS, more) if ratio is not None and row["nested"] and ratio < stored - 1e-9}
     kept = [(ratio, min(budget_for(ratio, row["n_total"]), row["n_tokens"])) for ratio in sorted(smaller)]
@@ -150,7 +150,7 @@ def _frame(row: VideoRow, t: int, pictures: Pictures) -> Frame:
 
 
 def _shape(row: VideoRow) -> dict[str, object]:
-    """The shape of a frame as players show it, and the width of a tile in pixels; upright ones are narrower."""
+    """Return the frame's aspect as players show it, and the width of a tile in pixels; upright ones are narrower."""
     width, height = row["source_width"] or row["width"] or 1, row["source_height"] or row["height"] or 1
     return {"shape": f"{width}/{height}", "tile_width": 168 if width >= height else 124}
 
@@ -182,12 +182,12 @@ def _explanation(row: VideoRow) -> str:
 
 
 def _pairs(row: VideoRow) -> bool:
-    """Whether a t has more than one frame."""
+    """Return whether a t has more than one frame."""
     return len(row["frame_indices"]) > int(row["n_frames"])
 
 
 def _squeezed(row: VideoRow) -> bool:
-    """Whether the encoder saw frames of another shape than the source's."""
+    """Return whether the encoder saw frames of another shape than the source's."""
     sizes = [row[name] for name in ("source_width", "source_height", "width", "height")]
     return None not in sizes and sizes[0] * sizes[3] != sizes[1] * sizes[2]
 
@@ -202,7 +202,7 @@ def _settings(row: VideoRow, identity: CacheIdentity) -> list[tuple[str, str]]:
 
 
 def _data(video: CachedVideo, tiers: Sequence[Tier]) -> dict[str, object]:
-    """What the script needs: flat indices in order of selection, and the tiers."""
+    """Collect the page script's data: flat indices in order of selection, and the tiers."""
     row = video.metadata
     return {
         "grid": grid_of(row),
@@ -214,6 +214,6 @@ def _data(video: CachedVideo, tiers: Sequence[Tier]) -> dict[str, object]:
 
 
 def _start(tiers: Sequence[Tier], ratio: float | None) -> int:
-    """The tier that is shown first: the one at ``ratio``, by default the last."""
+    """Return the number of the tier that is shown first: the one nearest ``ratio``, by default the last."""
     wanted = tiers[-1].ratio if ratio is None else ratio
     return min(range(len(tiers)), key=lambda i: abs(tiers[i].ratio - wanted))

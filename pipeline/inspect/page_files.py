@@ -16,17 +16,17 @@ PACKAGE = "pipeline.inspect"
 
 @cache
 def templates() -> Environment:
-    """The templates of this room."""
+    """Load the templates of this room."""
     return html_pages.environment(PACKAGE)
 
 
 def asset(name: str) -> Markup:
-    """A file that stands beside them."""
+    """Read a file that stands beside the templates."""
     return html_pages.asset(PACKAGE, name)
 
 
 def check_file(file: Path) -> None:
-    """Raises UsageError where ``file`` cannot be one, before any work."""
+    """Raise UsageError where ``file`` cannot be written, before any work."""
     if not file.parent.is_dir():
         raise UsageError(f"{file}: the folder {file.parent} does not exist")
     if file.is_dir():

@@ -26,7 +26,7 @@ BAR = 24  # characters of a full bar
 
 
 def cache_report(cache: TokenCache) -> RenderableType:
-    """CacheIdentity and counts of a cache, then a line for each of its first videos."""
+    """Render identity and counts of a cache, then a line for each of its first videos."""
     identity = cache.identity
     head = Table.grid(padding=(0, 2))
     head.add_row("cache", Text(str(cache.store)))
@@ -48,13 +48,13 @@ def cache_report(cache: TokenCache) -> RenderableType:
 
 
 def _files_of(ledger: Ledger) -> dict[str, int]:
-    """How many files of the videos table are sorted, and how many wait to be merged."""
+    """Count the sorted files of the videos table, and the small ones that wait to be merged."""
     n_sorted = sum(file_named(name).level > 0 for name in ledger.names)
     return {"small": len(ledger.names) - n_sorted, "sorted": n_sorted}
 
 
 def cache_record(cache: TokenCache) -> dict[str, Any]:
-    """The same, JSON-able: cache, identity, table, last_run, and the counts that the summary of a prune run has."""
+    """Return what ``jobs.inspect CACHE`` prints as a JSON-able dict: cache, identity, table, last_run, and counts."""
     ledger = Ledger(cache.store, fingerprint(cache.identity)).refresh()
     run = latest_run(cache.store, ledger)
     return {
@@ -82,7 +82,7 @@ def _videos(cache: TokenCache, limit: int = 20) -> RenderableType:
 
 
 def video_report(cache: TokenCache, video_id: str, retention_ratio: float | None = None) -> RenderableType:
-    """One video: where it comes from, and how many tokens of each frame were kept.
+    """Render one video: where it comes from, and how many tokens of each frame were kept.
 
     Raises UnknownVideo, RatioNotCached.
     """
@@ -117,7 +117,7 @@ def video_record(cache: TokenCache, video_id: str, retention_ratio: float | None
 
 
 def source_facts(row: VideoRow) -> list[tuple[str, str]]:
-    """(name, value) of what a row of the videos table says about its video, its decoding and its run."""
+    """List (name, value) of what a row of the videos table says about its video, its decoding and its run."""
     facts = [("video", row["video_id"]), ("source", row["uri"])]
     if row["start_s"] is not None or row["end_s"] is not None:
         end = "the end" if row["end_s"] is None else f"{row['end_s']} s"
@@ -149,12 +149,12 @@ def _frames(row: VideoRow, kept: list[int], title: str) -> Table:
 
 
 def frames_of(row: VideoRow) -> list[list[int]]:
-    """For each t, which of the sampled frames it is: two on Qwen, where the last may be alone."""
+    """List for each t which of the sampled frames it is: two on Qwen, where the last may be alone."""
     n_frames = len(row["frame_indices"])
     per_t = math.ceil(n_frames / row["n_frames"])
     return [list(range(t * per_t, min((t + 1) * per_t, n_frames))) for t in range(row["n_frames"])]
 
 
 def source_frames(row: VideoRow, frames: Sequence[int]) -> str:
-    """Some of the sampled frames by their numbers in the source: ``frame 3`` or ``frames 3, 7``."""
+    """Name sampled frames by their numbers in the source: ``frame 3`` or ``frames 3, 7``."""
     return f"frame{'s' if len(frames) > 1 else ''} {', '.join(str(row['frame_indices'][i]) for i in frames)}"

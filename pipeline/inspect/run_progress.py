@@ -42,7 +42,7 @@ class RunProgress:
     error: str | None
 
     def describe(self) -> str:
-        """One line."""
+        """Describe the run's progress in one line."""
         done = f"{self.n_done} of {self.n_videos} videos, {self.n_failed} failed"
         rate = self.n_done / max(self.seconds, 1.0)
         where = f"{self.run_id} on {self.host} (pid {self.pid})"
@@ -58,7 +58,7 @@ class RunProgress:
 
 
 def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
-    """How far the run that writes to the cache has come, or else the newest, counted from the ledger of this cache."""
+    """Measure how far the run that writes to the cache has come, or else the newest; None without any."""
     names = store.names(RUNS, ".json")
     if not names:
         return None

@@ -32,12 +32,12 @@ class Thumbnails:
     width: int
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
-        """(height, width) in pixels."""
+        """Return the (height, width) in pixels that a frame is resized to."""
         scale = min(1.0, self.width / width, self.width * 9 / 7 / height)
         return max(1, round(height * scale)), max(1, round(width * scale))
 
     def resize(self, frames: Frames, size: tuple[int, int]) -> Tensor:
-        """[k,H,W,3] uint8 -> [k,h,w,3] uint8."""
+        """Resize [k,H,W,3] uint8 frames to [k,h,w,3]."""
         return resize_frames(frames, size)
 
 
@@ -50,7 +50,7 @@ class Pictures:
 
 
 def source_pictures(row: VideoRow, sampling: dict[str, Any], objects: Objects) -> Pictures:
-    """The sampled frames of a row of the videos table, where its source file or object is still there and the same.
+    """Decode the sampled frames of a video again, where its source is still there and the same.
 
     The file is decoded in a child process that may crash or hang without harm. Only the very frames that the row names
     are shown, of a file with the hash that the row names. ``sampling`` is the one in the cache's identity.
@@ -62,7 +62,7 @@ def source_pictures(row: VideoRow, sampling: dict[str, Any], objects: Objects) -
 
 
 def _decode_again(row: VideoRow, sampling: dict[str, Any], objects: Objects) -> DecodedVideo:
-    """Raises VideoFault, of class "io" where the file is not the one that was read then."""
+    """Decode the source once more. Raises VideoFault, of class "io" where it is not the file that was read then."""
     request = DecodeRequest(
         path=row["uri"],
         sampling=_sampling(sampling),
@@ -91,7 +91,7 @@ def _width(n_frames: int) -> int:
 
 
 def to_jpegs(frames: Frames) -> list[bytes]:
-    """[T,h,w,3] uint8 RGB as T JPEG files."""
+    """Encode [T,h,w,3] uint8 RGB as T JPEG files."""
     encoder = av.CodecContext.create("mjpeg", "w")
     encoder.height, encoder.width = frames.shape[1:3]
     encoder.pix_fmt, encoder.time_base = "yuvj420p", Fraction(1, 25)

@@ -95,7 +95,7 @@ class Fetched(io.RawIOBase):
     """A file of which the stretches that will be read are in memory; for one reader, since it has a position."""
 
     def __init__(self, stretches: Sequence[Stretch], rest: RangedObject) -> None:
-        """``rest`` is asked for what else is read."""
+        """Hold ``stretches`` of an object; ``rest`` is asked for whatever else is read."""
         super().__init__()
         self._stretches, self._rest, self._place = stretches, rest, 0
 

@@ -109,7 +109,7 @@ class Objects:
 
     @classmethod
     def from_environment(cls, endpoint: str | None = None, region: str | None = None) -> Objects:
-        """What the AWS_* variables of this process say; ``endpoint`` and ``region`` (flags) win over them.
+        """Take what the AWS_* variables of this process say; ``endpoint`` and ``region`` (flags) win over them.
 
         The workers get these settings from here, so the variables need to be set for the driver alone. Temporary
         credentials among them may expire: from then on each process takes what it finds itself, as boto3 does.
@@ -122,7 +122,7 @@ class Objects:
         return cls(**(found | {name: value for name, value in flags.items() if value}))
 
     def impatient(self) -> Objects:
-        """The same stores for requests that are worth nothing when they come late: 14 seconds, twice."""
+        """Return the same stores for requests that are worth nothing when they come late: 14 seconds, twice."""
         return Objects(patience=0.2, **self._settings)
 
     def __reduce__(self) -> tuple[Callable[..., Objects], tuple[float, dict[str, str]]]:
@@ -132,7 +132,7 @@ class Objects:
         return "Objects(...)"
 
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
-        """The objects whose URIs begin with ``prefix``, in order of their keys; one request a thousand of them.
+        """Yield the objects whose URIs begin with ``prefix``, in order of their keys; one request a thousand of them.
 
         Without ``deep``, none whose key has a further "/" behind the prefix. Keys that end in "/" (folders that
         consoles make) are left out.
@@ -146,13 +146,13 @@ class Objects:
                         yield ObjectInfo(f"{SCHEME}{bucket}/{item['Key']}", int(item["Size"]))
 
     def size(self, uri: str) -> int:
-        """Bytes of the object; one request."""
+        """Return the object's size in bytes; one request."""
         bucket, key = _split(uri)
         with self._errors(uri):
             return int(self._client().head_object(Bucket=bucket, Key=key)["ContentLength"])
 
     def age(self, uri: str) -> timedelta:
-        """How long ago the object was written, by the clock of the store alone where that tells the time."""
+        """Return how long ago the object was written, by the clock of the store alone where that tells the time."""
         bucket, key = _split(uri)
         with self._errors(uri):
             answer = self._client().head_object(Bucket=bucket, Key=key)
@@ -162,6 +162,7 @@ class Objects:
             return now - written
 
     def exists(self, uri: str) -> bool:
+        """Return whether there is such an object; one request."""
         try:
             self.size(uri)
         except FileNotFoundError:
@@ -169,13 +170,13 @@ class Objects:
         return True
 
     def read(self, uri: str) -> bytes:
-        """The whole object, in one request."""
+        """Read a whole object, in one request."""
         parts: list[bytes] = []
         self.fetch(uri, parts.append)
         return b"".join(parts)
 
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
-        """Bytes [start, end) in one request; a negative ``start`` counts from the end of the object.
+        """Read bytes [start, end) in one request; a negative ``start`` counts from the end of the object.
 
         A connection that breaks is tried again. Raises OSError where the store answers with other bytes.
         """
@@ -245,7 +246,7 @@ class Objects:
             self._client().delete_object(Bucket=bucket, Key=key)
 
     def uploads(self, prefix: str) -> Iterator[Upload]:
-        """The pending multipart uploads of objects whose URIs begin with ``prefix``."""
+        """Yield the pending multipart uploads of objects whose URIs begin with ``prefix``."""
         bucket, key = _split(prefix)
         with self._errors(prefix):
             for page in self._client().get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=key):
@@ -260,7 +261,7 @@ class Objects:
             self._client().abort_multipart_upload(Bucket=bucket, Key=key, UploadId=upload.upload_id)
 
     def redact(self, text: str) -> str:
-        """The text without what these settings hold, and without addresses."""
+        """Remove the secrets of these settings, and addresses, from a text."""
         secrets = [self._settings[name] for name in _SECRET if name in self._settings]
         secrets += [value.partition("://")[2] for value in secrets if "://" in value]
         for value in sorted(filter(None, secrets), key=len, reverse=True):
@@ -277,7 +278,7 @@ class Objects:
 
     @contextmanager
     def _errors(self, uri: str) -> Iterator[None]:
-        """Whatever goes wrong, as an OSError that names the URI and neither endpoint nor credentials."""
+        """Raise whatever goes wrong as an OSError that names the URI and neither endpoint nor credentials."""
         from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - only where a store is used
         from urllib3.exceptions import HTTPError  # noqa: PLC0415
 
@@ -317,13 +318,16 @@ def check_uri(uri: str) -> None:
 
 
 def _split(uri: str) -> tuple[str, str]:
-    """(bucket, key)."""
+    """Split a URI into (bucket, key)."""
     bucket, _, key = uri.removeprefix(SCHEME).partition("/")
     return bucket, key
 
 
 def _slice(answer: Any, start: int) -> Slice:
-    """The answer to a request for a range; a store that knows no ranges must not pass for one that does."""
+    """Read the answer to a request for a range.
+
+    Raises OSError where it is another range; a store may know no ranges.
+    """
     data, stated = answer["Body"].read(), answer.get("ContentRange")
     if stated is None:
         return Slice(data[start:], len(data))

@@ -33,7 +33,7 @@ def command_again(store: Store, attempts: int) -> str:
 
 
 def _words(config: dict[str, Any]) -> Iterator[str]:
-    """The flags of options that are not the default; of secret ones a record says nothing."""
+    """Yield the flags of options that are not the default; of secret ones a record says nothing."""
     for item in fields(PruneConfig):
         value = config.get(item.name)
         default = item.default if item.default is not MISSING else []

@@ -99,7 +99,7 @@ class LiveCheck:
         return replace(result, versions=_versions(row, run, again.record))
 
     def _encoded(self, row: VideoRow, decoder: VideoDecoder) -> PrunedVideo:
-        """The video as a run would write it now. Raises VideoFault, "io" where the source is gone."""
+        """Encode the video as a run would now. Raises VideoFault, "io" where the source is gone."""
         with same_source(row, self._objects) as source:
             record, frames = decoder.decode_one(_todo(row), source)
         if frames is None:
@@ -113,7 +113,7 @@ class LiveCheck:
 
 
 def compare(stored: CachedVideo, again: KeptTokens) -> LiveResult:
-    """A stored video, in order of selection, and what is kept of it now: all vectors of the tokens that both have."""
+    """Compare a stored video, in order of selection, with what is kept of it now, by the tokens that both have."""
     of_tokens = [name for name in stored.evidence if not is_per_frame(name)]
     of_frames = [name for name in stored.evidence if is_per_frame(name)]
     old = _rows(stored.tokens, *stored.deepstack, *(stored.evidence[name] for name in (*of_tokens, *of_frames)))
@@ -142,7 +142,7 @@ def _rows(*parts: Tensor) -> list[Tensor]:
 
 
 def _suspicion(result: LiveResult) -> str:
-    """Why a difference is no matter of rounding; "" where it may be one, or there is none."""
+    """Say why a difference is no matter of rounding; "" where it may be one, or there is none."""
     if result.state != "different":
         return ""
     share, relative = result.same_indices or 0.0, result.relative_difference
@@ -153,7 +153,7 @@ def _suspicion(result: LiveResult) -> str:
 
 
 def _versions(row: VideoRow, run: RunRecord, record: VideoRecord) -> dict[str, tuple[str, str]]:
-    """What is another version than when the video was encoded, name -> (then, now)."""
+    """Map each version or device that differs from when the video was encoded to (then, now)."""
     then = dict(run.get("versions", {}))
     now = dict(provenance("", tuple(then))["versions"])
     before, after = row["runtime"] or {}, json.loads(record.get("runtime") or "{}")
@@ -166,7 +166,10 @@ def _versions(row: VideoRow, run: RunRecord, record: VideoRecord) -> dict[str, t
 
 
 def _config(cache: TokenCache, run: RunRecord, model: str | None) -> PruneConfig:
-    """The options of the run as far as they decide the tokens; where it ran is this machine's own choice."""
+    """Restore the run's options that decide the tokens; where it ran is this machine's own choice.
+
+    Raises UsageError.
+    """
     known = {item.name for item in fields(PruneConfig) if not item.metadata.get("secret")}
     options = {name: value for name, value in run.get("config", {}).items() if name in known}
     mine: dict[str, Any] = {"out": str(cache.store), "decoder": "auto", "device": "auto", "dtype": "auto"}
@@ -177,7 +180,7 @@ def _config(cache: TokenCache, run: RunRecord, model: str | None) -> PruneConfig
 
 
 def _newest_run(cache: TokenCache) -> RunRecord:
-    """The record of the newest run that is there; all runs of a cache made the same kind of tokens."""
+    """Read the newest record of a run that is there; all runs of a cache made the same kind of tokens."""
     for name in reversed(cache.store.names(RUNS, ".json")):
         run = _run(cache, PurePosixPath(name).stem)
         if isinstance(run.get("config"), dict):
@@ -186,7 +189,7 @@ def _newest_run(cache: TokenCache) -> RunRecord:
 
 
 def _run(cache: TokenCache, run_id: str) -> RunRecord:
-    """The record of a run; nothing where it is gone or unreadable, being provenance only."""
+    """Read the record of a run; {} where it is gone or unreadable, being provenance only."""
     try:
         record = json.loads(cache.store.read(f"{RUNS}/{run_id}.json"))
     except (OSError, ValueError):
@@ -196,5 +199,5 @@ def _run(cache: TokenCache, run_id: str) -> RunRecord:
 
 
 def _todo(row: VideoRow) -> TodoRow:
-    """A row of the videos table as a video to do."""
+    """Convert a row of the videos table to a video that is to be done."""
     return todo_row(row["video_id"], row["uri"], row["start_s"], row["end_s"], row["source_size"], row["attempts"])

@@ -41,7 +41,7 @@ def sort_files(files: dict[str, list[FileInfo]], named: Collection[str], live: C
 
 
 def list_uploads(store: Store, report: Report) -> None:
-    """Note the multipart uploads below the prefix that were never completed: nobody sees them, and they are billed."""
+    """Note the pending multipart uploads below the prefix: nobody sees them, and they are billed."""
     try:
         report.uploads += store.uploads()
     except OSError as error:  # a right of its own, and not every store can
@@ -67,7 +67,7 @@ def committed_orphans(store: Store, orphans: Collection[FileInfo], *, without_re
 
 
 def run_of(token_shard: str) -> str:
-    """The run that wrote a token shard, by its name."""
+    """Return the run that wrote a token shard, by its name."""
     return PurePosixPath(token_shard).stem.rsplit("-", 2)[0]
 
 
@@ -96,7 +96,7 @@ def clean(
 
 
 def _unneeded(store: Store, report: Report, commits: Collection[str] | None) -> list[FileInfo]:
-    """The orphans that no file of the videos table can name."""
+    """List the orphans that no file of the videos table can name."""
     if not report.orphans:
         return []
     unread = {Kind.COMMIT, Kind.LOST, Kind.SCHEMA, Kind.UNREADABLE, Kind.FINGERPRINT}

@@ -101,13 +101,13 @@ class _Removal:
         self._held = self._shards_of_removed()
 
     def _read(self) -> pa.Table:
-        """_COLUMNS of all rows, superseded ones too, with shard and row."""
+        """Read _COLUMNS of all rows, superseded ones too, with shard and row."""
         files = table_files(self._store, TABLE)
         tables = [with_place(read_file(self._store, file, _COLUMNS), file.name) for file in files]
         return pa.concat_tables(tables)
 
     def _shards_of_removed(self) -> dict[str, set[str]]:
-        """The token shards that rows of the videos name, by video; a merge may have left out those rows."""
+        """Map each video to the token shards that its rows name, or that its removed row says it had."""
         mine = self._rows.filter(pc.is_in(self._rows["video_id"], value_set=pa.array(sorted(self._ids), pa.string())))
         held: dict[str, set[str]] = {video_id: set() for video_id in self._ids}
         for row in mine.select(["video_id", "status", "token_shard", "model_extra"]).to_pylist():
@@ -151,7 +151,7 @@ class _Removal:
             self._done.moved += len(moved)
 
     def unused(self) -> list[str]:
-        """The token shards that hold a removed video and that no live row names any more."""
+        """List the token shards that hold a removed video and that no live row names any more."""
         live = live_rows(self._read())
         named = set(live["token_shard"].to_pylist())
         mine = set().union(*self._held.values())

@@ -76,6 +76,7 @@ class Problem:
     videos_shard: str | None = None
 
     def as_record(self) -> dict[str, Any]:
+        """Return the problem as a JSON-able dict."""
         record = asdict(self)
         return {"class": record.pop("kind"), **record, "remedy": self.kind.remedy}
 
@@ -134,10 +135,11 @@ class Repaired:
     command: str = ""
 
     def as_record(self) -> dict[str, Any]:
+        """Return the repair as a JSON-able dict."""
         return {**vars(self), "marked": [video._asdict() for video in self.marked]}
 
     def lines(self) -> Iterator[str]:
-        """What it did, in words."""
+        """Yield what the repair did, in words."""
         if self.replaced:
             kept = f"those that were there before are in {self.kept_in}/, to be removed by hand"
             yield f"{len(self.replaced):,} videos shards written anew; {kept}"
@@ -188,7 +190,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 where nothing is wrong; files that were left behind are no problem."""
+        """0 where nothing is wrong, else 1; files that were left behind are no problem."""
         return 1 if self.problems else 0
 
     @property
@@ -196,7 +198,7 @@ class Report:
         return self.bytes_read / 1e9 / self.seconds if self.seconds else 0.0
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-able."""
+        """Return the report as a JSON-able dict."""
         return {
             "cache": self.cache,
             "exit_code": self.exit_code,
@@ -216,7 +218,7 @@ class Report:
 
 
 def render(report: Report) -> RenderableType:
-    """The report for the terminal."""
+    """Render the report for the terminal."""
     head = Table.grid(padding=(0, 2))
     head.add_row("cache", Text(report.cache))
     for name, count in report.counts.items():
@@ -254,7 +256,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _problem_table(problems: Sequence[Problem], title: str) -> Table:
-    """The problems by class, with one example and the remedy of each."""
+    """Render the problems by class, with one example and the remedy of each."""
     table = Table(title=title, title_justify="left", show_edge=False)
     for name in ("class", "count", "example", "remedy"):
         table.add_column(name, overflow="fold", justify="right" if name == "count" else "left")

@@ -52,7 +52,7 @@ class CheckedCommit:
 
 
 def method_of(header: CacheHeader) -> str:
-    """The method that the cache was pruned with, as it was named."""
+    """Return the method that the cache was pruned with, as it was named."""
     return str(header["identity"].get("pruner", {}).get("method"))
 
 
@@ -87,7 +87,7 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
 
 
 def _read(store: Store, file: TableFile) -> tuple[pa.Table, str | None, int]:
-    """(all rows, the fingerprint that they carry, bytes) of a file. Raises CorruptShard, ArrowException, OSError."""
+    """Read a file: (all rows, the fingerprint that they carry, bytes). Raises CorruptShard, ArrowException, OSError."""
     if file.level:
         opened = SortedFile(store, file)
         return pa.concat_tables(opened.parts()), opened.made_with, opened.n_bytes
@@ -97,7 +97,7 @@ def _read(store: Store, file: TableFile) -> tuple[pa.Table, str | None, int]:
 
 
 def _wrong_columns(schema: pa.Schema, version: int) -> Iterator[str]:
-    """The columns that caches of a version have, and that are not here; rows of earlier ones have no more of them."""
+    """Yield the columns that caches of a version have and that are missing here, or of another type."""
     since = {*KEY_COLUMNS, *RESERVED} if version < _KEYS_SINCE else set[str]()
     for name in (name for name in VIDEO_SCHEMA.names if name not in since):
         if name not in schema.names or not schema.field(name).type.equals(VIDEO_SCHEMA.field(name).type):
@@ -105,7 +105,7 @@ def _wrong_columns(schema: pa.Schema, version: int) -> Iterator[str]:
 
 
 def _sorted_fault(table: pa.Table, file: TableFile) -> str | None:
-    """What a sorted file's rows are not that its name says."""
+    """Say how a sorted file's rows contradict its name; None where they do not."""
     high, low = table["id_high"].to_numpy(), table["id_low"].to_numpy()
     if len(table) != file.rows:
         return f"{len(table)} rows, where its name has {file.rows}"
@@ -116,7 +116,7 @@ def _sorted_fault(table: pa.Table, file: TableFile) -> str | None:
 
 
 def row_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
-    """What is wrong with a row of the videos table, each in words."""
+    """Yield what is wrong with a row of the videos table, each in words."""
     if row["status"] == "removed":
         if row["token_shard"] is not None:
             yield "a removed video with a token shard"
@@ -191,7 +191,7 @@ def _frame_faults(row: VideoRow) -> Iterator[str]:
 
 
 def is_json(text: str) -> bool:
-    """Whether a column that should hold JSON does."""
+    """Return whether a column that should hold JSON does."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):

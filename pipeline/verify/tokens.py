@@ -90,7 +90,7 @@ def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> 
 
 
 def _layout_faults(shard: TokenShard, rows: Sequence[VideoRow]) -> Iterator[str]:
-    """Whether the file is its row groups and its footer, and no two videos share one of those."""
+    """Yield where the file is not just its row groups and its footer, or two videos share a row group."""
     metadata = shard.metadata
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     n_pages = sum(group.column(i).total_compressed_size for group in groups for i in range(group.num_columns))
@@ -107,7 +107,7 @@ def _layout_faults(shard: TokenShard, rows: Sequence[VideoRow]) -> Iterator[str]
 
 
 def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iterator[tuple[Kind, str]]:
-    """(class, what) of everything that is wrong with the tokens of one video."""
+    """Yield (class, what) of everything that is wrong with the tokens of one video."""
     try:
         table = shard.read(Rows(row, row["n_tokens"], shard.schema.names))
     except CorruptShard as error:
@@ -130,7 +130,7 @@ def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iter
 
 
 def token_faults(table: pa.Table, row: VideoRow, header: CacheHeader) -> Iterator[str]:
-    """What is wrong with positions and order of a video's tokens, each in words."""
+    """Yield what is wrong with positions and order of a video's tokens, each in words."""
     index, frame = table["index"].to_numpy(), table["frame"].to_numpy()
     if index.min() < 0 or index.max() >= row["n_total"]:
         yield f"positions outside 0 to {row['n_total'] - 1}"
@@ -168,7 +168,7 @@ def _rank_faults(table: pa.Table, nested: bool) -> Iterator[str]:
 
 
 def _values(column: pa.ChunkedArray, fill: object) -> np.ndarray | None:
-    """The column, ``fill`` where all of it is null; None where a part is."""
+    """Return the column, ``fill`` where all of it is null; None where a part is."""
     if column.null_count not in (0, len(column)):
         return None
     return np.asarray(column.fill_null(fill).to_numpy(zero_copy_only=False))

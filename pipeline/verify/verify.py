@@ -220,7 +220,7 @@ class _Verification:
         report.counts |= {"token_shards": len(names), "tokens": n_tokens}
 
     def _sort(self, files: dict[str, list[FileInfo]], rows: pa.Table, live: pa.Table) -> None:
-        """Note the files that were left behind, and the rows that must have been there."""
+        """Note the files that were left behind, and rows that are missing from the table."""
         store, report = self.store, self.report
         sort_files(files, _token_shards(rows), _token_shards(live), report)
         known = set(live["video_id"].to_pylist())

@@ -40,7 +40,7 @@ class ReadJob:
 
 
 def make_cache(store: Store, job: ReadJob) -> None:
-    """Random tokens of bfloat16 in random order of selection, as a run of GSTEP at 25 % writes them."""
+    """Write random bfloat16 tokens in random order of selection, as a run of GSTEP at 25 % does."""
     identity = {
         "model": {"type": "llava_onevision", "weights": "none"},
         "sampling": {},

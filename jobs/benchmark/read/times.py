@@ -53,11 +53,11 @@ class Way:
     requests: int | None = None
 
     def rate(self) -> float:
-        """GB/s."""
+        """Return the median rate in GB/s."""
         return self.n_bytes / statistics.median(self.seconds) / 1e9
 
     def cpu_rate(self) -> float:
-        """GB for a second of this process's processor time."""
+        """Return the median rate in GB for a second of this process's processor time."""
         return self.n_bytes / max(statistics.median(self.cpu_seconds), 1e-9) / 1e9
 
 
@@ -96,7 +96,7 @@ def _rounds(ways: Sequence[Way], repeats: int, objects: Counted | None = None) -
 
 
 def _pyarrow(store: LocalStore, job: ReadJob) -> Iterator[Way]:
-    """Its Parquet reader on the same row groups and columns, the files open already."""
+    """Yield the ways of reading with pyarrow alone: the same row groups and columns, from open files."""
     cache = TokenCache(store.root)
     whole, tier = (_wanted(cache, ratio) for ratio in (None, TIER))
 
@@ -115,7 +115,7 @@ def _pyarrow(store: LocalStore, job: ReadJob) -> Iterator[Way]:
 
 
 def _ways(store: Store, job: ReadJob, where: str) -> Iterator[Way]:
-    """What this package offers."""
+    """Yield the ways of reading that this package offers."""
     cache = TokenCache(str(store), store=store)
     ids = cache.video_ids
     mixed = [ids[i] for i in np.random.default_rng(1).permutation(len(ids))]
@@ -143,7 +143,7 @@ def _ways(store: Store, job: ReadJob, where: str) -> Iterator[Way]:
 
 
 def _plain_gets(store: ObjectStore, client: Any, job: ReadJob) -> Way:
-    """A GET of each video's bytes, and nothing else."""
+    """Return the way that makes one GET of each video's bytes, and nothing else."""
     cache = TokenCache(store.root, store=store)
     prefix = store.root.removeprefix(f"s3://{BUCKET}/")
     wanted = _wanted(cache, None)
@@ -178,7 +178,7 @@ def _tokens_of(wanted: Sequence[Rows]) -> int:
 
 
 def _groups(rows: Rows) -> list[int]:
-    """The row groups that hold them."""
+    """Return the numbers of the row groups that hold the rows."""
     ends = np.cumsum(rows.row["row_counts"])
     first = rows.row["first_row_group"]
     return list(range(first, first + int(np.searchsorted(ends, rows.keep)) + 1))
@@ -197,7 +197,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def as_table(found: Sequence[Way], title: str) -> Table:
-    """What was measured; shares are of the way above that it is compared with."""
+    """Render the figures as a table; shares are of the way that each is compared with."""
     table = Table(title=title, title_justify="left", show_edge=False, caption_justify="left")
     for name in ("", "GB/s", "of plain", "GB a CPU second", "of plain", "GET"):
         table.add_column(name, justify="right" if name else "left")
@@ -218,7 +218,7 @@ def as_table(found: Sequence[Way], title: str) -> Table:
 
 
 def shares(way: Way, plain: Way | None) -> tuple[str, str]:
-    """(of the wall clock, of the processor): the median over the rounds of the rate beside that of ``plain``."""
+    """Return the shares of wall clock and processor time: medians over rounds of the rate beside ``plain``'s."""
     if plain is None:
         return "", ""
     size = way.n_bytes / plain.n_bytes
@@ -230,6 +230,6 @@ def shares(way: Way, plain: Way | None) -> tuple[str, str]:
 
 
 def as_record(found: Sequence[Way], job: ReadJob, **more: object) -> dict[str, object]:
-    """For machines, JSON-able."""
+    """Return the figures as JSON-able dicts."""
     ways = [{name: value for name, value in vars(way).items() if name != "read"} for way in found]
     return {**more, "job": asdict(job), "ways": ways}

@@ -80,7 +80,7 @@ class Far:
         return asked
 
     def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
-        """The files one after the other."""
+        """Yield the files one after the other, each after the simulated delay."""
         return map(self.read, names)
 
 
@@ -135,7 +135,7 @@ def _id(number: int) -> str:
 
 
 def _record(number: int, draw: np.random.Generator) -> VideoRecord:
-    """A row as a run leaves it, of random numbers."""
+    """Draw a row as a run leaves it, of random numbers."""
     shard, frames = number // _A_COMMIT, np.sort(draw.integers(0, 9000, _FRAMES))
     return {
         "video_id": _id(number), "uri": f"s3://bucket/{_id(number)}", "run_id": "20260101T000000000Z-0a1b2c",
@@ -162,7 +162,7 @@ def _commit(store: LocalStore, number: int, first: int) -> None:
 
 
 def _make_table(store: LocalStore, videos: int) -> None:
-    """Sorted files of one level; rows of many videos share all but what tells them apart."""
+    """Write sorted files of one level; rows of many videos share all but what tells them apart."""
     starts = range(0, videos, ROWS_AT_ONCE)
     ids = (pa.array(list(map(_id, range(start, min(start + ROWS_AT_ONCE, videos))))) for start in starts)
     keys = np.concatenate([keys_of(part) for part in ids])
@@ -185,7 +185,7 @@ def _make_table(store: LocalStore, videos: int) -> None:
 
 
 def as_table(found: TableTimes, request_ms: float, title: str) -> Table:
-    """What was measured."""
+    """Render the figures as a table."""
     table = Table(title=title, title_justify="left", show_edge=False)
     for name in ("", "seconds", "requests", "memory, MB"):
         table.add_column(name, justify="right" if name else "left")
