@@ -33,7 +33,7 @@ _RULE = ("high", "low", "state", "attempts", "rewritten", "tie")  # RULE_COLUMNS
 RULE_COLUMNS = ("id_high", "id_low", "status", "attempts", "rewritten", "tie_break")
 # What stays in memory for each video; the rest of a row is read from its file when asked for.
 INDEX_COLUMNS = ("video_id", *RULE_COLUMNS, "error_class", "uri", "source_size", "start_s", "end_s")
-_MADE_OF = ("video_id", "uri", "start_s", "end_s", "run_id", "token_shard", "error_message")
+_KEY_SOURCES = ("video_id", "uri", "start_s", "end_s", "run_id", "token_shard", "error_message")
 
 RuleColumns = dict[str, np.ndarray]
 
@@ -64,7 +64,7 @@ def completed(table: pa.Table, columns: Sequence[str]) -> pa.Table:
 
 
 def with_keys(table: pa.Table) -> pa.Table:
-    """Return rows with their KEY_COLUMNS, which are made up of _MADE_OF."""
+    """Return rows with their KEY_COLUMNS, which are made up of _KEY_SOURCES."""
     keys = keys_of(table["video_id"])
     zeros = pa.array(np.zeros(len(table), np.int32))
     made = [keys[:, 0], keys[:, 1], clip_keys(table), zeros, zeros, tie_keys(table)]
@@ -86,7 +86,7 @@ def keyed(rows: Sequence[VideoRecord] | Sequence[VideoRow]) -> pa.Table:
 
 def needed_for(columns: Sequence[str]) -> list[str]:
     """Return what to read of a small file to have these columns of it, whichever version it is of."""
-    return list(dict.fromkeys((*columns, *(_MADE_OF if set(columns) & {*KEY_COLUMNS} else ()))))
+    return list(dict.fromkeys((*columns, *(_KEY_SOURCES if set(columns) & {*KEY_COLUMNS} else ()))))
 
 
 def with_place(table: pa.Table, name: str) -> pa.Table:

@@ -26,7 +26,7 @@ class LoadedOnce(Generic[V]):
         self._held: dict[int, _Held[V]] = {}  # by process
 
     def __call__(self, *key: Hashable) -> V:
-        held = self._here()
+        held = self._of_this_process()
         with held.lock:
             found = held.values.get(key)
             if found is not None:
@@ -52,7 +52,7 @@ class LoadedOnce(Generic[V]):
         """Forget all values."""
         self._held = {}
 
-    def _here(self) -> _Held[V]:
+    def _of_this_process(self) -> _Held[V]:
         pid = os.getpid()
         held = self._held.get(pid)
         return held if held is not None else self._held.setdefault(pid, _Held())

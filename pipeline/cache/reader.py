@@ -135,22 +135,22 @@ class TokenCache:
     @property
     def video_ids(self) -> list[str]:
         """The videos that have tokens, sorted. This reads the ids of the whole table."""
-        return self._looked(LiveVideos.ok)
+        return self._with_refresh(LiveVideos.ok)
 
     @property
     def failed(self) -> dict[str, str]:
         """The videos that were tried and failed, with the class of the error. This reads the whole table."""
-        return self._looked(LiveVideos.failed)
+        return self._with_refresh(LiveVideos.failed)
 
     @property
     def most_tokens(self) -> int:
         """The largest number of stored tokens of a video."""
-        return self._looked(LiveVideos.most_tokens)
+        return self._with_refresh(LiveVideos.most_tokens)
 
     @property
     def hidden_sizes(self) -> set[int]:
         """The widths D of the tokens: one number, and none of a cache without tokens."""
-        return self._looked(LiveVideos.widths)
+        return self._with_refresh(LiveVideos.widths)
 
     def __len__(self) -> int:
         return len(self.video_ids)
@@ -158,7 +158,7 @@ class TokenCache:
     def __contains__(self, video_id: object) -> bool:
         if not isinstance(video_id, str):
             return False
-        place = self._looked(lambda live: live.find(video_id))
+        place = self._with_refresh(lambda live: live.find(video_id))
         return place is not None and place.fault is None
 
     def __iter__(self) -> Iterator[str]:
@@ -166,19 +166,19 @@ class TokenCache:
 
     def metadata(self, video_id: str) -> VideoRow:
         """Return the video's live row, failed or not. Raises UnknownVideo, CorruptShard, OSError."""
-        found = self._looked(lambda live: live.row(video_id))
+        found = self._with_refresh(lambda live: live.row(video_id))
         if found is None:
             raise self._unknown(video_id)
         return read_json(found)
 
     def place_of(self, video_id: str) -> Place:
         """Return where the video's live row is. Raises UnknownVideo, CorruptShard, OSError."""
-        place = self._looked(lambda live: live.find(video_id))
+        place = self._with_refresh(lambda live: live.find(video_id))
         if place is None:
             raise self._unknown(video_id)
         return place
 
-    def _looked(self, look: Callable[[LiveVideos], V]) -> V:
+    def _with_refresh(self, look: Callable[[LiveVideos], V]) -> V:
         """Return ``look`` of the live rows, after a refresh where files were merged since the cache was opened."""
         try:
             return look(self._live)
@@ -198,9 +198,9 @@ class TokenCache:
         All of them take some 30 bytes a video. Raises UnknownVideo, CorruptShard, OSError.
         """
         if video_ids is None:
-            return self._looked(LiveVideos.shards)
+            return self._with_refresh(LiveVideos.shards)
         try:
-            return self._looked(lambda live: live.shards_of(video_ids))
+            return self._with_refresh(lambda live: live.shards_of(video_ids))
         except KeyError as error:
             raise self._unknown(error.args[0]) from None
 
@@ -213,11 +213,11 @@ class TokenCache:
             return [read_json(self._live.rows(*place)) for place in shards.rows(number)]
         except FileNotFoundError:  # merged since the cache was opened
             self.refresh()
-        name, new = shards.name(number), self._looked(LiveVideos.shards)
+        name, new = shards.name(number), self._with_refresh(LiveVideos.shards)
         now = new.names.index(name).as_py()
         if now < 0 or new.counts[now] != shards.counts[number]:
             raise CorruptShard(f"{self.store}/{name}: its videos were done again since; open the cache anew", "missing")
-        return self._looked(lambda live: [read_json(live.rows(*place)) for place in new.rows(now)])
+        return self._with_refresh(lambda live: [read_json(live.rows(*place)) for place in new.rows(now)])
 
     @property
     def evidence(self) -> dict[str, str]:
@@ -267,7 +267,7 @@ class TokenCache:
         """
         reading = self.reading(retention_ratio, order, evidence, verify)
         wanted = self.wanted(self.metadata(video_id), reading)
-        with self._naming(video_id):
+        with self._video_in_errors(video_id):
             return self._read(wanted, reading, self._open(wanted))
 
     def get_many(
@@ -305,13 +305,13 @@ class TokenCache:
 
     def _many(self, wanted: Sequence[Rows], reading: Reading) -> list[CachedVideo]:
         def fetch(run: Sequence[Rows]) -> tuple[TokenShard, Fetched | None]:
-            with self._naming(run[0].row["video_id"]):
+            with self._video_in_errors(run[0].row["video_id"]):
                 shard = self._open(run[0])
                 # What is verified is all of a video, which its own read fetches.
                 return shard, None if reading.verify else shard.fetch_all(run)
 
         def read(rows: Rows, source: tuple[TokenShard, Fetched | None]) -> CachedVideo:
-            with self._naming(rows.row["video_id"]):
+            with self._video_in_errors(rows.row["video_id"]):
                 return self._read(rows, reading, *source)
 
         return read_runs(wanted, fetch, read, ahead=_AHEAD if self.store.folder is None else 0)
@@ -359,7 +359,7 @@ class TokenCache:
         return to_video(row, found.table, self.header, reading.evidence, found.order, found.vectors)
 
     @contextmanager
-    def _naming(self, video_id: str) -> Iterator[None]:
+    def _video_in_errors(self, video_id: str) -> Iterator[None]:
         """Add the video and the command that finds such damage to the message of a CorruptShard."""
         try:
             yield

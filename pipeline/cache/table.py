@@ -175,7 +175,7 @@ class SortedFile:
         """Read row groups, each a stretch of the file; of ``columns`` those that the file has. Raises CorruptShard."""
         names = self.schema.names if columns is None else [name for name in columns if name in self.schema.names]
         stretches = [stretch for group in groups for stretch in self._fetched(group, frozenset(names))]
-        source = pa.PythonFile(Fetched(stretches, _Nothing(self.n_bytes)), mode="r")
+        source = pa.PythonFile(Fetched(stretches, _Unfetched(self.n_bytes)), mode="r")
         try:
             file = open_parquet(source, self._metadata)
             return file.read_row_groups(list(groups), columns=names, use_threads=READ_THREADS)
@@ -205,7 +205,7 @@ class SortedFile:
                 run.append(number)
 
 
-class _Nothing(RangedObject):
+class _Unfetched(RangedObject):
     """The rest of a file whose wanted bytes are all fetched."""
 
     def __init__(self, size: int) -> None:

@@ -68,18 +68,18 @@ class TokenShard:
 
     def __init__(self, store: Store, name: str, footer_hash: str) -> None:
         self.name = name
-        self._shown = f"{store}/{name}"
+        self._label = f"{store}/{name}"
         try:
             self._source = store.open(name)
             self.n_bytes: int = self._source.size()
             self.n_footer = footer_length(bytes(self._source.view(max(0, self.n_bytes - FOOTER_TAIL), self.n_bytes)))
             footer = bytes(self._source.view(max(0, self.n_bytes - self.n_footer), self.n_bytes))
         except FileNotFoundError:
-            raise CorruptShard(f"{self._shown}: the shard is missing", "missing") from None
+            raise CorruptShard(f"{self._label}: the shard is missing", "missing") from None
         except ValueError as error:
-            raise CorruptShard(f"{self._shown}: {error}", "footer") from error
+            raise CorruptShard(f"{self._label}: {error}", "footer") from error
         if digest(footer) != footer_hash:
-            raise CorruptShard(f"{self._shown}: its footer is not the one that was committed", "footer")
+            raise CorruptShard(f"{self._label}: its footer is not the one that was committed", "footer")
         self.metadata: pq.FileMetaData = parse_footer(footer)
         self.schema: pa.Schema = self.metadata.schema.to_arrow_schema()
         self._names = frozenset(self.schema.names)
@@ -128,16 +128,16 @@ class TokenShard:
         """
         table = self.read(Rows(row, row["n_tokens"], self.schema.names))
         if (ids := table["video_id"].unique().to_pylist()) != [row["video_id"]]:
-            raise CorruptShard(f"{self._shown}: the rows are those of {', '.join(map(str, ids[:3]))}", "rows")
+            raise CorruptShard(f"{self._label}: the rows are those of {', '.join(map(str, ids[:3]))}", "rows")
         if checksum_of(table) != row["checksum"]:
             what = f"the token bytes of {row['video_id']} do not have the checksum of the videos row"
-            raise CorruptShard(f"{self._shown}: {what}", "checksum")
+            raise CorruptShard(f"{self._label}: {what}", "checksum")
         return table
 
     def require(self, columns: Sequence[str]) -> None:
         """Raise CorruptShard where the shard lacks one of the columns."""
         if lacking := sorted(set(columns) - self._names):
-            raise CorruptShard(f"{self._shown}: it has no column {', '.join(lacking)}", "schema")
+            raise CorruptShard(f"{self._label}: it has no column {', '.join(lacking)}", "schema")
 
     def _arrow(self, wanted: Rows, columns: Sequence[str], fetched: Fetched | None) -> pa.Table:
         """Read the rows with Arrow, every page held against its checksum."""
@@ -146,7 +146,7 @@ class TokenShard:
             table = self._parquet(fetched).read_row_groups(groups, columns=list(columns), use_threads=READ_THREADS)
         n_rows = sum(wanted.row["row_counts"][: len(groups)])
         if len(table) != n_rows:
-            raise CorruptShard(f"{self._shown}: {len(table)} rows where {n_rows} belong", "rows")
+            raise CorruptShard(f"{self._label}: {len(table)} rows where {n_rows} belong", "rows")
         return table.slice(0, wanted.keep)
 
     def _parquet(self, fetched: Fetched | None) -> pq.ParquetFile:
@@ -193,7 +193,7 @@ class TokenShard:
         groups = range(row["first_row_group"], row["first_row_group"] + n_groups)
         if n_rows < wanted.keep or groups.start < 0 or groups.stop > self.metadata.num_row_groups:
             raise CorruptShard(
-                f"{self._shown}: {self.metadata.num_row_groups} row groups, not {groups.start} to {groups.stop - 1} "
+                f"{self._label}: {self.metadata.num_row_groups} row groups, not {groups.start} to {groups.stop - 1} "
                 f"of {wanted.keep} rows, which the videos row asks for",
                 "rows",
             )
@@ -207,7 +207,7 @@ class TokenShard:
         except (OSError, pa.ArrowException) as error:
             if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
                 raise  # the store failed, not the shard
-            raise CorruptShard(f"{self._shown}: {error}") from error
+            raise CorruptShard(f"{self._label}: {error}") from error
 
 
 def checksum_of(table: pa.Table) -> str:

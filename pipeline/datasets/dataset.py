@@ -43,17 +43,17 @@ class TokenDataset(Dataset[CachedVideo]):
         """Take the videos ``ids`` in their order, or all that have tokens; the rest is as in TokenCache.get."""
         self.cache = cache if isinstance(cache, TokenCache) else TokenCache(cache)
         self.ids = self.cache.video_ids if ids is None else list(ids)
-        self._how: tuple[float | None, TokenOrder, tuple[str, ...]] = retention_ratio, order, tuple(evidence)
+        self._options: tuple[float | None, TokenOrder, tuple[str, ...]] = retention_ratio, order, tuple(evidence)
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __getitem__(self, place: int) -> CachedVideo:
-        return self.cache.get(self.ids[place], *self._how)
+        return self.cache.get(self.ids[place], *self._options)
 
     def __getitems__(self, places: Sequence[int]) -> list[CachedVideo]:
         """Read a batch of videos at once, as DataLoader asks for it."""
-        return self.cache.get_many([self.ids[place] for place in places], *self._how)
+        return self.cache.get_many([self.ids[place] for place in places], *self._options)
 
 
 class IterableTokenDataset(IterableDataset[CachedVideo]):
@@ -91,7 +91,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         super().__init__()
         self.cache = cache if isinstance(cache, TokenCache) else TokenCache(cache)
         self._shards = self.cache.shards(ids)
-        self._how: tuple[float | None, TokenOrder, tuple[str, ...]] = retention_ratio, order, tuple(evidence)
+        self._options: tuple[float | None, TokenOrder, tuple[str, ...]] = retention_ratio, order, tuple(evidence)
         self._shuffle, self._mix, self._seed, self._even = shuffle, max(1, mix), seed, even
         self.rank, self.world_size = _rank_of(rank, world_size)
         # In memory that workers share, so that those that persist see set_epoch too.
@@ -141,7 +141,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
             rows = [row for shard in mixed for row in self.cache.rows_of(self._shards, shard.number)[: shard.n_videos]]
             left, done = self._shuffled(rows, 1, worker, start)[done:], 0
             for first in range(0, len(left), _READ_AHEAD):
-                for video in self.cache.get_rows(left[first : first + _READ_AHEAD], *self._how):
+                for video in self.cache.get_rows(left[first : first + _READ_AHEAD], *self._options):
                     self._done += 1
                     yield video
 

@@ -109,7 +109,7 @@ class NamedVideos:
         sizes = _all_sizes(rows.numbers("size_bytes"))
         if ids is None or uris is None or sizes is None or any(time is None for time in times):
             return None
-        if _odd(ids) or _odd(uris):
+        if _needs_closer_look(ids) or _needs_closer_look(uris):
             return None
         located = self._all_objects(uris) or self._all_files(uris)
         if located is None:
@@ -190,7 +190,7 @@ def without_secrets(uri: str) -> str:
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{tail}"
 
 
-def _odd(texts: pa.Array) -> bool:
+def _needs_closer_look(texts: pa.Array) -> bool:
     """Return whether some texts are blank or hold control characters, which need a closer look."""
     blank = pc.equal(pc.utf8_trim_whitespace(texts), "")
     return bool(pc.any(pc.or_(pc.match_substring_regex(texts, _CONTROL), blank)).as_py())

@@ -106,7 +106,7 @@ def answers_report(answers: Answers) -> RenderableType:
     for row in answers.rows.slice(0, SHOWN).to_pylist():
         said = row["answer"] if row["status"] == "ok" else f"failed: {row['error_class']}"
         pruning = [row["pruning"]] if answers.several else []
-        cells = [row["question_id"], *pruning, _cut(row["prompt"]), _cut(said), _cut(row["target"])]
+        cells = [row["question_id"], *pruning, _shortened(row["prompt"]), _shortened(said), _shortened(row["target"])]
         table.add_row(*(Text(cell or "") for cell in cells))  # texts come from files: never markup
     more = len(answers.rows) - SHOWN
     return Group(*parts, table, *([f"... and {more} more"] if more > 0 else []))
@@ -116,11 +116,11 @@ def question_report(answers: Answers) -> RenderableType:
     """Render the rows of one question, whole."""
     parts: list[RenderableType] = []
     for row in answers.rows.to_pylist():
-        parts += [facts_table(_whole(row)), ""]
+        parts += [facts_table(_question_facts(row)), ""]
     return Group(*parts[:-1])
 
 
-def _whole(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _question_facts(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "question", row["question_id"]
     if row["pruning"] is not None:
         yield "pruning", row["pruning"]
@@ -143,7 +143,7 @@ def _whole(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "run", f"{row['run_id']}, attempt {row['attempts']}"
 
 
-def _cut(text: str | None) -> str:
+def _shortened(text: str | None) -> str:
     """Put a text in one line and cut it where it is too long."""
     line = " ".join((text or "").split())
     return line if len(line) <= _TEXT else f"{line[: _TEXT - 3]}..."

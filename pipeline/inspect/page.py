@@ -128,7 +128,7 @@ def _render(video: CachedVideo, identity: CacheIdentity, pictures: Pictures, sta
             summary=_summary(row),
             missing=pictures.missing,
             tiers=tiers,
-            start=_start(tiers, start),
+            start=_first_tier(tiers, start),
             total=row["n_total"],
             density=density_chart(density, seconds) if density else None,
             kept=kept_chart(row["kept_per_frame"], seconds, note),
@@ -138,7 +138,7 @@ def _render(video: CachedVideo, identity: CacheIdentity, pictures: Pictures, sta
             columns=columns,
             frames=[_frame(row, t, pictures) for t in range(row["n_frames"])],
             facts=[*source_facts(row), *_settings(row, identity)],
-            data=_data(video, tiers),
+            data=_script_data(video, tiers),
         )
     )
 
@@ -156,9 +156,9 @@ def _shape(row: VideoRow) -> dict[str, object]:
 
 
 def _summary(row: VideoRow) -> str:
-    unit = "pair" if _pairs(row) else "frame"
+    unit = "pair" if _frames_are_paired(row) else "frame"
     parts = [f"{row['tokens_per_frame']} tokens × {row['n_frames']} {unit}{'s' if row['n_frames'] > 1 else ''}"]
-    if _pairs(row):
+    if _frames_are_paired(row):
         parts[0] += " of frames"
     if row["source_width"]:
         parts.insert(0, f"{row['source_width']}×{row['source_height']} {row['codec']}")
@@ -171,7 +171,7 @@ def _explanation(row: VideoRow) -> str:
     if grid is None:
         return f"{row['tokens_per_frame']} tokens a frame are no square grid, so only their number is shown."
     words = "Bright: the tokens that were kept. Dimmed: those that were pruned."
-    if _pairs(row):
+    if _frames_are_paired(row):
         words += " A token spans two frames, of which the first is shown."
     if not _squeezed(row):
         return words
@@ -181,7 +181,7 @@ def _explanation(row: VideoRow) -> str:
     )
 
 
-def _pairs(row: VideoRow) -> bool:
+def _frames_are_paired(row: VideoRow) -> bool:
     """Return whether a t has more than one frame."""
     return len(row["frame_indices"]) > int(row["n_frames"])
 
@@ -201,7 +201,7 @@ def _settings(row: VideoRow, identity: CacheIdentity) -> list[tuple[str, str]]:
     ]
 
 
-def _data(video: CachedVideo, tiers: Sequence[Tier]) -> dict[str, object]:
+def _script_data(video: CachedVideo, tiers: Sequence[Tier]) -> dict[str, object]:
     """Collect the page script's data: flat indices in order of selection, and the tiers."""
     row = video.metadata
     return {
@@ -213,7 +213,7 @@ def _data(video: CachedVideo, tiers: Sequence[Tier]) -> dict[str, object]:
     }
 
 
-def _start(tiers: Sequence[Tier], ratio: float | None) -> int:
+def _first_tier(tiers: Sequence[Tier], ratio: float | None) -> int:
     """Return the number of the tier that is shown first: the one nearest ``ratio``, by default the last."""
     wanted = tiers[-1].ratio if ratio is None else ratio
     return min(range(len(tiers)), key=lambda i: abs(tiers[i].ratio - wanted))

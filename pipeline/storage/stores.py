@@ -139,7 +139,7 @@ class LocalStore:
     """
 
     def __init__(self, root: Path | str) -> None:
-        self._shown = str(root)
+        self._label = str(root)
         self.root = Path(os.path.abspath(root))  # noqa: PTH100 - workers have other working folders; links stay
         self._held: _HeldFolder | None = None
 
@@ -260,7 +260,7 @@ class LocalStore:
         raise AssertionError(f"a folder has no {upload}")
 
     def __str__(self) -> str:
-        return self._shown
+        return self._label
 
 
 def _share(name: PurePath | str, root: int, mode: int) -> None:

@@ -29,10 +29,10 @@ def command_again(store: Store, attempts: int) -> str:
         more += ["--max-attempts", str(most)]
     if config is None:
         return f"the command that made it, with {shlex.join(more)}"
-    return shlex.join(["python", "-m", "jobs.prune", *_words(config), "--out", str(store), *more])
+    return shlex.join(["python", "-m", "jobs.prune", *_flags(config), "--out", str(store), *more])
 
 
-def _words(config: dict[str, Any]) -> Iterator[str]:
+def _flags(config: dict[str, Any]) -> Iterator[str]:
     """Yield the flags of options that are not the default; of secret ones a record says nothing."""
     for item in fields(PruneConfig):
         value = config.get(item.name)

@@ -42,7 +42,17 @@ _WHOLE = frozenset({Kind.MISSING, Kind.FOOTER})  # what no video of a token shar
 _OF_TOKENS = frozenset({*_WHOLE, Kind.DAMAGED, Kind.ROWS, Kind.CHECKSUM, Kind.TOKENS})
 _OF_TABLE = frozenset({Kind.COMMIT, Kind.FINGERPRINT})  # files that leave the table
 _KINDS = frozenset({*_OF_TOKENS, *_OF_TABLE, Kind.ROW, Kind.LOST})
-_KEPT = ("video_id", "run_id", "uri", "start_s", "end_s", "source_size", "source_hash", "attempts", "manifest")
+_COPIED = (
+    "video_id",
+    "run_id",
+    "uri",
+    "start_s",
+    "end_s",
+    "source_size",
+    "source_hash",
+    "attempts",
+    "manifest",
+)
 _CONTRADICTS = "its row contradicts itself"
 _NOW = timedelta(0)
 
@@ -190,7 +200,7 @@ def _places(rows: pa.Table) -> list[Place]:
 
 def _failed(row: VideoRow, why: str) -> VideoRow:
     """Return a row without tokens that another attempt may replace."""
-    kept = {name: value for name, value in row.items() if name in _KEPT}
+    kept = {name: value for name, value in row.items() if name in _COPIED}
     if kept["manifest"] is not None and not is_json(row["manifest"]):
         kept["manifest"] = None
     error = {"error_class": "io", "error_stage": "write", "error_message": printable(f"marked by a repair: {why}")}
@@ -199,5 +209,5 @@ def _failed(row: VideoRow, why: str) -> VideoRow:
 
 def _unknown(video_id: str, run: str, why: str) -> VideoRow:
     """Return the failed row of a video of which no more is known than its id."""
-    known = {**dict.fromkeys(_KEPT), "video_id": video_id, "run_id": run, "uri": "", "attempts": 1}
+    known = {**dict.fromkeys(_COPIED), "video_id": video_id, "run_id": run, "uri": "", "attempts": 1}
     return _failed(cast(VideoRow, known), why)

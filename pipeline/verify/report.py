@@ -226,7 +226,7 @@ def render(report: Report) -> RenderableType:
     head.add_row("read", f"{report.bytes_read:,} bytes in {report.seconds:.1f} s, {report.gb_per_s:.2f} GB/s")
     for note in report.notes:
         head.add_row("note", Text(note))
-    for title, files in _lying_about(report):
+    for title, files in _left_behind(report):
         head.add_row(title, Text(_listed(files)))
     parts: list[RenderableType] = [head]
     if report.live:
@@ -239,7 +239,7 @@ def render(report: Report) -> RenderableType:
     return Group(*parts)
 
 
-def _lying_about(report: Report) -> list[tuple[str, list[str]]]:
+def _left_behind(report: Report) -> list[tuple[str, list[str]]]:
     found = [
         ("orphans", [f"{name} ({size:,} bytes)" for name, size in report.orphans]),
         ("leftovers", [f"{name} ({size:,} bytes)" for name, size in report.leftovers]),

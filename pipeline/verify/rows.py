@@ -23,7 +23,7 @@ from pipeline.storage.stores import Store
 from pipeline.verify.report import Kind, Problem
 
 Place = tuple[str, int]  # a file of the videos table and a row in it
-KEPT = (*INDEX_COLUMNS, "run_id", "token_shard")  # of every row, in memory
+JUDGED_COLUMNS = (*INDEX_COLUMNS, "run_id", "token_shard")  # of every row, in memory
 _KEYS_SINCE = 3  # the version whose rows have KEY_COLUMNS
 _NEEDED = (
     *("token_shard", "first_row_group", "row_counts", "footer_hash", "checksum", "retention_ratio", "nested"),
@@ -37,7 +37,8 @@ class CheckedCommit:
     """What was found in a videos shard.
 
     Attributes:
-        rows: KEPT of every row with ``shard`` and ``row``; None where the file cannot be read, or is another cache's.
+        rows: JUDGED_COLUMNS of every row with ``shard`` and ``row``; None of a file that cannot be read, or is another
+            cache's.
         problems: what is wrong.
         n_bytes: of the file.
         made_with: the fingerprint that it carries; None for one written before they did.
@@ -83,7 +84,7 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
         problems += [Problem(Kind.ROW, f"{fault} ({name})", name, row["video_id"]) for fault in faults]
         if faults:
             bad.add(place)
-    return CheckedCommit(with_place(table.select(KEPT), name), problems, n_bytes, made_with, frozenset(bad))
+    return CheckedCommit(with_place(table.select(JUDGED_COLUMNS), name), problems, n_bytes, made_with, frozenset(bad))
 
 
 def _read(store: Store, file: TableFile) -> tuple[pa.Table, str | None, int]:

@@ -35,7 +35,7 @@ from pipeline.verify.command_again import command_again
 from pipeline.verify.orphans import clean, committed_orphans, list_files, list_uploads, sort_files
 from pipeline.verify.repair import Repair, repairable
 from pipeline.verify.report import Kind, Problem, Repaired, Report
-from pipeline.verify.rows import KEPT, CheckedCommit, Place, check_commit, method_of
+from pipeline.verify.rows import JUDGED_COLUMNS, CheckedCommit, Place, check_commit, method_of
 from pipeline.verify.tokens import CheckedShard, check_token_shard
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R", bound="CheckedCommit | CheckedShard")
-_STAY = (
+_ORPHANS_STAY = (
     "no orphan was removed: they may be of the files of videos/ that were damaged or lost; put those back from a copy, "
     "or remove the orphans with --clean"
 )
@@ -158,11 +158,12 @@ class _Verification:
     def _check_table(self, header: CacheHeader) -> tuple[pa.Table, set[Place]]:
         """Check every file of the videos table.
 
-        Return KEPT of all rows of this identity with shard and row, and the places of rows that contradict themselves.
+        Return JUDGED_COLUMNS of all rows of this identity with shard and row, and the places of rows that contradict
+        themselves.
         """
         report = self.report
         names = self.store.names(VIDEOS, ".parquet")
-        tables = [pa.schema([*(VIDEO_SCHEMA.field(name) for name in KEPT), *PLACE]).empty_table()]
+        tables = [pa.schema([*(VIDEO_SCHEMA.field(name) for name in JUDGED_COLUMNS), *PLACE]).empty_table()]
         bad, unmarked = set(), 0
         check = partial(check_commit, self.store, header=header)
         for name, checked in self._checked(check, names, "videos shard"):
@@ -238,7 +239,7 @@ class _Verification:
         if repaired.marked:
             repaired.command = command_again(self.store, max(video.attempts for video in repaired.marked))
         report.found, report.repaired = before.problems, repaired
-        stay = [_STAY] * _may_come_back(before)
+        stay = [_ORPHANS_STAY] * _may_come_back(before)
         report.notes += [note for note in before.notes if note not in report.notes] + stay
         report.bytes_read += before.bytes_read
         report.seconds += before.seconds

@@ -29,7 +29,7 @@ Say = Callable[[str], None]
 
 
 @dataclass
-class Way:
+class TimedReader:
     """One way of reading, and what it took.
 
     Attributes:
@@ -61,7 +61,7 @@ class Way:
         return self.n_bytes / max(statistics.median(self.cpu_seconds), 1e-9) / 1e9
 
 
-def measure(job: ReadJob, folder: Path, say: Say, *, s3: bool = False) -> list[Way]:
+def measure(job: ReadJob, folder: Path, say: Say, *, s3: bool = False) -> list[TimedReader]:
     """Make the cache below ``folder`` (and on S3) and read it; ``say`` is told what comes next."""
     say(f"making a cache of {job.videos} videos")
     local = LocalStore(folder / "cache")
@@ -81,7 +81,7 @@ def measure(job: ReadJob, folder: Path, say: Say, *, s3: bool = False) -> list[W
     return ways
 
 
-def _rounds(ways: Sequence[Way], repeats: int, objects: Counted | None = None) -> None:
+def _rounds(ways: Sequence[TimedReader], repeats: int, objects: Counted | None = None) -> None:
     for way in ways:
         way.read()  # shards are open from here on, and files in memory
     for _ in range(repeats):
@@ -95,7 +95,7 @@ def _rounds(ways: Sequence[Way], repeats: int, objects: Counted | None = None) -
                 way.requests = objects.requests - before
 
 
-def _pyarrow(store: LocalStore, job: ReadJob) -> Iterator[Way]:
+def _pyarrow(store: LocalStore, job: ReadJob) -> Iterator[TimedReader]:
     """Yield the ways of reading with pyarrow alone: the same row groups and columns, from open files."""
     cache = TokenCache(store.root)
     whole, tier = (_wanted(cache, ratio) for ratio in (None, TIER))
@@ -108,13 +108,13 @@ def _pyarrow(store: LocalStore, job: ReadJob) -> Iterator[Way]:
 
     checked = {"page_checksum_verification": True}
     size = _tokens_of(whole)
-    yield Way("pyarrow, mapped", reading(whole, memory_map=True, **checked), "", size)
-    yield Way("pyarrow, mapped, no checksums", reading(whole, memory_map=True), "pyarrow, mapped", size)
-    yield Way("pyarrow, not mapped", reading(whole, **checked), "pyarrow, mapped", size)
-    yield Way("pyarrow, mapped, 10 % of 25 %", reading(tier, memory_map=True, **checked), "", _tokens_of(tier))
+    yield TimedReader("pyarrow, mapped", reading(whole, memory_map=True, **checked), "", size)
+    yield TimedReader("pyarrow, mapped, no checksums", reading(whole, memory_map=True), "pyarrow, mapped", size)
+    yield TimedReader("pyarrow, not mapped", reading(whole, **checked), "pyarrow, mapped", size)
+    yield TimedReader("pyarrow, mapped, 10 % of 25 %", reading(tier, memory_map=True, **checked), "", _tokens_of(tier))
 
 
-def _ways(store: Store, job: ReadJob, where: str) -> Iterator[Way]:
+def _ways(store: Store, job: ReadJob, where: str) -> Iterator[TimedReader]:
     """Yield the ways of reading that this package offers."""
     cache = TokenCache(str(store), store=store)
     ids = cache.video_ids
@@ -136,13 +136,13 @@ def _ways(store: Store, job: ReadJob, where: str) -> Iterator[Way]:
         f"DataLoader, batches of {BATCH}": loader(0),
     }
     for name, read in whole.items():
-        yield Way(where + name, read, beside, size, counted=True)
-    yield Way(f"{where}DataLoader, 2 workers", loader(2), beside, size)
+        yield TimedReader(where + name, read, beside, size, counted=True)
+    yield TimedReader(f"{where}DataLoader, 2 workers", loader(2), beside, size)
     some = partial(_each, ids, lambda video_id: cache.get(video_id, TIER))
-    yield Way(f"{where}get, 10 % of 25 %", some, tier, tier_size, counted=True)
+    yield TimedReader(f"{where}get, 10 % of 25 %", some, tier, tier_size, counted=True)
 
 
-def _plain_gets(store: ObjectStore, client: Any, job: ReadJob) -> Way:
+def _plain_gets(store: ObjectStore, client: Any, job: ReadJob) -> TimedReader:
     """Return the way that makes one GET of each video's bytes, and nothing else."""
     cache = TokenCache(store.root, store=store)
     prefix = store.root.removeprefix(f"s3://{BUCKET}/")
@@ -159,7 +159,9 @@ def _plain_gets(store: ObjectStore, client: Any, job: ReadJob) -> Way:
         name, (start, end) = place
         return client.get_object(Bucket=BUCKET, Key=name, Range=f"bytes={start}-{end - 1}")["Body"].read()
 
-    return Way("S3: boto3, a GET a video", lambda: _each(places, read), "", _tokens_of(wanted), requests=len(places))
+    return TimedReader(
+        "S3: boto3, a GET a video", lambda: _each(places, read), "", _tokens_of(wanted), requests=len(places)
+    )
 
 
 def _each(items: Any, read: Callable[[Any], object]) -> None:
@@ -196,7 +198,7 @@ def _one_thread() -> Iterator[None]:
         pa.set_cpu_count(threads[1])
 
 
-def as_table(found: Sequence[Way], title: str) -> Table:
+def as_table(found: Sequence[TimedReader], title: str) -> Table:
     """Render the figures as a table; shares are of the way that each is compared with."""
     table = Table(title=title, title_justify="left", show_edge=False, caption_justify="left")
     for name in ("", "GB/s", "of plain", "GB a CPU second", "of plain", "GET"):
@@ -217,7 +219,7 @@ def as_table(found: Sequence[Way], title: str) -> Table:
     return table
 
 
-def shares(way: Way, plain: Way | None) -> tuple[str, str]:
+def shares(way: TimedReader, plain: TimedReader | None) -> tuple[str, str]:
     """Return the shares of wall clock and processor time: medians over rounds of the rate beside ``plain``'s."""
     if plain is None:
         return "", ""
@@ -229,7 +231,7 @@ def shares(way: Way, plain: Way | None) -> tuple[str, str]:
     return f"{wall:.0%}", f"{cpu:.0%}"
 
 
-def as_record(found: Sequence[Way], job: ReadJob, **more: object) -> dict[str, object]:
+def as_record(found: Sequence[TimedReader], job: ReadJob, **more: object) -> dict[str, object]:
     """Return the figures as JSON-able dicts."""
     ways = [{name: value for name, value in vars(way).items() if name != "read"} for way in found]
     return {**more, "job": asdict(job), "ways": ways}

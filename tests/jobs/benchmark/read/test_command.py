@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from jobs.benchmark import __main__ as benchmark
-from jobs.benchmark.read.times import Way, shares
+from jobs.benchmark.read.times import TimedReader, shares
 
 
 def test_all_ways_are_measured_on_a_real_cache(tmp_path, capsys):
@@ -24,6 +24,6 @@ def test_all_ways_are_measured_on_a_real_cache(tmp_path, capsys):
 
 
 def test_shares_are_of_the_same_round_and_of_bytes():
-    plain = Way("plain", print, "", 100, [1.0, 2.0, 9.0], [1.0, 1.0, 1.0])
-    half = Way("half", print, "plain", 50, [1.0, 2.0, 9.0], [0.25, 0.25, 0.25])
+    plain = TimedReader("plain", print, "", 100, [1.0, 2.0, 9.0], [1.0, 1.0, 1.0])
+    half = TimedReader("half", print, "plain", 50, [1.0, 2.0, 9.0], [0.25, 0.25, 0.25])
     assert shares(half, plain) == ("50%", "200%") and shares(plain, None) == ("", "")
