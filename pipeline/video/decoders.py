@@ -140,21 +140,16 @@ class PyavDecoder:
         self._reformatter = VideoReformatter()
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
-        """Yield chunks of frames (see ``FrameDecoder.read``), scaled to the first frame's size where theirs differs."""
-        index = self._index
-        frames = self._by_count(indices) if index.pts is None else self._by_time(index.pts[indices].tolist())
-        step = chunk_length(index.height, index.width)
-        for start in range(0, len(indices), step):
-            chunk = np.empty((min(step, len(indices) - start), index.height, index.width, 3), dtype=np.uint8)
-            for row, frame in zip(chunk, frames, strict=False):
-                row[:] = self._pixels(frame)
-            yield chunk
+        """Yield frames one by one (see ``FrameDecoder.read``), scaled to the first one's size where theirs differs."""
+        pts = self._index.pts
+        for frame in self._by_count(indices) if pts is None else self._by_time(pts[indices].tolist()):
+            yield self._pixels(frame)[None]
 
     def close(self) -> None:
         """Keep the packets open: they belong to the index."""
 
     def _pixels(self, frame: av.VideoFrame) -> Frames:
-        """Convert a decoded frame to [H,W,3] uint8 RGB, turned as it is shown."""
+        """Convert a decoded frame to [H,W,3] uint8 RGB, as it is shown; it is copied only if it is turned or padded."""
         index = self._index
         width, height = index.width, index.height
         if index.orientation.transpose:
@@ -163,7 +158,8 @@ class PyavDecoder:
             frame = _without_fields(frame)
         # One reformatter and one thread: for each frame, FFmpeg would set up a scaler with a thread for every core.
         stored: Any = self._reformatter.reformat(frame, width, height, "rgb24", interpolation="BICUBIC", threads=1)
-        return turned(stored.to_ndarray(), index.orientation)
+        rows = np.frombuffer(stored.planes[0], np.uint8).reshape(height, stored.planes[0].line_size)
+        return np.ascontiguousarray(turned(rows[:, : 3 * width].reshape(height, width, 3), index.orientation))
 
     def _by_count(self, indices: NDArray[np.int64]) -> Iterator[av.VideoFrame]:
         """Yield the decoded frames number ``indices`` of the file, which is read from its beginning."""
