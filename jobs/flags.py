@@ -87,7 +87,8 @@ def _add(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, about: str
     if item.metadata.get("positional"):
         group.add_argument(item.name, nargs="?", **keywords)
     else:
-        group.add_argument("--" + item.name.replace("_", "-"), **keywords)
+        flag = item.metadata.get("flag", "--" + item.name.replace("_", "-"))
+        group.add_argument(flag, dest=item.name, **keywords)
 
 
 def _help(text: str, default: Any) -> str:

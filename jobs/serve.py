@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from jobs.command import Parser, run_command
-from pipeline.serve.config import ServeConfig
+from pipeline.serve.config import ServeConfig, check_port
 
 EPILOG = """\
 A message names a cached video, and the share of its visual tokens, as a video_url:
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(config: ServeConfig, console: Console) -> int:
+    check_port(config.host, config.port)
     from pipeline.serve.server import serve  # noqa: PLC0415 - --help and a mistyped flag answer at once
 
     serve(config)

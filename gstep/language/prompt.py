@@ -15,6 +15,9 @@ from gstep.backbones import ModelSource
 from gstep.errors import ModelError
 from gstep.language.types import Prompt, PromptPolicy, Visual
 
+# A noncharacter, which breaks up a placeholder that a text holds: its two pieces are tokenized as text.
+_MARK = "\U0010fffe"
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -50,11 +53,16 @@ class PromptBuilder(ABC):
         self.policy = policy
         self._video_id = int(config.video_token_id)
         self._image_id = int(config.image_token_id)
-        self._video_token = str(tokenizer.convert_ids_to_tokens(self._video_id))
+        self._video_token, self._image_token = (
+            str(tokenizer.convert_ids_to_tokens(i)) for i in (self._video_id, self._image_id)
+        )
 
     @classmethod
     def of(cls, source: ModelSource, positions: str | None, rule: str, frame_times: str) -> Self:
-        """From a checkpoint's own files. Raises ModelError where one is missing, ValueError for an unknown policy."""
+        """Make the builder from a checkpoint's own files.
+
+        Raises ModelError where one is missing, ValueError for an unknown policy.
+        """
         template = chat_template(source)
         hashed = hashlib.sha256(template.encode()).hexdigest()[:16]
         policy = PromptPolicy(positions or cls.default_positions, rule, hashed, frame_times)
@@ -80,17 +88,18 @@ class PromptBuilder(ABC):
         return int(self.config.get_text_config().hidden_size)
 
     def n_visual(self, visuals: Sequence[Visual]) -> int:
-        """How many placeholders the videos take in a prompt."""
+        """Count the placeholders that the videos take in a prompt."""
         return sum(len(v.index) for v in visuals) + (len(visuals) if self.needs_newline else 0)
 
     def build(self, text: str, visuals: Sequence[Visual], system: str | None = None) -> Prompt:
-        """One user message: the videos, then the text, as the checkpoint's chat template puts them.
+        """Build the prompt of one user message: the videos, then the text, as the checkpoint's chat template puts them.
 
         Args:
             system: a system message; None leaves it to the template.
 
-        Raises ValueError where the text holds the model's own placeholder of an image or video, or a video comes
-        without what the family needs.
+        The model's own placeholder of an image or video is text like any other where the text holds it.
+
+        Raises ValueError where a video comes without what the family needs.
         """
         content = [{"type": "video"}] * len(visuals) + [{"type": "text", "text": text}]
         messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
@@ -99,7 +108,7 @@ class PromptBuilder(ABC):
         return self.build_chat(messages, visuals)
 
     def build_chat(self, messages: Sequence[Mapping[str, Any]], visuals: Sequence[Visual]) -> Prompt:
-        """A conversation, as the checkpoint's chat template puts it, up to where the model is to speak.
+        """Build the prompt of a conversation, as the chat template puts it, up to where the model is to speak.
 
         Args:
             messages: in the form that chat templates take: ``role``, and ``content`` as a list of ``{"type": "video"}``
@@ -136,14 +145,14 @@ class PromptBuilder(ABC):
 
     @abstractmethod
     def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
-        """The placeholders of a video, or of one of its frames where a frame has a placeholder of its own."""
+        """Return the placeholders of a video, or of one of its frames where a frame has a placeholder of its own."""
 
     def _with_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
-        """Texts, each with the (video, frame) that follows it: (text, video, frame); a frame of None is all of them."""
+        """Return (text, video, frame): each text with what follows it; a frame of None is all of them."""
         return [(part, video, None) for video, part in enumerate(parts)]
 
     def _segments(self, parts: list[tuple[str, int, int | None]], visuals: Sequence[Visual]) -> Iterator[Segment]:
-        """The text before each placeholder, the visual tokens it stands for, and the text at the end."""
+        """Yield the text before each placeholder, the visual tokens it stands for, and the text at the end."""
         for text, video, frame in parts:
             if text:
                 yield self._text_segment(text)
@@ -152,32 +161,41 @@ class PromptBuilder(ABC):
 
     def _text_segment(self, text: str) -> Segment:
         # Special tokens split a text wherever they stand, so pieces between placeholders get the ids of the whole.
-        ids = torch.tensor(self.tokenizer(text, add_special_tokens=False).input_ids, dtype=torch.int64, device="cpu")
+        pieces = [self.tokenizer(piece, add_special_tokens=False).input_ids for piece in text.split(_MARK)]
+        ids = torch.tensor([i for piece in pieces for i in piece], dtype=torch.int64, device="cpu")
         return Segment(ids, torch.arange(len(ids), device="cpu").expand(self.axes, -1), len(ids))
 
     def _placeholders(self, count: int) -> Tensor:
         return torch.full((count,), self._video_id, dtype=torch.int64, device="cpu")
 
     def _render(self, messages: Sequence[Mapping[str, Any]], n_videos: int) -> str:
-        for part in (part for message in messages for part in message["content"]):
-            self._refuse_placeholders(part.get("text", ""))
+        told = [{**message, "content": [self._as_text(part) for part in message["content"]]} for message in messages]
         rendered: str = self.tokenizer.apply_chat_template(
-            list(messages), chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
+            told, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
         )
         if rendered.count(self._video_token) != n_videos:
             raise ValueError(f"the chat template of this model has no place for {n_videos} videos here")
         return rendered
 
-    def _refuse_placeholders(self, text: str) -> None:
-        """A question is untrusted: one that could pass for a video would shift every visual token."""
-        ids = set(self.tokenizer(text, add_special_tokens=False).input_ids)
-        if found := ids & {self._video_id, self._image_id}:
-            token = self.tokenizer.convert_ids_to_tokens(found.pop())
-            raise ValueError(f"the text holds {token!r}, this model's own placeholder: leave it out")
+    def has_placeholder(self, text: str) -> bool:
+        """Return whether a text holds the model's own placeholder of an image or video."""
+        return self._video_token in text or self._image_token in text
+
+    def _as_text(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a part of a message, in whose text no placeholder can pass for a video: that would shift every token.
+
+        Raises ValueError for a text with the mark that breaks them up.
+        """
+        text = part.get("text", "")
+        if _MARK in text:
+            raise ValueError("the text holds U+10FFFE, which is no character: leave it out")
+        for token in (self._video_token, self._image_token):
+            text = text.replace(token, f"{token[:2]}{_MARK}{token[2:]}")
+        return {**part, "text": text} if text else part
 
 
 def parsed_config(source: ModelSource) -> Any:
-    """config.json as transformers reads it, old layouts too."""
+    """Parse config.json as transformers does, old layouts too."""
     import copy  # noqa: PLC0415
 
     from transformers import CONFIG_MAPPING  # noqa: PLC0415 - seconds; only where prompts or models are built
@@ -186,7 +204,7 @@ def parsed_config(source: ModelSource) -> Any:
 
 
 def chat_template(source: ModelSource) -> str:
-    """The template that the stock processor would load: a file of its own before the tokenizer's settings.
+    """Return the template that the stock processor would load: a file of its own before the tokenizer's settings.
 
     Raises ModelError where the checkpoint has none.
     """
@@ -200,7 +218,7 @@ def chat_template(source: ModelSource) -> str:
 
 
 def tokenizer_of(source: ModelSource) -> Any:
-    """The checkpoint's tokenizer. Raises ModelError where there is none that can be loaded."""
+    """Load the checkpoint's tokenizer. Raises ModelError where there is none that can be loaded."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - as above
 
     name, revision = source.pretrained()
@@ -213,7 +231,7 @@ def tokenizer_of(source: ModelSource) -> Any:
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of a text alone. Raises ValueError where it has none."""
+    """Encode a text alone. Raises ValueError where it has no token."""
     ids = list(tokenizer(text, add_special_tokens=False).input_ids)
     if not ids:
         raise ValueError("a text to be scored needs at least one character")
@@ -221,7 +239,7 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _places(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """(first, end) of the placeholders of each video, and of what lies between them."""
+    """Return (first, end) of the placeholders of each video, with the texts between them."""
     places: dict[int, tuple[int, int]] = {}
     for segment, start in zip(segments, _running(len(segment.ids) for segment in segments), strict=False):
         if segment.video is not None:
@@ -231,7 +249,7 @@ def _places(segments: Sequence[Segment]) -> list[tuple[int, int]]:
 
 
 def _running(extents: Iterable[int]) -> Iterator[int]:
-    """Where each segment starts: the sum of the extents before it."""
+    """Yield where each segment starts: the sum of the extents before it."""
     total = 0
     for extent in extents:
         yield total

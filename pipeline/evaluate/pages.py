@@ -21,7 +21,6 @@ from pipeline.errors import printable
 from pipeline.evaluate.report.disagreements import answers_of, disagreements
 from pipeline.evaluate.request import EvaluateRequest
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
-from pipeline.generate.held_videos import to_visual
 from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
 from pipeline.inspect.page import draw_page
 from pipeline.inspect.thumbnails import source_pictures
@@ -96,7 +95,7 @@ def _drawn(
     if video_id not in cache:  # its questions say why
         return
     whole = cache.get(video_id, evidence=columns)
-    visual = to_visual(whole, cache.newline)
+    visual = whole.visual
     pictures = source_pictures(whole.metadata, held["sampling"], request.objects)
     for label, late in lates.items():
         video = chosen_video(whole, late.select(visual, "cpu"))

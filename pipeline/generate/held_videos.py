@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import replace
 from typing import Generic, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from gstep import PrunedTokens
 from gstep.language import Visual
 from gstep.pruners.base import Pruner
-from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.reading import TokenOrder
 from pipeline.execution.heartbeat import Heartbeat
@@ -33,7 +30,8 @@ class LastUsed(Generic[K, V]):
         self._limit = limit
         self._size = size
         self._held: OrderedDict[K, V] = OrderedDict()
-        self._bytes = 0
+        #: Of all values that are held.
+        self.bytes = 0
 
     def get(self, key: K) -> V | None:
         if key in self._held:
@@ -41,11 +39,13 @@ class LastUsed(Generic[K, V]):
         return self._held.get(key)
 
     def put(self, key: K, value: V) -> V:
+        if key in self._held:
+            self.bytes -= self._size(self._held.pop(key))
         self._held[key] = value
-        self._bytes += self._size(value)
-        while self._bytes > self._limit and len(self._held) > 1:
+        self.bytes += self._size(value)
+        while self.bytes > self._limit and len(self._held) > 1:
             _, old = self._held.popitem(last=False)
-            self._bytes -= self._size(old)
+            self.bytes -= self._size(old)
         return value
 
 
@@ -77,15 +77,14 @@ class HeldVideos:
         self._held: LastUsed[str, Held] = LastUsed(limit, lambda held: n_bytes(held.visual))
 
     def get(self, video_id: str) -> Held:
-        """Raises as TokenCache.get."""
+        """Return a video from memory or from the cache. Raises as TokenCache.get."""
         if (held := self._held.get(video_id)) is not None:
             return held._replace(seconds=0.0)
         started = time.perf_counter()
         with self._heartbeat.busy(f"the tokens of {video_id}, being read"):
             video = self._cache.get(video_id, self._ratio, self._order, self._evidence)
         ratio = self._ratio if self._ratio is not None else float(video.metadata["retention_ratio"])
-        visual = to_visual(video, self._cache.newline)
-        return self._held.put(video_id, Held(visual, ratio, time.perf_counter() - started))
+        return self._held.put(video_id, Held(video.visual, ratio, time.perf_counter() - started))
 
 
 class ChosenVideos:
@@ -139,15 +138,10 @@ class ChosenVideos:
 
 
 def _selects(late: LatePruning) -> tuple[Pruner, int, float | None]:
-    """Prunings that share this share one selection of a video."""
+    """Return the key of a selection: prunings with the same key share one selection of a video."""
     return late.pruner, late.seed, None if late.pruner.nested else late.retention_ratio
 
 
-def to_visual(video: CachedVideo, newline: torch.Tensor | None) -> Visual:
-    """A cached video as prompts take it, in the order it was read in."""
-    return replace(video.visual, newline=newline)
-
-
 def n_bytes(visual: Visual) -> int:
-    """What a video takes in memory."""
+    """Return the bytes of a video's tensors."""
     return sum(t.nbytes for t in (visual.tokens, visual.index, *visual.deepstack, *visual.evidence.values()))

@@ -9,7 +9,10 @@ CONFIG = "cached_videos"
 
 
 def register() -> None:
-    """The entry point ``vllm.general_plugins``: every process of vLLM calls it, often more than once."""
+    """Register the renderer and tokenizer of cached videos: vLLM's entry point ``vllm.general_plugins``.
+
+    Every process of vLLM calls it, often more than once.
+    """
     from vllm.renderers.registry import RENDERER_REGISTRY  # noqa: PLC0415 - this package is imported without it, too
     from vllm.tokenizers.registry import TokenizerRegistry  # noqa: PLC0415
 

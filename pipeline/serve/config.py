@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import socket
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import UsageError
-from pipeline.options import DTYPES, S3Options, check, check_choices, engine_values, option
+from pipeline.options import DTYPES, S3Options, check, check_choices, engine_values, option, positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +16,12 @@ class ServeConfig(S3Options):
     """Everything that ``python -m jobs.serve`` can be told. Raises UsageError where a value makes no sense."""
 
     cache: str = option("cache", "the cache that jobs.prune wrote", positional=True, metavar="CACHE", group="cache")
+    caches: list[str] = option(
+        [],
+        "another cache of the same model, which links name by ?cache=NAME; may be repeated",
+        metavar="NAME=PLACE",
+        flag="--cache",
+    )
     retention_ratio: float | None = option(
         None, "share of the visual tokens of a video whose link says none (default: all that is stored)", metavar="R"
     )
@@ -57,6 +65,12 @@ class ServeConfig(S3Options):
         None, "what clients must send (default: VLLM_API_KEY, else nothing is asked for)", metavar="KEY", secret=True
     )
 
+    refresh_seconds: float = option(10.0, "look for new, redone and removed videos this often, in seconds", metavar="S")
+    max_request_bytes: int = option(2**20, "size of a request's body at most; a larger one is a 413", metavar="N")
+    shutdown_timeout: float = option(
+        30.0, "seconds that requests have to end after SIGTERM, while new ones are a 503", metavar="S"
+    )
+
     def __post_init__(self) -> None:
         check_choices(self)
         ratio = self.retention_ratio
@@ -65,8 +79,33 @@ class ServeConfig(S3Options):
         check(0 < self.port < 65536, "port", "in [1, 65535]", self.port)
         if self.api_key is not None and not self.api_key.strip():
             raise UsageError("--api-key must not be empty")
+        check(positive(self.refresh_seconds), "refresh_seconds", "above 0", self.refresh_seconds)
+        check(self.max_request_bytes >= 1024, "max_request_bytes", "at least 1024", self.max_request_bytes)
+        check(0 <= self.shutdown_timeout < math.inf, "shutdown_timeout", "0 or above", self.shutdown_timeout)
         self.engine_params()
+        self.named_caches()
 
     def engine_params(self) -> dict[str, Any]:
-        """``--engine-param`` by name."""
+        """Return the values of ``--engine-param`` by name."""
         return engine_values(self.engine_param)
+
+    def named_caches(self) -> dict[str, str]:
+        """Return the place of each ``--cache`` by its name. Raises UsageError for one that is none, or named twice."""
+        named: dict[str, str] = {}
+        for text in self.caches:
+            name, _, place = text.partition("=")
+            if not (name.strip() and place.strip()) or name in named:
+                raise UsageError(f"--cache takes NAME=PLACE, each NAME once, got {text!r}")
+            named[name] = place
+        return named
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise UsageError where the server could not listen there: vLLM would say so after a minute of loading."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((host, port))
+        except OSError as error:
+            raise UsageError(f"--host {host} --port {port}: {error.strerror}; name another --port") from error

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 KEY = "VLLM_API_KEY"
-OPEN = frozenset(("/health", "/ping"))  # what a load balancer asks
+OPEN = frozenset(("/health", "/ping", "/ready"))  # what a load balancer asks
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -20,23 +21,33 @@ class KeyGuard:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._wanted = f"Bearer {os.environ.get(KEY, '')}".encode()
-        self._asks = bool(os.environ.get(KEY))
+        self._wanted = os.environ.get(KEY, "").encode()
 
     async def __call__(
         self, scope: Scope, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
     ) -> None:
-        """Answers 401, or passes on."""
-        if not self._asks or scope["type"] == "lifespan" or scope.get("path") in OPEN or self._knows(scope):
+        """Answer 401, or pass on."""
+        if not self._wanted or scope["type"] == "lifespan" or scope.get("path") in OPEN or self._knows(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            body = b'{"error": {"message": "Unauthorized", "type": "invalid_request_error", "code": 401}}'
-            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-            await send({"type": "http.response.start", "status": 401, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            error = {"message": "Unauthorized", "type": "invalid_request_error", "code": 401}
+            await reply(send, 401, {"error": error})
 
     def _knows(self, scope: Scope) -> bool:
-        sent = dict(scope.get("headers", ())).get(b"authorization", b"")
-        return secrets.compare_digest(sent, self._wanted)
+        scheme, _, sent = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")
+        return scheme.lower() == b"bearer" and secrets.compare_digest(sent, self._wanted)
+
+
+async def reply(
+    send: Callable[[Message], Awaitable[None]],
+    status: int,
+    content: Mapping[str, Any],
+    more: Sequence[tuple[bytes, bytes]] = (),
+) -> None:
+    """Send a whole response of JSON, with ``more`` headers."""
+    body = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *more]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -12,12 +12,11 @@ from gstep.serving.options import engine_options, prepare_process
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.header import ModelIdentity
 from pipeline.cache.reader import TokenCache
-from pipeline.generate.held_videos import to_visual
 from pipeline.generate.model import check_model, model_of
 
 
 def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "auto", **more: Any) -> dict[str, Any]:
-    """Arguments for vLLM's ``EngineArgs`` or ``AsyncEngineArgs`` that serve a cache; ``more`` are added to them.
+    """Return arguments for vLLM's ``EngineArgs`` or ``AsyncEngineArgs`` that serve a cache; ``more`` are added to them.
 
     It sets what vLLM's processes need in the environment of this one, so call it before anything of vLLM is imported.
 
@@ -44,7 +43,7 @@ def vllm_input(
     rule: str = "transformers-5",
     frame_times: str = "true",
 ) -> Any:
-    """What ``add_request`` of vLLM's ``LLMEngine`` and ``AsyncLLM`` takes, for a question about cached videos.
+    """Return the input of ``add_request`` (``LLMEngine``, ``AsyncLLM``) for a question about cached videos.
 
     Args:
         video: from :meth:`TokenCache.get`; several stand in the prompt in this order.
@@ -65,7 +64,7 @@ def vllm_input(
     if any(header["identity"]["model"] != headers[0]["identity"]["model"] for header in headers):
         raise ValueError("the videos are of caches of different models")
     builder = _builder(model, *_held(headers[0]["identity"]["model"]), positions, rule, frame_times)
-    built = builder.build(prompt, [to_visual(one, one.newline) for one in videos], system)
+    built = builder.build(prompt, [one.visual for one in videos], system)
     return engine_input(built, int(builder.config.video_token_id))
 
 

@@ -7,34 +7,44 @@ from urllib.parse import parse_qsl, quote, unquote
 
 SCHEME = "cache://"
 _RATIO = "retention_ratio"
+_CACHE = "cache"
 
 
 @dataclass(frozen=True)
 class CacheLink:
-    """A video, and the share of its visual tokens; None is what the server gives."""
+    """A video, the share of its visual tokens (None: the server's), and the cache's name ("": the server's first)."""
 
     video_id: str
     retention_ratio: float | None = None
+    cache: str = ""
 
     @classmethod
     def parse(cls, url: str) -> CacheLink:
-        """The id is percent-decoded, so that one with a ``?`` or ``%`` can be named. Raises ValueError."""
+        """Read a link, whose id is percent-decoded so that one with a ``?`` or ``%`` can be named.
+
+        Raises ValueError for another scheme, and an unknown, repeated or impossible option.
+        """
         if not url.startswith(SCHEME):
             raise ValueError(
                 f"{url[:80]!r} is no cached video: this server reads {SCHEME}VIDEO_ID?{_RATIO}=R, no files and no "
                 "addresses"
             )
         name, _, query = url.removeprefix(SCHEME).partition("?")
-        asked = dict(parse_qsl(query, keep_blank_values=True))
-        if unknown := sorted(asked.keys() - {_RATIO}):
-            raise ValueError(f"{url[:200]!r}: unknown option {unknown[0]!r}; known: {_RATIO}")
+        pairs = parse_qsl(query, keep_blank_values=True)
+        asked = dict(pairs)
+        if unknown := sorted(asked.keys() - {_RATIO, _CACHE}):
+            raise ValueError(f"{url[:200]!r}: unknown option {unknown[0]!r}; known: {_RATIO}, {_CACHE}")
+        if len(asked) < len(pairs):
+            raise ValueError(f"{url[:200]!r} says an option twice")
         if not name:
             raise ValueError(f"{url[:200]!r} names no video")
-        return cls(unquote(name), _ratio(asked[_RATIO]) if _RATIO in asked else None)
+        return cls(unquote(name), _ratio(asked[_RATIO]) if _RATIO in asked else None, asked.get(_CACHE, ""))
 
     def __str__(self) -> str:
-        ratio = "" if self.retention_ratio is None else f"?{_RATIO}={self.retention_ratio:.12g}"
-        return f"{SCHEME}{quote(self.video_id)}{ratio}"
+        ratio = "" if self.retention_ratio is None else f"{_RATIO}={self.retention_ratio:.12g}"
+        cache = f"{_CACHE}={quote(self.cache, safe='')}" if self.cache else ""
+        query = "&".join(filter(None, (ratio, cache)))
+        return f"{SCHEME}{quote(self.video_id)}{'?' if query else ''}{query}"
 
 
 def _ratio(text: str) -> float:

@@ -2,118 +2,158 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from gstep.backbones import ModelSource
-from gstep.language import Prompt, PromptBuilder, Visual, prompt_builder
-from pipeline.cache.method import declared_method
+from gstep.language import Prompt, PromptBuilder, prompt_builder
 from pipeline.cache.reader import TokenCache
-from pipeline.cache.reading import TokenOrder
-from pipeline.errors import CorruptShard, RatioNotCached, UnknownVideo, UsageError
-from pipeline.generate.held_videos import LastUsed, n_bytes, to_visual
+from pipeline.errors import UsageError
 from pipeline.generate.model import check_model, check_tokens
 from pipeline.serve.links import SCHEME, CacheLink
+from pipeline.serve.videos import ServedVideo, ServedVideos
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
-_OPEN_AGAIN_S = 10.0  # seconds since the cache was opened last
-_HELD_BYTES = 2**30  # of cached tokens that a server keeps for the questions to come
+_CHARACTERS_PER_TOKEN = 8  # of a text that may fit; tokens of text have four on average
 
 
 @dataclass(frozen=True)
 class ServedCache:
-    """What a server answers from; JSON-able.
+    """What a server answers from, and its limits; JSON-able.
 
     It travels in vLLM's own configuration, which vLLM logs: where objects are is in the environment.
 
     Attributes:
         cache: a folder or ``s3://bucket/prefix``.
         model: and its ``revision``: the argument of ModelSource.resolve.
+        others: (name, place) of more caches, which links name by ``?cache=NAME``.
         retention_ratio: of videos whose link says none; None is all that is stored.
         positions, rule, frame_times: as of prompt_builder.
+        refresh_seconds: how often the videos tables are looked at again.
+        max_request_bytes: of a request's body.
+        shutdown_timeout: seconds that requests have to end after SIGTERM.
     """
 
     cache: str
     model: str
     revision: str | None = None
+    others: Sequence[tuple[str, str]] = ()
     retention_ratio: float | None = None
     positions: str | None = None
     rule: str = "transformers-5"
     frame_times: str = "true"
+    refresh_seconds: float = 10.0
+    max_request_bytes: int = 2**20
+    shutdown_timeout: float = 30.0
 
-    def open(self) -> TokenCache:
-        """The cache. Raises NotACache, CorruptShard, OSError."""
-        return TokenCache(self.cache, store=store_at(self.cache, Objects.from_environment()))
+    @classmethod
+    def from_config(cls, values: Mapping[str, Any]) -> ServedCache:
+        """Return the cache that vLLM's configuration holds, whose lists were tuples."""
+        return cls(**{**values, "others": tuple((name, place) for name, place in values["others"])})
+
+    def places(self) -> dict[str, str]:
+        """Return every cache by its name; the first has none."""
+        return {"": self.cache, **dict(self.others)}
+
+
+class Conversation(NamedTuple):
+    """Messages in the form that chat templates take, the videos that they name, and how long their texts are."""
+
+    messages: list[dict[str, Any]]
+    links: list[CacheLink]
+    n_characters: int
 
 
 class CachedPrompts:
-    """Prompts of one model about the videos of one cache. Threads may share it.
+    """Prompts of one model about the videos of caches. Threads may share it.
 
-    Raises UsageError where the two do not go together, ModelError, NotACache, CorruptShard and OSError.
+    Raises UsageError where they do not go together, ModelError, NotACache, CorruptShard and OSError.
     """
 
     def __init__(self, served: ServedCache) -> None:
         self._served = served
-        self._cache = served.open()
         self.source = ModelSource.resolve(served.model, served.revision)
-        check_model(self._cache.store, self._cache.identity["model"], self.source)
         self.builder: PromptBuilder = prompt_builder(self.source, served.positions, served.rule, served.frame_times)
-        check_tokens(self._cache.store, self._cache.header, self._cache.hidden_sizes, self.builder)
-        #: The most visual tokens that a video of the cache has in a prompt.
-        self.largest_video = self._cache.most_tokens + (1 if self.builder.needs_newline else 0)
-        if served.retention_ratio is not None and served.retention_ratio > self._cache.retention_ratio + 1e-9:
-            raise UsageError(
-                f"--retention-ratio {served.retention_ratio:g}: the cache stores {self._cache.retention_ratio:g}"
-            )
-        declared = declared_method(self._cache.identity)
-        reorders = declared is not None and declared.reorders
-        self._order: TokenOrder = "selection" if reorders else "index"
-        self._held: LastUsed[CacheLink, Visual] = LastUsed(_HELD_BYTES, n_bytes)
-        self._lock = threading.Lock()
-        self._opened_at = time.monotonic()
+        self.caches = {name: self._opened(place) for name, place in served.places().items()}
+        #: The most visual tokens that a video of the caches has in a prompt.
+        self.largest_video = max(videos.cache.most_tokens for videos in self.caches.values())
+        self.largest_video += 1 if self.builder.needs_newline else 0
 
-    def build(self, messages: Iterable[Mapping[str, Any]]) -> Prompt:
-        """The prompt of a conversation, up to where the model is to speak.
+    def _opened(self, place: str) -> ServedVideos:
+        def opened() -> TokenCache:
+            return TokenCache(place, store=store_at(place, Objects.from_environment()))
 
-        Raises ValueError for what is no cached video, not in the cache, or not what the model takes, with the reason.
+        first, ratio = opened(), self._served.retention_ratio
+        check_model(first.store, first.identity["model"], self.source)
+        check_tokens(first.store, first.header, first.hidden_sizes, self.builder)
+        if ratio is not None and ratio > first.retention_ratio + 1e-9:
+            raise UsageError(f"--retention-ratio {ratio:g}: the cache stores {first.retention_ratio:g}")
+        return ServedVideos(opened, self._served.refresh_seconds)
+
+    def close(self) -> None:
+        """Look at the caches no more."""
+        for videos in self.caches.values():
+            videos.close()
+
+    def read(self, messages: Iterable[Mapping[str, Any]]) -> Conversation:
+        """Read messages without tokenizing them.
+
+        Raises ValueError for a link that names no cached video, and for what the model does not take, with the reason.
         """
         read = [(_role(message), parts_of(message)) for message in messages]
         links = [CacheLink.parse(part["url"]) for _, parts in read for part in parts if "url" in part]
         told = [{"role": role, "content": [_for_template(part) for part in parts]} for role, parts in read]
-        return self.builder.build_chat(told, self._visuals(links))
+        n_characters = sum(len(part.get("text", "")) for _, parts in read for part in parts)
+        self.check_length(n_characters)
+        return Conversation(told, links, n_characters)
 
-    def _visuals(self, links: Sequence[CacheLink]) -> list[Visual]:
-        with self._lock:  # a cache reads for one at a time
-            return [self._visual(link) for link in links]
+    def check_length(self, n_characters: int) -> None:
+        """Raise ValueError where texts are so long that no prompt of the model holds them."""
+        most = _CHARACTERS_PER_TOKEN * self.builder.context_length
+        if n_characters > most:
+            raise ValueError(
+                f"the messages have {n_characters:,} characters; this server takes {most:,}, as a prompt of this model "
+                f"has at most {self.builder.context_length:,} tokens"
+            )
 
-    def _look_again(self, video_id: str) -> None:
-        """For a video that was added since; not for every mistyped name, as this reads the whole index."""
-        if video_id not in self._cache and time.monotonic() - self._opened_at > _OPEN_AGAIN_S:
-            self._cache = self._served.open()
-            self._opened_at = time.monotonic()
-
-    def _visual(self, link: CacheLink) -> Visual:
-        if (held := self._held.get(link)) is not None:
-            return held
+    def find(self, link: CacheLink) -> Future[ServedVideo]:
+        """Return a future of a video, as ServedVideos.find. Raises ValueError for an unknown cache."""
+        if link.cache not in self.caches:
+            known = ", ".join(filter(None, self.caches)) or "none"
+            raise ValueError(f"this server has no cache {link.cache[:80]!r}; by name it has {known}")
         ratio = link.retention_ratio if link.retention_ratio is not None else self._served.retention_ratio
-        try:
-            self._look_again(link.video_id)
-            video = self._cache.get(link.video_id, ratio, self._order)
-        except (UnknownVideo, RatioNotCached, CorruptShard) as error:
-            raise ValueError(str(error)) from error
-        return self._held.put(link, to_visual(video, self._cache.newline))
+        return self.caches[link.cache].find(link.video_id, ratio)
+
+    def prompt(self, conversation: Conversation, videos: Sequence[ServedVideo]) -> Prompt:
+        """Return the prompt of a conversation up to where the model is to speak. Raises ValueError, as the builder."""
+        return self.builder.build_chat(conversation.messages, [video.visual for video in videos])
+
+    def build(self, messages: Iterable[Mapping[str, Any]]) -> Prompt:
+        """Return the prompt of messages, waiting for their videos.
+
+        Raises ValueError as ``read``, and what ``find`` gives.
+        """
+        conversation = self.read(messages)
+        return self.prompt(conversation, [self.find(link).result() for link in conversation.links])
 
 
-_NO_MORE = frozenset(("role", "content", "name"))
+@lru_cache(maxsize=1)
+def prompts_of(served: ServedCache) -> CachedPrompts:
+    """Return the one CachedPrompts of this process: its renderer, health and metrics share it."""
+    return CachedPrompts(served)
+
+
+_NO_MORE = frozenset(("role", "content", "name", "type"))
 _ROLES = ("system", "developer", "user", "assistant")
+_TEXTS = ("text", "input_text", "output_text")  # the last two are those of /v1/responses
 
 
 def parts_of(message: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The content of a message as ``{"text": ...}`` and ``{"url": ...}`` of a cached video.
+    """Return the content of a message as ``{"text": ...}`` and ``{"url": ...}`` of a cached video.
 
     Raises ValueError for parts of any other kind: whatever is not named here would have to be read from somewhere.
     """
@@ -124,7 +164,7 @@ def parts_of(message: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _role(message: Mapping[str, Any]) -> str:
-    """Raises ValueError for what a chat template would write and this does not look into: tools."""
+    """Return the role. Raises ValueError for what a chat template would write and this does not look into: tools."""
     role = message.get("role")
     if role not in _ROLES:
         raise ValueError(f"a message of role {str(role)[:40]!r} cannot go with a cached video")
@@ -137,11 +177,13 @@ def _part(part: Any) -> dict[str, str]:
     if isinstance(part, str):
         return {"text": part}
     kind = part.get("type")
-    if kind == "text":
+    if kind in _TEXTS:
         return {"text": str(part["text"])}
     if kind == "video_url":
         link = part["video_url"]
         return {"url": str(link["url"] if isinstance(link, Mapping) else link)}
+    if kind == "input_file" and part.get("file_url"):  # /v1/responses knows no video
+        return {"url": str(part["file_url"])}
     raise ValueError(f"a part of type {str(kind)[:40]!r}: this server takes text, and video_url with {SCHEME}VIDEO_ID")
 
 

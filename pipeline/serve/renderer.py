@@ -1,21 +1,28 @@
-"""Where vLLM makes prompts of messages: its own renderer, but that videos come from a cache."""
+"""Where vLLM makes prompts of messages: its own renderer, but that videos come from caches."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from fastapi import HTTPException
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer
 
 from gstep.serving.inputs import engine_input
+from pipeline.errors import CorruptShard, UnknownVideo
 from pipeline.serve import CONFIG
-from pipeline.serve.prompts import CachedPrompts, ServedCache, parts_of
+from pipeline.serve.gate import REQUEST
+from pipeline.serve.prompts import CachedPrompts, Conversation, ServedCache, parts_of, prompts_of
+from pipeline.serve.videos import ServedVideo, StoreAway, VideoGone
 
 _READY = "cached_videos_input"  # of a prompt that needs no processor
 # Of a request what may be set with a cached video: all else changes prompts in ways that are not looked into here.
 _TAKEN = frozenset(("add_generation_prompt", "tokenize", "return_dict", "cohere_format"))  # the last is the server's
+_LONG = 2**14  # characters, which take some 10 ms: longer texts are tokenized where short ones do not wait for them
+_STATUS = {StoreAway: 503, VideoGone: 410, CorruptShard: 500}
 
 
 class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
@@ -23,50 +30,77 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
-        self._served = ServedCache(**config.additional_config[CONFIG])
-        self._prompts: CachedPrompts | None = None
+        self._served = ServedCache.from_config(config.additional_config[CONFIG])
+        self._short, self._long = (ThreadPoolExecutor(1, f"prompts-{name}") for name in ("short", "long"))
 
     def render_messages(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
-        """A conversation with no video is vLLM's own matter; whatever else a part may name is refused first."""
-        read = [dict(message) for message in messages]
-        for message in read:
-            if isinstance(message.get("content"), Sequence | Mapping) or message.get("content") is None:
-                continue
-            message["content"] = list(message["content"])  # pydantic gives an iterator, which ends
-        try:
-            parts = [part for message in read for part in parts_of(message)]
-            if not any("url" in part for part in parts):
-                return super().render_messages(read, params)  # type: ignore[no-any-return]
-            _check(params)
-            prompt = self._made().build(read)
-        except VLLMValidationError:
-            raise
-        except (ValueError, KeyError, TypeError) as error:
-            raise VLLMValidationError(str(error), parameter="messages") from error
-        ids = prompt.input_ids.tolist()
-        ready = engine_input(prompt, self._made().builder.config.video_token_id)
-        conversation = [{"role": message["role"], "content": _text(message)} for message in read]
-        return conversation, {"prompt_token_ids": ids, _READY: ready}
+        """Return the conversation and its prompt; see ``render_messages_async``, which the server calls."""
+        found = self._read(messages, params)
+        if isinstance(found, list):
+            return super().render_messages(found, params)  # type: ignore[no-any-return]
+        return self._prompt(found, [self._made().find(link).result() for link in found.links])
 
     async def render_messages_async(self, messages: list[Any], params: Any) -> tuple[list[Any], Any]:
-        """The same in a thread: it reads files, and hashes tokens."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self.render_messages, messages, params)
+        """Return the conversation and its prompt, waiting for nothing but the videos and texts of this request.
+
+        A conversation with no video is vLLM's own matter; whatever else a part may name is refused first. Raises
+        VLLMValidationError for what the client can mend, and HTTPException for what the store has to.
+        """
+        try:
+            found = self._read(messages, params)
+            if isinstance(found, list):
+                return await super().render_messages_async(found, params)  # type: ignore[no-any-return]
+            # A client that leaves cancels its own waiting, and not the reading that others wait for, too.
+            reads = [asyncio.shield(asyncio.wrap_future(self._made().find(link))) for link in found.links]
+            videos = await asyncio.gather(*reads)
+            pool = self._long if found.n_characters > _LONG else self._short
+            ready = await asyncio.get_running_loop().run_in_executor(pool, self._prompt, found, videos)
+        except VLLMValidationError:
+            raise
+        except (StoreAway, VideoGone, CorruptShard) as error:
+            raise HTTPException(_STATUS[type(error)], str(error)) from error
+        except (ValueError, KeyError, TypeError, UnknownVideo) as error:
+            raise VLLMValidationError(str(error), parameter="messages") from error
+        if (request := REQUEST.get()) is not None:
+            request.videos = [video.name for video in videos]
+        return ready
 
     def process_for_engine(self, prompt: Any, arrival_time: float, **keywords: Any) -> Any:
-        """What is ready goes on as it is."""
+        """Return a prompt that is ready as it is, and others as vLLM makes them."""
         ready = _ready(prompt, arrival_time)
         return super().process_for_engine(prompt, arrival_time, **keywords) if ready is None else ready
 
     async def process_for_engine_async(self, prompt: Any, arrival_time: float, **keywords: Any) -> Any:
-        """As above."""
+        """Return the same as ``process_for_engine``."""
         ready = _ready(prompt, arrival_time)
         return await super().process_for_engine_async(prompt, arrival_time, **keywords) if ready is None else ready
 
     def _made(self) -> CachedPrompts:
         # Not in __init__: the engine's own process makes a renderer too, and asks it for its tokenizer alone.
-        if self._prompts is None:
-            self._prompts = CachedPrompts(self._served)
-        return self._prompts
+        return prompts_of(self._served)
+
+    def _read(self, messages: list[Any], params: Any) -> Conversation | list[Any]:
+        """Return a conversation about cached videos, or the messages of another one."""
+        read = [dict(message) for message in messages]
+        for message in read:
+            if isinstance(message.get("content"), Sequence | Mapping) or message.get("content") is None:
+                continue
+            message["content"] = list(message["content"])  # pydantic gives an iterator, which ends
+        parts = [part for message in read for part in parts_of(message)]
+        texts, prompts = [part.get("text", "") for part in parts], self._made()
+        prompts.check_length(sum(map(len, texts)))
+        # vLLM would take a placeholder in a text for a video.
+        if not any("url" in part for part in parts) and not any(map(prompts.builder.has_placeholder, texts)):
+            return read
+        _check(params)
+        return prompts.read(read)
+
+    def _prompt(self, conversation: Conversation, videos: Sequence[ServedVideo]) -> tuple[list[Any], Any]:
+        prompts = self._made()
+        prompt = prompts.prompt(conversation, videos)
+        ready = engine_input(prompt, prompts.builder.config.video_token_id)
+        told = [{"role": message["role"], "content": _text(message)} for message in conversation.messages]
+        return told, {"prompt_token_ids": prompt.input_ids.tolist(), _READY: ready}
 
 
 def _ready(prompt: Any, arrival_time: float) -> Any:
@@ -88,4 +122,4 @@ def _check(params: Any) -> None:
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    return "".join(part.get("text", "") for part in parts_of(message))
+    return "".join(part.get("text", "") for part in message["content"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from gstep.backbones import choose_runtime
@@ -18,7 +19,8 @@ from pipeline.generate.engines.vllm import check_installed
 from pipeline.generate.model import model_of
 from pipeline.serve import CONFIG, MODE
 from pipeline.serve.config import ServeConfig
-from pipeline.serve.guard import KEY, KeyGuard
+from pipeline.serve.gate import RequestGate
+from pipeline.serve.guard import KEY
 from pipeline.serve.prompts import CachedPrompts, ServedCache
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
@@ -26,7 +28,8 @@ from pipeline.storage.stores import store_at
 # What is no user's to say, beside what no engine's user can.
 _OWN = OWN | {
     *("tokenizer_mode", "additional_config", "host", "port", "api_key", "served_model_name", "chat_template"),
-    *("allowed_media_domains", "allowed_local_media_path", "enable_scale_out", "middleware"),
+    *("allowed_media_domains", "allowed_local_media_path", "enable_scale_out", "middleware", "shutdown_timeout"),
+    "api_server_count",  # its processes would have a cache and metrics each
 }
 
 
@@ -43,7 +46,7 @@ def serve(config: ServeConfig) -> None:
 
 
 def server_arguments(config: ServeConfig) -> list[str]:
-    """The command line of ``vllm serve``. Raises UsageError where cache, model and flags do not go together."""
+    """Return the command line of ``vllm serve``. Raises UsageError where cache, model and flags do not go together."""
     check_installed("jobs.serve")
     for name, value in (("AWS_ENDPOINT_URL", config.s3_endpoint), ("AWS_REGION", config.s3_region)):
         if value is not None:
@@ -53,6 +56,7 @@ def server_arguments(config: ServeConfig) -> list[str]:
     served = served_cache(config)
     with refusing(), store_refusing():
         prompts = CachedPrompts(served)
+        prompts.close()
     if prompts.builder.axes == 1 and prompts.builder.policy.positions == "original":
         raise UsageError("--positions original: vLLM counts the positions of this model itself")
     with refusing():
@@ -66,12 +70,13 @@ def server_arguments(config: ServeConfig) -> list[str]:
     del options["disable_log_stats"]
     options |= {
         "generation_config": "auto",  # here the checkpoint's settings are what a request leaves open
-        "served_model_name": config.served_model_name or config.model or prompts.source.name,
+        "served_model_name": config.served_model_name or _public_name(config.model or prompts.source.name),
         "tokenizer_mode": MODE,
         # Should a route of vLLM's fetch what a part names before a renderer sees it: from nowhere.
         "allowed_media_domains": ["cached-videos.invalid"],
         "additional_config": {CONFIG: asdict(served)},
-        "middleware": [f"{KeyGuard.__module__}.{KeyGuard.__name__}"],
+        "middleware": [f"{RequestGate.__module__}.{RequestGate.__name__}"],
+        "disable_uvicorn_access_log": True,  # the gate writes a line for each request
         "host": config.host,
         "port": config.port,
         **config.engine_params(),
@@ -81,7 +86,7 @@ def server_arguments(config: ServeConfig) -> list[str]:
 
 
 def served_cache(config: ServeConfig) -> ServedCache:
-    """What the renderer is told."""
+    """Return the settings of the renderer, which reach it through vLLM's configuration."""
     with refusing(), store_refusing():
         weights = read_header(store_at(config.cache, Objects.from_environment()))["identity"]["model"]["weights"]
         model, revision = model_of(config.model, config.revision, weights)
@@ -89,11 +94,20 @@ def served_cache(config: ServeConfig) -> ServedCache:
         cache=config.cache,
         model=model,
         revision=revision,
+        others=tuple(config.named_caches().items()),
         retention_ratio=config.retention_ratio,
         positions=None if config.positions == "auto" else config.positions,
         rule=config.rule,
         frame_times=config.frame_times,
+        refresh_seconds=config.refresh_seconds,
+        max_request_bytes=config.max_request_bytes,
+        shutdown_timeout=config.shutdown_timeout,
     )
+
+
+def _public_name(model: str) -> str:
+    """Return what clients may know of a model: a Hub id, but of a folder its last name alone."""
+    return Path(model).name if Path(model).exists() else model
 
 
 def _flag(name: str, value: Any) -> list[str]:

@@ -25,7 +25,6 @@ from pipeline.evaluate.config import EvaluateConfig
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.generate.answers import AnswersTable
 from pipeline.generate.engines.vllm import VllmEngine
-from pipeline.generate.held_videos import to_visual
 from pipeline.storage.stores import LocalStore
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
@@ -205,7 +204,7 @@ def test_full_retention_replies_as_the_stock_model_does_on_pixels(tmp_path):
     features = whole.get_video_features
     for item in benchmark.load(data).items[: PER_VIDEO + 3]:
         frames = decode_video(DecodeRequest(data / item.video_id, Sampling(4), preprocessor)).frames
-        visual = to_visual(cache.get(item.video_id), cache.newline)
+        visual = cache.get(item.video_id).visual
         pixels = {"pixel_values_videos": preprocessor.normalise(frames, "cpu", torch.float32)[None]}
         builder = prompt_builder(source)
         prompt = builder.build(protocol.text(item, source.model_type), [visual], rules.system)

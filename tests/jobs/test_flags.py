@@ -33,7 +33,8 @@ def test_every_field_is_a_flag_with_help(config):
     text = help_of(config)
     for item in fields(config):
         assert item.metadata["help"]
-        assert item.metadata.get("positional") or f"--{item.name.replace('_', '-')} " in text
+        flag = item.metadata.get("flag", f"--{item.name.replace('_', '-')}")
+        assert item.metadata.get("positional") or f"{flag} " in text
     assert "{item}" not in text
 
 

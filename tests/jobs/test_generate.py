@@ -40,7 +40,7 @@ def asked() -> list[dict]:
     rows += [{"video_id": VIDEOS[0], "prompt": "Which?", "choices": ["a dog", "a bike", "a house"]}]
     rows += [{"video_id": list(VIDEOS), "prompt": "Compare them.", "topic": "both"}]
     rows += [{"video_id": video, "prompt": "Where?"} for video in ("text.mp4", "gone.mp4")]
-    rows += [{"video_id": VIDEOS[1], "prompt": "This <video> is a placeholder."}]
+    rows += [{"video_id": VIDEOS[1], "prompt": "This \U0010fffe is no character."}]
     return [{"question_id": f"q{i:02}", **row} for i, row in enumerate(rows)]
 
 

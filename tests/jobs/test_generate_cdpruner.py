@@ -22,7 +22,6 @@ from pipeline.execution import gpu_fault
 from pipeline.generate.answer_stage import Answerer
 from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.held_videos import to_visual
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import Way, read_questions
 from pipeline.generate.request import prepare
@@ -90,7 +89,7 @@ def test_two_questions_on_one_video_are_answered_from_tokens_of_their_own(source
     video = opened.get("bikes.mp4", evidence=["image_embedding"])
     kept = {question["question_id"]: by_hand(video, question["prompt"]) for question in QUESTIONS}
     assert len(words_of(LONG)) > 1 and not torch.equal(kept["short"], kept["long"])
-    visual = to_visual(video, opened.newline)
+    visual = video.visual
 
     def scores(question, index):
         chosen = replace(visual, tokens=visual.tokens[index], index=index)

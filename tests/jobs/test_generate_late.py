@@ -16,7 +16,7 @@ from pipeline import TokenCache
 from pipeline.cache.writer import PrunedVideo
 from pipeline.generate.answers import read_answers
 from pipeline.generate.config import GenerateConfig
-from pipeline.generate.held_videos import HeldVideos, to_visual
+from pipeline.generate.held_videos import HeldVideos
 from pipeline.generate.request import prepare
 from pipeline.prune.encode_stage import kept_tokens, pruned_columns
 from tests.gstep.llms import llm
@@ -58,7 +58,7 @@ def test_answers_are_from_what_the_method_keeps(cluster, model, tmp_path):
         return {row["question_id"]: row for row in read_answers(tmp_path / out).to_pylist()}
 
     opened = TokenCache(cache)
-    visual = to_visual(opened.get("a.mp4"), opened.newline)
+    visual = opened.get("a.mp4").visual
     build = prompt_builder(source).build
     prompts = [build(QUESTIONS[i]["prompt"], [visual]) for i in range(3)]
     inside = (FastV(K=LAYER[model]), 0.25)

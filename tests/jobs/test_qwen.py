@@ -11,7 +11,6 @@ from gstep.language import Decoding, prompt_builder
 from jobs import generate, inspect, prune
 from pipeline import TokenCache
 from pipeline.generate.answers import read_answers
-from pipeline.generate.held_videos import to_visual
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.gstep.llms import llm
@@ -97,7 +96,7 @@ def test_they_answer_from_their_caches(first, model, tmp_path, monkeypatch):
     argv += ["--max-new-tokens", "6"]
     assert generate.main(argv) == 0
     opened, answers = TokenCache(cache), {row["question_id"]: row for row in read_answers(out).to_pylist()}
-    visual = to_visual(opened.get("bikes.mp4", 0.10), opened.newline)
+    visual = opened.get("bikes.mp4", 0.10).visual
     assert len(visual.deepstack) == (3 if model == "tiny-qwen3-vl" else 0)
     build = prompt_builder(ModelSource.resolve(model)).build
     prompts = [build("What is special?", [visual] * count) for count in (1, 2)]

@@ -26,7 +26,7 @@ from pipeline.cache.header import header_bytes
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.cache.token_shard import TokenShard
 from pipeline.cache.writer import PrunedVideo, commit, write_token_shard
-from pipeline.generate.held_videos import n_bytes, to_visual
+from pipeline.generate.held_videos import n_bytes
 from pipeline.prune.encode_stage import kept_tokens, pruned_columns
 from pipeline.rows import ManifestRow, VideoRecord
 from pipeline.storage.stores import LocalStore
@@ -160,7 +160,7 @@ class Bench:
     def _read(self, way: Way, video_id: str) -> Visual:
         cache = self._caches[way.label]
         evidence = () if way.stored else sorted(way.evidence)
-        return to_visual(cache.get(video_id, evidence=evidence), cache.newline)
+        return cache.get(video_id, evidence=evidence).visual
 
     def _bytes_read(self, way: Way, video_id: str) -> int:
         """Of the token shard: what the footer says of the rows and columns that are read."""

@@ -76,11 +76,18 @@ def test_the_ids_are_those_of_the_whole_text(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("kind", ["video", "image"])
-def test_a_question_cannot_pass_for_a_video(name, kind):
+def test_a_placeholder_in_a_question_is_text_and_cannot_pass_for_a_video(name, kind):
     token = f"<{kind}>" if name == "tiny" else f"<|{kind}_pad|>"
-    for keywords in ({"text": f"hello {token}"}, {"text": "hello", "system": token}):
-        with pytest.raises(ValueError, match="placeholder"):
-            builder(name).build(visuals=[video(name, index=[0])], **keywords)
+    asked, maker = [video(name, index=[0])], builder(name)
+    prompt = maker.build(f"What is a {token}, and {token}{token}?", asked, system=f"Say {token}.")
+    text = maker.tokenizer.decode(prompt.input_ids)
+    assert f"What is a {token}, and {token}{token}?" in text and f"Say {token}." in text
+    ids = {maker.config.video_token_id, maker.config.image_token_id}
+    assert sum(i in ids for i in prompt.input_ids.tolist()) == maker.n_visual(asked)
+    without = maker.build("What?", asked)
+    assert prompt.spans[0][1] - prompt.spans[0][0] == without.spans[0][1] - without.spans[0][0]
+    with pytest.raises(ValueError, match=r"U\+10FFFE"):
+        maker.build("a \U0010fffe", asked)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -16,7 +16,6 @@ from pipeline.evaluate.request import EvaluateRequest, prepare
 from pipeline.evaluate.run import arms_of
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
-from pipeline.generate.held_videos import to_visual
 from pipeline.generate.late_pruning import LateAsked, LatePruning
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.inspect.page import draw_page
@@ -103,7 +102,7 @@ def test_a_page_shows_what_a_cache_of_the_method_would_show(tmp_path, method, ra
     whole, made = cache_by(tmp_path / "c", "none"), cache_by(tmp_path / method, method, ratio)
     late, held, pictures = late_of(tmp_path, method, ratio), whole.get("a"), Pictures([], "there are none")
     chosen, same = (
-        chosen_video(held, late.select(to_visual(held, whole.newline), "cpu")),
+        chosen_video(held, late.select(held.visual, "cpu")),
         made.get("a", None, "selection"),
     )
     assert chosen.index.tolist() == same.index.tolist() and chosen.metadata["n_tokens"] == len(same.index)

@@ -17,7 +17,6 @@ from pipeline.execution import gpu_fault
 from pipeline.generate import answer_stage
 from pipeline.generate.answer_stage import ANSWERED, GROW_AFTER, Answerer, BatchSize, answered_rows, question_blocks
 from pipeline.generate.engines import transformers
-from pipeline.generate.held_videos import to_visual
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.generate.questions import Way, read_questions
 from pipeline.rows import QuestionRecord, without_nulls
@@ -64,7 +63,7 @@ def test_an_answer_is_the_models_on_the_cached_tokens(cache, tmp_path):
     opened = TokenCache(tmp_path / "c")
     build = prompt_builder(ModelSource.resolve("tiny")).build
     for name, question_id in (("a", "0"), ("b", "1")):
-        video = to_visual(opened.get(name, 0.10), opened.newline)
+        video = opened.get(name, 0.10).visual
         assert len(video.tokens) == SHAPE[0] * SHAPE[1] // 10
         prompt = build(rows[question_id]["prompt"], [video])
         (expected,) = llm("tiny").generate([prompt], [WAY.decoding])

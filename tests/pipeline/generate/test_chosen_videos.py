@@ -17,7 +17,7 @@ from pipeline.cache.method import describe_method
 from pipeline.execution.heartbeat import Heartbeat
 from pipeline.generate.asking import Asker
 from pipeline.generate.engines import EngineSetup, load_engine
-from pipeline.generate.held_videos import ChosenVideos, HeldVideos, LastUsed, to_visual
+from pipeline.generate.held_videos import ChosenVideos, HeldVideos, LastUsed
 from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
 from pipeline.generate.questions import Instructions
 from pipeline.prune.decode_stage import decoded_columns
@@ -98,7 +98,7 @@ def test_late_and_early_pruning_give_the_same_tokens_bit_for_bit(made, whole, me
             early = made.cache(f"{method}-{ratio}", method, ratio, seed=7)
         reorders = late.pruner.reorders
         order = "selection" if reorders else "index"
-        expected = to_visual(early.get("v", ratio if nested else None, order), early.newline)
+        expected = early.get("v", ratio if nested else None, order).visual
         got = videos.get("v", late).visual
         assert torch.equal(got.index, expected.index), ratio
         for ours, theirs in zip((got.tokens, *got.deepstack), (expected.tokens, *expected.deepstack), strict=True):

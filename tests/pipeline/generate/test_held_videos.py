@@ -1,14 +1,14 @@
 """Cached videos for prompts: each is read once, and the last few stay in memory."""
 
 from pipeline import TokenCache
-from pipeline.generate.held_videos import HeldVideos, n_bytes, to_visual
+from pipeline.generate.held_videos import HeldVideos, n_bytes
 from tests.pipeline.asking import tiny_cache
 
 
 def test_a_video_is_read_once_and_few_are_held(tmp_path):
     cache = tiny_cache(tmp_path / "c", ("a", "b", "c"))
     opened = TokenCache(str(cache), store=cache)
-    size = n_bytes(to_visual(opened.get("a"), None))
+    size = n_bytes(opened.get("a").visual)
     held = HeldVideos(opened, None, limit=2 * size)
     a, ratio, seconds = held.get("a")
     assert ratio == 0.25 and seconds > 0

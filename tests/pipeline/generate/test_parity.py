@@ -1,5 +1,7 @@
 """What an LLM says of tokens that went through the cache, beside what the stock model says of the same frames."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -7,7 +9,6 @@ import gstep
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from gstep.language import Decoding, prompt_builder
 from pipeline import TokenCache
-from pipeline.generate.held_videos import to_visual
 from tests.gstep.llms import FAMILIES, Encoded, llm, stock, stock_inputs
 from tests.pipeline.caches import write_header, write_shard
 from tests.pipeline.encoding import encode_clip
@@ -23,7 +24,7 @@ def cached(source, name, tmp_path, method, ratio, **params):
     write_shard(store, "run", row)
     cache = TokenCache(tmp_path / method)
     newline = stock(name).model.image_newline.bfloat16() if name == "tiny" else None
-    return frames, to_visual(cache.get("v"), newline)
+    return frames, dataclasses.replace(cache.get("v").visual, newline=newline)
 
 
 def pixels_of(source, name, frames, visual):

@@ -33,9 +33,18 @@ def test_a_stranger_gets_nowhere(monkeypatch, path):
     assert status(path, "secret") == 200
 
 
+@pytest.mark.parametrize("scheme", ["bearer", "Bearer", "BEARER"])
+def test_the_scheme_is_read_in_any_case(monkeypatch, scheme):
+    monkeypatch.setenv(KEY, "secret")
+    headers = [(b"authorization", f"{scheme} secret".encode())]
+    assert answered({"type": "http", "path": "/x", "headers": headers})[0]["status"] == 200
+    headers = [(b"authorization", b"Basic secret")]
+    assert answered({"type": "http", "path": "/x", "headers": headers})[0]["status"] == 401
+
+
 def test_health_is_for_everybody(monkeypatch):
     monkeypatch.setenv(KEY, "secret")
-    assert status("/health") == status("/ping") == 200
+    assert status("/health") == status("/ping") == status("/ready") == 200
 
 
 def test_a_websocket_is_closed(monkeypatch):

@@ -6,7 +6,6 @@ from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, load_language_model, prompt_builder
 from pipeline import TokenCache, vllm_input, vllm_options
 from pipeline.errors import UsageError
-from pipeline.generate.held_videos import to_visual
 from tests import vllm_here
 from tests.pipeline.asking import tiny_cache
 
@@ -39,7 +38,7 @@ def test_an_engine_of_ones_own_answers_as_transformers_does(cache):
     source = ModelSource.resolve("tiny")
     model = load_language_model(source, choose_runtime("cpu", "float32"))
     for name, (videos, prompt, system) in asked.items():
-        visuals = [to_visual(video, cache.newline) for video in videos]
+        visuals = [video.visual for video in videos]
         built = prompt_builder(source).build(prompt, visuals, system)
         assert tuple(found[name]) == model.generate([built], [Decoding(max_new_tokens=6)])[0].token_ids
 
@@ -49,7 +48,7 @@ def test_what_does_not_go_together_is_refused(cache):
         vllm_options(cache, "tiny-qwen3-vl")
     with pytest.raises(ValueError, match="at least one"):
         vllm_input([], "What?")
-    with pytest.raises(ValueError, match="placeholder"):
-        vllm_input(cache.get("a"), "a <video>?")
+    with pytest.raises(ValueError, match="no character"):
+        vllm_input(cache.get("a"), "a \U0010fffe?")
     with pytest.raises(ValueError, match="--positions original needs transformers"):
         vllm_input(cache.get("a"), "What?", positions="original")

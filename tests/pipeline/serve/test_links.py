@@ -22,8 +22,8 @@ def test_a_link_names_a_video_and_a_ratio(url, video_id, ratio):
 
 @pytest.mark.parametrize("video_id", ["a b?c#d%.mp4", "día/ñ.mp4", "x", "/y?retention_ratio=0.5"])
 def test_a_link_that_was_written_is_read_again(video_id):
-    for ratio in (None, 0.1, 1.0):
-        link = CacheLink(video_id, ratio)
+    for ratio, cache in ((None, ""), (0.1, ""), (1.0, "b&c"), (None, "d")):
+        link = CacheLink(video_id, ratio, cache)
         assert CacheLink.parse(str(link)) == link
 
 
@@ -38,6 +38,7 @@ def test_a_link_that_was_written_is_read_again(video_id):
         ("cache://?retention_ratio=0.1", "names no video"),
         ("cache://a?ratio=0.1", "unknown option 'ratio'"),
         ("cache://a?retention_ratio=", "in \\(0, 1\\]"),
+        ("cache://a?retention_ratio=0.1&retention_ratio=0.9", "says an option twice"),
         ("cache://a?retention_ratio=nan", "in \\(0, 1\\]"),
         ("cache://a?retention_ratio=0", "in \\(0, 1\\]"),
         ("cache://a?retention_ratio=1.5", "in \\(0, 1\\]"),

@@ -7,11 +7,14 @@ import torch
 
 from gstep.backbones import ModelSource
 from pipeline import TokenCache
-from pipeline.errors import UsageError
-from pipeline.generate.held_videos import to_visual
+from pipeline.errors import UnknownVideo, UsageError
+from pipeline.generate.held_videos import n_bytes
+from pipeline.serve.links import CacheLink
 from pipeline.serve.prompts import CachedPrompts, ServedCache
+from pipeline.serve.videos import StoreAway, VideoGone
 from tests.pipeline.asking import tiny_cache
 from tests.pipeline.caches import encoded, random_tokens, write_shard
+from tests.waiting import wait_until
 
 SHAPE = (4, 49, 64)
 
@@ -43,7 +46,7 @@ def test_a_question_has_the_prompt_of_jobs_generate(cache, ratio):
     prompts, opened = served(cache), TokenCache(cache)
     link = "" if ratio is None else f"?retention_ratio={ratio}"
     names = ("dir/b.mp4", "a")
-    visuals = [to_visual(opened.get(name, ratio), opened.newline) for name in names]
+    visuals = [opened.get(name, ratio).visual for name in names]
     expected = prompts.builder.build("Why?", visuals, system="Be brief.")
     asked = [
         {"role": "system", "content": "Be brief."},
@@ -89,11 +92,11 @@ def test_a_conversation_goes_on(cache):
         ({"type": "image_embeds", "image_embeds": "AAAA"}, "'image_embeds'"),
         ({"type": "prompt_embeds", "data": "AAAA"}, "'prompt_embeds'"),
         ({"no": "type"}, "'None'"),
-        (text("a <video> of mine"), "placeholder"),
+        (text("a \U0010fffe of mine"), "no character"),
     ],
 )
 def test_whatever_is_no_cached_video_is_refused_with_the_reason(cache, part, why):
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises((ValueError, UnknownVideo), match=why):
         served(cache).build([user(video("cache://a"), part)])
 
 
@@ -118,16 +121,82 @@ def test_a_developer_is_the_system(cache):
     assert torch.equal(*ids)
 
 
-def test_a_video_that_was_added_since_is_found_after_a_while(cache, monkeypatch):
-    """Not at once for every mistyped name: it reads the whole index."""
-    prompts = served(cache)
-    with pytest.raises(ValueError, match="not in the cache"):
-        prompts.build([user(video("cache://new"), text("x"))])
+def test_a_video_that_was_added_since_is_found_after_a_while(cache):
+    prompts = served(cache, refresh_seconds=0.1)
+    asked = [user(video("cache://new"), text("x"))]
+    with pytest.raises(UnknownVideo, match="not in the cache"):
+        prompts.build(asked)
     write_shard(TokenCache(cache).store, "later", encoded("new", random_tokens(9, SHAPE), 0.25, "gstep"))
-    with pytest.raises(ValueError, match="not in the cache"):
-        prompts.build([user(video("cache://new"), text("x"))])
-    monkeypatch.setattr("pipeline.serve.prompts._OPEN_AGAIN_S", 0.0)
-    assert len(prompts.build([user(video("cache://new"), text("x"))]).visuals[0].index) == 49
+    wait_until(lambda: "new" in prompts.caches[""].cache, "the new video")
+    assert len(prompts.build(asked).visuals[0].index) == 49
+
+
+def test_a_redone_video_is_fresh_in_every_link_and_says_so(cache):
+    prompts = served(cache, refresh_seconds=3600)
+    videos, links = prompts.caches[""], [CacheLink("a"), CacheLink("a", 0.25), CacheLink("a", 0.1)]
+    old = [prompts.find(link).result() for link in links]
+    other = prompts.find(CacheLink("dir/b.mp4")).result()
+    redone = encoded("a", random_tokens(9, SHAPE), 0.25, "gstep", attempts=2)
+    write_shard(TokenCache(cache).store, "later", redone)
+    videos.refresh()
+    row, misses = TokenCache(cache).metadata("a"), videos.stats.misses
+    new = [prompts.find(link).result() for link in links]
+    assert {video.name for video in new} == {f"a={row['token_shard']}:{row['first_row_group']}:{row['checksum']}"}
+    assert {video.name for video in new}.isdisjoint(video.name for video in old)
+    assert torch.equal(new[0].visual.tokens, TokenCache(cache).get("a").tokens)
+    assert torch.equal(new[0].visual.tokens, new[1].visual.tokens)
+    assert videos.stats.misses == misses + 3
+    assert prompts.find(CacheLink("dir/b.mp4")).result() is other  # was not done again: still held
+
+
+def test_held_videos_are_served_while_the_store_is_away(cache):
+    write_shard(TokenCache(cache).store, "later", encoded("new", random_tokens(9, SHAPE), 0.25, "gstep"))
+    prompts = served(cache, refresh_seconds=3600)
+    videos = prompts.caches[""]
+    held = prompts.find(CacheLink("a")).result()
+    cache.rename(cache.with_name("away"))
+    for link in (CacheLink("new"), CacheLink("new", 0.1)):
+        with pytest.raises(StoreAway):
+            prompts.find(link).result()
+    assert prompts.find(CacheLink("a")).result() is held
+    videos.refresh()
+    assert videos.away and prompts.find(CacheLink("a")).result() is held
+    cache.with_name("away").rename(cache)
+    videos.refresh()
+    assert not videos.away and len(prompts.find(CacheLink("new")).result().visual.index) == 49
+    assert videos.stats.errors == {"store-away": 2}
+    assert (videos.stats.hits, videos.stats.misses) == (2, 4)
+    assert videos.held_bytes == sum(n_bytes(prompts.find(CacheLink(name)).result().visual) for name in ("a", "new"))
+
+
+def test_a_video_whose_tokens_were_deleted_is_gone_and_not_the_clients_fault(cache):
+    prompts = served(cache, refresh_seconds=3600)
+    for shard in (cache / "tokens").iterdir():
+        shard.unlink()
+    with pytest.raises(VideoGone, match="missing"):
+        prompts.find(CacheLink("a")).result()
+    assert not prompts.caches[""].away
+
+
+def test_a_text_that_no_prompt_holds_is_refused_before_it_is_tokenized(cache, monkeypatch):
+    prompts = served(cache)
+
+    def tokenized(*_, **__):
+        raise AssertionError("tokenized")
+
+    monkeypatch.setattr(type(prompts.builder.tokenizer), "__call__", tokenized)
+    with pytest.raises(ValueError, match="5,000,000 characters; this server takes 262,144"):
+        prompts.build([user(video("cache://a"), text("a" * 5_000_000))])
+
+
+def test_links_name_one_of_several_caches(cache, tmp_path):
+    tiny_cache(tmp_path / "more", ("c",))
+    prompts = served(cache, others=(("more", str(tmp_path / "more")),))
+    assert len(prompts.find(CacheLink.parse("cache://c?cache=more")).result().visual.index) == 49
+    with pytest.raises(UnknownVideo):
+        prompts.find(CacheLink.parse("cache://c")).result()
+    with pytest.raises(ValueError, match="no cache 'other'; by name it has more"):
+        prompts.find(CacheLink.parse("cache://c?cache=other"))
 
 
 def test_threads_share_it(cache):

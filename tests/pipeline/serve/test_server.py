@@ -10,6 +10,8 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -18,11 +20,12 @@ import pytest
 from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import Decoding, load_language_model, prompt_builder
 from pipeline import TokenCache
-from pipeline.generate.held_videos import to_visual
 from tests import vllm_here  # noqa: F401 - skips this module where there is no vLLM
 from tests.jobs.jobs import environment
 from tests.paths import ROOT
-from tests.pipeline.asking import tiny_cache
+from tests.pipeline.asking import SHAPE, tiny_cache
+from tests.pipeline.caches import encoded, random_tokens, write_shard
+from tests.waiting import wait_until
 
 openai = pytest.importorskip("openai")
 
@@ -39,31 +42,47 @@ def cache(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def address(cache):
-    """Of a server of this cache."""
+@contextmanager
+def serving(cache, *flags):
+    """A server of this cache, and its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    log = (cache.parent / "log").open("w")
-    command = [sys.executable, "-m", "jobs.serve", str(cache), "--port", str(port), "--api-key", KEY]
+    log = (cache.parent / f"log-{port}").open("w")
+    command = [sys.executable, "-m", "jobs.serve", str(cache), "--port", str(port), "--api-key", KEY, *flags]
     server = subprocess.Popen(
         command, cwd=ROOT, env=environment(HF_HUB_OFFLINE="1"), stdout=log, stderr=subprocess.STDOUT
     )
     try:
         deadline = time.monotonic() + 300
         while True:
-            assert server.poll() is None and time.monotonic() < deadline, (cache.parent / "log").read_text()[-5000:]
+            assert server.poll() is None and time.monotonic() < deadline, Path(log.name).read_text()[-5000:]
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5)
                 break
             except OSError:
                 time.sleep(1)
-        yield f"http://127.0.0.1:{port}"
+        yield server, f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
         server.wait(60)
         log.close()
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory):
+    """Another cache of the same server, that tests do damage to."""
+    folder = tmp_path_factory.mktemp("more") / "c"
+    store = tiny_cache(folder, ("redone", "held"))
+    for run, name in (("later", "x"), ("gone", "y")):
+        write_shard(store, run, encoded(name, random_tokens(7, SHAPE), 0.25, "gstep"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(cache, more):
+    with serving(cache, "--cache", f"more={more}", "--refresh-seconds", "0.5") as (_, address):
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +121,7 @@ def ask(client, messages, **more):
 def expected(cache, prompt, names, ratio):
     """What transformers says."""
     source, opened = ModelSource.resolve("tiny"), TokenCache(cache)
-    visuals = [to_visual(opened.get(name, ratio), opened.newline) for name in names]
+    visuals = [opened.get(name, ratio).visual for name in names]
     built = prompt_builder(source).build(prompt, visuals)
     model = load_language_model(source, choose_runtime("cpu", "float32"))
     (answer,) = model.generate([built], [Decoding(max_new_tokens=N_TOKENS)])
@@ -137,6 +156,8 @@ def test_a_text_alone_is_a_chat_like_any_other(client):
         ("cache://bad", "corrupt: damaged"),
         ("cache://a?retention_ratio=0.9", "0.9 is larger"),
         ("cache://a?retention_ratio=x", "must be in"),
+        ("cache://a?retention_ratio=0.1&retention_ratio=0.2", "says an option twice"),
+        ("cache://a?cache=other", "no cache 'other'"),
         ("file:///etc/passwd", "no files and no addresses"),
         ("data:video/mp4;base64,AAAA", "no cached video"),
     ],
@@ -167,7 +188,7 @@ def test_the_key_is_asked_for_on_every_route(address):
         for method in methods:
             body = None if method == "get" else chat
             status, _ = fetched(f"{address}{path}", body, method.upper())
-            assert (status == 401) == (path not in ("/health", "/ping")), (path, method, status)
+            assert (status == 401) == (path not in ("/health", "/ping", "/ready")), (path, method, status)
     assert fetched(f"{address}/invocations", chat, "POST", key=KEY)[0] == 200
 
 
@@ -217,3 +238,119 @@ def test_a_thousand_requests_at_once_are_all_answered(cache, address):
 def test_a_cached_video_is_served_without_its_file(cache):
     """Its uri leads nowhere."""
     assert not Path(TokenCache(cache).metadata("a")["uri"]).exists()
+
+
+def named(client, prompt, *urls):
+    """(text, content names of the rows) of an answer."""
+    raw = client.chat.completions.with_raw_response.create(
+        model="tiny", messages=parts(prompt, *urls), max_tokens=N_TOKENS, temperature=0
+    )
+    return raw.parse().choices[0].message.content, raw.headers["x-cached-videos"]
+
+
+def test_a_redone_video_is_answered_afresh_and_no_answer_fails(client, more):
+    """While many ask, each gets the answer to the rows that it names, and in the end those are the new ones."""
+    _, old = named(client, "Who?", "cache://redone?cache=more")
+    expected_texts, found, stop = {old: expected(more, "Who?", ["redone"], None)[1]}, [], threading.Event()
+
+    def asking():
+        while not stop.is_set():
+            links = (f"cache://redone?cache=more{query}" for query in ("", "&retention_ratio=0.25"))
+            found.extend(named(client, "Who?", link) for link in links)
+
+    threads = [threading.Thread(target=asking) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        redone = encoded("redone", random_tokens(9, SHAPE), 0.25, "gstep", attempts=2)
+        write_shard(TokenCache(more).store, "redo", redone)
+        row = TokenCache(more).metadata("redone")
+        new = f"redone={row['token_shard']}:{row['first_row_group']}:{row['checksum']}"
+        wait_until(lambda: [name for _, name in found[-20:]] == [new] * 20, "twenty answers from the new rows")
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    expected_texts[new] = expected(more, "Who?", ["redone"], None)[1]
+    assert {name for _, name in found} == {old, new} and expected_texts[old] != expected_texts[new]
+    assert all(same(text, expected_texts[name]) for text, name in found)
+
+
+def test_a_store_that_is_away_is_a_503_and_what_is_held_goes_on(client, address, more):
+    held = named(client, "Who?", "cache://held?cache=more")
+    more.rename(more.with_name("away"))
+    try:
+        with pytest.raises(openai.InternalServerError) as caught:
+            ask(client, parts("Who?", "cache://x?cache=more"))
+        assert caught.value.status_code == 503 and caught.value.response.headers["retry-after"] == "10"
+        assert named(client, "Who?", "cache://held?cache=more") == held
+        wait_until(lambda: json.loads(fetched(f"{address}/health")[1])["stores"]["more"] == "away", "health")
+        assert fetched(f"{address}/health")[0] == fetched(f"{address}/ready")[0] == 200
+    finally:
+        more.with_name("away").rename(more)
+    named(client, "Who?", "cache://x?cache=more")
+    for shard in (more / "tokens").glob("gone-*"):
+        shard.unlink()
+    with pytest.raises(openai.APIStatusError) as caught:
+        ask(client, parts("Who?", "cache://y?cache=more"))
+    assert caught.value.status_code in (404, 410)
+    metrics = fetched(f"{address}/metrics", key=KEY)[1]
+    for line in (
+        'errors_total{cache="more",kind="store-away"}',
+        'hits_total{cache="more"}',
+        'held_bytes{cache="default"}',
+    ):
+        assert f"gstep_cache_{line}" in metrics
+
+
+def test_long_texts_are_refused(client, address):
+    with pytest.raises(openai.BadRequestError, match="300,000 characters"):
+        ask(client, parts("x" * 300_000, "cache://a"))
+    with pytest.raises(openai.BadRequestError, match="300,000 characters"):
+        ask(client, [{"role": "user", "content": "x" * 300_000}])
+    assert fetched(f"{address}/v1/chat/completions", {"messages": "x" * 5_000_000}, "POST", key=KEY)[0] == 413
+
+
+def test_a_placeholder_in_a_text_is_text(cache, client):
+    n_tokens, text = expected(cache, "What is a <video>, an <image>?", ["a"], None)
+    answer = ask(client, parts("What is a <video>, an <image>?", "cache://a"))
+    assert answer.usage.prompt_tokens == n_tokens and same(answer.choices[0].message.content, text)
+    assert ask(client, [{"role": "user", "content": "What is a <video>?"}]).usage.completion_tokens == N_TOKENS
+
+
+def test_the_responses_api_takes_lists(cache, client):
+    n_tokens, text = expected(cache, "Who?", ["a"], None)
+    content = [{"type": "input_file", "file_url": "cache://a"}, {"type": "input_text", "text": "Who?"}]
+    for parts_asked, tokens in ((content, n_tokens), (content[1:], None)):
+        answer = client.responses.create(
+            model="tiny", input=[{"role": "user", "content": parts_asked}], max_output_tokens=N_TOKENS, temperature=0
+        )
+        assert tokens is None or (answer.usage.input_tokens == tokens and same(answer.output_text, text))
+
+
+def test_no_path_is_told(client):
+    (model,) = client.models.list().data
+    assert model.id == model.root == "tiny"
+
+
+def test_sigterm_drains_and_a_taken_port_is_one_line(cache):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 300, "ignore_eos": True}
+    with serving(cache) as (server, address):
+        taken = [sys.executable, "-m", "jobs.serve", str(cache), "--port", address.rpartition(":")[2]]
+        ended = subprocess.run(taken, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+        assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and "in use" in ended.stderr
+        with ThreadPoolExecutor(20) as pool:
+            asked = [pool.submit(fetched, f"{address}/v1/chat/completions", body, "POST", KEY) for _ in range(20)]
+            running = "vllm:num_requests_running"
+            wait_until(
+                lambda: (
+                    f'{running}{{engine="0",model_name="tiny"}} 0.0' not in fetched(f"{address}/metrics", key=KEY)[1]
+                ),
+                "requests that run",
+            )
+            server.terminate()
+            wait_until(lambda: fetched(f"{address}/ready")[0] == 503, "the server to drain")
+            assert fetched(f"{address}/v1/chat/completions", body, "POST", KEY)[0] == 503
+            codes = [one.result()[0] for one in asked]
+        assert set(codes) <= {200, 503} and codes.count(200) >= 1
+        assert server.wait(60) == 0

@@ -1,0 +1,170 @@
+"""What every request passes before vLLM sees it: whether the server takes it, its key and size, and its line of log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+from uuid import uuid4
+
+from pipeline.serve import CONFIG
+from pipeline.serve.guard import App, KeyGuard, Message, Scope, reply
+from pipeline.serve.metrics import export
+from pipeline.serve.prompts import CachedPrompts, ServedCache, prompts_of
+
+RETRY_AFTER_S = 10
+_SKIPPED = 16  # times the largest body are read of one that is too large, so that its client hears why
+_HEADER = b"x-cached-videos"
+
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+@dataclass
+class Request:
+    """One request as its line of log has it; ``videos`` are the content names of the rows that it is answered from."""
+
+    method: str
+    path: str
+    id: str = field(default_factory=lambda: uuid4().hex)
+    started: float = field(default_factory=time.monotonic)
+    status: int = 0
+    videos: list[str] = field(default_factory=list)
+
+    def line(self) -> bytes:
+        """Return the JSON line."""
+        about = {"method": self.method, "path": self.path, "status": self.status, "videos": self.videos}
+        when = {"time": datetime.now(UTC).isoformat(), "seconds": round(time.monotonic() - self.started, 4)}
+        return json.dumps({"event": "request", "id": self.id, **when, **about}).encode() + b"\n"
+
+
+#: The request that this task works for.
+REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
+
+
+class RequestGate:
+    """ASGI middleware, the outermost: a request is let in, held to the limits, and logged.
+
+    After SIGTERM it lets in no other, and the server ends once the last has its answer or ``shutdown_timeout`` is over.
+    ``/health`` says whether the process lives and which store answers, ``/ready`` whether requests should be sent.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = KeyGuard(self._limited)
+        self._inner = app
+        self._state: Any = None  # of vLLM's own application
+        self._served: ServedCache | None = None
+        self._prompts: CachedPrompts | None = None
+        self._busy = 0
+        self._draining: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request or pass it on."""
+        if scope["type"] == "lifespan":
+            self._start(scope["app"].state)
+        if scope["type"] != "http":
+            await (self._inner if scope["type"] == "lifespan" else self._app)(scope, receive, send)
+            return
+        request = Request(scope["method"], scope["path"])
+        REQUEST.set(request)
+        self._busy += 1
+        try:
+            await self._answer(scope, receive, _recorded(request, send))
+        finally:
+            self._busy -= 1
+            if scope["path"] not in ("/health", "/ready", "/ping", "/metrics"):
+                os.write(2, request.line())  # past vLLM's prefixes, so that every line is JSON
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        draining = self._draining is not None
+        if scope["path"] == "/health":
+            await self._health(send)
+        elif scope["path"] == "/ready":
+            await reply(send, 503 if draining else 200, {"ready": not draining})
+        elif draining:
+            await reply(send, 503, _error(503, "this server is shutting down; ask another one"))
+        else:
+            await self._app(scope, receive, send)
+
+    def _start(self, state: Any) -> None:
+        """Open the caches, export their metrics, and take over SIGTERM. Raises as CachedPrompts."""
+        self._state = state
+        self._served = ServedCache.from_config(state.vllm_config.additional_config[CONFIG])
+        self._prompts = prompts_of(self._served)
+        export(self._prompts.caches)
+        for model in state.openai_serving_models.base_model_paths:
+            model.model_path = model.name  # else /v1/models tells everybody where the model lies
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._drain)
+
+    def _drain(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.get_running_loop().create_task(self._end())
+
+    async def _end(self) -> None:
+        assert self._served is not None
+        deadline = time.monotonic() + self._served.shutdown_timeout
+        while self._busy and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        self._state.server.force_exit = self._busy > 0
+        self._state.server.should_exit = True
+
+    async def _health(self, send: Send) -> None:
+        caches = {} if self._prompts is None else self._prompts.caches
+        stores = {name or "default": "away" if videos.away else "ok" for name, videos in caches.items()}
+        try:
+            await self._state.engine_client.check_health()
+            status, engine = 200, "ok"
+        except Exception:  # noqa: BLE001 - whatever the engine says of itself
+            status, engine = 503, "dead"
+        await reply(send, status, {"engine": engine, "stores": stores, "draining": self._draining is not None})
+
+    async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body, refuse one that is too large before anything parses it, and hand others to vLLM."""
+        if scope["type"] != "http":
+            await self._inner(scope, receive, send)
+            return
+        most = self._served.max_request_bytes if self._served is not None else 0
+        body, size, more = [], 0, True
+        while more and size <= _SKIPPED * most:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            size += len(message.get("body", b""))
+            body += [message.get("body", b"")] if size <= most else []
+            more = message.get("more_body", False)
+        if size > most:
+            said = f"a request has at most {most:,} bytes here (--max-request-bytes)"
+            await reply(send, 413, _error(413, said), [(b"connection", b"close")])
+            return
+        whole: list[Message] = [{"type": "http.request", "body": b"".join(body), "more_body": False}]
+
+        async def replayed() -> Message:
+            return whole.pop() if whole else await receive()
+
+        await self._inner(scope, replayed, send)
+
+
+def _recorded(request: Request, send: Send) -> Send:
+    """Return a ``send`` that records a response's status, and adds the request's id and its rows to the headers."""
+
+    async def recording(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            request.status = message["status"]
+            more = [(b"x-request-id", request.id.encode())]
+            more += [(_HEADER, name.encode()) for name in request.videos]
+            more += [(b"retry-after", str(RETRY_AFTER_S).encode())] if request.status == 503 else []
+            message = {**message, "headers": [*message.get("headers", ()), *more]}
+        await send(message)
+
+    return recording
+
+
+def _error(code: int, message: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "server_error" if code >= 500 else "invalid_request", "code": code}}

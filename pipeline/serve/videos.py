@@ -1,0 +1,210 @@
+"""The videos of one cache that a server answers from: their live rows, and the tokens of those asked about last."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from urllib.parse import quote
+
+from gstep.language import Visual
+from pipeline.cache.live_rows import VIDEOS
+from pipeline.cache.method import declared_method
+from pipeline.cache.reader import TokenCache, read_header
+from pipeline.cache.reading import TokenOrder
+from pipeline.cache.table import table_files
+from pipeline.errors import CorruptShard, FailedVideo, NotACache, RatioNotCached, RemovedVideo, UnknownVideo
+from pipeline.generate.held_videos import LastUsed, n_bytes
+from pipeline.rows import VideoRow
+
+_HELD_BYTES = 2**30  # of cached tokens that a server keeps for the questions to come
+_READERS = 8  # videos that are read at once; a request whose videos are held waits for none of them
+
+
+class StoreAway(Exception):  # noqa: N818
+    """The store of a cache does not answer now. It may answer later."""
+
+
+class VideoGone(Exception):  # noqa: N818
+    """The cache names tokens that are no longer there, or has removed the video."""
+
+
+class ServedVideo(NamedTuple):
+    """A video as prompts take it, and the content name of the rows that it was made from."""
+
+    visual: Visual
+    name: str
+
+
+@dataclass
+class CacheStats:
+    """Counts since the server started; ``errors`` by kind."""
+
+    hits: int = 0
+    misses: int = 0
+    load_seconds: float = 0.0
+    errors: Counter[str] = field(default_factory=Counter)
+
+
+class _Snapshot(NamedTuple):
+    cache: TokenCache
+    rows: dict[str, VideoRow]
+    files: frozenset[str]
+
+
+class ServedVideos:
+    """One open cache. Threads may share it.
+
+    Attributes:
+        stats: what was asked, for the server's metrics.
+        away: whether the store did not answer when it was asked last.
+    """
+
+    def __init__(self, open_cache: Callable[[], TokenCache], refresh_seconds: float) -> None:
+        """Open the cache, and look again every ``refresh_seconds``. Raises NotACache, CorruptShard and OSError."""
+        self._open = open_cache
+        self._now = self._look(())
+        declared = declared_method(self.cache.identity)
+        self._order: TokenOrder = "selection" if declared is not None and declared.reorders else "index"
+        self._held: LastUsed[tuple[str, float | None], ServedVideo] = LastUsed(_HELD_BYTES, lambda v: n_bytes(v.visual))
+        self._loading: dict[tuple[str, float | None], Future[ServedVideo]] = {}
+        self._lock = threading.RLock()
+        self._readers = ThreadPoolExecutor(_READERS, "cache-reader")
+        self.stats = CacheStats()
+        self.away = False
+        self._closed = threading.Event()
+        threading.Thread(target=self._keep_looking, args=(refresh_seconds,), name="cache-table", daemon=True).start()
+
+    @property
+    def cache(self) -> TokenCache:
+        """The cache as it was looked at last."""
+        return self._now.cache
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the tokens in memory."""
+        return self._held.bytes
+
+    def close(self) -> None:
+        """Look at the table no more."""
+        self._closed.set()
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def find(self, video_id: str, retention_ratio: float | None) -> Future[ServedVideo]:
+        """Return a future of the video, done where its tokens are held; a reader's thread reads them otherwise.
+
+        It raises UnknownVideo, RatioNotCached and CorruptShard as TokenCache.get, VideoGone and StoreAway.
+        """
+        with self._lock:
+            row = self._now.rows.get(video_id)
+            held = None if row is None else self._held.get((_content_name(row), retention_ratio))
+            if held is not None:
+                self.stats.hits += 1
+                done: Future[ServedVideo] = Future()
+                done.set_result(held)
+                return done
+            self.stats.misses += 1
+            asked = video_id, retention_ratio
+            loading = self._loading.get(asked)
+            if loading is None:
+                loading = self._loading[asked] = self._readers.submit(self._read, *asked)
+                loading.add_done_callback(lambda _: self._loading.pop(asked, None))
+            return loading
+
+    def refresh(self) -> None:
+        """Look at the table again. Where the store is away, what is held is served on."""
+        try:
+            if self.away or _names(self.cache) != self._now.files:
+                self._look_again()
+            self.away = False
+        except (OSError, NotACache, CorruptShard, UnknownVideo):
+            self.away = True
+
+    def _look(self, wanted: Iterable[str]) -> _Snapshot:
+        """Open the cache, and read the rows of the videos that were asked about: no request waits for them later."""
+        cache = self._open()
+        files = _names(cache)
+        return _Snapshot(cache, {name: cache.metadata(name) for name in wanted if name in cache}, files)
+
+    def _look_again(self) -> None:
+        with self._lock:
+            wanted = list(self._now.rows)
+        new = self._look(wanted)
+        with self._lock:
+            self._now = new
+
+    def _keep_looking(self, seconds: float) -> None:
+        while not self._closed.wait(seconds):
+            self.refresh()
+
+    def _read(self, video_id: str, retention_ratio: float | None) -> ServedVideo:
+        started = time.perf_counter()
+        try:
+            try:
+                found = self._load(video_id, retention_ratio)
+            except (CorruptShard, UnknownVideo) as error:
+                # It may have been done again and its old shard deleted, or its table read while the store was away.
+                if not (self.away or (isinstance(error, CorruptShard) and error.kind == "missing")):
+                    raise
+                self._look_again()
+                found = self._load(video_id, retention_ratio)
+            self.away = False
+            return found
+        except Exception as error:
+            told = self._counted(error)
+            if told is error:
+                raise
+            raise told from error
+        finally:
+            self.stats.load_seconds += time.perf_counter() - started
+
+    def _load(self, video_id: str, retention_ratio: float | None) -> ServedVideo:
+        now = self._now
+        row = now.cache.metadata(video_id)
+        (video,) = now.cache.get_rows([row], retention_ratio, self._order)
+        found = ServedVideo(video.visual, _content_name(row))
+        with self._lock:
+            now.rows[video_id] = row
+            return self._held.put((found.name, retention_ratio), found)
+
+    def _counted(self, error: Exception) -> Exception:
+        """Return the error as requests are told it, counted by its kind."""
+        missing = isinstance(error, CorruptShard) and error.kind == "missing"
+        # A folder that was unmounted looks like an empty cache.
+        lost = isinstance(error, OSError | NotACache) or (
+            (missing or type(error) is UnknownVideo) and not self._reachable()
+        )
+        if lost:
+            self.away = True
+            error = StoreAway("the store of the cache does not answer; ask again later")
+        elif missing or isinstance(error, RemovedVideo):
+            error = VideoGone(str(error.args[0]))
+        kinds = {
+            StoreAway: "store-away",
+            VideoGone: "gone",
+            FailedVideo: "failed-video",
+            UnknownVideo: "unknown-video",
+            RatioNotCached: "ratio-not-cached",
+            CorruptShard: "corrupt",
+        }
+        self.stats.errors[next((kind for known, kind in kinds.items() if isinstance(error, known)), "internal")] += 1
+        return error
+
+    def _reachable(self) -> bool:
+        try:
+            read_header(self.cache.store)
+        except (OSError, NotACache):
+            return False
+        return True
+
+
+def _names(cache: TokenCache) -> frozenset[str]:
+    return frozenset(file.name for file in table_files(cache.store, VIDEOS))
+
+
+def _content_name(row: VideoRow) -> str:
+    return f"{quote(row['video_id'])}={row['token_shard']}:{row['first_row_group']}:{row['checksum']}"
