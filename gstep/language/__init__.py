@@ -62,7 +62,7 @@ __all__ = [
 def prompt_builder(
     source: ModelSource, positions: str | None = None, rule: str = "transformers-5", frame_times: str = "true"
 ) -> PromptBuilder:
-    """Makes prompts for a model; reads its config and tokenizer, no weights.
+    """Return the prompt builder of a model; it reads its config and tokenizer, no weights.
 
     Args:
         positions: "contiguous" or "original"; None takes the family's default (LLaVA-OneVision contiguous, Qwen
@@ -77,7 +77,7 @@ def prompt_builder(
 
 
 def load_language_model(source: ModelSource, runtime: Runtime) -> LanguageModel:
-    """The model without its vision tower, ready to answer; no weight of the vision part is read.
+    """Load the model without its vision tower, ready to answer; no weight of the vision part is read.
 
     Raises ModelError where weights are missing or have another shape than the config says.
     """

@@ -59,7 +59,7 @@ class Batch:
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], spans: Sequence[slice] | None = None) -> Batch:
-        """The prompts, or one span of each."""
+        """Pad the prompts, or one span of each, into a batch."""
         spans = spans or [slice(None)] * len(prompts)
         ids = [prompt.input_ids[span] for prompt, span in zip(prompts, spans, strict=True)]
         length = max(len(row) for row in ids)
@@ -77,7 +77,7 @@ class Batch:
         return batch
 
     def after(self, prefix: Batch) -> Batch:
-        """The same rows with ``prefix`` before each; padding then lies between the two as well."""
+        """Return the same rows with ``prefix`` before each; padding then lies between the two as well."""
         return Batch(
             input_ids=torch.cat([prefix.input_ids, self.input_ids], dim=1),
             mask=torch.cat([prefix.mask, self.mask], dim=1),
@@ -85,11 +85,11 @@ class Batch:
         )
 
     def rows(self, index: Sequence[int]) -> Batch:
-        """The rows at ``index``, which may repeat."""
+        """Return the rows at ``index``, which may repeat."""
         return Batch(self.input_ids[index], self.mask[index], self.positions[:, index])
 
     def position_ids(self) -> Tensor:
-        """For forward and generate: [B,L] for 1-D positions, [4,B,L] for M-RoPE.
+        """Return positions for forward and generate: [B,L] for 1-D positions, [4,B,L] for M-RoPE.
 
         Row 0 of the four counts the real tokens: it tells transformers that nothing is packed. With temporal positions
         there it would see several sequences in a row, and mask them from each other.
@@ -101,7 +101,7 @@ class Batch:
 
 
 def encoder_outputs(visuals: Sequence[Visual], device: str | torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """The ``mm_encoder_outputs`` of transformers, for the placeholders of a batch from its first row to its last."""
+    """Return the ``mm_encoder_outputs`` of transformers for a batch's placeholders, from its first row to its last."""
     from transformers.modeling_outputs import BaseModelOutputWithPooling  # noqa: PLC0415 - seconds to import
 
     tokens = [visual.tokens.to(device, dtype) for visual in visuals]

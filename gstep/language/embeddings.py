@@ -34,6 +34,6 @@ class InputEmbeddings:
         return found["table"]
 
     def mean(self, text: str) -> Tensor:
-        """[1,D] float32: the mean embedding of a text's tokens. Raises ValueError for an empty one."""
+        """Return the mean embedding [1,D] float32 of a text's tokens. Raises ValueError for an empty text."""
         ids = torch.tensor(text_ids(self._tokenizer, text), device="cpu")
         return self._table[ids].float().mean(0, keepdim=True)

@@ -38,11 +38,11 @@ class Shortened:
     valid: Tensor
 
     def repeated(self, rows: Sequence[int]) -> Shortened:
-        """Of a batch of these rows, which may repeat."""
+        """Return the places of a batch of these rows, which may repeat."""
         return Shortened(self.index[list(rows)], self.valid[list(rows)])
 
     def rows(self, tensor_BLX: Tensor) -> Tensor:
-        """The kept places of [B,L,...]."""
+        """Gather the kept places of [B,L,...]."""
         place = self.index.reshape(*self.index.shape, *[1] * (tensor_BLX.ndim - 2))
         return tensor_BLX.expand(len(self.index), *tensor_BLX.shape[1:]).gather(
             1, place.expand(-1, -1, *tensor_BLX.shape[2:])
@@ -88,7 +88,7 @@ class PruneInside:
 
     @contextmanager
     def of(self, rows: Sequence[int]) -> Iterator[None]:
-        """What goes through meanwhile goes on from these rows of the prefill, which may repeat."""
+        """Continue from these rows of the prefill, which may repeat, while the context is open."""
         whole = self.kept
         self.kept = None if whole is None else whole.repeated(rows)
         try:
@@ -97,7 +97,7 @@ class PruneInside:
             self.kept = whole
 
     def _note_query(self, attention: Any, args: Any, keywords: dict[str, Any]) -> None:
-        """What the last token's query is made of; its row of attention does not exist in fast kernels."""
+        """Keep the inputs of the last token's query; fast kernels never write its row of attention out."""
         hidden_BLD = keywords["hidden_states"] if "hidden_states" in keywords else args[0]
         if self.kept is None:
             cos, sin = keywords["position_embeddings"]
@@ -113,7 +113,7 @@ class PruneInside:
         self.kept = self._select(hidden_BLD, row_BL)
 
     def _select(self, hidden_BLD: Tensor, row_BL: Tensor) -> Shortened:
-        """All text, and the visual tokens that the method chooses from its row of attention."""
+        """Return the places of all text, and of the visual tokens that the method chooses from the row of attention."""
         places = []
         for hidden_LD, row, prunable, mask in zip(hidden_BLD, row_BL, self.prunable, self.mask, strict=True):
             visual = prunable.nonzero()[:, 0].to(row.device)
@@ -130,7 +130,7 @@ class PruneInside:
         return Shortened(index, valid)
 
     def _shorten(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Layer K: hidden states are still whole in the prefill."""
+        """Cut the hidden states before layer K; they are still whole in the prefill."""
         assert self.kept is not None
         hidden_BLD, *rest = args
         # What follows the prefill is text, of which nothing is pruned.
@@ -139,7 +139,7 @@ class PruneInside:
         return self._keep_short(layer, args, keywords)
 
     def _keep_short(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Layer K and after: what comes beside the hidden states is made for whole rows."""
+        """Cut positions and mask before layer K and all after it: both come for whole rows."""
         kept = self.kept
         assert kept is not None
         hidden_BLD, past = args[0], _held(layer, keywords)
@@ -154,7 +154,7 @@ class PruneInside:
 
 
 def check_layer(method: Pruner, n_layers: int, deepstack_levels: int) -> int:
-    """The layer before which the method prunes.
+    """Return the layer before which the method prunes.
 
     Raises ValueError where it has none or needs what is not there inside of a model, and where a model of so many
     layers cannot be pruned there.
@@ -182,19 +182,19 @@ def check_layer(method: Pruner, n_layers: int, deepstack_levels: int) -> int:
 
 
 def _held(layer: Any, keywords: dict[str, Any]) -> int:
-    """Tokens that the layer's cache holds: 0 in the prefill."""
+    """Return how many tokens the layer's cache holds: 0 in the prefill."""
     return int(keywords[CACHE].get_seq_length(layer.self_attn.layer_idx))
 
 
 def choose(method: Pruner, hidden_MD: Tensor, attention_M: Tensor, retention_ratio: float) -> Tensor:
-    """Places of the visual tokens that stay, of [M,D] as the layer sees them and [M] attention to them."""
+    """Return the places of the visual tokens that stay, from [M,D] at the layer and the attention [M] to them."""
     visual = VisualTokens(hidden_MD[None], {"llm_attention": attention_M})
     budget, ratio = method.resolve_budget(len(attention_M), retention_ratio)
     return method.select(visual, budget, ratio, 0).index
 
 
 def last_row(attention: Any, hidden_B1D: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, mask_BL: Tensor) -> Tensor:
-    """[B,L] float32: what the last token attends to, the mean over heads; softmax(q . K / sqrt d) of one row.
+    """Compute the last token's attention [B,L] float32, the mean over heads: one row of softmax(q . K / sqrt d).
 
     Args:
         hidden_B1D: the last token as it enters the attention.
@@ -216,7 +216,7 @@ def last_row(attention: Any, hidden_B1D: Tensor, cos: Tensor, sin: Tensor, keys:
 
 
 def short_mask(valid_BS: Tensor, past: int, hidden_BLD: Tensor, implementation: str) -> Tensor | None:
-    """The attention mask of a layer whose rows were shortened, in the form that the implementation takes.
+    """Return the attention mask of a layer whose rows were shortened, in the form that the implementation takes.
 
     Args:
         valid_BS: what the prefill kept.
@@ -240,7 +240,7 @@ def short_mask(valid_BS: Tensor, past: int, hidden_BLD: Tensor, implementation: 
 
 
 def visual_places(input_ids: Tensor, video_token: int, kept: Sequence[int], newline: bool) -> Tensor:
-    """[L] bool: the visual tokens of a prompt, without the newline that follows those of each video."""
+    """Mark [L] bool the visual tokens of a prompt, without the newline that follows those of each video."""
     places = (input_ids == video_token).nonzero()[:, 0]
     prunable = torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
     start = 0

@@ -35,7 +35,7 @@ class LanguageModel:
 
     @classmethod
     def load(cls, source: ModelSource, runtime: Runtime) -> Self:
-        """See :func:`gstep.language.load_language_model`."""
+        """Load the model, as :func:`gstep.language.load_language_model`."""
         return cls(load_llm(source, runtime), tokenizer_of(source), runtime.device)
 
     @property
@@ -50,7 +50,7 @@ class LanguageModel:
 
     @torch.inference_mode()
     def embedding(self, text: str) -> Tensor:
-        """[1,D] float32 on the model's device: the mean input embedding of a text's tokens.
+        """Return the mean input embedding [1,D] float32 of a text's tokens, on the model's device.
 
         Raises ValueError for an empty one.
         """
@@ -60,7 +60,7 @@ class LanguageModel:
 
     @torch.inference_mode()
     def logits(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """The logits at every token of each prompt, [L,V] in the compute dtype."""
+        """Return the logits at every token of each prompt, [L,V] in the compute dtype."""
         batch = Batch.of(prompts)
         output = self._forward(batch, prompts=prompts)
         return [row[mask.bool()] for row, mask in zip(output.logits, batch.mask.to(self.device), strict=True)]
@@ -105,7 +105,7 @@ class LanguageModel:
         decodings: Sequence[Decoding],
         clock: FirstToken,
     ) -> Tensor:
-        """What follows each row, [B,new] ids; ``prompts`` are those whose videos ``past`` does not hold."""
+        """Return the generated ids [B,new]; ``prompts`` are those whose videos ``past`` does not hold."""
         length = batch.input_ids.shape[1]
         visuals = [visual for prompt in prompts for visual in prompt.visuals]
         output: Tensor = self.model.generate(
@@ -128,7 +128,7 @@ class LanguageModel:
         share_prefix: bool = True,
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
-        """How likely each continuation of each prompt is; ``share_prefix`` and ``inside`` as for :meth:`generate`.
+        """Score each continuation of each prompt; ``share_prefix`` and ``inside`` as for :meth:`generate`.
 
         Raises ValueError for a continuation without a token.
         """
@@ -155,7 +155,7 @@ class LanguageModel:
         continuations: list[list[int]],
         inside: PruneInside | None,
     ) -> list[Score]:
-        """Of one prompt, whose keys and values are row ``row`` of ``cache``."""
+        """Score the continuations of one prompt, whose keys and values are row ``row`` of ``cache``."""
         logprobs = [float(first[ids[0]]) for ids in continuations]
         longer = [i for i, ids in enumerate(continuations) if len(ids) > 1]
         at_once = max(1, COPIED_TOKENS // prompt.input_ids.shape[1])
@@ -167,7 +167,7 @@ class LanguageModel:
         return [Score(value, len(ids)) for value, ids in zip(logprobs, continuations, strict=True)]
 
     def _rest(self, prompt: Batch, cache: DynamicCache, row: int, continuations: list[list[int]]) -> list[float]:
-        """The log-probabilities of all tokens but the first, of continuations that have more than one."""
+        """Sum the log-probabilities of all tokens but the first, of continuations that have more than one."""
         # The rows end where they are padded, so that each follows its prompt without a gap.
         inputs = [ids[:-1] for ids in continuations]
         width = max(map(len, inputs))
@@ -192,7 +192,7 @@ class LanguageModel:
         return PruneInside(method, retention_ratio, prunable, batch.mask.bool())
 
     def _prefilled(self, prompts: Sequence[Prompt]) -> tuple[Batch, DynamicCache | None]:
-        """The prompts; and the keys and values of their videos, where prompts share some or one mask were too large."""
+        """Return the prompts, and their videos' keys and values where some are shared or one mask were too large."""
         shared: list[int] = []  # the first prompt of each group
         group = []
         for i, prompt in enumerate(prompts):
@@ -229,7 +229,7 @@ class LanguageModel:
     def _forward(
         self, batch: Batch, *, prompts: Sequence[Prompt] = (), past: DynamicCache | None = None, **keywords: Any
     ) -> Any:
-        """One pass, over the part of ``batch`` that ``past`` does not hold."""
+        """Run the model over the part of ``batch`` that ``past`` does not hold."""
         done = 0 if past is None else past.get_seq_length()
         visuals = [visual for prompt in prompts for visual in prompt.visuals]
         if visuals:
@@ -243,7 +243,7 @@ class LanguageModel:
         )
 
     def _config(self, decodings: Sequence[Decoding]) -> Any:
-        """Greedy: rows that are drawn get their noise from SeededSampling."""
+        """Return greedy settings for ``generate``: rows that are drawn get their noise from SeededSampling."""
         config = copy.deepcopy(self.model.generation_config)
         config.update(
             do_sample=False,
@@ -260,7 +260,7 @@ class LanguageModel:
         return next(int(i) for i in known if i is not None)
 
     def _ends(self) -> set[int]:
-        """The tokens that end an answer."""
+        """Return the tokens that end an answer."""
         ids = self.model.generation_config.eos_token_id
         return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
 
@@ -274,7 +274,7 @@ class LanguageModel:
 
 
 def _same_prefix(a: Prompt, b: Prompt) -> bool:
-    """Whether two prompts are the same up to the end of their videos."""
+    """Return whether two prompts are the same up to the end of their videos."""
     return (
         len(a.visuals) == len(b.visuals) > 0
         and all(x is y for x, y in zip(a.visuals, b.visuals, strict=True))
@@ -284,7 +284,7 @@ def _same_prefix(a: Prompt, b: Prompt) -> bool:
 
 
 def _rows(cache: DynamicCache, index: Sequence[int]) -> DynamicCache:
-    """A copy of some rows of a cache, which may repeat."""
+    """Copy some rows of a cache, which may repeat."""
     return DynamicCache([(layer.keys[index], layer.values[index]) for layer in cache.layers])
 
 

@@ -51,7 +51,10 @@ class Grid:
 
     @classmethod
     def of(cls, visual: Visual) -> Grid:
-        """Raises ValueError where the cache does not tell it, or tells one that does not fit the tokens."""
+        """Read the grid of a video.
+
+        Raises ValueError where the cache does not tell it, or tells one that does not fit the tokens.
+        """
         try:
             t, h, w = (int(n) for n in visual.extra["video_grid_thw"])
             merge = int(visual.extra["spatial_merge_size"])
@@ -64,7 +67,7 @@ class Grid:
         return grid
 
     def coordinates(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Flat indices [K] -> (t, h, w), each [K]."""
+        """Convert flat indices [K] to (t, h, w), each [K]."""
         within = index % (self.height * self.width)
         return index // (self.height * self.width), within // self.width, within % self.width
 
@@ -80,7 +83,7 @@ class QwenPrompts(PromptBuilder):
         self.rule = RULES[policy.rule]
 
     def check(self, visual: Visual) -> None:
-        """See :meth:`PromptBuilder.check`."""
+        """Check the video's grid besides, as :meth:`PromptBuilder.check`."""
         super().check(visual)
         Grid.of(visual)
 
@@ -103,7 +106,7 @@ class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
         return Segment(self._placeholders(len(t)), torch.stack([times[t], h, w]), extent)
 
     def _times(self, visual: Visual, n_frames: int) -> Tensor:
-        """[T] position of each temporal patch."""
+        """Return the position [T] of each temporal patch."""
         try:
             # float32, as the stock processor gives it
             seconds = torch.tensor(float(visual.extra["second_per_grid_ts"]), dtype=torch.float32, device="cpu")
@@ -167,7 +170,7 @@ class Qwen3Prompts(QwenPrompts):
         return [float(time) for time in times]
 
     def _stock_seconds(self, visual: Visual) -> list[float]:
-        """As Qwen3VLProcessor._calculate_timestamps (models/qwen3_vl/processing_qwen3_vl.py), to the last bit.
+        """Compute times as Qwen3VLProcessor._calculate_timestamps of transformers, to the last bit.
 
         Places are those in the file, also of a clip: qwen-vl-utils tells them so, and knows of no start to subtract.
         """

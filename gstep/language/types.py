@@ -77,7 +77,10 @@ class PromptPolicy:
                 raise ValueError(f"unknown {name} {value!r}; known: {', '.join(known)}")
 
     def describe(self) -> dict[str, str]:
-        """For the record, JSON-able. True times are left out: answers from before there were others have them too."""
+        """Return the policy for the record, JSON-able.
+
+        True times are left out: answers from before there were others have them too.
+        """
         return {name: value for name, value in asdict(self).items() if (name, value) != ("frame_times", "true")}
 
 

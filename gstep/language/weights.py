@@ -26,7 +26,7 @@ _CALLERS = frozenset(
 
 
 def load_llm(source: ModelSource, runtime: Runtime) -> Any:
-    """A ...ForConditionalGeneration of transformers in eval mode, whose vision part is gone.
+    """Load a ...ForConditionalGeneration of transformers in eval mode, without its vision part.
 
     Raises ModelError where weights are missing or have another shape, or transformers is too old.
     """
@@ -43,7 +43,7 @@ def load_llm(source: ModelSource, runtime: Runtime) -> Any:
 
 
 def without_vision(config: Any, runtime: Runtime) -> Any:
-    """The model on the meta device: shapes alone, no memory. A head that is tied is left out: it is stored once."""
+    """Build the model on the meta device, without memory, and without a tied head, which is stored once."""
     from transformers import AutoModelForImageTextToText  # noqa: PLC0415 - seconds to import
 
     with torch.device("meta"):
@@ -69,7 +69,7 @@ def check_entry(model: Any) -> None:
 
 
 def _names_in_memory(key: str) -> list[str]:
-    """Hub checkpoints of LLaVA-OneVision and Qwen2.5-VL name the language model as versions before 4.52 did."""
+    """Return a tensor's possible names in memory: some hub checkpoints have those from before transformers 4.52."""
     names = [key]
     for on_disk, in_memory in (
         ("language_model.model.", "model.language_model."),
@@ -89,7 +89,7 @@ def _head_of(embeddings: nn.Embedding) -> nn.Linear:
 
 
 def _rebuild_rotary(model: nn.Module, device: str) -> None:
-    """Rotary frequencies are computed, never stored: the modules that hold them are made again, off the meta device."""
+    """Rebuild the modules of rotary frequencies off the meta device: frequencies are computed, never stored."""
     for parent in list(model.modules()):
         for name, module in parent.named_children():
             if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
@@ -98,7 +98,7 @@ def _rebuild_rotary(model: nn.Module, device: str) -> None:
 
 
 def generation_config(source: ModelSource, config: Any) -> Any:
-    """The checkpoint's own, for what ends an answer and for its repetition penalty; how to draw is the caller's."""
+    """Return the checkpoint's ends of answers and repetition penalty; how to draw is the caller's."""
     from transformers import GenerationConfig  # noqa: PLC0415 - as above
 
     ours = GenerationConfig.from_model_config(config)

@@ -13,7 +13,10 @@ ARCHITECTURES: Mapping[str, str] = {"qwen2_5_vl": "CachedQwen2_5VL", "qwen3_vl":
 
 
 def register() -> None:
-    """The entry point ``vllm.general_plugins``: every process of vLLM calls it, often more than once."""
+    """Register the classes of cached tokens: vLLM's entry point ``vllm.general_plugins``.
+
+    Every process of vLLM calls it, often more than once.
+    """
     from vllm import ModelRegistry  # noqa: PLC0415 - this package is imported without it, too
 
     for name in set(ARCHITECTURES.values()) - set(ModelRegistry.get_supported_archs()):

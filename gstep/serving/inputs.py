@@ -19,7 +19,7 @@ from gstep.serving.items import VideoItem, video_items
 
 
 def engine_input(prompt: Prompt, video_token_id: int) -> Any:
-    """What ``add_request`` of ``LLMEngine`` and ``AsyncLLM`` takes: no processor of vLLM looks at the videos.
+    """Return a prompt for ``add_request`` of ``LLMEngine`` and ``AsyncLLM``, whose processors do not see videos.
 
     Raises ValueError for positions that vLLM does not serve: one number a token, with gaps.
     """

@@ -42,7 +42,7 @@ class VideoItem:
 
 
 def video_items(prompt: Prompt, video_token_id: int) -> list[VideoItem]:
-    """The videos of a prompt, in their order."""
+    """Return the videos of a prompt, in their order."""
     return [
         _item(prompt, visual, first, end, video_token_id)
         for visual, (first, end) in zip(prompt.visuals, prompt.spans, strict=True)
@@ -62,7 +62,7 @@ def _item(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: 
 
 
 def rows_of(visual: Visual) -> Tensor:
-    """[P,D*(1+levels)]: what stands for the placeholders of a video."""
+    """Return the rows [P,D*(1+levels)] that stand for the placeholders of a video."""
     return _rows_and_digest(visual)[0]
 
 
@@ -90,7 +90,7 @@ def _digest(said: str, tensor: Tensor) -> str:
 
 
 def prompt_positions(videos: Iterable[tuple[int, Tensor, int]], n_tokens: int, axes: int = 3) -> tuple[Tensor, int]:
-    """Positions of a prompt from those of its videos, as M-RoPE counts: (positions [A,n_tokens], delta).
+    """Compute positions [A,n_tokens] of a prompt from those of its videos, as M-RoPE counts, and their delta.
 
     Args:
         videos: (first token, positions [A,S] from the start of the span, extent) of each, in any order.

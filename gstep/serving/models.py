@@ -21,7 +21,7 @@ class _Cached:
     """A video comes as ``embeds`` [P,D*(1+levels)], ``positions`` [3,S] and ``extent`` [1] of gstep.serving.items."""
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
-        """([3,n_tokens], delta)."""
+        """Return positions [3,n_tokens] and their delta."""
         videos = [
             (feature.mm_position.offset, feature.data["positions"].data, int(feature.data["extent"].data))
             for feature in mm_features
@@ -29,7 +29,7 @@ class _Cached:
         return prompt_positions(videos, len(input_tokens))
 
     def embed_multimodal(self, **kwargs: Any) -> tuple[Tensor, ...]:
-        """The rows, in the dtype and on the device of the language model."""
+        """Return the rows of each video in the dtype and on the device of the language model."""
         weight = self.language_model.model.embed_tokens.weight  # type: ignore[attr-defined]
         return tuple(rows.to(weight.device, weight.dtype) for rows in kwargs["embeds"])
 

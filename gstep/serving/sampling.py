@@ -27,13 +27,13 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
 
 
 def ends_of(generation: Any) -> list[int]:
-    """The tokens that end an answer, of a GenerationConfig."""
+    """Return the tokens that end an answer, of a GenerationConfig."""
     ends = generation.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else sorted(ends)
 
 
 def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
-    """Arguments of SamplingParams.
+    """Return arguments of SamplingParams.
 
     vLLM's engines take of a checkpoint's GenerationConfig nothing but the tokens that end an answer.
     """
@@ -50,7 +50,7 @@ def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
 
 
 def check_served(name: str, generation: Any) -> None:
-    """Raises ModelError where a checkpoint asks for more than vLLM does."""
+    """Raise ModelError where a checkpoint's generation settings ask for more than vLLM does."""
     for setting, off in _NOT_SERVED.items():
         value = getattr(generation, setting, None)
         if value not in off:

@@ -35,12 +35,12 @@ _HANDED_OVER = pa.schema([pa.field("answers", pa.list_(pa.struct(list(ANSWERED))
 
 
 def question_blocks(blocks: Iterable[Sequence[QuestionRecord]]) -> list[pa.Table]:
-    """What the actor takes: ASKED, a row a block."""
+    """Return the input of the actor: ASKED, one row a block of questions."""
     return [pa.Table.from_pylist([{"questions": list(block)}], schema=ASKED) for block in blocks]
 
 
 def answered_rows(handed_over: pa.Table) -> pa.Table:
-    """The answers that the actor handed over, as ANSWERED."""
+    """Return the answers that the actor handed over, as ANSWERED."""
     return pa.Table.from_struct_array(handed_over["answers"].combine_chunks().flatten()).cast(ANSWERED)
 
 
@@ -64,7 +64,7 @@ class BatchSize:
         self.now = largest
 
     def ended(self, fitted: int, short: bool) -> None:
-        """A batch ended; ``short``: memory ran out, and ``fitted`` is the largest part of it that fitted."""
+        """Adjust the batch size: after ``short`` memory to the ``fitted`` questions that ran, and up again later."""
         if short:
             self.now, self._calm = max(1, fitted), 0
             return
@@ -158,7 +158,7 @@ class Answerer:
             return rows
 
     def _answer_batch(self, batch: list[Asked]) -> list[AnswerRecord]:
-        """The error boundary of this stage: a batch that fails is tried again in parts, down to one question."""
+        """Answer a batch, and a failed one in parts, down to the question whose error row is returned."""
         try:
             started = time.perf_counter()
             rows = self._score(batch, started) if batch[0].how.scored else self._generate(batch)

@@ -80,12 +80,12 @@ ANSWER_SCHEMA = pa.schema(
 
 
 def asked_as(row: QuestionRecord | AnswerRecord) -> tuple[str, str | None]:
-    """What no two questions of a run share: the id, and under which pruning."""
+    """Return the key of a row within a run: its question id, and the pruning it is asked under."""
     return row["question_id"], row.get("pruning")
 
 
 def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
-    """The live row of every question as ANSWER_SCHEMA, by question_id.
+    """Return the live row of every question as ANSWER_SCHEMA, by question_id.
 
     ``path`` is a folder or ``s3://bucket/prefix``. Raises NotAnswers, CorruptShard where a shard was damaged, OSError.
     """
@@ -95,7 +95,7 @@ def read_answers(path: str | Path, *, store: Store | None = None) -> pa.Table:
 
 
 def read_answers_header(store: Store) -> dict[str, Any]:
-    """Schema version and identity. Raises NotAnswers."""
+    """Return schema version and identity of answers. Raises NotAnswers."""
     absent = f"no answers (no {HEADER}); python -m jobs.generate makes some"
     return read_header_file(store, HEADER, READABLE_VERSIONS, NotAnswers, absent, of="answers of ")
 
@@ -114,11 +114,11 @@ class AnswersTable:
         self._tables: dict[str, pa.Table] = {}
 
     def names(self) -> list[str]:
-        """The committed shards, of either format."""
+        """Return the names of the committed shards, of either format."""
         return sorted(name for suffix in SUFFIXES.values() for name in self._store.names(ANSWERS, suffix))
 
     def rows(self) -> pa.Table:
-        """Every row that is committed by now, ANSWER_SCHEMA. Raises CorruptShard, OSError."""
+        """Return every committed row as ANSWER_SCHEMA. Raises CorruptShard, OSError."""
         try:
             names = self._read()
         except FileNotFoundError:  # merged since they were listed
@@ -134,12 +134,12 @@ class AnswersTable:
         return names
 
     def live(self) -> pa.Table:
-        """The live row of every question (under every pruning), by question_id."""
+        """Return the live row of every question under every pruning, by question_id."""
         return live_answers(self.rows())
 
 
 def live_answers(rows: pa.Table) -> pa.Table:
-    """Of rows as ANSWER_SCHEMA the one of each question and pruning that counts, by question_id.
+    """Return of rows as ANSWER_SCHEMA the live one of each question and pruning, by question_id.
 
     The rule is that of videos: ok before failed, most attempts; then the earliest run, and the first answer.
     """
@@ -181,7 +181,7 @@ def try_merge_answers(store: Store, at_least: int, say: Callable[[str], object])
 
 
 def _ranks(column: pa.ChunkedArray) -> NDArray[np.int64]:
-    """[n]: the place of each text among all that there are, sorted."""
+    """Return the place [n] of each text among the sorted distinct texts."""
     return np.asarray(pc.rank(column, tiebreaker="dense").to_numpy(), np.int64)
 
 
@@ -199,7 +199,7 @@ def commit_answers(
 
 
 def _json_lines(table: pa.Table) -> bytes:
-    """Strict JSON: a log-probability of minus infinity becomes null."""
+    """Return rows as lines of strict JSON: a log-probability of minus infinity becomes null."""
     rows = table.to_pylist()
     for row in rows:
         if row["choice_scores"] is not None:

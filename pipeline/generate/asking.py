@@ -68,7 +68,7 @@ class Asked:
     inside: tuple[Pruner, float] | None = None
 
     def continuations(self) -> list[str]:
-        """What is scored."""
+        """Return the texts that are scored: letters, or the choices themselves."""
         choices = self.row["choices"]
         return letters(len(choices)) if self.how.method == "letter" else choices
 
@@ -81,7 +81,7 @@ class Embedders:
         self._by_tower = {tower: embedder_of(tower, model, device) for tower in towers}
 
     def embedding(self, late: LatePruning, text: str) -> Tensor | None:
-        """[Q,De] for a method that asks for one."""
+        """Return the embedding [Q,De] of a text for a method that compares it with tokens, and None for others."""
         if "text_embedding" not in late.pruner.needs:
             return None
         return self._by_tower[late.text_tower].embedding(text)
@@ -106,7 +106,7 @@ class Asker:
         self._embedders = Embedders(engine, device, lates)
 
     def inside(self, question: QuestionRecord) -> tuple[Pruner, float] | None:
-        """What prunes inside the model for a question; None where nothing does."""
+        """Return the method and share that prune inside the model for a question; None where nothing does."""
         late = self._pruning(question)
         return None if late is None else late.inside
 
@@ -114,7 +114,7 @@ class Asker:
         return self._prunings[question.get("pruning", "")]
 
     def ask(self, question: QuestionRecord, how: Instructions) -> Asked | AnswerRecord:
-        """The question with its prompt, or its error row."""
+        """Return the question with its prompt, or its error row."""
         try:
             with self._heartbeat.busy(named(question)):
                 if len(hosts := self._heartbeat.deaths(named(question))) >= POISON:
@@ -169,7 +169,7 @@ class Asker:
 
 
 def named(row: QuestionRecord | AnswerRecord) -> str:
-    """What no two questions of a run share, as heartbeats name it."""
+    """Return the name of a question under a pruning, unique in a run, for heartbeats."""
     pruning = row.get("pruning")
     return f"{row['question_id']} under {pruning}" if pruning else row["question_id"]
 
@@ -181,13 +181,13 @@ def _poison(hosts: Sequence[str]) -> QuestionFault:
 
 
 def kept_per_frame(visual: Visual) -> list[int]:
-    """How many of a video's tokens are of each frame, [T]."""
+    """Count a video's kept tokens by frame, [T]."""
     counts: list[int] = torch.bincount(visual.index // visual.tokens_per_frame, minlength=visual.n_frames).tolist()
     return counts
 
 
 def too_long(n_tokens: int, room: int, known: int | None = None) -> QuestionFault:
-    """The fault of a prompt that does not fit, with the remedy.
+    """Return the fault of a prompt that does not fit the context, with the remedy.
 
     Args:
         room: tokens that the engine has room for, of the model's ``known`` context.
@@ -201,7 +201,7 @@ def too_long(n_tokens: int, room: int, known: int | None = None) -> QuestionFaul
 
 
 def too_far(extent: int, context_length: int) -> QuestionFault:
-    """The fault of a prompt whose tokens fit, but not the positions that they had before pruning."""
+    """Return the fault of a prompt whose tokens fit, but whose positions before pruning do not."""
     return QuestionFault(
         "prompt-too-long",
         f"the positions of a prompt and its answer reach {extent}, and the model knows {context_length}: use "
@@ -210,7 +210,7 @@ def too_far(extent: int, context_length: int) -> QuestionFault:
 
 
 def _text(question: QuestionRecord, how: Instructions) -> str:
-    """The question as the user message says it: with lettered choices, unless their texts are what is scored."""
+    """Return the user's message of a question, with lettered choices unless the choices' texts are scored."""
     if "choices" not in question or how.method == "loglikelihood":
         return question["prompt"]
     return lettered_prompt(question["prompt"], question["choices"])

@@ -15,18 +15,18 @@ _ENGLISH = frozenset("AI")  # letters that are words too
 
 
 def lettered_prompt(prompt: str, choices: Sequence[str]) -> str:
-    """The prompt with its choices as "A. ..." lines and the instruction to answer with a letter."""
+    """Return the prompt with its choices as "A. ..." lines and the instruction to answer with a letter."""
     options = "".join(f"{letter}. {text}\n" for letter, text in zip(ascii_uppercase, choices, strict=False))
     return f"{prompt}\n{options}{INSTRUCTION}"
 
 
 def letters(count: int) -> list[str]:
-    """The letters of ``count`` choices."""
+    """Return the letters of ``count`` choices."""
     return list(ascii_uppercase[:count])
 
 
 def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
-    """Which choice a generated answer means; None where it names none, or several.
+    """Return the index of the choice that a generated answer names; None where it names none, or several.
 
     In this order: a letter that the answer begins with ("B", "(B)", "B. a dog"), one that it calls the answer ("the
     answer is B"), the text of a choice, a letter that stands alone anywhere ("A" and "I" are words too and do not

@@ -52,7 +52,7 @@ class AnswerPlan:
         return f"{self.answer.workers} to answer, which load the model first"
 
     def collected(self, stage: str, waits: bool) -> int:
-        """A block of questions is taken as it is."""
+        """Return 1: a block of questions is handed on as it is."""
         return 1
 
 
@@ -75,14 +75,14 @@ def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateCon
 
 
 def batch_size(config: GenerateConfig) -> int:
-    """Questions that are given to a model at once."""
+    """Return how many questions a model is given at once."""
     return config.batch_size or BATCH_SIZES[config.engine]
 
 
 def build_graph(
     ask: Sequence[QuestionRecord], setup: AnswerSetup, plan: AnswerPlan, heartbeats: Any = None
 ) -> RunGraph:
-    """What makes the answers to ``ask``; nothing runs until its parts are asked for."""
+    """Build the Ray Data graph that answers ``ask``; nothing runs until its parts are asked for."""
     # A block is one row: its questions share videos, which are read once and go through the model once.
     blocks = question_blocks(in_blocks(ask, plan.questions_per_block))
     answers = ray.data.from_blocks(blocks).map_batches(

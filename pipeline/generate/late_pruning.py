@@ -60,7 +60,10 @@ class LateAsked:
 def asked_grid(
     methods: Iterable[str], ratios: Iterable[float], siglip: str | None = None, seed: int = 0
 ) -> list[LateAsked]:
-    """Each method, METHOD[,NAME=VALUE...], at each ratio from the largest. Raises UsageError where it is no such."""
+    """Parse each METHOD[,NAME=VALUE...] and pair it with each ratio from the largest.
+
+    Raises UsageError for a malformed one.
+    """
     asked = []
     largest_first = sorted(set(ratios), reverse=True)
     for spec in methods:
@@ -94,7 +97,7 @@ class LatePruning:
     positions: str | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
-        """By the method's name, not by its class: a worker that cannot import it then says so."""
+        """Serialise by the method's name, not its class: a worker that cannot import the method then says so."""
         method, params = method_name(type(self.pruner)), self.pruner.params()
         rest = (self.retention_ratio, self.text_tower, self.evidence, self.seed, self.positions)
         return _again, (method, params, *rest)
@@ -105,24 +108,24 @@ class LatePruning:
         return None if self.pruner.layer is None else (self.pruner, self.retention_ratio)
 
     def describe(self) -> dict[str, Any]:
-        """For the identity of the answers, JSON-able."""
+        """Return the method's part of the answers' identity, JSON-able."""
         tower = {} if self.text_tower is None else {"text_tower": self.text_tower.identity}
         seed = {"seed": self.seed} if self.pruner.seeded else {}
         positions = {} if self.positions is None else {"positions": self.positions}
         return {**describe_method(self.pruner), **seed, **tower, **positions}
 
     def at_most(self, n_frames: int, per_frame: int, hidden: int) -> int:
-        """The most tokens of a video [T,N,D] that go into a prompt: all where the model itself prunes."""
+        """Return the most tokens of a video [T,N,D] that go into a prompt: all where the model itself prunes."""
         if self.pruner.layer is not None:
             return n_frames * per_frame
         return self.pruner.at_most(n_frames, per_frame, hidden, self.retention_ratio)
 
     def kept_inside(self, n_total: int) -> int:
-        """How many of a prompt's visual tokens a method keeps that prunes inside the model."""
+        """Return how many of a prompt's visual tokens a method keeps that prunes inside the model."""
         return self.pruner.at_most(1, n_total, n_total, self.retention_ratio)
 
     def select(self, visual: Visual, device: str, text_embedding: Tensor | None = None) -> PrunedTokens:
-        """What the method keeps of a whole video, worked out on the device.
+        """Select the kept tokens of a whole video on the device.
 
         Args:
             text_embedding: [Q,De] of the question on the device, for a method that asks for it, in the space of the
@@ -142,7 +145,7 @@ class LatePruning:
         return self.pruner.prune(VisualTokens(tokens, evidence), self.retention_ratio, seed=self.seed)
 
     def kept(self, visual: Visual, pruned: PrunedTokens, *, own_order: bool = True) -> Visual:
-        """A whole video with what was selected of it alone.
+        """Return a whole video reduced to its selected tokens.
 
         Args:
             own_order: a method that has an order of its own in a prompt keeps it; else by position.
@@ -160,11 +163,11 @@ class Embedder(Protocol):
     """Whatever embeds a question."""
 
     def embedding(self, text: str) -> Tensor:
-        """[Q,De]."""
+        """Return the embedding [Q,De] of a text."""
 
 
 def embedder_of(tower: TextTowerSource | None, model: Embedder, device: str) -> Embedder:
-    """Whose ``embedding`` of a question is in the space of what it is compared with, on the device.
+    """Return the embedder of questions: ``tower`` where there is one, else the language ``model``.
 
     The text to embed is that of the questions file, as in CDPruner's official code: without chat template, and
     without the choices that stand in a column of their own. One without a token is a ValueError.
@@ -178,7 +181,7 @@ def _again(method: str, params: dict[str, Any], *rest: Any) -> LatePruning:
 
 
 def late_pruning(asked: LateAsked, held: CacheIdentity, source: ModelSource, builder: PromptBuilder) -> LatePruning:
-    """The method that was asked for, checked against the cache and the model before that is loaded.
+    """Check the requested method against the cache and the model, before that is loaded, and return its pruning.
 
     Args:
         held: the identity of the cache.
@@ -247,7 +250,7 @@ def _text_tower(
     held: CacheIdentity,
     source: ModelSource,
 ) -> TextTowerSource | None:
-    """The text tower that goes with the cached embedding of patches, where the question is compared with that."""
+    """Return the text tower of the cached patch embeddings, for a method that compares the question with them."""
     if not ("text_embedding" in pruner.needs and "image_embedding" in dict(evidence)):
         return None
     if siglip is None:

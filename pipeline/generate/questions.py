@@ -69,7 +69,7 @@ class Way:
     system: str | None = None
 
     def describe(self) -> dict[str, str | int | float | None]:
-        """For the identity of the answers; what cannot bite is left out, so that it is no difference."""
+        """Return the part of the answers' identity; options without effect are left out, and so make no difference."""
         return {"choices": self.choices, "system": self.system, **describe_decoding(self.decoding)}
 
 
@@ -89,7 +89,7 @@ class Instructions:
 
     @classmethod
     def parse(cls, text: str) -> Instructions:
-        """Back from ``describe``, as JSON."""
+        """Parse what ``describe`` returned."""
         options = json.loads(text)
         decoding = Decoding(**{item.name: options[item.name] for item in fields(Decoding) if item.name in options})
         return cls(options["method"], options["system"], decoding)
@@ -100,21 +100,21 @@ class Instructions:
         return self.method != "generate"
 
     def describe(self) -> str:
-        """As JSON; without what cannot bite, so that it is no difference."""
+        """Return the instructions as JSON; options without effect are left out, and so make no difference."""
         options = {} if self.scored else describe_decoding(self.decoding)
         described = {"method": self.method, "system": self.system, **options}
         return json.dumps(described, sort_keys=True, ensure_ascii=False)
 
 
 def describe_decoding(decoding: Decoding) -> dict[str, int | float]:
-    """The options, without those that greedy decoding does not look at."""
+    """Return the decoding options as a dict, without those that greedy decoding ignores."""
     options: dict[str, int | float] = asdict(decoding)
     greedy = ("max_new_tokens", "temperature")
     return options if decoding.temperature > 0 else {name: options[name] for name in greedy}
 
 
 def read_questions(place: str, way: Way, objects: Objects | None = None, limit: int | None = None) -> pa.Table:
-    """The questions of a .jsonl, .parquet or .csv file (local or s3://) as QUESTION_SCHEMA, in the file's order.
+    """Read the questions of a .jsonl, .parquet or .csv file (local or s3://) as QUESTION_SCHEMA, in the file's order.
 
     Args:
         limit: only the first so many.
@@ -130,7 +130,7 @@ def read_questions(place: str, way: Way, objects: Objects | None = None, limit: 
 
 
 def given_questions(given: object, way: Way, limit: int | None = None) -> pa.Table:
-    """The same of questions that a caller has at hand: dicts, or a table that Arrow takes. Raises QuestionsError."""
+    """Read questions from dicts, or a table that Arrow takes, as ``read_questions`` does. Raises QuestionsError."""
     return _table(given_rows("questions", given, _NEEDS), "questions", way, limit)
 
 
@@ -194,7 +194,7 @@ def _question(row: UserRow, where: str, way: Way) -> dict[str, str | list[str] |
 
 
 def video_ids_of(row: UserRow, where: str) -> list[str]:
-    """The videos that a row asks about, one or several. Raises QuestionsError."""
+    """Return the videos that a row asks about, one or several. Raises QuestionsError."""
     if "video_id" not in row:
         raise QuestionsError(f"{where}: the column video_id is missing; every row needs {_NEEDS}")
     value = row["video_id"]
@@ -239,7 +239,7 @@ def target_of(row: UserRow, where: str) -> str | None:
 
 
 def json_list(text: str) -> list[Any] | None:
-    """The list that a cell of .csv says as JSON; None where it says none."""
+    """Parse a .csv cell as a JSON list; return None where it is none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # as of a row of .jsonl
@@ -248,7 +248,7 @@ def json_list(text: str) -> list[Any] | None:
 
 
 def _instructions(row: UserRow, where: str, way: Way, has_choices: bool) -> Instructions:
-    """How a question is answered: what its row says before what the run says."""
+    """Return how a question is answered: its row's own settings before the run's."""
     own = {name: _number(row[name], kind, name, where) for name, kind in _OPTIONS.items() if row.get(name) is not None}
     # One seed for all would draw the same numbers for every question.
     own.setdefault("seed", seed_for(way.decoding.seed, str(row["question_id"])))
@@ -263,7 +263,7 @@ def _instructions(row: UserRow, where: str, way: Way, has_choices: bool) -> Inst
 
 
 def _number(value: Any, kind: type, name: str, where: str) -> Any:
-    """An option as its type: text of a .csv, and floats for whole numbers, which pandas makes of columns with gaps."""
+    """Convert an option to its type from text, or from floats, which pandas makes of columns with gaps."""
     try:
         number = kind(value) if isinstance(value, str) else value
     except ValueError:
@@ -280,5 +280,5 @@ def _number(value: Any, kind: type, name: str, where: str) -> Any:
 
 
 def seed_for(seed: int, question_id: str) -> int:
-    """A question's own seed, the same whatever else is asked."""
+    """Return a question's own seed, which depends on no other question."""
     return int.from_bytes(blake2b(f"{seed}\0{question_id}".encode(errors="replace"), digest_size=8).digest()) >> 1

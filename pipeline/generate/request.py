@@ -96,7 +96,7 @@ class GenerateRequest:
         }
 
     def _order_said(self) -> str:
-        """A method's own order is what its tokens are read in, or what they are given where they are pruned here."""
+        """Return the order of tokens in a prompt as the answers' identity has it."""
         if "" not in self.prunings:  # more methods may come
             return "own" if self.own_order else "index"
         late = self.prunings[""]
@@ -113,13 +113,13 @@ class GenerateRequest:
         return self.config.retention_ratio if self.prunings.get("", ...) is None else None
 
     def engine_setup(self) -> EngineSetup:
-        """What is to be loaded."""
+        """Return the engine's settings, which travel to every actor."""
         rows = [row for row in self.videos.values() if answerable(row)]
         sizes = [self.n_visual([row], name) for row in rows for name in self.prunings]
         return replace(engine_of(self.config), largest_video=max(sizes, default=0))
 
     def n_visual(self, videos: Sequence[VideoRecord], pruning: str = "") -> int:
-        """Visual tokens that go into a prompt on these rows of the videos table under a pruning, at most."""
+        """Return the most visual tokens that these videos' rows put into a prompt under a pruning."""
         late, hidden = self.prunings[pruning], self.builder.hidden_size
         if late is not None:
             kept = sum(late.at_most(row["n_frames"], row["tokens_per_frame"], hidden) for row in videos)
@@ -129,7 +129,7 @@ class GenerateRequest:
 
 
 def engine_of(config: EngineOptions) -> EngineSetup:
-    """What the options say of the engine."""
+    """Return the engine that the options ask for."""
     return EngineSetup(config.engine, config.tensor_parallel, config.engine_params())
 
 
@@ -151,7 +151,7 @@ def _of_head(late: LatePruning) -> bool:
 
 
 def without_evidence(held: CacheIdentity) -> dict[str, Any]:
-    """What decides a cache's tokens: evidence beside them, and where it is from, does not."""
+    """Return a cache's identity without its evidence, which does not decide its tokens."""
     model = {name: value for name, value in held["model"].items() if name != "pooling_head"}
     dtype = {name: value for name, value in held["dtype"].items() if name != "evidence"}
     rest = {name: value for name, value in held.items() if name != "evidence"}
@@ -175,7 +175,7 @@ def prepare(config: GenerateConfig, console: Console, given: object = None) -> G
 
 
 def asked_for(config: GenerateConfig) -> LateAsked | None:
-    """The pruning that the options name."""
+    """Return the pruning that the options name."""
     if config.pruner is None:
         return None
     assert config.retention_ratio is not None  # the config refuses a method without
@@ -202,7 +202,7 @@ def _prunings(
 
 
 def _live_of(cache: Store, header: CacheHeader, questions: pa.Table) -> pa.Table:
-    """LIVE_COLUMNS of the videos that are asked about."""
+    """Return LIVE_COLUMNS of the videos that are asked about."""
     ids = pc.unique(pc.list_flatten(questions["video_ids"])).to_pylist()
     return read_live_of(cache, ids, LIVE_COLUMNS, fingerprint(header["identity"]))
 
@@ -254,7 +254,7 @@ def checked(
 
 
 def _resolved(config: GenerateConfig, cache: Store, held: CacheIdentity) -> tuple[ModelSource, PromptBuilder]:
-    """The model, which must be the cache's, and what makes prompts for it."""
+    """Return the model, which must be the cache's, and its prompt builder."""
     with refusing():
         source = ModelSource.resolve(*model_of(config.model, config.revision, held["model"]["weights"]))
         check_model(cache, held["model"], source)
@@ -269,7 +269,7 @@ def _check_free(store: Store) -> None:
 
 
 def way_of(config: GenerateConfig) -> Way:
-    """How questions are answered that do not say otherwise."""
+    """Return how questions are answered whose rows do not say otherwise."""
     with refusing():
         decoding = Decoding(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.seed)
     return Way(decoding, config.choices, config.system)
@@ -315,7 +315,7 @@ def _order(config: GenerateConfig, held: CacheIdentity, prunings: Mapping[str, L
 
 
 def _check_ratio(ratio: float | None, stored: float, live: pa.Table) -> None:
-    """Whether the cache serves the ratio: it is not larger, and smaller only of a method with an order."""
+    """Raise unless the cache serves the ratio: a smaller one than stored needs a method with an order."""
     if ratio is None:
         return
     if ratio > stored + 1e-9:
@@ -345,5 +345,5 @@ def _check_context(request: GenerateRequest, console: Console) -> None:
 
 
 def answerable(row: VideoRecord | None) -> bool:
-    """Whether a video's live row has tokens."""
+    """Return whether a video's live row has tokens."""
     return row is not None and row["status"] == "ok"

@@ -19,7 +19,7 @@ COMPARED = ("video_ids", "prompt", "choices", "decoding")  # of a question: what
 
 
 def unanswered(request: GenerateRequest, live: pa.Table) -> list[QuestionRecord]:
-    """The questions that this run must ask, under each pruning, with the number of this attempt.
+    """Return the questions that this run must ask under each pruning, with the number of the attempt.
 
     A failed row counts as done unless ``--retry-failed``. Raises QuestionsChanged where a question that has an answer
     is another one now.
@@ -46,7 +46,7 @@ def unanswered(request: GenerateRequest, live: pa.Table) -> list[QuestionRecord]
 
 
 def difference(question: QuestionRecord, old: AnswerRecord) -> str | None:
-    """What a question asks that its answer was not given to, in words; None where it is the same."""
+    """Return in words what a question asks that its answer was not given to; None where it is the same."""
     different = [name for name in COMPARED if question.get(name) != old.get(name)]
     if not different:
         return None
@@ -55,7 +55,7 @@ def difference(question: QuestionRecord, old: AnswerRecord) -> str | None:
 
 
 def refuse_changed(changed: Sequence[str], store: Store) -> None:
-    """Raises QuestionsChanged where there are ``changed`` questions, each in words."""
+    """Raise QuestionsChanged where there are ``changed`` questions, each in words."""
     if changed:
         raise QuestionsChanged(
             f"{len(changed)} questions with an answer in {store} are others now:\n  "
@@ -69,14 +69,14 @@ _ROWS_AT_ONCE = 4096
 
 
 def answer_rows(table: pa.Table) -> Iterator[AnswerRecord]:
-    """The rows of answers, a few at a time in memory as Python objects."""
+    """Yield the rows of answers; only a few at a time are in memory as Python objects."""
     for batch in table.to_batches(max_chunksize=_ROWS_AT_ONCE):
         for row in batch.to_pylist():
             yield without_nulls(row, AnswerRecord)
 
 
 def _questions(request: GenerateRequest) -> Iterator[QuestionRecord]:
-    """Every question under every pruning; those of one question side by side."""
+    """Yield every question under every pruning; those of one question follow each other."""
     for row in request.questions.to_pylist():
         for pruning in request.prunings:
             question = without_nulls(row, QuestionRecord)
@@ -84,14 +84,14 @@ def _questions(request: GenerateRequest) -> Iterator[QuestionRecord]:
 
 
 def _worth_it(request: GenerateRequest, old: AnswerRecord, videos: Mapping[str, VideoRecord]) -> bool:
-    """A failed question has attempts left, or its videos are in the cache since."""
+    """Return whether a failed question has attempts left, or its videos are in the cache since."""
     if old["error_class"] in {"unknown-video", "failed-video"}:
         return all(answerable(videos.get(v)) for v in old["video_ids"]) or old["attempts"] < request.config.max_attempts
     return old["attempts"] < request.config.max_attempts
 
 
 def said_of_the_rest(request: GenerateRequest, live: pa.Table, todo: list[QuestionRecord]) -> list[str]:
-    """Lines for the user about the questions that are not in ``todo``, because the answers hold a row of each."""
+    """Return lines for the user about the questions that are not in ``todo``, since the answers hold their rows."""
     total = len(request.questions) * len(request.prunings)
     there = total - len(todo)
     if not there:
@@ -110,7 +110,7 @@ def said_of_the_rest(request: GenerateRequest, live: pa.Table, todo: list[Questi
 
 
 def asked_rows(request: GenerateRequest, live: pa.Table) -> pa.Table:
-    """Of live rows of the answers those of the questions and prunings of a request."""
+    """Select the live rows of the answers that belong to a request's questions and prunings."""
     mine = pc.is_in(live["question_id"], value_set=request.questions["question_id"].combine_chunks())
     prunings = pa.array([name or None for name in request.prunings], pa.string())
     return live.filter(pc.and_(mine, pc.is_in(live["pruning"], value_set=prunings)))
@@ -124,7 +124,7 @@ def _shown(value: object) -> str:
 def without_model(
     request: GenerateRequest, todo: list[QuestionRecord]
 ) -> tuple[list[QuestionRecord], list[AnswerRecord]]:
-    """(questions for the model, rows of those that the index of the cache answers: no video, or too long a one)."""
+    """Split questions into (those for the model, rows of those that the cache's table decides)."""
     videos = request.videos
     ask: list[QuestionRecord] = []
     rows: list[AnswerRecord] = []
@@ -158,7 +158,7 @@ def _failure(
 
 
 def in_blocks(questions: Sequence[QuestionRecord], size: int) -> list[list[QuestionRecord]]:
-    """Questions in blocks of about ``size``, those on the same videos together, unless they are more than that.
+    """Group questions into blocks of about ``size``; those on the same videos stay together where they fit.
 
     Of the same videos, those under the same pruning stand together, which share what goes before the question.
     """

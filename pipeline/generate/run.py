@@ -116,7 +116,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
 
     @staticmethod
     def _identity(request: GenerateRequest, todo: Todo) -> dict[str, Any]:
-        """What the answers are from now on: prunings that others asked for stay, while there are answers under them."""
+        """Return the answers' identity; prunings of earlier runs stay in it while there are answers under them."""
         identity = request.identity
         if PRUNINGS in identity and todo.table.names():
             held = read_answers_header(request.store)["identity"]
@@ -129,7 +129,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         return summarise_answers(asked_rows(request, todo.table.live()), total, new, wall_s)
 
     def _computed(self) -> Computed:
-        """Joins or starts the cluster. Raises UsageError where it cannot do what the flags ask."""
+        """Join or start the cluster. Raises UsageError where it cannot do what the flags ask."""
         computed = Computed(*choose_device(self.options, self.options.dtype, self.say))
         wanted = self.options.tensor_parallel
         if computed.device == "cuda" and self._offer()["GPU"] < wanted:
@@ -161,13 +161,13 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         return stream(ask, planned, left, self.console, config)
 
     def _offer(self) -> dict[str, float]:
-        """What the cluster has now; of GPUs those that whole models find on one node."""
+        """Return the cluster's resources; of GPUs only those that whole models find on one node."""
         cluster, each = dict(ray.cluster_resources()), self.options.tensor_parallel
         gpus = (node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"])
         return {**cluster, "GPU": cluster.get("GPU", 0.0) if each == 1 else sum(each * (gpu // each) for gpu in gpus)}
 
     def _planned(self, n_questions: int, device: str, run_file: RunFile) -> AnswerPlan:
-        """The shares of the cluster as it is now."""
+        """Plan the shares of the cluster as it is now."""
         cluster, config = self._offer(), self.options
         if cluster.get("CPU", 0.0) <= 0 or (device == "cuda" and cluster.get("GPU", 0.0) < config.tensor_parallel):
             raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
@@ -198,7 +198,7 @@ class Commits:
         self.n_failed = 0
 
     def __call__(self, before: int, number: int, rows: pa.Table) -> None:
-        """One shard of ``rows``, which are ANSWERED; its ``number`` counts from those ``before`` its graph."""
+        """Commit one shard of ``rows`` (ANSWERED); its ``number`` counts after ``before``, those of earlier graphs."""
         # What computed the answers, as the nodes themselves say.
         if new := [text for text in pc.unique(rows["runtime"]).to_pylist() if text not in self._runtimes]:
             self._runtimes.extend(new)

@@ -85,7 +85,7 @@ def summarise_answers(
 
 
 def render_answers(summary: AnswerSummary) -> RenderableType:
-    """The summary as a table for the terminal, with the failures by class, one example and the remedy of each."""
+    """Render the summary for the terminal, with the failures by class, an example and the remedy of each."""
     table = Table.grid(padding=(0, 2))
     counts = f"{summary.n_ok} answered, {summary.n_failed} failed, {summary.n_missing} without a row"
     table.add_row("questions", counts)

@@ -73,13 +73,13 @@ def device() -> str:
 
 
 def check(modes: Sequence[str]) -> None:
-    """Raises UsageError where vLLM is asked for and missing."""
+    """Raise UsageError where vLLM is asked for and missing."""
     if any(mode.endswith(VLLM) for mode in modes):
         check_installed("jobs.benchmark serving")
 
 
 def make_cache(folder: Path, model: str, num_frames: int) -> str:
-    """A cache of the sample clips with every token, in GSTEP's order, which serves every ratio. Raises RunFailed."""
+    """Make a cache of the sample clips with every token in GSTEP's order, so of every ratio. Raises RunFailed."""
     command = [sys.executable, "-m", "jobs.prune", "sample", "--out", str(folder), "--model", model]
     command += ["--retention-ratio", "1.0", "--num-frames", str(num_frames)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -89,7 +89,7 @@ def make_cache(folder: Path, model: str, num_frames: int) -> str:
 
 
 def measure(mode: str, job: Job) -> list[Measured]:
-    """In a process of its own, which ends with it. Raises RunFailed."""
+    """Measure in a process of its own, which ends with the measurement. Raises RunFailed."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(mode, job, theirs))
@@ -237,7 +237,7 @@ def _measured(
 
 
 def as_table(found: Sequence[Measured], title: str) -> Table:
-    """A line each; ``times`` is against vLLM on the videos with as many questions a video."""
+    """Return a table with a line each; ``times`` is against vLLM on the videos with as many questions a video."""
     table = Table(title=title, title_justify="left")
     for name in ("way", "retention", "questions a video", "visual tokens", "requests/s", "times", "first token s"):
         table.add_column(name, justify="left" if name == "way" else "right")
@@ -262,7 +262,7 @@ def as_table(found: Sequence[Measured], title: str) -> Table:
 
 
 def as_record(found: Sequence[Measured], job: Job, *, machine: dict[str, str | int]) -> dict[str, object]:
-    """JSON-able."""
+    """Return the result, JSON-able."""
     return {"machine": machine, "job": asdict(job), "measured": [asdict(one) for one in found]}
 
 

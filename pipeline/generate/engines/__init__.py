@@ -55,7 +55,7 @@ class EngineSetup:
     largest_video: int = 0
 
     def describe(self) -> dict[str, Any]:
-        """For the identity of answers, JSON-able; empty for the engine that always was."""
+        """Return the engine's part of the answers' identity, JSON-able; empty for the transformers engine."""
         if self.name == TRANSFORMERS:
             return {}
         params = {name: value for name, value in self.params.items() if name not in _NO_ANSWER}
@@ -82,13 +82,13 @@ class Engine(Protocol):
         continuations: Sequence[Sequence[str]],
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
-        """How likely each continuation of each prompt is. Raises ValueError for one without a token."""
+        """Score each continuation of each prompt by its log-probability. Raises ValueError for one without a token."""
 
     def embedding(self, text: str) -> Tensor:
-        """[1,D] float32: the mean input embedding of a text's tokens. Raises ValueError for an empty one."""
+        """Return the mean input embedding [1,D] float32 of a text's tokens. Raises ValueError for an empty text."""
 
     def describe(self) -> Mapping[str, Any]:
-        """What computes: for the provenance of answers, JSON-able."""
+        """Return what computes the answers, for their provenance, JSON-able."""
 
     def close(self) -> None:
         """Let go of the model."""
@@ -99,6 +99,6 @@ class EngineDied(Exception):  # noqa: N818
 
 
 def load_engine(setup: EngineSetup, source: ModelSource, runtime: Runtime) -> Engine:
-    """Raises ModelError."""
+    """Load an engine and its model. Raises ModelError."""
     engine: Engine = ENGINES[setup.name].load(setup, source, runtime)
     return engine

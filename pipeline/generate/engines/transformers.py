@@ -25,17 +25,17 @@ class TransformersEngine:
 
     @classmethod
     def load(cls, setup: EngineSetup, source: ModelSource, runtime: Runtime) -> Self:
-        """See :func:`pipeline.generate.engines.load_engine`."""
+        """Load the model, as :func:`pipeline.generate.engines.load_engine`."""
         return cls(load_language_model(source, runtime), runtime)
 
     @staticmethod
     def check(
         setup: EngineSetup, source: ModelSource, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]
     ) -> None:
-        """It answers whatever there is a prompt for."""
+        """Refuse nothing: the engine answers whatever there is a prompt for."""
 
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
-        """See :class:`pipeline.generate.engines.Engine`."""
+        """Return batches by their cost, as :class:`pipeline.generate.engines.Engine`."""
         lengths = [len(prompt) for prompt in prompts]
         return batches_by_cost(
             lengths, lengths if inside else [len(prompt) - prompt.prefix_length for prompt in prompts], most
@@ -44,7 +44,7 @@ class TransformersEngine:
     def generate(
         self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], inside: tuple[Pruner, float] | None = None
     ) -> list[Answer]:
-        """See :class:`pipeline.generate.engines.Engine`."""
+        """Answer a batch of prompts, as :class:`pipeline.generate.engines.Engine`."""
         return self._model.generate(prompts, decodings, inside=inside)
 
     def score(
@@ -53,16 +53,16 @@ class TransformersEngine:
         continuations: Sequence[Sequence[str]],
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
-        """See :class:`pipeline.generate.engines.Engine`."""
+        """Score continuations, as :class:`pipeline.generate.engines.Engine`."""
         return self._model.score(prompts, continuations, inside=inside)
 
     def embedding(self, text: str) -> Tensor:
-        """See :class:`pipeline.generate.engines.Engine`."""
+        """Return the embedding of a text, as :class:`pipeline.generate.engines.Engine`."""
         return self._model.embedding(text)
 
     def describe(self) -> dict[str, Any]:
-        """See :class:`pipeline.generate.engines.Engine`."""
+        """Return the provenance of answers, as :class:`pipeline.generate.engines.Engine`."""
         return {**self._runtime.describe(), "model_bytes": self._model.n_bytes}
 
     def close(self) -> None:
-        """The process's end frees it."""
+        """Leave the model to the end of the process, which frees it."""

