@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gstep.backbones import ModelSource
 from gstep.errors import ModelError
-from gstep.language.types import Prompt, PromptPolicy, Visual
+from gstep.language.types import ChatMessage, ChatPart, Prompt, PromptPolicy, Visual
 
 # A noncharacter, which breaks up a placeholder that a text holds: its two pieces are tokenized as text.
 _MARK = "\U0010fffe"
@@ -101,18 +101,16 @@ class PromptBuilder(ABC):
 
         Raises ValueError where a video comes without what the family needs.
         """
-        content = [{"type": "video"}] * len(visuals) + [{"type": "text", "text": text}]
-        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+        content: list[ChatPart] = [*[ChatPart(type="video")] * len(visuals), {"type": "text", "text": text}]
+        messages: list[ChatMessage] = [{"role": "user", "content": content}]
         if system is not None:
             messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system}]})
         return self.build_chat(messages, visuals)
 
-    def build_chat(self, messages: Sequence[Mapping[str, Any]], visuals: Sequence[Visual]) -> Prompt:
+    def build_chat(self, messages: Sequence[ChatMessage], visuals: Sequence[Visual]) -> Prompt:
         """Build the prompt of a conversation, as the chat template puts it, up to where the model is to speak.
 
         Args:
-            messages: in the form that chat templates take: ``role``, and ``content`` as a list of ``{"type": "video"}``
-                and ``{"type": "text", "text": ...}``.
             visuals: of the videos, in their order.
 
         Raises ValueError as :meth:`build`.
@@ -168,7 +166,7 @@ class PromptBuilder(ABC):
     def _placeholders(self, count: int) -> Tensor:
         return torch.full((count,), self._video_id, dtype=torch.int64, device="cpu")
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], n_videos: int) -> str:
+    def _render(self, messages: Sequence[ChatMessage], n_videos: int) -> str:
         told = [{**message, "content": [self._as_text(part) for part in message["content"]]} for message in messages]
         rendered: str = self.tokenizer.apply_chat_template(
             told, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
@@ -181,7 +179,7 @@ class PromptBuilder(ABC):
         """Return whether a text holds the model's own placeholder of an image or video."""
         return self._video_token in text or self._image_token in text
 
-    def _as_text(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _as_text(self, part: ChatPart) -> ChatPart:
         """Return a part of a message, in whose text no placeholder can pass for a video: that would shift every token.
 
         Raises ValueError for a text with the mark that breaks them up.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from torch import Tensor
 
@@ -45,6 +45,20 @@ class Visual:
     evidence: Mapping[str, Tensor] = field(default_factory=dict)
     frame_indices: Sequence[int] = ()
     fps: float | None = None
+
+
+class ChatPart(TypedDict, total=False):
+    """A part of a message: ``{"type": "video"}`` or ``{"type": "text", "text": ...}``."""
+
+    type: str
+    text: str
+
+
+class ChatMessage(TypedDict):
+    """A message in the form that chat templates take."""
+
+    role: str
+    content: Sequence[ChatPart]
 
 
 @dataclass(frozen=True)

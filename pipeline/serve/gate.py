@@ -166,5 +166,5 @@ def _recorded(request: Request, send: Send) -> Send:
     return recording
 
 
-def _error(code: int, message: str) -> dict[str, Any]:
+def _error(code: int, message: str) -> object:
     return {"error": {"message": message, "type": "server_error" if code >= 500 else "invalid_request", "code": code}}

@@ -5,14 +5,34 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Any, TypedDict
 
 KEY = "VLLM_API_KEY"
 OPEN = frozenset(("/health", "/ping", "/ready"))  # what a load balancer asks
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
+
+class Scope(TypedDict, total=False):
+    """What ASGI tells of a connection."""
+
+    type: str
+    method: str
+    path: str
+    headers: Iterable[tuple[bytes, bytes]]
+    app: Any
+
+
+class Message(TypedDict, total=False):
+    """An event of ASGI, received or sent."""
+
+    type: str
+    status: int
+    headers: Iterable[tuple[bytes, bytes]]
+    body: bytes
+    more_body: bool
+    code: int
+
+
 App = Callable[[Scope, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 
@@ -43,7 +63,7 @@ class KeyGuard:
 async def reply(
     send: Callable[[Message], Awaitable[None]],
     status: int,
-    content: Mapping[str, Any],
+    content: object,
     more: Sequence[tuple[bytes, bytes]] = (),
 ) -> None:
     """Send a whole response of JSON, with ``more`` headers."""

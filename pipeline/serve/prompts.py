@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from gstep.backbones import ModelSource
 from gstep.language import Prompt, PromptBuilder, prompt_builder
+from gstep.language.types import ChatMessage, ChatPart
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
 from pipeline.generate.model import check_model, check_tokens
@@ -18,6 +19,8 @@ from pipeline.serve.videos import ServedVideo, ServedVideos
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
+Json = str | int | float | bool | None | Sequence["Json"] | Mapping[str, "Json"]
+ClientMessage = Mapping[str, Json]
 _CHARACTERS_PER_TOKEN = 8  # of a text that may fit; tokens of text have four on average
 
 
@@ -63,7 +66,7 @@ class ServedCache:
 class Conversation(NamedTuple):
     """Messages in the form that chat templates take, the videos that they name, and how long their texts are."""
 
-    messages: list[dict[str, Any]]
+    messages: list[ChatMessage]
     links: list[CacheLink]
     n_characters: int
 
@@ -99,14 +102,14 @@ class CachedPrompts:
         for videos in self.caches.values():
             videos.close()
 
-    def read(self, messages: Iterable[Mapping[str, Any]]) -> Conversation:
+    def read(self, messages: Iterable[ClientMessage]) -> Conversation:
         """Read messages without tokenizing them.
 
         Raises ValueError for a link that names no cached video, and for what the model does not take, with the reason.
         """
         read = [(_role(message), parts_of(message)) for message in messages]
         links = [CacheLink.parse(part["url"]) for _, parts in read for part in parts if "url" in part]
-        told = [{"role": role, "content": [_for_template(part) for part in parts]} for role, parts in read]
+        told = [ChatMessage(role=role, content=[_for_template(part) for part in parts]) for role, parts in read]
         n_characters = sum(len(part.get("text", "")) for _, parts in read for part in parts)
         self.check_length(n_characters)
         return Conversation(told, links, n_characters)
@@ -132,7 +135,7 @@ class CachedPrompts:
         """Return the prompt of a conversation up to where the model is to speak. Raises ValueError, as the builder."""
         return self.builder.build_chat(conversation.messages, [video.visual for video in videos])
 
-    def build(self, messages: Iterable[Mapping[str, Any]]) -> Prompt:
+    def build(self, messages: Iterable[ClientMessage]) -> Prompt:
         """Return the prompt of messages, waiting for their videos.
 
         Raises ValueError as ``read``, and what ``find`` gives.
@@ -152,7 +155,7 @@ _ROLES = ("system", "developer", "user", "assistant")
 _TEXTS = ("text", "input_text", "output_text")  # the last two are those of /v1/responses
 
 
-def parts_of(message: Mapping[str, Any]) -> list[dict[str, str]]:
+def parts_of(message: ClientMessage) -> list[dict[str, str]]:
     """Return the content of a message as ``{"text": ...}`` and ``{"url": ...}`` of a cached video.
 
     Raises ValueError for parts of any other kind: whatever is not named here would have to be read from somewhere.
@@ -160,10 +163,12 @@ def parts_of(message: Mapping[str, Any]) -> list[dict[str, str]]:
     content = message.get("content")
     if content is None or isinstance(content, str):
         return [{"text": content}] if content else []
+    if not isinstance(content, Sequence):
+        raise ValueError("the content of a message is a text, or a list of parts")
     return [_part(part) for part in content]
 
 
-def _role(message: Mapping[str, Any]) -> str:
+def _role(message: ClientMessage) -> str:
     """Return the role. Raises ValueError for what a chat template would write and this does not look into: tools."""
     role = message.get("role")
     if role not in _ROLES:
@@ -173,9 +178,11 @@ def _role(message: Mapping[str, Any]) -> str:
     return "system" if role == "developer" else str(role)
 
 
-def _part(part: Any) -> dict[str, str]:
+def _part(part: Json) -> dict[str, str]:
     if isinstance(part, str):
         return {"text": part}
+    if not isinstance(part, Mapping):
+        raise ValueError("a part of a message is a text or an object")
     kind = part.get("type")
     if kind in _TEXTS:
         return {"text": str(part["text"])}
@@ -187,5 +194,5 @@ def _part(part: Any) -> dict[str, str]:
     raise ValueError(f"a part of type {str(kind)[:40]!r}: this server takes text, and video_url with {SCHEME}VIDEO_ID")
 
 
-def _for_template(part: Mapping[str, str]) -> dict[str, str]:
+def _for_template(part: Mapping[str, str]) -> ChatPart:
     return {"type": "video"} if "url" in part else {"type": "text", "text": part["text"]}

@@ -11,6 +11,7 @@ from fastapi import HTTPException
 from vllm.exceptions import VLLMValidationError
 from vllm.renderers.hf import HfRenderer
 
+from gstep.language.types import ChatMessage
 from gstep.serving.inputs import engine_input
 from pipeline.errors import CorruptShard, UnknownVideo
 from pipeline.serve import CONFIG
@@ -121,5 +122,5 @@ def _check(params: Any) -> None:
         raise VLLMValidationError("add_generation_prompt must be true with a cached video")
 
 
-def _text(message: Mapping[str, Any]) -> str:
+def _text(message: ChatMessage) -> str:
     return "".join(part.get("text", "") for part in message["content"])
