@@ -1,1 +1,1 @@
-"""Any Ray Data run, whatever goes through it: this room knows no video and no question."""
+"""Ray Data runs of any kind: this room knows neither videos nor questions."""

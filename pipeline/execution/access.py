@@ -1,7 +1,4 @@
-"""How a driver gets at a Ray cluster, and where its workers import this package from.
-
-Which cluster it would join, whether that answers, and with which token.
-"""
+"""Access of a driver to a Ray cluster: which one it joins, whether it answers, the token, the workers' imports."""
 
 from __future__ import annotations
 
@@ -31,7 +28,8 @@ _TOKEN = (
 def address_to_join() -> str | None:
     """Find the cluster that ``ray.init()`` joins: the one that RAY_ADDRESS names or ``ray start`` left on this machine.
 
-    None where it starts one of its own. Raises RunFailed for the address of a job server and where nothing listens.
+    Returns None where Ray starts a cluster of its own. Raises RunFailed for the address of a job server, and where
+    nothing listens.
     """
     given = os.environ.get("RAY_ADDRESS", "")
     address = given or read_ray_address()
@@ -59,9 +57,9 @@ def _check_listens(address: str, whence: str) -> None:
 
 
 def check_answers(address: str) -> None:
-    """Ask the cluster at ``address`` who it is: Ray itself asks twenty times, and says only that it failed.
+    """Ask the cluster at ``address`` for its id, since Ray itself would ask twenty times and say only that it failed.
 
-    Raises RunFailed where it does not answer, or not without a token.
+    Raises RunFailed where the cluster does not answer, or asks for a token that is not there.
     """
     mode, found = os.environ.get("RAY_AUTH_MODE"), not os.environ.get("RAY_ADDRESS")
     if "://" in address or ":" not in address or (mode is None and found and _has_token()):
@@ -80,8 +78,8 @@ def check_answers(address: str) -> None:
 def set_cluster_token() -> None:
     """Give the cluster that ``ray.init()`` starts next a token in this process's environment.
 
-    Ray would write one to ~/.ray/auth_token, where every later ``ray start`` finds it and asks for it. What the user
-    has chosen stays.
+    Ray would write one to ~/.ray/auth_token, where every later ``ray start`` finds it and asks for it. A token that the
+    user has set is kept.
     """
     if os.environ.get("RAY_AUTH_MODE") != "disabled" and not _has_token():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)

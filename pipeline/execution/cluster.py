@@ -1,4 +1,4 @@
-"""The Ray cluster as a driver meets it: joining or starting it, its nodes, what its errors mean."""
+"""The Ray cluster of a driver: joining or starting it, its nodes, its errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _NO_GPU = (
 def connect(say: Callable[[str], object] = lambda line: None) -> dict[str, float]:
     """Return the resources of the cluster that RAY_ADDRESS or a running head names, else of one that is started here.
 
-    Several threads may call it. It may take half a minute, so ``say`` is told before and after. Raises RunFailed.
+    Several threads may call it. It may take half a minute, so ``say`` gets a line before and after. Raises RunFailed.
     """
     with _connecting:
         if not ray.is_initialized():
@@ -147,7 +147,7 @@ def _shut_down() -> None:
 def wait_for_gpus(wanted: int, wait_s: float, say: Callable[[str], object]) -> dict[str, float]:
     """Wait until the cluster that this process has joined has ``wanted`` GPUs, and return its resources.
 
-    A cluster that grows by demand is asked for them. Raises UsageError where they have not joined in ``wait_s``.
+    An autoscaling cluster is asked for them. Raises UsageError if they have not joined after ``wait_s`` seconds.
     """
     cluster, deadline = dict(ray.cluster_resources()), time.monotonic() + wait_s
     if cluster.get("GPU", 0.0) >= wanted:
@@ -196,8 +196,8 @@ def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object])
     """Join or start the cluster, and choose the (device, dtype) to compute with.
 
     Args:
-        dtype: what the flags or earlier rows say.
-        say: told what a user should know of it.
+        dtype: that of the flags or of earlier rows; "auto" leaves it to the device.
+        say: prints notes for the user.
 
     Raises UsageError where the cluster or the machine cannot give what the flags ask for, RunFailed where there is no
     cluster.
@@ -223,7 +223,7 @@ def choose_device(options: RunOptions, dtype: str, say: Callable[[str], object])
 def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
     """Raise UsageError where ``--device cuda`` cannot be had, for a run that has nothing left to compute.
 
-    Without a cluster to join Ray is not started for it.
+    Ray is not started for this check.
     """
     if options.device == "cuda" and (ray.is_initialized() or address_to_join() is not None):
         choose_device(options, "auto", say)
@@ -261,7 +261,7 @@ def root_cause(error: BaseException) -> str:
 def failing_nodes(tried: Mapping[str, Mapping[str, NodeTally]]) -> dict[str, str]:
     """Find the nodes on which a stage failed more often than on all nodes together, as node id -> host.
 
-    A file that is missing for all fails everywhere alike, so a node is never left out where no other one does better.
+    A file that no node can read fails on all nodes alike, so a node is only left out if others do better.
     """
     found: dict[str, str] = {}
     for nodes in tried.values():

@@ -1,4 +1,4 @@
-"""What a GPU actor does after an error that no later work of its process would survive."""
+"""The end of a GPU actor's process after an error that would fail all its later work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def exit_after_gpu_fault(item: str, error: Exception) -> None:
 def give_up_process(item: str, error: Exception) -> NoReturn:
     """End the process.
 
-    Ray starts another one, which asks the heartbeats how often ``item`` (a video, a question) was in hand then.
+    Ray starts another process, which asks the heartbeats how many died with ``item`` (a video, a question) in hand.
     """
     print(f"{item}: {error}", file=sys.stderr, flush=True)
     os._exit(70)

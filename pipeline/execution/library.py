@@ -1,4 +1,4 @@
-"""Runs that are called from Python, not as a command: their options, what they tell, and that nothing else changes."""
+"""Runs that are called from Python: their options, their progress, and the process that they restore."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _TOKEN = "RAY_AUTH_TOKEN"
 
 
 def console_for(progress: ProgressOption) -> Console:
-    """Return what a run writes to: a bar on a terminal, one line in a notebook, lines in a log.
+    """Return the console of a run: a bar on a terminal, a line in a notebook, lines in a log, or the caller's own.
 
-    Whoever asked for it is told. Raises UsageError.
+    Raises UsageError.
     """
     if progress is False:
         return Console(quiet=True)

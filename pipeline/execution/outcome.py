@@ -1,4 +1,4 @@
-"""How what was asked for ended: counts, failures by class, and the exit code that they mean."""
+"""The outcome of a request: counts, failures by class, and the exit code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OF_A_RUN = frozenset({"n_missing", "n_waiting", "n_new", "n_new_failed", "wall_
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How what was asked for ended.
+    """The outcome of a request.
 
     Attributes:
         n_ok: items (videos, questions) with a result.
@@ -31,8 +31,8 @@ class Outcome:
         n_new: items that this run processed.
         n_new_failed: those of them that failed; a failed redo leaves an earlier result in place.
         wall_s: seconds this run took; None for a summary of a cache.
-        out: where the results are; "" but for who called from Python, as for ``failed``.
-        failed: id -> error class of the items that failed.
+        out: where the results are; "" for a summary of a cache.
+        failed: id -> error class of the items that failed; empty unless a caller from Python asked for it.
     """
 
     n_ok: int
@@ -54,7 +54,7 @@ class Outcome:
     def exit_code(self, failure_limit: int, outside_limit: int | None = None) -> int:
         """Return 0 where every item has a row, at least one is ok, and failures keep the limits; else 1.
 
-        None may have failed by a bug; ``outside_limit`` is the limit for failures from outside the item.
+        An item that failed by a bug makes it 1 too. ``outside_limit`` is the limit for failures from outside the items.
         """
         bad = (
             self.n_missing

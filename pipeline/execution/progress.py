@@ -19,15 +19,15 @@ from pipeline.execution.stages import Wording, stage_counts
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a run is.
+    """The progress of a run.
 
     Attributes:
-        item: what it works on, "video" or "question".
+        item: the kind of its items, "video" or "question".
         total: items of this run.
-        ok: those that have a result.
-        failed: those that have an error row.
-        ahead: how many items went through each stage before the last, by what that did to them: "decoded".
-        note: a line for the user; "" where only the numbers are new.
+        ok: items with a result.
+        failed: items with an error row.
+        ahead: how many items each stage before the last has done, by its word for that: "decoded".
+        note: a line for the user; "" if only the numbers are new.
     """
 
     item: str = ""
@@ -46,7 +46,7 @@ class Progress:
 
 
 class Listening(Console):
-    """A console whose lines, and whose progress, go to ``tell``. What that raises ends the run."""
+    """A console that passes its lines, and progress, to the function ``tell``. An exception of that ends the run."""
 
     def __init__(self, tell: Callable[[Progress], object]) -> None:
         super().__init__(file=sys.stderr, force_terminal=False, force_jupyter=False)
@@ -61,7 +61,7 @@ class Listening(Console):
 
 
 class OneLine:
-    """Progress in a notebook: one line, written over until the run ends; notes stay above it."""
+    """Progress in a notebook: one line that is overwritten until the run ends, below the notes."""
 
     def __init__(self) -> None:
         self._width = 0
@@ -77,7 +77,7 @@ class OneLine:
 
 
 class Pace:
-    """How fast items come through, from the first one on: until then workers start and load their models."""
+    """The rate of items since the first one, as workers start and load their models before."""
 
     def __init__(self, total: int, item: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total
@@ -117,7 +117,7 @@ class Pace:
 
 
 class Reporter:
-    """Counts what a run has done. A subclass shows it, whenever a number is new or by a clock of its own."""
+    """Counter of what a run has done. A subclass shows it, at every new number or by a clock of its own."""
 
     def __init__(self, total: int, words: Wording) -> None:
         self.at = Progress(item=words.item, total=total)
@@ -158,10 +158,7 @@ class Reporter:
 
 
 def reporter(console: Console, total: int, log_interval: float, words: Wording) -> Reporter:
-    """Return a bar for a terminal, else lines every ``log_interval`` seconds.
-
-    A console that listens is told.
-    """
+    """Return a bar for a terminal, a function's reporter for its console, else lines every ``log_interval`` seconds."""
     if isinstance(console, Listening):
         return FunctionReporter(console, total, words)
     if console.is_terminal:
@@ -170,7 +167,7 @@ def reporter(console: Console, total: int, log_interval: float, words: Wording) 
 
 
 class FunctionReporter(Reporter):
-    """Tells the numbers to the function of a listening console."""
+    """Reporter that passes the numbers to the function of a listening console."""
 
     def __init__(self, console: Listening, total: int, words: Wording) -> None:
         super().__init__(total, words)
@@ -190,7 +187,7 @@ class _PaceColumn(rich_progress.ProgressColumn):
 
 
 class BarReporter(Reporter):
-    """Draws a bar with the count, the failures, the rate and the time left."""
+    """Reporter that draws a bar with the count, the failures, the rate and the time left."""
 
     def __init__(self, console: Console, total: int, words: Wording) -> None:
         super().__init__(total, words)
@@ -212,7 +209,7 @@ class BarReporter(Reporter):
 
 
 class LineReporter(Reporter):
-    """Prints a line every ``interval`` seconds, also while nothing moves, and one at the end."""
+    """Reporter that prints a line every ``interval`` seconds, also while nothing moves, and one at the end."""
 
     def __init__(self, console: Console, total: int, interval: float, words: Wording) -> None:
         super().__init__(total, words)

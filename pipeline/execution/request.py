@@ -1,4 +1,4 @@
-"""What checking a request has in common, whatever is asked for; nothing is started here."""
+"""Checks that all kinds of requests share. Nothing is started here."""
 
 from __future__ import annotations
 

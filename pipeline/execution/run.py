@@ -1,7 +1,7 @@
-"""What every run does, whatever goes through it: check, claim, match, resume, stream, summarise.
+"""The steps of every run: check, claim, match, resume, stream, summarise.
 
-A kind of run fills in the steps (``pipeline.prune.run``, ``pipeline.generate.run``); the order and what holds over all
-of them, the claim and the record of the run, are here.
+Each kind of run implements the steps (``pipeline.prune.run``, ``pipeline.generate.run``). This module has their order,
+the claim and the record of the run.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pipeline.storage.stores import Store
 
 
 class Request(Protocol):
-    """A request that was checked, before anything was started."""
+    """A request that was checked before anything was started."""
 
     @property
     def run_id(self) -> str: ...
 
     @property
     def store(self) -> Store:
-        """Where the results go."""
+        """The store of the results."""
 
 
 class Streamed(NamedTuple):
@@ -48,7 +48,7 @@ S = TypeVar("S", bound=Outcome)
 
 
 class Run(ABC, Generic[O, R, T, S]):
-    """One run on the driver: with the options O, of a request R, which leaves T to do, and ends as the summary S."""
+    """One run on the driver, with options O, a checked request R, items to do T, and a summary S."""
 
     def __init__(self, options: O, console: Console) -> None:
         self.options = options

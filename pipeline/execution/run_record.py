@@ -1,4 +1,4 @@
-"""The record of a run, ``runs/<run_id>.json``: provenance, and how far it has come. Recorded, never compared."""
+"""The record of a run, ``runs/<run_id>.json``: its provenance and progress, which nothing is compared with."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pipeline.storage.stores import Store
 
 RUNS = "runs"
 COMMITTED = "token_shards"  # key of a record: the ids of the token shards that the rows of the run name
-#: What a run says of itself, JSON-able. Older runs said less, newer ones may say more: nothing depends on it.
+#: A JSON object. Records of older and newer runs may have other keys, and nothing depends on them.
 RunRecord = dict[str, Any]
 
 
 class RunFile:
-    """Written when a run starts and again when it ends, however it ends."""
+    """The file of a record, written when a run starts and again when it ends, however it ends."""
 
     def __init__(self, store: Store, record: RunRecord) -> None:
         self._store = store

@@ -1,8 +1,8 @@
-"""From the last stage of a graph to shards: what comes is bundled here, by number and by age, and written by actors.
+"""Bundling of what the last stage of a graph gives into shards, by number and by age, and their writers.
 
-Ray Data would bundle by number alone, and hold what came last until enough has joined it: a job that is stopped loses
-that. What waits here are references. Their bytes stay in the object stores, where Ray Data counts them against the
-limit of the graph for as long as they are held, which holds back the stages before.
+Ray Data would bundle by number alone and hold the last items until enough others have come, and a job that is stopped
+would lose them. Only references wait here. Their bytes stay in the object stores, where Ray Data counts them against
+the limit of the graph, which holds back the earlier stages.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ TICK_S = 0.5
 
 
 class Batch(NamedTuple):
-    """What a graph hands over at a time: references to tables, or the tables; and how many items they are of."""
+    """Output of a graph: tables or references to them, and how many items they hold."""
 
     tables: Sequence[ray.ObjectRef] | Sequence[pa.Table]
     n_items: int
 
 
 class Shard(NamedTuple):
-    """A shard that is on disk: its number, which is its own however often it is given, and the rows to commit."""
+    """A shard that is on disk: its number, which stays the same however often it is yielded, and the rows to commit."""
 
     number: int
     rows: pa.Table
@@ -43,15 +43,15 @@ def _unchanged(rows: pa.Table) -> pa.Table:
 
 @dataclass(frozen=True)
 class RunGraph:
-    """A graph that is ready to run, and what becomes of what its last stage gives.
+    """A graph that is ready to run, and how its output is written.
 
     Attributes:
-        dataset: nothing runs until it is iterated.
-        items_per_shard: so many make a shard.
+        dataset: the graph of Ray Data, which runs once it is iterated.
+        items_per_shard: how many items make a shard.
         writers: starts the actors whose ``write`` makes a shard of blocks and returns the rows to commit. None: the
             blocks hold those rows, which are as small as answers and wait here themselves.
-        rows: those of a block, where there are no writers.
-        items_per_row: so many share a row of what the last stage gives to writers; the last rows may have fewer.
+        rows: makes the rows to commit of a block, where there are no writers.
+        items_per_row: how many items share a row of the output for writers; the last rows may have fewer.
     """
 
     dataset: ray.data.Dataset
@@ -78,14 +78,14 @@ class RunGraph:
 
 
 class Shards:
-    """Bundles parts into shards: ``flow.items_per_shard`` items, or fewer where the first has waited for ``age_s``.
+    """Bundles batches into shards of ``flow.items_per_shard`` items, or fewer once the first has waited for ``age_s``.
 
-    A writer gets one shard to write and one that is next; what comes then makes up one more, and no more is taken. A
-    block of Ray Data's that is lost is made again, as Ray does it for the arguments of any call. Use it in a ``with``
-    block, which ends the writers.
+    Each writer has one shard in hand and one that is next. Once one more shard is complete, no more batches are taken.
+    Ray makes a lost block again, as it does for the arguments of any call. Use it in a ``with`` block, which ends the
+    writers.
 
-    A job that gives less than a shard in ``age_s`` writes one all the same, two files for every ``age_s`` seconds that
-    it runs: 2,880 in a day at a minute. They stay as small as they are, since nothing joins token shards later.
+    A job that makes less than a shard in ``age_s`` seconds writes a small one, which is two files: 2,880 files a day at
+    a minute. Nothing joins token shards later.
     """
 
     def __init__(self, flow: RunGraph, age_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -116,7 +116,7 @@ class Shards:
         return bool(self._waiting or self._writing or self._written)
 
     def has_room(self) -> bool:
-        """Return whether another part may be taken."""
+        """Return whether another batch may be taken."""
         return self._n_waiting < self._flow.items_per_shard
 
     def take(self, batch: Batch) -> None:
@@ -139,7 +139,8 @@ class Shards:
     def written(self, wait_s: float = TICK_S) -> Iterator[Shard]:
         """Yield the shards that are on disk, to be committed. Wait for one only while no more can be taken.
 
-        One is given again where the next was not asked for: who was interrupted cannot know whether it is committed.
+        A shard is yielded again if the next one was not asked for: an interrupted driver cannot know whether it is
+        committed.
         """
         self._write_due()
         while self._written:

@@ -1,4 +1,4 @@
-"""What stages of a graph are made of: actors with what they reserve."""
+"""The stages of a graph: actors and the resources that they reserve."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BLOCKS_AHEAD = 4
 
 
 class StageWords(NamedTuple):
-    """What users are told of a stage: what it did to an item ("decoded"), and what may help where it does not move."""
+    """Words about a stage for users: what it did to an item ("decoded"), and what may help if it does not move."""
 
     done: str
     remedy: str
@@ -42,13 +42,13 @@ class StageWords(NamedTuple):
 
 @dataclass(frozen=True)
 class Wording:
-    """What a kind of run calls what it does.
+    """Words about a kind of run for users.
 
     Attributes:
-        doing: of the run, "pruning".
+        doing: what the run does, "pruning".
         item: what goes through the stages, "video".
-        stages: by name, in their order; the last one's items are what a run counts as done.
-        to_lower: the flags to lower where the cluster has no room.
+        stages: the stages by name, in their order; items of the last one count as done.
+        to_lower: the flags to lower if the cluster has no room.
     """
 
     doing: str
@@ -57,10 +57,9 @@ class Wording:
     to_lower: str
 
     def ahead(self, made: Mapping[str, int], ok: int) -> dict[str, int]:
-        """Return what the stages before the last have ``made``, by what that did to it ("decoded").
+        """Return how many items the stages before the last have ``made``, by their words for that ("decoded").
 
-        Nothing where that was not told yet. It is told every few seconds, so what is done (``ok``) may have overtaken
-        it.
+        It is empty before the first report. Reports come every few seconds, so ``ok`` items may be more by now.
         """
         early = list(self.stages.items())[: max(1, len(self.stages) - 1)]
         return {words.done: max(made[stage], ok) for stage, words in early} if made else {}
@@ -72,7 +71,7 @@ def stage_counts(ahead: Mapping[str, int]) -> str:
 
 
 class Plan(Protocol):
-    """The shares of the cluster that a run takes, and what is said of it."""
+    """The shares of the cluster that a run takes, and its words for users."""
 
     wording: ClassVar[Wording]
 
@@ -86,7 +85,7 @@ class Plan(Protocol):
 
     @property
     def workers(self) -> str:
-        """The workers that start, in words."""
+        """A description of the workers that start."""
 
     def collected(self, stage: str, waits: bool) -> int:
         """Return how many items ``stage`` waits for before it takes any; ``waits`` says whether more are to come."""
@@ -94,11 +93,11 @@ class Plan(Protocol):
 
 @dataclass(frozen=True)
 class Stage:
-    """What one task or actor of a stage reserves, and how many of them may run.
+    """The resources that an actor of a stage reserves, and how many actors may run.
 
     Attributes:
-        calls: how many a worker runs at a time.
-        in_flight: how many wait for a worker or run on it; None: as many as Ray Data thinks right.
+        calls: how many calls a worker runs at a time.
+        in_flight: how many calls wait for a worker or run on it; None leaves it to Ray Data.
     """
 
     num_cpus: float
@@ -156,7 +155,7 @@ def _actor_name(run: int) -> dict[str, str]:
 def end_workers() -> None:
     """End all workers that are left of graphs of the run in this thread, which no longer run.
 
-    A worker outlives its graph where it hangs, and where its node was lost: that one waits for room. Either would keep
+    A worker outlives its graph if it hangs, or if its node was lost and it waits for room elsewhere. Either would keep
     room from the next graph for ever.
     """
     with suppress(Exception):  # a cluster that is gone has no workers either

@@ -1,4 +1,4 @@
-"""From a running graph to the disk: every shard is committed as it comes, while a watchdog looks on.
+"""Running a graph: every shard is committed as it is written, while a watchdog looks for progress.
 
 However a run ends, rows already encoded are written first, unless the store itself fails.
 """
@@ -36,14 +36,14 @@ class PlannedGraph:
     """A graph for some items, on what the cluster had when it was planned.
 
     Attributes:
-        build: makes what is to be run, given the actor that its workers tell what they do.
-        commit: makes the rows of a shard visible, given its number and the rows, a ``status`` among them. What it was
-            given before, where it was interrupted, changes nothing.
+        build: builds the graph, given the actor to which its workers report.
+        commit: makes the rows of a shard visible, given its number and the rows, which have a ``status``. After an
+            interrupt it may get the same shard again, which must change nothing.
         plan: the shares of the cluster.
         total: items that must come out.
-        give_up: why the run should go no further, if so, given what the workers say.
-        available_resources: what the nodes that it may use have now.
-        on_end: told what the workers said in the end, however it ended.
+        give_up: returns why the run should stop, if so, given the workers' report.
+        available_resources: returns the resources of the nodes that the graph may use now.
+        on_end: gets the workers' last report, however the run ended.
     """
 
     build: Callable[[ActorHandle], RunGraph]

@@ -1,4 +1,4 @@
-"""A cache as a source of Ray Data: a row a video, read shard by shard on the nodes."""
+"""Caches as sources of Ray Data: a row a video, read shard by shard on the nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SAMPLED_SHARDS = 4  # shards from whose rows the size of the others is estimate
 
 
 class ReadOptions(NamedTuple):
-    """How videos are read; as ``TokenCache.get`` takes it."""
+    """Options of reading a video, as of ``TokenCache.get``."""
 
     retention_ratio: float | None = None
     order: TokenOrder = "index"
@@ -64,7 +64,7 @@ def ray_dataset(
 
 
 class TokenSource(Datasource):  # type: ignore[misc]  # Ray has no types
-    """The videos of a cache, a row each."""
+    """Source of the videos of a cache, a row each."""
 
     def __init__(self, cache: TokenCache, ids: Sequence[str] | None, options: ReadOptions) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A run that does not move is ended, with the stage that holds it up."""
+"""Ending a run that does not move, with the name of the stage that holds it up."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class ClusterShrunk(Exception):  # noqa: N818
 
 
 class Watchdog:
-    """Looks at the heartbeats now and then.
+    """Looks at the workers' reports now and then.
 
-    Raises RunFailed where nothing has moved for ``timeout_s``, or where ``give_up`` has a reason to go no further;
-    ClusterShrunk where it could go further on what the cluster has now, which ``offer`` says.
+    Raises RunFailed if nothing has moved for ``timeout_s`` seconds or ``give_up`` returns a reason to stop, and
+    ClusterShrunk if nodes were lost and the run could go on with those that ``offer`` says are left.
     """
 
     def __init__(
@@ -154,11 +154,11 @@ def _offer(plan: Plan) -> str:
 
 
 class _Abandoned(BaseException):
-    """Ends the thread of ``iterate_watched`` from outside."""
+    """Exception that ends the thread of ``iterate_watched`` from outside."""
 
 
 class _Fetcher(Generic[T]):
-    """Takes the items of an iterator in a thread, one ahead at most, and hands them over one by one."""
+    """Thread that takes the items of an iterator, one ahead at most, and hands them over one by one."""
 
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items
@@ -224,12 +224,12 @@ def iterate_watched(
 ) -> Generator[T | None, None, None]:
     """Yield the items of an iterator that may block for ever, and call ``look`` every ``every_s`` seconds meanwhile.
 
-    It runs in a thread, one item ahead at most. What it raises is raised here. When this generator is closed, or
-    ``look`` raises, the iterator is interrupted where it is.
+    The iterator runs in a thread, one item ahead at most, and its exceptions are raised here. When this generator is
+    closed, or ``look`` raises, the iterator is interrupted where it is.
 
-    None is yielded in an item's stead where nothing came for ``tick_s``; for as long as there is no ``room`` for
-    another one; and after the last one, for as long as something is ``unfinished``. In the latter two cases whoever
-    takes it has something else to wait for.
+    None is yielded instead of an item if nothing came for ``tick_s`` seconds, while there is no ``room`` for another
+    item, and after the last item while something is ``unfinished``. In the last two cases the caller has something else
+    to wait for.
     """
     fetcher, looked_at, ended = _Fetcher(items), time.monotonic(), False
     with closing(fetcher):
@@ -253,11 +253,11 @@ def iterate_watched(
 
 
 def _interrupt(thread: threading.Thread, wait_s: float = 10.0) -> None:
-    """Raise in another thread, and wait for its end.
+    """Raise an exception in another thread, and wait for its end.
 
-    Nothing plainer stops an iteration that waits: the executor's own shutdown is no public part of Ray Data, a thread
-    cannot be cancelled, and ending Ray ends a head that is not ours. Ray waits in Python code, by short sleeps, and
-    shuts the execution down when an exception of any kind passes, as it does for Ctrl-C.
+    Nothing simpler stops a waiting iteration: Ray Data has no public way to shut its executor down, a thread cannot be
+    cancelled, and shutting Ray down could end a head of another owner. Ray waits in Python code, in short sleeps, and
+    shuts the execution down at an exception of any kind, as it does for Ctrl-C.
     """
     if thread.is_alive() and thread.ident is not None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Abandoned))
