@@ -1,4 +1,4 @@
-"""gstep-cache: every command by its name, from any folder."""
+"""The command gstep-cache, which runs every command by its name, from any folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every command does around its work: flags and a file of options in, exit code and error message out."""
+"""The frame of every command: flags and a file of options in, exit code and error message out."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Exit code: 0 every {item} has a row and failures are within --max-failed; 1 the 
 
 
 class LogConsole(Console):
-    """Messages to stderr: as they are on a terminal; in a log each with its time, and a line however long it is."""
+    """Console for messages on stderr: plain on a terminal; in a log each is one line, however long, behind its time."""
 
     def __init__(self) -> None:
         super().__init__(stderr=True)
@@ -43,7 +43,7 @@ class LogConsole(Console):
 
 
 class Parser(argparse.ArgumentParser):
-    """One that knows ``--version``, and whose refusals are JSON documents too where ``--json`` is among the flags."""
+    """Parser that knows ``--version``, and writes its errors as JSON documents too if ``--json`` is given."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints a name and a version a line; nothing is imported for it."""
+    """Action of ``--version``: prints a name and a version a line, without importing anything."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **more)
@@ -88,7 +88,7 @@ def run_command(
 ) -> int:
     """Parse ``argv`` into a ``config`` and do the ``work``; returns the exit code.
 
-    ``overruled`` names the options of the file that do not go with the flags, which win.
+    ``overruled`` returns the options of the file that the flags overrule.
     """
     add_json(parser)
     parser.add_argument(
@@ -131,7 +131,7 @@ def exit_code_of(
 
     Each of these prints a line that says why.
 
-    ``document`` is where ``--json`` wants one: what the work returns with its exit code, or the error.
+    ``document`` is where ``--json`` writes what the work returns with its exit code, or the error.
     """
     interruption = _Interruption(lambda: console.print(interrupted, highlight=False))
     for number in (signal.SIGTERM, signal.SIGINT):

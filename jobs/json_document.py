@@ -1,4 +1,4 @@
-"""``--json``: what a command says, as one JSON document for programs; what people read goes to stderr then."""
+"""``--json``: the result of a command as one JSON document for programs. Text for people goes to stderr then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HELP = "print one JSON document on stdout, for an error too, and everything else
 
 
 class Done(NamedTuple):
-    """What a command did: its exit code, and what its JSON document says besides."""
+    """The result of a command: its exit code, and the other keys of its JSON document."""
 
     exit_code: int
     record: Mapping[str, object]
@@ -34,9 +34,9 @@ def error_record(error: BaseException, message: str = "") -> dict[str, object]:
 
 
 def write_document(target: Path | None, record: Mapping[str, object]) -> None:
-    """Write ``record`` where ``--json`` wants it: on stdout, in a file, or (None) nowhere. Raises OSError.
+    """Write ``record`` to stdout, to a file, or (None) nowhere. Raises OSError.
 
-    It is strict JSON in ASCII: a number that is not finite becomes null.
+    The document is strict JSON in ASCII: a number that is not finite becomes null.
     """
     if target is None:
         return

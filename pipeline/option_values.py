@@ -1,4 +1,4 @@
-"""Options from a file or from Python, by the fields of the dataclass that declares them: names, types, what is near."""
+"""Options from a file or from Python, checked against the fields of the dataclass that declares them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or 
 def checked_options(config: type, given: Mapping[str, object], where: str = "") -> dict[str, Any]:
     """Convert options from a file or from Python, by field name, to the types of the fields of ``config``.
 
-    An int is a float, a number or a path is text, a mapping is a list of NAME=VALUE; nothing else is converted. Raises
-    UsageError, which begins with ``where``, for a name that is no field's and a value of another type.
+    An int becomes a float, a number or a path text, and a mapping a list of NAME=VALUE; nothing else is converted.
+    Raises
+        UsageError, whose message begins with ``where``, for an unknown name and a value of another type.
     """
     known = {item.name: item for item in fields(config)}
     if unknown := [name for name in given if name not in known]:

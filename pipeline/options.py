@@ -1,4 +1,4 @@
-"""Options that several commands share, declared once as fields that are flags too; checks name the flag."""
+"""Options that several commands share. Each is a field that is also a flag, and errors name the flag."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ATTN = ("auto", "flash_attention_2", "sdpa", "eager")
 def option(default: Any, help_text: str, **extra: Any) -> Any:
     """Make a dataclass field that is also a flag; ``{item}`` in its help is what the command works on, "video" say.
 
-    ``extra`` may hold metavar, choices, positional, several (of a list: many values after one flag), flag (where its
-    name is another than the field's) and secret, as well as group: the title under which ``--help`` shows this option
-    and those that follow it, up to the next group.
+    ``extra`` may hold metavar, choices, positional, secret, several (a list takes many values after one flag), flag (its
+    name, if it is not the field's) and group, the title under which ``--help`` shows this option and those that follow
+    it, up to the next group.
     """
     metadata = {"help": help_text, **extra}
     if isinstance(default, list):
@@ -62,7 +62,7 @@ def positive(value: float) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class S3Options:
-    """Where objects are, for every command that may read or write them."""
+    """The options of every command that may read or write objects on S3."""
 
     s3_endpoint: str | None = option(
         None,
@@ -76,7 +76,7 @@ class S3Options:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(S3Options):
-    """What every run can be told. Raises UsageError where a value makes no sense."""
+    """The options of every run. Raises UsageError for a value that makes no sense."""
 
     item: ClassVar[str]
 
@@ -134,7 +134,7 @@ class RunOptions(S3Options):
     def outside_limit(self, total: int) -> int:
         """Return how many of ``total`` items may fail by no fault of their own before the run counts as failed.
 
-        Such are a mount, a store, a bug, a full GPU; ``--max-failed`` is a limit for these too.
+        Such failures come from a mount, a store, a bug or a full GPU. ``--max-failed`` limits them too.
         """
         if self.max_failed is not None:
             return self.failure_limit(total)
@@ -148,7 +148,7 @@ class RunOptions(S3Options):
 
 @dataclass(frozen=True, kw_only=True)
 class PrunerOptions(RunOptions):
-    """What runs by one pruning method can be told besides."""
+    """The options of runs with one pruning method."""
 
     pruner_param: list[str] = option(
         [], "a parameter of the method, e.g. alpha=0.5 or K=3; may be repeated", metavar="NAME=VALUE", group="pruning"
@@ -165,7 +165,7 @@ class PrunerOptions(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(RunOptions):
-    """What a run that answers questions can be told about what computes the answers."""
+    """The options of runs that answer questions, about the engine that computes the answers."""
 
     engine: str = option(
         "transformers",

@@ -1,1 +1,1 @@
-"""What ``python -m jobs.prune`` does: videos in, a cache of pruned tokens out."""
+"""The work of ``python -m jobs.prune``: videos in, a cache of pruned tokens out."""

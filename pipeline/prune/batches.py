@@ -1,9 +1,9 @@
-"""How videos travel between the stages of a graph: bundles of them, each one row of Arrow.
+"""Bundles of videos, in which they travel between the stages of a graph: each is one row of Arrow.
 
-Small videos share a bundle, because Ray Data carries some twenty blocks a second and worker, whatever is in them. A
-bundle is one row, because Ray Data cuts blocks between rows: what a call yields is a block, never more and never less.
-The records of its videos are one cell of JSON, because a column for each of their keys costs milliseconds a block.
-Arrays are flat bytes, one cell a video, whose shapes the records say; those of a video that is alone are not copied.
+Small videos share a bundle, because Ray Data carries about twenty blocks a second and worker, whatever their size. A
+bundle is one row, because Ray Data cuts blocks between rows, so that what a call yields is exactly one block. The
+records of its videos are one cell of JSON, because a column for each key costs milliseconds a block. Arrays are flat
+bytes, one cell a video, with their shapes in the records; those of a single video are not copied.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The options of a prune run: one dataclass that flags, the run's record and the fingerprint come from."""
+"""The options of a prune run: one dataclass, from which flags, the run's record and the fingerprint are made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.options import DTYPES, PrunerOptions, check, option, positive
 
 @dataclass(frozen=True, kw_only=True)
 class PruneConfig(PrunerOptions):
-    """Everything that ``python -m jobs.prune`` can be told. Raises UsageError where a value makes no sense."""
+    """All options of ``python -m jobs.prune``. Raises UsageError for a value that makes no sense."""
 
     item: ClassVar[str] = "video"
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecodeSetup:
-    """What a decoder needs to know; it travels to every actor."""
+    """The settings of a decoder, which travel to every actor."""
 
     sampling: Sampling
     preprocessor: Preprocessor
@@ -61,7 +61,7 @@ class DecodeSetup:
 
 
 class VideoDecoder:
-    """Decodes one video after another in a child process: what an actor of a run does, and ``jobs.verify --live``.
+    """Decodes one video after another in a child process, for the actors of a run and for ``jobs.verify --live``.
 
     A crash, a hang or a memory bomb costs one video and no actor. Close it after use.
     """
@@ -108,10 +108,10 @@ class VideoDecoder:
 
 
 class Decoder:
-    """The actor: a VideoDecoder and a heartbeat. A call takes rows and gives bundles of so many of their videos.
+    """The actor: a VideoDecoder and a heartbeat. A call takes rows and yields bundles of their videos.
 
-    Two calls may run at a time: while the child decodes a video of one, the other fetches its next video and hands over
-    what was decoded. The bundles of a call follow from its rows alone: Ray counts them when it tries a call again.
+    Two calls may run at a time: while the child decodes a video of one, the other fetches its next video or hands over
+    a decoded one. The bundles of a call depend on its rows alone, since Ray counts them when it retries a call.
     """
 
     def __init__(self, setup: DecodeSetup, heartbeats: ActorHandle | None = None, videos_per_bundle: int = 1) -> None:

@@ -35,7 +35,7 @@ CAREFUL = 100  # videos taken one by one after a death: more than a process has 
 
 @dataclass(frozen=True)
 class EncodeSetup:
-    """What an encoder needs to know; it travels to every actor."""
+    """The settings of an encoder, which travel to every actor."""
 
     source: ModelSource
     pruner: str
@@ -62,11 +62,11 @@ class EncodeSetup:
 
 
 class VideoEncoder:
-    """Encodes and prunes one video after another: what an actor of a run does, and ``jobs.verify --live``.
+    """Encodes and prunes one video after another, for the actors of a run and for ``jobs.verify --live``.
 
-    Several threads may call it: the frames of one video go to the device, and what was kept of another comes back,
-    while a third is encoded; never are two encoded or pruned at a time. Holds one vision tower, ``backbone`` where that
-    is loaded already; never the LLM. Raises ModelError where it cannot be loaded.
+    Several threads may call it: the frames of one video go to the device, and the kept tokens of another come back,
+    while a third is encoded. Only one video is encoded or pruned at a time. It holds one vision tower, ``backbone`` if
+    that is loaded already, and never the LLM. Raises ModelError where the tower cannot be loaded.
     """
 
     def __init__(self, setup: EncodeSetup, backbone: Backbone | None = None) -> None:
@@ -166,11 +166,13 @@ def _guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
 
 
 class Encoder:
-    """The actor: a VideoEncoder, the error boundary of its stage, and a heartbeat. A bundle in, a bundle out.
+    """The actor: a VideoEncoder, the error rows of its stage, and a heartbeat. A call takes and yields one bundle.
 
-    Two calls may run at a time, of which one computes. A video with which its process dies, by a signal or by an error
-    that breaks the GPU's context, is tried once more, and is an error row after that: its neighbours and the run go on.
-    To tell it from these, a process that follows one that died takes its first videos one by one.
+    Two calls may run at a time, of which one computes. If a process dies with a video in hand, by a signal or by an
+    error
+        that breaks the GPU's context, the video is tried once more, and gets an error row after that; its neighbours
+        and the run go on. To find which video it was, a process that follows a dead one takes its first videos one by
+        one.
     """
 
     def __init__(self, setup: EncodeSetup, heartbeats: ActorHandle | None = None) -> None:
@@ -248,10 +250,10 @@ def pruned_columns(pruned: PrunedTokens, visual: VisualTokens) -> VideoRecord:
 
 
 def kept_tokens(pruned: PrunedTokens, visual: VisualTokens, evidence: Iterable[str] = ()) -> KeptTokens:
-    """Return what is stored of a video: the kept tokens, first selected first, and the evidence beside them.
+    """Return what is stored of a video: the kept tokens in order of selection, and the evidence beside them.
 
-    Of each deepstack level [T,N,D] and each evidence [T,N,...] the same places are taken, and evidence of frames
-    [T,...] whole.
+    Each deepstack level [T,N,D] and each evidence [T,N,...] is taken at the same places, and evidence of frames [T,...]
+    as a whole.
     """
     order = pruned.selection_order()
     places = pruned.index[order]

@@ -1,4 +1,4 @@
-"""What a prune run would do, without doing it: the dry run's checks and its report."""
+"""The dry run: its checks, and a report of what a run would do."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _SHOWN = 5  # ids that the report lists
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run with the same flags would do now.
+    """The work of a run with the same flags, if it started now.
 
     Attributes:
         out: the cache, as named.
         tally: the manifest's videos by what is to be done with them.
-        n_todo: those that the run would process; the rest of those to do waits for ``--limit``.
-        doomed: those of them that would become error rows, as far as that shows, by what is wrong with them.
-        first_ids: of the videos to process.
+        n_todo: how many videos the run would process; ``--limit`` leaves the others for another run.
+        doomed: videos of these that are sure to fail, by what is wrong with them.
+        first_ids: the first ids of the videos to process.
         identity: what every row of the cache would share; the dtype may be left to the cluster ("auto").
-        grid: (T, N) of a video; where its shape decides, of one in full HD with as many frames as are sampled at most.
-        kept: tokens of it that are stored; about that where the method decides.
-        video_bytes: what they take on disk.
+        grid: (T, N) of a video; if that depends on its shape, of one in full HD with the most frames that are sampled.
+        kept: how many of its tokens are stored; an estimate if the method decides.
+        video_bytes: the bytes of these on disk.
         one_size: whether every video has this grid.
     """
 

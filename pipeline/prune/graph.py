@@ -1,4 +1,4 @@
-"""The stages in order, and what each may use: the page to read first.
+"""The stages in order, and the resources of each: the page to read first.
 
     manifest -> decode (CPU actors, killable child processes) -> encode + prune (GPU actors)
         -> the driver bundles references, by number or age -> write (actors) -> the driver commits
@@ -6,7 +6,7 @@
 Videos travel in bundles: small ones together, a large one alone (``pipeline.prune.batches``). Encode and prune share an
 actor, so that a video's full tokens (45 MB for 32 frames of LLaVA-OneVision-7B) never cross the object store; decode is
 a stage of its own, so that nodes without GPUs can take it.
-Ray Data runs these two; what is encoded waits nowhere for longer than --flush-seconds (``pipeline.execution.shards``).
+Ray Data runs these two. An encoded video waits at most --flush-seconds to be written (``pipeline.execution.shards``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PRUNING = Wording(
 
 @dataclass(frozen=True)
 class Resources:
-    """Every resource number of the graph."""
+    """The resource numbers of the graph."""
 
     wording: ClassVar[Wording] = PRUNING
 
@@ -57,12 +57,11 @@ class Resources:
     videos_per_bundle: int = 1
 
     def store_bytes(self, frame_bytes: int, token_bytes: int) -> int:
-        """Return what may wait in the object stores, beside what workers have in hand.
+        """Return the bytes that may wait in the object stores, beside those that workers have in hand.
 
-        That is a few bundles a decoder, what is under way to each encoder, and a few shards.
-
-        ``frame_bytes`` and ``token_bytes`` are those of one video. Below the shards that are collected and that writers
-        hold, Ray would creep: it lets out one block in ten seconds.
+        That is a few bundles a decoder, the videos on their way to each encoder, and a few shards. ``frame_bytes`` and
+        ``token_bytes`` are those of one video. With less room than the collected and held shards take, Ray would creep:
+        it lets out one block in ten seconds.
         """
         bundles = 4 * self.decode.workers + (self.encode.in_flight or 4) * self.encode.workers
         frames = bundles * max(self.videos_per_bundle * frame_bytes, LEAST_BYTES)
@@ -71,10 +70,10 @@ class Resources:
     def fitting(self, store_bytes: float, frame_bytes: int, token_bytes: int, n_videos: int) -> Resources:
         """Fit bundles, shards and the videos on their way to encoders to the bytes that videos take.
 
-        Small videos share a bundle, as far as all workers get enough of them. So many are under way to an encoder that
-        it does not wait for the driver, which looks ten times a second; but in a short run no more than an eighth of
-        its share, which others may be done with before it, and no more than a quarter of the object stores. Shards are
-        so small that those at once fit half of these, Ray's own limit.
+        Small videos share a bundle, as long as there are enough bundles for all workers. Enough videos are on their way
+        to an encoder that it does not wait for the driver, which looks ten times a second; but in a short run at most
+        an eighth of its share, since other encoders may finish earlier, and at most a quarter of the object stores.
+        Shards are so small that those held at once fit half of the object stores, which is Ray's own limit.
         """
         room = store_bytes / 2 / (self.shards_at_once * max(token_bytes, 1))
         shard = max(1, int(min(self.videos_per_shard, room)))
@@ -97,7 +96,7 @@ class Resources:
     def blocks(self, n_videos: int) -> Iterator[tuple[int, int]]:
         """Yield where each block of the manifest starts and ends.
 
-        The last ones are a bundle each: so few wait for a slow worker when the others have nothing left.
+        The last blocks are one bundle each, so that few videos wait for a slow worker when the others have none left.
         """
         last = self.decode.workers * (self.decode.in_flight or 1) * self.videos_per_block
         head = max(0, n_videos - last) // self.videos_per_block * self.videos_per_block
@@ -106,7 +105,7 @@ class Resources:
 
     @property
     def shards_at_once(self) -> int:
-        """One that is collected, one that waits, and for each writer one that it reads and one that is next."""
+        """The number of shards held at once: one is collected, one waits, and each writer has two."""
         return 2 * self.write.workers + 2
 
     @property
@@ -127,7 +126,8 @@ class Resources:
     def collected(self, stage: str, waits: bool) -> int:
         """Return how many videos a stage waits for before it takes any.
 
-        A shard is collected first, unless it is the last, and each worker before it may be about to hand one over.
+        A whole shard is collected before it is written, unless it is the last, and each worker of the stage before may
+        be about to hand bundles over.
         """
         if not waits:
             return 1
@@ -154,8 +154,8 @@ RECORD_BYTES, FRAME_RECORD_BYTES = 4096, 64  # upper bounds of a video's record,
 def videos_for(shard_bytes: int, token_bytes: int, n_frames: int) -> int:
     """Return how many videos of ``token_bytes`` and ``n_frames`` make a shard of ``shard_bytes``.
 
-    Shards are bundled from what comes in, never filled over several tasks, so that a task that is tried again writes
-    the same file. No more videos than whose records the driver commits at once.
+    A shard is bundled from whole bundles, never filled by several tasks, so that a retried task writes the same file.
+    It has no more videos than the driver can commit the records of at once.
     """
     records = RECORDS_BYTES // (RECORD_BYTES + FRAME_RECORD_BYTES * n_frames)
     return max(1, min(shard_bytes // max(token_bytes, 1), records))
@@ -175,7 +175,7 @@ def plan_resources(
 ) -> Resources:
     """Share out a cluster of ``cpus``, ``gpus`` and bytes of ``memory`` for ``n_videos``.
 
-    Their files have ``files_bytes`` where that is known.
+    ``files_bytes`` are the bytes of their files, infinite if they are not known.
 
     Decoders reserve every CPU, since decoding is what most runs wait for, and the others reserve none: the system
     shares the cores with an encoder, which often waits, and both find room on any node.
@@ -215,7 +215,7 @@ def build_graph(
 ) -> RunGraph:
     """Build the graph that makes the written records of ``todo``; nothing runs until its parts are asked for.
 
-    ``without`` are ids of nodes on which no worker may run.
+    ``without`` holds the ids of nodes on which no worker may run.
     """
     labels = node_selector(without)
     # 1. Manifest: blocks small enough to spread. They are cut here and made without a task (from_arrow starts one a

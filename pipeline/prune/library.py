@@ -1,4 +1,4 @@
-"""``pipeline.prune_videos``: what ``python -m jobs.prune`` does, called from Python."""
+"""``pipeline.prune_videos``: the work of ``python -m jobs.prune``, called from Python."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def prune_videos(
     >>> pipeline.TokenCache(summary.out)
 
     The same call again goes on where the last one stopped. A Ray that this process has joined is used and left as it
-    was; else one is started, or the cluster of RAY_ADDRESS is joined, and left at the end. No signal handler, logger
-    or setting of Ray Data is changed for longer than the call takes. Several calls share one Ray after ``ray.init()``.
+    was; else one is started, or the cluster of RAY_ADDRESS is joined, and left at the end. No signal handler, logger or
+    setting of Ray Data is changed for longer than the call takes. Calls in several threads, for different caches, share
+    one Ray.
 
     Args:
         videos: as VIDEOS of ``python -m jobs.prune``: a folder, a glob, a file, a manifest, "sample". Or a list of
@@ -37,7 +38,7 @@ def prune_videos(
         options: every option of ``python -m jobs.prune --help`` by its name, ``--on-changed skip`` as
             ``on_changed="skip"``. A repeatable one is a list, and ``pruner_param`` may be a dict.
 
-    Returns what the cache holds of these videos, counted from its rows.
+    Returns the counts of these videos in the cache.
 
     Raises:
         UsageError: the request cannot be carried out, and nothing was started.

@@ -1,4 +1,4 @@
-"""What can be told of videos before anything is started: from the list alone, or at the price of a look at a file."""
+"""Checks of videos before anything is started, by the list alone or by a look at each file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NAME_ONE = (
 
 
 class Example(NamedTuple):
-    """How many videos something is true of, and what is said of the first."""
+    """The number of videos with one thing wrong, and a description of the first."""
 
     n: int
     first: str
@@ -40,7 +40,7 @@ class Example(NamedTuple):
 def refuse_forbidden(manifest: pa.Table, named: str) -> None:
     """Raise ManifestError where a list (MANIFEST_SCHEMA), ``named`` so, has videos that may not be read.
 
-    It says what would allow them.
+    The error names the flags that would allow them.
     """
     forbidden = manifest.filter(manifest["policy"].is_valid())
     if not len(forbidden):
@@ -77,7 +77,7 @@ def _roots_for(forbidden: pa.Table) -> Iterator[str]:
 def refuse_other_file(named: str) -> None:
     """Raise ManifestError where the user ``named`` a file of this machine that is neither a video nor a manifest.
 
-    Costs a look at its first bytes, and needs neither torch nor Ray: the command looks before it loads them.
+    It reads the first bytes of the file and needs neither torch nor Ray, which the command loads later.
     """
     path = Path(named.removeprefix("file://"))
     if path.is_file() and suffix_of(named) not in TABLE_SUFFIXES:
@@ -86,9 +86,9 @@ def refuse_other_file(named: str) -> None:
 
 
 def refuse_other_files(manifest: pa.Table, named: str, objects: Objects) -> None:
-    """Refuse a VIDEOS that is a file or an object of another kind: no video, no list.
+    """Refuse VIDEOS that is a file or an object, but neither a video nor a list.
 
-    ``manifest`` is what ``named`` was read as; one with a video's suffix is not asked for its bytes.
+    ``manifest`` is what ``named`` was read as. An object with a video's suffix is not asked for its bytes.
     """
     path = named if is_object(named) else os.path.abspath(named.removeprefix("file://"))  # noqa: PTH100 - links stay
     row = manifest.slice(0, 1).to_pylist()[0]
@@ -112,7 +112,7 @@ def _refusing_faults() -> Iterator[None]:
 def sure_failures(todo: pa.Table) -> dict[str, Example]:
     """Find the rows of TODO_SCHEMA that are sure to fail, by what is wrong, without opening a video.
 
-    A look at each file; objects on S3 are not asked for.
+    It looks at each local file; no request is made for objects on S3.
     """
     found: dict[str, Example] = {}
     for part in todo.to_batches(max_chunksize=ROWS_AT_ONCE):

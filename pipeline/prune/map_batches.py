@@ -1,4 +1,4 @@
-"""Decoding, and encoding with pruning, as callables for ``map_batches`` of a Ray Data pipeline of one's own."""
+"""Decoding, and encoding with pruning, as callables for ``map_batches`` of a user's own Ray Data pipeline."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _ANYWHERE = Roots([Path("/")], ["s3://"])  # the caller, who makes the rows, dec
 
 @dataclass(frozen=True)
 class PruneStages:
-    """What the workers of both stages need to know; it travels to them."""
+    """The settings of both stages, which travel to their workers."""
 
     decode: DecodeSetup
     encode: EncodeSetup

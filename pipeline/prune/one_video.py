@@ -45,7 +45,7 @@ _DIMMED = 3  # divides the brightness of pruned tokens in a picture
 
 @dataclass(frozen=True)
 class EncodedVideo:
-    """What becomes of one video: T frames (on Qwen pairs of them) of N tokens each, and B of all tokens that are kept.
+    """One encoded video: T frames (on Qwen pairs of frames) of N tokens each, of which B tokens are kept.
 
     Attributes:
         pruned: the kept tokens [B,D] bfloat16 with ``index``, ``rank`` and so on; ``pruned.at(0.10)`` is a smaller
@@ -54,7 +54,7 @@ class EncodedVideo:
         timestamps: [F] seconds, when each is shown.
         frame_indices: [F] places in the source.
         grid: (rows, columns) in which the N tokens of a frame lie.
-        record: what else a cache would say of it: its row of the videos table.
+        record: its row of the videos table, as a cache would hold it.
     """
 
     pruned: PrunedTokens

@@ -1,4 +1,4 @@
-"""The passes of a run: all videos, then those that failed where others did not, each on the nodes that are there."""
+"""The passes of a run: first all videos, then the failed ones again on the nodes where fewer failed."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ _NOTE_S = 60.0  # least seconds between two saves of the run's record while it r
 
 
 class Setups(NamedTuple):
-    """What workers need to know."""
+    """The settings of the workers."""
 
     decode: DecodeSetup
     encode: EncodeSetup
 
 
 class Commits:
-    """Makes the shards of a run visible, over all its passes.
+    """Commits the shards of a run, over all its passes.
 
     Attributes:
-        failed: of the videos that failed, the attempts that each has had.
-        retryable: those that may be the fault of a machine.
-        n_shards: how many numbers of shards are taken.
+        failed: failed video -> attempts that it has had.
+        retryable: the same of videos that may succeed on another machine.
+        n_shards: how many shard numbers are taken.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Commits:
 
 
 class Passes:
-    """Streams videos through the graph; what it was planned with is in the record of the run."""
+    """Streams videos through the graph, and notes each plan in the record of the run."""
 
     def __init__(
         self,
@@ -239,7 +239,8 @@ def _plan(
 def known_file_bytes(videos: pa.Table) -> float:
     """Add up the bytes of the files of ``videos`` (TODO_SCHEMA).
 
-    Infinite where there are many videos, or where one's size does not show here: then every decoder is wanted.
+    The sum is infinite if there are many videos, or if the size of one is not known here: then all decoders are
+    started.
     """
     if len(videos) > FILES_LOOKED_AT:
         return math.inf

@@ -48,7 +48,7 @@ _NOT_NEEDED = {
 
 @dataclass(frozen=True)
 class PruneRequest:
-    """A request that was checked: everything a run needs, before anything was started."""
+    """A checked request, which holds everything that a run needs."""
 
     config: PruneConfig
     run_id: str
@@ -64,7 +64,7 @@ class PruneRequest:
 
     @property
     def method(self) -> str:
-        """What finds the method's class: its name in the table, or ``module:Class``."""
+        """The name of the method in the table of methods, or ``module:Class``."""
         return method_name(type(self.pruner))
 
     def decode_setup(self) -> DecodeSetup:
@@ -123,7 +123,7 @@ class PruneRequest:
 def prepare(config: PruneConfig, console: Console, given: object = None) -> PruneRequest:
     """Check the whole request against the disk and the cache. Raises UsageError; starts nothing.
 
-    ``given`` are videos that a caller has at hand, as of ``given_manifest``; None where the options name them.
+    ``given`` holds videos that a caller has at hand, as ``given_manifest`` takes them; None if the options name them.
     """
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     store = store_at(config.out, objects)
@@ -160,7 +160,7 @@ def resolve(
 ) -> PruneRequest:
     """Resolve the model, its frames and the method. Raise UsageError. No cache and no video is looked at.
 
-    ``source`` is the model where that was found already.
+    ``source`` is the model if it was resolved already.
     """
     with refusing():
         read_pruner(config.pruner, config.pruner_params())  # checked first, since its errors do not depend on the model
@@ -279,7 +279,7 @@ def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]
 def match_cache(request: PruneRequest, console: Console) -> PruneRequest:
     """Adopt what an existing cache leaves open (dtype, a larger ratio of a nested method); refuse another identity.
 
-    A cache without a single row, from a run that ended before its first commit, binds nothing.
+    A cache without a row, from a run that ended before its first commit, restricts nothing.
     """
     if not request.store.exists(HEADER):
         return request
@@ -315,7 +315,8 @@ def evidence_sources(asked: Sequence[str], methods: Sequence[str], model_type: s
         methods: names of methods, whose evidence is stored; several with commas between, too.
         pruner: the method of the cache itself.
 
-    Raises UsageError where the model's encoder does not give one, or the method does not keep what it belongs to.
+    Raises UsageError if the model's encoder does not give an evidence, or the method drops the tokens that it
+    describes.
     """
     pairs = {_evidence_and_source(item, model_type) for item in _split(asked)}
     for method in _split(methods):

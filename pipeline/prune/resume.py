@@ -1,4 +1,4 @@
-"""What is left to do: the manifest minus the live rows of the cache."""
+"""The videos that are left to do: the manifest minus the live rows of the cache."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ TODO_SCHEMA = MANIFEST_SCHEMA.append(pa.field("attempts", pa.int32(), nullable=F
 
 
 class Tally(NamedTuple):
-    """The videos of a manifest by what is to be done with them.
+    """The numbers of videos of a manifest by what is to be done with them.
 
     Attributes:
-        new: to do, without a row.
-        retried: to do again, failed before.
-        redone: to do again, since they changed.
-        done: left alone, in the cache.
-        failed: left alone, failed before.
+        new: videos without a row, which are done.
+        retried: failed videos, which are done again.
+        redone: changed videos, which are done again.
+        done: cached videos, which are left alone.
+        failed: failed videos, which are left alone.
     """
 
     new: int = 0
@@ -49,7 +49,7 @@ class Tally(NamedTuple):
 
 
 class Remaining(NamedTuple):
-    """``todo`` are the manifest rows that a run must process, as TODO_SCHEMA; ``tally`` counts all."""
+    """The manifest rows that a run must process (TODO_SCHEMA), and a tally of all rows."""
 
     todo: pa.Table
     tally: Tally
@@ -58,9 +58,9 @@ class Remaining(NamedTuple):
 def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: Objects | None = None) -> Remaining:
     """Find the videos that this run must process; a failed row counts as done unless ``--retry-failed``.
 
-    Sizes are what a listing on S3 or the manifest said; else one look at the file, or one HEAD for each ok row of an
-    object that a manifest names (with ``--retry-failed`` for failed ones too that have had their attempts: a mended one
-    gets them anew). With ``--on-changed skip`` none is asked for.
+    Sizes come from a listing on S3 or the manifest, else from a look at the file, or one HEAD for each ok row of an
+    object that a manifest names. With ``--retry-failed`` failed rows without attempts left cost a HEAD too, since a
+    mended video gets new attempts. With ``--on-changed skip`` no size is needed.
 
     Raises SourceChanged where a cached video's uri, size or clip differs and ``--on-changed`` is ``refuse``, UsageError
     where the store does not answer.
@@ -87,16 +87,16 @@ def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: 
 
 
 class _Comparison(NamedTuple):
-    """Rows of a manifest beside those of the cache, each [n].
+    """The rows of a manifest compared with those of the cache, arrays [n] each.
 
     Attributes:
-        rows: of the ledger; -1 where the video has none.
+        rows: the row in the ledger; -1 if the video has none.
         known: whether it has one.
-        failed: whether that is an error.
-        attempts: that it took.
-        sizes: bytes now, as far as they are known and matter; -1 elsewhere.
-        changed: a good row of another file, size or clip.
-        retried: a failed row that is to be tried again.
+        failed: whether that is an error row.
+        attempts: the attempts that it took.
+        sizes: the bytes of the file now, if they are known and matter; -1 elsewhere.
+        changed: whether it is an ok row of another file, size or clip.
+        retried: whether it is an error row that is to be tried again.
     """
 
     rows: NDArray[np.int64]
@@ -177,7 +177,7 @@ def within_limit(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
 def unfinished(todo: pa.Table, ledger: Ledger, failed: Mapping[str, int]) -> pa.Table:
     """Select the rows of ``todo`` (TODO_SCHEMA) whose attempt the cache has no row of.
 
-    ``failed`` is that of each video that failed in this run, which may be another one than its live row's.
+    ``failed`` maps each video that failed in this run to its attempt, which may be later than the one of its live row.
     """
     ids, wanted = todo["video_id"], todo["attempts"].to_numpy()
     rows = ledger.find(ids)
@@ -190,7 +190,7 @@ def unfinished(todo: pa.Table, ledger: Ledger, failed: Mapping[str, int]) -> pa.
 def retry_candidates(todo: pa.Table, failed: Mapping[str, int], max_attempts: int) -> pa.Table:
     """Return the rows of ``todo`` (TODO_SCHEMA) for one more attempt at the videos that failed.
 
-    ``failed`` has the attempts that each of these has had; a video that had ``max_attempts`` gets none.
+    ``failed`` maps each of these to the attempts that it has had; after ``max_attempts`` it gets none.
     """
     wanted = {video_id: had + 1 for video_id, had in failed.items() if had < max_attempts}
     ids = pa.array(list(wanted), todo.schema.field("video_id").type)

@@ -1,4 +1,4 @@
-"""One prune run, on the driver: check everything, then stream, then commit shard by shard."""
+"""One prune run on the driver: it checks everything, streams videos through the graph, and commits shard by shard."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def prune_videos(config: PruneConfig, console: Console) -> Summary:
 
 @dataclass(frozen=True)
 class Todo:
-    """What is left to do.
+    """The videos that are left to do.
 
     Attributes:
-        videos: TODO_SCHEMA.
-        n_waiting: videos without a row that ``--limit`` leaves for another run.
-        ledger: what the cache holds.
+        videos: their rows, TODO_SCHEMA.
+        n_waiting: how many videos without a row ``--limit`` leaves for another run.
+        ledger: the rows of the cache.
     """
 
     videos: pa.Table

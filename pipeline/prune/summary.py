@@ -1,4 +1,4 @@
-"""What a cache holds for a manifest: counted from the videos table, never from what a run believes it did."""
+"""The counts of a manifest's videos in a cache, made from the videos table and never from a run's own counts."""
 
 from __future__ import annotations
 

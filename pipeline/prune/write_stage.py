@@ -1,4 +1,4 @@
-"""The write actor: the kept tokens of some videos become one token shard."""
+"""The write actor, which makes one token shard of the kept tokens of some videos."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from pipeline.storage.stores import Store
 
 
 class Writer:
-    """Write shards, as an actor although nothing is kept between them.
+    """Actor that writes shards, although it keeps nothing between them.
 
-    Ray ends the process of an idle task after a second, and starting another one, with all its imports, costs more than
-    writing.
+    Ray ends the process of an idle task after a second, and starting another process costs more than writing.
     """
 
     def __init__(self, store: Store, run_id: str, heartbeats: ActorHandle | None = None) -> None:
