@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from jobs.testbed.markdown import head, row
 from pipeline.errors import UsageError
 from pipeline.evaluate.statistics.bootstrap import draw_counts, estimate
 from pipeline.evaluate.statistics.errors import OUTSIDE, holm
 from pipeline.evaluate.statistics.render import method_title
 from pipeline.evaluate.statistics.results import SIGNIFICANT
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, arms_of, score_matrix
+from pipeline.evaluate.statistics.sheets import table_head, table_row
 
 _EVERYWHERE = "all"
 
@@ -125,30 +125,30 @@ def markdown(found: Comparison) -> str:
 
 
 def _scores(found: Comparison, methods: Sequence[str], ratios: Sequence[float]) -> Iterator[str]:
-    yield from head(["Method", *(f"{100 * ratio:g} %" for ratio in ratios)])
+    yield from table_head(["Method", *(f"{100 * ratio:g} %" for ratio in ratios)])
     full = next(
         (value for (part, name, _), value in found.scores.items() if (part, name) == (_EVERYWHERE, ORIGINAL.method)),
         None,
     )
     if full is not None:
-        yield row(["all tokens", f"{full:.1f}", *[""] * (len(ratios) - 1)])
+        yield table_row(["all tokens", f"{full:.1f}", *[""] * (len(ratios) - 1)])
     for name in methods:
         cells = []
         for ratio in ratios:
             kept = found.kept[name, ratio] or ratio
             odd = abs(kept - ratio) > 0.02 * ratio
             cells.append(f"{found.scores[_EVERYWHERE, name, ratio]:.1f}" + (f" ({100 * kept:.1f} %)" if odd else ""))
-        yield row([method_title(name), *cells])
+        yield table_row([method_title(name), *cells])
 
 
 def _differences(found: Comparison, others: Sequence[str], ratio: float) -> Iterator[str]:
-    yield from head(["", "all tokens", method_title(found.method), *map(method_title, others)])
+    yield from table_head(["", "all tokens", method_title(found.method), *map(method_title, others)])
     for part, (questions, _) in found.asked.items():
         full = found.scores.get((part, *ORIGINAL))
         cells = [f"{part} ({questions})", "–" if full is None else f"{full:.1f}"]
         cells.append(f"{found.scores[part, found.method, ratio]:.1f}")
         here = {one.other: one for one in found.compared if (one.part, one.ratio) == (part, ratio)}
-        yield row(cells + [_cell(here[name]) if name in here else "–" for name in others])
+        yield table_row(cells + [_cell(here[name]) if name in here else "–" for name in others])
 
 
 def _cell(one: Compared) -> str:

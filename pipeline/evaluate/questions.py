@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pyarrow as pa
 
@@ -12,7 +11,7 @@ from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.benchmarks.own import item_of
 from pipeline.evaluate.protocols import Protocol
 from pipeline.generate.questions import QUESTION_SCHEMA, Instructions, Way
-from pipeline.rows import AnswerRecord
+from pipeline.rows import AnswerRecord, QuestionRecord
 
 
 def way_of(protocol: Protocol, model_type: str) -> Way:
@@ -31,18 +30,20 @@ def question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -
     return pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
 
 
-def _question(item: Item, protocol: Protocol, model_type: str, way: Way) -> dict[str, Any]:
+def _question(item: Item, protocol: Protocol, model_type: str, way: Way) -> QuestionRecord:
     scored = bool(item.options) and protocol.choices != "generate"
     how = Instructions(way.choices if scored else "generate", way.system, way.decoding)
-    return {
+    question: QuestionRecord = {
         "question_id": item.question_id,
         "video_ids": list(item.video_ids),
         "prompt": item.question if scored else protocol.text(item, model_type),
-        "choices": list(item.options) if scored else None,
-        "target": item.expected,
         "decoding": how.describe(),
-        "question_extra": None,
     }
+    if scored:
+        question["choices"] = list(item.options)
+    if item.expected is not None:
+        question["target"] = item.expected
+    return question
 
 
 def answered_item(row: AnswerRecord) -> Item | None:

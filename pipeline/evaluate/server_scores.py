@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +24,7 @@ def submission_name(arm: Arm) -> str:
 
 def write_form(store: Store, arms: Iterable[Arm]) -> None:
     """A file with a place for the score of each submission; what was typed in stays. Raises UsageError, OSError."""
-    form = dict.fromkeys(map(submission_name, arms)) | _read(store)
+    form = {**dict.fromkeys(map(submission_name, arms)), **_read(store)}
     store.put(FORM, json.dumps(form, indent=1).encode())
 
 
@@ -37,8 +36,7 @@ def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
 
     Raises UsageError where a number is none, or no percentage.
     """
-    typed = {name: value for name, value in _read(store).items() if value is not None}
-    _check(store, typed)
+    typed = _read(store)
     rows = zip(scores["method"].to_pylist(), scores["retention_ratio"].to_pylist(), strict=True)
     of_row = [typed.get(submission_name(Arm(method, ratio))) for method, ratio in rows]
     columns = {
@@ -59,7 +57,8 @@ def unknown_names(store: Store, arms: Iterable[Arm]) -> list[str]:
     return [name for name, value in _read(store).items() if value is not None and name not in known]
 
 
-def _read(store: Store) -> dict[str, Any]:
+def _read(store: Store) -> dict[str, float | None]:
+    """Return what was typed into the form, by submission; {} without a form. Raises UsageError."""
     if not store.exists(FORM):
         return {}
     try:
@@ -68,12 +67,10 @@ def _read(store: Store) -> dict[str, Any]:
         raise UsageError(f"{store}: {FORM} is no JSON: {error}") from error
     if not isinstance(form, dict):
         raise UsageError(f'{store}: {FORM} must be an object such as {{"gstep@0.25": 59.2}}')
-    return form
-
-
-def _check(store: Store, typed: dict[str, Any]) -> None:
+    typed = {name: value for name, value in form.items() if value is not None}
     for name, value in typed.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 100:
             raise UsageError(f"{store}: {FORM}: {name} must be a percentage of right answers, got {value!r}")
     if typed and max(typed.values()) <= 1:
         raise UsageError(f"{store}: {FORM}: percentages are wanted, 59.2 and not 0.592")
+    return form

@@ -16,7 +16,7 @@ HELP = "GSTEP's selection beside the paper's loop"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of this benchmark."""
     add_sizes(parser, [8, 32, 128, 384])
-    ratios, inputs = [0.25, 0.10], ["structured", "real", "iid"]
+    ratios, inputs = [0.25, 0.10], ["structured", "iid"]
     parser.add_argument(
         "--retention-ratios", type=share, nargs="+", default=ratios, metavar="R", help="shares to keep [0.25 0.10]"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -108,7 +108,7 @@ def _answer(method: str, scores: pa.Table, row: int, item: Item) -> Answer:
         "failed" if failed else "right" if cells["right"] else "wrong",
         cells["error_class"] if failed else reply,
         "" if failed else _read_as(reply, cells["parsed"], item),
-        _kept(cells),
+        _kept(cells["n_kept"], cells["n_total"]),
     )
 
 
@@ -121,8 +121,7 @@ def _read_as(reply: str | None, parsed: int | None, item: Item) -> str:
     return "" if reply == letter else f"read as {letter}"
 
 
-def _kept(cells: Mapping[str, Any]) -> str:
-    kept, total = cells["n_kept"], cells["n_total"]
+def _kept(kept: int | None, total: int | None) -> str:
     if kept is None:
         return "–"
     return f"{kept:,} ({share_text(kept / total)})" if total else f"{kept:,}"

@@ -163,6 +163,6 @@ def _leaf(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _data(found: Disagreements) -> dict[str, Any]:
+def _data(found: Disagreements) -> dict[str, dict[str, list[list[int]]]]:
     """What the script needs: how many disagreements there are in all, by ratio, right and wrong method."""
     return {"counts": {f"{ratio:g}": counts.tolist() for ratio, counts in found.counts.items()}}

@@ -13,10 +13,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -73,7 +72,7 @@ class Recipe:
             video = make_video(seed, split=self.split, n_frames=DURATIONS[duration], hardness=hardness)
             yield Film(f"{number + 1:03}", duration, self.split, video)
 
-    def as_record(self) -> dict[str, Any]:
+    def as_record(self) -> Row:
         """All that the folder's content follows from, JSON-able."""
         settings: dict[str, Hardness] = {name: HARDNESS[name] for name in self.hardness}
         made = asdict(self) | {"hardness": {name: asdict(one) for name, one in settings.items()}}
@@ -104,6 +103,10 @@ class Film:
         return [(f"{self.number}-{place}", question) for place, question in enumerate(ask(self.video), 1)]
 
 
+#: A row of a file, or a recipe, as JSON has it.
+Row = dict[str, str | int | list[str]]
+
+
 def write_benchmark(folder: Path, recipe: Recipe, progress: Callable[[int], None] = lambda done: None) -> int:
     """Make the videos and write all files; returns the number of questions.
 
@@ -128,7 +131,7 @@ def write_benchmark(folder: Path, recipe: Recipe, progress: Callable[[int], None
     return len(asked)
 
 
-def _claim(folder: Path, record: Mapping[str, Any]) -> None:
+def _claim(folder: Path, record: Row) -> None:
     path = folder / RECIPE
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file: name a folder")
@@ -147,11 +150,11 @@ def _claim(folder: Path, record: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+def _write_lines(path: Path, rows: list[Row]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def _videomme_row(film: Film, question_id: str, question: Question) -> dict[str, Any]:
+def _videomme_row(film: Film, question_id: str, question: Question) -> Row:
     return {
         "video_id": film.number,
         "duration": film.duration,
@@ -167,7 +170,7 @@ def _videomme_row(film: Film, question_id: str, question: Question) -> dict[str,
     }
 
 
-def _own_row(film: Film, question_id: str, question: Question) -> dict[str, Any]:
+def _own_row(film: Film, question_id: str, question: Question) -> Row:
     return {
         "question_id": question_id,
         "video_id": film.path,
@@ -181,7 +184,7 @@ def _own_row(film: Film, question_id: str, question: Question) -> dict[str, Any]
     }
 
 
-def _manifest_row(film: Film) -> dict[str, Any]:
+def _manifest_row(film: Film) -> Row:
     return {
         "video_id": film.path,
         "uri": film.path,

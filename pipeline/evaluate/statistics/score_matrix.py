@@ -43,13 +43,7 @@ class Tally:
     kept_shares: float = 0.0
 
     def __add__(self, other: Tally) -> Tally:
-        return Tally(
-            n_answers=self.n_answers + other.n_answers,
-            n_failed=self.n_failed + other.n_failed,
-            n_unparsed=self.n_unparsed + other.n_unparsed,
-            n_kept_known=self.n_kept_known + other.n_kept_known,
-            kept_shares=self.kept_shares + other.kept_shares,
-        )
+        return Tally(**{name: value + vars(other)[name] for name, value in vars(self).items()})
 
     @property
     def kept_share(self) -> float | None:
