@@ -8,7 +8,7 @@ import torch
 
 
 def machine(device: str) -> dict[str, str | int]:
-    """Processor, threads and torch, JSON-able."""
+    """Return the processor, threads and torch version, JSON-able."""
     on_cuda = device.startswith("cuda")
     return {
         "processor": torch.cuda.get_device_name(device) if on_cuda else _cpu_name(),
@@ -18,7 +18,7 @@ def machine(device: str) -> dict[str, str | int]:
 
 
 def machine_line(device: str) -> str:
-    """The same to read: "AMD EPYC, 1 thread, torch 2.13.0"; a GPU has no threads to name."""
+    """Describe the machine in a line: "AMD EPYC, 1 thread, torch 2.13.0"; a GPU has no threads to name."""
     where = machine(device)
     parts = [str(where["processor"]), f"torch {torch.__version__.partition('+')[0]}"]
     if not device.startswith("cuda"):

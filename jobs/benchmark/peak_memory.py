@@ -16,7 +16,7 @@ import torch
 
 
 def peak_memory(work: Callable[[], object]) -> float | None:
-    """MB (10^6 bytes) by which ``work`` raises the resident memory at its peak; None where this cannot be measured.
+    """Measure the MB (10^6 bytes) by which ``work`` raises the resident memory at its peak, or None if unmeasurable.
 
     It runs once more, in a forked child with one thread, whose highest mark starts at what it shares with this process.
     Run ``work`` here before, so that what libraries take on their first use does not count. On Linux only: elsewhere
@@ -53,12 +53,12 @@ def _measure(work: Callable[[], object], pipe: Connection) -> None:
 
 
 def _highest() -> int:
-    """The highest mark of this process's resident memory, in bytes."""
+    """Return the peak of this process's resident memory in bytes."""
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _return_freed_memory() -> None:
-    """What this process has freed but holds on to would be used by the child without a trace."""
+    """Return freed memory to the system, else the child would reuse it unmeasured."""
     with suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)

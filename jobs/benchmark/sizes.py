@@ -9,7 +9,7 @@ from jobs.command import add_json_or_file, count
 
 
 def add_sizes(parser: argparse.ArgumentParser, frames: list[int]) -> None:
-    """``frames`` is the default of --frames: one made-up video each."""
+    """Add the flags of sizes; ``frames`` is the default of --frames, one made-up video each."""
     shown = " ".join(map(str, frames))
     parser.add_argument(
         "--frames", type=count, nargs="+", default=frames, metavar="T", help=f"frames, one video each [{shown}]"

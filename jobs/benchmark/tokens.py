@@ -27,7 +27,7 @@ class Maker(Protocol):
     """Makes tokens of a kind."""
 
     def __call__(self, n_frames: int, per_frame: int, hidden: int) -> Tensor:
-        """[T,N,D] bfloat16; the same for the same sizes."""
+        """Make tokens [T,N,D] bfloat16, the same for the same sizes."""
 
 
 class Input(NamedTuple):
@@ -38,7 +38,7 @@ class Input(NamedTuple):
 
 
 def structured_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
-    """Low-rank content plus noise, as encoders give: it changes slowly in time and cuts now and then.
+    """Make low-rank content plus noise, as encoders give: it changes slowly in time, with a cut now and then.
 
     The content of each place lies in 64 directions (in D where D is smaller) whose spread falls as k^-0.5, and follows
     an AR(1) process in time (correlation 0.98); one frame in 24 on average starts anew. White noise of 0.3 times the
@@ -61,7 +61,7 @@ def structured_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
 
 
 def iid_tokens(n_frames: int, per_frame: int, hidden: int) -> Tensor:
-    """Standard normal numbers: all tokens equally far apart, as no encoder gives; the worst case of a lazy method."""
+    """Draw standard normal numbers, all equally far apart, as no encoder gives: a lazy method's worst case."""
     rng = torch.Generator().manual_seed(0)
     tokens = torch.empty(n_frames, per_frame, hidden, dtype=torch.bfloat16)
     for frame_ND in tokens:

@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Compare, show and write; returns the exit code."""
+    """Compare the methods, print and write the tables, and return the exit code."""
     import pyarrow.parquet as pq  # noqa: PLC0415 - not for --help
 
     from jobs.testbed.comparing import compare, markdown  # noqa: PLC0415

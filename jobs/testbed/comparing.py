@@ -59,7 +59,7 @@ class Comparison(NamedTuple):
 def compare(
     scores: pa.Table, method: str, against: Sequence[str] | None, split: str, draws: int, seed: int = 0
 ) -> Comparison:
-    """Compare.
+    """Compare a method with others in each part of the videos, at every ratio.
 
     Args:
         scores: rows of ``scores.parquet``.
@@ -106,7 +106,7 @@ def compare(
 
 
 def markdown(found: Comparison) -> str:
-    """A table of scores, then one of differences for each ratio."""
+    """Return a table of scores, then one of differences for each ratio."""
     ours, questions, videos = method_title(found.method), *found.asked[_EVERYWHERE]
     others = list(dict.fromkeys(one.other for one in found.compared))
     ratios = sorted({one.ratio for one in found.compared}, reverse=True)

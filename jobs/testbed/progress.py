@@ -11,7 +11,7 @@ _INTERVAL_S = 10.0
 
 
 def video_progress(console: Console, total: int) -> Callable[[int], None]:
-    """Takes the number of videos that are done; says it now and then."""
+    """Return a callback that prints the number of finished videos every ten seconds."""
     said = time.monotonic()
 
     def progress(done: int) -> None:

@@ -51,7 +51,7 @@ class Evaluation:
     submission: str = ""
 
     def exit_code(self, config: EvaluateConfig) -> int:
-        """As of the answers; 1 too where a video failed by a bug."""
+        """Return the answers' exit code, or 1 if any video failed with an internal error."""
         answers, videos = self.done.answers, self.done.videos
         if answers is None:
             n_failed = pc.sum(pc.equal(self.done.scores["status"], "failed")).as_py()
@@ -60,7 +60,7 @@ class Evaluation:
         return 1 if bug else answers.exit_code(config.failure_limit(answers.n_questions))
 
     def as_record(self) -> dict[str, Any]:
-        """JSON-able: where the files are, the scores as the tables have them, and the counts of videos and answers."""
+        """Return the files, the scores of the tables and the counts of videos and answers, JSON-able."""
         answers, videos = self.done.answers, self.done.videos
         return {
             "out": self.out,
@@ -74,7 +74,7 @@ class Evaluation:
 
 
 def scores_of(table: ResultsTable) -> Iterator[dict[str, Any]]:
-    """A record a row of the table: each column by its key, ``rel`` as a percentage of full retention."""
+    """Yield a record per row of the table: the score of each column by its key, and ``rel`` in percent."""
     for row in (table.original, *(row for block in table.blocks for row in block.rows)):
         cells = zip(table.columns, row.cells, strict=True)
         yield {
@@ -89,7 +89,7 @@ def scores_of(table: ResultsTable) -> Iterator[dict[str, Any]]:
 
 
 def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
-    """Load, encode, answer, score, write.
+    """Load the questions, encode the videos, answer, score and write the results.
 
     Raises UsageError (nothing was started) or RunFailed (what was committed stays; a rerun goes on).
     """
@@ -100,7 +100,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
 
 
 def _asked(config: EvaluateConfig, console: Console) -> Evaluation:
-    """Of a benchmark, whose questions are asked."""
+    """Evaluate methods on a benchmark, whose questions are asked."""
     request = prepare(config, console)
     for line in said_of_the_data(request.loaded, request.benchmark):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -127,13 +127,13 @@ def _submitted(request: EvaluateRequest, done: Evaluated, console: Console) -> E
 
 
 def _to_ask_again(done: Evaluated) -> int:
-    """Answers that are missing, or failed for a reason that may go while the tokens are there."""
+    """Count the answers that are missing, or failed for a reason that another attempt may not meet."""
     assert done.answers is not None
     return done.answers.n_missing + sum(done.answers.failures.get(name, 0) for name in _MAY_SUCCEED)
 
 
 def _scored(config: EvaluateConfig, console: Console) -> Evaluation:
-    """Of answers that are there."""
+    """Score answers that jobs.generate has already given."""
     store = store_at(config.out, Objects.from_environment(config.s3_endpoint, config.s3_region))
     identity = {"scored": config.score}
     match_results(store, identity)
@@ -146,7 +146,7 @@ def _scored(config: EvaluateConfig, console: Console) -> Evaluation:
 
 
 def said_of_the_data(loaded: Loaded, benchmark: Benchmark) -> Iterator[str]:
-    """Lines about what was found: how many questions, and every kind of fault with an example."""
+    """Yield lines for the user: how many questions were found, and each kind of fault with an example."""
     whole = f" of {benchmark.n_questions:,} in the whole benchmark" if benchmark.n_questions else ""
     yield f"{benchmark.title}: {len(loaded.items):,} questions to ask; {loaded.n_annotated:,} annotated{whole}"
     counts = Counter((fault.kind, fault.left_out) for fault in loaded.faults)
@@ -157,7 +157,7 @@ def said_of_the_data(loaded: Loaded, benchmark: Benchmark) -> Iterator[str]:
 
 
 def _missing_parts(loaded: Loaded, benchmark: Benchmark) -> Iterator[str]:
-    """A line where the score is a mean over parts, and some have no question."""
+    """Yield a line if the score is a mean over parts of which some have no question."""
     metrics = {protocol.metric for protocol in benchmark.protocols}
     for split in benchmark.splits:
         present = {item.splits[split.name] for item in loaded.items if split.name in item.splits}
@@ -226,7 +226,7 @@ _COLUMNS = 6  # of splits and Overall that fit a terminal
 
 
 def render_evaluation(done: Evaluation) -> RenderableType:
-    """The table for the terminal, or where to bring the submissions, the failures by class, and the files."""
+    """Render the table for the terminal (or where to submit), the failures by class, and the files."""
     parts: list[RenderableType] = []
     if done.table is None:
         parts.append(Text(f"no score: the right answers are not published; {done.submission}"))

@@ -42,7 +42,7 @@ class Shown:
 
 
 def main_table(done: Evaluated, shown: Shown) -> ResultsTable:
-    """The table in the paper's layout: the first split's parts, then the whole."""
+    """Compute the table in the paper's layout: the parts of the first split, then the whole."""
     splits = shown.benchmark.splits
     return replace(_table(done, shown, splits[0] if splits else None), title=shown.title)
 
@@ -93,7 +93,7 @@ def _table(done: Evaluated, shown: Shown, split: Split | None) -> ResultsTable:
 
 
 def _parts(done: Evaluated, split: Split) -> list[tuple[str, str]]:
-    """(part, title) of a split, of those that questions are in; none where there are too many to show."""
+    """Return (part, title) of a split's parts that have questions, or nothing if they are too many to show."""
     present = dict.fromkeys(item.splits[split.name] for item in done.loaded.items if split.name in item.splits)
     named = [(part, title) for part, title in split.parts.items() if part in present]
     others = [(part, part) for part in sorted(present) if part not in split.parts]

@@ -38,7 +38,7 @@ class Parsed:
     drawn: bool = False  # the published code draws one of the question's options at random
 
     def score(self, answer: int | None, n_options: int) -> float:
-        """1.0 where the option named is the right one; 1/``n_options``, the expectation, where the rule draws.
+        """Return 1.0 if the named option is right, else 0.0; or 1/``n_options``, the expectation, if the rule draws.
 
         An ``answer`` of None (no option is right) is never met.
         """
@@ -52,7 +52,7 @@ _DRAWN = Parsed(None, drawn=True)
 
 
 def parse(rule: str, reply: str, options: Sequence[str]) -> Parsed:
-    """What the rule named ``rule`` makes of ``reply``, given the texts of the question's options.
+    """Read the option that ``reply`` names by the rule of this name, given the options' texts.
 
     White space around the reply is removed first, as lmms-eval does for every task. A letter that the rule reads but
     the question does not have ("E" of four options) is no choice, and not drawn either. ValueError for an unknown rule.
@@ -84,7 +84,7 @@ _INTRODUCTIONS = [*_ENGLISH, *_FIRST_PERSON, *_KOREAN, *_CHINESE, *_JAPANESE]
 
 
 def _extract_mcq_answer(reply: str, options: Sequence[str]) -> Parsed:
-    """``extract_mcq_answer`` of ``tasks/_task_utils/mcq_extract.py``, as VideoMME and MLVU call it: with A to D only.
+    """Read as ``extract_mcq_answer`` of ``tasks/_task_utils/mcq_extract.py``, which VideoMME and MLVU call with A to D.
 
     The first of these that is there: a letter that begins the reply; one that ends it; one behind words such as "the
     answer is"; "(B)"; "B."; "B:"; "B)"; "B "; any capital A to D. Of several of a kind the last, hence A in "The answer
@@ -110,7 +110,7 @@ def _extract_mcq_answer(reply: str, options: Sequence[str]) -> Parsed:
 
 
 def _videomme_05(reply: str, options: Sequence[str]) -> Parsed:
-    """The first capital A to D, be it in a word: "Based on the video, C" is B, "Answer: B" is A.
+    """Take the first capital A to D, even inside a word: "Based on the video, C" is B, "Answer: B" is A.
 
     The code removes "The answer is" and the like before, which hold no such letter. A missing comma keeps it from
     removing "Best answer:", so "Best answer: C" is B.
@@ -119,13 +119,13 @@ def _videomme_05(reply: str, options: Sequence[str]) -> Parsed:
 
 
 def _mlvu_05(reply: str, options: Sequence[str]) -> Parsed:
-    """The character before the first ")", else the whole reply: "B) a dog" is B, "B." is none."""
+    """Take the character before the first ")", else the whole reply: "B) a dog" is B, "B." is none."""
     before, bracket, _ = reply.partition(")")
     return _named(before[-1:] if bracket else reply, options)
 
 
 def _mlvu_official(reply: str, options: Sequence[str]) -> Parsed:
-    """All that stands before the first ")", else the whole reply: "B) a dog" is B, "(B)" is none.
+    """Take all before the first ")", else the whole reply: "B) a dog" is B, "(B)" is none.
 
     ``check_ans`` of JUNJIE99/MLVU, ``videochat2/choice_bench.py``, whose prompt already ends with an open bracket.
     """
@@ -133,7 +133,7 @@ def _mlvu_official(reply: str, options: Sequence[str]) -> Parsed:
 
 
 def _longvideobench(reply: str, options: Sequence[str]) -> Parsed:
-    """The first capital A to E, be it in a word, however many options there are; drawn where there is none.
+    """Take the first capital A to E, even inside a word, whatever the options; draw if there is none.
 
     Of the phrases that the code removes before only these two hold such a letter.
     """
@@ -145,7 +145,7 @@ _MARKS = ';/[]"{}()=+\\_-><@`,?!'
 
 
 def _mvbench(reply: str, options: Sequence[str]) -> Parsed:
-    """``mcq_acc``: "B. a dog" in one line; else the first a to e of either case that stands alone, articles too.
+    """Apply ``mcq_acc``: "B. a dog" in one line; else the first separate a to e of either case, even an article.
 
     MVBench has at most five options. Its mean over a task leaves empty replies out.
     """
@@ -156,7 +156,7 @@ def _mvbench(reply: str, options: Sequence[str]) -> Parsed:
 
 
 def _unpunctuated(text: str) -> str:
-    """The text without punctuation marks; one that stands beside no space anywhere becomes a space.
+    """Remove punctuation marks; one that touches no space anywhere is replaced with a space.
 
     A number such as 1,000 takes all marks away without a space.
     """
@@ -169,7 +169,7 @@ def _unpunctuated(text: str) -> str:
 
 
 def _egoschema(reply: str, options: Sequence[str]) -> Parsed:
-    """MMMU's rule: "(B)", "B " or "B." anywhere, "AND " too; of several the one whose last place comes first.
+    """Apply MMMU's rule: "(B)", "B " or "B." anywhere, even "AND "; of several, the one whose last place is first.
 
     Without one, and from six words on, an option's text with its letter, in any case; else drawn: "B) a dog" is.
     """
@@ -182,13 +182,13 @@ def _egoschema(reply: str, options: Sequence[str]) -> Parsed:
 
 
 def _last_places(text: str, names: Iterable[Iterable[str]]) -> list[tuple[int, int]]:
-    """(last place in the text, index of the option) for every name of an option that is there."""
+    """Return (last place in the text, option index) for every option name that occurs."""
     pairs = [(text.rfind(name), option) for option, its_names in enumerate(names) for name in its_names]
     return [(place, option) for place, option in pairs if place >= 0]
 
 
 def _letter(reply: str, options: Sequence[str]) -> Parsed:
-    """The rule of ``jobs.generate`` (:func:`pipeline.generate.choices.parse_letter`): none rather than a guess."""
+    """Apply the rule of ``jobs.generate`` (:func:`pipeline.generate.choices.parse_letter`), which never guesses."""
     return Parsed(parse_letter(reply, _without_letters(options)))
 
 
@@ -214,7 +214,7 @@ def _first(text: str, known: str) -> str:
 
 
 def _padded(text: str, marks: str) -> str:
-    """Between spaces, the text without each mark at its ends, in turn: of "'B.'" the quotes go, the full stop stays."""
+    """Remove each mark from the ends in turn, and add a space on both sides: "'B.'" loses its quotes, not the stop."""
     for mark in marks:
         text = text.strip(mark)
     return f" {text} "

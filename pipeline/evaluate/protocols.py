@@ -45,7 +45,7 @@ class Prompt:
     free: str = "{question}"
 
     def text(self, question: str, options: Sequence[str]) -> str:
-        """The whole text; braces in a question or an option stay as they are."""
+        """Fill the template; braces in a question or an option stay as they are."""
         if not options:
             return self.free.format(question=question)
         named = zip(letters(len(options)), options, strict=True)
@@ -68,7 +68,7 @@ class FrameRule:
     even: bool = False
 
     def count(self, n_frames: int) -> int:
-        """How many frames are taken of a video that has ``n_frames``."""
+        """Return how many frames are sampled from a video of ``n_frames``."""
         return max(2, min(self.num_frames, n_frames) // 2 * 2) if self.even else self.num_frames
 
 
@@ -100,7 +100,7 @@ class ModelRules:
     frame_times: Literal["true", "stock"] = "true"
 
     def describe(self) -> dict[str, Any]:
-        """JSON-able; true times are left out, which results from before there were others have too."""
+        """Return the rules, JSON-able; the default of frame times is left out, so that older results compare equal."""
         return {name: value for name, value in asdict(self).items() if (name, value) != ("frame_times", "true")}
 
 
@@ -159,15 +159,15 @@ class Protocol:
     metric: str = QUESTIONS
 
     def text(self, item: Item, model_type: str) -> str:
-        """The whole text of the user's message, the options in it; visual tokens and chat template come around it."""
+        """Return the user message with its options; visual tokens and the chat template are added around it."""
         return self._prompt(model_type).text(item.question, item.options)
 
     def rules(self, model_type: str) -> ModelRules:
-        """System text, frames and sizes for a type of model."""
+        """Return the system text, frames and sizes for a model type."""
         return self.models.get(model_type, ModelRules())
 
     def describe(self, model_type: str) -> dict[str, Any]:
-        """All of it for a type of model, JSON-able, for the identity of results."""
+        """Return the whole protocol for a model type, JSON-able, as part of the results' identity."""
         return {
             "protocol": self.name,
             "prompt": asdict(self._prompt(model_type)),

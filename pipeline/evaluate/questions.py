@@ -15,7 +15,7 @@ from pipeline.rows import AnswerRecord, QuestionRecord
 
 
 def way_of(protocol: Protocol, model_type: str) -> Way:
-    """How all questions are answered."""
+    """Return how the protocol has all questions answered."""
     decoding = Decoding(max_new_tokens=protocol.max_new_tokens, temperature=protocol.temperature)
     return Way(decoding, protocol.choices, protocol.rules(model_type).system)
 
@@ -47,7 +47,7 @@ def _question(item: Item, protocol: Protocol, model_type: str, way: Way) -> Ques
 
 
 def answered_item(row: AnswerRecord) -> Item | None:
-    """The question of an answer of jobs.generate; None where nobody said what is right."""
+    """Return the question of an answer that jobs.generate gave, or None if it has no right answer."""
     if "target" not in row:
         return None
     return item_of(row, f"question {row['question_id']}")

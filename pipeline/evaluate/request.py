@@ -82,10 +82,11 @@ class EvaluateRequest:
 
     @property
     def title(self) -> str:
+        """The title of tables and page: benchmark and model."""
         return f"{self.benchmark.title}, {self.source.name}"
 
     def passed_on(self) -> dict[str, Any]:
-        """The options that the runs of this evaluation take as they are."""
+        """Return the options that are passed on to the runs of this evaluation unchanged."""
         return {name: getattr(self.config, name) for name in PASSED_ON}
 
 
@@ -182,7 +183,7 @@ def write_results_header(store: Store, identity: Mapping[str, Any], about: Mappi
 
 
 def _protocol(config: EvaluateConfig, benchmark: Benchmark) -> Protocol:
-    """The one that was named; of a paper's table the paper's, where the benchmark has it."""
+    """Return the named protocol; by default the paper's for a paper's table, if the benchmark has it."""
     of_paper = config.table is not None and benchmark.has_protocol(PAPER)
     return benchmark.protocol(config.protocol or (PAPER if of_paper else None))
 
@@ -250,7 +251,7 @@ def _check_methods(
 
 
 def answers_place(config: EvaluateConfig) -> str:
-    """Where the answers of an evaluation lie, as jobs.generate leaves them."""
+    """Return where the answers of an evaluation are, in the layout of jobs.generate."""
     return f"{config.out.rstrip('/')}/{ANSWERS_FOLDER}"
 
 
@@ -267,5 +268,5 @@ def _match_answers(answers: Store, described: Mapping[str, Any], engine: EngineS
 
 
 def data_folder(request: EvaluateRequest) -> Path:
-    """The folder that ids of videos are relative to."""
+    """Return the folder that video ids are relative to."""
     return Path(str(request.config.data)).absolute()

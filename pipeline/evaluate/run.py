@@ -103,7 +103,7 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> Evaluated:
 
 
 def arms_of(request: EvaluateRequest) -> dict[str, Arm]:
-    """The rows of the tables, by the label that the answers have."""
+    """Return the table rows of the grid, by the label that the answers have."""
     return {
         label: Arm(FULL, 1.0) if one is None else Arm(one.method_label, one.retention_ratio)
         for label, one in request.grid.items()
@@ -115,14 +115,14 @@ def _answers_store(request: EvaluateRequest) -> Store:
 
 
 def _live(request: EvaluateRequest) -> pa.Table:
-    """The live answers to the questions of a request, under its grid."""
+    """Return the live answers to the questions of a request under its grid."""
     live = AnswersTable(_answers_store(request)).live()
     mine = pc.is_in(live["question_id"], value_set=request.questions["question_id"].combine_chunks())
     return live.filter(pc.and_(mine, pc.is_in(live["pruning"], value_set=pa.array(list(request.grid), pa.string()))))
 
 
 def _unanswered(request: EvaluateRequest) -> list[Item]:
-    """The questions that lack an answer somewhere in the grid; failed ones too where they are to be asked again."""
+    """Return the questions that lack an answer under some pruning; with ``--retry-failed`` failed ones too."""
     if not _answers_store(request).exists(ANSWERS_HEADER):
         return list(request.loaded.items)
     asked = {row["question_id"]: without_nulls(row, QuestionRecord) for row in request.questions.to_pylist()}
@@ -137,7 +137,7 @@ def _unanswered(request: EvaluateRequest) -> list[Item]:
 
 
 def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Summary:
-    """Cache all tokens of the videos that questions are left of."""
+    """Write all tokens of the videos of unanswered questions into the cache."""
     assert request.videos is not None
     folder = data_folder(request)
     rows = {row["video_id"]: row for item in items for row in item.manifest_rows(folder)}
@@ -164,7 +164,7 @@ def _answer(request: EvaluateRequest, console: Console) -> AnswerSummary:
 
 
 def answers_config(request: EvaluateRequest) -> GenerateConfig:
-    """How jobs.generate would be told to answer by the protocol."""
+    """Return the options of jobs.generate that follow from the protocol."""
     way, options = _way(request), request.config
     return GenerateConfig(
         cache=request.cache,
@@ -191,7 +191,7 @@ def _way(request: EvaluateRequest) -> Way:
 
 
 def _there(request: EvaluateRequest) -> AnswerSummary:
-    """The answers that are there, where nothing is left to ask."""
+    """Return the summary of a request that has nothing left to ask."""
     return summarise_answers(_live(request), len(request.questions) * len(request.grid), set(), 0.0)
 
 
@@ -256,7 +256,7 @@ def score_answers(config: EvaluateConfig) -> Evaluated:
 
 
 def _answered(live: pa.Table) -> Collected:
-    """The questions of answers, and what is wrong with them."""
+    """Collect the questions of answers, and what is wrong with them."""
     collected = Collected()
     for row in live.to_pylist():
         item = answered_item(without_nulls(row, AnswerRecord))
@@ -269,14 +269,14 @@ def _answered(live: pa.Table) -> Collected:
 
 
 def _comparable(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the identity of answers what must be the same for their scores to be compared."""
+    """Select from the identity of answers what must be equal for their scores to be compared."""
     prompt = {name: value for name, value in identity.get("prompt", {}).items() if name != "order"}
     cache = {name: identity["cache"].get(name) for name in ("preprocessing", "sampling")}
     return {**{name: identity.get(name) for name in ("model", "decoding")}, "prompt": prompt, "cache": cache}
 
 
 def _arm(identity: Mapping[str, Any]) -> Arm:
-    """What pruned the tokens of answers: late, or before they were cached."""
+    """Return the method and ratio that pruned the tokens of answers, after or before caching."""
     if "prunings" in identity:
         raise NotAnswers("these are answers of jobs.evaluate, which scores them itself: run it again with its options")
     described = identity.get("pruner") or identity["cache"]["pruner"]

@@ -60,7 +60,7 @@ class Reply(NamedTuple):
 
 
 def score_table(items: Sequence[Item], arms: Mapping[str, Arm], answers: pa.Table, protocol: Protocol) -> pa.Table:
-    """Rows of SCORE_SCHEMA: each question under each arm, in this order; one without an answer counts as failed.
+    """Return rows of SCORE_SCHEMA: each question under each arm; a question without an answer counts as failed.
 
     Args:
         arms: by the label that the answers have as their ``pruning``.
@@ -72,7 +72,7 @@ def score_table(items: Sequence[Item], arms: Mapping[str, Arm], answers: pa.Tabl
 
 
 def _scored(items: Sequence[Item], arm: Arm, label: str, answers: pa.Table, protocol: Protocol) -> pa.Table:
-    """The questions under one arm."""
+    """Score the questions under one arm."""
     mine = answers.filter(pc.equal(answers["pruning"], label)).select(_NEEDED)
     rows = {row["question_id"]: without_nulls(row, AnswerRecord) for row in mine.to_pylist()}
     scored = [_row(item, arm, rows.get(item.question_id), protocol) for item in items]
@@ -80,7 +80,7 @@ def _scored(items: Sequence[Item], arm: Arm, label: str, answers: pa.Table, prot
 
 
 def read_reply(item: Item, row: AnswerRecord, protocol: Protocol) -> Reply:
-    """What an answer scores: a scored choice as it is, a reply by the rule, a free answer by its text."""
+    """Score an answer: a scored choice as it is, a reply by the rule, a free answer by its text."""
     reply = without_reasoning(row["answer"], protocol.reasoning)
     if not item.options:
         right = same_text(reply, item.expected or "")

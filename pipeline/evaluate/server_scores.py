@@ -18,18 +18,18 @@ _CLUSTER = "server"  # only the mean is known, so there is nothing that errors c
 
 
 def submission_name(arm: Arm) -> str:
-    """What an arm is called in files: methods may be named by import paths."""
+    """Return an arm's name in files; a method may be named by an import path."""
     return f"{re.sub(r'[^A-Za-z0-9=.,+-]+', '-', arm.method)}@{arm.ratio:g}"
 
 
 def write_form(store: Store, arms: Iterable[Arm]) -> None:
-    """A file with a place for the score of each submission; what was typed in stays. Raises UsageError, OSError."""
+    """Write a file with a place for each submission's score, keeping what was typed in. Raise UsageError, OSError."""
     form = {**dict.fromkeys(map(submission_name, arms)), **_read(store)}
     store.put(FORM, json.dumps(form, indent=1).encode())
 
 
 def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
-    """Scores whose means are what was typed in; an arm that nobody typed a score of stays without.
+    """Replace scores so that their means are what was typed in; other arms stay without a score.
 
     Args:
         scores: SCORE_SCHEMA, of a benchmark without published answers.

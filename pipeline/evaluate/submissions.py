@@ -34,7 +34,7 @@ class Submission(NamedTuple):
 
 
 def submissions(items: Sequence[Item], scores: pa.Table) -> dict[Arm, Submission]:
-    """Of every method and ratio.
+    """Return the submission of every method and ratio.
 
     Where a reply names no option, one is drawn as lmms-eval does, by the question's id: it is the same for all methods
     and in every run.

@@ -108,7 +108,7 @@ def _evidence(grid: Grid, source: ModelSource, cache: str, held: CacheIdentity |
 
 
 def frame_rule(rule: FrameRule) -> str:
-    """The name of a protocol's rule in jobs.prune. Raises UsageError for one that it does not have."""
+    """Return a protocol's frame rule as jobs.prune names it. Raise UsageError if jobs.prune has no such rule."""
     names = {("truncate", False): TRUNCATE, ("round", True): ROUND_EVEN}
     if (rule.rounding, rule.even) not in names:
         raise UsageError(f"frames that are {rule} are not sampled here")
@@ -116,7 +116,7 @@ def frame_rule(rule: FrameRule) -> str:
 
 
 def identity_of(videos: PruneConfig, cached: Store, objects: Objects, console: Console) -> CacheIdentity:
-    """What the cache will be. Raises IdentityMismatch where one that is there is something else."""
+    """Return the identity that the cache will have. Raise IdentityMismatch if an existing one differs."""
     job = resolve(videos, MANIFEST_SCHEMA.empty_table(), cached, objects)
     with store_refusing():
         job = match_cache(job, console)

@@ -63,7 +63,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> Done:
-    """Measure, show and write; returns the exit code and the figures."""
+    """Run the benchmark, print and write the figures, and return them with the exit code."""
     from jobs.benchmark.efficiency.latex import table3  # noqa: PLC0415 - torch loads after the flags
     from jobs.benchmark.efficiency.report import as_record, summarise, tables  # noqa: PLC0415
     from jobs.benchmark.efficiency.setup import prepare  # noqa: PLC0415
@@ -96,12 +96,12 @@ def _title(job: Job, arguments: argparse.Namespace, visual_tokens: float) -> str
 
 
 def _memory(job: Job) -> str:
-    """What the peak is of, as the title of its column."""
+    """Return what the peak measures, as the title of its column."""
     return "GPU GiB" if job.runtime.device != "cpu" else "weights + growth of RSS GiB"
 
 
 def _progress(console: Console) -> Callable[[str], None]:
-    """Prints a line where the last one is some seconds old."""
+    """Return a printer that drops lines within some seconds of the last one."""
     last = [float("-inf")]
 
     def say(line: str) -> None:

@@ -56,23 +56,24 @@ class Videos:
         self._decoder = VideoDecoder(job.request.decode_setup())
 
     def close(self) -> None:
+        """Close the decoder."""
         self._decoder.close()
 
     def forget_tower(self) -> None:
-        """What is answered from caches has none in memory."""
+        """Drop the vision tower, which answers from caches do without."""
         del self.tower
 
     def static(self, deepstack_levels: int) -> StaticParts:
-        """What the header of a cache says of the model; of random weights no file would tell the newline row."""
+        """Return what a cache header says of the model; with random weights no file holds the newline row."""
         return StaticParts(self.tower.hidden_size, self._newline(), deepstack_levels)
 
     def _newline(self) -> torch.Tensor | None:
-        """[D], in the precision of a cache."""
+        """Return the newline row [D] in the precision of a cache."""
         row = self.tower.newline()
         return None if row is None else row.to(torch.bfloat16)
 
     def decoded(self, row: ManifestRow) -> Decoded:
-        """Raises RunFailed where the video cannot be read."""
+        """Decode a video. Raise RunFailed if it cannot be read."""
 
         def read() -> tuple[VideoRecord, NDArray[np.uint8] | None]:
             todo = {**dict.fromkeys(("start_s", "end_s", "manifest", "policy", "size")), **row, "attempts": 1}
@@ -85,12 +86,13 @@ class Videos:
         return Decoded(record, frames, seconds)
 
     def encoder(self, evidence: frozenset[str]) -> VideoEncoder:
-        """That gives this evidence besides the tokens."""
+        """Return an encoder that gives this evidence besides the tokens."""
         setup = self._request.encode_setup(self._runtime.device, self._runtime.dtype_name)
         asked = {name: where for name, where in setup.evidence.items() if name in evidence}
         return VideoEncoder(replace(setup, evidence=asked), self.tower)
 
     def encoded(self, decoded: Decoded, evidence: frozenset[str]) -> Encoded:
+        """Encode a decoded video with this evidence."""
         encoder, record = self.encoder(evidence), decoded.record
         tokens, seconds, peak = timed(lambda: encoder.encoded(decoded.frames), self._runtime.device)
         n_frames, per_frame, _ = tokens.tokens.shape
@@ -123,7 +125,7 @@ class Answers:
         self._how = Decoding(max_new_tokens=job.max_new_tokens)
 
     def chosen(self, way: Way, visual: Visual, number: int) -> Timed[tuple[Visual, PrunedTokens | None]]:
-        """What a way keeps of all tokens before they go into a prompt."""
+        """Select what a way keeps of all tokens before they go into a prompt."""
         late = way.late
 
         def choose() -> tuple[Visual, PrunedTokens | None]:
@@ -135,7 +137,7 @@ class Answers:
         return timed(choose, self._device)
 
     def asked(self, way: Way, visual: Visual, number: int) -> Sample:
-        """The part of a question that is the same in both modes. Raises UsageError where the prompt is too long."""
+        """Ask a question about visual tokens, as both modes do. Raise UsageError if the prompt is too long."""
         inside = None if way.late is None else way.late.inside
         prompt, prompt_s, _ = timed(lambda: self._job.builder.build(_text(number), [visual]), "cpu")
         if prompt.extent + self._how.max_new_tokens > self.llm.context_length:

@@ -68,7 +68,7 @@ class Row:
 
 
 def break_even(build_s: float, cached_s: float, online_s: float) -> int | None:
-    """The fewest questions q about a video with build_s + q * cached_s <= q * online_s; None where there are none."""
+    """Return the fewest questions q with build_s + q * cached_s <= q * online_s, or None."""
     saved = online_s - cached_s
     if saved <= 0:
         return None
@@ -81,7 +81,7 @@ def break_even(build_s: float, cached_s: float, online_s: float) -> int | None:
 
 
 def summarise(found: Found) -> Row:
-    """One line of the tables."""
+    """Compute the row of the tables for one way."""
     online, cached, built = found.online, found.cached, found.built
 
     def of(value: Callable[[Sample], float], samples: Sequence[Sample] = online) -> Spread:
@@ -131,7 +131,7 @@ def _answers(samples: Sequence[Sample]) -> dict[tuple[str, int, int], tuple[int,
 
 
 def tables(rows: Sequence[Row], title: str, memory: str) -> list[Table]:
-    """The paper's columns, then their parts, then online beside cached. ``memory`` says what a peak is of."""
+    """Lay out the paper's columns, their parts, and online beside cached; ``memory`` titles the peak."""
     full = rows[0]
     paper = _table(
         f"{title}\nonline, seconds a question: median (lowest to highest); in % the change to full retention",
@@ -201,12 +201,12 @@ def _gib(value: float | None) -> str:
 
 
 def _change(value: float | None, full: float | None) -> str:
-    """ " -12.9%", and nothing of full retention itself."""
+    """Format the change to full retention, " -12.9%"; nothing for full retention itself."""
     return "" if value is None or not full or value == full else f" {value / full - 1:+.1%}"
 
 
 def as_record(rows: Sequence[Row], found: Sequence[Found], **more: object) -> dict[str, object]:
-    """JSON-able: what was measured on, the lines, and every sample; seconds and bytes."""
+    """Return the machine, the rows and every sample in seconds and bytes, JSON-able."""
 
     def listed(one: Found, measured: Sequence[Sample] | Sequence[Built]) -> list[dict[str, object]]:
         way = {"method": one.way.method, "retention_ratio": one.way.retention_ratio}

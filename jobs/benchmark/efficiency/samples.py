@@ -106,7 +106,7 @@ class Timed(NamedTuple, Generic[T]):
 
 
 def timed(work: Callable[[], T], device: str) -> Timed[T]:
-    """On a GPU by CUDA events, as the paper's harness: nothing is under way before, and all is done after it."""
+    """Time work; on a GPU by CUDA events, with nothing under way before and all done after it."""
     if not device.startswith("cuda"):
         started = time.perf_counter()
         value = work()
@@ -123,5 +123,5 @@ def timed(work: Callable[[], T], device: str) -> Timed[T]:
 
 
 def highest(*peaks: float | None) -> float | None:
-    """The highest of those that were measured."""
+    """Return the highest peak that was measured, or None."""
     return max((peak for peak in peaks if peak is not None), default=None)

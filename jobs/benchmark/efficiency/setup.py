@@ -37,7 +37,7 @@ class KvShape:
 
     @classmethod
     def of(cls, text_config: Any, dtype: torch.dtype) -> KvShape:
-        """Of the language model's part of a stock configuration."""
+        """Read the shape from the language model's part of a stock configuration."""
         width = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
         return cls(text_config.num_hidden_layers, text_config.num_key_value_heads, int(width), dtype.itemsize)
 
@@ -57,6 +57,7 @@ class Way:
 
     @property
     def label(self) -> str:
+        """The method at its ratio, ``method@ratio``."""
         return f"{self.method}@{self.retention_ratio:g}"
 
     @property
@@ -70,7 +71,7 @@ class Way:
         return self.late is not None and self.late.inside is None and self.late.pruner.cacheable
 
     def dropped_inside(self, n_visual: int) -> tuple[int, int]:
-        """(layer, how many of so many visual tokens the language model drops before it); (0, 0) where it drops none."""
+        """Return the layer, and how many visual tokens the language model drops before it; (0, 0) for none."""
         if self.late is None or self.late.inside is None:
             return 0, 0
         return self.late.pruner.layer or 0, n_visual - self.late.kept_inside(n_visual)
@@ -97,10 +98,12 @@ class Job:
 
     @property
     def kv(self) -> KvShape:
+        """The shape of the language model's keys and values."""
         return KvShape.of(self.builder.config.get_text_config(), self.runtime.dtype)
 
     @property
     def videos(self) -> list[ManifestRow]:
+        """The rows of the manifest."""
         found: list[ManifestRow] = self.request.manifest.to_pylist()
         return found
 

@@ -47,6 +47,7 @@ class Bench:
         self._n_commits = 0
 
     def close(self) -> None:
+        """Close the decoder."""
         self._videos.close()
 
     def run(self) -> list[Found]:
@@ -75,7 +76,7 @@ class Bench:
         return found
 
     def _rounds(self, mode: str, measure: Round, found: Sequence[Found]) -> None:
-        """The first video once, for what is loaded and compiled on first use; then all that counts."""
+        """Measure the first video once to warm up, then all videos in every repeat."""
         videos = self._job.videos
         self._say(f"{mode}: to warm up")
         measure(videos[:1], 1, 0, [Found(one.way) for one in found])
@@ -111,7 +112,7 @@ class Bench:
         one.online_peak = highest(one.online_peak, sample.peak_bytes)
 
     def _built(self, way: Way, encoded: Encoded, repeat: int) -> Built:
-        """The video goes into the way's cache, where the last repeat is the live one."""
+        """Write the video into the way's cache, where the last repeat is the live row."""
 
         def prune() -> PrunedTokens:
             if way.late is None or not way.stored:
@@ -163,7 +164,7 @@ class Bench:
         return cache.get(video_id, evidence=evidence).visual
 
     def _bytes_read(self, way: Way, video_id: str) -> int:
-        """Of the token shard: what the footer says of the rows and columns that are read."""
+        """Sum the bytes of the rows and columns that are read, by the token shard's footer."""
         cache = self._caches[way.label]
         evidence = () if way.stored else sorted(way.evidence)
         row = cache.metadata(video_id)
@@ -172,7 +173,7 @@ class Bench:
         return sum(end - start for start, end in shard.spans(wanted))
 
     def _online_peaks(self, found: Sequence[Found], weights: int) -> None:
-        """On a CPU: the weights, and what the process grew by in the costlier of encoding and answering."""
+        """Measure peaks on a CPU: the weights, and the growth in encoding or answering, whichever is larger."""
         decoded = self._videos.decoded(self._job.videos[0])
         for evidence in dict.fromkeys(one.way.evidence for one in found):
             encoder = self._videos.encoder(evidence)
@@ -198,7 +199,7 @@ class Bench:
         return LocalStore(self._folder / f"cache-{self._job.ways.index(way)}")
 
     def _header(self, way: Way) -> bytes:
-        """Of the way's cache: what it keeps, or all tokens and the evidence by which each question chooses."""
+        """Return the cache header of a way: its kept tokens, or all tokens with the evidence for each question."""
         request, static = self._job.request, self._videos.static(self._job.builder.deepstack_levels)
         held = {name: where for name, where in request.evidence.items() if name in way.evidence}
         request = replace(request, evidence={} if way.stored else held)
@@ -208,7 +209,7 @@ class Bench:
 
 
 def _grown(work: Callable[[], object]) -> float | None:
-    """Bytes."""
+    """Return the bytes by which work raises the process's memory, or None."""
     grown = peak_memory(work)
     return None if grown is None else grown * 1e6
 

@@ -47,7 +47,7 @@ def measure(
     device: str,
     methods: Sequence[str] | None = None,
 ) -> Iterator[MethodTime]:
-    """Every method of the table, or these and GSTEP, on one made-up video a length, ``repeats`` times in turn."""
+    """Time every method, or these and GSTEP, on one made-up video per length, ``repeats`` times in turn."""
     names = [name for name in PRUNERS if name != "none" and (methods is None or name in ("gstep", *methods))]
     for count in frames:
         tokens = structured_tokens(count, tokens_per_frame, hidden).to(device)
@@ -79,7 +79,7 @@ def _run(pruner: Pruner, tokens: Tensor, retention_ratio: float) -> Callable[[],
 
 
 def _evidence(pruner: Pruner, tokens: Tensor) -> dict[str, Tensor]:
-    """What the method needs beside the tokens, made up: only its size decides the time."""
+    """Make up the evidence that the method needs; only its size decides the time."""
     n_frames, per_frame, _ = tokens.shape
     lengths = {"T": n_frames, "N": per_frame, "T*N": n_frames * per_frame, **WIDTHS}
     rng = torch.Generator().manual_seed(1)
@@ -90,7 +90,7 @@ def _evidence(pruner: Pruner, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def as_table(times: Sequence[MethodTime], title: str) -> Table:
-    """A row a method and length."""
+    """Lay out a row per method and length."""
     table = Table(title=title, title_justify="left", show_edge=False)
     for name in ("tokens", "method", "kept", "seconds", "to gstep"):
         table.add_column(name, justify="left" if name == "method" else "right")
@@ -101,5 +101,5 @@ def as_table(times: Sequence[MethodTime], title: str) -> Table:
 
 
 def as_record(times: Sequence[MethodTime], **more: object) -> dict[str, object]:
-    """For machines, JSON-able."""
+    """Return what --json writes."""
     return {**more, "times": [asdict(item) for item in times]}

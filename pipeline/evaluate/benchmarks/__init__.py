@@ -29,7 +29,7 @@ BENCHMARKS: Mapping[str, Benchmark] = LazyTable(
 
 
 def find_benchmark(name: str) -> Benchmark:
-    """The benchmark of this name, or the questions of one's own in a file; nothing is read yet.
+    """Return the benchmark of this name, or the user's own questions in a file of this name; nothing is read yet.
 
     Raises UsageError that lists what there is.
     """

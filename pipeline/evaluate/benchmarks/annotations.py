@@ -41,7 +41,7 @@ class LeftOut(Exception):  # noqa: N818
 
 
 def data_folder(data: Path | str, remedy: str) -> Path:
-    """The folder that ``--data`` names. Raises UsageError, with the remedy, where there is none."""
+    """Return the folder that ``--data`` names. Raise UsageError, with the remedy, if it does not exist."""
     if is_object(str(data)) or re.match(r"[a-z0-9]+:/", str(data)):  # a Path has lost one slash of the two
         raise UsageError(f"--data {data}: only local folders are read; copy the data onto this machine, or mount it")
     folder = Path(data)
@@ -91,7 +91,7 @@ class Videos:
 
 
 def text_of(row: UserRow, column: str) -> str:
-    """A cell that holds text, or a whole number, as text. Raises LeftOut."""
+    """Return a cell that holds text or a whole number as text. Raise LeftOut for any other cell."""
     value = row.get(column)
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
         raise LeftOut("bad-row", f"{column} must be text or a whole number, got {value!r}")
@@ -101,7 +101,7 @@ def text_of(row: UserRow, column: str) -> str:
 
 
 def options_of(row: UserRow, column: str) -> tuple[str, ...]:
-    """A cell that holds a list of texts, some of which may be blank. Raises LeftOut."""
+    """Return a cell that holds a list of texts, of which some may be blank. Raise LeftOut for any other cell."""
     value = row.get(column)
     if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
         raise LeftOut("bad-row", f"{column} must be a list of texts, got {value!r}")
@@ -113,7 +113,7 @@ def options_of(row: UserRow, column: str) -> tuple[str, ...]:
 
 
 def seconds_of(row: UserRow, column: str) -> float | None:
-    """A cell that holds seconds; None where it is empty. Raises LeftOut."""
+    """Return a cell that holds seconds, or None for an empty one. Raise LeftOut for any other cell."""
     value = row.get(column)
     if value is None:
         return None
@@ -123,7 +123,7 @@ def seconds_of(row: UserRow, column: str) -> float | None:
 
 
 def clip_of(row: UserRow, columns: tuple[str, str]) -> tuple[float | None, float | None]:
-    """(start, end) in seconds, None where a cell is empty. Raises LeftOut."""
+    """Return a clip's start and end in seconds, None where the cell is empty. Raise LeftOut if the clip is empty."""
     start_s, end_s = (seconds_of(row, column) for column in columns)
     if end_s is not None and end_s <= (start_s or 0.0):
         raise LeftOut("bad-row", f"the clip from {columns[0]} {start_s} to {columns[1]} {end_s} is empty")
@@ -150,5 +150,5 @@ NOT_PUBLISHED = "-1"
 
 
 def without_letter(option: str) -> str:
-    """The text of an option that carries its letter."""
+    """Return the text of an option without the letter before it."""
     return _LETTER.sub("", option.strip(), count=1)

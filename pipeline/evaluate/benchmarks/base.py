@@ -99,13 +99,14 @@ class Benchmark:
         return tuple(dict.fromkeys([*own, *self._in_paths, *(split.name for split in self.splits)]))
 
     def protocol(self, name: str | None = None) -> Protocol:
-        """The protocol of this name, by default the first. Raises UsageError that lists them."""
+        """Return the protocol of this name, by default the first. Raise UsageError that lists the known ones."""
         known = self._named_protocols()
         if name is not None and name not in known:
             raise UsageError(f"--protocol {name}: {self.title} has {', '.join(known)}")
         return self.protocols[0] if name is None else known[name]
 
     def has_protocol(self, name: str) -> bool:
+        """Return whether the benchmark has a protocol of this name."""
         return name in self._named_protocols()
 
     def _named_protocols(self) -> dict[str, Protocol]:
@@ -151,7 +152,7 @@ class Benchmark:
         )
 
     def _rows(self, folder: Path, path: Path, tables: Tables) -> list[tuple[Place, UserRow]]:
-        """The rows of a file with their places, its columns checked."""
+        """Return the rows of a file with their places; check that every needed column is there."""
         try:
             read = read_annotations(folder, path, self.columns, tables)
         except (BadRow, *UNREADABLE) as error:
@@ -195,7 +196,7 @@ class Benchmark:
         )
 
     def _video(self, row: UserRow, videos: Videos) -> tuple[str, tuple[float | None, float | None]]:
-        """(path below the data folder, bounds of the clip in it). Raises LeftOut."""
+        """Return the video's path below the data folder, and the bounds of the clip in it. Raise LeftOut."""
         named = {name: text_of(row, name) for name in self._in_paths}
         places = [PurePosixPath(path.format_map(named)).as_posix() for path in (*self.paths, *self.cut_paths)]
         bounds = (None, None) if self.clip is None else clip_of(row, self.clip)

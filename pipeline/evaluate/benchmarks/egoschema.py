@@ -32,7 +32,7 @@ _NEWER, _OLDER = lmms_eval(
 
 
 def _any_row(row: UserRow, place: Place) -> UserRow:
-    """A row of either layout as one of the hub's, with the video that it is a clip of."""
+    """Convert a row of either layout to the hub's, and add the Ego4D video that it is a clip of."""
     if "q_uid" in row:
         names = zip(letters(5), (row.get(f"option {number}") for number in range(5)), strict=True)
         options = [f"{letter}. {text}" if isinstance(text, str) else text for letter, text in names]
@@ -43,7 +43,7 @@ def _any_row(row: UserRow, place: Place) -> UserRow:
 
 
 def _subset_row(row: UserRow, place: Place) -> UserRow | None:
-    """The same with the right answer; None for a question that is none of the subset's."""
+    """Convert a row as ``_any_row`` does and add its right answer; return None for a question outside the subset."""
     if "q_uid" in row:
         answers = place.tables[_ANSWERS]
         if str(row["q_uid"]) not in answers:

@@ -75,14 +75,14 @@ class Item:
         return self.video_ids[0]
 
     def manifest_rows(self, folder: Path) -> list[UserRow]:
-        """How jobs.prune is told of its videos, the data being in this folder."""
+        """Return the rows of a jobs.prune manifest that name the item's videos below this folder."""
         clip: UserRow = {"start_s": self.start_s, "end_s": self.end_s}
         given = {name: value for name, value in clip.items() if value is not None}
         return [{"video_id": name, "uri": str(folder / (self.path or name)), **given} for name in self.video_ids]
 
 
 def clip_id(path: str, start_s: float | None, end_s: float | None) -> str:
-    """The id of the part of a video from ``start_s`` to ``end_s``: its path, with a media fragment (W3C) for a part.
+    """Return the id of a video's part from ``start_s`` to ``end_s``: its path with a media fragment (W3C).
 
     Clips of one file differ in it by their bounds, and do not collide: ``star/Charades_v1_480/AB1CD.mp4#t=1.5,9``.
     """
@@ -104,7 +104,7 @@ class Loaded:
     n_annotated: int
 
     def first(self, count: int | None) -> Loaded:
-        """The first so many questions, with the same faults; None is all."""
+        """Return the first ``count`` questions (None: all) with the same faults."""
         return self if count is None else replace(self, items=self.items[:count])
 
 
@@ -124,13 +124,13 @@ class Collected:
         return self._items
 
     def leave_out(self, where: str, question_id: object, fault: LeftOut) -> None:
-        """A row that cannot be asked."""
+        """Record a row that cannot be asked."""
         self._n_annotated += 1
         known = isinstance(question_id, str | int) and not isinstance(question_id, bool)
         self._fault(fault.kind, str(question_id) if known else None, f"{where}: {fault}", left_out=True)
 
     def keep(self, where: str, item: Item) -> None:
-        """A question to ask, unless its id was there before."""
+        """Record a question to ask; leave it out if its id was recorded before."""
         if item.question_id in self._ids:
             self.leave_out(where, item.question_id, LeftOut("repeated-question", "this question_id was there before"))
             return
@@ -188,5 +188,5 @@ class Collected:
 
 
 def _without_options(item: Item) -> str:
-    """The question alone where its text lists the options, as MLVU's does."""
+    """Return the question without the list of options that MLVU's text ends in."""
     return item.question.partition(f"\n(A) {item.options[0]}\n")[0] if item.options else item.question

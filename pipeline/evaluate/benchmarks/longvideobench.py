@@ -17,7 +17,7 @@ _NONE = "N/A"  # an option that is not there; they come last
 
 
 def _with_candidates(row: UserRow, place: Place) -> UserRow:
-    """A row of the Parquet file, which has an option a column, as one of the JSON file."""
+    """Convert a row of the Parquet file, which has a column per option, to one of the JSON file."""
     if "option0" not in row:
         return row
     options = [row.get(f"option{number}") for number in range(5)]

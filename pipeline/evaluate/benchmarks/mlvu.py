@@ -38,7 +38,7 @@ _TEST = {
 
 
 def _row(row: UserRow, place: Place) -> UserRow:
-    """A row of either layout as one of lmms-eval's, with the folder of its task."""
+    """Convert a row of either layout to one of lmms-eval's, and add the folder of its task."""
     if "question_type" in row:
         row = _lettered(row)
     task = str(row.get("task_type")).replace("findNeedle", "needle")
@@ -48,7 +48,7 @@ def _row(row: UserRow, place: Place) -> UserRow:
 
 
 def _lettered(row: UserRow) -> UserRow:
-    """The authors' row: the options into the question, the answer as a letter, where it is an option."""
+    """Move the options of an authors' row into the question, and replace the answer with its letter."""
     options, answer = row.get("candidates"), row.get("answer")
     more: UserRow = {"task_type": row["question_type"], "video_name": row.get("video")}
     if isinstance(options, list) and all(isinstance(text, str) for text in options):  # else the row is bad

@@ -24,7 +24,7 @@ _DECODING = {Instructions(method, None, _WAY.decoding).describe() for method in 
 
 
 def own_benchmark(file: str) -> Benchmark:
-    """The questions in a .jsonl, .csv or .parquet file as a benchmark; nothing is read yet."""
+    """Return the questions in a .jsonl, .csv or .parquet file as a benchmark; nothing is read yet."""
     return OwnQuestions(
         name=Path(file).name,
         title=Path(file).stem,
@@ -112,13 +112,13 @@ def item_of(row: QuestionRecord | AnswerRecord, where: str) -> Item:
 
 
 def clusters_of(items: Sequence[Item]) -> list[Item]:
-    """The same questions, each with a cluster: the one it names, else the videos that questions tie together."""
+    """Return the questions with clusters: the one a question names, else the videos that questions tie together."""
     groups = _groups([item.video_ids for item in items])
     return [replace(item, cluster=item.cluster or groups[item.video_id]) for item in items]
 
 
 def same_text(reply: str, expected: str) -> bool:
-    """Whether a free answer is the expected one: but for case, punctuation and the width of spaces."""
+    """Return whether a free answer equals the expected one apart from case, punctuation and spaces."""
     bare = _bare(expected)
     return _bare(reply) == bare if bare else reply.strip() == expected.strip()
 
@@ -153,7 +153,7 @@ def _label(extra: UserRow, name: str, where: str) -> str:
 
 
 def _groups(asked: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Video -> the first video of those that questions tie together, through other questions too."""
+    """Return for each video the first of the videos that questions tie it to, directly or through others."""
     groups: dict[str, set[str]] = {}
     for ids in asked:
         tied = set(ids).union(*(groups.get(name, ()) for name in ids))

@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 def read_annotations(folder: Path, path: Path, needs: Sequence[str], tables: Tables) -> list[tuple[Place, UserRow]]:
-    """The rows of a file below a folder.
+    """Read the rows of an annotation file below a folder, each with its place.
 
     A .json file is a list of rows, or {"meta": {part: rows}, "root": {part: folder}}, whose rows get a column
     ``prefix`` with that folder. Anything else is as ``read_rows`` takes it. Raises BadRow, and what UNREADABLE lists.
@@ -46,7 +46,7 @@ def read_annotations(folder: Path, path: Path, needs: Sequence[str], tables: Tab
 
 
 def read_tables(folder: Path, names: Sequence[str]) -> Tables:
-    """The JSON objects of these names below a folder. Raises UsageError where one cannot be read as that."""
+    """Read the JSON objects of these names below a folder. Raise UsageError if one is no JSON object."""
     tables: dict[str, Mapping[str, Any]] = {}
     for name in names:
         try:

@@ -20,7 +20,7 @@ _EVERY_FRAME = ModelRules(frames=FrameRule(32, "round", even=True))
 
 
 def _bare(row: UserRow, place: Place) -> UserRow:
-    """Options without their letters: the protocol puts letters before them."""
+    """Remove the letters from the options, because the protocol puts its own before them."""
     options = row.get("options")
     if not isinstance(options, list):
         return row

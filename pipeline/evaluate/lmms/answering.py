@@ -84,7 +84,7 @@ class CachedReplies:
         self._ids: CachedIds | None = None
 
     def replies(self, asked: Sequence[Asked]) -> list[str]:
-        """A reply to each, in their order; those that are there already are asked nothing.
+        """Return a reply to each question, in order; ask only those that have no answer yet.
 
         Raises UsageError where nothing was asked, RunFailed where not every question has a reply; what was answered
         stays, and the same command goes on.
@@ -103,7 +103,7 @@ class CachedReplies:
         return checked(self._config, questions, self._way, {"": asked_for(self._config)}, self._console)
 
     def _given(self, questions: pa.Table) -> dict[str, AnswerRecord]:
-        """The live answers to these questions. Raises RunFailed where one has none."""
+        """Return the live answers to these questions by id. Raise RunFailed if one has none."""
         live = AnswersTable(store_at(self._config.out, self._objects)).live()
         rows = {row["question_id"]: without_nulls(row, AnswerRecord) for row in live.to_pylist()}
         if absent := [name for name in questions["question_id"].to_pylist() if name not in rows]:
@@ -111,7 +111,7 @@ class CachedReplies:
         return rows
 
     def _videos(self, asked: Sequence[Asked]) -> list[str]:
-        """The video of each question. Raises UnknownVideo where one is not there, unless an empty reply will do."""
+        """Return the video of each question. Raise UnknownVideo if one is missing, unless ``missing=empty``."""
         if self._ids is None:
             with store_refusing():
                 cache = TokenCache(self._arguments.cache, store=self._cache)
@@ -136,7 +136,7 @@ class CachedReplies:
         return found
 
     def _refuse(self, failed: Sequence[str]) -> None:
-        """Raises RunFailed for questions that failed, in words, unless an empty reply will do, which is said."""
+        """Raise RunFailed for questions that failed; with ``missing=empty`` print a warning instead."""
         said = f"{len(failed)} questions have no answer:\n  " + "\n  ".join(failed[:_SHOWN])
         if self._arguments.missing != EMPTY:
             raise RunFailed(

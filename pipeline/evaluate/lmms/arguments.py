@@ -65,7 +65,7 @@ class Arguments:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Arguments:
-        """From the keywords that lmms-eval calls a model with. Raises UsageError, in the words of ``--model_args``."""
+        """Read the keywords that lmms-eval calls a model with. Raise UsageError that names ``--model_args``."""
         for name in ("cache", "answers"):
             if given.get(name) in (None, ""):
                 raise UsageError(f"--model_args: {name}=PATH is missing; known are {', '.join(_KNOWN)}")
@@ -77,7 +77,7 @@ class Arguments:
         return arguments
 
     def config(self, held: CacheIdentity) -> GenerateConfig:
-        """The same as options of jobs.generate, for a cache of this identity. Raises UsageError."""
+        """Return the options of jobs.generate for a cache of this identity. Raise UsageError."""
         rules = LMMS_EVAL_0_7.get(held["model"]["type"], ModelRules())
         system = rules.system if self.system is None else self.system or None
         return GenerateConfig(
@@ -92,7 +92,7 @@ class Arguments:
         )
 
     def check_fingerprint(self, held: CacheIdentity) -> str:
-        """The fingerprint of a cache of this identity. Raises IdentityMismatch where another one was asked for."""
+        """Return the fingerprint of a cache's identity. Raise IdentityMismatch if another one was asked for."""
         found = fingerprint(held)
         if self.fingerprint not in (None, found):
             raise IdentityMismatch(
@@ -109,7 +109,7 @@ _NUMBERS: Mapping[str, type] = {"retention_ratio": float, "seed": int, "batch_si
 
 @contextmanager
 def in_these_words() -> Iterator[None]:
-    """An error that speaks of flags of jobs.generate says what they are here."""
+    """Add to an error that names flags of jobs.generate what they are called in ``--model_args``."""
     try:
         yield
     except UsageError as error:
@@ -120,7 +120,7 @@ def in_these_words() -> Iterator[None]:
 
 
 def _value(name: str, value: Any) -> Any:
-    """An option's value in its own type: lmms-eval makes numbers of what looks like one, and leaves quotes in texts."""
+    """Convert an option's value back to its type: lmms-eval makes numbers of texts, and keeps quotes."""
     if value is None:
         return None
     if name not in _NUMBERS:
@@ -143,13 +143,13 @@ def _value(name: str, value: Any) -> Any:
 
 
 def _unquoted(text: str) -> str:
-    """Without the quotes that keep a comma from ending a value."""
+    """Remove the quotes that keep a comma from ending a value."""
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
     return text[1:-1] if quoted else text
 
 
 def _parameters(others: Mapping[str, Any], method: str | None) -> dict[str, str]:
-    """What is no option is a parameter of the method, as text. Raises UsageError for what is neither."""
+    """Return the names that are no options as parameters of the method. Raise UsageError for unknown ones."""
     accepted: list[str] = []
     if method is not None:
         try:

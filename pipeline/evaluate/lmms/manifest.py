@@ -8,5 +8,5 @@ MODEL = "gstep_cached"
 
 
 def manifest() -> ModelManifest:
-    """A simple model alone: the messages of a chat model make lmms-eval end the process where a video file is gone."""
+    """Return the manifest of a simple model: a chat model's messages make lmms-eval exit if a video file is gone."""
     return ModelManifest(model_id=MODEL, simple_class_path="pipeline.evaluate.lmms.plugin.GstepCached")

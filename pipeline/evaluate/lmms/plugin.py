@@ -36,19 +36,19 @@ class GstepCached(lmms):  # type: ignore[misc]
         self._replies = CachedReplies(self._arguments, Console(stderr=True))
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-        """A reply to each request. Raises UsageError, UnknownVideo and RunFailed."""
+        """Return a reply to each request. Raise UsageError, UnknownVideo or RunFailed."""
         names = unique(f"{task}/{split}/{doc_id}" for *_, doc_id, task, split in (one.args for one in requests))
         return self._replies.replies([self._asked(one, name) for one, name in zip(requests, names, strict=True)])
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-        """Refused: lmms-eval 0.7 makes a text of the number before a task sees it."""
+        """Refuse log-likelihoods: lmms-eval 0.7 turns the number into text before a task sees it."""
         raise UsageError(
             "gstep_cached generates replies only: lmms-eval 0.7 cannot score log-likelihoods of any model; ask the "
             "same questions with python -m jobs.generate --choices loglikelihood"
         )
 
     def generate_until_multi_round(self, requests: Sequence[Instance]) -> list[str]:
-        """Refused: the rounds of such tasks bring pictures of their own."""
+        """Refuse further rounds: in such tasks they bring images that no cache holds."""
         raise UsageError("gstep_cached answers one question at a time, and takes no tasks of several rounds")
 
     def _asked(self, request: Instance, name: str) -> Asked:
@@ -64,7 +64,7 @@ class GstepCached(lmms):  # type: ignore[misc]
 
 
 def _folder(task: str, doc_to_visual: Any) -> str | None:
-    """The folder of a task of MVBench, also of one that includes it under another name; None of other tasks."""
+    """Return the folder of an MVBench task, also of one that includes it under another name; else None."""
     from lmms_eval.tasks.mvbench.utils import DATA_LIST  # noqa: PLC0415 - looks for HF_HOME as it is imported
 
     settings = getattr(getattr(doc_to_visual, "__self__", None), "lmms_eval_specific_kwargs", None) or {}

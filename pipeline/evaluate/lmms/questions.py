@@ -42,7 +42,7 @@ class Asked:
         return f"task {self.task}, document {self.doc_id}"
 
     def row(self, video_id: str, system: str | None) -> dict[str, Any]:
-        """Of QUESTION_SCHEMA."""
+        """Return the question as a row of QUESTION_SCHEMA."""
         return {
             "question_id": self.question_id,
             "video_ids": [video_id],
@@ -52,12 +52,12 @@ class Asked:
         }
 
     def reply(self, answer: str) -> str:
-        """What the task gets of an answer."""
+        """Cut an answer at the task's stop strings."""
         return min((answer.partition(stop)[0] for stop in self.until), key=len, default=answer)
 
 
 def unique(names: Iterable[str]) -> list[str]:
-    """The names, with a number behind one that was there before: a task may ask a question several times."""
+    """Append a number to a name that occurs before, because a task may ask a question several times."""
     seen = Counter[str]()
     found = []
     for name in names:
@@ -69,7 +69,7 @@ def unique(names: Iterable[str]) -> list[str]:
 def asked(
     name: str, task: str, doc_id: int, key: str, prompt: str, settings: Mapping[str, Any], seed: int = 0
 ) -> Asked:
-    """The question named ``name``, with ``generation_kwargs`` of its task as ``settings``.
+    """Build a question from a request, whose ``generation_kwargs`` are the ``settings``.
 
     Raises UsageError for settings that are not understood.
     """
@@ -80,7 +80,7 @@ def asked(
 
 
 def _decoding(settings: Mapping[str, Any], seed: int) -> Decoding:
-    """What the settings say, None being the default; a temperature counts only where ``do_sample`` is not off."""
+    """Convert a task's settings to decoding options; a temperature counts unless ``do_sample`` is off."""
     said = {name: value for name, value in settings.items() if value is not None}
     if unknown := [name for name in said if name not in _KNOWN]:
         raise ValueError(f"{', '.join(unknown)}: not among {', '.join(_KNOWN)}; leave it out with --gen_kwargs")

@@ -15,7 +15,7 @@ FIELDS = ("videoID", "video_path", "video_name", "video_idx", "video")
 
 
 def video_key(doc: Mapping[str, Any], template: str | None = None, folder: str | None = None) -> str:
-    """What a document calls its video: a path, whole or its end, with or without the suffix.
+    """Return what a document calls its video: a path or the end of one, with or without the suffix.
 
     Args:
         template: the id with fields of the document in braces, for tasks that name videos in another way.
@@ -63,7 +63,7 @@ class CachedIds:
                 self._by_name[name].append(video_id)
 
     def find(self, key: str) -> Found | None:
-        """The video that a key means; None where the cache knows none. Raises UsageError where it may be several."""
+        """Return the video that a key means, or None if unknown. Raise UsageError if several match."""
         wanted = str(PurePosixPath(key))
         ids = [key] if key in self._ids else self._ending(wanted)
         good = [video_id for video_id in ids if video_id not in self._failed] or ids
@@ -83,6 +83,6 @@ class CachedIds:
 
 
 def _paths(video_id: str) -> tuple[str, ...]:
-    """The id, and what is left of it without the suffix of a video."""
+    """Return the id, and the id without the suffix of a video file."""
     bare, dot, suffix = video_id.rpartition(".")
     return (video_id, bare) if bare and f"{dot}{suffix}".lower() in VIDEO_SUFFIXES else (video_id,)

@@ -67,7 +67,7 @@ class Gathered:
         return PurePath(name).name if name.startswith(("/", ".")) else name
 
     def scored(self, *, split: bool) -> ScoredBenchmark:
-        """For the tables, with the parts of its first split where they have columns."""
+        """Return the scores for a table; with ``split``, the parts of the first split have columns."""
         parts = self.benchmark.splits[0] if split and self.benchmark.splits else None
         columns = [] if parts is None else [Column(f"{parts.name}={part}", name) for part, name in parts.parts.items()]
         metric = str(self.identity.get("metric", QUESTIONS))
@@ -155,7 +155,7 @@ def _has_none(method: str) -> bool:
 
 
 def missing(table: PaperTable, found: Sequence[Gathered]) -> list[str]:
-    """What the table has and the results have not, a line each."""
+    """Return a line for each benchmark, method and ratio of the table that the results lack."""
     there = {one.benchmark.name for one in found}
     lines = [f"no results of {' or '.join(names)}" for names in table.benchmarks if not there & set(names)]
     for one in found:
@@ -169,7 +169,7 @@ def missing(table: PaperTable, found: Sequence[Gathered]) -> list[str]:
 
 
 def _untyped(one: Gathered) -> list[str]:
-    """A line where the server of a benchmark was asked about none or some of the arms."""
+    """Return lines about submissions without a typed-in score, and scores without a submission."""
     if not one.benchmark.submission:
         return []
     lines = [f"{one.place}/{FORM} has a score of {name}, which is none of its submissions" for name in one.unknown]
@@ -180,7 +180,7 @@ def _untyped(one: Gathered) -> list[str]:
 
 
 def label(method: str) -> str:
-    """A method as the scores name it: its parameters in the order of their names."""
+    """Return a method as the scores name it: parameters sorted by name."""
     name, *given = method.split(",")
     return LateAsked(name, 1.0, named_values(given, f"{method}: a parameter")).method_label
 

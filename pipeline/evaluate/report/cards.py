@@ -64,7 +64,7 @@ class Card:
 def cards(
     found: Disagreements, answers: Answers, scores: pa.Table, items: Mapping[str, Item], pages: Mapping[str, Links]
 ) -> list[Card]:
-    """A card for each disagreement that is shown."""
+    """Build a card for each disagreement that is shown."""
     return [_card(one, found.methods, answers, scores, items, pages) for one in found.shown]
 
 

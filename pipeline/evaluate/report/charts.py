@@ -122,14 +122,14 @@ class LineChart:
 
 
 def styles(methods: Sequence[str]) -> dict[str, Style]:
-    """GSTEP and full retention have colours of their own."""
+    """Give each method a colour and dash; GSTEP and full retention have their own."""
     others = [method for method in methods if method not in (_GSTEP, ORIGINAL.method)]
     fixed = {ORIGINAL.method: Style("ink", 0), _GSTEP: Style("c0", 0)}
     return fixed | {m: Style(f"c{i % _COLOURS + 1}", i // _COLOURS % _DASHES) for i, m in enumerate(others)}
 
 
 def line_charts(table: ResultsTable, style: Mapping[str, Style]) -> list[LineChart]:
-    """Scores of each column, the overall ones first, then differences to full retention where it was run."""
+    """Draw the scores of each column, overall ones first, then the differences to full retention."""
     order = sorted(range(len(table.columns)), key=lambda c: table.columns[c].key != OVERALL)
     plots = [(c, _plot(table, c, difference=difference)) for difference in (False, True) for c in order]
     return [_chart(table, column, plot, style) for column, plot in plots if plot.values]
@@ -145,7 +145,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def ratio_places(ratios: Sequence[float]) -> tuple[list[float], bool]:
-    """Places of ascending ratios from the left, and whether they are logarithmic."""
+    """Return the horizontal places of ascending ratios in percent, and whether they are logarithmic."""
     if len(ratios) == 1:
         return [50.0], False
     logarithmic = ratios[-1] > _WIDE * ratios[0]
@@ -163,32 +163,38 @@ class _Plot:
 
     @cached_property
     def methods(self) -> list[str]:
+        """The methods, in order of first appearance."""
         return list(dict.fromkeys(method for method, _ in self.values))
 
     @cached_property
     def ratios(self) -> list[float]:
+        """The ratios, ascending."""
         return sorted({ratio for _, ratio in self.values})
 
     @cached_property
     def places(self) -> list[float]:
+        """The horizontal places of the ratios, in percent."""
         return ratio_places(self.ratios)[0]
 
     @cached_property
     def up(self) -> list[float]:
+        """The ticks of the vertical axis."""
         shown = [*self.values.values(), *([self.full] if self.full else [])]
         numbers = [number for one in shown for number in (one.value, one.low, one.high) if number is not None]
         return ticks(min(numbers), max(numbers))
 
     def x(self, method: str, ratio: float) -> float:
-        """Methods stand side by side where all have the same ratio."""
+        """Return the horizontal place of a method at a ratio; at a single ratio the methods stand side by side."""
         if len(self.ratios) == 1:
             return 100 * (self.methods.index(method) + 0.5) / len(self.methods)
         return self.places[self.ratios.index(ratio)]
 
     def down(self, value: float) -> float:
+        """Return the place of a value in percent from the top."""
         return 100 * (self.up[-1] - value) / (self.up[-1] - self.up[0])
 
     def point(self, x: float, value: Value) -> Point:
+        """Return the places of a value and of the ends of its interval."""
         low, high = (None if end is None else self.down(end) for end in (value.low, value.high))
         return Point(x, self.down(value.value), low, high)
 
@@ -239,7 +245,7 @@ def _series(plot: _Plot, method: str, style: Style) -> Series:
 
 
 def _across(plot: _Plot) -> Iterator[tuple[float, str]]:
-    """Methods where there is one ratio, else the ratios that have room beside the last one."""
+    """Yield the labels of the horizontal axis: methods at a single ratio, else the ratios that have room."""
     if len(plot.ratios) == 1:
         yield from ((plot.x(method, plot.ratios[0]), title_of(method)) for method in plot.methods)
         return
@@ -257,7 +263,7 @@ def _stops(plot: _Plot, style: Mapping[str, Style]) -> Iterator[Stop]:
 
 
 def _readings(plot: _Plot, ratio: float, style: Mapping[str, Style]) -> list[Reading]:
-    """Best first."""
+    """List the numbers at a ratio, best first."""
     values = {method: value for (method, r), value in plot.values.items() if r == ratio}
     if plot.full:
         values[ORIGINAL.method] = plot.full

@@ -38,7 +38,7 @@ class Answers:
     outcome: Outcomes
 
     def of_arm(self, arm: Arm, question: int) -> int | None:
-        """The row of an answer."""
+        """Return the row number of an arm's answer, or None."""
         row = int(self.row[self.arms.index(arm), question]) if arm in self.arms else -1
         return None if row < 0 else row
 
@@ -115,7 +115,7 @@ def disagreements(answers: Answers, most: int = 200) -> Disagreements:
 
 
 def _at_ratio(answers: Answers, methods: Sequence[str], ratio: float) -> Outcomes:
-    """Outcomes of each method at a ratio, [M, Q]."""
+    """Return the outcomes of each method at a ratio, [M, Q]."""
     outcome_MQ = np.full((len(methods), len(answers.questions)), -1, np.int8)
     for a, arm in enumerate(answers.arms):
         if arm == ORIGINAL or arm.ratio == ratio:
@@ -139,13 +139,13 @@ def _found(outcome_MQ: Outcomes, ratio: float) -> Iterable[Disagreement]:
 
 
 def _telling(one: Disagreement, gstep: int) -> tuple[int, int]:
-    """How many methods differ from GSTEP, then how many pairs differ."""
+    """Count the methods that differ from GSTEP, and the pairs of methods that differ."""
     against = len(one.wrong) if gstep in one.right else len(one.right) if gstep in one.wrong else 0
     return against, len(one.right) * len(one.wrong)
 
 
 def _chosen(found: Sequence[Disagreement], n_methods: int, most: int) -> list[int]:
-    """Numbers of what is shown: something of every two methods at every ratio, then the most telling."""
+    """Choose what is shown: one of every pair of methods at every ratio, then the most telling."""
     seen: dict[float, NDArray[np.bool_]] = {}
     chosen: list[int] = []
     passed: list[int] = []

@@ -48,7 +48,7 @@ class FailureCount(NamedTuple):
 
 
 def fault_counts(faults: Sequence[AnnotationFault]) -> list[FaultCount]:
-    """By kind, the most frequent first."""
+    """Count the faults by kind, the most frequent first."""
     counts = Counter(fault.kind for fault in faults)
     return [_fault_count(kind, [fault for fault in faults if fault.kind == kind]) for kind, _ in counts.most_common()]
 
@@ -62,7 +62,7 @@ def _fault_count(kind: FaultKind, faults: Sequence[AnnotationFault]) -> FaultCou
 
 
 def failure_counts(scores: pa.Table, answers: Answers) -> Iterator[FailureCount]:
-    """By class, the most first; of the arms that the page shows."""
+    """Count the failed answers of the shown arms by error class, the most frequent first."""
     failed = scores.filter(pc.not_equal(scores["status"], "ok"))
     columns = [failed[name].to_pylist() for name in ("error_class", "question_id", "method", "retention_ratio")]
     by_class: dict[str, list[tuple[str, Arm]]] = {}

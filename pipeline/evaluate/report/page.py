@@ -58,7 +58,7 @@ class Report:
 
 
 def report_page(report: Report) -> str:
-    """The page in HTML: it holds its own style and script, and loads nothing.
+    """Render the HTML page, which holds its own style and script and loads nothing.
 
     Raises ValueError where the scores have a question that is not among the items, or a link of ``pages`` is not
     relative.
@@ -104,7 +104,7 @@ def report_page(report: Report) -> str:
 
 @cache
 def templates() -> Environment:
-    """The templates of this room, which write numbers in its words."""
+    """Load the templates of this room, with filters that format its numbers."""
     made = environment(PACKAGE)
     words = (
         text.title_of,
@@ -135,21 +135,21 @@ def _compares_gstep(table: ResultsTable) -> bool:
 
 
 def _too_few_draws(table: ResultsTable) -> bool:
-    """Whether the smallest p that the draws allow is noise once it is adjusted for the largest block."""
+    """Return whether the smallest p that the draws allow is noise after adjustment for the largest block."""
     largest = max((len(block.rows) for block in table.blocks), default=0)
     drawn = any(n >= FEW for n in table.n_clusters)
     return drawn and largest * 2 / (table.bootstrap.draws + 1) >= SIGNIFICANT
 
 
 def _deepest(split: ResultsTable) -> float:
-    """Points that stand for the full colour: the largest difference of the table, between 5 and 30."""
+    """Return the points that stand for the full colour: the table's largest difference, within 5 to 30."""
     cells = [cell for block in split.blocks for row in block.rows for cell in row.cells]
     largest = max((abs(cell.full.difference) for cell in cells if cell and cell.full), default=0.0)
     return min(30.0, max(5.0, largest))
 
 
 def _flat(described: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(name, value) of every leaf; names of nested ones with dots."""
+    """Yield (name, value) of every leaf; nested names are joined with dots."""
     for name, value in described.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{name}.")
@@ -164,5 +164,5 @@ def _leaf(value: object) -> str:
 
 
 def _data(found: Disagreements) -> dict[str, dict[str, list[list[int]]]]:
-    """What the script needs: how many disagreements there are in all, by ratio, right and wrong method."""
+    """Return the counts of all disagreements that the script filters by ratio, right and wrong method."""
     return {"counts": {f"{ratio:g}": counts.tolist() for ratio, counts in found.counts.items()}}

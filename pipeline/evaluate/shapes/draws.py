@@ -21,7 +21,7 @@ def one_of(rng: np.random.Generator, items: Sequence[T]) -> T:
 
 
 def whole(rng: np.random.Generator, limits: tuple[int, int]) -> int:
-    """A whole number from a range, both ends included."""
+    """Draw a whole number from a range, both ends included."""
     return int(rng.integers(limits[0], limits[1] + 1))
 
 

@@ -20,7 +20,7 @@ _GAP = 4  # pixels between videos of a picture
 
 
 def write_mp4(target: Path | io.BytesIO, frames: Frames) -> None:
-    """H.264 in yuv420p. ``frames``: [T,H,W,3] RGB, sides even."""
+    """Write frames [T,H,W,3] (RGB, even sides) as H.264 in yuv420p."""
     place = str(target) if isinstance(target, Path) else target
     with av.open(place, "w", format="mp4") as out:
         stream = out.add_stream("libx264", rate=FPS, options=dict(ENCODER))
@@ -31,13 +31,13 @@ def write_mp4(target: Path | io.BytesIO, frames: Frames) -> None:
 
 
 def read_mp4(source: Path | io.BytesIO) -> Frames:
-    """[T,H,W,3] RGB, as a decoder shows it."""
+    """Decode a video to frames [T,H,W,3] RGB."""
     with av.open(str(source) if isinstance(source, Path) else source) as video:
         return np.stack([frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)])
 
 
 def through_h264(frames: Frames) -> Frames:
-    """What a decoder shows of frames once they were encoded; no file is written."""
+    """Encode and decode frames in memory, so that they look as a decoder shows them."""
     file = io.BytesIO()
     write_mp4(file, frames)
     file.seek(0)
@@ -45,7 +45,7 @@ def through_h264(frames: Frames) -> Frames:
 
 
 def write_picture(path: Path, videos: Sequence[Frames], *, columns: int = 8, scale: int = 2) -> None:
-    """A PNG with the frames of each video, [T,H,W,3] of one size, in rows of so many, each pixel ``scale`` large."""
+    """Write a PNG with the frames [T,H,W,3] of each video in rows of ``columns``, each pixel ``scale`` large."""
     sheets = [_sheet(frames, columns) for frames in videos]
     gap = np.full((_GAP, sheets[0].shape[1], 3), 255, np.uint8)
     stacked = np.concatenate([part for sheet in sheets for part in (sheet, gap)][:-1])

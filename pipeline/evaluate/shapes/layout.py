@@ -65,7 +65,7 @@ class Recipe:
         benchmark_seeds(self.split, self.seed, self.n_videos)
 
     def videos(self) -> Iterator[Film]:
-        """One after the other."""
+        """Yield the videos one after the other."""
         for number, seed in enumerate(benchmark_seeds(self.split, self.seed, self.n_videos)):
             turn, place = divmod(number, len(self.durations))
             duration, hardness = self.durations[place], HARDNESS[self.hardness[turn % len(self.hardness)]]
@@ -73,7 +73,7 @@ class Recipe:
             yield Film(f"{number + 1:03}", duration, self.split, video)
 
     def as_record(self) -> Row:
-        """All that the folder's content follows from, JSON-able."""
+        """Return all settings that decide the folder's content, JSON-able."""
         settings: dict[str, Hardness] = {name: HARDNESS[name] for name in self.hardness}
         made = asdict(self) | {"hardness": {name: asdict(one) for name, one in settings.items()}}
         record = {"world_version": WORLD_VERSION, "fps": FPS, "encoder": ENCODER, **made}
@@ -91,6 +91,7 @@ class Film:
 
     @property
     def key(self) -> str:
+        """The name of the video's file without its suffix."""
         return f"shapes-{self.video.seed}"
 
     @property
@@ -99,7 +100,7 @@ class Film:
         return f"data/{self.key}.mp4"
 
     def questions(self) -> list[tuple[str, Question]]:
-        """With their ids."""
+        """Return the questions with their ids."""
         return [(f"{self.number}-{place}", question) for place, question in enumerate(ask(self.video), 1)]
 
 

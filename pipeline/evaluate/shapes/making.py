@@ -30,7 +30,7 @@ _ATTEMPTS = 100
 
 
 def make_video(seed: int, *, split: SplitName, n_frames: int = 8, hardness: Hardness = PLAIN) -> Video:
-    """The video of a seed. Hardnesses share its story as far as they leave it: the same things, dim.
+    """Make the video of a seed; kinds of hardness share its story as far as they leave it unchanged.
 
     Args:
         seed: of ``split``: whoever wants a test video says so.
@@ -55,7 +55,7 @@ def make_video(seed: int, *, split: SplitName, n_frames: int = 8, hardness: Hard
 def _staged(
     rng: np.random.Generator, story: Story, seed: int, n_frames: int, hardness: Hardness, attempt: int
 ) -> Video:
-    """The story with places, sizes and a camera; things shrink as far as they may from one attempt to the next."""
+    """Place the story's things and camera; each attempt shrinks the things further, as far as allowed."""
     low, high = hardness.size
     sizes = (low, max(low, high - attempt))
     pan = whole(rng, hardness.pan)
@@ -98,7 +98,7 @@ def _staged(
 def _shots(
     role: Role, size: int, places: Sequence[Sequence[Place]], camera: Sequence[Place], zoom: Sequence[float]
 ) -> tuple[Shot, ...]:
-    """By frame, as the camera sees them."""
+    """Return a thing's shots by frame, as the camera sees them."""
     shots = []
     for sight, at in zip(role.sights, places, strict=True):
         for t, place, color in zip(sight.frames, at, sight.colors, strict=True):

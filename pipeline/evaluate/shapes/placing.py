@@ -37,7 +37,7 @@ class Floor:
         self._taken: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
 
     def place(self, role: Role, size: int) -> list[list[Place]]:
-        """The top left corner of a thing of ``size`` pixels, a frame of each of its sights. Raises NoRoom."""
+        """Return the top left corners of a thing of ``size`` pixels, per sight and frame. Raise NoRoom."""
         return [self._place(sight, size) for sight in role.sights]
 
     def _place(self, sight: Sight, size: int) -> list[Place]:
@@ -53,13 +53,13 @@ class Floor:
         raise NoRoom
 
     def _stand(self, size: int, corner: int | None) -> list[Place]:
-        """One place, wholly in a corner."""
+        """Draw one place that lies wholly in a corner."""
         at = int(self._rng.integers(4)) if corner is None else corner
         x, y = self._rng.integers(self._margin, _HALF - size - self._margin + 1, 2).tolist()
         return [(x + _HALF * (at % 2), y + _HALF * (at // 2))]
 
     def _walk(self, size: int, n_frames: int) -> list[Place]:
-        """A place a frame on a straight line."""
+        """Draw a place per frame on a straight line."""
         while True:
             start, end = self._rng.integers(self._margin, SIDE - size - self._margin + 1, (2, 2))
             if np.abs(end - start).max() >= _FAR:
@@ -79,7 +79,7 @@ class Floor:
 
 
 def camera_way(rng: np.random.Generator, pan: int, n_frames: int) -> tuple[Place, ...]:
-    """(right, down) a frame: to and fro by ``pan`` pixels a frame, half as fast up and down."""
+    """Return the camera's (right, down) per frame: to and fro by ``pan`` pixels, vertically at half the speed."""
     start, turn = rng.integers(4 * REACH, size=2), rng.choice((-1, 1), size=2)
     if pan == 0:
         return ((0, 0),) * n_frames
@@ -90,24 +90,24 @@ def camera_way(rng: np.random.Generator, pan: int, n_frames: int) -> tuple[Place
 
 
 def shaken(rng: np.random.Generator, shake: int, n_frames: int) -> tuple[Place, ...]:
-    """(right, down) a frame: up to ``shake`` pixels to each side, a frame each."""
+    """Draw (right, down) per frame, up to ``shake`` pixels to each side."""
     return tuple((x, y) for x, y in rng.integers(-shake, shake + 1, (n_frames, 2)).tolist())
 
 
 def zoom_way(rng: np.random.Generator, smallest: float, n_frames: int) -> tuple[float, ...]:
-    """The size of the picture as a share of its full one, a frame each: to and fro between ``smallest`` and 1."""
+    """Return the picture's size per frame as a share, to and fro between ``smallest`` and 1."""
     turns = np.arange(n_frames) / _BREATH + rng.random()
     return tuple((smallest + (1 - smallest) * (0.5 + 0.5 * np.cos(2 * np.pi * turns))).tolist())
 
 
 def zoomed(place: Place, size: int, share: float) -> tuple[int, int, int]:
-    """(x, y, size) of a thing when the picture shrinks around its middle; what did not touch still does not."""
+    """Scale a thing's (x, y, size) around the picture's middle; things that did not touch still do not."""
     x, y = (round(SIDE / 2 + (at + size / 2 - SIDE / 2) * share - int(size * share) / 2) for at in place)
     return x, y, int(size * share)
 
 
 def light_of(starts: Sequence[int], fade: int, n_frames: int) -> tuple[float, ...]:
-    """How bright each frame is, as a share: scenes that begin at ``starts`` come and go in ``fade`` frames each."""
+    """Return each frame's brightness as a share: scenes fade in and out over ``fade`` frames each."""
     ends = (*starts[1:], n_frames)
     steps = [
         min(t - start, end - 1 - t, fade) for start, end in zip(starts, ends, strict=True) for t in range(start, end)

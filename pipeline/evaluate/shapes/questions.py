@@ -52,6 +52,7 @@ class Question:
 
     @property
     def right(self) -> str:
+        """The right choice."""
         return self.choices[self.answer]
 
 
@@ -67,7 +68,7 @@ class _Asked:
 
 
 def ask(video: Video, *, draw: int = 0, types: Sequence[QuestionType] | None = None) -> list[Question]:
-    """A question of each type that the video can be asked, in the order of TYPES.
+    """Ask a question of each type that the video allows, in the order of TYPES.
 
     Args:
         draw: another number asks others of the same types, as far as there are any.
@@ -93,7 +94,7 @@ def _question(video: Video, name: QuestionType, asked: _Asked, order: Sequence[i
 
 
 def _about(thing: Thing, prompt: str, right: str, choices: Sequence[str]) -> _Asked:
-    """A question about one thing; ``{}`` in the prompt is its name."""
+    """Build a question about one thing, whose name replaces ``{}`` in the prompt."""
     return _Asked(
         prompt=prompt.format(thing.name),
         right=right,

@@ -47,7 +47,7 @@ _LETTERS = {
 
 
 def render(video: Video) -> NDArray[np.uint8]:
-    """[n_frames,96,96,3] RGB; the same on every run."""
+    """Render frames [n_frames,96,96,3] RGB, the same on every run."""
     rng = np.random.default_rng([video.seed, _LOOKS, video.n_frames])
     grounds = [_ground(name, rng) for name in video.scenes]
     ways = zip(video.scene_of, video.camera, video.zoom, strict=True)
@@ -61,7 +61,7 @@ def render(video: Video) -> NDArray[np.uint8]:
 
 @cache
 def mask_of(shape: str, size: int) -> Image:
-    """[size,size] how much of each pixel the shape covers, 0 to 1."""
+    """Return how much of each pixel the shape covers, [size,size] in 0 to 1."""
     n = _FINE * size
     down, right = (np.mgrid[:n, :n] + 0.5) / n * 2 - 1
     inside = _inside(shape, right, down)
@@ -70,7 +70,7 @@ def mask_of(shape: str, size: int) -> Image:
 
 
 def _inside(shape: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Where points of the square from -1 to 1 are in the shape; y grows downwards."""
+    """Return whether points of the square from -1 to 1 are in the shape; y grows downwards."""
     far, wide = np.hypot(x, y), np.maximum(abs(x), abs(y))
     # 0 where a star has a tip, 1 halfway between two.
     between = 2 * abs((np.arctan2(x, -y) / (2 * np.pi / 5) + 0.5) % 1 - 0.5)
@@ -88,7 +88,7 @@ def _inside(shape: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArr
 
 @cache
 def _plate(word: str, size: int) -> Image:
-    """[size,size,1] a framed plate with two letters, nine dots a side."""
+    """Draw a framed plate with two letters, nine dots a side, [size,size,1]."""
     dots = np.zeros((9, 9), bool)
     dots[[0, -1]] = True
     for left, letter in zip((1, 5), word, strict=True):
@@ -108,7 +108,7 @@ def _draw(frames: Image, thing: Thing, tint: Image) -> None:
 
 
 def _ground(scene: str, rng: np.random.Generator) -> Image:
-    """[96 + 2 * REACH,96 + 2 * REACH,3] a muted texture, with room for the camera."""
+    """Draw a muted texture with room for the camera, [96 + 2 * REACH,96 + 2 * REACH,3]."""
     side = SIDE + 2 * REACH
     dark = rng.uniform(18, 42) + rng.uniform(-7, 7, 3)
     light = dark + rng.uniform(20, 34) + rng.uniform(-5, 5, 3)
@@ -123,7 +123,7 @@ def _ground(scene: str, rng: np.random.Generator) -> Image:
 def _texture(
     scene: str, x: NDArray[np.int64], y: NDArray[np.int64], period: int, slope: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """How light each pixel is, 0 to 1."""
+    """Return how light each pixel is, 0 to 1."""
     brick = x + (y // period % 2) * period
     made: dict[str, NDArray[Any]] = {
         "stripes": x // (period // 2) % 2,
@@ -137,7 +137,7 @@ def _texture(
 
 
 def _seen(ground: Image, right: int, down: int, share: float) -> Image:
-    """[96,96,3] what the camera sees of a ground that it moves by so many pixels, or shrinks to a share of its size."""
+    """Cut what the camera sees, [96,96,3], from a ground moved by some pixels or shrunk to a share."""
     if share == 1.0:
         return ground[REACH - down : REACH - down + SIDE, REACH - right : REACH - right + SIDE]
     at = REACH + SIDE / 2 - 0.5 + (np.arange(SIDE) + 0.5 - SIDE / 2) / share
@@ -151,7 +151,7 @@ def _seen(ground: Image, right: int, down: int, share: float) -> Image:
 
 
 def _flicker(frames: Image, video: Video) -> None:
-    """Specks and noise, others in each frame; no speck touches a thing."""
+    """Add specks and noise, different in each frame; no speck touches a thing."""
     rng = np.random.default_rng([video.seed, _FLICKER, video.n_frames])
     colors = np.array(list(RGB.values()), np.float32)
     for t, frame in enumerate(frames):

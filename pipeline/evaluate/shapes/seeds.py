@@ -22,7 +22,7 @@ BLOCK = 10_000
 
 
 def check_seed(seed: int, split: SplitName) -> None:
-    """Raises ValueError for a seed that is not of the split that was named."""
+    """Raise ValueError if a seed does not belong to the named split."""
     if seed not in SEEDS[split]:
         home = next((name for name, seeds in SEEDS.items() if seed in seeds), None)
         of = f"is of the {home} videos" if home else "is of no split"
@@ -31,7 +31,7 @@ def check_seed(seed: int, split: SplitName) -> None:
 
 
 def benchmark_seeds(split: SplitName, seed: int, n_videos: int) -> range:
-    """The seeds of the videos of a benchmark; no two benchmarks share one. Raises UsageError where there are none."""
+    """Return the seeds of a benchmark's videos; no two benchmarks share one. Raise UsageError for odd numbers."""
     blocks = len(SEEDS[split]) // BLOCK
     if not 0 <= seed < blocks:
         raise UsageError(f"--seed must be 0 to {blocks - 1} on the split {split}, got {seed}")

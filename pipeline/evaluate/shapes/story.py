@@ -64,7 +64,7 @@ class Story:
 
 
 def draw_story(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> Story:
-    """A story of so many frames."""
+    """Draw a story of this many frames."""
     scenes, shapes, colors, signs = (shuffled(rng, names) for names in (SCENES, SHAPES, COLORS, SIGNS))
     standing = bool(rng.random() < hardness.standing)
     plot = _Plot(rng, hardness, n_frames, _starts(rng, n_frames, hardness))
@@ -81,7 +81,7 @@ def draw_story(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> S
 
 
 def _starts(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> tuple[int, ...]:
-    """The first frames of scenes of at least an eighth of the video, two frames or more; all divisions alike."""
+    """Draw the first frames of scenes that last at least an eighth of the video and two frames."""
     low, high = hardness.scenes
     least = max(2, n_frames // 8)
     most = n_frames // least if hardness.back else _MOST_SCENES[n_frames]
@@ -114,7 +114,7 @@ class _Plot:
         return roles
 
     def extras(self, shapes: Sequence[str], colors: Sequence[str], sign: str) -> list[Role]:
-        """Some of: a thing that changes at a cut, copies of one in several corners, a sign."""
+        """Draw some of: a thing that changes at a cut, copies of one in several corners, a sign."""
         kinds = ["copies", "sign", *(["changing"] if len(self.starts) > 1 else [])]
         chosen = shuffled(self.rng, kinds)[: _EXTRAS[self.n_frames]]
         roles = []
@@ -127,7 +127,7 @@ class _Plot:
         return roles
 
     def _changing(self, shape: str, before: str, after: str) -> Role:
-        """On both sides of a cut, up to four frames each, with another colour behind it."""
+        """Draw a thing on both sides of a cut, up to four frames each, in another colour after it."""
         scene = int(self.rng.integers(1, len(self.starts)))
         cut = self.starts[scene]
         first = max(self.starts[scene - 1], cut - whole(self.rng, (1, 4)))
@@ -136,12 +136,12 @@ class _Plot:
         return Role(shape, "changing", (Sight(frames, colors),))
 
     def _copies(self, shape: str, color: str) -> Role:
-        """In one to four corners, in each for a moment of its own."""
+        """Draw copies in one to four corners, each at a moment of its own."""
         corners = self.rng.permutation(4)[: whole(self.rng, (1, 4))].tolist()
         return Role(shape, "copies", tuple(self._moment(color, corner) for corner in corners))
 
     def _moment(self, color: str, corner: int | None = None) -> Sight:
-        """As long as a brief thing is there, in one scene."""
+        """Draw a sight within one scene that lasts as long as brief things do."""
         onset = int(self.rng.integers(self.n_frames))
         frames = range(onset, min(self._scene_end(onset), onset + whole(self.rng, self.hardness.brief)))
         return Sight(frames, (color,) * len(frames), corner)

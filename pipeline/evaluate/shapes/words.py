@@ -20,5 +20,5 @@ VOCABULARY = (*_ASKING, *SHAPES, *COLORS, *SCENES, *CORNERS, *QUARTERS, *NUMBERS
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a question or a choice, each in VOCABULARY."""
+    """Split a question or choice into its words, all of VOCABULARY."""
     return text.replace("?", " ?").split()

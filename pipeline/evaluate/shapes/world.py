@@ -67,6 +67,7 @@ class Thing:
         return self.shots[0].color
 
     def box(self, shot: Shot) -> Box:
+        """Return the box of the thing in a shot."""
         return Box(shot.frame, shot.x, shot.y, shot.x + shot.size, shot.y + shot.size)
 
 
@@ -110,6 +111,7 @@ class Video:
 
     @property
     def things(self) -> tuple[Thing, ...]:
+        """All things, in the order in which they are drawn."""
         return (*self.named, *self.extras)
 
     @property
@@ -118,13 +120,15 @@ class Video:
         return tuple(t for t in range(1, self.n_frames) if self.scene_of[t] != self.scene_of[t - 1])
 
     def extra(self, kind: ThingKind) -> Thing | None:
+        """Return the extra thing of a kind, or None."""
         return next((thing for thing in self.extras if thing.kind == kind), None)
 
     def scene_at(self, frame: int) -> str:
+        """Return the name of the scene that a frame is in."""
         return self.scenes[self.scene_of[frame]]
 
     def quarter_at(self, frame: int) -> int:
-        """0 to 3."""
+        """Return the quarter of the video, 0 to 3, that a frame is in."""
         return 4 * frame // self.n_frames
 
 

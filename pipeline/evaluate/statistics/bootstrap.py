@@ -123,7 +123,7 @@ class Estimate:
 
 
 def draw_counts(n_clusters: int, draws: int, generator: np.random.Generator) -> Counts:
-    """How often each cluster is in each draw, [R, G]; every row sums to G. The same generator, the same draws."""
+    """Draw how often each cluster is in each draw, [R, G]; rows sum to G, and a generator repeats its draws."""
     counts_RG = np.empty((draws, n_clusters), np.int32)  # a quarter of a GB at the largest size as int64
     for start in range(0, draws, _CHUNK):
         n = min(_CHUNK, draws - start)
@@ -133,7 +133,7 @@ def draw_counts(n_clusters: int, draws: int, generator: np.random.Generator) -> 
 
 
 def estimate(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints, counts_RG: Counts) -> Estimate:
-    """The mean over parts of every arm.
+    """Estimate the mean over parts of every arm, with its draws and residuals.
 
     Args:
         scores_AQ: scores; an arm that was not scored is nan throughout.
@@ -161,7 +161,7 @@ def estimate(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints, counts_RG: Counts
 
 
 def resampled(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints, counts_RG: Counts) -> Floats:
-    """The mean over parts on each draw, [R, A]; nan where a part has no question in the draw."""
+    """Compute the mean over parts on each draw, [R, A]; nan where a part has no question in the draw."""
     inside_Q = part_Q != OUTSIDE
     part = part_Q[inside_Q]
     present, cluster = np.unique(cluster_Q[inside_Q], return_inverse=True)
@@ -179,7 +179,7 @@ def resampled(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints, counts_RG: Count
 
 
 def relative(estimates: Sequence[Estimate], full: int) -> Estimate:
-    """Rel.: the mean over benchmarks of an arm's score relative to that of arm ``full``, from unrounded scores.
+    """Combine benchmarks to Rel.: the mean of an arm's unrounded score relative to that of arm ``full``.
 
     The r-th draws of the benchmarks are combined, so each must have been drawn on its own. The residuals are those of
     the delta method, var(m/f) = (m/f)^2 (var m/m^2 + var f/f^2 - 2 cov/(m f)), and add up over benchmarks. Undefined
@@ -208,7 +208,7 @@ def _relative_to(one: Estimate, full: int) -> Estimate:
 
 
 def interval(drawn_R: Floats) -> tuple[float, float]:
-    """The middle 95 % of the draws: percentiles by the inverse of their distribution function, no interpolation."""
+    """Return the middle 95 % of the draws: percentiles by the inverse distribution function, not interpolated."""
     drawn = drawn_R[np.isfinite(drawn_R)]
     if not len(drawn):
         return math.nan, math.nan

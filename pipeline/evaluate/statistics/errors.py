@@ -23,7 +23,7 @@ TINY = 1e-9  # differences below it are rounding: scores differ by 1/n or not at
 
 
 def part_means(scores_AQ: Floats, part_Q: Ints) -> Floats:
-    """Mean of the questions of each part, [A, P]; a part without questions is nan."""
+    """Return the mean of each part's questions, [A, P]; nan for a part without questions."""
     member_PQ = part_Q == np.arange(part_Q.max(initial=OUTSIDE) + 1)[:, None]
     with np.errstate(invalid="ignore"):
         means_AP: Floats = scores_AQ @ member_PQ.T.astype(float) / member_PQ.sum(1)
@@ -47,7 +47,7 @@ def weighted(scores_AQ: Floats, part_Q: Ints) -> tuple[Floats, Floats]:
 
 
 def cluster_sums(values_AQ: Floats, cluster_Q: Ints, n_clusters: int) -> Floats:
-    """Sums of each cluster's questions, [G, A]."""
+    """Sum the values of each cluster's questions, [G, A]."""
     return np.stack([np.bincount(cluster_Q, row, n_clusters) for row in values_AQ], axis=1)
 
 
@@ -85,7 +85,7 @@ def student(freedom: float) -> tuple[Floats, Floats]:
 
 
 def sandwich_error(scores_Q: Floats, cluster_Q: Ints, part_Q: Ints | None = None, *, corrected: bool = True) -> float:
-    """Cluster-robust standard error of a mean, or of a mean over parts; never negative. nan for a single cluster.
+    """Return the cluster-robust standard error of a mean, or mean over parts, never negative; nan for one cluster.
 
     SE^2 = G/(G-1) sum over clusters of (sum of w_i e_i)^2; ``corrected=False`` leaves G/(G-1) out.
     """
@@ -100,7 +100,7 @@ def sandwich_error(scores_Q: Floats, cluster_Q: Ints, part_Q: Ints | None = None
 
 
 def sign_flip_p(difference_Q: Floats, cluster_Q: Ints, *, draws: int = 10_000, seed: int = 0) -> float:
-    """Two-sided p if the sign of each cluster's summed difference were a coin's: exact with clusters of any size.
+    """Return p by flipping the signs of the clusters' summed differences: two-sided, exact for any cluster sizes.
 
     All signs are tried where at most 20 clusters differ; else ``draws`` of them, and p = (k + 1) / (draws + 1).
     """

@@ -36,7 +36,7 @@ _TITLES = {
 
 
 def method_title(method: str) -> str:
-    """How the paper writes a method: "fastv,K=3" is "FastV, K=3"; names it does not have stay."""
+    """Return a method as the paper writes it: "fastv,K=3" is "FastV, K=3"; unknown names stay."""
     name, *parameters = method.split(",")
     return ", ".join([_TITLES.get(name, name), *parameters])
 

@@ -76,15 +76,15 @@ class ScoreMatrix:
     tallies: Sequence[Tally]
 
     def whole(self) -> Ints:
-        """Part of each question for the mean over all: 0."""
+        """Return the part of each question for the mean over all questions: 0."""
         return np.zeros(len(self.clusters), np.int64)
 
     def split(self, name: str, value: str) -> Ints:
-        """Part of each question for the mean over one split: 0, or OUTSIDE."""
+        """Return the part of each question for the mean over one split: 0, or OUTSIDE."""
         return np.array([0 if of_one.get(name) == value else OUTSIDE for of_one in self.splits], np.int64)
 
     def by(self, name: str) -> Ints:
-        """Part of each question for the mean over the values of a split, such as MLVU's over its tasks.
+        """Return the part of each question for the mean over a split's values, such as MLVU's tasks.
 
         Raises ValueError where a question has no such split.
         """
@@ -97,12 +97,12 @@ class ScoreMatrix:
 
 
 def arms_of(scores: pa.Table) -> list[Arm]:
-    """The arms of a table of scores, in order of first appearance."""
+    """Return the arms of a table of scores, in order of first appearance."""
     return list(dict.fromkeys(_arms(scores)))
 
 
 def score_matrix(scores: pa.Table, arms: Sequence[Arm]) -> ScoreMatrix:
-    """The matrix of some arms; a failed answer scores 0.
+    """Return the score matrix of some arms; a failed answer scores 0.
 
     Args:
         scores: rows of ``scores.parquet``, a (question, method, ratio) each.

@@ -124,12 +124,12 @@ def results_table(
 
 
 def printed(percent: float) -> str:
-    """A percentage to one decimal, halves upwards: 58.65 is 58.7, however its floating-point sum came out."""
+    """Format a percentage to one decimal, halves upwards: 58.65 is 58.7 despite floating point."""
     return str(Decimal(repr(round(percent, 9))).quantize(Decimal("0.1"), ROUND_HALF_UP))
 
 
 def rel_of(scores: Sequence[Shown | None], originals: Sequence[Shown | None]) -> Shown | None:
-    """Rel. by the paper's rule: the mean over benchmarks of printed score / printed score of full retention, in %.
+    """Compute Rel. by the paper's rule: the mean over benchmarks of printed score / printed full retention, in %.
 
     None where a number is missing or an original is 0.0.
     """
@@ -143,7 +143,7 @@ def rel_of(scores: Sequence[Shown | None], originals: Sequence[Shown | None]) ->
 
 
 def marks(shown: Sequence[Shown | None]) -> list[Mark]:
-    """The mark of each number of a column in a block: the best printed value, and the next distinct one."""
+    """Mark the best printed value of a column in a block, and the next distinct one."""
     value = [float(one.printed.rstrip("%")) if one else None for one in shown]
     ranked = sorted({number for number in value if number is not None}, reverse=True)
     mark: dict[float | None, Mark] = dict(zip(ranked, ("best", "second"), strict=False))
@@ -198,7 +198,7 @@ def _shown_rel(overall: Sequence[Estimate]) -> list[Shown | None]:
 
 
 def _cells(numbers: Estimate, shown: Sequence[Shown | None], blocks: Sequence[_BlockArms]) -> list[Cell | None]:
-    """The cells of a column, of every arm."""
+    """Build the cells of a column for every arm."""
     cells: list[Cell | None] = [None] * len(shown)
     plain = _BlockArms([_FULL], None)
     for block in (plain, *blocks):
@@ -223,7 +223,7 @@ def _cells(numbers: Estimate, shown: Sequence[Shown | None], blocks: Sequence[_B
 
 
 def _versus(numbers: Estimate, arms: Sequence[int], other: int) -> Mapping[int, Versus]:
-    """Each arm compared with another; those arms are one family of tests."""
+    """Compare each arm with another; those arms are one family of tests."""
     differences = {a: numbers.difference(a, other) for a in arms}
     adjusted = holm([difference.p for difference in differences.values()])
     return {
