@@ -19,13 +19,13 @@ from pipeline.cache.live_rows import TOKENS
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.errors import RunFailed
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.benchmarks.items import Loaded
+from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
-from pipeline.evaluate.files import Shown, main_table, write_results
+from pipeline.evaluate.files import Presentation, main_table, write_results
 from pipeline.evaluate.pages import video_pages
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import EvaluateRequest, match_results, prepare, write_results_header
-from pipeline.evaluate.run import Evaluated, answer_and_score, arms_of, drop_tokens, score_answers
+from pipeline.evaluate.run import ScoredQuestions, answer_and_score, arms_of, drop_tokens, score_answers
 from pipeline.evaluate.statistics.render import few_mark, method_title, titled
 from pipeline.evaluate.statistics.results import ResultsTable
 from pipeline.evaluate.submissions import write_submissions
@@ -44,7 +44,7 @@ class Evaluation:
     For a benchmark without published answers there is no ``table``, but where to bring its ``submission``.
     """
 
-    done: Evaluated
+    done: ScoredQuestions
     table: ResultsTable | None
     out: str
     files: Sequence[str]
@@ -102,7 +102,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
 def _asked(config: EvaluateConfig, console: Console) -> Evaluation:
     """Evaluate methods on a benchmark, whose questions are asked."""
     request = prepare(config, console)
-    for line in said_of_the_data(request.loaded, request.benchmark):
+    for line in describe_data(request.loaded, request.benchmark):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     done = answer_and_score(request, console)
     made = _submitted(request, done, console) if request.benchmark.submission else _tabled(request, done, console)
@@ -114,19 +114,19 @@ def _asked(config: EvaluateConfig, console: Console) -> Evaluation:
     return made
 
 
-def _tabled(request: EvaluateRequest, done: Evaluated, console: Console) -> Evaluation:
+def _tabled(request: EvaluateRequest, done: ScoredQuestions, console: Console) -> Evaluation:
     shown = _shown(request, done, console)
     files = write_results(request.store, done, shown)
     return Evaluation(done=done, table=main_table(done, shown), out=request.config.out, files=files)
 
 
-def _submitted(request: EvaluateRequest, done: Evaluated, console: Console) -> Evaluation:
+def _submitted(request: EvaluateRequest, done: ScoredQuestions, console: Console) -> Evaluation:
     files = write_submissions(request.store, done, console)
     place = request.benchmark.submission
     return Evaluation(done=done, table=None, out=request.config.out, files=files, submission=place)
 
 
-def _to_ask_again(done: Evaluated) -> int:
+def _to_ask_again(done: ScoredQuestions) -> int:
     """Count the answers that are missing, or failed for a reason that another attempt may not meet."""
     assert done.answers is not None
     return done.answers.n_missing + sum(done.answers.failures.get(name, 0) for name in _MAY_SUCCEED)
@@ -145,7 +145,7 @@ def _scored(config: EvaluateConfig, console: Console) -> Evaluation:
     return Evaluation(done=done, table=main_table(done, shown), out=config.out, files=write_results(store, done, shown))
 
 
-def said_of_the_data(loaded: Loaded, benchmark: Benchmark) -> Iterator[str]:
+def describe_data(loaded: LoadedQuestions, benchmark: Benchmark) -> Iterator[str]:
     """Yield lines for the user: how many questions were found, and each kind of fault with an example."""
     whole = f" of {benchmark.n_questions:,} in the whole benchmark" if benchmark.n_questions else ""
     yield f"{benchmark.title}: {len(loaded.items):,} questions to ask; {loaded.n_annotated:,} annotated{whole}"
@@ -156,7 +156,7 @@ def said_of_the_data(loaded: Loaded, benchmark: Benchmark) -> Iterator[str]:
         yield f"note: {count} {kind}, {'left out' if left_out else 'kept'}, e.g. {example}"
 
 
-def _missing_parts(loaded: Loaded, benchmark: Benchmark) -> Iterator[str]:
+def _missing_parts(loaded: LoadedQuestions, benchmark: Benchmark) -> Iterator[str]:
     """Yield a line if the score is a mean over parts of which some have no question."""
     metrics = {protocol.metric for protocol in benchmark.protocols}
     for split in benchmark.splits:
@@ -169,8 +169,8 @@ def _missing_parts(loaded: Loaded, benchmark: Benchmark) -> Iterator[str]:
             )
 
 
-def _shown(request: EvaluateRequest, done: Evaluated, console: Console) -> Shown:
-    return Shown(
+def _shown(request: EvaluateRequest, done: ScoredQuestions, console: Console) -> Presentation:
+    return Presentation(
         title=request.title,
         benchmark=request.benchmark,
         protocol=request.protocol,
@@ -182,11 +182,11 @@ def _shown(request: EvaluateRequest, done: Evaluated, console: Console) -> Shown
     )
 
 
-def _shown_of_answers(config: EvaluateConfig) -> Shown:
+def _shown_of_answers(config: EvaluateConfig) -> Presentation:
     own = Benchmark(name="answers", title="Answers", protocols=(LETTER,), splits=(Split("split", "Split"),))
     title = ", ".join(config.score)
     described = {"protocol": "as jobs.generate asked", "parser": LETTER.parser}
-    return Shown(
+    return Presentation(
         title=title,
         benchmark=own,
         protocol=LETTER,
@@ -197,7 +197,7 @@ def _shown_of_answers(config: EvaluateConfig) -> Shown:
     )
 
 
-def _facts(request: EvaluateRequest, done: Evaluated) -> Iterator[tuple[str, str]]:
+def _facts(request: EvaluateRequest, done: ScoredQuestions) -> Iterator[tuple[str, str]]:
     yield "model", request.source.name
     yield "weights", request.source.identity
     yield "videos", f"{len({video for item in request.loaded.items for video in item.video_ids}):,}"

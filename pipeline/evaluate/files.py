@@ -10,7 +10,7 @@ from pipeline.cache.schema import write_parquet
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.protocols import QUESTIONS, Protocol
 from pipeline.evaluate.report.page import Report, report_page
-from pipeline.evaluate.run import Evaluated
+from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.statistics.render import latex, markdown
 from pipeline.evaluate.statistics.results import Column, ResultsTable
 from pipeline.evaluate.statistics.tables import ScoredBenchmark, results_table
@@ -21,7 +21,7 @@ _MOST_PARTS = 30  # of a split that is shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class Presentation:
     """How results are shown.
 
     Attributes:
@@ -41,13 +41,13 @@ class Shown:
     seed: int = 0
 
 
-def main_table(done: Evaluated, shown: Shown) -> ResultsTable:
+def main_table(done: ScoredQuestions, shown: Presentation) -> ResultsTable:
     """Compute the table in the paper's layout: the parts of the first split, then the whole."""
     splits = shown.benchmark.splits
     return replace(_table(done, shown, splits[0] if splits else None), title=shown.title)
 
 
-def write_results(store: Store, done: Evaluated, shown: Shown) -> list[str]:
+def write_results(store: Store, done: ScoredQuestions, shown: Presentation) -> list[str]:
     """Write all files; returns their names. Raises OSError."""
     table = main_table(done, shown)
     splits = [_table(done, shown, split) for split in shown.benchmark.splits[1:] if _parts(done, split)]
@@ -82,7 +82,7 @@ def made_of_identity(benchmark: Benchmark, identity: Mapping[str, Any], n_questi
     return made_of | {name: str(identity[key]) for name, key in named.items() if key in identity}
 
 
-def _table(done: Evaluated, shown: Shown, split: Split | None) -> ResultsTable:
+def _table(done: ScoredQuestions, shown: Presentation, split: Split | None) -> ResultsTable:
     columns = [] if split is None else [Column(f"{split.name}={part}", title) for part, title in _parts(done, split)]
     metric = shown.protocol.metric
     made_of = made_of_identity(shown.benchmark, shown.described, len(done.loaded.items))
@@ -92,7 +92,7 @@ def _table(done: Evaluated, shown: Shown, split: Split | None) -> ResultsTable:
     return results_table(title, [scored], draws=shown.draws, seed=shown.seed)
 
 
-def _parts(done: Evaluated, split: Split) -> list[tuple[str, str]]:
+def _parts(done: ScoredQuestions, split: Split) -> list[tuple[str, str]]:
     """Return (part, title) of a split's parts that have questions, or nothing if they are too many to show."""
     present = dict.fromkeys(item.splits[split.name] for item in done.loaded.items if split.name in item.splits)
     named = [(part, title) for part, title in split.parts.items() if part in present]

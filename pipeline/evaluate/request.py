@@ -20,7 +20,7 @@ from pipeline.cache.schema import digest
 from pipeline.errors import IdentityMismatch, NotACache, NotResults, UsageError
 from pipeline.evaluate.benchmarks import find_benchmark
 from pipeline.evaluate.benchmarks.base import Benchmark
-from pipeline.evaluate.benchmarks.items import Loaded
+from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import FULL_LABEL, EvaluateConfig
 from pipeline.evaluate.protocols import PAPER, Protocol
 from pipeline.evaluate.questions import question_table
@@ -55,7 +55,7 @@ class EvaluateRequest:
     config: EvaluateConfig
     benchmark: Benchmark
     protocol: Protocol
-    loaded: Loaded
+    loaded: LoadedQuestions
     source: ModelSource
     grid: Grid
     questions: pa.Table
@@ -142,7 +142,7 @@ def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     return request
 
 
-def _check_cached(loaded: Loaded, place: Store, console: Console) -> None:
+def _check_cached(loaded: LoadedQuestions, place: Store, console: Console) -> None:
     """Say before a model is loaded how many questions are about videos that the cache does not have."""
     with store_refusing():
         cache = TokenCache(str(place), store=place)

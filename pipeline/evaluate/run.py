@@ -24,8 +24,8 @@ from pipeline.cache.header import differences
 from pipeline.cache.live_rows import TOKENS, VIDEOS
 from pipeline.cache.reader import HEADER, TokenCache
 from pipeline.errors import NotAnswers, RunFailed, UsageError
-from pipeline.evaluate.benchmarks.annotations import LeftOut
-from pipeline.evaluate.benchmarks.items import Collected, Item, Loaded
+from pipeline.evaluate.benchmarks.annotations import NotAskable
+from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector
 from pipeline.evaluate.benchmarks.own import clusters_of
 from pipeline.evaluate.config import FULL, EvaluateConfig
 from pipeline.evaluate.protocols import LETTER
@@ -67,7 +67,7 @@ _OURS = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluated:
+class ScoredQuestions:
     """What came out.
 
     Attributes:
@@ -78,14 +78,14 @@ class Evaluated:
         n_left_out: of questions whose answers were given, those without a right answer.
     """
 
-    loaded: Loaded
+    loaded: LoadedQuestions
     scores: pa.Table
     answers: AnswerSummary | None = None
     videos: Summary | None = None
     n_left_out: int = 0
 
 
-def answer_and_score(request: EvaluateRequest, console: Console) -> Evaluated:
+def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuestions:
     """Bring the answers of a request up to date and score them.
 
     Raises UsageError (nothing was started) or RunFailed (what was committed stays; a rerun goes on).
@@ -96,10 +96,10 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> Evaluated:
     if todo and store_at(request.cache, request.objects).exists(DROPPING):
         drop_tokens(request, console)  # what a run left that ended in the middle of it
     videos = _encode(request, todo, console) if todo and request.videos is not None else None
-    answers = _answer(request, console) if todo else _there(request)
+    answers = _answer(request, console) if todo else _existing_summary(request)
     live = _live(request)
     scores = score_table(request.loaded.items, arms_of(request), live, request.protocol)
-    return Evaluated(loaded=request.loaded, scores=scores, answers=answers, videos=videos)
+    return ScoredQuestions(loaded=request.loaded, scores=scores, answers=answers, videos=videos)
 
 
 def arms_of(request: EvaluateRequest) -> dict[str, Arm]:
@@ -190,7 +190,7 @@ def _way(request: EvaluateRequest) -> Way:
     return way_of(request.protocol, request.source.model_type)
 
 
-def _there(request: EvaluateRequest) -> AnswerSummary:
+def _existing_summary(request: EvaluateRequest) -> AnswerSummary:
     """Return the summary of a request that has nothing left to ask."""
     return summarise_answers(_live(request), len(request.questions) * len(request.grid), set(), 0.0)
 
@@ -220,7 +220,7 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
     notify(f"{cache}: {len(names)} files deleted (--drop-tokens); the answers stay")
 
 
-def score_answers(config: EvaluateConfig) -> Evaluated:
+def score_answers(config: EvaluateConfig) -> ScoredQuestions:
     """Score answers that jobs.generate gave to questions with an answer; several places are compared.
 
     Raises UsageError for a place without answers, and where not all hold the same questions.
@@ -228,7 +228,7 @@ def score_answers(config: EvaluateConfig) -> Evaluated:
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     tables: list[pa.Table] = []
     arms: dict[str, Arm] = {}
-    first: tuple[Mapping[str, Any], Collected] | None = None
+    first: tuple[Mapping[str, Any], QuestionCollector] | None = None
     for place in config.score:
         store = store_at(place, objects)
         live, identity = read_answers(place, store=store), read_answers_header(store)["identity"]
@@ -252,17 +252,17 @@ def score_answers(config: EvaluateConfig) -> Evaluated:
     kept = clusters_of(loaded.items)
     scores = score_table(kept, arms, pa.concat_tables(tables), LETTER)
     n_left_out = sum(fault.left_out for fault in loaded.faults)
-    return Evaluated(loaded=replace(loaded, items=tuple(kept)), scores=scores, n_left_out=n_left_out)
+    return ScoredQuestions(loaded=replace(loaded, items=tuple(kept)), scores=scores, n_left_out=n_left_out)
 
 
-def _answered(live: pa.Table) -> Collected:
+def _answered(live: pa.Table) -> QuestionCollector:
     """Collect the questions of answers, and what is wrong with them."""
-    collected = Collected()
+    collected = QuestionCollector()
     for row in live.to_pylist():
         item = answered_item(without_nulls(row, AnswerRecord))
         where = f"question {row['question_id']}"
         if item is None:
-            collected.leave_out(where, row["question_id"], LeftOut("bad-row", "nobody said what is right"))
+            collected.leave_out(where, row["question_id"], NotAskable("bad-row", "nobody said what is right"))
         else:
             collected.keep(where, item)
     return collected

@@ -13,7 +13,7 @@ from rich.console import Console
 from pipeline.cache.schema import write_parquet
 from pipeline.evaluate.benchmarks.items import Item
 from pipeline.evaluate.files import SCORES
-from pipeline.evaluate.run import Evaluated
+from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.server_scores import FORM, submission_name, write_form
 from pipeline.evaluate.statistics.score_matrix import Arm, arms_of
 from pipeline.storage.stores import Store
@@ -50,7 +50,7 @@ def submissions(items: Sequence[Item], scores: pa.Table) -> dict[Arm, Submission
     return made
 
 
-def write_submissions(store: Store, done: Evaluated, console: Console) -> list[str]:
+def write_submissions(store: Store, done: ScoredQuestions, console: Console) -> list[str]:
     """Write the scores without a score, a file for each method and ratio, and the form for what the server returns.
 
     Returns their names. Raises OSError; UsageError where somebody made the form unreadable.

@@ -27,11 +27,11 @@ def table3(found: Sequence[Found], title: str, memory: str) -> str:
         f"% Needs booktabs. {len(full.online)} questions a line; memory: {memory}.",
         *(r"\begin{tabular}{lcccc}", r"\toprule", _HEAD, r"\midrule", f"Original (100\\%) & {_cells(full, None)} \\\\"),
     ]
-    by_ratio = sorted(others, key=lambda one: -one.way.retention_ratio)
-    for ratio, block in groupby(by_ratio, key=lambda one: one.way.retention_ratio):
+    by_ratio = sorted(others, key=lambda one: -one.arm.retention_ratio)
+    for ratio, block in groupby(by_ratio, key=lambda one: one.arm.retention_ratio):
         heading = rf"\textit{{Pruning Ratio ($\downarrow {100 * (1 - ratio):g}\%$)}}"
         lines += [r"\midrule", rf"\multicolumn{{5}}{{c}}{{{heading}}} \\", r"\midrule"]
-        lines += [f"{latex_title(method_title(one.way.method))} & {_cells(one, full)} \\\\" for one in block]
+        lines += [f"{latex_title(method_title(one.arm.method))} & {_cells(one, full)} \\\\" for one in block]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
 
 

@@ -13,7 +13,7 @@ from gstep.backbones import Backbone, StaticParts, family_of
 from gstep.evidence import is_per_frame
 from gstep.language import Decoding, LanguageModel, Visual, load_language_model
 from jobs.benchmark.efficiency.samples import Sample, Timed, timed
-from jobs.benchmark.efficiency.setup import Job, Way
+from jobs.benchmark.efficiency.setup import Arm, Job
 from pipeline.errors import RunFailed, UsageError
 from pipeline.generate.asking import Embedders
 from pipeline.prune.decode_stage import VideoDecoder
@@ -121,12 +121,12 @@ class Answers:
         self.llm: LanguageModel = load_language_model(job.request.source, job.runtime)
         # Every answer has its full length: random weights, or another method, would end some sooner.
         self.llm.model.generation_config.eos_token_id = None
-        self._embedders = Embedders(self.llm, self._device, [way.late for way in job.ways if way.late is not None])
+        self._embedders = Embedders(self.llm, self._device, [arm.late for arm in job.arms if arm.late is not None])
         self._how = Decoding(max_new_tokens=job.max_new_tokens)
 
-    def chosen(self, way: Way, visual: Visual, number: int) -> Timed[tuple[Visual, PrunedTokens | None]]:
-        """Select what a way keeps of all tokens before they go into a prompt."""
-        late = way.late
+    def chosen(self, arm: Arm, visual: Visual, number: int) -> Timed[tuple[Visual, PrunedTokens | None]]:
+        """Select what an arm keeps of all tokens before they go into a prompt."""
+        late = arm.late
 
         def choose() -> tuple[Visual, PrunedTokens | None]:
             if late is None or late.inside is not None:
@@ -136,9 +136,9 @@ class Answers:
 
         return timed(choose, self._device)
 
-    def asked(self, way: Way, visual: Visual, number: int) -> Sample:
+    def asked(self, arm: Arm, visual: Visual, number: int) -> Sample:
         """Ask a question about visual tokens, as both modes do. Raise UsageError if the prompt is too long."""
-        inside = None if way.late is None else way.late.inside
+        inside = None if arm.late is None else arm.late.inside
         prompt, prompt_s, _ = timed(lambda: self._job.builder.build(_text(number), [visual]), "cpu")
         if prompt.extent + self._how.max_new_tokens > self.llm.context_length:
             raise UsageError(
@@ -147,7 +147,7 @@ class Answers:
             )
         (answer,), llm_s, peak = timed(lambda: self.llm.generate([prompt], [self._how], inside=inside), self._device)
         n_visual = len(visual.index)
-        layer, dropped = way.dropped_inside(n_visual)
+        layer, dropped = arm.dropped_inside(n_visual)
         return Sample(
             mode="",
             video_id="",

@@ -81,7 +81,7 @@ def break_even(build_s: float, cached_s: float, online_s: float) -> int | None:
 
 
 def summarise(found: Found) -> Row:
-    """Compute the row of the tables for one way."""
+    """Compute the row of the tables for one arm."""
     online, cached, built = found.online, found.cached, found.built
 
     def of(value: Callable[[Sample], float], samples: Sequence[Sample] = online) -> Spread:
@@ -91,8 +91,8 @@ def summarise(found: Found) -> Row:
     build_s = spread(one.total_s for one in built)
     rates = [sample.decode_rate for sample in online if sample.decode_rate is not None]
     return Row(
-        method=found.way.method,
-        retention_ratio=found.way.retention_ratio,
+        method=found.arm.method,
+        retention_ratio=found.arm.retention_ratio,
         visual_tokens=of(lambda s: s.visual_tokens).median,
         prompt_tokens=of(lambda s: s.prompt_tokens).median,
         kv_bytes=of(lambda s: s.kv_bytes).median,
@@ -209,8 +209,8 @@ def as_record(rows: Sequence[Row], found: Sequence[Found], **more: object) -> di
     """Return the machine, the rows and every sample in seconds and bytes, JSON-able."""
 
     def listed(one: Found, measured: Sequence[Sample] | Sequence[Built]) -> list[dict[str, object]]:
-        way = {"method": one.way.method, "retention_ratio": one.way.retention_ratio}
-        return [{**way, **asdict(item), "total_s": item.total_s} for item in measured]
+        arm = {"method": one.arm.method, "retention_ratio": one.arm.retention_ratio}
+        return [{**arm, **asdict(item), "total_s": item.total_s} for item in measured]
 
     samples = [item for one in found for item in listed(one, [*one.online, *one.cached])]
     built = [item for one in found for item in listed(one, one.built)]

@@ -9,7 +9,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from jobs.benchmark.efficiency.setup import Way
+from jobs.benchmark.efficiency.setup import Arm
 
 T = TypeVar("T")
 
@@ -87,9 +87,9 @@ class Built:
 
 @dataclass
 class Found:
-    """All that was measured of one way; peaks are bytes with the weights, None where they cannot be measured."""
+    """All that was measured of one arm; peaks are bytes with the weights, None where they cannot be measured."""
 
-    way: Way
+    arm: Arm
     online: list[Sample] = field(default_factory=list)
     cached: list[Sample] = field(default_factory=list)
     built: list[Built] = field(default_factory=list)

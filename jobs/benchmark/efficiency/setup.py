@@ -48,7 +48,7 @@ class KvShape:
 
 
 @dataclass(frozen=True)
-class Way:
+class Arm:
     """A method at a ratio; full retention has no ``late``."""
 
     method: str
@@ -83,14 +83,14 @@ class Job:
 
     Attributes:
         request: all tokens of the videos, with the evidence that any of the methods looks at.
-        ways: full retention first.
+        arms: full retention first.
         random: whether the weights are.
     """
 
     request: PruneRequest
     runtime: Runtime
     builder: PromptBuilder
-    ways: tuple[Way, ...]
+    arms: tuple[Arm, ...]
     questions: int
     max_new_tokens: int
     repeats: int
@@ -147,8 +147,8 @@ def prepare(
         request = resolve(config, read_manifest(videos), LocalStore(folder), Objects.from_environment(), source)
         builder = prompt_builder(request.source)
         held = request.identity(runtime.dtype_name)
-        ways = [_way(one, late_pruning(one, held, request.source, builder)) for one in asked]
-    return Job(request, runtime, builder, (Way(FULL, 1.0), *ways), questions, max_new_tokens, repeats, random)
+        arms = [_arm(one, late_pruning(one, held, request.source, builder)) for one in asked]
+    return Job(request, runtime, builder, (Arm(FULL, 1.0), *arms), questions, max_new_tokens, repeats, random)
 
 
 def _random(model: str, folder: Path) -> ModelSource:
@@ -156,8 +156,8 @@ def _random(model: str, folder: Path) -> ModelSource:
     return ModelSource.random(model, folder)
 
 
-def _way(asked: LateAsked, late: LatePruning) -> Way:
-    return Way(asked.method_label, asked.retention_ratio, late)
+def _arm(asked: LateAsked, late: LatePruning) -> Arm:
+    return Arm(asked.method_label, asked.retention_ratio, late)
 
 
 def _check_siglip(siglip: str | None, asked: Sequence[LateAsked], source: ModelSource) -> None:

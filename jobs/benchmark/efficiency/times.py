@@ -20,7 +20,7 @@ from gstep import PrunedTokens, make_pruner
 from gstep.language import Visual
 from jobs.benchmark.efficiency.parts import Answers, Encoded, Videos
 from jobs.benchmark.efficiency.samples import Built, Found, Sample, highest, timed
-from jobs.benchmark.efficiency.setup import FULL, Job, Way
+from jobs.benchmark.efficiency.setup import FULL, Arm, Job
 from jobs.benchmark.peak_memory import peak_memory
 from pipeline.cache.header import header_bytes
 from pipeline.cache.reader import HEADER, TokenCache
@@ -51,14 +51,14 @@ class Bench:
         self._videos.close()
 
     def run(self) -> list[Found]:
-        """Measure everything, in turns, so that whatever else the machine does meets all ways alike.
+        """Measure everything, in turns, so that whatever else the machine does meets all arms alike.
 
         In the second half no vision tower is in memory. Raises RunFailed, UsageError.
         """
-        found = [Found(way) for way in self._job.ways]
+        found = [Found(arm) for arm in self._job.arms]
         for one in found:
-            self._store(one.way).make()
-            self._store(one.way).put(HEADER, self._header(one.way))
+            self._store(one.arm).make()
+            self._store(one.arm).put(HEADER, self._header(one.arm))
         self._rounds("online", self._online, found)
         weights = _weight_bytes(self._answers.llm.model)
         if self._device == "cpu":
@@ -68,7 +68,7 @@ class Bench:
         gc.collect()
         if self._device != "cpu":
             torch.cuda.empty_cache()
-        self._caches = {one.way.label: TokenCache(str(self._store(one.way))) for one in found}
+        self._caches = {one.arm.label: TokenCache(str(self._store(one.arm))) for one in found}
         self._rounds("cached", self._cached, found)
         if self._device == "cpu":
             self._say("cached: memory")
@@ -79,7 +79,7 @@ class Bench:
         """Measure the first video once to warm up, then all videos in every repeat."""
         videos = self._job.videos
         self._say(f"{mode}: to warm up")
-        measure(videos[:1], 1, 0, [Found(one.way) for one in found])
+        measure(videos[:1], 1, 0, [Found(one.arm) for one in found])
         for repeat in range(1, self._job.repeats + 1):
             self._say(f"{mode}: {repeat} of {self._job.repeats}")
             measure(videos, self._job.questions, repeat, found)
@@ -87,17 +87,17 @@ class Bench:
     def _online(self, videos: Sequence[ManifestRow], questions: int, repeat: int, found: Sequence[Found]) -> None:
         for row in videos:
             decoded = self._videos.decoded(row)
-            for evidence in dict.fromkeys(one.way.evidence for one in found):
+            for evidence in dict.fromkeys(one.arm.evidence for one in found):
                 encoded = self._videos.encoded(decoded, evidence)
-                for one in (one for one in found if one.way.evidence == evidence):
-                    self._say(f"online: {row['video_id']}, {one.way.label}")
+                for one in (one for one in found if one.arm.evidence == evidence):
+                    self._say(f"online: {row['video_id']}, {one.arm.label}")
                     for number in range(questions):
                         self._ask_online(one, encoded, number, repeat)
-                    one.built.append(self._built(one.way, encoded, repeat))
+                    one.built.append(self._built(one.arm, encoded, repeat))
 
     def _ask_online(self, one: Found, encoded: Encoded, number: int, repeat: int) -> None:
-        (visual, _), prune_s, prune_peak = self._answers.chosen(one.way, encoded.visual, number)
-        sample = self._answers.asked(one.way, visual, number)
+        (visual, _), prune_s, prune_peak = self._answers.chosen(one.arm, encoded.visual, number)
+        sample = self._answers.asked(one.arm, visual, number)
         sample = replace(
             sample,
             mode="online",
@@ -111,13 +111,13 @@ class Bench:
         one.online.append(sample)
         one.online_peak = highest(one.online_peak, sample.peak_bytes)
 
-    def _built(self, way: Way, encoded: Encoded, repeat: int) -> Built:
-        """Write the video into the way's cache, where the last repeat is the live row."""
+    def _built(self, arm: Arm, encoded: Encoded, repeat: int) -> Built:
+        """Write the video into the arm's cache, where the last repeat is the live row."""
 
         def prune() -> PrunedTokens:
-            if way.late is None or not way.stored:
+            if arm.late is None or not arm.stored:
                 return make_pruner(FULL).prune(encoded.tokens, 1.0)
-            return way.late.select(encoded.visual, self._device)
+            return arm.late.select(encoded.visual, self._device)
 
         pruned, prune_s, _ = timed(prune, self._device)
         record: VideoRecord = {
@@ -131,10 +131,10 @@ class Bench:
         }
 
         def write() -> None:
-            kept = kept_tokens(pruned, encoded.tokens, () if way.stored else sorted(way.evidence))
-            rows = write_token_shard([PrunedVideo(record, kept)], store=self._store(way), run_id="efficiency")
+            kept = kept_tokens(pruned, encoded.tokens, () if arm.stored else sorted(arm.evidence))
+            rows = write_token_shard([PrunedVideo(record, kept)], store=self._store(arm), run_id="efficiency")
             self._n_commits += 1
-            commit(self._store(way), "efficiency", self._n_commits, rows)
+            commit(self._store(arm), "efficiency", self._n_commits, rows)
 
         seconds = timed(write, self._device).seconds
         return Built(record["video_id"], repeat, encoded.decoded.seconds, encoded.seconds, prune_s, seconds)
@@ -142,31 +142,31 @@ class Bench:
     def _cached(self, videos: Sequence[ManifestRow], questions: int, repeat: int, found: Sequence[Found]) -> None:
         for row in videos:
             for one in found:
-                self._say(f"cached: {row['video_id']}, {one.way.label}")
+                self._say(f"cached: {row['video_id']}, {one.arm.label}")
                 for number in range(questions):
-                    sample = self._ask_cached(one.way, row["video_id"], number)
+                    sample = self._ask_cached(one.arm, row["video_id"], number)
                     one.cached.append(replace(sample, mode="cached", video_id=row["video_id"], repeat=repeat))
                     one.cached_peak = highest(one.cached_peak, sample.peak_bytes)
 
-    def _ask_cached(self, way: Way, video_id: str, number: int) -> Sample:
-        visual, read_s, _ = timed(lambda: self._read(way, video_id), "cpu")
+    def _ask_cached(self, arm: Arm, video_id: str, number: int) -> Sample:
+        visual, read_s, _ = timed(lambda: self._read(arm, video_id), "cpu")
         prune_s, prune_peak = 0.0, None
-        if not way.stored:
-            (visual, _), prune_s, prune_peak = self._answers.chosen(way, visual, number)
-        sample = self._answers.asked(way, visual, number)
+        if not arm.stored:
+            (visual, _), prune_s, prune_peak = self._answers.chosen(arm, visual, number)
+        sample = self._answers.asked(arm, visual, number)
         peak = highest(prune_peak, sample.peak_bytes)
-        n_read = self._bytes_read(way, video_id)
+        n_read = self._bytes_read(arm, video_id)
         return replace(sample, read_s=read_s, prune_s=prune_s, bytes_read=n_read, peak_bytes=peak)
 
-    def _read(self, way: Way, video_id: str) -> Visual:
-        cache = self._caches[way.label]
-        evidence = () if way.stored else sorted(way.evidence)
+    def _read(self, arm: Arm, video_id: str) -> Visual:
+        cache = self._caches[arm.label]
+        evidence = () if arm.stored else sorted(arm.evidence)
         return cache.get(video_id, evidence=evidence).visual
 
-    def _bytes_read(self, way: Way, video_id: str) -> int:
+    def _bytes_read(self, arm: Arm, video_id: str) -> int:
         """Sum the bytes of the rows and columns that are read, by the token shard's footer."""
-        cache = self._caches[way.label]
-        evidence = () if way.stored else sorted(way.evidence)
+        cache = self._caches[arm.label]
+        evidence = () if arm.stored else sorted(arm.evidence)
         row = cache.metadata(video_id)
         shard = TokenShard(cache.store, row["token_shard"], row["footer_hash"])
         wanted = cache.wanted(row, cache.reading(None, "index", evidence, False))
@@ -175,15 +175,15 @@ class Bench:
     def _online_peaks(self, found: Sequence[Found], weights: int) -> None:
         """Measure peaks on a CPU: the weights, and the growth in encoding or answering, whichever is larger."""
         decoded = self._videos.decoded(self._job.videos[0])
-        for evidence in dict.fromkeys(one.way.evidence for one in found):
+        for evidence in dict.fromkeys(one.arm.evidence for one in found):
             encoder = self._videos.encoder(evidence)
             encoding = _grown(lambda encoder=encoder: encoder.encoded(decoded.frames))  # type: ignore[misc]
             encoded = self._videos.encoded(decoded, evidence)
-            for one in (one for one in found if one.way.evidence == evidence):
+            for one in (one for one in found if one.arm.evidence == evidence):
 
                 def ask(one: Found = one, visual: Visual = encoded.visual) -> None:
-                    (kept, _), _, _ = self._answers.chosen(one.way, visual, 0)
-                    self._answers.asked(one.way, kept, 0)
+                    (kept, _), _, _ = self._answers.chosen(one.arm, visual, 0)
+                    self._answers.asked(one.arm, kept, 0)
 
                 asking = _grown(ask)
                 if encoding is not None and asking is not None:
@@ -192,19 +192,19 @@ class Bench:
     def _cached_peaks(self, found: Sequence[Found], weights: int) -> None:
         video_id = self._job.videos[0]["video_id"]
         for one in found:
-            asking = _grown(lambda one=one: self._ask_cached(one.way, video_id, 0))  # type: ignore[misc]
+            asking = _grown(lambda one=one: self._ask_cached(one.arm, video_id, 0))  # type: ignore[misc]
             one.cached_peak = None if asking is None else weights + asking
 
-    def _store(self, way: Way) -> LocalStore:
-        return LocalStore(self._folder / f"cache-{self._job.ways.index(way)}")
+    def _store(self, arm: Arm) -> LocalStore:
+        return LocalStore(self._folder / f"cache-{self._job.arms.index(arm)}")
 
-    def _header(self, way: Way) -> bytes:
-        """Return the cache header of a way: its kept tokens, or all tokens with the evidence for each question."""
+    def _header(self, arm: Arm) -> bytes:
+        """Return the cache header of an arm: its kept tokens, or all tokens with the evidence for each question."""
         request, static = self._job.request, self._videos.static(self._job.builder.deepstack_levels)
-        held = {name: where for name, where in request.evidence.items() if name in way.evidence}
-        request = replace(request, evidence={} if way.stored else held)
-        if way.stored and way.late is not None:
-            request = replace(request, pruner=way.late.pruner, retention_ratio=way.late.retention_ratio)
+        held = {name: where for name, where in request.evidence.items() if name in arm.evidence}
+        request = replace(request, evidence={} if arm.stored else held)
+        if arm.stored and arm.late is not None:
+            request = replace(request, pruner=arm.late.pruner, retention_ratio=arm.late.retention_ratio)
         return header_bytes(request.header(self._job.runtime.dtype_name, static))
 
 

@@ -32,7 +32,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _LETTER = re.compile(r"\(?[A-Z][.):]\s*")
 
 
-class LeftOut(Exception):  # noqa: N818
+class NotAskable(Exception):  # noqa: N818
     """A row cannot be asked."""
 
     def __init__(self, kind: FaultKind, message: str) -> None:
@@ -64,11 +64,11 @@ class Videos:
         A folder of frames says how many a second it has. Returns a POSIX path relative to the folder.
 
         ``named`` is what the annotations put into the paths: texts that may have been written to lead elsewhere.
-        Raises LeftOut.
+        Raises NotAskable.
         """
         for name in named:
             if name.startswith("/") or ".." in name.split("/") or _CONTROL.search(name):
-                raise LeftOut("policy", f"{name!r} leads outside the data folder or is no name of a file")
+                raise NotAskable("policy", f"{name!r} leads outside the data folder or is no name of a file")
         outside = empty = None
         for path in (PurePosixPath(path).as_posix() for path in paths):
             absolute = os.path.join(self._folder, path)  # noqa: PTH118
@@ -79,54 +79,54 @@ class Videos:
             elif os.path.isdir(absolute):  # noqa: PTH112
                 empty = empty or path
         if outside:
-            raise LeftOut(
+            raise NotAskable(
                 "policy",
                 f"a link leads {outside!r} outside the data folder; put the file itself there, or name with "
                 "--video-root the folder that it leads to",
             )
         if empty:
-            raise LeftOut("missing-video", f"the folder {empty!r} holds no frames ({FIRST_FRAME} and so on)")
+            raise NotAskable("missing-video", f"the folder {empty!r} holds no frames ({FIRST_FRAME} and so on)")
         more = f" (nor at {len(paths) - 1} other places)" if len(paths) > 1 else ""
-        raise LeftOut("missing-video", f"there is no {paths[0]!r} in the data folder{more}")
+        raise NotAskable("missing-video", f"there is no {paths[0]!r} in the data folder{more}")
 
 
 def text_of(row: UserRow, column: str) -> str:
-    """Return a cell that holds text or a whole number as text. Raise LeftOut for any other cell."""
+    """Return a cell that holds text or a whole number as text. Raise NotAskable for any other cell."""
     value = row.get(column)
     if isinstance(value, bool) or not isinstance(value, str | int) or not str(value).strip():
-        raise LeftOut("bad-row", f"{column} must be text or a whole number, got {value!r}")
+        raise NotAskable("bad-row", f"{column} must be text or a whole number, got {value!r}")
     if not is_text(str(value)):
-        raise LeftOut("bad-row", f"{column} is not valid text: {value!r}")
+        raise NotAskable("bad-row", f"{column} is not valid text: {value!r}")
     return str(value)
 
 
 def options_of(row: UserRow, column: str) -> tuple[str, ...]:
-    """Return a cell that holds a list of texts, of which some may be blank. Raise LeftOut for any other cell."""
+    """Return a cell that holds a list of texts, of which some may be blank. Raise NotAskable for any other cell."""
     value = row.get(column)
     if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
-        raise LeftOut("bad-row", f"{column} must be a list of texts, got {value!r}")
+        raise NotAskable("bad-row", f"{column} must be a list of texts, got {value!r}")
     if not all(map(is_text, value)):
-        raise LeftOut("bad-row", f"{column} are not valid text: {value!r}")
+        raise NotAskable("bad-row", f"{column} are not valid text: {value!r}")
     if len(value) > MAX_LETTERS:
-        raise LeftOut("bad-row", f"{column} are {len(value)}, and there are {MAX_LETTERS} letters")
+        raise NotAskable("bad-row", f"{column} are {len(value)}, and there are {MAX_LETTERS} letters")
     return tuple(value)
 
 
 def seconds_of(row: UserRow, column: str) -> float | None:
-    """Return a cell that holds seconds, or None for an empty one. Raise LeftOut for any other cell."""
+    """Return a cell that holds seconds, or None for an empty one. Raise NotAskable for any other cell."""
     value = row.get(column)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise LeftOut("bad-row", f"{column} must be seconds, 0 or more, got {value!r}")
+        raise NotAskable("bad-row", f"{column} must be seconds, 0 or more, got {value!r}")
     return float(value)
 
 
 def clip_of(row: UserRow, columns: tuple[str, str]) -> tuple[float | None, float | None]:
-    """Return a clip's start and end in seconds, None where the cell is empty. Raise LeftOut if the clip is empty."""
+    """Return a clip's start and end in seconds, None where the cell is empty. Raise NotAskable if the clip is empty."""
     start_s, end_s = (seconds_of(row, column) for column in columns)
     if end_s is not None and end_s <= (start_s or 0.0):
-        raise LeftOut("bad-row", f"the clip from {columns[0]} {start_s} to {columns[1]} {end_s} is empty")
+        raise NotAskable("bad-row", f"the clip from {columns[0]} {start_s} to {columns[1]} {end_s} is empty")
     return start_s, end_s
 
 

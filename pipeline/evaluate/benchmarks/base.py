@@ -11,7 +11,7 @@ from pipeline.errors import UsageError
 from pipeline.evaluate.benchmarks.annotations import (
     NOT_PUBLISHED,
     AnswerRule,
-    LeftOut,
+    NotAskable,
     Videos,
     answer_index,
     clip_of,
@@ -19,7 +19,7 @@ from pipeline.evaluate.benchmarks.annotations import (
     options_of,
     text_of,
 )
-from pipeline.evaluate.benchmarks.items import Collected, Item, Loaded, clip_id
+from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector, clip_id
 from pipeline.evaluate.benchmarks.reading import Place, Tables, read_annotations, read_tables
 from pipeline.evaluate.protocols import ALIASES, QUESTIONS, Protocol
 from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow
@@ -113,7 +113,7 @@ class Benchmark:
         named = {protocol.name: protocol for protocol in self.protocols}
         return named | {alias: named[name] for alias, name in ALIASES.items() if name in named}
 
-    def load(self, data: Path | str | None, roots: Sequence[Path] = ()) -> Loaded:
+    def load(self, data: Path | str | None, roots: Sequence[Path] = ()) -> LoadedQuestions:
         """Return the questions whose videos are below the folder ``data``, and all faults.
 
         Links in the folder may lead into the ``roots``.
@@ -125,13 +125,13 @@ class Benchmark:
         if data is None:
             raise UsageError(f"--data must name the folder of {self.title}; {remedy}")
         folder = data_folder(data, remedy)
-        videos, collected = Videos(folder, roots), Collected()
+        videos, collected = Videos(folder, roots), QuestionCollector()
         tables = read_tables(folder, self.tables)
         for path in self._files(folder):
             for place, row in self._rows(folder, path, tables):
                 try:
                     item = self._item(row, videos)
-                except LeftOut as fault:
+                except NotAskable as fault:
                     collected.leave_out(place.where, row.get(self.question_id), fault)
                 else:
                     collected.keep(place.where, item)
@@ -171,11 +171,11 @@ class Benchmark:
         options = options_of(row, self.options)
         if self.n_options not in (0, len(options)):
             other = f"{len(options)} options, and every question of {self.title} has {self.n_options}"
-            raise LeftOut("bad-row", f"{other}: is it another set of questions?")
+            raise NotAskable("bad-row", f"{other}: is it another set of questions?")
         expected = None if self.submission else text_of(row, self.answer)
         answer = None if expected is None else answer_index(self.answer_rule, expected, options)
         if answer is None and expected == NOT_PUBLISHED:
-            raise LeftOut("no-answer", f"{self.answer} is {expected}: the right answer is not published")
+            raise NotAskable("no-answer", f"{self.answer} is {expected}: the right answer is not published")
         checked = {
             "question_id": text_of(row, self.question_id),
             "question": text_of(row, self.question),
@@ -196,7 +196,7 @@ class Benchmark:
         )
 
     def _video(self, row: UserRow, videos: Videos) -> tuple[str, tuple[float | None, float | None]]:
-        """Return the video's path below the data folder, and the bounds of the clip in it. Raise LeftOut."""
+        """Return the video's path below the data folder, and the bounds of the clip in it. Raise NotAskable."""
         named = {name: text_of(row, name) for name in self._in_paths}
         places = [PurePosixPath(path.format_map(named)).as_posix() for path in (*self.paths, *self.cut_paths)]
         bounds = (None, None) if self.clip is None else clip_of(row, self.clip)
@@ -207,5 +207,5 @@ class Benchmark:
 def _part(row: UserRow, split: Split) -> str:
     part = text_of(row, split.name)
     if split.parts and part not in split.parts:
-        raise LeftOut("bad-row", f"{split.name} must be one of {', '.join(split.parts)}, got {part!r}")
+        raise NotAskable("bad-row", f"{split.name} must be one of {', '.join(split.parts)}, got {part!r}")
     return part

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline.errors import UsageError, printable
-from pipeline.evaluate.benchmarks.annotations import FaultKind, LeftOut, without_letter
+from pipeline.evaluate.benchmarks.annotations import FaultKind, NotAskable, without_letter
 from pipeline.inputs.tables import UserRow
 
 _MOST_WRONG = 0.5  # of questions; in the published files it is 2 of 355 at most
@@ -93,7 +93,7 @@ def clip_id(path: str, start_s: float | None, end_s: float | None) -> str:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedQuestions:
     """Questions to ask, in the order of the files, and what was wrong.
 
     ``n_annotated`` rows are ``items`` and as many faults that are ``left_out``.
@@ -103,12 +103,12 @@ class Loaded:
     faults: tuple[AnnotationFault, ...]
     n_annotated: int
 
-    def first(self, count: int | None) -> Loaded:
+    def first(self, count: int | None) -> LoadedQuestions:
         """Return the first ``count`` questions (None: all) with the same faults."""
         return self if count is None else replace(self, items=self.items[:count])
 
 
-class Collected:
+class QuestionCollector:
     """Questions and faults as they are found, row by row."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Collected:
         """The questions to ask."""
         return self._items
 
-    def leave_out(self, where: str, question_id: object, fault: LeftOut) -> None:
+    def leave_out(self, where: str, question_id: object, fault: NotAskable) -> None:
         """Record a row that cannot be asked."""
         self._n_annotated += 1
         known = isinstance(question_id, str | int) and not isinstance(question_id, bool)
@@ -132,7 +132,7 @@ class Collected:
     def keep(self, where: str, item: Item) -> None:
         """Record a question to ask; leave it out if its id was recorded before."""
         if item.question_id in self._ids:
-            self.leave_out(where, item.question_id, LeftOut("repeated-question", "this question_id was there before"))
+            self.leave_out(where, item.question_id, NotAskable("repeated-question", "another row has its id"))
             return
         self._n_annotated += 1
         self._ids.add(item.question_id)
@@ -140,14 +140,14 @@ class Collected:
         for kind, oddity in self._oddities(item):
             self._fault(kind, item.question_id, f"{where}: {oddity}", left_out=False)
 
-    def loaded(self, place: str, remedy: str) -> Loaded:
+    def loaded(self, place: str, remedy: str) -> LoadedQuestions:
         """Return all of it.
 
         Raises UsageError, with an example, where no question is left, or most right answers are none of the options.
         """
         self._check_answers(place)
         if self._items:
-            return Loaded(tuple(self._items), tuple(self._faults), self._n_annotated)
+            return LoadedQuestions(tuple(self._items), tuple(self._faults), self._n_annotated)
         if not self._faults:
             raise UsageError(f"{place}: there is no question in it; {remedy}")
         counts = Counter(fault.kind for fault in self._faults)

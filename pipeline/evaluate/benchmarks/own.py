@@ -10,9 +10,9 @@ from pathlib import Path
 
 from gstep.language import Decoding
 from pipeline.errors import QuestionsError
-from pipeline.evaluate.benchmarks.annotations import NOT_PUBLISHED, LeftOut, Videos, answer_index, data_folder
+from pipeline.evaluate.benchmarks.annotations import NOT_PUBLISHED, NotAskable, Videos, answer_index, data_folder
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.benchmarks.items import Collected, Item, Loaded
+from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions, QuestionCollector
 from pipeline.evaluate.protocols import LETTER
 from pipeline.generate.questions import Instructions, Way, read_questions
 from pipeline.inputs.tables import UserRow
@@ -47,7 +47,7 @@ class OwnQuestions(Benchmark):
     that a question asks about together.
     """
 
-    def load(self, data: Path | str | None, roots: Sequence[Path] = ()) -> Loaded:
+    def load(self, data: Path | str | None, roots: Sequence[Path] = ()) -> LoadedQuestions:
         """Return the questions, and what is wrong with them.
 
         Args:
@@ -62,14 +62,14 @@ class OwnQuestions(Benchmark):
         file = self.files[0]
         videos = None if data is None else Videos(data_folder(data, "name the one that the videos are in"), roots)
         rows = [without_nulls(row, QuestionRecord) for row in read_questions(file, _WAY).to_pylist()]
-        collected = Collected()
+        collected = QuestionCollector()
         for item in clusters_of([_own_item(file, row) for row in rows]):
             where = f"question {item.question_id}"
             try:
                 if item.options and item.answer is None and item.expected == NOT_PUBLISHED:
-                    raise LeftOut("no-answer", "answer is -1: the right answer is not published")
+                    raise NotAskable("no-answer", "answer is -1: the right answer is not published")
                 found = tuple(videos.find([name], [name]) for name in item.video_ids) if videos else item.video_ids
-            except LeftOut as fault:
+            except NotAskable as fault:
                 collected.leave_out(where, item.question_id, fault)
             else:
                 collected.keep(where, replace(item, video_ids=found))

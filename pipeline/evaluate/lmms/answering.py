@@ -12,8 +12,8 @@ from rich.console import Console
 from gstep.backbones import choose_runtime
 from pipeline.cache.reader import TokenCache, read_header
 from pipeline.errors import RunFailed, UnknownVideo, UsageError
-from pipeline.evaluate.lmms.arguments import EMPTY, Arguments, in_these_words
-from pipeline.evaluate.lmms.questions import Asked
+from pipeline.evaluate.lmms.arguments import EMPTY, Arguments, explain_flags
+from pipeline.evaluate.lmms.questions import LmmsQuestion
 from pipeline.evaluate.lmms.videos import CachedIds
 from pipeline.execution.request import refusing, store_refusing
 from pipeline.execution.run_record import RunFile
@@ -77,13 +77,13 @@ class CachedReplies:
                 f"note: the cache's fingerprint is {found}; with fingerprint={found} in --model_args another cache is "
                 "refused, and --use_cache of lmms-eval tells replies from different caches apart"
             )
-        with in_these_words():
+        with explain_flags():
             self._config = arguments.config(held)
             self._way = way_of(self._config)
             self._checked(QUESTION_SCHEMA.empty_table())
         self._ids: CachedIds | None = None
 
-    def replies(self, asked: Sequence[Asked]) -> list[str]:
+    def replies(self, asked: Sequence[LmmsQuestion]) -> list[str]:
         """Return a reply to each question, in order; ask only those that have no answer yet.
 
         Raises UsageError where nothing was asked, RunFailed where not every question has a reply; what was answered
@@ -91,7 +91,7 @@ class CachedReplies:
         """
         rows = [one.row(video_id, self._way.system) for one, video_id in zip(asked, self._videos(asked), strict=True)]
         table = pa.Table.from_pylist(rows, schema=QUESTION_SCHEMA)
-        with in_these_words():
+        with explain_flags():
             AnswersHere(self._config, self._console, partial(self._checked, table)).carry_out()
         given = self._given(table)
         failed = [(one, row) for one in asked if (row := given[one.question_id])["status"] != "ok"]
@@ -110,7 +110,7 @@ class CachedReplies:
             raise RunFailed(f"{len(absent)} questions have no row in {self._config.out}, e.g. {absent[0]}")
         return rows
 
-    def _videos(self, asked: Sequence[Asked]) -> list[str]:
+    def _videos(self, asked: Sequence[LmmsQuestion]) -> list[str]:
         """Return the video of each question. Raise UnknownVideo if one is missing, unless ``missing=empty``."""
         if self._ids is None:
             with store_refusing():

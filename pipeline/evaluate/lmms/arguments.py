@@ -108,7 +108,7 @@ _NUMBERS: Mapping[str, type] = {"retention_ratio": float, "seed": int, "batch_si
 
 
 @contextmanager
-def in_these_words() -> Iterator[None]:
+def explain_flags() -> Iterator[None]:
     """Add to an error that names flags of jobs.generate what they are called in ``--model_args``."""
     try:
         yield

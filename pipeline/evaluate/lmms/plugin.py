@@ -13,7 +13,7 @@ from rich.console import Console
 from pipeline.errors import UsageError
 from pipeline.evaluate.lmms.answering import CachedReplies
 from pipeline.evaluate.lmms.arguments import Arguments
-from pipeline.evaluate.lmms.questions import Asked, asked, unique
+from pipeline.evaluate.lmms.questions import LmmsQuestion, asked, unique
 from pipeline.evaluate.lmms.videos import video_key
 
 
@@ -51,7 +51,7 @@ class GstepCached(lmms):  # type: ignore[misc]
         """Refuse further rounds: in such tasks they bring images that no cache holds."""
         raise UsageError("gstep_cached answers one question at a time, and takes no tasks of several rounds")
 
-    def _asked(self, request: Instance, name: str) -> Asked:
+    def _asked(self, request: Instance, name: str) -> LmmsQuestion:
         if len(request.args) != 6 or not isinstance(request.args[1], Mapping):
             raise UsageError("gstep_cached answers tasks whose output_type is generate_until, and no other")
         prompt, settings, doc_to_visual, doc_id, task, split = request.args

@@ -20,7 +20,7 @@ _KNOWN = ("max_new_tokens", "temperature", "top_p", "top_k", "do_sample", "num_b
 
 
 @dataclass(frozen=True)
-class Asked:
+class LmmsQuestion:
     """A question as a task asks it.
 
     Attributes:
@@ -68,15 +68,16 @@ def unique(names: Iterable[str]) -> list[str]:
 
 def asked(
     name: str, task: str, doc_id: int, key: str, prompt: str, settings: Mapping[str, Any], seed: int = 0
-) -> Asked:
+) -> LmmsQuestion:
     """Build a question from a request, whose ``generation_kwargs`` are the ``settings``.
 
     Raises UsageError for settings that are not understood.
     """
     try:
-        return Asked(name, task, doc_id, key, prompt, _decoding(settings, seed_for(seed, name)), _stops(settings))
+        decoding, stops = _decoding(settings, seed_for(seed, name)), _stops(settings)
     except (TypeError, ValueError) as error:
         raise UsageError(f"task {task}: generation_kwargs {dict(settings)}: {error}") from error
+    return LmmsQuestion(name, task, doc_id, key, prompt, decoding, stops)
 
 
 def _decoding(settings: Mapping[str, Any], seed: int) -> Decoding:

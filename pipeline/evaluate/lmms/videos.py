@@ -40,7 +40,7 @@ def video_key(doc: Mapping[str, Any], template: str | None = None, folder: str |
     )
 
 
-class Found(NamedTuple):
+class FoundVideo(NamedTuple):
     """A video of the cache; ``fault`` is the class of the error of one that failed there."""
 
     video_id: str
@@ -62,7 +62,7 @@ class CachedIds:
             for name in {PurePosixPath(path).name for path in _paths(video_id)}:
                 self._by_name[name].append(video_id)
 
-    def find(self, key: str) -> Found | None:
+    def find(self, key: str) -> FoundVideo | None:
         """Return the video that a key means, or None if unknown. Raise UsageError if several match."""
         wanted = str(PurePosixPath(key))
         ids = [key] if key in self._ids else self._ending(wanted)
@@ -72,7 +72,7 @@ class CachedIds:
                 f"{key!r} may be {' or '.join(map(repr, good[:3]))}: say which with video_id=TEMPLATE in --model_args, "
                 "e.g. video_id=data/{videoID}.mp4"
             )
-        return Found(good[0], self._failed.get(good[0])) if good else None
+        return FoundVideo(good[0], self._failed.get(good[0])) if good else None
 
     def _ending(self, wanted: str) -> list[str]:
         return [

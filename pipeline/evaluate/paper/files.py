@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pipeline.errors import NotResults
 from pipeline.evaluate.config import POSITIONS, EvaluateConfig
 from pipeline.evaluate.grids import TABLES
-from pipeline.evaluate.paper.gathered import Gathered, at_positions, compared, gather, missing
+from pipeline.evaluate.paper.gathered import BenchmarkResults, at_positions, compared, gather, missing
 from pipeline.evaluate.paper.render import latex, markdown, page
 from pipeline.evaluate.paper.sheets import sheets
 from pipeline.evaluate.statistics.sheets import Sheet
@@ -17,7 +17,7 @@ from pipeline.storage.stores import store_at
 
 
 @dataclass(frozen=True)
-class Laid:
+class PaperFiles:
     """What was made: ``files`` below ``out``; ``missing`` are lines about what the results lack."""
 
     sheets: Sequence[Sheet]
@@ -26,7 +26,7 @@ class Laid:
     files: Sequence[str]
 
 
-def lay_out(config: EvaluateConfig) -> Laid:
+def lay_out(config: EvaluateConfig) -> PaperFiles:
     """Write the table as Markdown, LaTeX and a page.
 
     Raises UsageError (nothing was written) and OSError.
@@ -51,10 +51,10 @@ def lay_out(config: EvaluateConfig) -> Laid:
     store.make()
     for name, text in zip(names, texts, strict=True):
         store.put(name, text.encode())
-    return Laid(made, lacking, config.out, names)
+    return PaperFiles(made, lacking, config.out, names)
 
 
-def _facts(found: Sequence[Gathered]) -> list[tuple[str, str]]:
+def _facts(found: Sequence[BenchmarkResults]) -> list[tuple[str, str]]:
     """Return what each number was made with."""
     model = found[0].identity["model"]
     facts = [("model", f"{found[0].model}, {model['type']}, {model['weights']}")]

@@ -42,7 +42,7 @@ _POSITIONS = ",positions="
 
 
 @dataclass(frozen=True)
-class Gathered:
+class BenchmarkResults:
     """The results of one benchmark.
 
     Attributes:
@@ -79,7 +79,7 @@ class Gathered:
         return ScoredBenchmark(self.benchmark.title, self.scores, columns, mean_over, made_of)
 
 
-def gather(table: PaperTable, places: Sequence[str], objects: Objects, *, mixed: bool) -> list[Gathered]:
+def gather(table: PaperTable, places: Sequence[str], objects: Objects, *, mixed: bool) -> list[BenchmarkResults]:
     """Return the results in ``places``, in the order of the table's columns; benchmarks it does not have come last.
 
     Raises UsageError where a place holds no results or damaged ones, two are of one column, two were made with another
@@ -106,14 +106,14 @@ def gather(table: PaperTable, places: Sequence[str], objects: Objects, *, mixed:
     return found
 
 
-def _unlike(one: Gathered, first: Gathered) -> list[str]:
+def _unlike(one: BenchmarkResults, first: BenchmarkResults) -> list[str]:
     """Return what differs between the identities of two results and must not in one table, in words."""
     held, given = ({name: of.identity.get(name) for name in _EQUAL} for of in (first, one))
     return [f"{one.benchmark.title}: {line}" for line in differences(held, given, has=f"{first.benchmark.title} has")]
 
 
 def compared(
-    title: str, table: PaperTable, found: Sequence[Gathered], draws: int, seed: int
+    title: str, table: PaperTable, found: Sequence[BenchmarkResults], draws: int, seed: int
 ) -> tuple[ResultsTable, list[str]]:
     """Return the scores of the table's methods at its shares, each with its error; and notes on columns that differ."""
     ratios = {round(ratio, 9) for ratio in table.ratios} | {1.0}
@@ -134,7 +134,7 @@ def _marked(column: Column) -> Column:
     return replace(column, title=title, benchmark=f"{column.benchmark}{_MIXED}")
 
 
-def at_positions(one: Gathered, positions: str | None) -> Gathered:
+def at_positions(one: BenchmarkResults, positions: str | None) -> BenchmarkResults:
     """Return the results with the rows of some positions alone, those of None being the model family's.
 
     The methods' names come without them. Rows that have no positions of their own stay: full retention, and methods
@@ -154,7 +154,7 @@ def _has_none(method: str) -> bool:
     return name == ORIGINAL.method or (name in PRUNERS and make_pruner(name).layer is not None)
 
 
-def missing(table: PaperTable, found: Sequence[Gathered]) -> list[str]:
+def missing(table: PaperTable, found: Sequence[BenchmarkResults]) -> list[str]:
     """Return a line for each benchmark, method and ratio of the table that the results lack."""
     there = {one.benchmark.name for one in found}
     lines = [f"no results of {' or '.join(names)}" for names in table.benchmarks if not there & set(names)]
@@ -164,11 +164,11 @@ def missing(table: PaperTable, found: Sequence[Gathered]) -> list[str]:
         if lacking:
             more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
             lines.append(f"{one.place} ({one.benchmark.title}) has no {', '.join(lacking[:3])}{more}")
-        lines += _untyped(one)
+        lines += _server_notes(one)
     return lines
 
 
-def _untyped(one: Gathered) -> list[str]:
+def _server_notes(one: BenchmarkResults) -> list[str]:
     """Return lines about submissions without a typed-in score, and scores without a submission."""
     if not one.benchmark.submission:
         return []
@@ -185,7 +185,7 @@ def label(method: str) -> str:
     return LateAsked(name, 1.0, named_values(given, f"{method}: a parameter")).method_label
 
 
-def _read(place: str, objects: Objects) -> Gathered:
+def _read(place: str, objects: Objects) -> BenchmarkResults:
     store = store_at(place, objects)
     absent = f"no results of python -m jobs.evaluate --benchmark (no {RESULTS_HEADER})"
     held = read_header_file(store, RESULTS_HEADER, (RESULTS_VERSION,), NotResults, absent, of="results of ")
@@ -199,7 +199,7 @@ def _read(place: str, objects: Objects) -> Gathered:
     if benchmark.submission:
         scores = with_server_scores(store, scores)
     unknown = unknown_names(store, arms_of(scores)) if benchmark.submission else ()
-    return Gathered(place, benchmark, identity, about, scores, unknown)
+    return BenchmarkResults(place, benchmark, identity, about, scores, unknown)
 
 
 def _scores(place: str, store: Store, *, published: bool) -> pa.Table:

@@ -11,7 +11,7 @@ from pipeline.evaluate.paper.gathered import label
 from pipeline.evaluate.statistics.render import number_of, results_sheet, titled
 from pipeline.evaluate.statistics.results import OVERALL, Cell, Mark, ResultsTable, Row
 from pipeline.evaluate.statistics.sheets import Group, Head, Number, Sheet, by_column
-from pipeline.evaluate.statistics.tables import Shown, marks, printed, rel_of
+from pipeline.evaluate.statistics.tables import Printed, marks, printed, rel_of
 
 
 def sheets(table: PaperTable, results: ResultsTable, notes: Sequence[str] = ()) -> list[Sheet]:
@@ -100,7 +100,7 @@ def _by_method(results: ResultsTable) -> dict[str, Row]:
     return {row.method: row for block in results.blocks for row in block.rows}
 
 
-def _marked(rows: Sequence[Sequence[Shown | None]], *, second: bool = True) -> list[list[Number | None]]:
+def _marked(rows: Sequence[Sequence[Printed | None]], *, second: bool = True) -> list[list[Number | None]]:
     """Return the numbers with the mark of each in its column; Table 4 of the paper has none for the second best."""
     of_columns = [marks(column) for column in zip(*rows, strict=True)]
     kept: dict[Mark, Mark] = {"best": "best", "second": "second" if second else "", "": ""}
@@ -117,15 +117,15 @@ def _hot(cell: Cell | None, low: float, high: float, *, boxed: bool) -> Number |
     return Number(cell.printed, "", (cell.score - low) / (high - low) if high > low else 0.5, boxed)
 
 
-def _with_mean(cells: Sequence[Cell | None]) -> list[Shown | None]:
+def _with_mean(cells: Sequence[Cell | None]) -> list[Printed | None]:
     """Return the numbers and their plain mean, by the printed ones as in the paper; None where one is missing."""
-    shown = [None if cell is None else Shown(cell.score, cell.printed) for cell in cells]
+    shown = [None if cell is None else Printed(cell.score, cell.printed) for cell in cells]
     values = [float(one.printed) for one in shown if one is not None]
     mean = math.fsum(values) / len(values) if values and len(values) == len(shown) else None
-    return [*shown, None if mean is None else Shown(mean, printed(mean))]
+    return [*shown, None if mean is None else Printed(mean, printed(mean))]
 
 
-def _over(cell: Cell | None, original: Cell | None) -> Shown | None:
+def _over(cell: Cell | None, original: Cell | None) -> Printed | None:
     """Return a score relative to full retention, by the rule of Rel."""
-    one, other = (None if c is None else Shown(c.score, c.printed) for c in (cell, original))
+    one, other = (None if c is None else Printed(c.score, c.printed) for c in (cell, original))
     return rel_of([one], [other])

@@ -104,7 +104,7 @@ def disagreements(answers: Answers, most: int = 200) -> Disagreements:
         counts[ratio] = _pairs(outcome_MQ)
         found += _found(outcome_MQ, ratio)
     gstep = methods.index(_GSTEP) if _GSTEP in methods else -1
-    found.sort(key=lambda one: _telling(one, gstep), reverse=True)
+    found.sort(key=lambda one: _importance(one, gstep), reverse=True)
     return Disagreements(
         methods=methods,
         shown=[found[i] for i in _chosen(found, len(methods), most)],
@@ -138,7 +138,7 @@ def _found(outcome_MQ: Outcomes, ratio: float) -> Iterable[Disagreement]:
         yield Disagreement(question=q, ratio=ratio, right=right, wrong=wrong)
 
 
-def _telling(one: Disagreement, gstep: int) -> tuple[int, int]:
+def _importance(one: Disagreement, gstep: int) -> tuple[int, int]:
     """Count the methods that differ from GSTEP, and the pairs of methods that differ."""
     against = len(one.wrong) if gstep in one.right else len(one.right) if gstep in one.wrong else 0
     return against, len(one.right) * len(one.wrong)

@@ -111,7 +111,7 @@ class Video:
 
     @property
     def things(self) -> tuple[Thing, ...]:
-        """All things, in the order in which they are drawn."""
+        """The named things, then the extra ones."""
         return (*self.named, *self.extras)
 
     @property

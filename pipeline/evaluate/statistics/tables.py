@@ -56,7 +56,7 @@ class ScoredBenchmark:
     made_of: Mapping[str, str] = field(default_factory=dict)
 
 
-class Shown(NamedTuple):
+class Printed(NamedTuple):
     """A number and how it is printed."""
 
     score: float
@@ -128,7 +128,7 @@ def printed(percent: float) -> str:
     return str(Decimal(repr(round(percent, 9))).quantize(Decimal("0.1"), ROUND_HALF_UP))
 
 
-def rel_of(scores: Sequence[Shown | None], originals: Sequence[Shown | None]) -> Shown | None:
+def rel_of(scores: Sequence[Printed | None], originals: Sequence[Printed | None]) -> Printed | None:
     """Compute Rel. by the paper's rule: the mean over benchmarks of printed score / printed full retention, in %.
 
     None where a number is missing or an original is 0.0.
@@ -139,10 +139,10 @@ def rel_of(scores: Sequence[Shown | None], originals: Sequence[Shown | None]) ->
             return None
         ratios.append(float(score.printed) / float(original.printed))
     rel = 100 * math.fsum(ratios) / len(ratios)
-    return Shown(rel, f"{printed(rel)}%")
+    return Printed(rel, f"{printed(rel)}%")
 
 
-def marks(shown: Sequence[Shown | None]) -> list[Mark]:
+def marks(shown: Sequence[Printed | None]) -> list[Mark]:
     """Mark the best printed value of a column in a block, and the next distinct one."""
     value = [float(one.printed.rstrip("%")) if one else None for one in shown]
     ranked = sorted({number for number in value if number is not None}, reverse=True)
@@ -188,16 +188,16 @@ def _columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> Iterator[tuple[
     yield overall, matrix.whole() if benchmark.mean_over is None else matrix.by(benchmark.mean_over)
 
 
-def _shown(numbers: Estimate) -> list[Shown | None]:
-    return [None if math.isnan(v) else Shown(100 * v, printed(100 * v)) for v in numbers.value.tolist()]
+def _shown(numbers: Estimate) -> list[Printed | None]:
+    return [None if math.isnan(v) else Printed(100 * v, printed(100 * v)) for v in numbers.value.tolist()]
 
 
-def _shown_rel(overall: Sequence[Estimate]) -> list[Shown | None]:
+def _shown_rel(overall: Sequence[Estimate]) -> list[Printed | None]:
     shown_A = list(zip(*(_shown(numbers) for numbers in overall), strict=True))
     return [rel_of(shown, shown_A[_FULL]) for shown in shown_A]
 
 
-def _cells(numbers: Estimate, shown: Sequence[Shown | None], blocks: Sequence[_BlockArms]) -> list[Cell | None]:
+def _cells(numbers: Estimate, shown: Sequence[Printed | None], blocks: Sequence[_BlockArms]) -> list[Cell | None]:
     """Build the cells of a column for every arm."""
     cells: list[Cell | None] = [None] * len(shown)
     plain = _BlockArms([_FULL], None)

@@ -12,10 +12,10 @@ import pyarrow as pa
 
 from pipeline.errors import QuestionFault
 from pipeline.evaluate.benchmarks.base import Benchmark
-from pipeline.evaluate.benchmarks.items import Item, Loaded
-from pipeline.evaluate.files import Shown, main_table
+from pipeline.evaluate.benchmarks.items import Item, LoadedQuestions
+from pipeline.evaluate.files import Presentation, main_table
 from pipeline.evaluate.request import EvaluateRequest, write_results_header
-from pipeline.evaluate.run import Evaluated
+from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import score_table
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
 from pipeline.generate.answers import ANSWER_SCHEMA, commit_answers, write_answers_header
@@ -40,29 +40,29 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content, indent=4))
 
 
-def faults_of(loaded: Loaded) -> Counter[tuple[str, bool]]:
+def faults_of(loaded: LoadedQuestions) -> Counter[tuple[str, bool]]:
     """How often each kind of fault is there, and whether it left a question out; and every row is accounted for."""
     left_out = sum(fault.left_out for fault in loaded.faults)
     assert loaded.n_annotated == len(loaded.items) + left_out
     return Counter((fault.kind, fault.left_out) for fault in loaded.faults)
 
 
-def faulty(loaded: Loaded, kind: str) -> list[str | None]:
+def faulty(loaded: LoadedQuestions, kind: str) -> list[str | None]:
     """The questions with a fault of this kind."""
     return [fault.question_id for fault in loaded.faults if fault.kind == kind]
 
 
-def by_id(loaded: Loaded) -> dict[str, Item]:
+def by_id(loaded: LoadedQuestions) -> dict[str, Item]:
     return {item.question_id: item for item in loaded.items}
 
 
 def replied(
     benchmark: Benchmark,
-    loaded: Loaded,
+    loaded: LoadedQuestions,
     replies: Mapping[str, str],
     protocol: str | None = None,
     arms: Mapping[str, Arm] | None = None,
-) -> Evaluated:
+) -> ScoredQuestions:
     """The questions scored by a protocol's rule; one without a reply failed. Every arm says the same."""
     arms = arms or {"none@1": ORIGINAL}
     common = {"prompt": "p", "run_id": "r", "attempts": 1, "status": "ok"}
@@ -73,7 +73,7 @@ def replied(
     ]
     answers = pa.Table.from_pylist(rows, schema=ANSWER_SCHEMA)
     scores = score_table(loaded.items, arms, answers, benchmark.protocol(protocol))
-    return Evaluated(loaded=loaded, scores=scores)
+    return ScoredQuestions(loaded=loaded, scores=scores)
 
 
 def commit_replies(request: EvaluateRequest, replies: Mapping[str, str], failed: Collection[str] = ()) -> None:
@@ -92,9 +92,9 @@ def commit_replies(request: EvaluateRequest, replies: Mapping[str, str], failed:
     commit_answers(answers, "run", 0, rows)
 
 
-def printed(benchmark: Benchmark, done: Evaluated, protocol: str | None = None) -> dict[str, str]:
+def printed(benchmark: Benchmark, done: ScoredQuestions, protocol: str | None = None) -> dict[str, str]:
     """The main table's row of full retention: title of the column -> number."""
     one = benchmark.protocol(protocol)
-    table = main_table(done, Shown(title="T", benchmark=benchmark, protocol=one, described={}, draws=100))
+    table = main_table(done, Presentation(title="T", benchmark=benchmark, protocol=one, described={}, draws=100))
     cells = zip(table.columns, table.original.cells, strict=True)
     return {column.title: cell.printed for column, cell in cells if cell}

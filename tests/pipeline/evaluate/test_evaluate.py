@@ -14,13 +14,13 @@ from rich.console import Console
 from pipeline.errors import IdentityMismatch, NotResults, QuestionFault, RunFailed, UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.base import Benchmark
-from pipeline.evaluate.benchmarks.items import AnnotationFault, Loaded
+from pipeline.evaluate.benchmarks.items import AnnotationFault, LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
-from pipeline.evaluate.evaluate import Evaluation, evaluate, render_evaluation, said_of_the_data
-from pipeline.evaluate.files import Shown, main_table
+from pipeline.evaluate.evaluate import Evaluation, describe_data, evaluate, render_evaluation
+from pipeline.evaluate.files import Presentation, main_table
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import prepare, write_results_header
-from pipeline.evaluate.run import Evaluated
+from pipeline.evaluate.run import ScoredQuestions
 from pipeline.generate.answers import commit_answers, write_answers_header
 from pipeline.generate.summary import AnswerSummary
 from pipeline.prune.summary import Summary
@@ -38,11 +38,11 @@ def fault(kind, message, *, left_out=True):
 
 
 def test_how_many_questions_there_are_is_said_with_what_is_missing():
-    loaded = Loaded(tuple(items_of(500).values()), (), 2100)
-    assert list(said_of_the_data(loaded, BENCHMARKS["videomme"])) == [
+    loaded = LoadedQuestions(tuple(items_of(500).values()), (), 2100)
+    assert list(describe_data(loaded, BENCHMARKS["videomme"])) == [
         "VideoMME: 1,500 questions to ask; 2,100 annotated of 2,700 in the whole benchmark"
     ]
-    assert list(said_of_the_data(loaded, OWN)) == ["Q: 1,500 questions to ask; 2,100 annotated"]
+    assert list(describe_data(loaded, OWN)) == ["Q: 1,500 questions to ask; 2,100 annotated"]
 
 
 def test_every_kind_of_fault_is_said_once_with_its_first_example():
@@ -52,7 +52,7 @@ def test_every_kind_of_fault_is_said_once_with_its_first_example():
         fault("missing-video", "row 3"),
         fault("repeated-question", "row 4"),
     )
-    _, *lines = said_of_the_data(Loaded((), faults, 4), OWN)
+    _, *lines = describe_data(LoadedQuestions((), faults, 4), OWN)
     assert lines == [
         "note: 2 missing-video, left out, e.g. row 1",
         "note: 1 repeated-question, kept, e.g. row 2",
@@ -73,8 +73,8 @@ def done() -> Evaluation:
     """Made-up scores of a few questions, as scored alone."""
     items = items_of(6)
     scores = scores_of(items, ["gstep", "fastv,K=3"], [0.25, 0.1])
-    evaluated = Evaluated(loaded=Loaded(tuple(items.values()), (), len(items)), scores=scores)
-    shown = Shown(title="T", benchmark=OWN, protocol=LETTER, described={}, draws=100)
+    evaluated = ScoredQuestions(loaded=LoadedQuestions(tuple(items.values()), (), len(items)), scores=scores)
+    shown = Presentation(title="T", benchmark=OWN, protocol=LETTER, described={}, draws=100)
     return Evaluation(done=evaluated, table=main_table(evaluated, shown), out="there", files=["a.md", "b.html"])
 
 

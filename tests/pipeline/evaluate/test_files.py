@@ -8,10 +8,10 @@ import pytest
 
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
-from pipeline.evaluate.benchmarks.items import AnnotationFault, Item, Loaded
-from pipeline.evaluate.files import REPORT, SCORES, TABLES_MD, TABLES_TEX, Shown, main_table, write_results
+from pipeline.evaluate.benchmarks.items import AnnotationFault, Item, LoadedQuestions
+from pipeline.evaluate.files import REPORT, SCORES, TABLES_MD, TABLES_TEX, Presentation, main_table, write_results
 from pipeline.evaluate.protocols import LETTER
-from pipeline.evaluate.run import Evaluated
+from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.scores import SCORE_SCHEMA
 from pipeline.evaluate.statistics.results import OVERALL
 from pipeline.storage.stores import LocalStore
@@ -21,9 +21,9 @@ VIDEOMME = BENCHMARKS["videomme"]
 FAULT = AnnotationFault("missing-video", "9-1", "row 9: there is no data/nine.mp4", True)
 
 
-def done_with(items: Mapping[str, Item]) -> Evaluated:
+def done_with(items: Mapping[str, Item]) -> ScoredQuestions:
     scores = scores_of(items, ["gstep", "uniform"], [0.25])
-    return Evaluated(loaded=Loaded(tuple(items.values()), (FAULT,), len(items) + 1), scores=scores)
+    return ScoredQuestions(loaded=LoadedQuestions(tuple(items.values()), (FAULT,), len(items) + 1), scores=scores)
 
 
 def in_parts(*parts: str | None, name: str = "split") -> dict[str, Item]:
@@ -35,9 +35,9 @@ def in_parts(*parts: str | None, name: str = "split") -> dict[str, Item]:
     }
 
 
-def shown(benchmark: Benchmark = VIDEOMME, **more) -> Shown:
+def shown(benchmark: Benchmark = VIDEOMME, **more) -> Presentation:
     given = {"title": "T", "benchmark": benchmark, "protocol": benchmark.protocol(), "described": {"protocol": "p"}}
-    return Shown(**{**given, "draws": 100, **more})
+    return Presentation(**{**given, "draws": 100, **more})
 
 
 def own(*splits: Split, metric: str = "questions") -> Benchmark:

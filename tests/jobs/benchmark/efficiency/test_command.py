@@ -131,10 +131,10 @@ def test_the_formula_gives_the_bytes_of_the_real_cache(method, tmp_path):
     answers = Answers(job)
     seen = []
     answers.llm.model.register_forward_hook(lambda module, args, output: seen.append(_n_bytes(output[CACHE])))
-    for way in job.ways:
-        visual = answers.chosen(way, video("tiny-qwen2-5-vl"), 0).value[0]
+    for arm in job.arms:
+        visual = answers.chosen(arm, video("tiny-qwen2-5-vl"), 0).value[0]
         seen.clear()
-        sample = answers.asked(way, visual, 0)
+        sample = answers.asked(arm, visual, 0)
         assert seen[0] == sample.kv_bytes and len(seen) == 3
         assert seen[2] == sample.kv_bytes + job.kv.n_bytes(2)
 
@@ -187,5 +187,5 @@ def test_a_prompt_beyond_the_context_is_refused(tmp_path):
     job = prepare(tmp_path, model="tiny-qwen2-5-vl", methods=["gstep"], **SMALL | {"max_new_tokens": 10**6})
     answers = Answers(job)
     with pytest.raises(ValueError, match="--num-frames"):
-        answers.asked(job.ways[0], video("tiny-qwen2-5-vl"), 0)
+        answers.asked(job.arms[0], video("tiny-qwen2-5-vl"), 0)
     assert Path(tmp_path).is_dir()

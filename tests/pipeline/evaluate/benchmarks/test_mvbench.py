@@ -10,7 +10,7 @@ from rich.console import Console
 from pipeline.errors import QuestionsChanged, UsageError
 from pipeline.evaluate.benchmarks import BENCHMARKS
 from pipeline.evaluate.config import EvaluateConfig
-from pipeline.evaluate.evaluate import evaluate, said_of_the_data
+from pipeline.evaluate.evaluate import describe_data, evaluate
 from pipeline.evaluate.request import prepare
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, score_matrix
 from pipeline.video.decode import DecodeRequest, decode_video
@@ -183,14 +183,14 @@ def test_an_empty_reply_is_wrong_and_counted(loaded):
 
 
 def test_tasks_without_a_question_are_said(loaded):
-    lines = list(said_of_the_data(loaded, MVBENCH))
+    lines = list(describe_data(loaded, MVBENCH))
     assert lines[0] == "MVBench: 14 questions to ask; 17 annotated of 4,000 in the whole benchmark"
     assert lines[1].startswith("note: no question of fine_grained_action, unexpected_action, ")
     assert lines[1].endswith("the score is the mean over 7 of the 20, and not the published one")
     whole = replace(
         loaded, items=tuple(replace(loaded.items[0], splits={"task": task}) for task in MVBENCH.splits[0].parts)
     )
-    assert "no question of" not in "".join(said_of_the_data(whole, MVBENCH))
+    assert "no question of" not in "".join(describe_data(whole, MVBENCH))
 
 
 def test_a_folder_of_frames_without_frames_is_missing(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 
 from pipeline.cache.header import fingerprint
 from pipeline.errors import IdentityMismatch, UsageError
-from pipeline.evaluate.lmms.arguments import Arguments, in_these_words
+from pipeline.evaluate.lmms.arguments import Arguments, explain_flags
 
 PLACES = {"cache": "c", "answers": "a"}
 HELD = {
@@ -72,10 +72,10 @@ def test_what_cannot_be_is_refused(given, why):
 def test_errors_of_jobs_generate_say_what_its_flags_are_here():
     with (
         pytest.raises(UsageError, match=r"--pruner gstep needs --retention-ratio.*--pruner is method="),
-        in_these_words(),
+        explain_flags(),
     ):
         Arguments.read({**PLACES, "method": "gstep"}).config(HELD)
-    with pytest.raises(UsageError, match="--positions must be one of"), in_these_words():
+    with pytest.raises(UsageError, match="--positions must be one of"), explain_flags():
         Arguments.read({**PLACES, "positions": "odd"}).config(HELD)
 
 

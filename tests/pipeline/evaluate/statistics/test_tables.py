@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pipeline.evaluate.statistics.results import Column, Versus
-from pipeline.evaluate.statistics.tables import ScoredBenchmark, Shown, marks, printed, rel_of, results_table
+from pipeline.evaluate.statistics.tables import Printed, ScoredBenchmark, marks, printed, rel_of, results_table
 from tests.pipeline.evaluate.statistics.paper_tables import COLUMNS, TABLES, paper_rows
 from tests.pipeline.evaluate.statistics.score_tables import bits, score_rows, score_table
 
@@ -21,7 +21,7 @@ MANY = [f"v{i // 3:02}" for i in range(12 * TIMES)]
 
 
 def shown(number):
-    return Shown(float(number), number)
+    return Printed(float(number), number)
 
 
 @cache
