@@ -75,17 +75,16 @@ def _join_or_start(say: Callable[[str], object]) -> None:
         with _muted_stderr():
             check_answers(address)
     logging.getLogger("ray._private.worker").addFilter(_keep_known_lines)
-    began = time.monotonic()
-    try:
-        _initialise(say)
-    except Exception as error:  # Ray raises plain exceptions if one of its processes does not start
-        if address is not None or time.monotonic() - began < SLOW_START_S:
-            raise RunFailed(startup_failure(error, address)) from error
-        say(f"note: Ray did not start in {time.monotonic() - began:.0f} s; trying once more")
+    for last in (False, True):
+        began = time.monotonic()
         try:
             _initialise(say)
-        except Exception as again:
-            raise RunFailed(startup_failure(again, address)) from again
+            break
+        except Exception as error:  # Ray raises plain exceptions if one of its processes does not start
+            took_s = time.monotonic() - began
+            if last or address is not None or took_s < SLOW_START_S:
+                raise RunFailed(startup_failure(error, address)) from error
+            say(f"note: Ray did not start in {took_s:.0f} s; trying once more")
     say(_connected_to())
     atexit.unregister(_shut_down)  # so that it runs once, however often this process connects
     atexit.register(_shut_down)

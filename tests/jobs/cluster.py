@@ -69,14 +69,14 @@ class Cluster:
         self._wait_until(lambda: len(self._alive_nodes()) == len(self._nodes), "the node joins")
 
     def ray(self, *argv: str, timeout: float = 240, cwd: Path | None = None, **environ: str) -> Ended:
-        """``ray <argv>`` as a user of the cluster runs it; stdout and stderr together."""
+        """Run ``ray <argv>`` as a user of the cluster does; stdout and stderr together."""
         return subprocess.run(
             [RAY, *argv], env={**self.environment, **environ}, cwd=cwd or self.folder, timeout=timeout,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         )  # fmt: skip
 
     def submit(self, *entrypoint: str, options: tuple[str, ...] = (), **more: Any) -> Ended:
-        """``ray job submit <options> -- <entrypoint>``; it ends with the job unless the options have --no-wait."""
+        """Run ``ray job submit <options> -- <entrypoint>``, which ends with the job unless the options have --no-wait."""
         return self.ray("job", "submit", "--address", self.address, *options, "--", *entrypoint, **more)
 
     def logs(self, job: str) -> str:
@@ -86,7 +86,7 @@ class Cluster:
         return self.ray("job", "stop", "--address", self.address, job)
 
     def info(self, job: str) -> dict[str, Any]:
-        """What the job server says of a job: status, message, driver_exit_code, driver_info and more."""
+        """Return what the job server says of a job: status, message, driver_exit_code, driver_info and more."""
         found: dict[str, Any] = self.get(f"/api/jobs/{job}")
         return found
 
@@ -98,14 +98,14 @@ class Cluster:
         return self.info(job)
 
     def get(self, path: str) -> Any:
-        """The JSON behind a path of the job server."""
+        """Fetch the JSON behind a path of the job server."""
         token = self.environment.get("RAY_AUTH_TOKEN")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         with urllib.request.urlopen(urllib.request.Request(self.address + path, headers=headers), timeout=30) as answer:
             return json.load(answer)
 
     def close(self) -> None:
-        """TERM for every node, KILL for what is left of their process groups, and their files away."""
+        """Send TERM to every node and KILL to what is left of their process groups, and remove their files."""
         for node in reversed(self._nodes):
             node.terminate()  # ``ray start --block`` ends its own children then
         for node in reversed(self._nodes):
@@ -132,7 +132,7 @@ class Cluster:
         self._nodes.append(node)
 
     def _wait_for_server(self) -> None:
-        """The server answers before it can take a job: the head's agent, which starts it, comes last."""
+        """Wait until the server takes jobs: it answers earlier, as the head's agent that starts jobs comes last."""
 
         def ready() -> bool:
             try:
@@ -161,7 +161,7 @@ Ended = subprocess.CompletedProcess[str]
 
 
 def _free_ports(count: int) -> list[int]:
-    """Distinct ports that nothing listens on now."""
+    """Find distinct ports that nothing listens on now."""
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

@@ -36,7 +36,7 @@ _PRELOAD = ["jobs.prune", "pipeline.prune.run", "pipeline.prune.summary", "trans
 
 
 def tiny_videos(folder: Path, count: int = N_VIDEOS) -> list[str]:
-    """``count`` videos of 64x64 pixels and 2 to 8 frames, all of them different; returns their ids."""
+    """Write ``count`` different videos of 64x64 pixels and 2 to 8 frames, and return their ids."""
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"v{number:03}.mp4" for number in range(count)]
     for number, name in enumerate(names):
@@ -76,7 +76,7 @@ class Driver:
         return self._process.is_alive()
 
     def kill(self) -> None:
-        """SIGKILL; returns when it is gone."""
+        """Send SIGKILL, and return when the driver is gone."""
         self._process.kill()
         assert self.wait() == -signal.SIGKILL, self.output
 
@@ -86,7 +86,7 @@ class Driver:
         assert self.running(), f"it ended before: {what}: {self.output}"
 
     def wait(self, timeout: float = 120) -> int:
-        """Its exit code, negative for a signal."""
+        """Wait for the driver and return its exit code, negative for a signal."""
         self._process.join(timeout)
         code = self._process.exitcode
         assert code is not None, self.output
@@ -113,12 +113,12 @@ def _drive(argv: list[str], log: str, before: Callable[[], None] | None, environ
 
 
 def die_before_the_third_commit() -> None:
-    """From here on, this driver is killed after a token shard was written and before its videos shard is."""
+    """Make this driver kill itself after a token shard was written and before its videos shard is."""
     _signal_before_the_third_commit(signal.SIGKILL)
 
 
 def stop_before_the_third_commit() -> None:
-    """From here on, this driver is stopped there, after it said so; its note has signs of life in quick succession."""
+    """Make this driver stop itself there, after it said so; its note has a sign of life every two seconds."""
     from pipeline.execution import run  # noqa: PLC0415
 
     run.Claim = partial(run.Claim, heartbeat_s=FAST_BEAT)  # type: ignore[assignment,misc]
@@ -140,12 +140,12 @@ def _signal_before_the_third_commit(number_of_signal: signal.Signals) -> None:
 
 
 def files(cache: Path, folder: str) -> list[Path]:
-    """The finished files of a folder of the cache."""
+    """List the finished files of a folder of the cache."""
     return sorted(path for path in (cache / folder).glob("*.parquet") if not path.name.startswith("."))
 
 
 def calls(videos: Path) -> Counter[str]:
-    """How often CountedDecoder was asked for each video."""
+    """Count how often CountedDecoder was asked for each video."""
     log = videos / "calls"
     return Counter(line.split()[0] for line in log.read_text().splitlines()) if log.exists() else Counter()
 
@@ -169,14 +169,17 @@ class Visible:
         return sorted(self._expected)
 
     def check(self, cache: Path) -> list[str]:
-        """The ids that are visible by now in a folder. Whatever is torn, doubled or different fails the test."""
+        """Check what a cache in a folder shows, and return the ids.
+
+        Whatever is torn, doubled or different fails the test.
+        """
         for path in {*files(cache, "tokens"), *files(cache, "videos")} - self._whole:
             pq.read_table(path, page_checksum_verification=True)
             self._whole.add(path)
         return self.check_rows(TokenCache(cache)) if (cache / "cache.json").exists() else []
 
     def check_rows(self, opened: TokenCache) -> list[str]:
-        """The same of an opened cache, without a look at files that its rows do not name."""
+        """Check the rows of an opened cache likewise, without a look at files that its rows do not name."""
         rows = committed(opened.store)
         assert len(rows) == len(set(rows)), "a video has two rows"
         assert sorted(rows) == opened.video_ids, "a video failed"
@@ -188,5 +191,5 @@ class Visible:
         return rows
 
     def assert_complete(self, cache: Path) -> None:
-        """The cache shows every video."""
+        """Assert that the cache shows every video."""
         assert sorted(self.check(cache)) == self.ids

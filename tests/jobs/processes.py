@@ -11,7 +11,7 @@ from tests.waiting import wait_until
 
 
 def family(pid: int) -> dict[int, str]:
-    """Process id -> title of every descendant of ``pid`` that is no zombie."""
+    """Return process id -> title of every descendant of ``pid`` that is no zombie."""
     parents, titles = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -26,13 +26,13 @@ def family(pid: int) -> dict[int, str]:
 
 
 def _title(folder: Path) -> str:
-    """Without the name of an actor, which Ray puts before its class while it works."""
+    """Read the title of a process without the name of an actor, which Ray puts before its class while it works."""
     title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     return re.sub(r"^ray::worker-[0-9a-f]{32}:", "ray::", title)
 
 
 def resident_mb(pid: int) -> float:
-    """Memory of a process that it shares with nobody, in MB; 0 where it has ended."""
+    """Measure the memory of a process that it shares with nobody, in MB; 0 where it has ended."""
     with suppress(OSError):
         _, resident, shared = Path(f"/proc/{pid}/statm").read_text().split()[:3]
         return (int(resident) - int(shared)) * 4096 / 1e6
@@ -40,7 +40,7 @@ def resident_mb(pid: int) -> float:
 
 
 def assert_all_gone(pids: list[int], timeout: float = 90) -> None:
-    """Within ``timeout``, none of the processes is left."""
+    """Assert that none of the processes is left within ``timeout`` seconds."""
 
     def left() -> dict[int, str]:
         found = {}
@@ -53,7 +53,7 @@ def assert_all_gone(pids: list[int], timeout: float = 90) -> None:
 
 
 def titled(process: subprocess.Popen[str], title: str, timeout: float = 120, below: int | None = None) -> int | None:
-    """A worker of a run by how its process title begins, as soon as there is one; None when the run ended.
+    """Wait for a worker of a run whose process title begins so; None when the run ended.
 
     ``below`` is the process that Ray is of, where it is not of the run's own.
     """

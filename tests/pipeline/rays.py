@@ -33,7 +33,7 @@ _plain: list[tuple[ExitStack, list[str]]] = []
 
 @contextmanager
 def ray_here(*nodes: dict[str, Any]) -> Iterator[list[str]]:
-    """A cluster of ``nodes`` (options of a node), this process connected to the first; yields the nodes' ids."""
+    """Start a cluster of ``nodes`` (options of a node), connect this process to the first, and yield the nodes' ids."""
     if nodes == PLAIN:
         yield _plain_ids()
     else:
@@ -57,7 +57,7 @@ def _end_plain() -> None:
 
 @contextmanager
 def growing_ray(*nodes: dict[str, Any]) -> Iterator[tuple[Callable[..., Any], list[str]]]:
-    """The same; yields what adds a node, too."""
+    """Start such a cluster, and yield a function that adds a node too."""
     _end_plain()
     with _environment_of_nodes(), _connected(*nodes) as started:
         yield started
@@ -76,7 +76,7 @@ def _environment_of_nodes() -> Iterator[None]:
 
 @contextmanager
 def _connected(*nodes: dict[str, Any]) -> Iterator[tuple[Callable[..., Any], list[str]]]:
-    """What adds a node, and the ids of those that are there."""
+    """Start and join a cluster; yield a function that adds a node, and the ids of those that are there."""
     cluster = Cluster()
     try:
         add = partial(cluster.add_node, include_dashboard=False, include_log_monitor=False)
@@ -110,7 +110,7 @@ def rows_of(
 def graph_of(
     n_videos: int, plan: Resources, out: Path, path: str = "/v.mp4", frames: int = 2, decoder: str = "auto", **more: Any
 ) -> RunGraph:
-    """The real graph over one file under ``n_videos`` names, with the tiny model on the CPU."""
+    """Build the real graph over one file under ``n_videos`` names, with the tiny model on the CPU."""
     source = ModelSource.resolve("tiny")
     rows = [{"video_id": f"v{i}", "uri": path, "attempts": 1} for i in range(n_videos)]
     todo = pa.Table.from_pylist(rows, schema=TODO_SCHEMA)
