@@ -76,7 +76,7 @@ class Cluster:
         )  # fmt: skip
 
     def submit(self, *entrypoint: str, options: tuple[str, ...] = (), **more: Any) -> Ended:
-        """Run ``ray job submit <options> -- <entrypoint>``, which ends with the job unless the options have --no-wait."""
+        """Run ``ray job submit <options> -- <entrypoint>``, which ends with the job without --no-wait."""
         return self.ray("job", "submit", "--address", self.address, *options, "--", *entrypoint, **more)
 
     def logs(self, job: str) -> str:

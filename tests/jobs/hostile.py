@@ -57,7 +57,7 @@ class MountedElsewhere(CountedDecoder):
 
     @staticmethod
     def _is_mine(bad: Path) -> bool:
-        """Return whether this worker asked first, which makes it the bad one; its fork server is this process's parent."""
+        """Return whether this worker asked first, and so is the bad one; its fork server is this one's parent."""
         with suppress(FileExistsError), (bad / "worker").open("x") as file:
             file.write(f"{os.getppid()}")
         return (bad / "worker").read_text() in ("", f"{os.getppid()}")
