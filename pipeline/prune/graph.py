@@ -3,9 +3,9 @@
     manifest -> decode (CPU actors, killable child processes) -> encode + prune (GPU actors)
         -> the driver bundles references, by number or age -> write (actors) -> the driver commits
 
-Videos travel in bundles: small ones together, a large one alone (``pipeline.prune.batches``). Encode and prune share an
-actor, so that a video's full tokens (45 MB for 32 frames of LLaVA-OneVision-7B) never cross the object store; decode is
-a stage of its own, so that nodes without GPUs can take it.
+Videos travel in bundles: several together, a very large one alone (``pipeline.prune.batches``). Encode and prune share
+an actor, so that a video's full tokens (45 MB for 32 frames of LLaVA-OneVision-7B) never cross the object store; decode
+is a stage of its own, so that nodes without GPUs can take it.
 Ray Data runs these two. An encoded video waits at most --flush-seconds to be written (``pipeline.execution.shards``).
 """
 
@@ -70,18 +70,19 @@ class Resources:
     def fitting(self, store_bytes: float, frame_bytes: int, token_bytes: int, n_videos: int) -> Resources:
         """Fit bundles, shards and the videos on their way to encoders to the bytes that videos take.
 
-        Small videos share a bundle, as long as there are enough bundles for all workers. Enough videos are on their way
-        to an encoder that it does not wait for the driver, which looks ten times a second; but in a short run at most
+        Videos share a bundle as long as there are enough bundles for all workers and the object stores hold them. Enough
+        videos are on their way to an encoder that it does not wait for the driver, which looks ten times a second; but in a short run at most
         an eighth of its share, since other encoders may finish earlier, and at most a quarter of the object stores.
         Shards are so small that those held at once fit half of the object stores, which is Ray's own limit.
         """
         room = store_bytes / 2 / (self.shards_at_once * max(token_bytes, 1))
         shard = max(1, int(min(self.videos_per_shard, room)))
         workers = self.decode.workers + self.encode.workers
-        most = min(MOST_BUNDLED, BUNDLE_BYTES // max(frame_bytes, 1), n_videos // (16 * workers), shard)
-        bundle = math.ceil(
-            shard / math.ceil(shard / max(1, most))
-        )  # about a divisor of the shard, which holds whole bundles
+        at_once = 4 * self.decode.workers + 2 * CALLS * self.encode.workers  # bundles: see store_bytes
+        held = min(BUNDLE_BYTES, store_bytes / 2 / at_once)
+        most = min(MOST_BUNDLED, int(held / max(frame_bytes, 1)), n_videos // (16 * workers), shard)
+        # About a divisor of the shard, which holds whole bundles.
+        bundle = math.ceil(shard / math.ceil(shard / max(1, most)))
         share = n_videos // (8 * bundle * self.encode.workers)
         fit = int(store_bytes / 4 / (self.encode.workers * bundle * max(frame_bytes, 1)))
         in_flight = max(2 * CALLS, min(max(4, UNDER_WAY // bundle), share, fit))
@@ -138,7 +139,8 @@ class Resources:
 
 LEAST_BYTES = 8 * 2**20  # bytes granted to the videos of a worker, however small these are
 # At most so many bytes of frames, which a bundle of several videos costs a copy, and so many videos in a bundle.
-BUNDLE_BYTES, MOST_BUNDLED = LEAST_BYTES, 32
+# Four videos of 32 frames take an encoder half a second: so long the first may wait for the last.
+BUNDLE_BYTES, MOST_BUNDLED = 64 * 2**20, 32
 DECODER_BYTES = 2**30  # memory of a decoder: two processes, the packets of a file, and the frames in hand
 # Bytes of video files for which another decoder is worth its start of a second: half a minute at 1 Mbit/s.
 DECODER_FILES_BYTES = 4 * 2**20

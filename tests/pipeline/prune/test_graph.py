@@ -119,14 +119,21 @@ def fitted(n_videos: int, frames: int, store_bytes: float = 10**12, cpus: float 
     return plan.fitting(store_bytes, frames * FRAME, frames * 350_000, n_videos)
 
 
-def test_small_videos_share_a_bundle_and_a_large_one_is_alone():
-    sizes = {frames: fitted(10**5, frames).videos_per_bundle for frames in (1, 2, 8, 16, 32, 768)}
-    assert sizes == {1: 16, 2: 8, 8: 2, 16: 1, 32: 1, 768: 1}  # 16 make a shard, and shards hold whole bundles
+def test_videos_share_a_bundle_and_a_very_large_one_is_alone():
+    sizes = {frames: fitted(10**5, frames).videos_per_bundle for frames in (1, 8, 16, 32, 64, 768)}
+    assert sizes == {1: 16, 8: 16, 16: 8, 32: 4, 64: 2, 768: 1}  # 16 make a shard, and shards hold whole bundles
     assert all(size * frames * FRAME <= BUNDLE_BYTES for frames, size in sizes.items() if size > 1)
     assert fitted(100, 1).videos_per_bundle == 1  # all workers have some
     assert (
         replace(plan_resources(64, 8, 10**5), videos_per_shard=3).fitting(1e12, FRAME, 1, 10**5).videos_per_bundle == 3
     )
+
+
+@pytest.mark.parametrize("store_bytes", [2 * 10**8, 10**9, 10**10])
+def test_bundles_are_so_small_that_half_of_the_object_stores_holds_those_at_once(store_bytes):
+    plan = fitted(10**5, 32, store_bytes, cpus=2, gpus=0)
+    assert plan.videos_per_bundle == 1 or plan.store_bytes(32 * FRAME, 0) <= store_bytes / 2
+    assert fitted(10**5, 32, 10**10, cpus=2, gpus=0).videos_per_bundle == 4
 
 
 def test_encoders_have_enough_under_way_and_no_more_than_the_object_stores_hold():
