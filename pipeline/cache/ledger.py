@@ -23,12 +23,11 @@ from pipeline.cache.live_rows import (
     belongs,
     completed,
     live_and_earlier,
-    made_with_of,
-    needed_for,
+    small_rows,
     states_of,
 )
 from pipeline.cache.schema import KEY_COLUMNS
-from pipeline.cache.table import SortedFile, TableFile, read_small, table_files
+from pipeline.cache.table import SortedFile, TableFile, table_files
 from pipeline.errors import ON_THE_GPU
 from pipeline.errors import OUTSIDE as OUTSIDE_CLASSES
 from pipeline.keys import find, keys_of
@@ -189,11 +188,10 @@ class Ledger:
 
     def _parsed(self, file: tuple[str, bytes]) -> pa.Table | None:
         """Parse a small file, or return None where it is of another identity."""
-        table = read_small(self._store, *file, needed_for(_READ))
-        if not belongs(made_with_of(table), self._made_with):
+        table = small_rows(self._store, *file, _READ, self._made_with)
+        if table is None:
             self.foreign.append(file[0])
-            return None
-        return completed(table, _READ)
+        return table
 
     def _numbers(self, table: pa.Table) -> Columns:
         """Convert the rows that were read last to ``_COLUMNS``."""

@@ -101,7 +101,15 @@ def read_file(store: Store, file: TableFile, columns: Sequence[str] | None = Non
     if file.level:
         opened = SortedFile(store, file)
         return completed(pa.concat_tables(opened.parts(columns)), columns)
-    return completed(read_small(store, file.name, store.read(file.name), needed_for(columns)), columns)
+    return small_rows(store, file.name, store.read(file.name), columns)
+
+
+def small_rows(
+    store: Store, name: str, data: bytes, columns: Sequence[str], made_with: str | None = None
+) -> pa.Table | None:
+    """Parse ``columns`` of a small file; None where it is not of the identity ``made_with``. Raises CorruptShard."""
+    table = read_small(store, name, data, needed_for(columns))
+    return completed(table, columns) if belongs(made_with_of(table), made_with) else None
 
 
 def states_of(status: pa.ChunkedArray) -> NDArray[np.int8]:

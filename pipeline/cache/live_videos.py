@@ -21,12 +21,12 @@ from pipeline.cache.live_rows import (
     belongs,
     completed,
     live_rows,
-    made_with_of,
     needed_for,
+    small_rows,
     with_place,
 )
 from pipeline.cache.schema import VIDEO_SCHEMA
-from pipeline.cache.table import GROUP_ROWS, SortedFile, TableFile, read_small, table_files
+from pipeline.cache.table import GROUP_ROWS, SortedFile, TableFile, table_files
 from pipeline.keys import keys_of
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
@@ -84,11 +84,11 @@ class LiveVideos:
         tables = [pa.schema([*(VIDEO_SCHEMA.field(name) for name in LIVE_COLUMNS), *PLACE]).empty_table()]
         foreign = []
         for name, data in zip(names, store.read_all(names), strict=True):
-            table = read_small(store, name, data, needed_for(LIVE_COLUMNS))
-            if belongs(made_with_of(table), made_with):
-                tables.append(with_place(completed(table, LIVE_COLUMNS), name))
-            else:
+            table = small_rows(store, name, data, LIVE_COLUMNS, made_with)
+            if table is None:
                 foreign.append(name)
+            else:
+                tables.append(with_place(table, name))
         small = live_rows(pa.concat_tables(tables).combine_chunks())
         live = cls(store, made_with, small, [file for file in files if file.level])
         live.foreign += foreign
@@ -161,7 +161,7 @@ class LiveVideos:
         tables = [pa.schema([*(VIDEO_SCHEMA.field(name) for name in columns), *PLACE]).empty_table()]
         names = sorted(set(self.small["shard"].to_pylist()))
         for name, data in zip(names, self._store.read_all(names), strict=True):
-            rows = completed(read_small(self._store, name, data, needed_for(columns)), columns)
+            rows = small_rows(self._store, name, data, columns)
             mine = self.small["row"].filter(pc.equal(self.small["shard"], name))
             tables.append(with_place(rows, name).take(mine))
         return pa.concat_tables(tables)
@@ -242,18 +242,13 @@ class LiveShards:
     @classmethod
     def of(cls, rows: pa.Table) -> LiveShards:
         """Group rows by token shard; they have token_shard, first_row_group, shard and row."""
-        rows = rows.set_column(rows.schema.get_field_index("token_shard"), "token_shard", _named(rows["token_shard"]))
-        order = pc.sort_indices(rows, [("token_shard", "ascending"), ("first_row_group", "ascending")])
-        rows = rows.take(order).combine_chunks()
-        runs = pc.run_end_encode(rows["token_shard"].combine_chunks()) if len(rows) else None
-        names = pa.array([], pa.string()) if runs is None else runs.values
-        ends = np.zeros(0, np.int64) if runs is None else runs.run_ends.to_numpy().astype(np.int64)
-        files = rows["shard"].combine_chunks().dictionary_encode()
-        if isinstance(files, pa.ChunkedArray):
-            files = files.combine_chunks()
-        numbers = files.indices.to_numpy() if len(rows) else np.zeros(0, np.int32)
+        named = pc.fill_null(rows["token_shard"], "")
+        rows = rows.set_column(rows.schema.get_field_index("token_shard"), "token_shard", named)
+        rows = rows.sort_by([("token_shard", "ascending"), ("first_row_group", "ascending")])
+        names, shards = _encoded(rows["token_shard"])
+        files, numbers = _encoded(rows["shard"])
         places = np.stack([numbers, rows["row"].to_numpy()], axis=1).astype(np.int32)
-        return cls(names, np.diff(ends, prepend=0), tuple(files.dictionary.to_pylist()) if len(rows) else (), places)
+        return cls(names, np.bincount(shards, minlength=len(names)), tuple(files.to_pylist()), places)
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -269,8 +264,10 @@ class LiveShards:
         return [(self.files[file], row) for file, row in part.tolist()]
 
 
-def _named(shards: pa.ChunkedArray) -> pa.ChunkedArray:
-    return pc.fill_null(shards, "")
+def _encoded(column: pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int32]]:
+    """Return the different texts in the order in which they come, and each row's number among them."""
+    found = pa.concat_arrays([pa.array([], column.type), *column.chunks]).dictionary_encode()
+    return found.dictionary, found.indices.to_numpy()
 
 
 def widths_of(live: pa.Table) -> set[int]:

@@ -27,9 +27,8 @@ from pipeline.cache.live_rows import (
     belongs,
     completed,
     live_and_earlier,
-    made_with_of,
-    needed_for,
     rule_columns,
+    small_rows,
 )
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.cache.schema import SCHEMA_VERSION, VIDEO_SCHEMA
@@ -37,9 +36,7 @@ from pipeline.cache.table import (
     FILE_ROWS,
     GROUP_ROWS,
     SortedFile,
-    read_small,
-    sorted_bytes,
-    sorted_name,
+    sorted_file,
     table_files,
     with_high,
 )
@@ -189,11 +186,11 @@ class _Step:
         n_rows = 0
         all_names = [file.name for file in self._small]
         for name, data in zip(all_names, self._store.read_all(all_names), strict=True):
-            table = read_small(self._store, name, data, needed_for(VIDEO_SCHEMA.names))
-            if not belongs(made_with_of(table), self._made_with):
+            table = small_rows(self._store, name, data, VIDEO_SCHEMA.names, self._made_with)
+            if table is None:
                 self._foreign.append(name)
                 continue
-            tables.append(completed(table, VIDEO_SCHEMA.names))
+            tables.append(table)
             names.append(name)
             n_rows += len(table)
             if n_rows >= _AT_ONCE or len(names) >= _FILES_AT_ONCE:
@@ -229,8 +226,7 @@ class _Step:
             live = surviving(rows)
             self._done.rows += len(live)
             self._done.superseded += len(rows) - len(live)
-            data, n_tail, tail_hash = sorted_bytes(live, {_MERGE: merge}, self._made_with, indexed="video_id")
-            name = sorted_name(VIDEOS, level_of(total), live, n_tail, tail_hash)
+            name, data = sorted_file(VIDEOS, level_of(total), live, {_MERGE: merge}, self._made_with)
             self._store.put(name, data)
             self._done.written.append(name)
 

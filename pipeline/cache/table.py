@@ -103,30 +103,28 @@ def read_small(store: Store, name: str, data: bytes, columns: Sequence[str] | No
     return file.read(columns=held, use_threads=READ_THREADS)
 
 
-def sorted_bytes(
-    rows: pa.Table, metadata: Mapping[bytes, str], made_with: str | None, indexed: str
-) -> tuple[bytes, int, str]:
-    """Serialise rows that are sorted by ``id_high``; returns the file, and the length and hash of its tail.
+def small_file(folder: str, run_id: str, number: int, rows: pa.Table, made_with: str | None) -> tuple[str, pa.Buffer]:
+    """Serialise rows as a commit: (its name, its content). ``made_with`` is the fingerprint of their identity."""
+    data = write_parquet(rows if made_with is None else rows.replace_schema_metadata({MADE_WITH: made_with}))
+    return small_name(folder, run_id, number, data), data
 
-    ``indexed`` is the column of text that gets a Bloom filter, for the queries of other tools.
-    """
+
+def sorted_file(
+    folder: str, level: int, rows: pa.Table, metadata: Mapping[bytes, str], made_with: str | None
+) -> tuple[str, bytes]:
+    """Serialise rows of videos that are sorted by ``id_high`` as a sorted file: (its name, its content)."""
     rows = rows.replace_schema_metadata({**metadata, **({} if made_with is None else {MADE_WITH.encode(): made_with})})
     groups = [min(GROUP_ROWS, len(rows) - start) for start in range(0, len(rows), GROUP_ROWS)]
-    data = memoryview(write_parquet(rows, groups, indexed=indexed))
+    data = memoryview(write_parquet(rows, groups, indexed="video_id"))  # for the queries of other tools
     n_footer = footer_length(bytes(data[-FOOTER_TAIL:]))
     body, footer = data[: len(data) - n_footer], data[len(data) - n_footer :]
     parsed = parse_footer(bytes(footer))
-    firsts = rows["id_high"].to_numpy()[::GROUP_ROWS].astype("<u8")
+    high = rows["id_high"].to_numpy()
     crcs = [[zlib.crc32(body[slice(*span)]) for span in _spans(parsed, group)] for group in range(len(groups))]
-    tail = firsts.tobytes() + np.array(crcs, "<u4").tobytes() + bytes(footer)
-    return bytes(body) + tail, len(tail), digest(tail).partition(":")[2]
-
-
-def sorted_name(folder: str, level: int, rows: pa.Table, n_tail: int, tail_hash: str) -> str:
-    """Name a sorted file; see the module."""
-    high = rows["id_high"]
-    first, last = high[0].as_py(), high[len(rows) - 1].as_py()
-    return f"{folder}/sorted-{level}-{first:016x}-{last:016x}-{len(rows)}-{n_tail}-{tail_hash}.parquet"
+    tail = high[::GROUP_ROWS].astype("<u8").tobytes() + np.array(crcs, "<u4").tobytes() + bytes(footer)
+    ends = f"{int(high[0]):016x}-{int(high[-1]):016x}"
+    name = f"sorted-{level}-{ends}-{len(rows)}-{len(tail)}-{digest(tail).partition(':')[2]}.parquet"
+    return f"{folder}/{name}", bytes(body) + tail
 
 
 class SortedFile:

@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 from gstep.evidence import is_per_frame
 from pipeline.cache.live_rows import TOKENS, VIDEOS, keyed
 from pipeline.cache.schema import (
-    MADE_WITH,
     digest,
     footer_of,
     tier_row_counts,
     token_schema,
     write_parquet,
 )
-from pipeline.cache.table import small_name
+from pipeline.cache.table import small_file
 from pipeline.errors import RunFailed
 from pipeline.rows import VideoRecord
 from pipeline.storage.stores import Store
@@ -102,8 +101,7 @@ def commit(
             )
     ours: list[VideoRecord] = [{**row, "run_id": run_id} for row in rows]
     table = keyed(ours)
-    data = write_parquet(table if made_with is None else table.replace_schema_metadata({MADE_WITH: made_with}))
-    name = small_name(VIDEOS, run_id, number, data)
+    name, data = small_file(VIDEOS, run_id, number, table, made_with)
     store.put(name, data)
     # A process that was stopped in between finds out here that somebody cleaned up meanwhile.
     if missing := [need for need in needs if not store.exists(need)]:

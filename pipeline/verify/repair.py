@@ -25,8 +25,7 @@ from pipeline.cache.header import CacheHeader, fingerprint
 from pipeline.cache.live_rows import TOKENS, VIDEOS, VideoRows, keyed, read_file
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.merging import merge
-from pipeline.cache.schema import MADE_WITH, write_parquet
-from pipeline.cache.table import file_named, in_key_order, small_name, sorted_bytes, sorted_name
+from pipeline.cache.table import file_named, in_key_order, small_file, sorted_file
 from pipeline.cache.token_shard import TokenShard, videos_in
 from pipeline.cache.writer import put_token_shard
 from pipeline.errors import RunFailed, printable
@@ -160,8 +159,7 @@ class Repair:
         for run, ids in sorted(by_run.items()):
             if ids:
                 table = keyed([_unknown(video_id, run, why) for video_id in sorted(ids)])
-                data = write_parquet(table.replace_schema_metadata({MADE_WITH: self._made_with}))
-                self._store.put(small_name(VIDEOS, f"{run}-repair", 0, data), data)
+                self._store.put(*small_file(VIDEOS, f"{run}-repair", 0, table, self._made_with))
                 self._done.marked += [Marked(video_id, "", 1, why) for video_id in sorted(ids)]
         for name in sorted({p.shard for p in problems if p.kind in _OF_TABLE and p.shard is not None}):
             self._retire(name)
@@ -183,8 +181,7 @@ class Repair:
         for name in sorted(found):
             held: list[VideoRow] = read_file(self._store, file_named(name)).to_pylist()
             rows = in_key_order(keyed([changes.get(row["video_id"], row) for row in held]))
-            data, n_tail, tail_hash = sorted_bytes(rows, {}, self._made_with, indexed="video_id")
-            self._store.put(sorted_name(VIDEOS, file_named(name).level, rows, n_tail, tail_hash), data)
+            self._store.put(*sorted_file(VIDEOS, file_named(name).level, rows, {}, self._made_with))
             self._retire(name)
 
     def _retire(self, name: str) -> None:

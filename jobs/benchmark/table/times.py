@@ -20,8 +20,8 @@ from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS, keyed
 from pipeline.cache.merging import WAITING, level_of, merge
 from pipeline.cache.reader import HEADER, TokenCache
-from pipeline.cache.schema import SCHEMA_VERSION, VIDEO_SCHEMA, write_parquet
-from pipeline.cache.table import FILE_ROWS, small_name, sorted_bytes, sorted_name, table_files
+from pipeline.cache.schema import SCHEMA_VERSION, VIDEO_SCHEMA
+from pipeline.cache.table import FILE_ROWS, small_file, sorted_file, table_files
 from pipeline.keys import ROWS_AT_ONCE, keys_of
 from pipeline.rows import VideoRecord
 from pipeline.storage.stores import LocalStore, Store
@@ -157,8 +157,8 @@ def _record(number: int, draw: np.random.Generator) -> VideoRecord:
 
 def _commit(store: LocalStore, number: int, first: int) -> None:
     draw = np.random.default_rng(first)
-    data = write_parquet(keyed([_record(first + i, draw) for i in range(_A_COMMIT)]))
-    store.put(small_name(VIDEOS, "run", number, data), data)
+    rows = keyed([_record(first + i, draw) for i in range(_A_COMMIT)])
+    store.put(*small_file(VIDEOS, "run", number, rows, None))
 
 
 def _make_table(store: LocalStore, videos: int) -> None:
@@ -180,8 +180,7 @@ def _make_table(store: LocalStore, videos: int) -> None:
         }
         for name, values in own.items():
             rows = rows.set_column(rows.schema.get_field_index(name), VIDEO_SCHEMA.field(name), values)
-        data, n_tail, tail_hash = sorted_bytes(rows, {}, None, indexed="video_id")
-        store.put(sorted_name(VIDEOS, level_of(videos), rows, n_tail, tail_hash), data)
+        store.put(*sorted_file(VIDEOS, level_of(videos), rows, {}, None))
 
 
 def as_table(found: TableTimes, request_ms: float, title: str) -> Table:

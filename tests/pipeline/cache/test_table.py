@@ -10,7 +10,7 @@ from pipeline import CorruptShard, TokenCache
 from pipeline.cache import table as tables
 from pipeline.cache.live_rows import VIDEOS, keyed, read_file
 from pipeline.cache.schema import VIDEO_SCHEMA
-from pipeline.cache.table import SortedFile, file_named, in_key_order, sorted_bytes, sorted_name, table_files
+from pipeline.cache.table import SortedFile, file_named, in_key_order, sorted_file, table_files
 from pipeline.storage.stores import LocalStore
 from tests.pipeline.caches import write_header
 
@@ -41,8 +41,7 @@ def store(tmp_path) -> LocalStore:
 
 
 def put_sorted(store: LocalStore, rows: pa.Table, level: int = 2) -> str:
-    data, n_tail, tail_hash = sorted_bytes(rows, {}, None, indexed="video_id")
-    name = sorted_name(VIDEOS, level, rows, n_tail, tail_hash)
+    name, data = sorted_file(VIDEOS, level, rows, {}, None)
     store.put(name, data)
     return name
 
