@@ -70,10 +70,11 @@ class Resources:
     def fitting(self, store_bytes: float, frame_bytes: int, token_bytes: int, n_videos: int) -> Resources:
         """Fit bundles, shards and the videos on their way to encoders to the bytes that videos take.
 
-        Videos share a bundle as long as there are enough bundles for all workers and the object stores hold them. Enough
-        videos are on their way to an encoder that it does not wait for the driver, which looks ten times a second; but in a short run at most
-        an eighth of its share, since other encoders may finish earlier, and at most a quarter of the object stores.
-        Shards are so small that those held at once fit half of the object stores, which is Ray's own limit.
+        Videos share a bundle as long as there are enough bundles for all workers and the object stores hold them.
+        Enough videos are on their way to an encoder that it does not wait for the driver, which looks ten times a
+        second; but in a short run at most an eighth of its share, since other encoders may finish earlier, and at most
+        a quarter of the object stores. Shards are so small that those held at once fit half of the object stores,
+        which is Ray's own limit.
         """
         room = store_bytes / 2 / (self.shards_at_once * max(token_bytes, 1))
         shard = max(1, int(min(self.videos_per_shard, room)))
