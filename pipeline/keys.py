@@ -48,7 +48,7 @@ def find(keys: Keys, high: Keys, low: Keys) -> NDArray[np.int64]:
     found = np.full(len(keys), -1, np.int64)
     place = np.searchsorted(high, keys[:, 0])
     left = np.arange(len(keys))
-    while len(left):  # once, unless two keys share a half
+    while len(left):  # one pass, unless two keys share their first half
         left = left[place[left] < len(high)]
         left = left[high[place[left]] == keys[left, 0]]
         hit = low[place[left]] == keys[left, 1]

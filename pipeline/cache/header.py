@@ -71,7 +71,7 @@ class CacheHeader(TypedDict):
 
 def deepstack_levels(header: CacheHeader) -> int:
     """Return how many vectors of the token's width are stored with every token, for the first layers of Qwen3-VL."""
-    return int(header.get("deepstack_levels", 0))  # caches made before there were any do not say
+    return int(header.get("deepstack_levels", 0))  # headers written before there were levels lack the key
 
 
 def fingerprint(content: Mapping[str, Any]) -> str:
@@ -118,7 +118,7 @@ def read_sealed(store: Store, name: str, error: type[Exception]) -> dict[str, An
     """
     try:
         content = json.loads(store.read(name))
-    except (ValueError, RecursionError) as damage:  # also bytes that are no text
+    except (ValueError, RecursionError) as damage:  # bytes that are not UTF-8 raise ValueError too
         raise error(f"{store}/{name}: not JSON: {damage}") from damage
     if not isinstance(content, dict):
         return {}

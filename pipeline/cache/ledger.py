@@ -50,7 +50,7 @@ _COLUMNS: Final[dict[str, tuple[Any, tuple[int, ...]]]] = {
     "run": (np.uint16, ()),  # its number in ``runs``
     "state": (np.int8, ()),  # 0 removed, 1 ok, 2 failed
     "code": (np.uint8, ()),  # 0 ok or removed, else the fault's number in ``classes``; and the bits below
-    "seconds": (np.float32, (4,)),  # of TIMED
+    "seconds": (np.float32, (4,)),  # seconds of each step in TIMED
 }
 FAULT, OUTSIDE, WARNED = 0x3F, 0x40, 0x80  # bits of ``code``
 _READ = (
@@ -105,7 +105,7 @@ class Ledger:
         for name, column in self._of_sorted([file for file in new if file.level]).items():
             parts[name].append(column)
         if len(self.names) > n_read:
-            for name, pieces in parts.items():  # one after the other: only one of them is there twice
+            for name, pieces in parts.items():  # column by column, so that only one is in memory twice
                 filled = [piece for piece in pieces if len(piece)]
                 self.columns[name] = filled[0] if len(filled) == 1 else np.concatenate(pieces)
                 pieces.clear()
@@ -234,7 +234,7 @@ class Ledger:
     def _settle(self) -> None:
         """Sort the rows by their keys and keep the live ones alone: a row that lost to another one never comes back."""
         high = self.columns["high"]
-        if (high[1:] > high[:-1]).all():  # as one level of sorted files has them
+        if (high[1:] > high[:-1]).all():  # rows of one level of sorted files are in order already
             return
         order, earlier = live_and_earlier(self.columns)
         for name, column in self.columns.items():

@@ -25,9 +25,9 @@ from pipeline.storage.stores import Store
 
 TOKENS, VIDEOS = "tokens", "videos"  # folders of a cache
 PLACE = (pa.field("shard", pa.string()), pa.field("row", pa.int32()))
-_MOST_TEXT = 2**31  # bytes that offsets of 32 bits reach
+_MOST_TEXT = 2**31  # bytes of text that 32-bit offsets can address
 _GROUPS = 2  # row groups of sorted files that are kept in memory, some MB each
-_STATES = ("removed", "ok")  # before all others, in this order
+_STATES = ("removed", "ok")  # these states come before all others, in this order
 _RULE = ("high", "low", "state", "attempts", "rewritten", "tie")  # RULE_COLUMNS in numbers
 #: What the rule looks at, and what it takes to make it up for rows of earlier versions.
 RULE_COLUMNS = ("id_high", "id_low", "status", "attempts", "rewritten", "tie_break")
@@ -165,7 +165,7 @@ def live_and_earlier(columns: RuleColumns) -> tuple[NDArray[np.int64], NDArray[n
         return order, earlier
     first = ~np.append(False, alike)
     shared = np.append(alike, False) | ~first
-    several = order[shared]  # the rows of videos with several: all that need a look at the rest
+    several = order[shared]  # only videos with several rows need the rest of the rule
     own = {name: columns[name][several] for name in (*_RULE, "clip", "size", "earlier")}
     others = [-own["rewritten"].astype(np.int64), own["tie"]]
     best = best_first([own["high"], own["low"]], own["state"], own["attempts"], others)

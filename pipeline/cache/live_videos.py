@@ -34,8 +34,8 @@ from pipeline.storage.stores import Store
 # Of each row of small files; the rest of a row is read from its file when asked for.
 LIVE_COLUMNS = (*RULE_COLUMNS, "video_id", "error_class", "n_tokens", "hidden_size")
 _OPENED = 16  # sorted files whose ends are kept in memory, some 2 MB each
-_TRIES = 5  # of opening a table whose files are merged meanwhile
-_FEW = 256  # videos that are found one by one
+_TRIES = 5  # attempts to open a table whose files another run merges
+_FEW = 256  # up to so many videos are searched for one by one
 
 
 class Place(NamedTuple):
@@ -73,7 +73,7 @@ class LiveVideos:
             files = table_files(store, VIDEOS)
             try:
                 return cls._read(store, made_with, files)
-            except FileNotFoundError:  # merged since it was listed
+            except FileNotFoundError:  # another run has merged the file since it was listed
                 if attempt == _TRIES - 1:
                     raise
         raise AssertionError("not reached")
@@ -104,13 +104,13 @@ class LiveVideos:
         """
         try:
             high = int(keys_of(pa.array([video_id]))[0, 0])
-        except UnicodeEncodeError:  # half of a surrogate pair is no text, and no id
+        except UnicodeEncodeError:  # half of a surrogate pair is not valid text, so no id has one
             return None
         row = self._place.get(video_id)
         found = [] if row is None else [self._small(row)]
         files = [file for file in self.sorted if file.holds(high)]
         look = partial(self._in_sorted, video_id, high)
-        if len(files) > 1 and self._store.folder is None:  # one after the other would add up its delays
+        if len(files) > 1 and self._store.folder is None:  # so that the delays do not add up
             with ThreadPoolExecutor(len(files)) as pool:
                 found += [place for place in pool.map(look, files) if place is not None]
         else:

@@ -23,7 +23,7 @@ class LoadedOnce(Generic[V]):
         """Keep the last ``keep`` values; all threads that wait get what ``load`` raises for their key."""
         self._load = load
         self._keep = keep
-        self._held: dict[int, _Held[V]] = {}  # by process
+        self._held: dict[int, _Held[V]] = {}  # process id -> its values
 
     def __call__(self, *key: Hashable) -> V:
         held = self._of_this_process()

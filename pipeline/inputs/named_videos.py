@@ -40,7 +40,7 @@ OUTSIDE_FOLDERS = "the path resolves outside the folder that was named (add --vi
 _OWN = ("video_id", "uri", "start_s", "end_s", "size_bytes")
 _MOST_BYTES = 2**53  # whole numbers of float64
 _CONTROL = r"[\x00-\x1f\x7f-\x9f]"
-_DOTS = r"//|(^|/)\.\.?(/|$)|/$"  # what abspath would change
+_DOTS = r"//|(^|/)\.\.?(/|$)|/$"  # segments that abspath would change
 _KEY = r"^s3://[A-Za-z0-9][A-Za-z0-9._-]*(/[^/?]+)+$"
 _SEGMENT_DOTS = r"/\.\.?(/|$)"
 

@@ -117,7 +117,7 @@ def given_rows(name: str, given: object, needs: str) -> Iterator[tuple[str, User
 def _given_table(name: str, given: object, needs: str) -> pa.Table:
     try:
         return pa.table(given)
-    except (TypeError, pa.ArrowException) as error:  # one column, say
+    except (TypeError, pa.ArrowException) as error:  # pa.table refuses a single column, for example
         raise _no_rows(name, given, needs) from error
 
 
@@ -210,7 +210,7 @@ def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterato
                 raise BadRow(f"{name}, {where}: more cells than the header names; quote a text that holds commas")
             yield where, {column: text for column, text in row.items() if text != ""}
     except csv.Error as error:
-        raise BadRow(f"{name}, line {reader.line_num + 1}: {error}") from error  # where the row begins
+        raise BadRow(f"{name}, line {reader.line_num + 1}: {error}") from error  # the row begins on the next line
 
 
 def _json_object(line: str, where: str, needs: str) -> UserRow:

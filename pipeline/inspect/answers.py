@@ -62,7 +62,7 @@ class Answers:
     def as_record(self) -> dict[str, Any]:
         """Return identity and counts as a JSON-able dict, without answers."""
         counts = self.summary.standing()
-        del counts["n_outside"], counts["seconds"]  # answers say neither of themselves
+        del counts["n_outside"], counts["seconds"]  # answers record neither of the two
         return {"answers": self.place, "identity": self.identity, **counts}
 
     def as_records(self) -> list[dict[str, Any]]:

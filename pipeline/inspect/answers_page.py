@@ -39,7 +39,7 @@ def write_answers_page(answers: Answers, file: Path) -> str:
 def answers_page(answers: Answers) -> str:
     """Render the page as HTML; whatever a question or a model says is text there, never markup."""
     rows = answers.as_records()
-    rows.sort(key=lambda row: row["status"] == "ok")  # stable: by id below that
+    rows.sort(key=lambda row: row["status"] == "ok")  # the sort is stable: answers stay in the order of their ids
     counts = answers.summary
     remedies = {str(name): fault.remedy for name, fault in QUESTION_FAULTS.items()}
     faults = [(name, count, counts.examples[name], remedies.get(name, "")) for name, count in counts.failures.items()]

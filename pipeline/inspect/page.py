@@ -77,7 +77,7 @@ def video_page(
     Raises UnknownVideo, FailedVideo, RatioNotCached, CorruptShard, and ValueError for a ratio that makes no sense.
     """
     if retention_ratio is not None:
-        cache.get(video_id, retention_ratio)  # refuses what the cache cannot serve
+        cache.get(video_id, retention_ratio)  # raises for a ratio that the cache cannot serve
     video = cache.get(video_id, order="selection")
     pictures = source_pictures(video.metadata, cache.identity["sampling"], objects or Objects.from_environment())
     return draw_page(video, cache.identity, pictures, retention_ratio)
@@ -97,7 +97,7 @@ def grid_of(row: VideoRow) -> tuple[int, int] | None:
     """Return the (rows, columns) in which a frame's tokens lie, row by row; None where that is not known."""
     grid = (row.get("model_extra") or {}).get("grid")
     side = math.isqrt(row["tokens_per_frame"])
-    rows, columns = grid or (side, side)  # a cache that does not say holds LLaVA-OneVision's squares
+    rows, columns = grid or (side, side)  # older caches lack the grid: LLaVA-OneVision's tokens form a square
     return (rows, columns) if rows * columns == row["tokens_per_frame"] else None
 
 

@@ -185,7 +185,7 @@ class Objects:
             return self._read_range(uri, wanted, start)
         except OSError as error:
             if error.errno == errno.ERANGE and start < 0:
-                return Slice(b"", 0)  # there is no last byte of an empty object
+                return Slice(b"", 0)  # an empty object has no last byte, which stores answer with 416
             raise
 
     def _read_range(self, uri: str, wanted: str, start: int) -> Slice:
@@ -210,7 +210,7 @@ class Objects:
         with self._errors(uri):
             answer = self._client().get_object(Bucket=bucket, Key=key)
             size, mark, done = answer.get("ContentLength"), answer.get("ETag"), 0
-            if size is None:  # a gateway that answers in chunks
+            if size is None:  # a gateway with chunked transfer does not send the size
                 answer["Body"].close()
                 raise OSError(errno.EIO, "the store does not say how large the object is")
             if limit is not None and size > limit:
@@ -292,7 +292,7 @@ class Objects:
                 text += "; run the same command again with new credentials"
             # OSError makes its subclasses (FileNotFoundError and so on) by the number.
             raise OSError(_NUMBERS.get(status, errno.EIO), text, uri) from None
-        except (BotoCoreError, HTTPError, ValueError) as error:  # its text names the endpoint
+        except (BotoCoreError, HTTPError, ValueError) as error:  # the original text names the endpoint
             name = type(error).__name__
             remedy = _REMEDIES.get(name, "check --s3-endpoint (AWS_ENDPOINT_URL) and the network")
             raise OSError(errno.EIO, f"the object store cannot be used: {name}; {remedy}", uri) from None

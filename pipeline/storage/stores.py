@@ -197,7 +197,7 @@ class LocalStore:
         except OSError as error:  # "No space left on device" alone would not say where
             raise OSError(error.errno, error.strerror, str(self.root / name)) from error
         finally:
-            with suppress(FileNotFoundError):  # it was renamed
+            with suppress(FileNotFoundError):  # the file has its final name already
                 os.unlink(temporary, dir_fd=root)
         folder_descriptor = os.open(path.parent, os.O_RDONLY, dir_fd=root)
         try:
@@ -233,7 +233,7 @@ class LocalStore:
         root = self.root / folder
         found = []
         for path in root.iterdir() if root.is_dir() else ():
-            with suppress(FileNotFoundError):  # a run that writes beside us has renamed it since
+            with suppress(FileNotFoundError):  # a concurrent writer has renamed the file since it was listed
                 if path.is_file():
                     found.append(FileInfo(path.relative_to(self.root).as_posix(), path.stat().st_size))
         return sorted(found)
@@ -314,7 +314,7 @@ class ObjectStore:
         return self.objects.read(self._uri(name))
 
     def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
-        with ThreadPoolExecutor(_READERS) as pool:  # latency, not bandwidth, is what many small files cost
+        with ThreadPoolExecutor(_READERS) as pool:  # many small files cost latency, so they are read in parallel
             for start in range(0, len(names), 8 * _READERS):
                 yield from pool.map(self.read, names[start : start + 8 * _READERS])
 

@@ -91,7 +91,7 @@ class LiveCheck:
             if fault.fault_class == "io":
                 return LiveResult(video_id, "source-gone", fault.message)
             return LiveResult(video_id, "failed", fault.message, versions=_versions(row, run, {}))
-        assert again.kept is not None  # it did not fail
+        assert again.kept is not None  # encode_one raises where a video fails
         stored = self._cache.get(video_id, order="selection", evidence=tuple(self._cache.evidence))
         result = compare(stored, again.kept)
         if again.record["frame_indices"] != row["frame_indices"]:

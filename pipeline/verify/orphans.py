@@ -44,7 +44,7 @@ def list_uploads(store: Store, report: Report) -> None:
     """Note the pending multipart uploads below the prefix: nobody sees them, and they are billed."""
     try:
         report.uploads += store.uploads()
-    except OSError as error:  # a right of its own, and not every store can
+    except OSError as error:  # listing uploads needs a permission of its own, and not every store supports it
         report.notes.append(f"pending uploads cannot be listed: {error.strerror or error}")
 
 

@@ -83,7 +83,7 @@ def verify(store: Store, request: Request, console: Console) -> Report:
     videos cannot be encoded again, RunFailed where nothing would be left, and OSError where the store fails as a whole.
     """
     if not store.exists(HEADER):
-        read_header(store)  # raises
+        read_header(store)  # raises NotACache with the remedy
     if not (request.clean or request.repair):
         return _Verification(store, request, console, {}).carry_out()
     # From the beginning: what is an orphan is found out while no run writes, too.
@@ -226,7 +226,7 @@ class _Verification:
         sort_files(files, _token_shards(rows), _token_shards(live), report)
         known = set(live["video_id"].to_pylist())
         if any(problem.kind in {Kind.COMMIT, Kind.FINGERPRINT} for problem in report.problems):
-            return  # that is where their rows were
+            return  # the rows of such orphans were in those files
         committed = committed_orphans(store, report.orphans, without_record=not known)
         lost = [name for name in committed if not known.issuperset(videos_in(store, name))]
         if lost:
@@ -284,7 +284,7 @@ def _token_shards(rows: pa.Table) -> set[str]:
 def _places(rows: pa.Table, live: pa.Table) -> dict[str, list[Place]]:
     """Map each token shard that a live row names to a row of each video in it, superseded ones too."""
     found: dict[str, dict[str, Place]] = {name: {} for name in sorted(_token_shards(live) - {None})}
-    for table in (live, rows):  # what is in several files counts once
+    for table in (live, rows):  # a row that stands in several files counts once
         ok = table.filter(pc.equal(table["status"], "ok")).select(["token_shard", "video_id", "shard", "row"])
         for row in ok.to_pylist():
             if row["token_shard"] in found:
