@@ -11,7 +11,7 @@ from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.protocols import QUESTIONS, Protocol
 from pipeline.evaluate.report.page import Report, report_page
 from pipeline.evaluate.run import ScoredQuestions
-from pipeline.evaluate.statistics.render import latex, markdown
+from pipeline.evaluate.statistics.render import WHOLE, latex, markdown
 from pipeline.evaluate.statistics.results import Column, ResultsTable
 from pipeline.evaluate.statistics.tables import ScoredBenchmark, results_table
 from pipeline.storage.stores import Store
@@ -77,7 +77,7 @@ def write_results(store: Store, done: ScoredQuestions, shown: Presentation) -> l
 def made_of_identity(benchmark: Benchmark, identity: Mapping[str, Any], n_questions: int) -> dict[str, str]:
     """Return what the scores of so many questions were made of, by name, as tables show it."""
     whole = benchmark.n_questions
-    made_of = {} if whole in (None, n_questions) else {"Whole benchmark": f"{whole:,}"}
+    made_of = {} if whole in (None, n_questions) else {WHOLE: f"{whole:,}"}
     named = {"Frames": "num_frames", "Protocol": "protocol"}
     return made_of | {name: str(identity[key]) for name, key in named.items() if key in identity}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from pipeline.evaluate.statistics.bootstrap import FEW, FEWEST
-from pipeline.evaluate.statistics.results import SIGNIFICANT, Block, Cell, ResultsTable, Row, Versus
+from pipeline.evaluate.statistics.results import OVERALL, SIGNIFICANT, Block, Cell, ResultsTable, Row, Versus
 from pipeline.evaluate.statistics.sheets import (
     Group,
     Head,
@@ -20,6 +20,7 @@ from pipeline.evaluate.statistics.sheets import (
 
 NOISE = "≈"
 FEW_MARK = "†"
+WHOLE = "Questions of the whole benchmark"  # among what a column is made of, where it has not all of them
 _TITLES = {
     "fastv": "FastV",
     "fastvid": "FastVID",
@@ -82,8 +83,12 @@ def results_sheet(table: ResultsTable, title: str = "", notes: Sequence[str] = (
 
 def _made_of(table: ResultsTable) -> list[tuple[str, list[str]]]:
     """Return questions, videos, and what else the columns say of themselves, a row each."""
-    rows = {"Questions": [f"{n:,}" for n in table.n_questions], "Videos": [f"{n:,}" for n in table.n_clusters]}
-    for name in dict.fromkeys(name for made_of in table.made_of for name in made_of):
+    asked = [
+        f"{n:,} of {made_of[WHOLE]}" if WHOLE in made_of and column.key == OVERALL else f"{n:,}"
+        for column, n, made_of in zip(table.columns, table.n_questions, table.made_of, strict=True)
+    ]
+    rows = {"Questions": asked, "Videos": [f"{n:,}" for n in table.n_clusters]}
+    for name in dict.fromkeys(name for made_of in table.made_of for name in made_of if name != WHOLE):
         rows[name] = [made_of.get(name, "") for made_of in table.made_of]
     return [(name, [*texts, ""]) for name, texts in rows.items()]
 
@@ -154,24 +159,16 @@ def _legend(table: ResultsTable) -> str:
         "Percentage points, from scores before rounding, on the same questions. In brackets the 95 % interval of "
         f"{drawn}. p is two-sided, and adjusted for the methods of the block (Holm), the interval is not. "
         f"{NOISE} within noise: p is 0.05 or more; with so many videos in all a difference of this size would be found "
-        "in 4 of 5 studies."
+        "in 4 of 5 studies. No spread: the difference is the same in every video, which shows nothing of its error."
     )
 
 
 def few_videos(table: ResultsTable) -> list[str]:
-    """Return sentences about columns with too few videos for draws of them, and differences without spread."""
+    """Return a sentence about the columns with too few videos for draws of them, if there are some."""
     named = [*zip(headings(table), table.n_clusters, strict=True)]
     few = [f"{name.rstrip(FEW_MARK)} {n:,}" for name, n in named if 0 < n < FEW]
-    sentences = []
-    if few:
-        sentences.append(
-            f"{FEW_MARK} Fewer than {FEW} videos ({', '.join(few)}): interval and p are Student's, with a "
-            f"cluster-robust error (CR2); fewer than {FEWEST}: none."
-        )
-    cells = [cell for row in rows_of(table) for cell in all_cells(row) if cell]
-    if any(versus and versus.error == 0 for cell in cells for versus in (cell.full, cell.gstep)):
-        sentences.append("No spread: the difference is the same in every video, which shows nothing of its error.")
-    return sentences
+    how = f"interval and p are Student's, with a cluster-robust error (CR2); fewer than {FEWEST}: none."
+    return [f"{FEW_MARK} Fewer than {FEW} videos ({', '.join(few)}): {how}"] if few else []
 
 
 def _difference(versus: Versus | None) -> str:
