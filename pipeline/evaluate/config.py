@@ -51,27 +51,27 @@ class EvaluateConfig(EngineOptions):
     )
     protocol: str | None = option(
         None,
-        "whose prompt, frames and rule for replies: lmms-eval-0.7.3 or lmms-eval-0.5, which is also called paper; for "
-        "videomme official, too; letter for shapes and your own (default: the benchmark's first; with --table paper)",
+        "the prompt, frames and reply parser to follow: lmms-eval-0.7.3 or lmms-eval-0.5 (also called paper); for "
+        "videomme also official; letter for shapes and your own questions (default: the benchmark's first; paper with --table)",
         metavar="NAME",
     )
-    limit: int | None = option(None, "only the first so many questions", metavar="N")
+    limit: int | None = option(None, "ask only the first N questions", metavar="N")
     score: list[str] = option(
         [],
-        "ask nothing: score answers that jobs.generate gave to questions with an answer; several places are compared",
+        "score answers that jobs.generate has given to questions with a right answer; several folders are compared",
         metavar="ANSWERS",
         several=True,
     )
     results: list[str] = option(
         [],
-        "ask nothing: lay out the results of earlier evaluations, one of each benchmark, as --table says",
+        "lay out the results of earlier evaluations, one folder per benchmark, as --table says",
         metavar="RESULTS",
         several=True,
     )
     table: str | None = option(
         None,
-        "a table or figure of the paper: with --benchmark its methods and shares are asked, unless --method and "
-        "--retention-ratio name others; with --results it is made",
+        "a table or figure of the paper: with --benchmark, evaluate its methods and ratios unless --method and "
+        "--retention-ratio name others; with --results, lay it out",
         choices=tuple(TABLES),
     )
     mixed: bool = option(
@@ -86,7 +86,7 @@ class EvaluateConfig(EngineOptions):
     )
     siglip: str | None = option(
         None,
-        "for fastvid and cdpruner on LLaVA-OneVision: the SigLIP checkpoint that its vision tower was made of",
+        "for fastvid and cdpruner on LLaVA-OneVision: the SigLIP checkpoint that its vision tower was made from",
         metavar="MODEL",
     )
     dtype: str = option("auto", "the model's arithmetic; auto is bfloat16 on GPUs and float32 on CPUs", choices=DTYPES)
@@ -118,24 +118,24 @@ class EvaluateConfig(EngineOptions):
         group="results",
     )
     cache: str | None = option(
-        None, "the cache of all tokens to make or to use again (default: cache in --out)", metavar="CACHE"
+        None, "the cache of all tokens to create or reuse (default: cache in --out)", metavar="CACHE"
     )
     drop_tokens: bool = option(False, "delete the cache in --out once every question is answered")
-    draws: int = option(10_000, "samples of videos that intervals and p-values are made of", metavar="N")
+    draws: int = option(10_000, "bootstrap samples of videos for intervals and p-values", metavar="N")
     pages: int = option(
         6,
-        "videos, those on which methods disagree most, that get a page with the tokens each method keeps",
+        "draw a page with the tokens each method keeps for the N videos on which methods disagree most",
         metavar="N",
     )
     num_frames: int | None = option(None, "frames a video (default: the protocol's)", metavar="T", group="videos")
-    decode_timeout: float = option(120.0, "seconds one video may take to decode before it is given up", metavar="S")
+    decode_timeout: float = option(120.0, "give up a video after S seconds of decoding", metavar="S")
     decode_workers: int | None = option(None, "decode processes at most (default: by the CPUs)", metavar="N")
     encode_workers: int | None = option(None, "encoders at most (default: one a GPU)", metavar="N")
     workers: int | None = option(
         None, "language models at most (default: one a GPU; one on CPUs)", metavar="N", group="answers"
     )
     questions_per_shard: int = option(
-        64, "answers in one file at most; what a killed run loses of each worker", metavar="N"
+        64, "answers per file at most; a killed run loses at most these per worker", metavar="N"
     )
 
     def __post_init__(self) -> None:

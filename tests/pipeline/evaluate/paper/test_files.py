@@ -224,8 +224,7 @@ def test_every_format_says_what_its_numbers_were_made_of(tmp_path, capsys):
     pq.write_table(pa.Table.from_pylist(table, pq.read_schema(path)), path)
     laid("main", [place], tmp_path / "paper", capsys)
     wanted = (
-        "1,000",
-        "2,700",
+        "1,000 of 2,700",
         "32",
         "Protocol",
         "01234567",
