@@ -52,7 +52,8 @@ class EvaluateConfig(EngineOptions):
     protocol: str | None = option(
         None,
         "the prompt, frames and reply parser to follow: lmms-eval-0.7.3 or lmms-eval-0.5 (also called paper); for "
-        "videomme also official; letter for shapes and your own questions (default: the benchmark's first; paper with --table)",
+        "videomme also official; letter for shapes and your own questions (default: the benchmark's first; with "
+        "--table paper)",
         metavar="NAME",
     )
     limit: int | None = option(None, "ask only the first N questions", metavar="N")
