@@ -7,8 +7,8 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -111,104 +111,92 @@ class Commits:
         if there != self._header:
             raise RunFailed(f"{store}: another cache was begun here since this run began; nothing more is written")
 
-    def give_up(self, reading: WorkerReport) -> str | None:
+    def give_up(self, report: WorkerReport) -> str | None:
         """Return why this pass should stop, if so.
 
         Too many videos failed alike, by no fault of theirs, and no worker does better.
         """
-        if not reading.failing or not self._outside:
+        if not report.failing or not self._outside:
             return None
         ((fault, count),) = self._outside.most_common(1)
         if count <= self._limit:
             return None
-        stage, remedy = reading.failing[0], FAULTS[fault].remedy
+        stage, remedy = report.failing[0], FAULTS[fault].remedy
         return f"{count} videos failed alike and all {stage} workers fail ({fault}, {self._example[fault]}): {remedy}"
 
 
+@dataclass
 class Passes:
     """Streams videos through the graph, and notes each plan in the record of the run."""
 
-    def __init__(
-        self,
-        config: PruneConfig,
-        console: Console,
-        setups: Setups,
-        commits: Commits,
-        ledger: Ledger,
-        run_file: RunFile,
-    ) -> None:
-        self._config = config
-        self._console = console
-        self._setups = setups
-        self._commits = commits
-        self._ledger = ledger
-        self._run_file = run_file
-        self._readings: list[WorkerReport] = []
+    config: PruneConfig
+    console: Console
+    setups: Setups
+    commits: Commits
+    ledger: Ledger
+    run_file: RunFile
+    reports: list[WorkerReport] = field(default_factory=list)
 
     def first(self, videos: pa.Table) -> int:
         """Prune all videos (TODO_SCHEMA) on all nodes, and return how many failed."""
-        return self._stream(videos, (), self._commits.give_up)
+        return self._stream(videos, (), self.commits.give_up)
 
     def second(self, again: pa.Table) -> int:
         """Try videos that failed once more, without the nodes where most did; returns how many of them are ok now."""
         without: dict[str, str] = {}
-        for reading in self._readings:
-            without |= failing_nodes(reading.tried)
+        for report in self.reports:
+            without |= failing_nodes(report.tried)
         if not without or not len(again):
             return 0  # the second attempt would go like the first
         hosts = ", ".join(sorted(set(without.values())))
-        cluster = resources_without(without)
-        if cluster.get("CPU", 0.0) <= 0 or (self._device == "cuda" and cluster.get("GPU", 0.0) < 1):
+        if not self._can_run_on(resources_without(without)):
             self._note(f"{len(again)} videos failed, many on {hosts}, and no other node is there to try them again")
             return 0
         self._note(f"{len(again)} videos that failed are tried again without {hosts}, where most did")
         return len(again) - self._stream(again, without)
 
-    @property
-    def _device(self) -> str:
-        return self._setups.encode.device
+    def _can_run_on(self, cluster: Mapping[str, float]) -> bool:
+        return cluster.get("CPU", 0.0) > 0 and (self.setups.encode.device != "cuda" or cluster.get("GPU", 0.0) >= 1)
 
     def _stream(
         self,
         videos: pa.Table,
         without: Collection[str],
-        give_up: Callable[[WorkerReport], str | None] = lambda reading: None,
+        give_up: Callable[[WorkerReport], str | None] = lambda report: None,
     ) -> int:
-        def offer() -> dict[str, float]:
-            return resources_without(without)
+        available = partial(resources_without, without)
 
         def planned(videos: pa.Table) -> PlannedGraph:
-            plan, request = self._planned(offer(), videos), self._commits.request
-            build = partial(build_graph, videos, *self._setups, plan, request.store, request.run_id, without=without)
-            commit = partial(self._commits, self._commits.n_shards)
-            return PlannedGraph(build, commit, plan, len(videos), give_up, offer, self._on_end)
+            plan, request = self._planned(available(), videos), self.commits.request
+            build = partial(build_graph, videos, *self.setups, plan, request.store, request.run_id, without=without)
+            commit = partial(self.commits, self.commits.n_shards)
+            return PlannedGraph(build, commit, plan, len(videos), give_up, available, self._on_end)
 
         def left(videos: pa.Table) -> pa.Table:
-            return unfinished(videos, self._ledger.refresh(), self._commits.failed)
+            return unfinished(videos, self.ledger.refresh(), self.commits.failed)
 
-        return stream(videos, planned, left, self._console, self._config)
+        return stream(videos, planned, left, self.console, self.config)
 
-    def _on_end(self, reading: WorkerReport) -> None:
-        self._readings.append(reading)
-        out = [worker for one in self._readings for worker in one.out_of_service]
-        self._run_file.save(out_of_service=out)
+    def _on_end(self, report: WorkerReport) -> None:
+        self.reports.append(report)
+        self.run_file.save(out_of_service=[worker for one in self.reports for worker in one.out_of_service])
 
     def _note(self, text: str) -> None:
-        self._console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
+        self.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def _planned(self, cluster: dict[str, float], videos: pa.Table) -> Resources:
         """Plan the shares of the cluster, and note what was asked for and is not to be had."""
-        if cluster.get("CPU", 0.0) <= 0 or (self._device == "cuda" and cluster.get("GPU", 0.0) < 1):
+        if not self._can_run_on(cluster):
             raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
-        n_videos, shape = len(videos), self._setups.decode.largest_frames()
-        token_bytes = self._setups.encode.bytes_per_video(*shape)
-        files_bytes = known_file_bytes(videos)
-        wanted = _plan(self._config, cluster, self._device, n_videos, token_bytes, shape[0], files_bytes)
+        n_videos, shape = len(videos), self.setups.decode.largest_frames()
+        token_bytes = self.setups.encode.bytes_per_video(*shape)
+        device, files_bytes = self.setups.encode.device, known_file_bytes(videos)
+        wanted = _plan(self.config, cluster, device, n_videos, token_bytes, shape[0], files_bytes)
         store_bytes = cluster.get("object_store_memory", math.inf)
         plan = wanted.fitting(store_bytes, 3 * math.prod(shape), token_bytes, n_videos)
-        for note in _shortfalls(self._config, wanted, plan, n_videos):
+        for note in _shortfalls(self.config, wanted, plan, n_videos):
             self._note(note)
-        self._run_file.save(resources={"cluster": cluster, "plan": asdict(plan)})
+        self.run_file.save(resources={"cluster": cluster, "plan": asdict(plan)})
         return plan
 
 
