@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, TypeVar
 
@@ -31,76 +32,68 @@ class ClusterShrunk(Exception):  # noqa: N818
     """Nodes were lost and nothing moves: what is left must be planned anew on those that are there."""
 
 
+@dataclass
 class Watchdog:
     """Looks at the workers' reports now and then.
 
     Raises RunFailed if nothing has moved for ``timeout_s`` seconds or ``give_up`` returns a reason to stop, and
-    ClusterShrunk if nodes were lost and the run could go on with those that ``offer`` says are left.
+    ClusterShrunk if nodes were lost and the run could go on with those that ``available_resources`` says are left.
     """
 
-    def __init__(
-        self,
-        heartbeats: ActorHandle,
-        timeout_s: float,
-        plan: Plan,
-        total: int,
-        tell: Callable[[Mapping[str, int]], None],
-        give_up: Callable[[WorkerReport], str | None] = lambda reading: None,
-        offer: Callable[[], Mapping[str, float]] = ray.cluster_resources,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._clock = clock
-        self._heartbeats = heartbeats
-        self._timeout_s = timeout_s
-        self._plan = plan
-        self._total = total
-        self._tell = tell
-        self._give_up = give_up
-        self._offer = offer
+    heartbeats: ActorHandle
+    timeout_s: float
+    plan: Plan
+    total: int
+    tell: Callable[[Mapping[str, int]], None]
+    give_up: Callable[[WorkerReport], str | None] = lambda report: None
+    available_resources: Callable[[], Mapping[str, float]] = ray.cluster_resources
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._had_room: bool | None = None  # at the first look
-        self._reading = WorkerReport()
+        self._report = WorkerReport()
         self._asked: ray.ObjectRef | None = None
-        self._moved_at = self._clock()
-        self.every_s = min(_LONGEST_LOOK_S, timeout_s / 10)
+        self._moved_at = self.clock()
+        self.every_s = min(_LONGEST_LOOK_S, self.timeout_s / 10)
 
     def moved(self) -> None:
         """Record that something was committed."""
-        self._moved_at = self._clock()
+        self._moved_at = self.clock()
 
     def look(self) -> None:
         """Ask the heartbeats. Where they do not answer, commits alone count."""
         if self._had_room is None:
             self._had_room = self._has_room()
-        reading = self._read()
-        if reading.moves != self._reading.moves:
+        report = self._read()
+        if report.moves != self._report.moves:
             self.moved()
-        self._reading = reading
-        self._tell(reading.made)
-        if (why := self._give_up(reading)) is not None:
+        self._report = report
+        self.tell(report.made)
+        if (why := self.give_up(report)) is not None:
             raise RunFailed(why)
-        still_s = self._clock() - self._moved_at
-        if SHRUNK_S < still_s <= self._timeout_s and self._had_room and self._shrunk():
+        still_s = self.clock() - self._moved_at
+        if SHRUNK_S < still_s <= self.timeout_s and self._had_room and self._shrunk():
             raise ClusterShrunk
-        if still_s > self._timeout_s:
+        if still_s > self.timeout_s:
             raise RunFailed(
-                f"no {self._plan.wording.item} moved for {self._timeout_s:g} s: {self._verdict()}; or raise "
+                f"no {self.plan.wording.item} moved for {self.timeout_s:g} s: {self._verdict()}; or raise "
                 "--stall-timeout"
             )
 
     def _has_room(self) -> bool:
         """Return whether all workers fit the cluster."""
         try:
-            offer = self._offer()
+            found = self.available_resources()
         except Exception:  # noqa: BLE001 - a cluster that does not answer: the timeout will tell
             return True
-        return offer.get("CPU", 0.0) >= self._plan.cpus and offer.get("GPU", 0.0) >= self._plan.gpus
+        return found.get("CPU", 0.0) >= self.plan.cpus and found.get("GPU", 0.0) >= self.plan.gpus
 
     def _shrunk(self) -> bool:
         """Return whether not all workers fit any more, but some do."""
         try:
-            offer = self._offer()
+            found = self.available_resources()
             return (
-                not self._has_room() and offer.get("CPU", 0.0) > 0 and offer.get("GPU", 0.0) >= min(1, self._plan.gpus)
+                not self._has_room() and found.get("CPU", 0.0) > 0 and found.get("GPU", 0.0) >= min(1, self.plan.gpus)
             )
         except Exception:  # noqa: BLE001 - a cluster that does not answer: the timeout will tell
             return False
@@ -117,28 +110,28 @@ class Watchdog:
     def _read(self) -> WorkerReport:
         """Return the latest answer of the heartbeats. One question is under way at a time."""
         try:
-            self._asked = self._asked or self._heartbeats.read.remote()
-            reading: WorkerReport = ray.get(self._asked, timeout=self.every_s)
+            self._asked = self._asked or self.heartbeats.read.remote()
+            report: WorkerReport = ray.get(self._asked, timeout=self.every_s)
         except ray.exceptions.GetTimeoutError:
-            return self._reading
+            return self._report
         except ray.exceptions.RayError:
-            reading = self._reading
+            report = self._report
         self._asked = None
-        return reading
+        return report
 
     def _verdict(self) -> str:
         """Name the last stage that holds something, else the last one that something waits for; and what may help."""
-        item = self._plan.wording.item
-        for stage, words in reversed(list(self._plan.wording.stages.items())):
-            held = self._reading.inside.get(stage)
+        item = self.plan.wording.item
+        for stage, words in reversed(list(self.plan.wording.stages.items())):
+            held = self._report.inside.get(stage)
             if held:
                 return f"{stage} holds {len(held)} ({printable(held[0])}) and does not move; {words.remedy}"
-        left = {"": self._total, **self._reading.left}  # "" stands for the manifest, before the first stage
+        left = {"": self.total, **self._report.left}  # "" stands for the manifest, before the first stage
         for before, stage in reversed(list(pairwise(left))):
             waiting = left[before] - left[stage]
-            if waiting >= self._plan.collected(stage, waits=left[before] < self._total):
-                return f"{stage} takes none of {waiting} waiting {item}s; scheduling: {_offer(self._plan)}"
-        return f"scheduling: no worker holds a {item}; {_offer(self._plan)}"
+            if waiting >= self.plan.collected(stage, waits=left[before] < self.total):
+                return f"{stage} takes none of {waiting} waiting {item}s; scheduling: {_offer(self.plan)}"
+        return f"scheduling: no worker holds a {item}; {_offer(self.plan)}"
 
 
 def _offer(plan: Plan) -> str:

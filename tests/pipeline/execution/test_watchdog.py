@@ -143,7 +143,7 @@ def test_a_missing_gpu_is_named(one_cpu, tmp_path):
 def test_what_is_left_is_planned_anew_where_nodes_were_lost(one_cpu, monkeypatch, plan, now, anew):
     monkeypatch.setattr(watchdog, "SHRUNK_S", 0.0)
     offer = {"CPU": 4.0, "GPU": 2.0}
-    dog = Watchdog(start_heartbeats(STAGES), 60, plan, 64, nothing, offer=lambda: offer)
+    dog = Watchdog(start_heartbeats(STAGES), 60, plan, 64, nothing, available_resources=lambda: offer)
     dog.look()
     offer = now
     with pytest.raises(ClusterShrunk) if anew else nullcontext():
