@@ -12,7 +12,6 @@ from typing import Any, Self
 
 from rich import progress as rich_progress
 from rich.console import Console
-from rich.text import Text
 
 from pipeline.execution.stages import Wording, stage_counts
 
@@ -177,24 +176,16 @@ class FunctionReporter(Reporter):
         self._tell(self.at)
 
 
-class _PaceColumn(rich_progress.ProgressColumn):
-    def __init__(self, pace: Pace) -> None:
-        super().__init__()
-        self._pace = pace
-
-    def render(self, task: rich_progress.Task) -> Text:
-        return Text(str(self._pace))
-
-
 class BarReporter(Reporter):
     """Reporter that draws a bar with the count, the failures, the rate and the time left."""
 
     def __init__(self, console: Console, total: int, words: Wording) -> None:
         super().__init__(total, words)
-        doing, more = (rich_progress.TextColumn(text) for text in (words.doing, "{task.fields[more]}"))
+        texts = (words.doing, "{task.fields[more]}", "{task.fields[pace]}")  # the pace is formatted at each refresh
+        doing, more, pace = map(rich_progress.TextColumn, texts)
         bar = rich_progress.SpinnerColumn(), doing, rich_progress.BarColumn(), rich_progress.MofNCompleteColumn()
-        self._bar = rich_progress.Progress(*bar, more, _PaceColumn(self.pace), console=console)
-        self._task = self._bar.add_task(words.doing, total=total, more="")
+        self._bar = rich_progress.Progress(*bar, more, pace, console=console)
+        self._task = self._bar.add_task(words.doing, total=total, more="", pace=self.pace)
 
     def __enter__(self) -> Self:
         self._bar.start()

@@ -184,9 +184,10 @@ class Encoder:
             self.encoder = setup.encoder()
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
-        yield encoded_bundle(self._encoded(decoded_videos(batch)))
+        yield encoded_bundle(self.encode(decoded_videos(batch)))
 
-    def _encoded(self, videos: Sequence[VideoFrames]) -> list[PrunedVideo]:
+    def encode(self, videos: Sequence[VideoFrames]) -> list[PrunedVideo]:
+        """Encode the videos of a bundle; a fault of one makes its error row."""
         if self._careful > 0:
             with self._alone:
                 self._careful -= len(videos)

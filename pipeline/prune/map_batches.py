@@ -23,7 +23,7 @@ from pipeline.execution.token_source import as_row
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, NamedVideos, Roots
 from pipeline.inputs.tables import given_parts
 from pipeline.option_values import config_of
-from pipeline.prune.batches import BYTES, VideoFrames, decoded_bundle, decoded_videos, encoded_videos, unwrapped
+from pipeline.prune.batches import BYTES, VideoFrames, decoded_videos, unwrapped
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import Decoder, DecodeSetup
 from pipeline.prune.encode_stage import Encoder, EncodeSetup
@@ -119,9 +119,7 @@ class EncodeVideos:
         for part in batch.to_batches():
             for place, row in enumerate(part["record"].to_pylist()):
                 frames = unwrapped(part["frames"], place, np.uint8)
-                bundle = decoded_bundle([VideoFrames(without_nulls(row, VideoRecord), frames)])
-                for encoded in self._encoder(bundle):
-                    yield from map(self._row, encoded_videos(encoded))
+                yield from map(self._row, self._encoder.encode([VideoFrames(without_nulls(row, VideoRecord), frames)]))
 
     def _row(self, video: PrunedVideo) -> pa.Table:
         row = read_json(cast(VideoRow, {name: video.record.get(name) for name in VIDEO_SCHEMA.names}))
