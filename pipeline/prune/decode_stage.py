@@ -16,7 +16,6 @@ from ray.actor import ActorHandle
 from pipeline.errors import VideoFault
 from pipeline.execution.heartbeat import Heartbeat, HeldItems
 from pipeline.prune.batches import VideoFrames, decoded_bundle
-from pipeline.prune.config import PruneConfig
 from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewhere
 from pipeline.storage.s3 import Objects, is_object
 from pipeline.video.decode import DecodedVideo, DecodeRequest
@@ -41,18 +40,6 @@ class DecodeSetup:
     memory_mb: int = 4096
     objects: Objects = field(default_factory=Objects)
     fetch_mb: int = 2048
-
-    @classmethod
-    def of(cls, config: PruneConfig, sampling: Sampling, preprocessor: Preprocessor, objects: Objects) -> DecodeSetup:
-        return cls(
-            sampling,
-            preprocessor,
-            decoder=config.decoder,
-            timeout_s=config.decode_timeout,
-            memory_mb=config.decode_memory,
-            objects=objects,
-            fetch_mb=config.fetch_memory,
-        )
 
     def largest_frames(self) -> tuple[int, int, int]:
         """Return (frames, height, width) of a long full HD video; of any, where all are resized alike."""

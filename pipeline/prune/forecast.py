@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -103,11 +102,8 @@ def _check_writable(store: Store) -> None:
         return
     there = next(path for path in (store.root, *store.root.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise UsageError(f"{store}: nothing can be written here: {there} {_why(there)}")
-
-
-def _why(place: Path) -> str:
-    return "is not writable" if place.is_dir() else "is no folder"
+        why = "is not writable" if there.is_dir() else "is no folder"
+        raise UsageError(f"{store}: nothing can be written here: {there} {why}")
 
 
 def render_forecast(plan: Forecast) -> RenderableType:

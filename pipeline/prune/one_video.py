@@ -26,19 +26,9 @@ from pipeline.video.sandbox import InThisProcess
 
 #: Those of ``python -m jobs.prune`` that decide what becomes of one video.
 OPTIONS = frozenset(
-    {"model", "revision", "siglip", "device", "dtype", "attn"}
-    | {"retention_ratio", "pruner", "pruner_param", "seed"}
-    | {
-        "num_frames",
-        "frame_rule",
-        "fps",
-        "max_frames",
-        "snap_to_keyframes",
-        "min_pixels",
-        "max_pixels",
-        "max_video_tokens",
-    }
-    | {"decoder", "fetch_memory", "s3_endpoint", "s3_region"}
+    {"model", "revision", "siglip", "device", "dtype", "attn", "retention_ratio", "pruner", "pruner_param", "seed"}
+    | {"num_frames", "frame_rule", "fps", "max_frames", "snap_to_keyframes", "min_pixels", "max_pixels"}
+    | {"max_video_tokens", "decoder", "fetch_memory", "s3_endpoint", "s3_region"}
 )
 _DIMMED = 3  # divides the brightness of pruned tokens in a picture
 

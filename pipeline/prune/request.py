@@ -69,7 +69,15 @@ class PruneRequest:
 
     def decode_setup(self) -> DecodeSetup:
         """Return what decoders need to know."""
-        return DecodeSetup.of(self.config, self.sampling, family_of(self.source).preprocessor(), self.objects)
+        return DecodeSetup(
+            self.sampling,
+            family_of(self.source).preprocessor(),
+            self.config.decoder,
+            timeout_s=self.config.decode_timeout,
+            memory_mb=self.config.decode_memory,
+            objects=self.objects,
+            fetch_mb=self.config.fetch_memory,
+        )
 
     def encode_setup(self, device: str, dtype: str) -> EncodeSetup:
         """Return what encoders need to know, on the device and in the dtype that were chosen."""

@@ -17,7 +17,7 @@ from pipeline.errors import UsageError
 from pipeline.execution.cluster import choose_device, provenance
 from pipeline.execution.request import refusing
 from pipeline.execution.run import Run, Streamed
-from pipeline.execution.run_record import RunFile, RunRecord
+from pipeline.execution.run_record import RunFile
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.passes import Commits, Passes, Setups
 from pipeline.prune.request import PruneRequest, match_cache, prepare
@@ -91,9 +91,12 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         if config.decoder == "nvdec" and device != "cuda":
             raise UsageError("--decoder nvdec needs a GPU, and this run has none; leave it out, or give the run one")
         if not request.store.names(VIDEOS, ".parquet"):
-            _write_header(request, dtype)
+            with refusing():
+                static = family_of(request.source).static()
+            request.store.put(HEADER, header_bytes(request.header(dtype, static)))
         setups = Setups(request.decode_setup(), request.encode_setup(device, dtype))
-        run_file = RunFile(request.store, _run_record(request, device, dtype, n_videos))
+        about = {"config": config.as_record(), "device": device, "dtype": dtype, "videos": n_videos}
+        run_file = RunFile(request.store, {**provenance(request.run_id, _RECORDED_VERSIONS), **about})
         header, limit = request.store.read(HEADER), config.outside_limit(n_videos)
         commits = Commits(request, header, limit, run_file, self.say)
         passes = Passes(self.options, self.console, setups, commits, todo.ledger, run_file)
@@ -114,20 +117,3 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
 
     def tidy(self, request: PruneRequest, todo: Todo) -> None:
         try_merge(request.store, made_with(request.store), WAITING_AT_END, self.say)
-
-
-def _write_header(request: PruneRequest, dtype: str) -> None:
-    with refusing():
-        static = family_of(request.source).static()
-    request.store.put(HEADER, header_bytes(request.header(dtype, static)))
-
-
-def _run_record(request: PruneRequest, device: str, dtype: str, n_videos: int) -> RunRecord:
-    """Return what the record of a run says of its request. It is recorded, and never compared."""
-    return {
-        **provenance(request.run_id, _RECORDED_VERSIONS),
-        "config": request.config.as_record(),
-        "device": device,
-        "dtype": dtype,
-        "videos": n_videos,
-    }
