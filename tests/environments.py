@@ -18,10 +18,10 @@ def files_marked(mark: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in found if path.parent != ROOT / "tests")
 
 
-def passes_there(python: str, path: str) -> None:
+def passes_there(python: str, path: str, **more: str) -> None:
     """A test file passes with another interpreter, and none of it is skipped: a process each, as what is tested looks
-    into whatever modules are loaded, and trips over some that other tests use."""
-    environ = {name: value for name, value in os.environ.items() if name not in _OWN}
+    into whatever modules are loaded, and trips over some that other tests use. ``more`` is set in its environment."""
+    environ = {**{name: value for name, value in os.environ.items() if name not in _OWN}, **more}
     command = [str(Path(python).absolute()), "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", path]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-5_000:]

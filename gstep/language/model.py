@@ -70,6 +70,7 @@ class LanguageModel:
         self,
         prompts: Sequence[Prompt],
         decodings: Sequence[Decoding],
+        *,
         share_prefix: bool = True,
         inside: tuple[Pruner, float] | None = None,
     ) -> list[Answer]:
@@ -125,6 +126,7 @@ class LanguageModel:
         self,
         prompts: Sequence[Prompt],
         continuations: Sequence[Sequence[str]],
+        *,
         share_prefix: bool = True,
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:

@@ -13,7 +13,39 @@ CHOICE_METHODS = ("letter", "loglikelihood", "generate")
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(PrunerOptions, EngineOptions):
+class PromptOptions:
+    """What decides prompts about cached videos, for runs and for servers."""
+
+    model: str | None = option(
+        None,
+        "a Hugging Face id or folder with the weights that the cache was made with (default: the id that the cache "
+        "names; a folder must be given here)",
+        metavar="MODEL",
+        group="model",
+    )
+    dtype: str = option("auto", "the model's arithmetic; auto is bfloat16 on GPUs and float32 on CPUs", choices=DTYPES)
+    positions: str = option(
+        "auto",
+        "positions of the kept tokens: as before pruning (original) or counted anew (contiguous); auto is the model "
+        "family's: contiguous for LLaVA-OneVision, original for Qwen",
+        choices=("auto", "contiguous", "original"),
+        group="prompts",
+    )
+    rule: str = option(
+        "transformers-5",
+        "whose rules prompts follow where libraries differ on Qwen",
+        choices=("transformers-5", "transformers-4.57", "vllm"),
+    )
+    frame_times: str = option(
+        "true",
+        "times of frames that Qwen3-VL reads: when they are shown (true), or their places in the file by its average "
+        "frames a second (stock), as transformers has them; they differ where the frame rate varies",
+        choices=("true", "stock"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
     """Everything that ``python -m jobs.generate`` can be told. Raises UsageError where a value makes no sense."""
 
     item: ClassVar[str] = "question"
@@ -30,20 +62,13 @@ class GenerateConfig(PrunerOptions, EngineOptions):
     out: str = option("answers", "the answers to create or to continue: a folder or s3://bucket/prefix", metavar="DIR")
     format: str = option("parquet", "file format of the answers", choices=("parquet", "jsonl"))
     limit: int | None = option(None, "only the first so many questions of the file", metavar="N")
-    model: str | None = option(
-        None,
-        "a Hugging Face id or folder with the weights that the cache was made with (default: the id that the cache "
-        "names; a folder must be given here)",
-        metavar="MODEL",
-        group="model",
-    )
     siglip: str | None = option(
         None,
         "for methods that compare SigLIP's embedding of patches with the question, on LLaVA-OneVision: the SigLIP "
         "checkpoint that the cache's image_embedding was made with, of which the text tower is read",
         metavar="MODEL",
+        group="model",
     )
-    dtype: str = option("auto", "the model's arithmetic; auto is bfloat16 on GPUs and float32 on CPUs", choices=DTYPES)
     retention_ratio: float | None = option(
         None, "share of the visual tokens to answer from (default: all that is stored)", metavar="R", group="pruning"
     )
@@ -54,29 +79,12 @@ class GenerateConfig(PrunerOptions, EngineOptions):
         metavar="METHOD",
     )
     pruner_seed: int = option(0, "with --pruner: seed of the methods that draw random numbers", metavar="N")
-    positions: str = option(
-        "auto",
-        "positions of the kept tokens: as before pruning (original) or counted anew (contiguous); auto is the model "
-        "family's: contiguous for LLaVA-OneVision, original for Qwen",
-        choices=("auto", "contiguous", "original"),
-        group="prompts",
-    )
     order: str = option(
         "auto",
         "order of the kept tokens in a prompt: ascending position (index), or the method's own (own); auto is the "
         "method's own where it has one",
         choices=("auto", "index", "own"),
-    )
-    rule: str = option(
-        "transformers-5",
-        "whose rules prompts follow where libraries differ on Qwen",
-        choices=("transformers-5", "transformers-4.57", "vllm"),
-    )
-    frame_times: str = option(
-        "true",
-        "times of frames that Qwen3-VL reads: when they are shown (true), or their places in the file by its average "
-        "frames a second (stock), as transformers has them; they differ where the frame rate varies",
-        choices=("true", "stock"),
+        group="prompts",
     )
     system: str | None = option(None, "the system message (default: the chat template's)", metavar="TEXT")
     choices: str = option(

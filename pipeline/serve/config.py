@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import UsageError
-from pipeline.options import DTYPES, S3Options, check, check_choices, engine_values, option, positive
+from pipeline.generate.config import PromptOptions
+from pipeline.options import S3Options, check, check_choices, engine_values, option, positive
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeConfig(S3Options):
+class ServeConfig(PromptOptions, S3Options):
     """Everything that ``python -m jobs.serve`` can be told. Raises UsageError where a value makes no sense."""
 
     cache: str = option("cache", "the cache that jobs.prune wrote", positional=True, metavar="CACHE", group="cache")
@@ -25,39 +26,13 @@ class ServeConfig(S3Options):
     retention_ratio: float | None = option(
         None, "share of the visual tokens of a video whose link says none (default: all that is stored)", metavar="R"
     )
-    model: str | None = option(
-        None,
-        "a Hugging Face id or folder with the weights that the cache was made with (default: the id that the cache "
-        "names; a folder must be given here)",
-        metavar="MODEL",
-        group="model",
-    )
-    revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV")
-    dtype: str = option("auto", "the model's arithmetic; auto is bfloat16 on GPUs and float32 on CPUs", choices=DTYPES)
+    revision: str | None = option(None, "branch, tag or commit of a Hugging Face id", metavar="REV", group="model")
     served_model_name: str | None = option(None, "what requests call the model (default: --model)", metavar="NAME")
     tensor_parallel: int = option(1, "GPUs that the model is spread over", metavar="N")
     engine_param: list[str] = option(
         [],
         "an argument of vLLM's own server, e.g. gpu_memory_utilization=0.8; may be repeated",
         metavar="NAME=VALUE",
-    )
-    positions: str = option(
-        "auto",
-        "positions of the kept tokens: as before pruning (original, not on LLaVA-OneVision) or counted anew "
-        "(contiguous); auto is the model family's",
-        choices=("auto", "contiguous", "original"),
-        group="prompts",
-    )
-    rule: str = option(
-        "transformers-5",
-        "whose rules prompts follow where libraries differ on Qwen",
-        choices=("transformers-5", "transformers-4.57", "vllm"),
-    )
-    frame_times: str = option(
-        "true",
-        "times of frames that Qwen3-VL reads: when they are shown (true), or their places in the file by its average "
-        "frames a second (stock), as transformers has them; they differ where the frame rate varies",
-        choices=("true", "stock"),
     )
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 is every one", metavar="HOST", group="server")
     port: int = option(8000, "port to listen on", metavar="PORT")

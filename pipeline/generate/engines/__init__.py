@@ -72,7 +72,7 @@ class Engine(Protocol):
         """Return which prompts go together, at most ``most``; all batches but the last one have room for no other."""
 
     def generate(
-        self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], inside: tuple[Pruner, float] | None = None
+        self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], *, inside: tuple[Pruner, float] | None = None
     ) -> list[Answer]:
         """Answer prompts, which may differ in length and in their options; ``inside`` as of LanguageModel."""
 
@@ -80,6 +80,7 @@ class Engine(Protocol):
         self,
         prompts: Sequence[Prompt],
         continuations: Sequence[Sequence[str]],
+        *,
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
         """Score each continuation of each prompt by its log-probability. Raises ValueError for one without a token."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from torch import Tensor
-
 from gstep.backbones import ModelSource, Runtime
-from gstep.language import Answer, Decoding, LanguageModel, Prompt, PromptBuilder, Score, load_language_model
+from gstep.language import LanguageModel, Prompt, PromptBuilder, load_language_model
 from gstep.language.batch import batches_by_cost
-from gstep.pruners.base import Pruner
 from pipeline.generate.engines import EngineSetup
 from pipeline.generate.late_pruning import LatePruning
 
@@ -21,6 +18,8 @@ class TransformersEngine:
     def __init__(self, model: LanguageModel, runtime: Runtime) -> None:
         self._model = model
         self._runtime = runtime
+        # See :class:`pipeline.generate.engines.Engine`.
+        self.generate, self.score, self.embedding = model.generate, model.score, model.embedding
         self.context_length = model.context_length
 
     @classmethod
@@ -40,25 +39,6 @@ class TransformersEngine:
         return batches_by_cost(
             lengths, lengths if inside else [len(prompt) - prompt.prefix_length for prompt in prompts], most
         )
-
-    def generate(
-        self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], inside: tuple[Pruner, float] | None = None
-    ) -> list[Answer]:
-        """Answer a batch of prompts, as :class:`pipeline.generate.engines.Engine`."""
-        return self._model.generate(prompts, decodings, inside=inside)
-
-    def score(
-        self,
-        prompts: Sequence[Prompt],
-        continuations: Sequence[Sequence[str]],
-        inside: tuple[Pruner, float] | None = None,
-    ) -> list[list[Score]]:
-        """Score continuations, as :class:`pipeline.generate.engines.Engine`."""
-        return self._model.score(prompts, continuations, inside=inside)
-
-    def embedding(self, text: str) -> Tensor:
-        """Return the embedding of a text, as :class:`pipeline.generate.engines.Engine`."""
-        return self._model.embedding(text)
 
     def describe(self) -> dict[str, Any]:
         """Return the provenance of answers, as :class:`pipeline.generate.engines.Engine`."""

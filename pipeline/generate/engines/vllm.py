@@ -94,7 +94,7 @@ class VllmEngine:
         return [list(range(start, min(start + most, len(prompts)))) for start in range(0, len(prompts), most)]
 
     def generate(
-        self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], inside: tuple[Pruner, float] | None = None
+        self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], *, inside: tuple[Pruner, float] | None = None
     ) -> list[Answer]:
         """Answer a batch of prompts; see :class:`pipeline.generate.engines.Engine`.
 
@@ -113,6 +113,7 @@ class VllmEngine:
         self,
         prompts: Sequence[Prompt],
         continuations: Sequence[Sequence[str]],
+        *,
         inside: tuple[Pruner, float] | None = None,
     ) -> list[list[Score]]:
         """Score continuations, as :class:`pipeline.generate.engines.Engine`.

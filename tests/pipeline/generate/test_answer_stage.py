@@ -164,6 +164,10 @@ class Failing:
         self.sizes: list[int] = []
         self.n_bytes = 0
         self.context_length = llm("tiny").context_length
+        self.score, self.embed = llm("tiny").score, llm("tiny").embedding
+
+    def embedding(self, text):
+        return self.embed(text)
 
     def generate(self, prompts, decodings, **more):
         self.sizes.append(len(prompts))
@@ -229,7 +233,7 @@ def test_memory_that_runs_out_while_pruning_for_a_question_is_named_so(failing, 
         raise torch.OutOfMemoryError("out of memory")
 
     actor, model = failing(None, prunings={"": LatePruning(CDPruner(), 0.25)})
-    monkeypatch.setattr(model, "embedding", too_large, raising=False)
+    monkeypatch.setattr(model, "embed", too_large)
     (row,) = actor.answer(open_questions(tmp_path, 1))
     assert (row["error_class"], row["retryable"]) == ("out-of-memory", True)
 

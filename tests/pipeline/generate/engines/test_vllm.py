@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 
 import pytest
@@ -39,6 +40,8 @@ def engines_of(source, **params):
 def family(request):
     """(name, vLLM's engine, transformers' engine)."""
     ours, theirs = engines_of(ModelSource.resolve(request.param))
+    wanted = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+    assert ours._engine.vllm_config.use_v2_model_runner == wanted
     yield request.param, ours, theirs
     ours.close()
 
