@@ -16,8 +16,8 @@ from gstep.backbones import choose_runtime
 from pipeline.errors import QuestionFault
 from pipeline.execution.gpu_fault import exit_after_gpu_fault, give_up_process
 from pipeline.execution.heartbeat import Heartbeat
-from pipeline.generate.answers import ANSWER_SCHEMA, asked_as
-from pipeline.generate.asking import Asked, Asker, AskSetup, named
+from pipeline.generate.answers import ANSWER_SCHEMA, answer_key
+from pipeline.generate.asking import Asker, AskSetup, PreparedQuestion, heartbeat_name
 from pipeline.generate.choices import parse_letter
 from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, EngineDied, EngineSetup, load_engine
 from pipeline.generate.questions import QUESTION_SCHEMA, Instructions
@@ -89,11 +89,11 @@ class Answerer:
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         rows = [row for block in batch["questions"].to_pylist() for row in block]
-        for answers in self.in_parts([without_nulls(row, QuestionRecord) for row in rows]):
+        for answers in self.answer_parts([without_nulls(row, QuestionRecord) for row in rows]):
             part = [{**answer, "runtime": self._provenance} for answer in answers]
             yield pa.Table.from_pylist([{"answers": part}], schema=_HANDED_OVER)
 
-    def in_parts(self, questions: Sequence[QuestionRecord]) -> Iterator[list[AnswerRecord]]:
+    def answer_parts(self, questions: Sequence[QuestionRecord]) -> Iterator[list[AnswerRecord]]:
         """Yield the answers as soon as they are known, in the order of the questions.
 
         They come so many at a time whatever batches were made. Ray counts the parts of a call that it tries again, and
@@ -102,10 +102,10 @@ class Answerer:
         known: dict[tuple[str, str | None], AnswerRecord] = {}
         size = self._handed_over_at_once
         parts = deque(
-            [asked_as(row) for row in questions[start : start + size]] for start in range(0, len(questions), size)
+            [answer_key(row) for row in questions[start : start + size]] for start in range(0, len(questions), size)
         )
         for answer in self.answer(questions):
-            known[asked_as(answer)] = answer
+            known[answer_key(answer)] = answer
             while parts and all(key in known for key in parts[0]):
                 yield [known.pop(key) for key in parts.popleft()]
 
@@ -118,12 +118,12 @@ class Answerer:
         understood = [(question, Instructions.parse(question["decoding"])) for question in questions]
         kinds = [(how.scored, self._asker.inside(question)) for question, how in understood]
         for kind in sorted(dict.fromkeys(kinds), key=lambda kind: kind[0]):
-            waiting: list[Asked] = []
+            waiting: list[PreparedQuestion] = []
             for (question, how), other in zip(understood, kinds, strict=True):
                 if other != kind:
                     continue
                 asked = self._asker.ask(question, how)
-                if isinstance(asked, Asked):
+                if isinstance(asked, PreparedQuestion):
                     waiting.append(asked)
                 else:
                     yield asked
@@ -137,27 +137,27 @@ class Answerer:
             for batch in filter(None, self._batches(waiting)):
                 yield from self._answer_together(batch)
 
-    def _batches(self, questions: list[Asked]) -> list[list[Asked]]:
+    def _batches(self, questions: list[PreparedQuestion]) -> list[list[PreparedQuestion]]:
         """Return batches that the engine can afford, of which the last may have room for more questions.
 
         A question that was in hand when a process died goes alone, to know which it was.
         """
-        died = [bool(self._heartbeat.deaths(named(asked.row))) for asked in questions]
+        died = [bool(self._heartbeat.deaths(heartbeat_name(asked.row))) for asked in questions]
         calm = [asked for asked, suspect in zip(questions, died, strict=True) if not suspect]
         alone = [[asked] for asked, suspect in zip(questions, died, strict=True) if suspect]
         inside = any(asked.inside for asked in questions)
         plan = self._engine.batches([asked.prompt for asked in calm], self._size.now, inside=inside)
         return [*alone, *([calm[i] for i in part] for part in plan or [[]])]
 
-    def _answer_together(self, batch: list[Asked]) -> list[AnswerRecord]:
-        with self._heartbeat.holding(*(named(asked.row) for asked in batch)) as held:
+    def _answer_together(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
+        with self._heartbeat.holding(*(heartbeat_name(asked.row) for asked in batch)) as held:
             self._short, self._fitted = False, 0
             rows = self._answer_batch(batch)
             self._size.ended(self._fitted, self._short)
             held.done(n=len(batch))
             return rows
 
-    def _answer_batch(self, batch: list[Asked]) -> list[AnswerRecord]:
+    def _answer_batch(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
         """Answer a batch, and a failed one in parts, down to the question whose error row is returned."""
         try:
             started = time.perf_counter()
@@ -182,7 +182,7 @@ class Answerer:
         half = len(batch) // 2
         return [row for part in (batch[:half], batch[half:]) for row in self._answer_batch(part)]
 
-    def _generate(self, batch: list[Asked]) -> list[AnswerRecord]:
+    def _generate(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
         decodings = [asked.how.decoding for asked in batch]
         answers = self._engine.generate([asked.prompt for asked in batch], decodings, inside=batch[0].inside)
         rows = []
@@ -203,7 +203,7 @@ class Answerer:
             rows.append(row)
         return rows
 
-    def _score(self, batch: list[Asked], started: float) -> list[AnswerRecord]:
+    def _score(self, batch: list[PreparedQuestion], started: float) -> list[AnswerRecord]:
         texts = [asked.continuations() for asked in batch]
         all_scores = self._engine.score([asked.prompt for asked in batch], texts, inside=batch[0].inside)
         seconds = time.perf_counter() - started

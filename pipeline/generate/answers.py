@@ -79,7 +79,7 @@ ANSWER_SCHEMA = pa.schema(
 )
 
 
-def asked_as(row: QuestionRecord | AnswerRecord) -> tuple[str, str | None]:
+def answer_key(row: QuestionRecord | AnswerRecord) -> tuple[str, str | None]:
     """Return the key of a row within a run: its question id, and the pruning it is asked under."""
     return row["question_id"], row.get("pruning")
 

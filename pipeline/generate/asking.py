@@ -55,7 +55,7 @@ class AskSetup:
 
 
 @dataclass(frozen=True)
-class Asked:
+class PreparedQuestion:
     """A question that is ready for the model, its row as far as that is known.
 
     Attributes:
@@ -113,11 +113,11 @@ class Asker:
     def _pruning(self, question: QuestionRecord) -> LatePruning | None:
         return self._prunings[question.get("pruning", "")]
 
-    def ask(self, question: QuestionRecord, how: Instructions) -> Asked | AnswerRecord:
+    def ask(self, question: QuestionRecord, how: Instructions) -> PreparedQuestion | AnswerRecord:
         """Return the question with its prompt, or its error row."""
         try:
-            with self._heartbeat.busy(named(question)):
-                if len(hosts := self._heartbeat.deaths(named(question))) >= POISON:
+            with self._heartbeat.busy(heartbeat_name(question)):
+                if len(hosts := self._heartbeat.deaths(heartbeat_name(question))) >= POISON:
                     raise _poison(hosts)
                 return self._prepare(question, how)
         except QuestionFault as error:
@@ -139,7 +139,7 @@ class Asker:
             fault = QuestionFault("internal", f"{type(error).__name__}: {error}")
         return failed_answer(question, fault)
 
-    def _prepare(self, question: QuestionRecord, how: Instructions) -> Asked | AnswerRecord:
+    def _prepare(self, question: QuestionRecord, how: Instructions) -> PreparedQuestion | AnswerRecord:
         late = self._pruning(question)
         words = None if late is None else self._embedders.embedding(late, question["prompt"])
         held = [self._videos.get(video_id, late, words) for video_id in question["video_ids"]]
@@ -165,10 +165,10 @@ class Asker:
             return failed_answer(row, too_long(len(prompt), room, known))
         if prompt.extent + more > known:
             return failed_answer(row, too_far(prompt.extent, known))
-        return Asked(row, prompt, how, self.inside(question))
+        return PreparedQuestion(row, prompt, how, self.inside(question))
 
 
-def named(row: QuestionRecord | AnswerRecord) -> str:
+def heartbeat_name(row: QuestionRecord | AnswerRecord) -> str:
     """Return the name of a question under a pruning, unique in a run, for heartbeats."""
     pruning = row.get("pruning")
     return f"{row['question_id']} under {pruning}" if pruning else row["question_id"]

@@ -23,7 +23,7 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-class LastUsed(Generic[K, V]):
+class LruCache(Generic[K, V]):
     """The values that were used last, up to a number of bytes; always the very last one."""
 
     def __init__(self, limit: int, size: Callable[[V], int]) -> None:
@@ -49,7 +49,7 @@ class LastUsed(Generic[K, V]):
         return value
 
 
-class Held(NamedTuple):
+class HeldVideo(NamedTuple):
     """A video as a prompt takes it, the nominal ratio of its tokens, and the seconds that reading them took now."""
 
     visual: Visual
@@ -74,9 +74,9 @@ class HeldVideos:
         self._ratio = retention_ratio
         self._order: TokenOrder = order
         self._evidence = evidence
-        self._held: LastUsed[str, Held] = LastUsed(limit, lambda held: n_bytes(held.visual))
+        self._held: LruCache[str, HeldVideo] = LruCache(limit, lambda held: n_bytes(held.visual))
 
-    def get(self, video_id: str) -> Held:
+    def get(self, video_id: str) -> HeldVideo:
         """Return a video from memory or from the cache. Raises as TokenCache.get."""
         if (held := self._held.get(video_id)) is not None:
             return held._replace(seconds=0.0)
@@ -84,7 +84,7 @@ class HeldVideos:
         with self._heartbeat.busy(f"the tokens of {video_id}, being read"):
             video = self._cache.get(video_id, self._ratio, self._order, self._evidence)
         ratio = self._ratio if self._ratio is not None else float(video.metadata["retention_ratio"])
-        return self._held.put(video_id, Held(video.visual, ratio, time.perf_counter() - started))
+        return self._held.put(video_id, HeldVideo(video.visual, ratio, time.perf_counter() - started))
 
 
 class ChosenVideos:
@@ -102,13 +102,13 @@ class ChosenVideos:
         self._own_order = own_order
         self._largest: dict[Hashable, LatePruning] = {}
         for late in filter(None, prunings):
-            other = self._largest.setdefault(_selects(late), late)
+            other = self._largest.setdefault(_selection_key(late), late)
             if late.retention_ratio > other.retention_ratio:
-                self._largest[_selects(late)] = late
-        self._selected: LastUsed[Hashable, PrunedTokens] = LastUsed(_SELECTED_BYTES, lambda p: int(p.tokens.nbytes))
-        self._visuals: LastUsed[Hashable, Visual] = LastUsed(_SELECTED_BYTES, n_bytes)
+                self._largest[_selection_key(late)] = late
+        self._selected: LruCache[Hashable, PrunedTokens] = LruCache(_SELECTED_BYTES, lambda p: int(p.tokens.nbytes))
+        self._visuals: LruCache[Hashable, Visual] = LruCache(_SELECTED_BYTES, n_bytes)
 
-    def get(self, video_id: str, late: LatePruning | None, words: Tensor | None = None) -> Held:
+    def get(self, video_id: str, late: LatePruning | None, words: Tensor | None = None) -> HeldVideo:
         """Return a video under a pruning; None leaves it as the cache holds it.
 
         ``words`` is the question's embedding, for a method that asks for one. Raises as TokenCache.get, and ValueError
@@ -119,25 +119,25 @@ class ChosenVideos:
             return held
         if not late.pruner.cacheable:
             pruned = late.select(held.visual, self._device, words)
-            return Held(self._kept(late, held, pruned), late.retention_ratio, held.seconds)
+            return HeldVideo(self._kept(late, held, pruned), late.retention_ratio, held.seconds)
         visual = self._visuals.get((video_id, late))
         if visual is None:
             visual = self._visuals.put((video_id, late), self._kept(late, held, self._select(video_id, held, late)))
-        return Held(visual, late.retention_ratio, held.seconds)
+        return HeldVideo(visual, late.retention_ratio, held.seconds)
 
-    def _select(self, video_id: str, held: Held, late: LatePruning) -> PrunedTokens:
-        largest = self._largest.get(_selects(late), late)
-        pruned = self._selected.get((video_id, _selects(largest)))
+    def _select(self, video_id: str, held: HeldVideo, late: LatePruning) -> PrunedTokens:
+        largest = self._largest.get(_selection_key(late), late)
+        pruned = self._selected.get((video_id, _selection_key(largest)))
         if pruned is None:
             pruned = largest.select(held.visual, self._device)
-            self._selected.put((video_id, _selects(largest)), pruned)
+            self._selected.put((video_id, _selection_key(largest)), pruned)
         return pruned.at(late.retention_ratio) if late.pruner.nested else pruned
 
-    def _kept(self, late: LatePruning, held: Held, pruned: PrunedTokens) -> Visual:
+    def _kept(self, late: LatePruning, held: HeldVideo, pruned: PrunedTokens) -> Visual:
         return late.kept(held.visual, pruned, own_order=self._own_order)
 
 
-def _selects(late: LatePruning) -> tuple[Pruner, int, float | None]:
+def _selection_key(late: LatePruning) -> tuple[Pruner, int, float | None]:
     """Return the key of a selection: prunings with the same key share one selection of a video."""
     return late.pruner, late.seed, None if late.pruner.nested else late.retention_ratio
 

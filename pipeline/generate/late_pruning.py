@@ -100,7 +100,7 @@ class LatePruning:
         """Serialise by the method's name, not its class: a worker that cannot import the method then says so."""
         method, params = method_name(type(self.pruner)), self.pruner.params()
         rest = (self.retention_ratio, self.text_tower, self.evidence, self.seed, self.positions)
-        return _again, (method, params, *rest)
+        return _unpickled, (method, params, *rest)
 
     @property
     def inside(self) -> tuple[Pruner, float] | None:
@@ -176,7 +176,7 @@ def embedder_of(tower: TextTowerSource | None, model: Embedder, device: str) -> 
     return model if tower is None else TextTower.load(tower, device)
 
 
-def _again(method: str, params: dict[str, Any], *rest: Any) -> LatePruning:
+def _unpickled(method: str, params: dict[str, Any], *rest: Any) -> LatePruning:
     return LatePruning(make_pruner(method, **params), *rest)
 
 

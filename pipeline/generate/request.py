@@ -87,7 +87,7 @@ class GenerateRequest:
             "cache": self.held if "" in self.prunings else without_evidence(self.held),
             "model": {"type": self.source.model_type, "weights": self.source.identity},
             "retention_ratio": stored if self.config.retention_ratio is None else self.config.retention_ratio,
-            "prompt": {**self.builder.policy.describe(), "order": self._order_said()},
+            "prompt": {**self.builder.policy.describe(), "order": self._order_policy()},
             "decoding": self.way.describe(),
             **engine_of(self.config).describe(),
             **({} if late is None else {"pruner": late.describe()}),
@@ -95,7 +95,7 @@ class GenerateRequest:
             **self.about,
         }
 
-    def _order_said(self) -> str:
+    def _order_policy(self) -> str:
         """Return the order of tokens in a prompt as the answers' identity has it."""
         if "" not in self.prunings:  # more methods may come
             return "own" if self.own_order else "index"

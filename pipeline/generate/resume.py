@@ -39,7 +39,7 @@ def unanswered(request: GenerateRequest, live: pa.Table) -> list[QuestionRecord]
             todo.append({**question, "attempts": 1})
         elif different and old["status"] == "ok":
             changed.append(different)
-        elif old["status"] != "ok" and request.config.retry_failed and (different or _worth_it(request, old, videos)):
+        elif old["status"] != "ok" and request.config.retry_failed and (different or _may_retry(request, old, videos)):
             todo.append({**question, "attempts": old["attempts"] + 1})
     refuse_changed(changed, request.store)
     return todo
@@ -83,14 +83,14 @@ def _questions(request: GenerateRequest) -> Iterator[QuestionRecord]:
             yield {**question, "pruning": pruning} if pruning else question
 
 
-def _worth_it(request: GenerateRequest, old: AnswerRecord, videos: Mapping[str, VideoRecord]) -> bool:
+def _may_retry(request: GenerateRequest, old: AnswerRecord, videos: Mapping[str, VideoRecord]) -> bool:
     """Return whether a failed question has attempts left, or its videos are in the cache since."""
     if old["error_class"] in {"unknown-video", "failed-video"}:
         return all(answerable(videos.get(v)) for v in old["video_ids"]) or old["attempts"] < request.config.max_attempts
     return old["attempts"] < request.config.max_attempts
 
 
-def said_of_the_rest(request: GenerateRequest, live: pa.Table, todo: list[QuestionRecord]) -> list[str]:
+def notes_on_answered(request: GenerateRequest, live: pa.Table, todo: list[QuestionRecord]) -> list[str]:
     """Return lines for the user about the questions that are not in ``todo``, since the answers hold their rows."""
     total = len(request.questions) * len(request.prunings)
     there = total - len(todo)
@@ -121,7 +121,7 @@ def _shown(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def without_model(
+def split_decided(
     request: GenerateRequest, todo: list[QuestionRecord]
 ) -> tuple[list[QuestionRecord], list[AnswerRecord]]:
     """Split questions into (those for the model, rows of those that the cache's table decides)."""

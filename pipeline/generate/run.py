@@ -22,7 +22,7 @@ from pipeline.execution.stream import PlannedGraph, stream
 from pipeline.generate.answer_stage import AnswerSetup
 from pipeline.generate.answers import (
     AnswersTable,
-    asked_as,
+    answer_key,
     commit_answers,
     read_answers_header,
     try_merge_answers,
@@ -31,7 +31,7 @@ from pipeline.generate.answers import (
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.graph import AnswerPlan, batch_size, build_graph, plan_answers
 from pipeline.generate.request import PRUNINGS, GenerateRequest, match_answers, prepare
-from pipeline.generate.resume import asked_rows, said_of_the_rest, unanswered, without_model
+from pipeline.generate.resume import asked_rows, notes_on_answered, split_decided, unanswered
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 
@@ -87,14 +87,14 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         table = AnswersTable(request.store)
         live = table.live()
         questions = unanswered(request, live)
-        for line in said_of_the_rest(request, live, questions):
+        for line in notes_on_answered(request, live, questions):
             self.console.print(line, highlight=False)
         return Todo(questions, table)
 
     def stream(self, request: GenerateRequest, todo: Todo) -> Streamed:
         """Commit what the index of the cache decides, and stream the rest; Ray starts only where something is left."""
         config, size = self.options, self.options.questions_per_shard
-        ask, decided = without_model(request, todo.questions)
+        ask, decided = split_decided(request, todo.questions)
         # Before any row is written: the cluster may not be able to do what the flags ask.
         computed = self._computed() if ask else None
         write_answers_header(request.store, self._identity(request, todo))
@@ -124,7 +124,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         return identity
 
     def summarise(self, request: GenerateRequest, todo: Todo, n_failed: int, wall_s: float) -> AnswerSummary:
-        new = {asked_as(question) for question in todo.questions}
+        new = {answer_key(question) for question in todo.questions}
         total = len(request.questions) * len(request.prunings)
         return summarise_answers(asked_rows(request, todo.table.live()), total, new, wall_s)
 
@@ -156,7 +156,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
             )
 
         def left(ask: list[QuestionRecord]) -> list[QuestionRecord]:
-            return [question for question in ask if asked_as(question) not in commits.answered]
+            return [question for question in ask if answer_key(question) not in commits.answered]
 
         return stream(ask, planned, left, self.console, config)
 
@@ -183,7 +183,7 @@ class Commits:
     """Commits answers as they come, and records what computed them.
 
     Attributes:
-        answered: what was committed, as ``asked_as`` has it.
+        answered: what was committed, as ``answer_key`` has it.
         n_failed: how many of these failed.
         n_shards: how many numbers of shards are taken.
     """
@@ -208,7 +208,7 @@ class Commits:
         place = before + number
         commit_answers(request.store, request.run_id, place, answers, request.config.format)
         self.n_shards = max(self.n_shards, place + 1)
-        self.answered.update(map(asked_as, answers))
+        self.answered.update(map(answer_key, answers))
         self.n_failed += sum(answer["status"] != "ok" for answer in answers)
         if self.n_shards % WAITING == 0:
             try_merge_answers(request.store, WAITING, self._say)

@@ -18,7 +18,7 @@ from pipeline.cache.reader import TokenCache, read_header
 from pipeline.cache.reading import TokenOrder
 from pipeline.cache.table import table_files
 from pipeline.errors import CorruptShard, FailedVideo, NotACache, RatioNotCached, RemovedVideo, UnknownVideo
-from pipeline.generate.held_videos import LastUsed, n_bytes
+from pipeline.generate.held_videos import LruCache, n_bytes
 from pipeline.rows import VideoRow
 
 _HELD_BYTES = 2**30  # of cached tokens that a server keeps for the questions to come
@@ -70,7 +70,7 @@ class ServedVideos:
         self._now = self._look(())
         declared = declared_method(self.cache.identity)
         self._order: TokenOrder = "selection" if declared is not None and declared.reorders else "index"
-        self._held: LastUsed[tuple[str, float | None], ServedVideo] = LastUsed(_HELD_BYTES, lambda v: n_bytes(v.visual))
+        self._held: LruCache[tuple[str, float | None], ServedVideo] = LruCache(_HELD_BYTES, lambda v: n_bytes(v.visual))
         self._loading: dict[tuple[str, float | None], Future[ServedVideo]] = {}
         self._lock = threading.RLock()
         self._readers = ThreadPoolExecutor(_READERS, "cache-reader")

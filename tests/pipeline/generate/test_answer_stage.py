@@ -280,7 +280,7 @@ def test_a_prompt_that_cannot_be_built_or_does_not_fit_is_named(tmp_path):
     setup = setup_of(tiny_cache(tmp_path / "c", source=source))
     asked = open_questions(tmp_path, 3)
     asked[1]["prompt"] = "Why? " * 60
-    asked[2]["prompt"] = "Is this a <video> ?"
+    asked[2]["prompt"] = "Is this a \U0010fffe ?"
     asked.append({**asked[0], "question_id": "3", "decoding": asked[0]["decoding"].replace("8", "60")})
     rows = by_id(Answerer(answer_stage.AnswerSetup(**{**vars(setup), "source": source})).answer(asked))
     assert [rows[str(i)].get("error_class") for i in range(4)] == [

@@ -17,7 +17,7 @@ from pipeline.cache.method import describe_method
 from pipeline.execution.heartbeat import Heartbeat
 from pipeline.generate.asking import Asker
 from pipeline.generate.engines import EngineSetup, load_engine
-from pipeline.generate.held_videos import ChosenVideos, HeldVideos, LastUsed
+from pipeline.generate.held_videos import ChosenVideos, HeldVideos, LruCache
 from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
 from pipeline.generate.questions import Instructions
 from pipeline.prune.decode_stage import decoded_columns
@@ -153,7 +153,7 @@ def test_a_cache_of_version_1_whose_evidence_has_bare_names_serves_too():
 
 
 def test_what_was_not_used_for_longest_goes_first():
-    held: LastUsed[str, int] = LastUsed(10, lambda value: value)
+    held: LruCache[str, int] = LruCache(10, lambda value: value)
     for name, size in (("a", 4), ("b", 4)):
         held.put(name, size)
     assert held.get("a") == 4

@@ -12,7 +12,7 @@ from transformers.video_utils import VideoMetadata, load_video
 from gstep.backbones import ModelSource
 from pipeline import TokenCache
 from pipeline.execution.heartbeat import Heartbeat
-from pipeline.generate.asking import Asked, Asker
+from pipeline.generate.asking import Asker, PreparedQuestion
 from pipeline.generate.questions import Instructions
 from pipeline.generate.run import answer_setup
 from pipeline.rows import QuestionRecord, without_nulls
@@ -96,7 +96,7 @@ def test_a_clip_has_stock_times_from_the_start_of_its_file(cache):
 
 
 def test_a_row_that_lacks_its_frame_rate_says_what_to_do(cache):
-    assert isinstance(asked(cache, "lacking"), Asked)
+    assert isinstance(asked(cache, "lacking"), PreparedQuestion)
     row = asked(cache, "lacking", frame_times="stock")
     assert row["error_class"] == "bad-prompt"
     assert "prune the video again, or use --frame-times true" in row["error_message"]

@@ -13,10 +13,10 @@ from pipeline.generate.resume import (
     asked_rows,
     difference,
     in_blocks,
+    notes_on_answered,
     refuse_changed,
-    said_of_the_rest,
+    split_decided,
     unanswered,
-    without_model,
 )
 from pipeline.rows import failed_answer
 from tests.pipeline.asking import request_about, tiny_cache, write_questions
@@ -72,7 +72,7 @@ def test_failed_questions_are_asked_again_on_request_within_their_attempts(job_o
 def test_what_is_not_asked_again_is_said_with_the_way_to_ask_it(job_of, answered):
     def said(rows=ROWS, **options):
         job = job_of(rows, **options)
-        return said_of_the_rest(job, answered, unanswered(job, answered))
+        return notes_on_answered(job, answered, unanswered(job, answered))
 
     assert said() == ["5 of 6 questions have their answers already, 4 of them as errors"]
     assert said(retry_failed=True, max_attempts=2) == [
@@ -106,7 +106,7 @@ def test_a_corrected_question_that_failed_may_be_asked_again(job_of, answered):
 
 def test_what_the_index_decides_needs_no_model(job_of):
     job = job_of()
-    ask, rows = without_model(job, unanswered(job, AnswersTable(job.store).live()))
+    ask, rows = split_decided(job, unanswered(job, AnswersTable(job.store).live()))
     assert [r["question_id"] for r in ask] == ["ok", "bad", "tried", "since"]
     assert [(r["question_id"], r["error_class"], r["retryable"]) for r in rows] == [
         ("gone", "unknown-video", True), ("new", "failed-video", True)
@@ -189,7 +189,7 @@ def test_every_question_is_left_under_each_pruning_that_it_has_no_row_of(grid_jo
 def test_rows_under_other_prunings_are_not_counted(grid_job, grid_answers):
     job = grid_job()
     assert under(asked_rows(job, grid_answers).to_pylist()) == [("ok", "gstep@0.25"), ("ok", "none@1")]
-    said = said_of_the_rest(job, grid_answers, unanswered(job, grid_answers))
+    said = notes_on_answered(job, grid_answers, unanswered(job, grid_answers))
     assert said == ["2 of 6 questions have their answers already, 1 of them as errors"]
 
 
@@ -200,7 +200,7 @@ def test_a_question_that_changed_under_one_pruning_is_refused(grid_job, grid_ans
 
 def test_what_the_index_decides_it_decides_under_every_pruning(grid_job):
     job = grid_job(ROWS[3:4])
-    ask, rows = without_model(job, unanswered(job, AnswersTable(job.store).live()))
+    ask, rows = split_decided(job, unanswered(job, AnswersTable(job.store).live()))
     assert ask == [] and under(rows) == [("gone", pruning) for pruning in GRID]
     assert {row["error_class"] for row in rows} == {"unknown-video"}
 

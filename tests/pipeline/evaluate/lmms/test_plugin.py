@@ -156,8 +156,8 @@ def test_a_video_that_is_not_there_is_no_silent_skip(model, tmp_path):
 
 
 def test_questions_that_fail_are_named_and_the_others_kept(model, tmp_path):
-    docs = {"videoID": "a"}, {"videoID": "a", "q": "<video>"}  # a placeholder of the model
-    with pytest.raises(RunFailed, match=r"task t, document 1: bad-prompt: .*placeholder"):
+    docs = {"videoID": "a"}, {"videoID": "a", "q": "\U0010fffe"}  # no text has that
+    with pytest.raises(RunFailed, match=r"task t, document 1: bad-prompt: .*no character"):
         model().ask(*docs)
     assert {r["status"] for r in read_answers(tmp_path / "a").to_pylist()} == {"ok", "failed"}
     assert model(missing="empty").ask(*docs)[1] == ""
