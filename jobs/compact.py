@@ -34,9 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("cache", metavar="CACHE", help="the folder or s3://bucket/prefix that jobs.prune wrote")
     parser.add_argument(
-        "--keep-minutes", type=float, default=10.0, metavar="M", help="merged files stay for so long [10]"
+        "cache", metavar="CACHE", help="the folder, or the s3://, gs:// or az:// prefix, that jobs.prune wrote"
+    )
+    parser.add_argument(
+        "--keep-minutes",
+        type=float,
+        default=10.0,
+        metavar="M",
+        help="keep merged files for M minutes, so that readers go on [10]",
     )
     add_json(parser)
     add_flags(parser, S3Options)

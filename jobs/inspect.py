@@ -28,11 +28,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "place",
         metavar="CACHE|ANSWERS",
-        help="the folder or s3://bucket/prefix that jobs.prune or jobs.generate wrote",
+        help="the folder, or the s3://, gs:// or az:// prefix, that jobs.prune or jobs.generate wrote",
     )
     parser.add_argument("item", metavar="ID", nargs="?", help="one video of the cache, one question of the answers")
     parser.add_argument(
-        "--failed", action="store_true", help="only what failed: a line each of id, class and message, tabs between"
+        "--failed", action="store_true", help="print only what failed: id, class and message a line, separated by tabs"
     )
     parser.add_argument(
         "--retention-ratio", type=float, metavar="R", help="with a video: show a smaller ratio of the same cache"

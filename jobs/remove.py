@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("cache", metavar="CACHE", help="the folder or s3://bucket/prefix that jobs.prune wrote")
+    parser.add_argument(
+        "cache", metavar="CACHE", help="the folder, or the s3://, gs:// or az:// prefix, that jobs.prune wrote"
+    )
     parser.add_argument("--ids", required=True, metavar="FILE", help="a video_id a line, as jobs.inspect shows them")
     parser.add_argument("--reason", required=True, metavar="TEXT", help="why; it stays in the cache")
     parser.add_argument(

@@ -52,7 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("cache", metavar="CACHE", help="the folder or s3://bucket/prefix that jobs.prune wrote")
+    parser.add_argument(
+        "cache", metavar="CACHE", help="the folder, or the s3://, gs:// or az:// prefix, that jobs.prune wrote"
+    )
     parser.add_argument(
         "--jobs", type=count, default=min(8, os.cpu_count() or 1), metavar="N", help="files read at a time"
     )
@@ -67,7 +69,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=10.0,
         metavar="M",
-        help="with --clean and --repair: what is younger stays",
+        help="with --clean and --repair: keep files younger than M minutes [10]",
     )
     parser.add_argument(
         "--repair",
@@ -79,9 +81,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--live", type=count, default=0, metavar="K", help="encode K random videos again from their sources"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="with --live: which videos [0]")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="with --live: seed that draws the videos [0]")
     parser.add_argument(
-        "--model", metavar="MODEL", help="with --live: the model's id or folder, where it has changed since"
+        "--model", metavar="MODEL", help="with --live: the model's id or folder, if it has moved since the run"
     )
     add_json_or_file(parser)
     parser.add_argument("--log-interval", type=float, default=30.0, metavar="S", help="seconds between progress lines")
