@@ -17,8 +17,8 @@ _SKEW_S = 5.0
 
 def reachable(store: Store) -> Store:
     """Return the store, or the nearest folder above it that exists, where a run would make it."""
-    if isinstance(store, LocalStore) and not store.root.exists():
-        return LocalStore(next(path for path in store.root.parents if path.exists()))
+    if store.folder is not None and not store.folder.exists():
+        return LocalStore(next(path for path in store.folder.parents if path.exists()))
     return store
 
 

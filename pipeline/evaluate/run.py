@@ -55,7 +55,7 @@ from pipeline.prune.run import PruneRun
 from pipeline.prune.summary import Summary
 from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 from pipeline.storage.s3 import Objects
-from pipeline.storage.stores import LocalStore, Store, store_at
+from pipeline.storage.stores import Store, store_at
 
 MANIFEST = "videos.jsonl"
 DROPPING = "dropping"  # in a cache that is being deleted
@@ -202,7 +202,7 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
     Raises UsageError where the cache is a link: what it leads to may be others'.
     """
     cache, folders = store_at(request.cache, request.objects), (VIDEOS, TOKENS, RUNS)
-    if isinstance(cache, LocalStore) and cache.root.is_symlink():
+    if cache.folder is not None and cache.folder.is_symlink():
         raise UsageError(f"--drop-tokens: {cache} is a link to another place, which is yours to delete")
     if not (cache.exists(HEADER) or cache.exists(DROPPING)):
         return
@@ -213,10 +213,10 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
         names += [file.name for folder in folders for file in cache.listed(folder) if _OURS.fullmatch(file.name)]
         for name in (*names, DROPPING):
             cache.delete(name)
-    if isinstance(cache, LocalStore):  # elsewhere there are no empty folders
+    if cache.folder is not None:  # elsewhere there are no empty folders
         for folder in folders:
             with suppress(OSError):
-                (cache.root / folder).rmdir()
+                (cache.folder / folder).rmdir()
     notify(f"{cache}: {len(names)} files deleted (--drop-tokens); the answers stay")
 
 

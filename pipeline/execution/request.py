@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from pipeline.errors import UsageError
-from pipeline.storage.stores import LocalStore, Store
+from pipeline.storage.stores import Store
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def new_run_id() -> str:
 
 def check_out(store: Store) -> None:
     """Raise UsageError where what is written to ``--out`` would be lost with the job."""
-    if isinstance(store, LocalStore) and not Path(str(store)).is_absolute() and _in_an_upload():
+    if store.folder is not None and not Path(str(store)).is_absolute() and _in_an_upload():
         raise UsageError(
             f"--out {store}: in this Ray job a relative path lies in the cluster's copy of --working-dir, lost "
             "with it: name an absolute path that every node sees"

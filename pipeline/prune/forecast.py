@@ -24,7 +24,7 @@ from pipeline.prune.config import PruneConfig
 from pipeline.prune.manifest_checks import Example, sure_failures
 from pipeline.prune.request import PruneRequest, prepare
 from pipeline.prune.resume import Tally, remaining, within_limit
-from pipeline.storage.stores import LocalStore, Store
+from pipeline.storage.stores import Store
 
 _SHOWN = 5  # ids that the report lists
 
@@ -98,9 +98,9 @@ def _forecast(request: PruneRequest, counts: Tally, todo: pa.Table) -> Forecast:
 
 def _check_writable(store: Store) -> None:
     """Raise UsageError where a folder cannot be made or written to; an object store tells only once it is."""
-    if not isinstance(store, LocalStore):
+    if store.folder is None:
         return
-    there = next(path for path in (store.root, *store.root.parents) if path.exists())
+    there = next(path for path in (store.folder, *store.folder.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "is not writable" if there.is_dir() else "is no folder"
         raise UsageError(f"{store}: nothing can be written here: {there} {why}")
