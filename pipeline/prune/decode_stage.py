@@ -13,7 +13,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
-from pipeline.errors import VideoFault
+from pipeline.errors import UsageError, VideoFault
 from pipeline.execution.heartbeat import Heartbeat, HeldItems
 from pipeline.prune.batches import VideoFrames, decoded_bundle
 from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewhere
@@ -45,6 +45,12 @@ class DecodeSetup:
         """Return (frames, height, width) of a long full HD video; of any, where all are resized alike."""
         frames = self.sampling.num_frames or self.sampling.max_frames or 0
         return frames, *self.preprocessor.target_size(frames, 1080, 1920)
+
+
+def check_decoder_device(decoder: str, device: str) -> None:
+    """Raise UsageError where the decoder needs a GPU and the run computes on ``device``, which is none."""
+    if decoder == "nvdec" and device != "cuda":
+        raise UsageError("--decoder nvdec needs a GPU, and this run has none; leave it out, or give the run one")
 
 
 class VideoDecoder:

@@ -13,12 +13,12 @@ from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.merging import WAITING_AT_END, try_merge
 from pipeline.cache.reader import HEADER, made_with, read_header
-from pipeline.errors import UsageError
 from pipeline.execution.cluster import choose_device, provenance
 from pipeline.execution.request import refusing
 from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile
 from pipeline.prune.config import PruneConfig
+from pipeline.prune.decode_stage import check_decoder_device
 from pipeline.prune.passes import Commits, Passes, Setups
 from pipeline.prune.request import PruneRequest, match_cache, prepare
 from pipeline.prune.resume import remaining, retry_candidates, skipped_lines, within_limit
@@ -88,8 +88,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
     def stream(self, request: PruneRequest, todo: Todo) -> Streamed:
         config, n_videos = self.options, len(todo)
         device, dtype = choose_device(config, request.dtype, self.say)
-        if config.decoder == "nvdec" and device != "cuda":
-            raise UsageError("--decoder nvdec needs a GPU, and this run has none; leave it out, or give the run one")
+        check_decoder_device(config.decoder, device)
         if not request.store.names(VIDEOS, ".parquet"):
             with refusing():
                 static = family_of(request.source).static()

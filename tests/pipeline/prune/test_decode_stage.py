@@ -5,8 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pyarrow as pa
 import pytest
 
+from pipeline.errors import UsageError
 from pipeline.prune.batches import decoded_videos
-from pipeline.prune.decode_stage import Decoder, DecodeSetup
+from pipeline.prune.decode_stage import Decoder, DecodeSetup, check_decoder_device
 from pipeline.prune.resume import TODO_SCHEMA
 from pipeline.video.sampling import Sampling
 from tests.pipeline.s3 import KEY, SECRET, S3Server
@@ -66,3 +67,10 @@ def test_two_calls_at_a_time_share_one_child(clip):
     assert [video.record["status"] for video in videos] == ["ok"] * 12
     assert len({video.frames.tobytes() for video in videos}) == 1
     decoder.close()
+
+
+def test_a_decoder_of_gpus_is_refused_where_a_run_has_none():
+    for decoder, device in (("auto", "cpu"), ("torchcodec", "cpu"), ("nvdec", "cuda")):
+        check_decoder_device(decoder, device)
+    with pytest.raises(UsageError, match="--decoder nvdec needs a GPU"):
+        check_decoder_device("nvdec", "cpu")
