@@ -25,8 +25,11 @@ from pipeline.prune.resume import TODO_SCHEMA
 from pipeline.storage.stores import LocalStore
 from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import environment
+from tests.warm import worker
+from tests.warm.server import warm_workers
 
-#: The nodes of most tests. Their cluster stays until this process ends or another test has one of its own.
+#: The nodes of most tests. Their cluster stays until this process ends or another test has one of its own. Its workers
+#: skip their imports (``tests.warm``); Ray itself starts those of the other clusters, whose nodes tests break.
 PLAIN = ({"num_cpus": 2},)
 _plain: list[tuple[ExitStack, list[str]]] = []
 
@@ -44,8 +47,10 @@ def ray_here(*nodes: dict[str, Any]) -> Iterator[list[str]]:
 def _plain_ids() -> list[str]:
     if not _plain:
         stack = ExitStack()
-        with _environment_of_nodes():
-            _plain.append((stack, stack.enter_context(_connected(*PLAIN))[1]))
+        with _environment_of_nodes() as patch:
+            patch.setenv(worker.SOCKET, warm_workers())
+            warm = _connected(*PLAIN, worker_path=worker.__file__, no_monitor=True)
+            _plain.append((stack, stack.enter_context(warm)[1]))
         atexit.register(_end_plain)
     return _plain[0][1]
 
@@ -64,22 +69,22 @@ def growing_ray(*nodes: dict[str, Any]) -> Iterator[tuple[Callable[..., Any], li
 
 
 @contextmanager
-def _environment_of_nodes() -> Iterator[None]:
+def _environment_of_nodes() -> Iterator[pytest.MonkeyPatch]:
     private = {name: value for name, value in environment().items() if name.startswith(("RAY_", "HOME", "PYTHONPATH"))}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in private.items():
             patch.setenv(name, value)
         patch.delenv("RAY_ADDRESS", raising=False)
         (Path(private["RAY_TMPDIR"]) / "ray").mkdir()
-        yield
+        yield patch
 
 
 @contextmanager
-def _connected(*nodes: dict[str, Any]) -> Iterator[tuple[Callable[..., Any], list[str]]]:
-    """Start and join a cluster; yield a function that adds a node, and the ids of those that are there."""
+def _connected(*nodes: dict[str, Any], **options: Any) -> Iterator[tuple[Callable[..., Any], list[str]]]:
+    """Start and join a cluster, every node with ``options``; yield a function that adds a node, and the nodes' ids."""
     cluster = Cluster()
     try:
-        add = partial(cluster.add_node, include_dashboard=False, include_log_monitor=False)
+        add = partial(cluster.add_node, include_dashboard=False, include_log_monitor=False, **options)
         ids = [add(**node).node_id for node in nodes]
         ray.init(cluster.address, logging_level="error", log_to_driver=False)
         configure_ray_data()
