@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import ray
 import torch
 
 from gstep.backbones import choose_runtime
+from gstep.lazy import importing_much
 from pipeline.errors import RunFailed, UsageError, printable
 from pipeline.execution.access import (
     address_to_join,
@@ -111,6 +113,8 @@ def _initialise(say: Callable[[str], object]) -> None:
     with _muted_stderr(), workers_import_this():
         threading.Thread(target=initialise, name="ray-init", daemon=True).start()
         try:
+            with importing_much():
+                import_module("ray.data")  # a second of a core; Ray's processes start meanwhile
             ended.result()
             return
         except KeyboardInterrupt:

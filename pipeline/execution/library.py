@@ -11,7 +11,6 @@ from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 import ray
-from ray.data import DataContext
 from rich.console import Console
 
 from pipeline.errors import TooManyFailed
@@ -86,7 +85,7 @@ def _restored_process() -> Iterator[None]:
 
     That is Ray Data's context, the levels of Ray's loggers, Ray's environment variables and filters of warnings.
     """
-    context = vars(DataContext.get_current())
+    context = vars(ray.data.DataContext.get_current())
     held = dict(context)
     loggers = [logging.getLogger(name) for name in ("ray", "ray.data")]
     levels = [logger.level for logger in loggers]

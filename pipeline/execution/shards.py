@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import pyarrow as pa
 import ray
-import ray.data
 from ray.actor import ActorHandle
 
 # A shard that is due is written at most this much later.

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from uuid import uuid4
 
 import ray
-import ray.data
 from ray.actor import ActorHandle
 
 # More than the deaths an hour that ``Heartbeat.start`` allows, since a run that these end can say why. But not without

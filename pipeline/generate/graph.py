@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import ray.data
+import ray
 
 from pipeline.execution.shards import RunGraph
 from pipeline.execution.stages import MAX_BLOCKS, Stage, StageWords, Wording, actor_options

@@ -19,9 +19,8 @@ from itertools import pairwise
 from typing import ClassVar
 
 import pyarrow as pa
-import ray.data
+import ray
 from ray.actor import ActorHandle
-from ray.data import ExecutionResources
 
 from pipeline.execution.cluster import node_selector
 from pipeline.execution.shards import RunGraph
@@ -236,7 +235,7 @@ def build_graph(
     # Ray's own limit is half of the object stores, which a fast decoder would fill with frames.
     shape = decode.largest_frames()
     limit = resources.store_bytes(3 * math.prod(shape), encode.bytes_per_video(*shape))
-    tokens.context.execution_options.resource_limits = ExecutionResources(object_store_memory=limit)
+    tokens.context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=limit)
     # 4. Write: one token shard a call, of what the driver has bundled.
     writers = partial(start_actors, Writer, resources.write, (store, run_id, heartbeats), labels)
     return RunGraph(tokens, resources.videos_per_shard, writers, items_per_row=bundle)
