@@ -87,7 +87,7 @@ class PrunedTokens(_Compared):
 
     @property
     def n_kept(self) -> int:
-        """How many tokens were kept. Methods that count frame by frame come near their budget, not always to it."""
+        """The number of kept tokens. Methods that count frame by frame come near their budget, not always to it."""
         return len(self.index)
 
     @property

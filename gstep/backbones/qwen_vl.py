@@ -1,4 +1,4 @@
-"""What Qwen2.5-VL and Qwen3-VL share: temporal patches, dynamic sizes, and a vision tower that is loaded by itself.
+"""The base of Qwen2.5-VL and Qwen3-VL: temporal patches, dynamic sizes, and a vision tower that is loaded by itself.
 
 Every temporal patch attends within itself alone (cu_seqlens of the stock towers), so a video may be encoded in chunks
 of whole patches. Qwen2.5-VL's tower works in the order of its windows and puts its ``pooler_output``, and that alone,

@@ -1,1 +1,1 @@
-"""What a model argument means: its files, its weights' identity and single tensors, before any model is built."""
+"""Checkpoints behind a model argument: files, the identity of weights and single tensors, before any model is built."""

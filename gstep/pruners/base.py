@@ -68,7 +68,7 @@ class Pruner(ABC):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Name the evidence that the method cannot do without.
+        """The evidence that the method cannot do without.
 
         A class attribute where parameters make no difference.
         """
@@ -76,7 +76,7 @@ class Pruner(ABC):
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """Name the evidence that a vision encoder gives, and from where in the encoder (gstep.evidence).
+        """The evidence that a vision encoder gives, by label, and from where in the encoder (gstep.evidence).
 
         As ``needs``, a class attribute in most methods.
         """
@@ -84,7 +84,7 @@ class Pruner(ABC):
 
     @property
     def layer(self) -> int | None:
-        """Return the layer of the language model before which tokens are dropped.
+        """The layer of the language model before which tokens are dropped.
 
         Counted from 0 and at least 1; None for a method that chooses among the tokens before they go in.
 

@@ -1,4 +1,4 @@
-"""What the methods that use the spatio-temporal density share: its parameters."""
+"""The base of the methods that use the spatio-temporal density: its parameters."""
 
 from __future__ import annotations
 

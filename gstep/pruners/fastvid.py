@@ -33,7 +33,7 @@ _NEIGHBOURS = 4  # of which the density of a token is the mean, itself included
 
 
 class Kept(NamedTuple):
-    """What one frame keeps: places in the frame, [S] and [A] int64."""
+    """The tokens that one frame keeps: places in the frame, [S] and [A] int64."""
 
     salient: Tensor
     anchors: Tensor

@@ -40,7 +40,7 @@ _OUT_OF_REACH = 3.0  # above any cosine
 
 @dataclass
 class Counts:
-    """What a selection took: for benchmarks.
+    """The work of one selection, for benchmarks.
 
     Attributes:
         rounds: blocks of candidates.

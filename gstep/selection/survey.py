@@ -1,4 +1,4 @@
-"""What gstep.selection.lazy knows of a video's tokens: their rows, lengths and coordinates, and those of its picks.
+"""The tokens of a video as gstep.selection.lazy needs them: rows, lengths and coordinates, and those of its picks.
 
 Shapes: M tokens, D hidden size, B budget, k dimensions of the bound.
 """
@@ -71,7 +71,7 @@ class Rows:
 
 
 class Survey(NamedTuple):
-    """What one pass over all tokens tells.
+    """The results of one pass over all tokens.
 
     Attributes:
         inverse: [M] 1 / norm, 0 of a zero token.

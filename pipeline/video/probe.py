@@ -21,7 +21,7 @@ from pipeline.video.packets import PacketInfo, VideoPackets
 
 
 class Orientation(NamedTuple):
-    """How stored frames become shown ones: first transposed, then flipped."""
+    """The turn of stored frames into shown ones: first transposed, then flipped."""
 
     transpose: bool = False
     flip_rows: bool = False

@@ -1,1 +1,1 @@
-"""What SigLIP gives besides tokens: evidence of its layers, its pooling head and its text tower."""
+"""SigLIP beside the tokens: evidence of its layers, its pooling head and its text tower."""
