@@ -156,7 +156,7 @@ class LocalStore:
             self._held = _HeldFolder(self.root)
         fault = "is gone"
         with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(self._held.descriptor), self.root.stat()):
+            if _same_folder(os.fstat(self._held.descriptor), self.root.stat()):
                 return self._held.descriptor
             fault = "was moved away, and another one took its place"
         raise FileNotFoundError(errno.ENOENT, f"the folder {fault} since this run first wrote to it", str(self.root))
@@ -267,6 +267,11 @@ def _share(name: PurePath | str, root: int, mode: int) -> None:
     """Give a file below ``root`` a mode that follows the root's, so that machines with other umasks can share it."""
     with suppress(OSError):  # a file system without modes
         os.chmod(name, mode, dir_fd=root)
+
+
+def _same_folder(one: os.stat_result, other: os.stat_result) -> bool:
+    """Return whether both are of one folder, to which some file systems in user space give new inode numbers."""
+    return os.path.samestat(one, other) or (one.st_mtime_ns, one.st_ctime_ns) == (other.st_mtime_ns, other.st_ctime_ns)
 
 
 class _HeldFolder:

@@ -1,5 +1,6 @@
 """What the driver commits is what lies in its own cache, and stays what it was."""
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -102,6 +103,7 @@ def test_a_cache_begun_anew_in_mid_write_gets_nothing_of_the_run_before(tmp_path
             assert not (place / "old" / name).exists()
         else:
             store.put("runs/run.json", b"{}")
+        os.utime(place / "old", (1, 1))  # clocks tick every few milliseconds: the move was a while ago
         with pytest.raises(FileNotFoundError, match="another one took its place"):
             store.put("runs/run.json", b"{}")
         store.delete("cache.json")
@@ -116,6 +118,7 @@ def test_a_worker_that_comes_to_the_new_folder_cannot_make_the_driver_commit_the
     driver = write_header(tmp_path / "c")
     driver.put("runs/run.running", b"{}")
     driver.root.rename(tmp_path / "old")
+    os.utime(tmp_path / "old", (1, 1))
     write_header(tmp_path / "c")
     video = encoded("v", random_tokens(0), 0.25, "gstep")
     rows = write_token_shard([video], store=LocalStore(tmp_path / "c"), run_id="run")

@@ -111,3 +111,18 @@ def test_a_write_that_the_system_refuses_in_mid_file_leaves_nothing_and_names_th
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert failed.value.errno == errno.EFBIG
     assert list((tmp_path / "d").iterdir()) == []
+
+
+def test_a_folder_whose_inode_number_changes_is_the_same_folder(tmp_path, monkeypatch):
+    """As some file systems in user space have it; one that took its place has other times too."""
+    store = LocalStore(tmp_path / "c")
+    store.make()
+    store.put("a", b"x")
+    monkeypatch.setattr(os.path, "samestat", lambda one, other: False)
+    store.put("b", b"x")
+    (tmp_path / "c").rename(tmp_path / "old")
+    os.utime(tmp_path / "old", (1, 1))
+    store.make()
+    with pytest.raises(FileNotFoundError, match="another one took its place"):
+        store.put("c", b"x")
+    assert [path.name for path in tmp_path.glob("*/*")] in (["a", "b"], ["b", "a"])
