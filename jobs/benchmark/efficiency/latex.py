@@ -8,9 +8,9 @@ from itertools import groupby
 from jobs.benchmark.efficiency.report import GIB, MIB
 from jobs.benchmark.efficiency.samples import Found
 from pipeline.evaluate.statistics.render import method_title
-from pipeline.evaluate.statistics.sheets import latex_title
+from pipeline.evaluate.statistics.sheets import Group, Head, Number, Sheet, sheet_latex
 
-_HEAD = r"Method & E2E (s)$\downarrow$ & LLM Time (s)$\downarrow$ & GPU (GB)$\downarrow$ & KV (MB)$\downarrow$ \\"
+_HEADS = ("E2E (s)↓", "LLM Time (s)↓", "GPU (GB)↓", "KV (MB)↓")
 
 
 def table3(found: Sequence[Found], title: str, memory: str) -> str:
@@ -18,30 +18,24 @@ def table3(found: Sequence[Found], title: str, memory: str) -> str:
 
     GiB and MiB are what the paper calls GB and MB. In brackets is the change to full retention, which is the first of
     ``found``.
-
-    It needs the package booktabs.
     """
     full, *others = found
-    lines = [
-        f"% {title}",
-        f"% Needs booktabs. {len(full.online)} questions a line; memory: {memory}.",
-        *(r"\begin{tabular}{lcccc}", r"\toprule", _HEAD, r"\midrule", f"Original (100\\%) & {_cells(full, None)} \\\\"),
-    ]
+    groups = [Group("", [("Original (100%)", _numbers(full, None))])]
     by_ratio = sorted(others, key=lambda one: -one.arm.retention_ratio)
     for ratio, block in groupby(by_ratio, key=lambda one: one.arm.retention_ratio):
-        heading = rf"\textit{{Pruning Ratio ($\downarrow {100 * (1 - ratio):g}\%$)}}"
-        lines += [r"\midrule", rf"\multicolumn{{5}}{{c}}{{{heading}}} \\", r"\midrule"]
-        lines += [f"{latex_title(method_title(one.arm.method))} & {_cells(one, full)} \\\\" for one in block]
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+        rows = [(method_title(one.arm.method), _numbers(one, full)) for one in block]
+        groups.append(Group(f"Pruning Ratio (↓ {100 * (1 - ratio):g}%)", rows))
+    note = f"{len(full.online)} questions a line; memory: {memory}."
+    return sheet_latex(Sheet(title, "Method", [*map(Head, _HEADS)], groups, notes=[note]))
 
 
-def _cells(one: Found, full: Found | None) -> str:
+def _numbers(one: Found, full: Found | None) -> list[Number | None]:
     values = _values(one)
     before = [None] * len(values) if full is None else _values(full)
-    return " & ".join(
-        "--" if value is None else f"{value:.{digits}f}{_change(value, old)}"
+    return [
+        None if value is None else Number(f"{value:.{digits}f}{_change(value, old)}")
         for value, old, digits in zip(values, before, (1, 1, 2, 0), strict=True)
-    )
+    ]
 
 
 def _values(one: Found) -> tuple[float | None, ...]:
@@ -54,4 +48,4 @@ def _change(value: float, full: float | None) -> str:
     if not full:
         return ""
     change = 100 * (value / full - 1)
-    return rf" ($\{'uparrow' if change > 0 else 'downarrow'}${abs(change):.1f}\%)"
+    return f" ({'↑' if change > 0 else '↓'}{abs(change):.1f}%)"

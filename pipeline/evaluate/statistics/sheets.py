@@ -18,11 +18,13 @@ _LATEX = {
     "†": r"\dag{}",
     "‡": r"\ddag{}",
     "–": "--",
+    "↓": r"$\downarrow$",
+    "↑": r"$\uparrow$",
     "<": "$<$",
     ">": "$>$",
     **{sign: "\\" + sign for sign in "&%$#_{}"},
 }
-_PRUNED = re.compile(r"↓ ([\d.]+\\%)")
+_PRUNED = re.compile(r"\$\\downarrow\$ ([\d.]+\\%)")
 
 
 class Number(NamedTuple):

@@ -111,7 +111,7 @@ def test_the_number_of_questions_from_which_a_cache_pays(measured):
 def test_the_table_is_the_papers(measured):
     _, latex = measured
     lines = latex.splitlines()
-    assert lines[6].startswith("Original (100\\%) & ") and latex.count(r"\multicolumn{5}") == 2
+    assert lines[6].startswith("Original (100\\%) & ") and latex.count(r"\multicolumn{5}{c}") == 2
     assert latex.index("75\\%") < latex.index("85\\%") and latex.count("\\textbf{GSTEP (Ours)}") == 2
     cells = [line for line in lines if line.startswith("CDPruner")]
     assert len(cells) == 2 and all(line.count("arrow$") == 4 for line in cells)
