@@ -20,7 +20,7 @@ from pipeline.evaluate.report.charts import line_charts, styles
 from pipeline.evaluate.report.disagreements import Disagreements, answers_of, disagreements
 from pipeline.evaluate.report.faults import failure_counts, fault_counts
 from pipeline.evaluate.statistics.bootstrap import FEW, FEWEST
-from pipeline.evaluate.statistics.render import NOISE, few_mark, few_videos
+from pipeline.evaluate.statistics.render import NOISE, few_mark, few_videos, p_text
 from pipeline.evaluate.statistics.results import SIGNIFICANT, ResultsTable
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
 from pipeline.html_pages import asset, environment, policy_hash
@@ -111,7 +111,7 @@ def templates() -> Environment:
         text.ratio_text,
         text.share_text,
         text.signed,
-        text.p_text,
+        p_text,
     )
     made.filters |= {word.__name__: word for word in words}
     made.globals |= {"bracket": text.bracket, "column_title": text.column_title, "few": FEW, "fewest": FEWEST}

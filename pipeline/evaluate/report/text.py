@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from pipeline.evaluate.benchmarks.annotations import without_letter
 from pipeline.evaluate.statistics.render import method_title
-from pipeline.evaluate.statistics.results import SIGNIFICANT, Column
+from pipeline.evaluate.statistics.render import signed as plain_signed
+from pipeline.evaluate.statistics.results import Column
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL
 from pipeline.generate.choices import letters
 
@@ -32,7 +33,7 @@ def share_text(share: float | None) -> str:
 
 def signed(points: float) -> str:
     """Format points to one decimal with their sign, except what rounds to 0."""
-    return f"{points:+.1f}".replace("-", _MINUS) if abs(points) >= 0.05 else "0.0"
+    return plain_signed(points).replace("-", _MINUS)
 
 
 def tick_text(value: float, *, sign: bool) -> str:
@@ -45,14 +46,6 @@ def bracket(low: float | None, high: float | None, *, sign: bool = False) -> str
     if low is None or high is None:
         return ""
     return f"[{signed(low)}, {signed(high)}]" if sign else f"[{low:.1f}, {high:.1f}]"
-
-
-def p_text(p: float) -> str:
-    """Format an adjusted p; a significant one never reads like 0.050."""
-    if p < 0.001:
-        return "p < 0.001"
-    rounded = f"{p:.3f}"
-    return f"p < {SIGNIFICANT}" if p < SIGNIFICANT <= float(rounded) else f"p = {rounded}"
 
 
 def column_title(column: Column, *, alone: bool) -> str:

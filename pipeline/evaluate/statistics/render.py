@@ -175,20 +175,22 @@ def _difference(versus: Versus | None) -> str:
     if versus is None:
         return "–"
     if versus.low is None or versus.high is None or versus.p_holm is None:
-        return f"{_signed(versus.difference)} ({'no spread' if versus.error == 0 else 'no interval'})"
-    ends = f"[{_signed(versus.low)}, {_signed(versus.high)}]"
+        return f"{signed(versus.difference)} ({'no spread' if versus.error == 0 else 'no interval'})"
+    ends = f"[{signed(versus.low)}, {signed(versus.high)}]"
     enough = "" if versus.enough is None else f" ({versus.enough:,} videos)"
-    return f"{_signed(versus.difference)} {ends} {_p(versus.p_holm)}{f' {NOISE}{enough}' if versus.noise else ''}"
+    return f"{signed(versus.difference)} {ends} {p_text(versus.p_holm)}{f' {NOISE}{enough}' if versus.noise else ''}"
 
 
-def _p(p: float) -> str:
+def p_text(p: float) -> str:
+    """Format an adjusted p; a significant one never reads like 0.050."""
     if p < 0.001:
         return "p < 0.001"
-    rounded = f"{p:.3f}"  # 0.0496 must not read like 0.05, which is noise
+    rounded = f"{p:.3f}"
     return f"p < {SIGNIFICANT}" if p < SIGNIFICANT <= float(rounded) else f"p {rounded}"
 
 
-def _signed(points: float) -> str:
+def signed(points: float) -> str:
+    """Format points to one decimal with their sign, except what rounds to 0."""
     return f"{points:+.1f}" if abs(points) >= 0.05 else "0.0"
 
 
