@@ -17,7 +17,9 @@ from jobs.command import count, file_in_folder
 from pipeline.errors import UsageError
 
 HELP = "one method against others, in each part of the videos, with Holm's rule over all"
-_DRAWS = 100_000  # of which the smallest p is 2 in 100,001: it must outlast hundreds of comparisons
+_DRAWS = (
+    100_000  # draws; the smallest p, 2 in 100,001, must stay below 0.05 after adjustment for hundreds of comparisons
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

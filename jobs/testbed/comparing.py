@@ -40,7 +40,7 @@ class Compared(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """All of it.
+    """A method compared with others in each part.
 
     Attributes:
         scores: (part, method, ratio) -> percent right.

@@ -14,7 +14,7 @@ from pipeline.options import DTYPES, EngineOptions, check, option, positive
 
 DEFAULT_METHODS = ("gstep", "vidcom2", "uniform", "random")
 DEFAULT_RATIOS = (0.25, 0.20, 0.15, 0.10)
-FULL = "none"  # every token: what methods are compared with
+FULL = "none"  # full retention, with which methods are compared
 #: ``--positions`` -> the positions that every method is asked at; None is the model family's.
 POSITIONS: Mapping[str, tuple[str | None, ...]] = {
     "auto": (None,),
@@ -26,7 +26,7 @@ POSITIONS: Mapping[str, tuple[str | None, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateConfig(EngineOptions):
-    """Everything that ``python -m jobs.evaluate`` can be told. Raises UsageError where a value makes no sense."""
+    """All options of ``python -m jobs.evaluate``. Raises UsageError for an invalid value."""
 
     item: ClassVar[str] = "question"
 

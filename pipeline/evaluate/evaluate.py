@@ -33,13 +33,13 @@ from pipeline.generate.summary import render_answers
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
-_MAY_SUCCEED = ("corrupt", "io", "out-of-memory", "internal")  # of the classes of a question's faults
+_MAY_SUCCEED = ("corrupt", "io", "out-of-memory", "internal")  # error classes that another attempt may not meet
 _VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What an evaluation made: ``files`` below ``out``.
+    """The outcome of an evaluation: ``files`` below ``out``.
 
     For a benchmark without published answers there is no ``table``, but where to bring its ``submission``.
     """
@@ -222,7 +222,7 @@ def _machine() -> list[tuple[str, str]]:
     ]
 
 
-_COLUMNS = 6  # of splits and Overall that fit a terminal
+_COLUMNS = 6  # columns that fit a terminal
 
 
 def render_evaluation(done: Evaluation) -> RenderableType:
@@ -240,7 +240,7 @@ def render_evaluation(done: Evaluation) -> RenderableType:
 def _rendered(results: ResultsTable) -> Iterator[RenderableType]:
     table = Table(title=Text(results.title), title_justify="left", show_edge=False)
     table.add_column("method")
-    # The last column is that of all questions.
+    # The last column is the overall score.
     first = 0 if len(results.columns) <= _COLUMNS else len(results.columns) - 1
     marked = [c.title + few_mark(n) for c, n in zip(results.columns, results.n_clusters, strict=True)]
     for name in ("kept", *marked[first:], "Rel."):

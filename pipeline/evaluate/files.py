@@ -17,12 +17,12 @@ from pipeline.evaluate.statistics.tables import ScoredBenchmark, results_table
 from pipeline.storage.stores import Store
 
 SCORES, TABLES_MD, TABLES_TEX, REPORT = "scores.parquet", "tables.md", "tables.tex", "report.html"
-_MOST_PARTS = 30  # of a split that is shown
+_MOST_PARTS = 30  # parts of a split that a table shows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Presentation:
-    """How results are shown.
+    """The title, facts and settings with which results are shown.
 
     Attributes:
         title: of tables and page.

@@ -8,7 +8,7 @@ from itertools import product
 from types import MappingProxyType
 from typing import Literal
 
-#: How it is laid out: blocks of methods by share (Tables 1, 2); groups of rows (Table 4); a grid of two parameters
+#: The layouts: blocks of methods by share (Tables 1, 2); groups of rows (Table 4); a grid of two parameters
 #: (the figure of sensitivity); scores relative to full retention alone (the figure of Qwen3-VL).
 Layout = Literal["blocks", "groups", "heatmaps", "relative"]
 

@@ -92,7 +92,7 @@ def _drawn(
     lates = {label: late_pruning(one, held, request.source, builder) for label, one in asked.items()}
     lates = {label: late for label, late in lates.items() if late.pruner.cacheable}
     columns = tuple(dict.fromkeys(column for late in lates.values() for _, column in late.evidence))
-    if video_id not in cache:  # its questions say why
+    if video_id not in cache:  # the failed video's questions say why
         return
     whole = cache.get(video_id, evidence=columns)
     visual = whole.visual

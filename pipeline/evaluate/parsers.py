@@ -32,7 +32,7 @@ from pipeline.generate.choices import letters, parse_letter
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a rule makes of a reply."""
+    """The option that a rule reads from a reply."""
 
     choice: int | None  # index of the option that the reply names; None where it names none of the question's
     drawn: bool = False  # the published code draws one of the question's options at random
@@ -75,7 +75,7 @@ def without_reasoning(reply: str, tags: Sequence[tuple[str, str]]) -> str:
     return reply.strip()
 
 
-# What may come before the letter, in small letters: looked for in a reply whose case is folded away.
+# Words before the letter, in lower case, because the reply is searched in lower case.
 _ANSWERS = ("answer", "correct answer", "best answer", "correct option", "best option", "choice", "correct choice")
 _ENGLISH = [f"{article}{answer} is" for article, answer in product(("", "the "), _ANSWERS)]
 _FIRST_PERSON = ["i choose", "i select", "i pick", "my answer is", "my choice is"]

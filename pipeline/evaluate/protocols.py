@@ -55,7 +55,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class FrameRule:
-    """Which frames of a video are taken: ``num_frames`` spread evenly from the first to the last.
+    """The frames that are sampled from a video: ``num_frames`` spread evenly from the first to the last.
 
     Attributes:
         num_frames: how many.
@@ -74,7 +74,7 @@ class FrameRule:
 
 @dataclass(frozen=True)
 class PixelLimits:
-    """The least and the most pixels that ``--min-pixels`` and ``--max-pixels`` of jobs.prune count.
+    """The values of ``--min-pixels`` and ``--max-pixels`` of jobs.prune.
 
     On Qwen2.5-VL they are of a frame, on Qwen3-VL of all frames together.
     """
@@ -85,7 +85,7 @@ class PixelLimits:
 
 @dataclass(frozen=True)
 class ModelRules:
-    """What a protocol does with one type of model; as it stands, with one that it says nothing about.
+    """The rules of a protocol for one model type; the defaults hold for types that it does not name.
 
     Attributes:
         system: the system message; None is the chat template's own.

@@ -66,7 +66,7 @@ class EvaluateRequest:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What all results in one place share, JSON-able."""
+        """The settings that all results in one folder share, JSON-able."""
         return {
             "benchmark": self.benchmark.name,
             "model": {"type": self.source.model_type, "weights": self.source.identity},
@@ -101,7 +101,7 @@ def _held(cached: Store, *, named: bool) -> CacheIdentity | None:
 
 def prepare(config: EvaluateConfig, console: Console) -> EvaluateRequest:
     """Check the whole request. Raises UsageError; starts nothing, reads no weights and no video."""
-    assert config.benchmark is not None  # the config refuses a request without
+    assert config.benchmark is not None  # the config refuses a request without it
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     store, cache = store_at(config.out, objects), config.cache or f"{config.out.rstrip('/')}/{CACHE_FOLDER}"
     check_out(store)
@@ -260,7 +260,9 @@ def _match_answers(answers: Store, described: Mapping[str, Any], engine: EngineS
 
     Answers of another engine are refused, too: nothing may be left to ask that would tell.
     """
-    if answers.exists(ANSWERS_HEADER) and AnswersTable(answers).names():  # without an answer it binds nothing
+    if (
+        answers.exists(ANSWERS_HEADER) and AnswersTable(answers).names()
+    ):  # settings without a single answer bind nothing
         held = read_answers_header(answers)["identity"]
         computed = {"engine": held["engine"]} if "engine" in held else {}
         wanted = {PRUNINGS: json.loads(json.dumps(described)), **engine.describe()}

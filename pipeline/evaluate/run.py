@@ -58,7 +58,7 @@ from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
 MANIFEST = "videos.jsonl"
-DROPPING = "dropping"  # in a cache that is being deleted
+DROPPING = "dropping"  # marks a cache that is being deleted
 # The files of a cache as runs name them.
 _OURS = re.compile(
     r"tokens/.+-[0-9a-f]{32}\.parquet|videos/.+-\d{6,}-[0-9a-f]{32}\.parquet|videos/sorted-[-0-9a-f]+\.parquet"
@@ -68,7 +68,7 @@ _OURS = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredQuestions:
-    """What came out.
+    """The questions of an evaluation with their scores.
 
     Attributes:
         loaded: the questions, and what was wrong with the annotations.
@@ -94,7 +94,7 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
     write_results_header(request.store, request.identity, request.about)
     todo = _unanswered(request)
     if todo and store_at(request.cache, request.objects).exists(DROPPING):
-        drop_tokens(request, console)  # what a run left that ended in the middle of it
+        drop_tokens(request, console)  # finish a deletion that a killed run began
     videos = _encode(request, todo, console) if todo and request.videos is not None else None
     answers = _answer(request, console) if todo else _existing_summary(request)
     live = _live(request)
@@ -146,7 +146,7 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
     config = PruneConfig(**{**vars(request.videos), "videos": f"{request.config.out.rstrip('/')}/{MANIFEST}"})
     console.print(f"{len(rows)} videos, all tokens of each once", highlight=False)
     summary = PruneRun(config, console).carry_out()
-    # Those that are left may all be broken: their questions say so, and the others are there.
+    # If every remaining video is broken, its questions fail, but questions on videos cached before can be asked.
     if not summary.n_ok and not len(TokenCache(request.cache, store=store_at(request.cache, request.objects))):
         reasons = "; ".join(f"{name}: {count}, {summary.examples[name][1]}" for name, count in summary.failures.items())
         raise RunFailed(f"none of {len(rows)} videos could be encoded: {reasons}")
@@ -213,7 +213,7 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
         names += [file.name for folder in folders for file in cache.listed(folder) if _OURS.fullmatch(file.name)]
         for name in (*names, DROPPING):
             cache.delete(name)
-    if cache.folder is not None:  # elsewhere there are no empty folders
+    if cache.folder is not None:  # an object store has no empty folders
         for folder in folders:
             with suppress(OSError):
                 (cache.folder / folder).rmdir()
@@ -247,7 +247,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
                 )
         first, arms[place] = first or (_comparable(identity), found), arm
         tables.append(live.set_column(live.schema.get_field_index("pruning"), "pruning", pa.repeat(place, len(live))))
-    assert first is not None  # the config refuses no place at all
+    assert first is not None  # the config refuses an empty list
     loaded = first[1].loaded(config.score[0], "give the questions a column answer")
     kept = clusters_of(loaded.items)
     scores = score_table(kept, arms, pa.concat_tables(tables), LETTER)

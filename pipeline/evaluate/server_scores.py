@@ -14,7 +14,7 @@ from pipeline.evaluate.statistics.score_matrix import Arm
 from pipeline.storage.stores import Store
 
 FORM = "submissions/server.json"
-_CLUSTER = "server"  # only the mean is known, so there is nothing that errors could be estimated from
+_CLUSTER = "server"  # the server returns only the mean, from which no error can be estimated
 
 
 def submission_name(arm: Arm) -> str:
@@ -42,7 +42,7 @@ def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
     columns = {
         "score": pa.array([None if value is None else value / 100 for value in of_row], pa.float64()),
         "cluster": pa.array(np.full(len(of_row), _CLUSTER), pa.string()),
-        # A reply that failed is wrong on the server, and counted in its number.
+        # The server counts a missing reply as wrong, so its number covers failed answers.
         "status": pa.array(np.full(len(of_row), "ok"), pa.string()),
     }
     for name, values in columns.items():

@@ -22,7 +22,7 @@ FOLDER = "submissions"
 
 
 class Submission(NamedTuple):
-    """What one method at one ratio says.
+    """The options that one method at one ratio chose.
 
     Attributes:
         choices: question_id -> index of an option, from 0; failed questions are left out, and wrong there.

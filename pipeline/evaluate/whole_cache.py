@@ -21,7 +21,7 @@ from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store
 from pipeline.video.sampling import ROUND_EVEN, TRUNCATE, Sampling
 
-#: What every question is answered under, by label; None is full retention.
+#: The prunings under which every question is asked, by label; None is full retention.
 Grid = Mapping[str, LateAsked | None]
 #: The options that the runs of an evaluation take as they are.
 PASSED_ON = (

@@ -48,7 +48,7 @@ class Encoded:
 
 
 class Videos:
-    """Decodes and encodes. Close it after use."""
+    """The decoder and encoder of a job's videos. Close it after use."""
 
     def __init__(self, job: Job) -> None:
         self._request, self._runtime = job.request, job.runtime
@@ -114,7 +114,7 @@ class Videos:
 
 
 class Answers:
-    """Asks questions about tokens."""
+    """The language model of a job, which answers questions about tokens."""
 
     def __init__(self, job: Job) -> None:
         self._job, self._device = job, job.runtime.device

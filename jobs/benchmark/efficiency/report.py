@@ -17,7 +17,7 @@ MIB, GIB = 2**20, 2**30
 
 
 class Spread(NamedTuple):
-    """Of one figure over all questions and repeats."""
+    """The median and range of a figure over all questions and repeats."""
 
     median: float
     low: float
@@ -73,7 +73,7 @@ def break_even(build_s: float, cached_s: float, online_s: float) -> int | None:
     if saved <= 0:
         return None
     questions = max(1, math.ceil(build_s / saved))
-    # The quotient is rounded: one step to either side is what that can be off by.
+    # Rounding of the quotient can be off by one step to either side.
     for q in (questions - 1, questions, questions + 1):
         if q >= 1 and build_s + q * cached_s <= q * online_s:
             return q

@@ -50,12 +50,12 @@ class Sample:
 
     @property
     def llm_with_tower_s(self) -> float:
-        """As the paper's harness counts: vision tower and pruning included."""
+        """The model's seconds as the paper's harness counts them: vision tower and pruning included."""
         return self.encode_s + self.prune_s + self.llm_s
 
     @property
     def total_s(self) -> float:
-        """From nothing to the answer; online that is the paper's E2E, reading the video included."""
+        """The seconds from the start to the answer; online this is the paper's E2E, reading the video included."""
         return self.video_decode_s + self.read_s + self.prompt_s + self.llm_with_tower_s
 
     @property
@@ -65,13 +65,13 @@ class Sample:
 
     @property
     def decode_rate(self) -> float | None:
-        """New tokens a second after the first, which the prefill gives; None of a single one."""
+        """New tokens a second after the first, which the prefill gives; None for a single token."""
         return (len(self.answer) - 1) / self.token_decode_s if len(self.answer) > 1 else None
 
 
 @dataclass(frozen=True)
 class Built:
-    """What it takes to put one video into a cache, seconds."""
+    """The seconds that it takes to put one video into a cache."""
 
     video_id: str
     repeat: int
@@ -87,7 +87,7 @@ class Built:
 
 @dataclass
 class Found:
-    """All that was measured of one arm; peaks are bytes with the weights, None where they cannot be measured."""
+    """All measurements of one arm; peaks are bytes with the weights, None where they cannot be measured."""
 
     arm: Arm
     online: list[Sample] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Found:
 
 
 class Timed(NamedTuple, Generic[T]):
-    """What work gave, the seconds it took, and on a GPU the peak of torch's memory while it ran."""
+    """The result of work, its seconds, and on a GPU the peak of torch's memory while it ran."""
 
     value: T
     seconds: float

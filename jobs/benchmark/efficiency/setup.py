@@ -28,7 +28,7 @@ FULL = "none"
 
 @dataclass(frozen=True)
 class KvShape:
-    """What a language model keeps of a token: ``layers`` x ``kv_heads`` x ``head_dim`` keys and as many values."""
+    """The shape of the keys a language model keeps per token; it keeps as many values."""
 
     layers: int
     kv_heads: int
@@ -62,12 +62,12 @@ class Arm:
 
     @property
     def evidence(self) -> frozenset[str]:
-        """What the encoder gives it besides tokens, by label."""
+        """The evidence that the encoder gives besides tokens, by label."""
         return frozenset() if self.late is None else frozenset(column for _, column in self.late.evidence)
 
     @property
     def stored(self) -> bool:
-        """Whether a cache holds what it keeps; else the cache holds all tokens, and each question has its own."""
+        """Whether a cache stores the kept tokens; otherwise it stores all, and each question selects its own."""
         return self.late is not None and self.late.inside is None and self.late.pruner.cacheable
 
     def dropped_inside(self, n_visual: int) -> tuple[int, int]:
@@ -79,7 +79,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured.
+    """The arms, videos and settings of a measurement.
 
     Attributes:
         request: all tokens of the videos, with the evidence that any of the methods looks at.

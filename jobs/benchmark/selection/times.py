@@ -28,7 +28,7 @@ _WHOLE_TOKENS, _WHOLE_BYTES = 25_000, 2e11
 
 @dataclass(frozen=True)
 class Settings:
-    """Say what is measured: every input (a name in INPUTS) with every number of frames at every ratio."""
+    """The settings of a measurement: every input (a name in INPUTS) with every number of frames at every ratio."""
 
     inputs: Sequence[str]
     frames: Sequence[int]
@@ -41,7 +41,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class SelectionTimes:
-    """Hold the medians of one input, size and ratio, in seconds.
+    """The medians of one input, size and ratio, in seconds.
 
     Attributes:
         loop: Eqs. (9)-(12) with a matrix-vector product a step; ``loop_steps`` of them were run, and stand for all.

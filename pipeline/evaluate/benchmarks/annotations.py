@@ -33,7 +33,7 @@ _LETTER = re.compile(r"\(?[A-Z][.):]\s*")
 
 
 class NotAskable(Exception):  # noqa: N818
-    """A row cannot be asked."""
+    """An error: the row cannot be asked, and why."""
 
     def __init__(self, kind: FaultKind, message: str) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class NotAskable(Exception):  # noqa: N818
 
 def data_folder(data: Path | str, remedy: str) -> Path:
     """Return the folder that ``--data`` names. Raise UsageError, with the remedy, if it does not exist."""
-    if is_object(str(data)) or re.match(r"[a-z0-9]+:/", str(data)):  # a Path has lost one slash of the two
+    if is_object(str(data)) or re.match(r"[a-z0-9]+:/", str(data)):  # a Path drops one of the two slashes
         raise UsageError(f"--data {data}: only local folders are read; copy the data onto this machine, or mount it")
     folder = Path(data)
     if not folder.is_dir():
@@ -145,7 +145,7 @@ def answer_index(rule: AnswerRule, answer: str, options: Sequence[str]) -> int |
     return known.index(wanted) if wanted in known else None
 
 
-#: In place of an answer that is not published, where answers are counted from 0.
+#: The value that stands for an unpublished answer where answers are indices.
 NOT_PUBLISHED = "-1"
 
 

@@ -24,13 +24,13 @@ from pipeline.evaluate.benchmarks.reading import Place, Tables, read_annotations
 from pipeline.evaluate.protocols import ALIASES, QUESTIONS, Protocol
 from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow
 
-#: Makes a row of what a benchmark's columns name, given a row of a file; None where it is not one of the benchmark's.
+#: Converts a row of a file to the benchmark's columns; returns None for a row of another benchmark.
 Adapt = Callable[[UserRow, Place], UserRow | None]
 
 
 @dataclass(frozen=True)
 class Split:
-    """A column by which scores are told apart: its title, and its values with theirs, in order ({}: any value)."""
+    """A column that groups questions: its title, and its values with their titles in order ({}: any value)."""
 
     name: str
     title: str

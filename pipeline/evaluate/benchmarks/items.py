@@ -15,12 +15,12 @@ from pipeline.errors import UsageError, printable
 from pipeline.evaluate.benchmarks.annotations import FaultKind, NotAskable, without_letter
 from pipeline.inputs.tables import UserRow
 
-_MOST_WRONG = 0.5  # of questions; in the published files it is 2 of 355 at most
+_MOST_WRONG = 0.5  # share of questions; in the published files at most 2 of 355 are wrong
 
 
 @dataclass(frozen=True)
 class AnnotationFault:
-    """Something is wrong with a row of the annotations.
+    """A fault of a row of the annotations.
 
     Attributes:
         kind: bad-row (a needed column is empty or of another type), missing-video, policy (its path leads outside the
@@ -94,7 +94,7 @@ def clip_id(path: str, start_s: float | None, end_s: float | None) -> str:
 
 @dataclass(frozen=True)
 class LoadedQuestions:
-    """Questions to ask, in the order of the files, and what was wrong.
+    """The questions to ask, in the order of the files, and the faults of the annotations.
 
     ``n_annotated`` rows are ``items`` and as many faults that are ``left_out``.
     """
@@ -109,7 +109,7 @@ class LoadedQuestions:
 
 
 class QuestionCollector:
-    """Questions and faults as they are found, row by row."""
+    """A collector of questions and faults, row by row."""
 
     def __init__(self) -> None:
         self._items: list[Item] = []

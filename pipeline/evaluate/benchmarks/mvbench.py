@@ -46,7 +46,7 @@ _TASKS: dict[str, tuple[str, str, str]] = {
     "counterfactual_inference": ("CI", _CLEVRER, ""),
 }
 _ROOTS = ("video/", "", "video/data0613/", "data0613/")
-# Of a clip that was cut out: NBMH9_21.4_37.6.mp4 is of NBMH9.
+# The bounds in the name of a clip that was cut out: NBMH9_21.4_37.6.mp4 is part of NBMH9.
 _BOUNDS = re.compile(r"_\d+(?:\.\d+)?_\d+(?:\.\d+)?(?=\.mp4$)")
 
 

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from pipeline.errors import UsageError
 from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow, read_rows
 
-#: JSON objects that lie beside the annotations, by the names of their files; one that is not there is empty.
+#: The JSON objects beside the annotations, by file name; a missing file is an empty object.
 Tables = Mapping[str, Mapping[str, Any]]
 
 
 class Place(NamedTuple):
-    """Where a row stands, and what completes it.
+    """The place of a row, and the JSON objects that complete it.
 
     Attributes:
         where: in words.

@@ -11,7 +11,7 @@ from pipeline.evaluate.protocols import LMMS_EVAL_0_7, Prompt, Protocol, lmms_ev
 
 _TASK = "Select the best answer to the following multiple-choice question based on the video{}. Respond with only the "
 _LETTERS = "letter (A, B, C, or D) of the correct option.\n{{question}}\n{{options}}\n{}"
-# It speaks of subtitles, though the task gives none.
+# lmms-eval's prompt mentions subtitles although the task gives none.
 _LMMS_EVAL = Prompt(
     _TASK.format(" and the subtitles")
     + _LETTERS.format("\nAnswer with the option's letter from the given choices directly.")

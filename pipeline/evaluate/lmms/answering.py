@@ -28,11 +28,11 @@ from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
-_SHOWN = 5  # examples in an error
+_SHOWN = 5  # examples shown in an error
 
 
 class AnswersHere(AnswerRun):
-    """Commits after every batch, so that a run that is killed loses one."""
+    """An answer run in this process that commits every batch, so that a killed run loses one."""
 
     def _computed(self) -> Computed:
         with refusing():

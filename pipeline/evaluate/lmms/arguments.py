@@ -15,7 +15,7 @@ from pipeline.evaluate.protocols import LMMS_EVAL_0_7, ModelRules
 from pipeline.generate.config import GenerateConfig
 
 EMPTY, ERROR = "empty", "error"
-#: Of GenerateConfig, by the name that it has there.
+#: Our name of an option -> its name in GenerateConfig.
 _RENAMED = {"pretrained": "model", "method": "pruner", "answers": "out", "seed": "pruner_seed"}
 _SAME = (
     *("cache", "revision", "retention_ratio", "siglip", "positions", "order", "rule"),
@@ -25,7 +25,7 @@ _SAME = (
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Everything that ``--model_args`` can say. None (and "auto") is the default of jobs.generate.
+    """All options of ``--model_args``. None (and "auto") is the default of jobs.generate.
 
     Attributes:
         cache: a folder or ``s3://bucket/prefix``.

@@ -18,7 +18,7 @@ from pipeline.evaluate.lmms.videos import video_key
 
 
 class GstepCached(lmms):  # type: ignore[misc]
-    """Answers the questions of tasks from cached tokens; of a video nothing is touched but its name.
+    """A model that answers a task's questions from cached tokens; it reads no video file.
 
     Raises UsageError for ``--model_args`` that are unknown or do not go with the cache or the answers.
     """

@@ -12,7 +12,7 @@ from gstep.language import Decoding
 from pipeline.errors import UsageError
 from pipeline.generate.questions import Instructions, seed_for
 
-MAX_NEW_TOKENS = 1024  # of a task that says nothing, as lmms-eval's llava_onevision has it
+MAX_NEW_TOKENS = 1024  # the default of lmms-eval's llava_onevision for tasks without a setting
 # Every task has it that names no other, and models are not meant to stop there: LLaVA-OneVision looks at no stop text
 # in lmms-eval, Qwen's simple classes leave this one out, and chat classes look at none.
 _EVERY_TASKS = "\n\n"
@@ -38,7 +38,7 @@ class LmmsQuestion:
 
     @property
     def where(self) -> str:
-        """In words."""
+        """The task and document, for messages."""
         return f"task {self.task}, document {self.doc_id}"
 
     def row(self, video_id: str, system: str | None) -> dict[str, Any]:

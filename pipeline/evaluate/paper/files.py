@@ -18,7 +18,7 @@ from pipeline.storage.stores import store_at
 
 @dataclass(frozen=True)
 class PaperFiles:
-    """What was made: ``files`` below ``out``; ``missing`` are lines about what the results lack."""
+    """The sheets of a table, its ``files`` below ``out``, and lines about what the results lack."""
 
     sheets: Sequence[Sheet]
     missing: Sequence[str]
@@ -31,7 +31,7 @@ def lay_out(config: EvaluateConfig) -> PaperFiles:
 
     Raises UsageError (nothing was written) and OSError.
     """
-    assert config.table is not None  # the config refuses a request without
+    assert config.table is not None  # the config refuses a request without it
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     table, store = TABLES[config.table], store_at(config.out, objects)
     names = [f"{config.table}.{suffix}" for suffix in ("md", "tex", "html")]

@@ -32,7 +32,7 @@ from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
 _MIXED = "‡"
-#: Of the identity of results what the paper holds equal in all columns of a table, besides the model.
+#: The fields of the identity that the paper holds equal in all columns of a table, besides the model.
 _EQUAL = ("protocol", "num_frames", "system", "frames", "pixels", "frame_times", "temperature")
 _NEEDED = (
     *("question_id", "cluster", "splits", "method", "retention_ratio", "status", "parsed"),
@@ -62,7 +62,7 @@ class BenchmarkResults:
 
     @property
     def model(self) -> str:
-        """The model as its user named it; of results from before that was recorded, its weights."""
+        """The model's name as its user wrote it; in results without one, its weights."""
         name = self.about.get("model") or str(self.identity["model"]["weights"])
         return PurePath(name).name if name.startswith(("/", ".")) else name
 

@@ -17,9 +17,9 @@ from pipeline.evaluate.statistics.results import OVERALL, Cell, ResultsTable
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL
 
 _GSTEP = "gstep"
-_COLOURS = 5  # of methods other than GSTEP: --c1 to --c5 of report.css
+_COLOURS = 5  # colours of methods other than GSTEP: --c1 to --c5 of report.css
 _DASHES = 3
-_EDGE = 5.0  # percent left free at both sides
+_EDGE = 5.0  # percent of the width left free at both sides
 _LABEL = 9.0  # percent of the width that the label of a tick takes on a phone
 _WIDE = 6.0  # ratios further apart than this factor stand on a logarithmic axis
 
@@ -75,7 +75,7 @@ class Series:
 
 
 class Reading(NamedTuple):
-    """What is written about a method at a ratio."""
+    """The numbers shown for a method at a ratio."""
 
     method: str
     title: str
@@ -87,7 +87,7 @@ class Reading(NamedTuple):
 
 @dataclass(frozen=True)
 class Stop:
-    """A ratio on which the reader can point: its place, the strip around it, and what is written there."""
+    """A ratio that the reader can point at: its place, the strip around it, and the numbers shown."""
 
     label: str
     x: float

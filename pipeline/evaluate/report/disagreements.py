@@ -24,7 +24,7 @@ Outcomes = NDArray[np.int8]  # 1 right, 0 wrong, -1 neither
 
 @dataclass(frozen=True)
 class Answers:
-    """Where the answer of each arm to each question stands in the scores, and whether it is right.
+    """The row in the scores of each arm's answer to each question, and whether it is right.
 
     Attributes:
         questions: their ids, in order of first appearance.
@@ -60,7 +60,7 @@ class Disagreement:
 
 @dataclass(frozen=True, kw_only=True)
 class Disagreements:
-    """What to show of all of them.
+    """The disagreements that are shown, and the counts of all.
 
     Attributes:
         methods: full retention first.

@@ -30,7 +30,7 @@ PACKAGE = "pipeline.evaluate.report"
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What the page is made of.
+    """The contents of the page.
 
     Attributes:
         title: e.g. "VideoMME, llava-hf/llava-onevision-qwen2-7b-ov-hf".

@@ -21,7 +21,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hardness:
-    """Knobs; a range (low, high) is drawn from evenly, both ends included.
+    """The settings of a kind of hardness; a range (low, high) is drawn from evenly, both ends included.
 
     Attributes:
         name: in tables and file rows.

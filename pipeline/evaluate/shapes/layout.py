@@ -41,7 +41,7 @@ _COLUMNS = pa.schema(
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Which videos a benchmark has; they take the durations in turn, and then the hardnesses.
+    """The videos of a benchmark, which take the durations and the kinds of hardness in turn.
 
     Raises UsageError for names that are not there, or more videos than a seed has.
     """
@@ -96,7 +96,7 @@ class Film:
 
     @property
     def path(self) -> str:
-        """Below the folder; what jobs.prune calls it too."""
+        """The path below the folder, which is also the video's id in jobs.prune."""
         return f"data/{self.key}.mp4"
 
     def questions(self) -> list[tuple[str, Question]]:
@@ -126,7 +126,7 @@ def write_benchmark(folder: Path, recipe: Recipe, progress: Callable[[int], None
     asked = [(film, question_id, question) for film in films for question_id, question in film.questions()]
     _write_lines(folder / "manifest.jsonl", [_manifest_row(film) for film in films])
     _write_lines(folder / "questions.jsonl", [_own_row(*one) for one in asked])
-    # Last: until it is there, the folder has no annotations, and is refused by that name.
+    # The annotations are written last: until then evaluate refuses the folder.
     table = pa.Table.from_pylist([_videomme_row(*one) for one in asked], schema=_COLUMNS)
     pq.write_table(table, folder / ANNOTATIONS)
     return len(asked)

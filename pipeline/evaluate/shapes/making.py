@@ -25,7 +25,7 @@ from pipeline.evaluate.shapes.world import FRAMES, Shot, Thing, Video
 
 #: Pixels of a sign: two to each of its dots, whatever the hardness, or nobody could read it.
 SIGN_SIZE = 18
-_STORY, _PLACES, _FILMING = 1, 5, 6  # these generators among those of a seed
+_STORY, _PLACES, _FILMING = 1, 5, 6  # the numbers of these generators among those of a seed
 _ATTEMPTS = 100
 
 
@@ -73,7 +73,7 @@ def _staged(
         shots = _shots(role, size, floor.place(role, size), camera, seen)
         return Thing(name=role.name, kind=role.kind, size=size, contrast=contrast, shots=shots)
 
-    extras = tuple(map(thing, story.extras))  # first: copies may not choose their corners
+    extras = tuple(map(thing, story.extras))  # copies come first, because they cannot choose their corners
     one, two, three, four = map(thing, story.named)
     return Video(
         seed=seed,

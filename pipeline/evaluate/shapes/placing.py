@@ -22,11 +22,11 @@ Place = tuple[int, int]
 
 
 class NoRoom(Exception):  # noqa: N818
-    """A thing found no free place among those that were there before it."""
+    """An error: a thing finds no free place among those placed before."""
 
 
 class Floor:
-    """Where things are, frame by frame, before the camera moves.
+    """The places of things by frame, before the camera moves.
 
     Args:
         margin: pixels that things keep from the border of their corner.

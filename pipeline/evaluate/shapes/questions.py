@@ -27,7 +27,7 @@ from pipeline.evaluate.shapes.words import CORNERS, NUMBERS, QUARTERS
 from pipeline.evaluate.shapes.world import Thing, ThingKind, Video, corner_of
 
 QuestionType = Literal["color", "shape", "corner", "scene", "quarter", "order", "onset", "count", "change", "sign"]
-_QUESTIONS = 4  # this generator among those of a seed
+_QUESTIONS = 4  # the number of this generator among those of a seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def ask(video: Video, *, draw: int = 0, types: Sequence[QuestionType] | None = N
         types: only these.
     """
     rng = np.random.default_rng([video.seed, _QUESTIONS, video.n_frames, draw])
-    # All are drawn, so that a question does not depend on which others are wanted.
+    # Every type is drawn, so that a question does not depend on which others are wanted.
     made = [(name, make(video, rng), rng.permutation(4).tolist()) for name, make in _MAKERS.items()]
     wanted = TYPES if types is None else types
     return [_question(video, name, asked, order) for name, asked, order in made if asked is not None and name in wanted]
@@ -121,7 +121,7 @@ def _corner(video: Video, rng: np.random.Generator) -> _Asked:
 
 
 def _scene(video: Video, rng: np.random.Generator) -> _Asked | None:
-    if not video.cuts or video.standing:  # things that stay are in several
+    if not video.cuts or video.standing:  # things that stay are in several scenes
         return None
     thing = one_of(rng, video.named)
     return _about(thing, "Which scene has the {}?", video.scene_at(thing.first), video.scene_choices)

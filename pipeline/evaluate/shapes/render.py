@@ -13,7 +13,7 @@ from pipeline.evaluate.shapes.words import COLORS, SHAPES
 from pipeline.evaluate.shapes.world import SIDE, Thing, Video
 
 Image = NDArray[np.float32]
-#: Brighter than any ground: that alone then says where a thing is and what shape it has.
+#: Colours brighter than any ground, so that brightness alone shows where a thing is and its shape.
 RGB = dict(
     zip(
         COLORS,
@@ -24,7 +24,7 @@ RGB = dict(
         strict=True,
     )
 )
-_LOOKS, _FLICKER = 2, 3  # these generators among those of a seed
+_LOOKS, _FLICKER = 2, 3  # the numbers of these generators among those of a seed
 _FINE = 4  # samples of a mask a pixel and side
 _SPECK = 4  # pixels
 _TINT = 12.0  # a thing's own shade of its colour, of 255

@@ -42,7 +42,7 @@ class Sight:
 
 @dataclass(frozen=True)
 class Role:
-    """A thing, and when it is seen; one with several sights is as often there."""
+    """A thing and its sights, during each of which it is seen once."""
 
     name: str
     kind: ThingKind
@@ -51,7 +51,7 @@ class Role:
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """All that happens, with the names that questions choose from: see Video."""
+    """The things and scenes of a video, with the names that questions choose from."""
 
     starts: tuple[int, ...]
     scenes: tuple[str, ...]
@@ -94,7 +94,7 @@ def _starts(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> tupl
 
 @dataclass(frozen=True)
 class _Plot:
-    """Draws things into the scenes of a video."""
+    """A generator of the things in the scenes of a video."""
 
     rng: np.random.Generator
     hardness: Hardness

@@ -8,7 +8,7 @@ SCENES = ("stripes", "checker", "dots", "bricks", "waves", "plain")
 CORNERS = ("top-left", "top-right", "bottom-left", "bottom-right")
 QUARTERS = ("first", "second", "third", "fourth")
 NUMBERS = ("one", "two", "three", "four")
-#: What a sign may say: letters that can be told apart in 3 x 5 pixels.
+#: The words of signs, whose letters can be told apart in 3 x 5 pixels.
 SIGNS = ("HI", "UP", "AT", "IF", "OX", "HE", "TO", "LO")
 _ASKING = (
     *("?", "What", "Which", "How", "many", "color", "shape", "corner", "corners", "scene", "quarter", "sign", "word"),

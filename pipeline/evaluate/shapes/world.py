@@ -73,7 +73,7 @@ class Thing:
 
 @dataclass(frozen=True, kw_only=True)
 class Video:
-    """A video as it will be rendered, and what the choices of its questions are taken from.
+    """A video before rendering, and the words that the choices of its questions are taken from.
 
     Attributes:
         seed: all of it follows from this, ``n_frames`` and ``hardness``.

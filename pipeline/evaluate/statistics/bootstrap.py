@@ -33,7 +33,7 @@ Counts = NDArray[np.integer]  # how often each cluster is in each draw, [R, G]
 FEW = 50  # clusters; with fewer, percentiles of draws hold the true number in 80 to 93 of 100 intervals
 FEWEST = 6  # all signs of five clusters agree by chance in 2 of 32 cases: with five nothing can be shown at 95 %
 _POWER = 1.96 + 0.84  # errors that a difference must have to be found at p < 0.05 in four of five studies
-_CHUNK = 512  # draws at a time: their counts as floats are what takes memory
+_CHUNK = 512  # draws at a time, because their counts as floats take the memory
 
 
 class Difference(NamedTuple):
@@ -124,7 +124,7 @@ class Estimate:
 
 def draw_counts(n_clusters: int, draws: int, generator: np.random.Generator) -> Counts:
     """Draw how often each cluster is in each draw, [R, G]; rows sum to G, and a generator repeats its draws."""
-    counts_RG = np.empty((draws, n_clusters), np.int32)  # a quarter of a GB at the largest size as int64
+    counts_RG = np.empty((draws, n_clusters), np.int32)  # int64 would take 0.25 GB at the largest size
     for start in range(0, draws, _CHUNK):
         n = min(_CHUNK, draws - start)
         flat = generator.integers(max(n_clusters, 1), size=(n, n_clusters)) + np.arange(n)[:, None] * n_clusters

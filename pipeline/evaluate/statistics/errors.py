@@ -18,8 +18,8 @@ Ints = NDArray[np.int64]
 
 OUTSIDE = -1  # the part of a question that a column leaves out
 _MAX_FLIPPED = 20  # clusters whose 2^G signs are all tried
-_ANGLES = 20_000  # at which the density of Student's t is summed
-TINY = 1e-9  # differences below it are rounding: scores differ by 1/n or not at all
+_ANGLES = 20_000  # points at which the density of Student's t is summed
+TINY = 1e-9  # smaller differences are rounding errors, since scores differ by 1/n or not at all
 
 
 def part_means(scores_AQ: Floats, part_Q: Ints) -> Floats:
@@ -105,7 +105,7 @@ def sign_flip_p(difference_Q: Floats, cluster_Q: Ints, *, draws: int = 10_000, s
     All signs are tried where at most 20 clusters differ; else ``draws`` of them, and p = (k + 1) / (draws + 1).
     """
     sum_G = np.bincount(cluster_Q, difference_Q)
-    sum_G = sum_G[np.abs(sum_G) > TINY]  # flipping 0 changes nothing
+    sum_G = sum_G[np.abs(sum_G) > TINY]  # flipping the sign of 0 changes nothing
     extreme = abs(sum_G.sum()) - TINY
     if len(sum_G) <= _MAX_FLIPPED:
         flipped = np.zeros(1)

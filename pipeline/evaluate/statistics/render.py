@@ -20,7 +20,7 @@ from pipeline.evaluate.statistics.sheets import (
 
 NOISE = "≈"
 FEW_MARK = "†"
-WHOLE = "Questions of the whole benchmark"  # among what a column is made of, where it has not all of them
+WHOLE = "Questions of the whole benchmark"  # a key of made_of for columns with a part of them
 _TITLES = {
     "fastv": "FastV",
     "fastvid": "FastVID",

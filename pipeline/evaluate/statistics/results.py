@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Mark = Literal["best", "second", ""]
-SIGNIFICANT = 0.05  # an adjusted p below it is no noise
+SIGNIFICANT = 0.05  # a difference with a smaller adjusted p is significant
 OVERALL = "overall"  # key of a benchmark's last column
 
 
@@ -106,7 +106,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Bootstrap:
-    """How the intervals were drawn."""
+    """The draws and seed of the intervals."""
 
     draws: int
     seed: int
@@ -114,7 +114,7 @@ class Bootstrap:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultsTable:
-    """Everything that is shown.
+    """The table of results.
 
     Attributes:
         columns: of all benchmarks; Rel. is not among them.

@@ -152,7 +152,7 @@ def _check_paired(arms: Sequence[Arm], questions: NDArray[np.generic], arm_N: In
 
 
 def _tallies(scores: pa.Table, arm_N: Ints, failed_N: NDArray[np.bool_], n_arms: int) -> list[Tally]:
-    free_N = scores["n_options"].to_numpy() == 0  # without options there is none to name
+    free_N = scores["n_options"].to_numpy() == 0  # a free question has no option to name
     unparsed_N = ~failed_N & ~free_N & scores["parsed"].is_null().to_numpy()
     share_N = _column(scores, "n_kept").astype(float) / _column(scores, "n_total").astype(float)
     known_N = np.isfinite(share_N)
