@@ -10,7 +10,7 @@ FLOORS = {
     "lines of code of a function": 40,
     "mappings of Any or object": 308,
     "mentions of Any": 435,
-    "docstrings of functions without a verb": 1,
+    "docstrings of functions without a verb": 0,
 }
 
 

@@ -49,7 +49,7 @@ class SleepingEncoder(VideoEncoder):
         self._computing = threading.Lock()  # two calls run at a time, of which one computes
 
     def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> PrunedVideo:
-        """Sleep; return tokens that were made up, and their record."""
+        """Sleep for the nominal time, then return made-up tokens and the record of the video."""
         visual, pruned = made_up(len(frames), self._sleeping.pruner, self._sleeping.retention_ratio)
         with self._computing:
             time.sleep(self._sleeping.work_s)
