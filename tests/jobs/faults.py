@@ -21,7 +21,7 @@ import gstep
 from gstep import PrunedTokens
 from gstep.backbones import ModelSource, choose_runtime, family_of
 from pipeline import TokenCache
-from pipeline.storage.stores import Store
+from pipeline.storage.stores import LocalStore, Store
 from pipeline.video.decode import DecodeRequest, decode_video
 from pipeline.video.sampling import Sampling
 from tests.jobs.jobs import committed
@@ -137,6 +137,22 @@ def _signal_before_the_third_commit(number_of_signal: signal.Signals) -> None:
         return commit(store, run_id, number, rows, **more)
 
     passes.commit = commit_or_not  # type: ignore[attr-defined]
+
+
+def die_in_a_merge() -> None:
+    """Make this driver kill itself right behind the first merged file of the table, which comes early."""
+    from pipeline.cache.table import file_named  # noqa: PLC0415
+    from pipeline.prune import passes  # noqa: PLC0415
+
+    passes.WAITING = 2  # type: ignore[attr-defined]
+    put = LocalStore.put
+
+    def put_and_die(store: LocalStore, name: str, data: Any) -> None:
+        put(store, name, data)
+        if name.startswith("videos/") and file_named(name).level:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    LocalStore.put = put_and_die  # type: ignore[method-assign]
 
 
 def files(cache: Path, folder: str) -> list[Path]:

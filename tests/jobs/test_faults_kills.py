@@ -16,16 +16,21 @@ import duckdb
 import pyarrow.parquet as pq
 import pytest
 import ray
+import torch
 
 from jobs import inspect, prune
+from pipeline import TokenCache
 from tests.jobs.faults import (
     COUNTED,
     OPTIONS,
+    STOPS,
     Driver,
     Visible,
     calls,
     die_before_the_third_commit,
+    die_in_a_merge,
     files,
+    stop_before_the_third_commit,
     tiny_videos,
 )
 from tests.jobs.jobs import run_here
@@ -165,6 +170,38 @@ def test_a_driver_killed_again_and_again_on_one_cache_and_run_again_completes_it
     assert "finished after" in " ".join(run_here(inspect, [str(chain.cache)]).stdout.split())
     assert by_sql(chain.cache) == visible.ids
     assert len(files(chain.cache, "tokens")) > len(token_shards(chain.cache))  # orphans are there to the end
+
+
+def test_a_driver_killed_while_it_merges_the_table_leaves_a_cache_that_goes_on(cluster, videos, visible, tmp_path):
+    cache = tmp_path / "c"
+    argv = [str(videos), "--out", str(cache), *OPTIONS, *ONE_WORKER, "--limit", "40"]
+    driver = Driver(argv, tmp_path / "log", die_in_a_merge, RAY_ADDRESS=cluster)
+    assert driver.wait() == -signal.SIGKILL, driver.output
+    before = visible.check(cache)
+    assert len(before) >= 6  # more than two commits of two videos
+    done = run_here(prune, [str(videos), "--out", str(cache), *OPTIONS])
+    assert done.returncode == 0, done.stdout
+    visible.assert_complete(cache)
+
+
+def test_a_driver_that_stands_still_refuses_others_and_one_that_joins_does_its_work(cluster, videos, tmp_path):
+    """Its own commits come late and change nothing."""
+    cache, ids = tmp_path / "c", sorted(path.name for path in videos.glob("v00*.mp4"))
+    argv = [str(videos / "v00*.mp4"), "--out", str(cache), *OPTIONS, *ONE_WORKER]
+    log = tmp_path / "log"
+    log.touch()
+    driver = Driver(argv, log, stop_before_the_third_commit, RAY_ADDRESS=cluster)
+    wait_until(lambda: STOPS in driver.output, lambda: driver.output)
+    refused = run_here(prune, argv)
+    assert refused.returncode == 2 and f'"pid": {driver.pid},' in refused.stdout, refused.stdout
+    joined = run_here(prune, [*argv, "--join"])
+    assert joined.returncode == 0, joined.stdout
+    read = {video_id: TokenCache(cache).get(video_id).tokens for video_id in ids}
+    os.kill(driver.pid, signal.SIGCONT)
+    assert driver.wait() == 0, driver.output
+    late = TokenCache(cache)
+    assert late.video_ids == ids
+    assert all(torch.equal(late.get(name).tokens, tokens) for name, tokens in read.items())
 
 
 def test_what_was_encoded_survives_a_kill_by_its_age_and_a_request_to_end_at_once(cluster, videos, visible, tmp_path):
