@@ -60,16 +60,20 @@ class Source:
         return ast.parse(self.text)
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def n_lines(self) -> int:
         return len(self.text.splitlines())
 
     @cached_property
     def code_lines(self) -> set[int]:
-        return _code_lines(self.text, self.tree)
+        return _code_lines(self.text, self.nodes)
 
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
         """Yield the functions and methods, nested ones too."""
-        return (node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        return (node for node in self.nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def sources() -> list[Source]:
@@ -99,7 +103,7 @@ def measures(files: list[Source]) -> dict[str, tuple[int, str]]:
         "lines of a file": (longest.n_lines, str(longest.path)),
         "lines of code of a function": max(functions),
         "mappings of Any or object": (_mappings_of_anything(product), ""),
-        "mentions of Any": (sum(_is_any(node) for file in product for node in ast.walk(file.tree)), ""),
+        "mentions of Any": (sum(_is_any(node) for file in product for node in file.nodes), ""),
         "docstrings of functions without a verb": (sum(text.split()[0] not in VERBS for text in documented), ""),
     }
 
@@ -109,13 +113,14 @@ def lines_of_code(files: list[Source]) -> dict[str, int]:
     return {room: sum(len(file.code_lines) for file in files if file.room == room) for room in (*PRODUCT, "tests")}
 
 
-def _code_lines(text: str, tree: ast.Module) -> set[int]:
+def _code_lines(text: str, nodes: list[ast.AST]) -> set[int]:
     """Return the numbers of the lines that hold code: some token, which is no comment and no part of a docstring."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     lines = {line for token in tokens if token.type not in _NO_CODE for line in range(token.start[0], token.end[0] + 1)}
     documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    nodes = [node for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node) is not None]
-    docstrings = [node.body[0] for node in nodes]
+    docstrings = [
+        node.body[0] for node in nodes if isinstance(node, documented) and ast.get_docstring(node) is not None
+    ]
     return lines - {n for text in docstrings for n in range(text.lineno, (text.end_lineno or text.lineno) + 1)}
 
 
@@ -129,7 +134,7 @@ def _mappings_of_anything(files: list[Source]) -> int:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    nodes = [node for file in files for node in ast.walk(file.tree)]
+    nodes = [node for file in files for node in file.nodes]
     named = sum(isinstance(node, ast.Name) and node.id in aliases for node in nodes)
     return named + sum(_is_mapping_of_anything(node) for node in nodes)
 

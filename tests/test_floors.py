@@ -19,21 +19,26 @@ def files():
     return sources()
 
 
-def test_all_rooms_are_measured(files):
+@pytest.fixture(scope="module")
+def measured(files):
+    return measures(files)
+
+
+def test_all_rooms_are_measured(files, measured):
     assert all(number > 1000 for number in lines_of_code(files).values())
-    assert measures(files).keys() == FLOORS.keys()
+    assert measured.keys() == FLOORS.keys()
 
 
-def test_no_floor_is_passed(files):
+def test_no_floor_is_passed(measured):
     passed = {
         what: f"{number}, not {FLOORS[what]} at most; {where}"
-        for what, (number, where) in measures(files).items()
+        for what, (number, where) in measured.items()
         if number > FLOORS[what]
     }
     assert not passed
 
 
-def test_floors_follow_what_is_reached(files):
+def test_floors_follow_what_is_reached(measured):
     """A floor that is a tenth above what is there would let the next change slip."""
-    loose = {what: number for what, (number, _) in measures(files).items() if number < 0.9 * FLOORS[what]}
+    loose = {what: number for what, (number, _) in measured.items() if number < 0.9 * FLOORS[what]}
     assert not loose, "lower these floors"
