@@ -12,6 +12,7 @@ from typing import NamedTuple
 from urllib.parse import quote
 
 from gstep.language import Visual
+from gstep.serving.items import rows_of
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.method import declared_method
 from pipeline.cache.reader import TokenCache, read_header
@@ -167,6 +168,7 @@ class ServedVideos:
         row = now.cache.metadata(video_id)
         (video,) = now.cache.get_rows([row], retention_ratio, self._order)
         found = ServedVideo(video.visual, _content_name(row))
+        rows_of(found.visual)  # hashing takes a second for a gigabyte: here, and not where prompts are made
         with self._lock:
             now.rows[video_id] = row
             return self._held.put((found.name, retention_ratio), found)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gstep.backbones import ModelSource
+from gstep.serving import items
 from pipeline import TokenCache
 from pipeline.errors import UnknownVideo, UsageError
 from pipeline.generate.held_videos import n_bytes
@@ -147,6 +148,12 @@ def test_a_redone_video_is_fresh_in_every_link_and_says_so(cache):
     assert torch.equal(new[0].visual.tokens, new[1].visual.tokens)
     assert videos.stats.misses == misses + 3
     assert prompts.find(CacheLink("dir/b.mp4")).result() is other  # was not done again: still held
+
+
+def test_a_videos_rows_are_hashed_by_the_thread_that_reads_it(cache, monkeypatch):
+    video = served(cache).find(CacheLink("a")).result()
+    monkeypatch.setattr(items, "_digest", None)
+    assert len(items.rows_of(video.visual)) == len(video.visual.index) + 1
 
 
 def test_held_videos_are_served_while_the_store_is_away(cache):
