@@ -58,8 +58,9 @@ def _lay_out(config: EvaluateConfig, console: Console) -> Done:
     for line in laid.missing:
         console.print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
     print(markdown(laid.sheets))
+    notes = [*dict.fromkeys(note for sheet in laid.sheets for note in sheet.notes)]
     console.print(f"{laid.out}: {', '.join(laid.files)}", highlight=False, markup=False, soft_wrap=True)
-    return Done(0, {"out": laid.out, "files": laid.files, "missing": laid.missing})
+    return Done(0, {"out": laid.out, "files": laid.files, "missing": laid.missing, "notes": notes})
 
 
 if __name__ == "__main__":

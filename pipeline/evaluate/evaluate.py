@@ -66,11 +66,17 @@ class Evaluation:
             "out": self.out,
             "files": self.files,
             "scores": [] if self.table is None else list(scores_of(self.table)),
+            "clusters": {} if self.table is None else clusters_of(self.table),
             "submission": self.submission or None,
             "left_out": self.done.n_left_out,
             "videos": None if videos is None else videos.as_record(),
             "answers": None if answers is None else answers.as_record(),
         }
+
+
+def clusters_of(table: ResultsTable) -> dict[str, int]:
+    """Return how many videos each column is about; intervals and p of few are Student's, of fewer than six missing."""
+    return {column.key: n for column, n in zip(table.columns, table.n_clusters, strict=True)}
 
 
 def scores_of(table: ResultsTable) -> Iterator[dict[str, Any]]:

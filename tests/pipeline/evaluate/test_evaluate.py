@@ -120,6 +120,7 @@ def test_the_record_has_every_method_with_its_scores_and_the_counts(done):
     first = record["scores"][0]
     assert first["scores"].keys() == {column.key for column in done.table.columns}
     assert (first["rel"], first["scores"]["overall"]) == (rows[0].rel.score, rows[0].cells[-1].score)
+    assert list(record["clusters"].values()) == list(done.table.n_clusters)
 
 
 def test_the_terminal_shows_every_method_with_its_share_and_the_files(done):
