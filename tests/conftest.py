@@ -17,6 +17,6 @@ os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with the most slow tests come first: the workers of ``-n`` then end at about the same time."""
+    """Put files with the most slow tests first: the workers of ``-n`` then end at about the same time."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])

@@ -32,7 +32,7 @@ runpy.run_module("lmms_eval", run_name="__main__", alter_sys=True)
 
 
 def write_task(folder: Path, annotations: Path) -> Path:
-    """A task that is the stock one of VideoMME but for its name and where its rows are; its folder."""
+    """Write a task that is VideoMME's but for its name and the place of its rows; return its folder."""
     import lmms_eval  # noqa: PLC0415 - seconds
 
     stock = Path(lmms_eval.__file__).parent / "tasks" / "videomme" / "videomme.yaml"
@@ -48,8 +48,10 @@ def write_task(folder: Path, annotations: Path) -> Path:
 
 
 def lmms_eval_of(tasks: Path, out: Path, *options: str, die_at: int = -1, **model_args: object) -> str:
-    """What ``python -m lmms_eval`` says, run on the task in a process of its own, in which Ray cannot be reached; with
-    ``die_at`` it is killed as it commits its answers for that time, counted from 0."""
+    """Run ``python -m lmms_eval`` on the task in a process that cannot reach Ray; return what it says.
+
+    With ``die_at`` it is killed as it commits its answers for that time, counted from 0.
+    """
     said = ",".join(f"{name}={value}" for name, value in model_args.items())
     argv = ["--model", "gstep_cached", "--model_args", said, "--include_path", str(tasks), "--tasks", TASK]
     argv += ["--log_samples", "--output_path", str(out), *options]
@@ -61,14 +63,14 @@ def lmms_eval_of(tasks: Path, out: Path, *options: str, die_at: int = -1, **mode
 
 
 def replies_in(out: Path) -> dict[int, str]:
-    """The reply to each document, as lmms-eval logged it."""
+    """Return the reply to each document, as lmms-eval logged it."""
     (file,) = out.rglob(f"*_samples_{TASK}.jsonl")
     samples = [json.loads(line) for line in file.read_text().splitlines()]
     return {sample["doc_id"]: sample["filtered_resps"] for sample in samples}
 
 
 def results_in(out: Path) -> dict[str, object]:
-    """The metrics of the task, as lmms-eval wrote them."""
+    """Return the metrics of the task, as lmms-eval wrote them."""
     (file,) = out.rglob("*_results.json")
     found: dict[str, object] = json.loads(file.read_text())["results"][TASK]
     return found

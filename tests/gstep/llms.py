@@ -27,7 +27,7 @@ FLOAT32 = choose_runtime("cpu", "float32", "sdpa")
 
 @cache
 def stock(name: str) -> Any:
-    """The whole model by from_pretrained, in fp32."""
+    """Load the whole model by from_pretrained, in fp32."""
     folder, _ = ModelSource.resolve(name).pretrained()
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
 
@@ -39,7 +39,7 @@ def llm(name: str) -> LanguageModel:
 
 @cache
 def real_frames(clip: str, count: int, height: int, width: int) -> Tensor:
-    """[count,3,height,width] fp32 in [-1, 1], spread over a real clip."""
+    """Decode [count,3,height,width] fp32 in [-1, 1], spread over a real clip."""
     with av.open(sample(clip)) as video:
         frames = [frame.to_ndarray(format="rgb24") for frame in video.decode(video=0)]
     chosen = np.stack([frames[i] for i in np.linspace(0, len(frames) - 1, count).astype(int)])
@@ -65,7 +65,7 @@ class Encoded:
 
 @torch.no_grad()
 def encode(name: str, clip: str = "bikes.mp4", n_frames: int = 3, grid: tuple[int, int] = (8, 12)) -> Encoded:
-    """A video of ``n_frames`` frames (temporal patches) of ``grid`` patches (LLaVA-OneVision: 27 x 27, always)."""
+    """Encode a video of ``n_frames`` frames or temporal patches of ``grid`` patches (always 27 x 27 on LLaVA)."""
     if name == "tiny":
         return _encode_llava(clip, n_frames)
     vision = stock(name).config.vision_config
@@ -98,7 +98,7 @@ def _encode_llava(clip: str, n_frames: int) -> Encoded:
 
 
 def _patches(frames_TCHW: Tensor, patch: int, merge: int) -> Tensor:
-    """[n_patches, 3*2*patch*patch] in the order of the stock processors: 2 x 2 blocks of patches are neighbours."""
+    """Return [n_patches, 3*2*patch*patch] in the stock processors' order: 2 x 2 blocks of patches are neighbours."""
     t, c, h, w = frames_TCHW.shape
     blocks = frames_TCHW.reshape(
         t // 2, 2, c, h // patch // merge, merge, patch, w // patch // merge, merge, patch
@@ -107,7 +107,7 @@ def _patches(frames_TCHW: Tensor, patch: int, merge: int) -> Tensor:
 
 
 def stock_inputs(name: str, prompt: Prompt, *videos: Encoded) -> dict[str, Tensor]:
-    """What the stock model takes for an unpruned prompt: ids, a mask of ones, and the pixels of its videos."""
+    """Return what the stock model takes for an unpruned prompt: ids, a mask of ones, and the pixels of its videos."""
     ids = prompt.input_ids[None]
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     for key in videos[0].pixels:
@@ -118,7 +118,7 @@ def stock_inputs(name: str, prompt: Prompt, *videos: Encoded) -> dict[str, Tenso
 
 
 def kept_index(encoded: Encoded, ratio: float, seed: int = 0) -> Tensor:
-    """[K] random positions, ascending."""
+    """Draw [K] random positions, ascending."""
     total = len(encoded.visual.index)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
     return order[: max(1, int(ratio * total))].sort().values
@@ -129,7 +129,7 @@ def ids_of(answers):
 
 
 def ragged(source, video, other):
-    """Prompts of different kept counts, lengths and numbers of videos; the first two share theirs."""
+    """Make prompts of different kept counts, lengths and numbers of videos; the first two share theirs."""
     few, fewer = video.keep(kept_index(video, 0.25)), other.keep(kept_index(other, 0.03))
     build = prompt_builder(source).build
     return [

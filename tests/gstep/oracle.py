@@ -9,7 +9,7 @@ Array = NDArray[np.float64]
 
 
 def all_distances(tokens: Array) -> Array:
-    """1 - cosine of all pairs, 0 below 2e-6; a zero token has cosine 0."""
+    """Return 1 - cosine of all pairs, 0 below 2e-6; a zero token has cosine 0."""
     norm = np.linalg.norm(tokens, axis=1)
     products = np.outer(norm, norm)
     distance = 1 - np.divide(tokens @ tokens.T, products, out=np.zeros_like(products), where=products > 0)
@@ -25,7 +25,7 @@ def oracle_start(start: str, distance: Array, rho: Array) -> int:
 def oracle(
     tokens: Array, rho: Array, budget: int, alpha: float = 0.5, beta: float = 1e-6, start: str = "density"
 ) -> tuple[list[int], int]:
-    """The picks, and how many come before the first whose score leads by less than 1e-5.
+    """Return the picks, and how many come before the first whose score leads by less than 1e-5.
 
     Its logarithm, which CPUs round differently, decides nothing on ``exact_tokens``: there scores are equal where their
     arguments are, up to their order, and differ by far more than rounding elsewhere.
@@ -44,7 +44,7 @@ def oracle(
 
 
 def exact_tokens(n_tokens: int, seed: int) -> Array:
-    """Tokens of 4 entries of +-1, some repeated: of norm 2, so that every cosine is an exact multiple of 1/4."""
+    """Draw tokens of 4 entries of +-1, some repeated: of norm 2, so that every cosine is an exact multiple of 1/4."""
     rng = np.random.default_rng(seed)
     tokens = np.zeros((n_tokens, 12))
     for token in tokens:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def qwen2_5_vl(hidden: int, layers: int, heads: int, kv: int, inner: int, vision_inner: int = 3420) -> dict[str, Any]:
-    """Flat: the text part's fields at the top, in_chans for in_channels."""
+    """Return a flat configuration: the text part's fields at the top, in_chans for in_channels."""
     return {
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "attention_dropout": 0.0,
@@ -57,7 +57,7 @@ def qwen2_5_vl(hidden: int, layers: int, heads: int, kv: int, inner: int, vision
 
 
 def qwen3_vl(hidden: int, layers: int, heads: int, inner: int, *, large: bool) -> dict[str, Any]:
-    """With text_config and vision_config; the tower of 8B and 32B is the large one."""
+    """Return a configuration of text_config and vision_config; the tower of 8B and 32B is the large one."""
     return {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "image_token_id": 151655,

@@ -41,7 +41,7 @@ class CountingSafeOpen:
 
 
 def count_reading(patch: pytest.MonkeyPatch) -> dict[str, int]:
-    """From here on, name -> bytes of what is read out of safetensors files."""
+    """Count from here on, by name, the bytes that are read out of safetensors files."""
     patch.setattr(CountingSafeOpen, "_safe_open", staticmethod(tensors.safe_open), raising=False)
     patch.setattr(CountingSafeOpen, "read", {})
     patch.setattr(tensors, "safe_open", CountingSafeOpen)

@@ -26,7 +26,7 @@ class _Base:
 
 
 def stock_size(module: str, class_name: str, settings: Mapping[str, Any], shape: tuple[int, int, int]) -> Any:
-    """(height, width) to which ``class_name.resize`` of ``transformers.models.<module>`` resizes [T,H,W] frames.
+    """Return the (height, width) that ``class_name.resize`` of ``transformers.models.<module>`` gives [T,H,W] frames.
 
     Raises ValueError where the stock code does.
     """
@@ -55,7 +55,7 @@ def stock_size(module: str, class_name: str, settings: Mapping[str, Any], shape:
 
 
 def stock_video_text(metadata: VideoMetadata, grid_thw: Sequence[int]) -> str:
-    """What Qwen3VLProcessor writes for a video in place of its token: times, markers and placeholders."""
+    """Return what Qwen3VLProcessor writes for a video in place of its token: times, markers and placeholders."""
     processor = object.__new__(Qwen3VLProcessor)  # its video processor needs torchvision: what is asked of it is these
     processor.video_processor = SimpleNamespace(merge_size=2, temporal_patch_size=2)
     processor.video_token, processor.vision_start_token = "<|video_pad|>", "<|vision_start|>"

@@ -44,7 +44,7 @@ def edge_videos() -> dict[str, torch.Tensor]:
 
 
 def evidence_for(pruner: Pruner, tokens: torch.Tensor, seed: int = 0) -> dict[str, torch.Tensor]:
-    """All that ``pruner`` needs beside ``tokens`` [T,N,D]: attention is positive, anything else is not."""
+    """Draw all that ``pruner`` needs beside ``tokens`` [T,N,D]: attention is positive, anything else is not."""
     n_frames, per_frame, _ = tokens.shape
     lengths = {"T": n_frames, "N": per_frame, "T*N": n_frames * per_frame, **FREE_AXES}
     rng = np.random.default_rng(seed)
@@ -67,7 +67,7 @@ def assert_same(ours: gstep.PrunedTokens, expected: gstep.PrunedTokens) -> None:
 def prune(
     tokens: torch.Tensor, retention_ratio: float = 0.25, method: str = "gstep", *, seed: int = 0, **params: Any
 ) -> gstep.PrunedTokens:
-    """``gstep.prune`` with made-up evidence for what the method needs."""
+    """Call ``gstep.prune`` with made-up evidence for what the method needs."""
     budget = params.pop("budget", None)
     evidence = evidence_for(gstep.make_pruner(method, **params), tokens)
     return gstep.prune(tokens, retention_ratio, method, evidence=evidence, budget=budget, seed=seed, **params)
@@ -75,7 +75,7 @@ def prune(
 
 @contextmanager
 def defaults(dtype: torch.dtype = torch.float32, device: str | None = None) -> Iterator[None]:
-    """What a caller may have set for all that it makes. Of the device "meta" nothing can be read."""
+    """Set what a caller may have set for all tensors that it makes; of the device "meta" nothing can be read."""
     torch.set_default_dtype(dtype)
     torch.set_default_device(device)
     try:

@@ -28,7 +28,7 @@ SHAPE = (4, 49, 64)  # [T,N,D]: what the tiny model takes
 
 
 def write_questions(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """The rows as a file of the kind that its name says."""
+    """Write the rows to a file of the kind that its name says."""
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     elif path.suffix == ".jsonl":
@@ -44,7 +44,7 @@ def write_questions(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def newline_of(source: ModelSource) -> str:
-    """The newline row of a model, as a header holds it."""
+    """Return the newline row of a model, as a header holds it."""
     row = family_of(source).static().newline
     assert row is not None
     return base64.b64encode(row.to(torch.bfloat16).view(torch.int16).numpy().tobytes()).decode()
@@ -62,7 +62,7 @@ def tiny_cache(
     model_extra: dict[str, Any] | None = None,
     **header: Any,
 ) -> Store:
-    """A cache of random tokens that says it is of ``source`` (the tiny model); ``header`` overrides its keys."""
+    """Write a cache of random tokens that says it is of ``source`` (the tiny model); ``header`` overrides its keys."""
     source = source or ModelSource.resolve("tiny")
     store = LocalStore(out)
     store.make()
@@ -84,12 +84,12 @@ def tiny_cache(
 
 
 def setup_of(store: Store, **more: Any) -> AnswerSetup:
-    """What an actor on the CPU needs to answer about a tiny cache."""
+    """Return what an actor on the CPU needs to answer about a tiny cache."""
     return AnswerSetup(ModelSource.resolve("tiny"), store, read_live(store), device="cpu", **more)
 
 
 def request_about(cache: Path, rows: list[dict[str, Any]], **options: Any) -> GenerateRequest:
-    """A checked request to ask ``rows`` of the cache; their file and the answers lie beside it."""
+    """Return a checked request to ask ``rows`` of the cache; their file and the answers lie beside it."""
     path = write_questions(cache.parent / "q.jsonl", rows)
     config = GenerateConfig(cache=str(cache), questions=str(path), out=str(cache.parent / "o"), **options)
     return prepare(config, Console(quiet=True))

@@ -24,12 +24,12 @@ from tests.gstep import synthetic
 
 
 def random_tokens(seed: int, shape: tuple[int, int, int] = (4, 25, 16)) -> torch.Tensor:
-    """[T,N,D] bfloat16."""
+    """Draw [T,N,D] bfloat16."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
 
 
 def source_record(video_id: str, shape: tuple[int, int, int], **more: Any) -> VideoRecord:
-    """What the decode stage knows of a video."""
+    """Return what the decode stage knows of a video."""
     n_frames, per_frame, _ = shape
     return {
         "video_id": video_id,
@@ -49,7 +49,7 @@ def source_record(video_id: str, shape: tuple[int, int, int], **more: Any) -> Vi
 def encoded(
     video_id: str, tokens: torch.Tensor, ratio: float, method: str, deepstack: Sequence[torch.Tensor] = (), **more: Any
 ) -> PrunedVideo:
-    """A video as the encode stage gives it."""
+    """Return a video as the encode stage gives it."""
     pruned = synthetic.prune(tokens, ratio, method)
     visual = VisualTokens(tokens, deepstack=tuple(deepstack))
     record: VideoRecord = source_record(video_id, tuple(tokens.shape), **more)
@@ -86,12 +86,12 @@ def write_shard(store: Store, run_id: str, *videos: PrunedVideo) -> str:
 
 
 def make_cache(out: Path | Store, videos: dict[str, torch.Tensor], ratio: float = 0.25, method: str = "gstep") -> Store:
-    """One shard that holds the pruned tokens of ``videos``."""
+    """Write one shard that holds the pruned tokens of ``videos``."""
     store = write_header(out, ratio, method)
     write_shard(store, "run", *(encoded(name, tokens, ratio, method) for name, tokens in videos.items()))
     return store
 
 
 def read_live(store: Store, columns: Sequence[str] = INDEX_COLUMNS) -> pa.Table:
-    """Columns of every live row with ``shard`` and ``row``, by video_id."""
+    """Read columns of every live row with ``shard`` and ``row``, by video_id."""
     return LiveVideos.open(store).live(columns)

@@ -34,14 +34,14 @@ def say_what_was_committed(store: LocalStore) -> None:
 
 
 def flip(file: Path, at: int) -> None:
-    """One bit of the byte ``at``."""
+    """Replace one bit of the byte ``at`` by the other value."""
     data = bytearray(file.read_bytes())
     data[at] ^= 1
     file.write_bytes(data)
 
 
 def rewrite_row(store: LocalStore, video_id: str, change: Callable[[Row], object]) -> None:
-    """Change a videos row; its shard gets the name that fits."""
+    """Update a videos row; its shard gets the name that fits."""
     for file in shards(store, "videos"):
         table = pq.read_table(file)
         rows = table.to_pylist()
@@ -56,7 +56,7 @@ def rewrite_row(store: LocalStore, video_id: str, change: Callable[[Row], object
 
 
 def rewrite_tokens(store: LocalStore, video_id: str, change: Callable[[pa.Table], pa.Table]) -> None:
-    """Change the token rows of a video that has a shard of its own, and all that is recorded of its bytes."""
+    """Update the token rows of a video that has a shard of its own, and all that is recorded of its bytes."""
     (file,) = (file for file in shards(store) if pq.read_table(file)["video_id"][0].as_py() == video_id)
     metadata = pq.read_metadata(file)
     groups = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
@@ -72,7 +72,7 @@ def rewrite_tokens(store: LocalStore, video_id: str, change: Callable[[pa.Table]
 
 
 def with_column(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[pa.Table], pa.Table]:
-    """A change of one column of numbers."""
+    """Return a change of one column of numbers."""
 
     def changed(table: pa.Table) -> pa.Table:
         field = table.schema.field(name)
@@ -83,7 +83,7 @@ def with_column(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callab
 
 
 def other_tokens(table: pa.Table) -> pa.Table:
-    """Every token vector with another sign of each number."""
+    """Return the table with every token vector of the other sign in each number."""
     field = table.schema.field("token")
     bits = np.frombuffer(vector_bytes(table["token"]), np.uint16) ^ np.uint16(0x8000)
     values = pa.FixedSizeBinaryArray.from_buffers(field.type, len(table), [None, pa.py_buffer(bits)])

@@ -29,7 +29,7 @@ def encode_clip(
     start_s: float | None = None,
     **params: Any,
 ) -> tuple[NDArray[np.uint8], PrunedVideo]:
-    """(the frames, the video as the encoder gives it)."""
+    """Return the frames of a clip and the video as the encoder gives it."""
     decoded = decode_video(DecodeRequest(clip, Sampling(n_frames), family_of(source).preprocessor(), start_s))
     begun: VideoRecord = {"video_id": video_id, "uri": str(clip), "manifest": "{}", "status": "ok", "attempts": 1}
     if start_s is not None:
@@ -39,7 +39,7 @@ def encode_clip(
 
 
 def cache_of(out: Path, source: ModelSource, *videos: PrunedVideo) -> Store:
-    """A cache of all tokens of Qwen videos, which says that it is of ``source``."""
+    """Write a cache of all tokens of Qwen videos, which says that it is of ``source``."""
     identity = {
         "model": {"type": source.model_type, "weights": source.identity},
         "pruner": {"method": "none", "params": {}},

@@ -21,7 +21,7 @@ WIDTH = 6  # of an image_embedding, unlike that of a token
 
 
 def random_evidence(shape: tuple[int, int, int], width: int = WIDTH) -> dict[str, torch.Tensor]:
-    """[T,N,width] and [T,N] float32, as an encoder gives them."""
+    """Draw [T,N,width] and [T,N] float32, as an encoder gives them."""
     rng = torch.Generator().manual_seed(1)
     return {
         "image_embedding": torch.randn(*shape[:2], width, generator=rng),
@@ -32,7 +32,7 @@ def random_evidence(shape: tuple[int, int, int], width: int = WIDTH) -> dict[str
 def encoded_with(
     video_id: str, tokens: torch.Tensor, ratio: float, method: str, evidence: Mapping[str, torch.Tensor]
 ) -> PrunedVideo:
-    """A video as the encode stage gives it."""
+    """Return a video as the encode stage gives it."""
     pruned = synthetic.prune(tokens, ratio, method)
     visual = VisualTokens(tokens, dict(evidence))
     record = source_record(video_id, tuple(tokens.shape))
@@ -42,7 +42,7 @@ def encoded_with(
 def evidence_cache(
     out: Path | Store, videos: Mapping[str, torch.Tensor], ratio: float = 0.25, method: str = "gstep"
 ) -> Store:
-    """A cache of ``videos`` with random evidence of each."""
+    """Write a cache of ``videos`` with random evidence of each."""
     store = write_header(out, ratio)
     rows = [encoded_with(name, v, ratio, method, random_evidence(tuple(v.shape))) for name, v in videos.items()]
     identity = {"model": {"weights": "none"}, "pruner": {"method": method}, "retention_ratio": ratio}
@@ -53,7 +53,7 @@ def evidence_cache(
 
 
 def tiny_cache_with_embeddings(out: Path, shape: tuple[int, int, int] = (4, 49, 64), head: str | None = None) -> Store:
-    """A cache of all tokens of the video "a" that says it was made with the tiny model and the tiny SigLIP's head."""
+    """Write a cache of all tokens of the video "a", made, it says, with the tiny model and the tiny SigLIP's head."""
     source = ModelSource.resolve("tiny")
     model = {"type": source.model_type, "weights": source.identity, "pooling_head": head}
     identity = {

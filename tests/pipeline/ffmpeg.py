@@ -25,7 +25,7 @@ class Shown(NamedTuple):
 
 
 def ffmpeg(*argv: object, given: bytes | None = None) -> str:
-    """``ffmpeg <argv>`` with ``given`` on its standard input; returns what it logged."""
+    """Run ``ffmpeg <argv>`` with ``given`` on its standard input; return what it logged."""
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostats", "-y", *map(str, argv)]
     done = subprocess.run(command, input=given or b"", capture_output=True, timeout=120, check=False)
     log = done.stderr.decode(errors="replace")
@@ -34,7 +34,7 @@ def ffmpeg(*argv: object, given: bytes | None = None) -> str:
 
 
 def make_clip(path: Path, *options: object, count: int = 32, size: tuple[int, int] = (64, 96), first: int = 0) -> Path:
-    """``count`` numbered frames in colour, 25 a second, encoded as ``options`` say; all encoders run one thread."""
+    """Encode ``count`` numbered frames in colour, 25 a second, as ``options`` say; all encoders run one thread."""
     height, width = size
     gray = np.stack([numbered_frame(first + number, height, width) for number in range(count)])
     frames = np.where(gray > 128, LIT, DARK).astype(np.uint8)
@@ -44,7 +44,7 @@ def make_clip(path: Path, *options: object, count: int = 32, size: tuple[int, in
 
 
 def shown(path: Path) -> Shown:
-    """Every frame that ffmpeg shows of a file: its choice of the stream, turned upright, at the size of the first."""
+    """Return every frame that ffmpeg shows of a file: of its choice of stream, upright, at the size of the first."""
     raw = path.with_name(f"{path.name}.rgb")
     log = ffmpeg(
         *("-threads", 1, "-i", path, "-an", "-fps_mode", "passthrough", "-vf", "showinfo"),

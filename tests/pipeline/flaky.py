@@ -68,7 +68,7 @@ class FlakyProxy:
         return self._faults[-1]
 
     def environment(self) -> dict[str, str]:
-        """The variables that lead here."""
+        """Return the variables that lead here."""
         return self.server.environment() | {"AWS_ENDPOINT_URL": self.url}
 
     def objects(self, patience: float = 1.0) -> Objects:
@@ -76,7 +76,7 @@ class FlakyProxy:
         return Objects(patience=patience, endpoint_url=self.url, region_name=REGION, **keys)
 
     def fault_for(self, method: str, path: str) -> int | str | None:
-        """Of the request that just came: what is to happen to it, if anything."""
+        """Return what is to happen to the request that just came, if anything."""
         path = unquote(path)
         with self._lock:
             met = [fault for fault in self._faults if (fault.method, path) in {(method, p) for p in fault.paths}]

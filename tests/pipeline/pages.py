@@ -30,7 +30,7 @@ PREPROCESSOR = FixedSizePreprocessor((0.5,) * 3, (0.5,) * 3, height=384, width=3
 
 
 def decoded_clip(folder: Path) -> tuple[Path, DecodedVideo]:
-    """A copy of a real clip in ``folder``, and its sampled frames."""
+    """Copy a real clip into ``folder``; return it and its sampled frames."""
     path = Path(shutil.copy(sample("bikes.mp4"), folder))
     return path, decode_video(DecodeRequest(path, Sampling(FRAMES), PREPROCESSOR))
 
@@ -43,7 +43,7 @@ def build(
     video_id: str = VIDEO,
     **more: Any,
 ) -> TokenCache:
-    """A cache of the clip (with random tokens) and of a video that failed; ``more`` overrides columns."""
+    """Write a cache of the clip (with random tokens) and of a video that failed; ``more`` overrides columns."""
     path, video = decoded
     store = write_header(out, ratio)
     header = json.loads(store.read("cache.json"))
@@ -66,6 +66,6 @@ def pictures_of(html: str) -> list[np.ndarray]:
 
 
 def image(data: bytes) -> np.ndarray:
-    """[H,W,3] of a JPEG or PNG file."""
+    """Read [H,W,3] of a JPEG or PNG file."""
     with av.open(BytesIO(data)) as file:
         return next(file.decode(video=0)).to_ndarray(format="rgb24")

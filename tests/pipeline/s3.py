@@ -54,7 +54,7 @@ class S3Server:
         self._server.stop()
 
     def environment(self) -> dict[str, str]:
-        """The variables that lead to this server."""
+        """Return the variables that lead to this server."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": KEY,
@@ -76,15 +76,15 @@ class S3Server:
         return self.uri(key)
 
     def fail(self, method: str, key: str, status: int, code: str = "AccessDenied") -> None:
-        """From now on answer ``method`` (of this bucket's ``key``; "" for the bucket itself) with an error."""
+        """Answer ``method`` (of this bucket's ``key``; "" for the bucket itself) with an error from now on."""
         self._failures[method, f"/{self.bucket}/{key}" if key else f"/{self.bucket}"] = (status, code)
 
     def fail_below(self, method: str, prefix: str, status: int, code: str = "AccessDenied") -> None:
-        """The same for every key of this bucket that begins with ``prefix``."""
+        """Answer so for every key of this bucket that begins with ``prefix``."""
         self._failures[method, f"/{self.bucket}/{prefix}*"] = (status, code)
 
     def counts(self) -> dict[str, int]:
-        """Requests by kind: GET, HEAD, PUT, LIST and so on."""
+        """Count requests by kind: GET, HEAD, PUT, LIST and so on."""
         return dict(Counter(request.kind for request in self.requests))
 
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Any:

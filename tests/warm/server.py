@@ -65,7 +65,7 @@ class Request(TypedDict):
 
 @cache
 def warm_workers() -> str:
-    """Where a server listens that is a child of this process, and ends with it; the same one for all clusters."""
+    """Start a server as a child of this process, which it ends with; return its socket, the same for all clusters."""
     folder = tempfile.mkdtemp(prefix="warm-", dir="/tmp")
     server = socket.socket(socket.AF_UNIX)
     server.bind(f"{folder}/socket")

@@ -19,7 +19,7 @@ STOCK = {
 
 
 def frames_for(source, n_frames=7):
-    """[7,h,w,3] uint8 as the decoder resizes them: noise that is coarse enough for patches to differ in brightness."""
+    """Make [7,h,w,3] uint8 as the decoder resizes them: noise so coarse that patches differ in brightness."""
     blocks = np.random.default_rng(0).integers(0, 256, (n_frames, 12, 17, 3), dtype=np.uint8)
     preprocessor = family_of(source).preprocessor()
     frames = blocks.repeat(12, axis=1).repeat(12, axis=2)
@@ -27,7 +27,7 @@ def frames_for(source, n_frames=7):
 
 
 def stock_features(source, frames, dtype):
-    """([T*N,D] tokens and levels, [.,D] last_hidden_state) of the whole model by from_pretrained, in one go."""
+    """Return [T*N,D] tokens and levels and [.,D] last_hidden_state of the whole model by from_pretrained, in one go."""
     folder, _ = source.pretrained()
     stock = STOCK[source.name].from_pretrained(folder, dtype=dtype)
     return features_of(stock, family_of(source).preprocessor(), frames, dtype)
@@ -43,7 +43,7 @@ def features_of(stock, preprocessor, frames, dtype):
 
 
 def stock_features_by_patch(source, frames, dtype):
-    """[T*N,D] tokens and levels of the whole model that is given one temporal patch after the other."""
+    """Return [T*N,D] tokens and levels of the whole model that is given one temporal patch after the other."""
     folder, _ = source.pretrained()
     stock = STOCK[source.name].from_pretrained(folder, dtype=dtype)
     preprocessor = family_of(source).preprocessor()

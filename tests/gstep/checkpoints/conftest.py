@@ -23,7 +23,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def sharded(folder):
-    """The checkpoint in two shards: the vision part, and the language model."""
+    """Write the checkpoint in two shards: the vision part, and the language model."""
     tensors = load_file(folder / "model.safetensors")
     shards = {"model-00001-of-00002.safetensors": {}, "model-00002-of-00002.safetensors": {}}
     vision, language = shards.values()

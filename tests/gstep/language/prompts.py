@@ -13,7 +13,7 @@ PER_FRAME = 24
 
 
 def video(name, n_frames=5, index=None, seconds=1.3, grid=GRID):
-    """Zeros for tokens: prompts depend on how many there are and where they stood."""
+    """Make a video of zeros for tokens: prompts depend on how many there are and where they stood."""
     per_frame = 196 if name == "tiny" else grid[0] * grid[1] // 4
     index = torch.arange(n_frames * per_frame) if index is None else torch.tensor(index)
     tokens = torch.zeros(len(index), 64)
@@ -34,6 +34,6 @@ def builder(name, positions=None, rule="transformers-5", frame_times="true"):
 
 
 def text_of(name, prompt):
-    """The prompt as text, with a star for each placeholder."""
+    """Return the prompt as text, with a star for each placeholder."""
     token = "<video>" if name == "tiny" else "<|video_pad|>"
     return builder(name).tokenizer.decode(prompt.input_ids).replace(token, "*")

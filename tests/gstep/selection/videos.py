@@ -11,8 +11,11 @@ KINDS = ["low rank", "scenes", "random"]
 
 
 def video(kind: str, n_frames: int = 12, per_frame: int = 49, hidden: int = 384, seed: int = 0) -> Tensor:
-    """[T,N,D] bfloat16 that change slowly and cut once: low rank (a bound tells much), scenes in directions of
-    their own (it tells which picks are likeliest) or random (it tells nothing)."""
+    """Draw [T,N,D] bfloat16 that change slowly and cut once.
+
+    They are of low rank (a bound tells much), scenes in directions of their own (it tells which picks are likeliest) or
+    random (it tells nothing).
+    """
     rng = torch.Generator().manual_seed(seed)
     if kind == "random":
         return torch.randn(n_frames, per_frame, hidden, generator=rng).bfloat16()

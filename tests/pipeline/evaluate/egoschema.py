@@ -26,12 +26,12 @@ OPTIONS = ("C cooks.", "C cleans. It shines.", "C reads.", "C paints.", "C sleep
 
 
 def options_of(uid: str) -> tuple[str, ...]:
-    """Of the third one twice the same."""
+    """Return the options of a question; those of the third question have the same text twice."""
     return (*OPTIONS[:4], OPTIONS[0]) if uid == UIDS[2] else OPTIONS
 
 
 def write_hub(folder: Path) -> Path:
-    """The hub's layout, unpacked; of one video the suffix is in capitals."""
+    """Write the hub's layout, unpacked; of one video the suffix is in capitals."""
     for name, uids in (("Subset", tuple(ANSWERS)), ("GENERATION", UIDS)):
         rows = [_hub_row(number, uid, name == "Subset") for number, uid in enumerate(uids)]
         (folder / name).mkdir(parents=True)
@@ -41,7 +41,7 @@ def write_hub(folder: Path) -> Path:
 
 
 def write_authors(folder: Path) -> Path:
-    """The authors' layout."""
+    """Write the authors' layout."""
     rows = [{"q_uid": uid, "google_drive_id": "1x", "question": question_of(uid), **_options(uid)} for uid in UIDS]
     write_json(folder / "questions.json", rows)
     write_json(folder / "subset_answers.json", ANSWERS)
@@ -51,7 +51,7 @@ def write_authors(folder: Path) -> Path:
 
 
 def write_ego4d(folder: Path) -> None:
-    """Which video of Ego4D a clip is of."""
+    """Write which video of Ego4D a clip is of."""
     videos = {uid: f"ego4d-{min(number, 2)}" for number, uid in enumerate(UIDS)}
     clips = {uid: {"video_uid": name, "starting_sec": 240, "ending_sec": 420} for uid, name in videos.items()}
     write_json(folder / "uid_to_ego4d.json", clips)

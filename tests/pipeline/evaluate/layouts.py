@@ -27,7 +27,7 @@ _CODECS = {".webm": "libvpx-vp9", ".avi": "mpeg4"}
 
 
 def write_videos(folder: Path, paths: Iterable[str], *, count: int = 8, fps: int = 4) -> None:
-    """A real video of ``count`` numbered frames at each of these paths."""
+    """Write a real video of ``count`` numbered frames at each of these paths."""
     for path in dict.fromkeys(paths):
         place = folder / path
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -41,14 +41,14 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def faults_of(loaded: LoadedQuestions) -> Counter[tuple[str, bool]]:
-    """How often each kind of fault is there, and whether it left a question out; and every row is accounted for."""
+    """Count faults by kind, with whether each left a question out; every row must be accounted for."""
     left_out = sum(fault.left_out for fault in loaded.faults)
     assert loaded.n_annotated == len(loaded.items) + left_out
     return Counter((fault.kind, fault.left_out) for fault in loaded.faults)
 
 
 def faulty(loaded: LoadedQuestions, kind: str) -> list[str | None]:
-    """The questions with a fault of this kind."""
+    """Return the questions with a fault of this kind."""
     return [fault.question_id for fault in loaded.faults if fault.kind == kind]
 
 
@@ -63,7 +63,7 @@ def replied(
     protocol: str | None = None,
     arms: Mapping[str, Arm] | None = None,
 ) -> ScoredQuestions:
-    """The questions scored by a protocol's rule; one without a reply failed. Every arm says the same."""
+    """Score the questions by a protocol's rule; one without a reply failed. Every arm says the same."""
     arms = arms or {"none@1": ORIGINAL}
     common = {"prompt": "p", "run_id": "r", "attempts": 1, "status": "ok"}
     rows = [
@@ -77,7 +77,7 @@ def replied(
 
 
 def commit_replies(request: EvaluateRequest, replies: Mapping[str, str], failed: Collection[str] = ()) -> None:
-    """Results with an answer to every question under the whole grid, "B" where ``replies`` has none."""
+    """Commit an answer to every question under the whole grid, "B" where ``replies`` has none."""
     write_results_header(request.store, request.identity)
     answers = LocalStore(f"{request.config.out}/answers")
     write_answers_header(answers, {})
@@ -93,7 +93,7 @@ def commit_replies(request: EvaluateRequest, replies: Mapping[str, str], failed:
 
 
 def printed(benchmark: Benchmark, done: ScoredQuestions, protocol: str | None = None) -> dict[str, str]:
-    """The main table's row of full retention: title of the column -> number."""
+    """Return the main table's row of full retention: title of the column -> number."""
     one = benchmark.protocol(protocol)
     table = main_table(done, Presentation(title="T", benchmark=benchmark, protocol=one, described={}, draws=100))
     cells = zip(table.columns, table.original.cells, strict=True)

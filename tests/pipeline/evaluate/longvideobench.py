@@ -28,7 +28,7 @@ FIVE = ("a cup", "a pan", "a knife", "a bowl", "a lid")
 
 
 def row(question_id: str, answer: int, options: tuple[str, ...] = FIVE, group: int = 15, **more: Any) -> dict[str, Any]:
-    """A row whose id begins with its video's."""
+    """Return a row whose id begins with its video's."""
     video = question_id.rpartition("_")[0]
     listed = {f"option{number}": text for number, text in enumerate((*options, *["N/A"] * (5 - len(options))))}
     return {
@@ -66,7 +66,7 @@ ASKED = [one["id"] for one in ROWS[:6]]
 
 
 def write_longvideobench(folder: Path, *, json: bool = False) -> Path:
-    """``folder``, for ``--data``; with the annotations in the JSON file instead, which lists the options."""
+    """Write ``folder``, for ``--data``; with ``json`` the annotations are in the JSON file, which lists the options."""
     if json:
         write_json(folder / "lvb_val.json", [_as_json(one) for one in ROWS])
     else:

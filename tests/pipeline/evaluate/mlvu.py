@@ -27,7 +27,7 @@ SCHEMA = pa.schema(
 def row(
     video: str, answer: str, kind: str, candidates: list[str] = FOUR, question: str = "What colour?"
 ) -> dict[str, Any]:
-    """A row of the authors' files."""
+    """Return a row of the authors' files."""
     return {
         "video": video, "duration": 246, "question": question, "candidates": candidates, "answer": answer,
         "question_type": kind,
@@ -69,7 +69,7 @@ TEST = [
 
 
 def write_mlvu_dev(folder: Path) -> Path:
-    """The authors' layout: a file and a folder of videos a task."""
+    """Write the authors' layout: a file and a folder of videos a task."""
     for name, rows in {**DEV, **OPEN}.items():
         write_json(folder / "json" / f"{name}.json", rows)
         videos = [f"{name}/{one['video']}" for one in rows if name in DEV and one["video"] != "gone.mp4"]
@@ -78,7 +78,7 @@ def write_mlvu_dev(folder: Path) -> Path:
 
 
 def write_repacked_dev(folder: Path) -> Path:
-    """lmms-eval's: one Parquet file, options in the question, answers as letters, all videos in one folder."""
+    """Write lmms-eval's: one Parquet file, options in the question, answers as letters, all videos in one folder."""
     rows = [repacked(one) for rows in DEV.values() for one in rows]
     _write_parquet(folder, rows)
     write_videos(folder, [one["video_name"] for one in rows if one["video_name"] != "gone.mp4"])
@@ -86,14 +86,14 @@ def write_repacked_dev(folder: Path) -> Path:
 
 
 def write_repacked_test(folder: Path) -> Path:
-    """lmms-eval's."""
+    """Write lmms-eval's layout of the test set."""
     _write_parquet(folder, [repacked(one) for one in TEST])
     write_videos(folder, [one["video"] for one in TEST])
     return folder
 
 
 def write_mlvu_test(folder: Path) -> Path:
-    """The authors' layout of the test set."""
+    """Write the authors' layout of the test set."""
     write_json(folder / "test-ground-truth" / "test_mcq_gt.json", TEST)
     write_videos(folder / "MLVU_Test" / "video", [one["video"] for one in TEST])
     return folder

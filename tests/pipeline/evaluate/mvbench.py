@@ -63,7 +63,7 @@ CUT = {
 
 
 def write_main(folder: Path) -> Path:
-    """Revision main, unpacked: a file a task, clips by their bounds, frames as JPEG; one folder came in a later zip."""
+    """Write revision main: a file a task, clips by their bounds, frames as JPEG; one folder came in a later zip."""
     for task, rows in MAIN.items():
         write_json(folder / "json" / f"{task}.json", rows)
     video = folder / "video"
@@ -75,7 +75,7 @@ def write_main(folder: Path) -> Path:
 
 
 def write_revision_video(folder: Path) -> Path:
-    """Revision video, unpacked: all tasks in one file, clips cut out as MP4 with their bounds in their names."""
+    """Write revision video: all tasks in one file, clips cut out as MP4 with their bounds in their names."""
     meta = {task: [_cut_row(one) for one in rows] for task, rows in MAIN.items()}
     root = {task: f"video/{CUT.get(where, where)}" for task, where in FOLDERS.items()}
     write_json(folder / "test.json", {"root": root, "meta": meta})

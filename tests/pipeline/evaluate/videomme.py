@@ -27,17 +27,17 @@ MISSING, OUTSIDE = "gone-Video_0", "../../outside"
 
 
 def video_key(number: int) -> str:
-    """The videoID of a video; that of the first one begins with a dash, as 13 of the published ones do."""
+    """Return the videoID of a video; that of the first one begins with a dash, as 13 of the published ones do."""
     return f"-Ab{number}xYz_9Qk" if number == 0 else f"vid{number}_Q-{number}k"
 
 
 def video_id(number: int) -> str:
-    """Its path below the folder."""
+    """Return a video's path below the folder."""
     return f"data/{video_key(number)}{SUFFIXES[number % len(SUFFIXES)]}"
 
 
 def write_videomme(folder: Path, *, n_videos: int = 6, seed: int = 0, faults: bool = True, videos: bool = True) -> Path:
-    """``n_videos`` videos of 16 to 24 small frames with three questions each, of durations short, medium, long in turn.
+    """Write ``n_videos`` videos of 16 to 24 small frames with three questions each, short, medium and long in turn.
 
     Args:
         seed: of options, answers and pictures.
@@ -65,7 +65,7 @@ def write_videomme(folder: Path, *, n_videos: int = 6, seed: int = 0, faults: bo
 
 
 def write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
-    """The annotations."""
+    """Write the annotations."""
     path = folder / "videomme" / "test-00000-of-00001.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path)
@@ -73,7 +73,7 @@ def write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def write_moving(path: Path, rng: np.random.Generator, count: int, size: tuple[int, int] = (64, 96)) -> Path:
-    """A clip of a bright square that crosses a coloured ground; both are drawn."""
+    """Write a clip of a bright square that crosses a ground of random colours."""
     height, width = size
     ground = np.kron(rng.integers(40, 200, (height // 16, width // 16, 3)), np.ones((16, 16, 1))).astype(np.uint8)
     with av.open(str(path), "w") as out:

@@ -11,7 +11,7 @@ from tests.pipeline.pages import build, decoded_clip
 
 @pytest.fixture(scope="package")
 def decoded(tmp_path_factory) -> tuple[Path, DecodedVideo]:
-    """A real clip and its sampled frames."""
+    """Return a real clip and its sampled frames."""
     return decoded_clip(tmp_path_factory.mktemp("videos"))
 
 

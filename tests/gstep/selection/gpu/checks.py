@@ -59,7 +59,7 @@ def select(
 
 
 def grid(n_tokens: int, dim: int, largest: int, seed: int) -> torch.Tensor:
-    """Integer tokens: products that float32 holds, many equal distances, copies, zero tokens where ``dim`` is small."""
+    """Draw integer tokens: products that float32 holds, equal distances, copies, zero tokens where ``dim`` is small."""
     rng = np.random.default_rng(seed)
     return torch.from_numpy(rng.integers(-largest, largest + 1, (n_tokens, dim)))
 
@@ -69,7 +69,7 @@ def levels(n_tokens: int, seed: int) -> torch.Tensor:
 
 
 def structured(n_frames: int, per_frame: int, dim: int, seed: int = 0) -> torch.Tensor:
-    """Two scenes that drift, and noise."""
+    """Make the tokens of two scenes that drift, and noise."""
     rng = np.random.default_rng(seed)
     scene = np.repeat(rng.normal(0.3, 1, (2, per_frame, dim)), -(-n_frames // 2), axis=0)[:n_frames]
     drift = rng.normal(0, 0.05, (n_frames, 1, dim)).cumsum(axis=0)
@@ -187,12 +187,12 @@ def test_a_row_is_read_in_three_parts_that_hold_little_more(width: int) -> None:
 
 
 def static_video(dim: int) -> torch.Tensor:
-    """Three frames of ten tokens, all the same, bfloat16."""
+    """Make three frames of ten tokens, all the same, bfloat16."""
     return torch.randn(10, dim, generator=torch.Generator().manual_seed(0)).bfloat16().repeat(3, 1)
 
 
 def truncate(patch: pytest.MonkeyPatch, k: int) -> None:
-    """Products as tensor cores make them, k channels at a time."""
+    """Replace products by those that tensor cores make, k channels at a time."""
     from triton.runtime.interpreter import InterpreterBuilder  # noqa: PLC0415 - not on a GPU
 
     from tests.gstep.selection.gpu.tensor_cores import create_dot  # noqa: PLC0415

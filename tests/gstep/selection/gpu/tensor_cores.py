@@ -18,7 +18,7 @@ GUARD_BITS = {8: 0, 16: 2}
 
 
 def accumulate(total: NDArray[np.float64], terms: NDArray[np.float64], guard: int) -> NDArray[np.float64]:
-    """``total`` [X,Y] and ``terms`` [k,X,Y] in one step."""
+    """Add ``terms`` [k,X,Y] to ``total`` [X,Y] in one step."""
     largest = np.maximum(np.abs(terms).max(axis=0), np.abs(total))
     unit = np.ldexp(1.0, np.frexp(largest)[1] - _BITS - guard)
     added = (np.trunc(total / unit) + np.trunc(terms / unit).sum(axis=0)) * unit
@@ -27,7 +27,7 @@ def accumulate(total: NDArray[np.float64], terms: NDArray[np.float64], guard: in
 
 
 def dot(a: NDArray[Any], b: NDArray[Any], total: NDArray[Any], k: int) -> NDArray[np.float32]:
-    """total + a @ b for [X,D] and [D,Y], k channels a step."""
+    """Return total + a @ b for [X,D] and [D,Y], k channels a step."""
     terms = a.T.astype(np.float64)[:, :, None] * b.astype(np.float64)[:, None, :]
     total = total.astype(np.float64)
     for start in range(0, len(terms), k):
@@ -36,7 +36,7 @@ def dot(a: NDArray[Any], b: NDArray[Any], total: NDArray[Any], k: int) -> NDArra
 
 
 def create_dot(k: int) -> Any:
-    """In place of the interpreter's own, which rounds to nearest and by a row's place."""
+    """Make a product in place of the interpreter's own, which rounds to nearest and by a row's place."""
 
     def created(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
         return TensorHandle(dot(a.data, b.data, d.data, k), d.dtype.scalar)

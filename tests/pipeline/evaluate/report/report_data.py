@@ -30,7 +30,7 @@ _WORDS = ("the", "man", "in", "a", "red", "coat", "who", "is", "seen", "near", "
 
 
 def items_of(n_videos: int, per_video: int = 3, *, free: bool = False, seed: int = 0) -> dict[str, Item]:
-    """Questions with four options each, or free ones."""
+    """Make questions with four options each, or free ones."""
     random = np.random.default_rng([seed, 1])
     items = {}
     for v in range(n_videos):
@@ -65,7 +65,7 @@ def scores_of(
     cluster: str | None = None,
     seed: int = 0,
 ) -> pa.Table:
-    """Rows of ``scores.parquet``: full retention, then every method at every ratio.
+    """Make rows of ``scores.parquet``: full retention, then every method at every ratio.
 
     A question has a difficulty that all methods share, so that answers agree mostly. FastV does not say what it kept of
     each frame, CDPruner keeps other tokens for other questions.
@@ -109,7 +109,7 @@ def scores_of(
 
 
 def report_of(items: Mapping[str, Item], scores: pa.Table, *, draws: int = 200, **more: Any) -> Report:
-    """A report with all that there can be; ``more`` replaces fields."""
+    """Make a report with all that there can be; ``more`` replaces fields."""
     durations = [Column(f"duration={part}", title) for part, title in _LENGTHS.items()]
     table = results_table(f"{TITLE}: Duration", [ScoredBenchmark("VideoMME", scores, durations)], draws=draws)
     splits = tuple(
@@ -145,7 +145,7 @@ def report_of(items: Mapping[str, Item], scores: pa.Table, *, draws: int = 200, 
 
 
 def data_of(html: str) -> dict[str, Any]:
-    """What a page gives its script."""
+    """Return what a page gives its script."""
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html)
     return json.loads(data)
 
@@ -185,7 +185,7 @@ def _text(random: np.random.Generator, low: int, high: int) -> str:
 
 
 def _kept(random: np.random.Generator, method: str, ratio: float, n_frames: int) -> list[int]:
-    """Even, or by what a frame shows: never more than its 196 tokens."""
+    """Share tokens out evenly, or by what a frame shows: never more than its 196 tokens."""
     if method in ("none", "visionzip", "fastv,K=3"):
         return [int(196 * ratio)] * n_frames
     shape = random.gamma(2.0, size=n_frames) + 0.3 * (method != "gstep")

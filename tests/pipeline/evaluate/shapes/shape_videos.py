@@ -10,7 +10,7 @@ from pipeline.evaluate.shapes.world import FRAMES
 
 @cache
 def videos(count, hardness="plain", split="train"):
-    """So many videos, of all lengths in turn."""
+    """Make so many videos, of all lengths in turn."""
     return [
         make_video(seed, split=split, n_frames=FRAMES[i % 3], hardness=HARDNESS[hardness])
         for i, seed in enumerate(SEEDS[split][:count])

@@ -93,7 +93,7 @@ TABLES = {
 
 
 def paper_rows(model: str) -> list[PaperRow]:
-    """The 25 rows of a model's table, full retention first, whose method is ``none``."""
+    """Return the 25 rows of a model's table, full retention first, whose method is ``none``."""
     return [_row(ratio, line) for ratio, block in TABLES[model].items() for line in block.strip().splitlines()]
 
 

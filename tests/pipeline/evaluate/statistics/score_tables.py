@@ -22,7 +22,7 @@ SCHEMA = pa.schema(
 
 
 def score_rows(method, ratio, scores, *, clusters=None, splits=None, kept=None):
-    """Rows of one method: a question a score (None: it failed), each about its own video unless clusters are given."""
+    """Make rows of one method: a question a score (None: it failed), each about its own video without ``clusters``."""
     return [
         {
             "question_id": f"q{i:05}",
@@ -42,10 +42,10 @@ def score_rows(method, ratio, scores, *, clusters=None, splits=None, kept=None):
 
 
 def score_table(*arms):
-    """A table of several score_rows."""
+    """Make a table of several score_rows."""
     return pa.Table.from_pylist([row for arm in arms for row in arm], SCHEMA)
 
 
 def bits(text):
-    """Scores written as digits: "110 101"."""
+    """Read scores written as digits: "110 101"."""
     return [float(digit) for digit in text.replace(" ", "")]
