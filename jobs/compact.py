@@ -27,7 +27,7 @@ Exit code: 0 merged; 1 a file is damaged, or the store failed; 2 usage, or no ca
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Merge the files of a cache's videos table; return the exit code."""
     parser = Parser(
         "python -m jobs.compact",
         description=__doc__,

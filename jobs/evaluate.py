@@ -28,7 +28,7 @@ there. --out gets scores.parquet, tables.md, tables.tex and report.html.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Score pruning methods on a benchmark, or lay out tables of results; return the exit code."""
     parser = Parser(
         "python -m jobs.evaluate",
         description=__doc__,

@@ -26,7 +26,7 @@ The same command again goes on where the last one stopped, and does nothing wher
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Answer the questions of a file from a cache; return the exit code."""
     parser = Parser(
         "python -m jobs.generate",
         description=__doc__,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Show a cache or answers, one item of them, or what failed, or write a page; return the exit code."""
     parser = Parser("python -m jobs.inspect", description=__doc__)
     parser.add_argument(
         "place",

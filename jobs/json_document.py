@@ -34,7 +34,7 @@ def error_record(error: BaseException, message: str = "") -> dict[str, object]:
 
 
 def write_document(target: Path | None, record: Mapping[str, object]) -> None:
-    """Write ``record`` to stdout, to a file, or (None) nowhere. Raises OSError.
+    """Write ``record`` to stdout (STDOUT), to a file, or (None) nowhere. Raises OSError.
 
     The document is strict JSON in ASCII: a number that is not finite becomes null.
     """

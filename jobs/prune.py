@@ -26,7 +26,7 @@ The same command again goes on where the last one stopped, and does nothing wher
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Prune the videos that the flags name into a cache, or say what a run would do; return the exit code."""
     parser = Parser(
         "python -m jobs.prune",
         description=__doc__,

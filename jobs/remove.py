@@ -29,7 +29,7 @@ Exit code: 0 removed; 1 a file is damaged, or the store failed; 2 usage, no cach
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Remove videos from a cache for good; return the exit code."""
     parser = Parser(
         "python -m jobs.remove",
         description=__doc__,

@@ -23,7 +23,7 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Start the chat server on a cache; return the exit code."""
     parser = Parser(
         "python -m jobs.serve",
         description=__doc__,

@@ -26,7 +26,7 @@ Exit code: 0 all is well (files left behind are a note), after --repair or --cle
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code."""
+    """Check every file of a cache, and repair or clean it where asked; return the exit code."""
     parser = Parser(
         "python -m jobs.verify",
         description=__doc__,

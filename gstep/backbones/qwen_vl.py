@@ -74,6 +74,10 @@ class QwenVL(ModelFamily):
         return self.preprocessor_class.from_settings(settings)
 
     def limited(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
+        """Return the source with these limits in its preprocessor's settings; None keeps the checkpoint's own.
+
+        ``max_video_tokens`` turns on the cap of pixels a frame. Raises ModelError where the least exceeds the most.
+        """
         source, now = self.source, self.preprocessor()
         low = now.min_pixels if min_pixels is None else min_pixels
         high = now.max_pixels if max_pixels is None else max_pixels

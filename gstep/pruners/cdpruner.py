@@ -55,6 +55,10 @@ class CDPruner(Pruner):
         return n_frames * min(budget_for(retention_ratio, per_frame), hidden)
 
     def select(self, visual: VisualTokens, budget: int, ratio: float, seed: int) -> Selection:
+        """Pick greedily: with mode "global" ``budget`` tokens of the video, else the share ``ratio`` of each frame.
+
+        Nothing is drawn, so ``seed`` is not used.
+        """
         per_frame = visual.tokens.shape[1]
         direction_TND = unit(visual.tokens)
         quality_TN = relevance(visual.evidence["image_embedding"], visual.evidence["text_embedding"])

@@ -119,12 +119,12 @@ class _RoundRows:
         self._places = None if rows.ready else places
         self.tokens = rows.tokens if rows.ready else rows.take(places)
 
-    def at(self, places: Places) -> Places:
-        """Return the places in ``tokens`` of some candidates, which like all of a round are in ascending place."""
+    def rows_of(self, places: Places) -> Places:
+        """Turn the places of candidates among all tokens, ascending, into their rows in this round's ``tokens``."""
         return places if self._places is None else np.searchsorted(self._places, places)
 
     def of(self, places: Places) -> Tensor:
-        return self.tokens.index_select(0, torch.from_numpy(self.at(places)))
+        return self.tokens.index_select(0, torch.from_numpy(self.rows_of(places)))
 
 
 class _Search:
@@ -297,7 +297,7 @@ class _Search:
 
     def _measure(self, rows: _RoundRows, which: Places, column: Places, picks: slice) -> None:
         """Measure candidate ``which[i]`` (ascending) against pick ``column[i]`` of ``picks``."""
-        products = pair_products(rows.tokens, self.picks.rows[picks], rows.at(which), column)
+        products = pair_products(rows.tokens, self.picks.rows[picks], rows.rows_of(which), column)
         scale = self.known.inverse[which] * self.picks.inverse[picks][column]
         np.minimum.at(self.nearest, which, _distance(products, scale))
         self.counts.products += len(which)
@@ -341,7 +341,7 @@ class _Search:
             return _distance((tokens_LD @ tokens_LD.T).numpy(), np.multiply.outer(scale, scale))
         distance_LL = np.full((size, size), np.inf)
         self.counts.products += len(row)
-        at = rows.at(left)
+        at = rows.rows_of(left)
         products = pair_products(rows.tokens, rows.tokens, at[row], at[column])
         distance = _distance(products, scale[row] * scale[column])
         distance_LL[row, column] = distance_LL[column, row] = distance

@@ -205,7 +205,7 @@ class Heartbeats:
         return holding | {name for name, it in recently.items() if now - it.moved_at <= _AT_WORK_S}
 
     def _lives(self, node: str) -> bool:
-        """Return whether a node is there. A worker of a lost node says nothing more, so what it held stays recorded."""
+        """Return whether a node is alive, as the cluster said a moment ago at most; True if nobody can tell."""
         if self._living is None:
             return True
         now = self._clock()

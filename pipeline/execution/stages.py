@@ -127,7 +127,10 @@ def actor_options(stage: Stage, batch_size: int, labels: Mapping[str, str] | Non
 def start_actors(
     kind: type, stage: Stage, arguments: Sequence[object], labels: Mapping[str, str] | None = None
 ) -> list[ActorHandle]:
-    """Start the workers of a stage that the driver runs by itself, with the options that Ray Data's actors have."""
+    """Start the workers of a stage that the driver runs by itself, with the options that Ray Data's actors have.
+
+    ``labels`` selects the nodes that they may start on, by Ray's labels of nodes.
+    """
     options = {
         **({"label_selector": dict(labels)} if labels else {}),
         "num_cpus": stage.num_cpus,

@@ -113,7 +113,10 @@ class GenerateRequest:
         return self.config.retention_ratio if self.prunings.get("", ...) is None else None
 
     def engine_setup(self) -> EngineSetup:
-        """Return the engine's settings, which travel to every actor."""
+        """Return the engine's settings, with the size of the largest video to be asked about.
+
+        It looks at the row of every video that can be asked about, under every pruning.
+        """
         rows = [row for row in self.videos.values() if answerable(row)]
         sizes = [self.n_visual([row], name) for row in rows for name in self.prunings]
         return replace(engine_of(self.config), largest_video=max(sizes, default=0))

@@ -197,6 +197,10 @@ def _as_json(rows: list[UserRow]) -> pa.Array:
 
 
 def _csv_rows(name: str, file: BinaryIO, needs: str, key: str | None) -> Iterator[tuple[str, UserRow]]:
+    """Yield ("line n", row) of a .csv, without its empty cells; ``needs`` is how a message names the columns.
+
+    Raises BadRow where the header lacks ``key``, a row has more cells than the header, or the .csv is malformed.
+    """
     reader = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
     try:
         if key is not None and reader.fieldnames and key not in reader.fieldnames:

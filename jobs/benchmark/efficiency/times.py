@@ -51,9 +51,10 @@ class Bench:
         self._videos.close()
 
     def run(self) -> list[Found]:
-        """Measure everything, in turns, so that whatever else the machine does meets all arms alike.
+        """Measure all arms in turns, so that whatever else the machine does meets them alike.
 
-        In the second half no vision tower is in memory. Raises RunFailed, UsageError.
+        First they answer from the videos, then from caches, by when no vision tower is in memory. On a CPU each half
+        ends with runs for the peak of memory. Raises RunFailed, UsageError.
         """
         found = [Found(arm) for arm in self._job.arms]
         for one in found:

@@ -213,6 +213,11 @@ def _measured(
     counted: _Reuse | Engine,
     sizes: list[int],
 ) -> Measured:
+    """Time ``ask``, which sends all ``requests``, ``job.repeats`` times after a call that does not count.
+
+    ``ask`` returns the seconds to the first token, or None; ``counted`` keeps the counts of prompt tokens and of reused
+    ones; ``sizes`` are the visual tokens of each video.
+    """
     ask()  # what is loaded and compiled on first use does not count
     before = getattr(counted, "prompt_tokens", 0), getattr(counted, "reused_tokens", 0)
     seconds, firsts = [], []
