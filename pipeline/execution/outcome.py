@@ -66,6 +66,7 @@ class Outcome:
         return 1 if bad else 0
 
     def as_record(self) -> dict[str, Any]:
+        """Return the counts and examples as a JSON-able mapping."""
         own = {name: value for name, value in vars(self).items() if name not in ("out", "failed")}
         return {**own, "n_failed": self.n_failed}
 

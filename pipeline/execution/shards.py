@@ -119,6 +119,7 @@ class Shards:
         return self._n_waiting < self._flow.items_per_shard
 
     def take(self, batch: Batch) -> None:
+        """Add a batch to the shard that is collected, and write the shards that are due."""
         if self._n_waiting + batch.n_items > self._flow.items_per_shard:
             self._write()  # the shard would be too large with this batch
         if self._flow.writers is not None and not self._writers:

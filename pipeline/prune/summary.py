@@ -100,6 +100,7 @@ class _Counts:
         self.seconds = np.zeros(len(TIMED))
 
     def add(self, rows: NDArray[np.int64]) -> None:
+        """Count these rows of the ledger; removed videos are counted apart."""
         removed = self._ledger.removed(rows)
         self.n_removed += int(removed.sum())
         rows = rows[~removed]
