@@ -19,6 +19,7 @@ from pipeline.storage.stores import LocalStore
 from tests.jobs.jobs import forbid_models, forbid_ray, run_here
 from tests.pipeline.rays import ray_here
 from tests.pipeline.videos import write_clip
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -168,6 +169,51 @@ def test_two_threads_fill_two_caches_on_the_ray_of_this_process(one_ray, folder)
     assert [summary.n_ok for summary in summaries] == [2, 2]
     assert TokenCache(folder / "one").video_ids == TokenCache(folder / "other").video_ids == ["a.mp4", "b.mp4"]
     assert ray.is_initialized()
+
+
+ODD = (
+    "new\nline",
+    "tab\t",
+    "ümläut😀",
+    "u\u0308",
+    "[bold]x[bold]",
+    "{id}",
+    "-n",
+    "'quote\"",
+    "a%20b",
+    "q?x=1#f",
+    " lead",
+)
+ODDER = ("x" * 240, "A", "a", "\u202ertl", "back\\slash", "*")
+
+
+def test_odd_names_are_ids_like_any_other_and_files_that_come_later_are_for_the_next_run(one_ray, tmp_path, clip):
+    (tmp_path / "videos").mkdir()
+    for name in (*ODD, *ODDER):
+        shutil.copy(clip, tmp_path / "videos" / f"{name}.mp4")
+
+    def add() -> None:
+        wait_until(lambda: [*(tmp_path / "cache/videos").glob("*.parquet")], "the first commit")
+        shutil.copy(clip, tmp_path / "videos/later.mp4")
+
+    with ThreadPoolExecutor(1) as pool:
+        added = pool.submit(add)
+        code, text = pruned(tmp_path, "--videos-per-shard", "1")
+        added.result()
+    assert code == 0, text
+    cache = TokenCache(tmp_path / "cache")
+    assert cache.video_ids == sorted(f"{name}.mp4" for name in (*ODD, *ODDER))
+    assert all(len(cache.get(video_id).tokens) for video_id in cache.video_ids)
+    code, text = pruned(tmp_path)
+    assert code == 0 and f"{len(cache)} of {len(cache) + 1} videos are in the cache already" in text
+
+
+def test_an_input_output_error_is_an_error_row_of_class_io(one_ray, folder):
+    rows = [{"video_id": "broken", "uri": "/proc/self/mem"}, {"video_id": "ok", "uri": "videos/a.mp4"}]
+    (folder / "m.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code, text = pruned(folder, "--video-root", "/proc", videos="m.jsonl")
+    assert code == 0 and "1 ok, 1 failed" in text and "Input/output error" in text
+    assert {row["video_id"]: row["error_class"] for row in rows_of(folder)} == {"broken": "io", "ok": None}
 
 
 def rows_of(folder: Path) -> list[dict]:
