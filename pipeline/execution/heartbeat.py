@@ -68,7 +68,6 @@ class ProgressDelta(NamedTuple):
     made: int = 0
 
     def plus(self, more: ProgressDelta) -> ProgressDelta:
-        """Add up both, number by number."""
         return ProgressDelta(*(a + b for a, b in zip(self, more, strict=True)))
 
 
@@ -127,7 +126,6 @@ class _RecentItems:
         self.resting_since: float | None = None
 
     def add(self, delta: ProgressDelta, now: float) -> None:
-        """Append the outcomes of a report; an item that is done ends the rest of its worker."""
         self.failed.extend([False] * delta.done + [True] * delta.failed)
         self.moved_at = now
         if delta.done:
