@@ -134,15 +134,16 @@ class Claim:
 
     def _lives(self, name: str, other: Holder) -> bool:
         """Return whether a run shows a sign of life before it counts as gone."""
-        if _is_here(other):
-            return True
         limit, told = timedelta(seconds=MISSED * self._heartbeat_s), False
-        until = time.monotonic() + limit.total_seconds()  # the store's clock may have jumped back since that note
-        while (silent := _silent(self._store, name, self._name)) is not None and silent < limit:
+        # With an old note a process that is there may have been stopped, or a clock has jumped: whether it beats tells.
+        here, until = _is_here(other), time.monotonic() + limit.total_seconds()
+        while (silent := _silent(self._store, name, self._name)) is not None and (here or silent < limit):
+            if here and silent < limit:
+                return True
             if time.monotonic() > until:
                 return False
             if not told and (told := True):
-                wait = min(limit, limit - silent).total_seconds()
+                wait = (limit if here else min(limit, limit - silent)).total_seconds()
                 self._notify(f"{self._store} has a note of {who(other)}; waiting {wait:.0f} s for a sign of life")
             time.sleep(min(1.0, self._heartbeat_s / 4))
             with suppress(OSError):

@@ -108,7 +108,7 @@ def test_it_shows_signs_of_life(store):
 
 
 def claimed(folder: str) -> None:
-    with Claim(LocalStore(folder), "killed", print):
+    with Claim(LocalStore(folder), "killed", print, heartbeat_s=BEAT):
         signal.pause()
 
 
