@@ -24,6 +24,8 @@ from pipeline.errors import UsageError
 from pipeline.storage.s3 import ObjectInfo, Slice, Upload
 
 SCHEMES = ("gs://", "az://")
+# Arrow's own limit is 15 minutes, for which a machine without credentials would say nothing.
+_GOOGLE_RETRIES = timedelta(minutes=1)
 _AZURE = {"BlobEndpoint": "blob_storage_authority", "AccountName": "account_name", "AccountKey": "account_key"}
 
 
@@ -40,8 +42,9 @@ class ArrowObjects:
         scheme, bucket = uri[:5], uri[5:].partition("/")[0]
         if not bucket or "?" in uri or "@" in uri:
             raise UsageError(f"{scheme}...: expected {scheme}BUCKET/PREFIX without user, host or query")
-        settings = {} if scheme == "gs://" else _azure_settings(uri)
-        return cls(scheme, partial(fs.GcsFileSystem if scheme == "gs://" else fs.AzureFileSystem, **settings))
+        if scheme == "gs://":
+            return cls(scheme, partial(fs.GcsFileSystem, retry_time_limit=_GOOGLE_RETRIES))
+        return cls(scheme, partial(fs.AzureFileSystem, **_azure_settings(uri)))
 
     def __reduce__(self) -> tuple[type[ArrowObjects], tuple[str, Callable[[], fs.FileSystem]]]:
         return ArrowObjects, (self._scheme, self._connect)

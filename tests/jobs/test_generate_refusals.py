@@ -173,7 +173,7 @@ def test_where_answers_cannot_be(refuse, ask, tmp_path):
     tiny_cache(tmp_path / "c")
     code, text = ask("--out", str(tmp_path / "c"))
     assert code == 2 and "exists and holds no answers" in text
-    assert "is a folder or s3://" in refuse("--out", "gs://bucket/answers")
+    assert "is a folder, s3://" in refuse("--out", "ftp://bucket/answers")
 
 
 def test_without_a_video_every_question_has_its_row_and_nothing_starts(ask, tmp_path):

@@ -213,7 +213,7 @@ def test_hostile_manifest_values(refuse, tmp_path, line, message):
 def test_places_where_no_cache_can_be(refuse, videos, tmp_path):
     (tmp_path / "file").write_text("x")
     assert "cannot be made" in refuse(prune, [str(videos), "--out", str(tmp_path / "file" / "sub")])
-    assert "is a folder or s3://" in refuse(prune, [str(videos), "--out", "gs://bucket/cache"])
+    assert "is a folder, s3://" in refuse(prune, [str(videos), "--out", "ftp://bucket/cache"])
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "cache.json").write_text('{"schema_version": 1}')
     assert "no identity" in refuse(prune, [str(videos), "--out", str(tmp_path / "c")])

@@ -98,7 +98,7 @@ def _watched(child: subprocess.Popen[bytes]) -> ProcessTree:
     tree, looks = ProcessTree(child.pid), 0
     try:
         while child.poll() is None:
-            tree.look(memory=looks % _LOOKS_A_MEMORY == 0)
+            tree.look(memory=looks < _LOOKS_A_MEMORY or looks % _LOOKS_A_MEMORY == 0)  # a short run is seen, too
             looks += 1
             time.sleep(_LOOK_S)
     finally:
