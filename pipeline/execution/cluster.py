@@ -241,11 +241,12 @@ def provenance(run_id: str, packages: Sequence[str]) -> RunRecord:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in packages},
+        "versions": {name: package_version(name) for name in packages},
     }
 
 
-def _version(name: str) -> str | None:
+def package_version(name: str) -> str | None:
+    """Return the version of an installed package; None where it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
