@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from types import SimpleNamespace
 
@@ -15,6 +16,10 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     backends = pytest.importorskip("triton.backends").backends
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
 pytest.importorskip("vllm", reason="vLLM is not installed here: see tests/test_vllm.py")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    # The interpreter counts a loop in Python's int, which vLLM's kernel of top-p takes for a tensor: PyTorch's form then.
+    sampler = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
+    sampler.HAS_TRITON = False
 
 # Blocks and steps that are shorter than the prompts of these tests: the prefix cache and chunked prefill have work.
 PARAMS = {"block_size": 32, "max_num_batched_tokens": 640, "max_num_seqs": 16}
