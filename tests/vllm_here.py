@@ -17,7 +17,7 @@ if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
 pytest.importorskip("vllm", reason="vLLM is not installed here: see tests/test_vllm.py")
 if os.environ.get("TRITON_INTERPRET") == "1":
-    # The interpreter counts a loop in Python's int, which vLLM's kernel of top-p takes for a tensor: PyTorch's form then.
+    # The interpreter counts loops in Python's int, which vLLM's kernel of top-p takes for a tensor: PyTorch's form.
     sampler = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
     sampler.HAS_TRITON = False
 
