@@ -22,7 +22,8 @@ jobs.prune merges by itself while it runs and when it ends; this merges everythi
 that were merged stay for --keep-minutes, so that readers go on: the next jobs.compact or jobs.prune deletes them. A
 cache of an earlier version becomes one of this version, without copying tokens.
 
-Exit code: 0 merged; 1 a file is damaged, or the store failed; 2 usage, or no cache; 130 interrupted: nothing is lost.
+Exit code: 0 merged; 1 a file is damaged, rows of committed videos are lost, or the store failed; 2 usage, or no cache;
+130 interrupted: nothing is lost.
 """
 
 
@@ -58,21 +59,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compact(arguments: argparse.Namespace, console: Console) -> Done:
+    from pipeline.cache.ledger import Ledger  # noqa: PLC0415
     from pipeline.cache.merging import merge, upgrade  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.cache.reader import made_with  # noqa: PLC0415
+    from pipeline.execution.run_record import committed_shards  # noqa: PLC0415
+    from pipeline.prune.summary import lost_line  # noqa: PLC0415
     from pipeline.storage.s3 import Objects  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
     s3 = from_flags(S3Options, arguments)
     store = store_at(arguments.cache, Objects.from_environment(s3.s3_endpoint, s3.s3_region))
     identity = made_with(store, required=True)
+    committed = committed_shards(store)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     done = merge(store, identity, everything=True, keep=timedelta(minutes=arguments.keep_minutes))
     for line in done.lines():
         say(line)
     if upgrade(store):
         say(f"{store} is a cache of the present version now")
-    return Done(0, {"cache": str(store), **asdict(done)})
+    lost = Ledger(store, identity).refresh().lost(committed)
+    if lost:
+        say(lost_line(len(lost), lost))
+    return Done(1 if lost else 0, {"cache": str(store), **asdict(done), "n_lost": len(lost)})
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def _answers(store: Store, arguments: argparse.Namespace) -> Done:
 def _cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> Done:
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415
     from pipeline.inspect.failed import failed_videos  # noqa: PLC0415
-    from pipeline.inspect.report import cache_record, cache_report, video_record, video_report  # noqa: PLC0415
+    from pipeline.inspect.report import cache_record, cache_report, count, video_record, video_report  # noqa: PLC0415
 
     video_id, ratio = arguments.item, arguments.retention_ratio
     if arguments.html is not None and video_id is None:
@@ -115,15 +115,21 @@ def _cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> Don
         return _written(line, {"cache": str(store), "video_id": video_id}, arguments.html)
     if arguments.failed:
         return _failed(failed_videos(cache), {"cache": str(store)}, arguments)
+    if video_id is not None:
+        if arguments.json is not None:
+            return Done(0, video_record(cache, video_id, ratio))
+        return _shown(video_report(cache, video_id, ratio), {}, arguments)
+    counted = count(cache)
+    code = 1 if counted.summary.n_lost else 0
     if arguments.json is not None:
-        return Done(0, cache_record(cache) if video_id is None else video_record(cache, video_id, ratio))
-    return _shown(cache_report(cache) if video_id is None else video_report(cache, video_id, ratio), {}, arguments)
+        return Done(code, cache_record(cache, counted))
+    return _shown(cache_report(cache, counted), {}, arguments, code)
 
 
-def _shown(report: RenderableType, record: Mapping[str, object], arguments: argparse.Namespace) -> Done:
+def _shown(report: RenderableType, record: Mapping[str, object], arguments: argparse.Namespace, code: int = 0) -> Done:
     if arguments.json is None:
         wide_console().print(report)
-    return Done(0, record)
+    return Done(code, record)
 
 
 def _failed(failures: Failures, where: Mapping[str, object], arguments: argparse.Namespace) -> Done:

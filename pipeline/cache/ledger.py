@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from typing import Any, Final
 
@@ -28,9 +29,11 @@ from pipeline.cache.live_rows import (
 )
 from pipeline.cache.schema import KEY_COLUMNS
 from pipeline.cache.table import SortedFile, TableFile, table_files
-from pipeline.errors import ON_THE_GPU
+from pipeline.cache.token_shard import ids_in_footer
+from pipeline.cache.writer import run_of
+from pipeline.errors import ON_THE_GPU, CorruptShard
 from pipeline.errors import OUTSIDE as OUTSIDE_CLASSES
-from pipeline.keys import find, keys_of
+from pipeline.keys import find, keys_of, tie_keys
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
 
@@ -146,6 +149,23 @@ class Ledger:
         """Count the live rows that this run has committed: (all, failed ones)."""
         mine = self.columns["run"] == (self.runs.index(run_id) if run_id in self.runs else len(self.runs))
         return int(mine.sum()), int((self.columns["state"][mine] > 1).sum())
+
+    def lost(self, token_shards: Sequence[str]) -> list[str]:
+        """List the videos of token shards whose rows were committed before the refresh, and are in no file now.
+
+        Reads the footers of those that no live row names: the superseded ones, whose videos have other rows, and these.
+        Where files of another identity were left out nothing is listed, since they may hold the rows. Raises OSError.
+        """
+        if self.foreign:
+            return []
+        parts = {"run_id": [run_of(name) for name in token_shards], "token_shard": list(token_shards)}
+        rows = pa.table({**parts, "error_message": pa.nulls(len(token_shards), pa.string())})
+        lost: set[str] = set()
+        for place in np.flatnonzero(~np.isin(tie_keys(rows), self.columns["tie"])).tolist():
+            with suppress(FileNotFoundError, CorruptShard):  # removed meanwhile; jobs.verify tells of damage
+                ids = pa.array(ids_in_footer(self._store, token_shards[place]), pa.string())
+                lost |= set(ids.filter(pa.array(self.find(ids) < 0)).to_pylist())
+        return sorted(lost)
 
     def _of_small(self, names: Sequence[str]) -> Iterator[pa.Table]:
         """Yield the rows of small files, many files at a time, since numpy's cost is by the call.

@@ -237,3 +237,17 @@ def videos_in(store: Store, token_shard: str) -> list[str]:
     """List the ids of the videos in a token shard. Raises OSError, ArrowException where it cannot be read."""
     data = pa.BufferReader(store.read(token_shard))
     return list(open_parquet(data).read(columns=["video_id"]).column(0).unique().to_pylist())
+
+
+def ids_in_footer(store: Store, token_shard: str) -> list[str]:
+    """List the ids of the videos in a token shard by the statistics of its row groups, each of one video.
+
+    Reads the footer alone, which nothing checks: for counts and messages. Raises OSError, CorruptShard.
+    """
+    source = store.open(token_shard)
+    size = source.size()
+    n_footer = footer_length(bytes(source.view(max(0, size - FOOTER_TAIL), size)))
+    footer = parse_footer(bytes(source.view(max(0, size - n_footer), size)))
+    place = footer.schema.to_arrow_schema().get_field_index("video_id")
+    groups = (footer.row_group(number).column(place).statistics for number in range(footer.num_row_groups))
+    return sorted({group.min for group in groups if group is not None and group.has_min_max})

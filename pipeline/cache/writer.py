@@ -11,6 +11,7 @@ import errno
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePosixPath
 
 import numpy as np
 import pyarrow as pa
@@ -144,6 +145,11 @@ def put_token_shard(store: Store, run_id: str, records: Sequence[VideoRecord], t
     footer = digest(footer_of(memoryview(data)))
     for record in records:
         record["token_shard"], record["footer_hash"] = name, footer
+
+
+def run_of(token_shard: str) -> str:
+    """Return the id of the run that wrote a token shard, by the shard's name."""
+    return PurePosixPath(token_shard).stem.rsplit("-", 2)[0]
 
 
 def token_shard_id(name: str) -> str:

@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any
 
+from pipeline.cache.live_rows import TOKENS
+from pipeline.cache.writer import run_of, token_shard_id
 from pipeline.errors import printable
 from pipeline.storage.stores import Store
 
@@ -41,6 +43,24 @@ class RunFile:
         """Write the record with these facts."""
         self.note(**news)
         self._store.put(f"{RUNS}/{self._record['run_id']}.json", json.dumps(self._record, indent=2).encode())
+
+
+def committed_by(store: Store, run_id: str) -> frozenset[str] | None:
+    """Return the ids of the token shards that a run recorded as committed; None where its record cannot be read."""
+    try:
+        return frozenset(map(str, json.loads(store.read(f"{RUNS}/{run_id}.json")).get(COMMITTED, [])))
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def committed_shards(store: Store) -> list[str]:
+    """List the token shards whose rows the records of runs say were committed. Raises OSError.
+
+    Lists before rows are read, so that what is committed meanwhile does not pass for lost.
+    """
+    names = store.names(TOKENS, ".parquet")
+    ids = {run_id: committed_by(store, run_id) or frozenset() for run_id in {run_of(name) for name in names}}
+    return [name for name in names if token_shard_id(name) in ids[run_of(name)]]
 
 
 def now() -> str:

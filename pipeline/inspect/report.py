@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Group, RenderableType
@@ -17,16 +17,32 @@ from pipeline.cache.header import fingerprint
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.table import file_named
+from pipeline.execution.run_record import committed_shards
 from pipeline.inspect.facts import facts_table, flat
 from pipeline.inspect.run_progress import latest_run
-from pipeline.prune.summary import render, summarise
+from pipeline.prune.summary import Summary, render, summarise
 from pipeline.rows import VideoRow
 
 BAR = 24  # characters of a full bar
 
 
-def cache_report(cache: TokenCache) -> RenderableType:
+class Counted(NamedTuple):
+    """The rows of a cache's table, and the counts over all its videos."""
+
+    ledger: Ledger
+    summary: Summary
+
+
+def count(cache: TokenCache) -> Counted:
+    """Read the whole table of a cache and count its videos, those included whose rows are lost. Raises OSError."""
+    committed = committed_shards(cache.store)
+    ledger = Ledger(cache.store, fingerprint(cache.identity)).refresh()
+    return Counted(ledger, summarise(ledger, deepstack_levels=cache.deepstack_levels, committed=committed))
+
+
+def cache_report(cache: TokenCache, counted: Counted) -> RenderableType:
     """Render identity and counts of a cache, then a line for each of its first videos."""
+    ledger = counted.ledger
     identity = cache.identity
     head = Table.grid(padding=(0, 2))
     head.add_row("cache", Text(str(cache.store)))
@@ -36,7 +52,6 @@ def cache_report(cache: TokenCache) -> RenderableType:
     if cache.evidence:
         head.add_row("evidence", Text(describe_evidence(cache.evidence)))
     head.add_row("sampling", Text(flat(identity["sampling"])))
-    ledger = Ledger(cache.store, fingerprint(identity)).refresh()
     files = _files_of(ledger)
     head.add_row("table", f"{files['small']} small files, {files['sorted']} sorted ones")
     if ledger.foreign:
@@ -44,7 +59,7 @@ def cache_report(cache: TokenCache) -> RenderableType:
     run = latest_run(cache.store, ledger)
     if run is not None:
         head.add_row("last run", Text(run.describe()))
-    return Group(head, "", render(summarise(ledger, deepstack_levels=cache.deepstack_levels)), "", _videos(cache))
+    return Group(head, "", render(counted.summary), "", _videos(cache))
 
 
 def _files_of(ledger: Ledger) -> dict[str, int]:
@@ -53,16 +68,16 @@ def _files_of(ledger: Ledger) -> dict[str, int]:
     return {"small": len(ledger.names) - n_sorted, "sorted": n_sorted}
 
 
-def cache_record(cache: TokenCache) -> dict[str, Any]:
+def cache_record(cache: TokenCache, counted: Counted) -> dict[str, Any]:
     """Return what ``jobs.inspect CACHE`` prints as a JSON-able dict: cache, identity, table, last_run, and counts."""
-    ledger = Ledger(cache.store, fingerprint(cache.identity)).refresh()
+    ledger = counted.ledger
     run = latest_run(cache.store, ledger)
     return {
         "cache": str(cache.store),
         "identity": cache.identity,
         "table": {**_files_of(ledger), "foreign": ledger.foreign},
         "last_run": None if run is None else asdict(run),
-        **summarise(ledger, deepstack_levels=cache.deepstack_levels).standing(),
+        **counted.summary.standing(),
     }
 
 

@@ -16,13 +16,13 @@ from pipeline.cache.reader import HEADER, made_with, read_header
 from pipeline.execution.cluster import choose_device, provenance
 from pipeline.execution.request import refusing
 from pipeline.execution.run import Run, Streamed
-from pipeline.execution.run_record import RunFile
+from pipeline.execution.run_record import RunFile, committed_shards
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import check_decoder_device
 from pipeline.prune.passes import Commits, Passes, Setups
 from pipeline.prune.request import PruneRequest, match_cache, prepare
 from pipeline.prune.resume import remaining, retry_candidates, skipped_lines, within_limit
-from pipeline.prune.summary import Summary, summarise
+from pipeline.prune.summary import Summary, lost_line, summarise
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "decord", "torchcodec")
 
@@ -43,11 +43,13 @@ class Todo:
         videos: their rows, TODO_SCHEMA.
         n_waiting: how many videos without a row ``--limit`` leaves for another run.
         ledger: the rows of the cache.
+        committed: the token shards that earlier runs recorded as committed.
     """
 
     videos: pa.Table
     n_waiting: int
     ledger: Ledger
+    committed: list[str]
 
     def __len__(self) -> int:
         return len(self.videos)
@@ -74,16 +76,19 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         return match_cache(request, self.console)
 
     def remaining(self, request: PruneRequest) -> Todo:
+        committed = committed_shards(request.store)
         ledger = Ledger(request.store, made_with(request.store)).refresh()
         if ledger.foreign:
             self.say(
                 f"warning: {len(ledger.foreign)} files of {request.store}/{VIDEOS} were made with other settings than "
                 f"its header has; their rows do not count: {ledger.foreign[0]}"
             )
+        if lost := ledger.lost(committed):
+            self.say(f"warning: {lost_line(len(lost), lost)}")
         todo, counts = remaining(request.manifest, ledger, self.options, request.objects)
         for line in skipped_lines(counts, self.options):
             self.console.print(line, highlight=False)
-        return Todo(*within_limit(todo, self.options.limit), ledger)
+        return Todo(*within_limit(todo, self.options.limit), ledger, committed)
 
     def stream(self, request: PruneRequest, todo: Todo) -> Streamed:
         config, n_videos = self.options, len(todo)
@@ -111,6 +116,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
             deepstack_levels(read_header(request.store)),
             n_waiting=todo.n_waiting,
             list_failed=self._list_failed,
+            committed=todo.committed,
         )
         return replace(held, n_new=len(todo), n_new_failed=n_failed, wall_s=wall_s, out=str(request.store))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,11 +10,15 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from pipeline.cache.ledger import TIMED, Ledger
+from pipeline.cache.live_rows import VIDEOS
 from pipeline.errors import FAULTS
 from pipeline.execution.outcome import Outcome, as_text
 from pipeline.keys import parts_of
+
+_SHOWN = 3  # lost videos that a summary names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +33,8 @@ class Summary(Outcome):
         seconds: stage -> seconds, summed over the videos.
         n_warned: videos decoded with warnings.
         n_removed: videos that were removed for good, and are not counted otherwise.
+        n_lost: videos that a run committed, and of which no file of the table has a row now.
+        lost: some of them.
     """
 
     n_videos: int
@@ -37,6 +44,12 @@ class Summary(Outcome):
     seconds: dict[str, float] = field(default_factory=dict)
     n_warned: int = 0
     n_removed: int = 0
+    n_lost: int = 0
+    lost: list[str] = field(default_factory=list)
+
+    def exit_code(self, failure_limit: int, outside_limit: int | None = None) -> int:
+        """Return 1 where rows of the table are lost, else what the counts give."""
+        return 1 if self.n_lost else super().exit_code(failure_limit, outside_limit)
 
     def __str__(self) -> str:
         return as_text(render(self))
@@ -49,8 +62,12 @@ def summarise(
     *,
     n_waiting: int = 0,
     list_failed: bool = False,
+    committed: Sequence[str] = (),
 ) -> Summary:
-    """Count the videos of a cache, or those of the manifest, of which ``n_waiting`` have no row on purpose."""
+    """Count the videos of a cache, or those of the manifest, of which ``n_waiting`` have no row on purpose.
+
+    ``committed`` are the token shards that records of runs name (``committed_shards``), for what the table has lost.
+    """
     failed: dict[str, str] = {}
     counts = _Counts(ledger)
     if manifest is None:
@@ -61,6 +78,7 @@ def summarise(
             counts.add(rows[rows >= 0])
             if list_failed:
                 failed |= _failed_of(ledger, ids, rows)
+    lost = ledger.lost(committed)
     n_videos = counts.n_rows if manifest is None else len(manifest) - n_waiting - counts.n_removed
     failures, examples = counts.failures()
     return Summary(
@@ -78,6 +96,17 @@ def summarise(
         n_warned=counts.n_warned,
         n_removed=counts.n_removed,
         failed=failed,
+        n_lost=len(lost),
+        lost=lost[:_SHOWN],
+    )
+
+
+def lost_line(n_lost: int, examples: Sequence[str]) -> str:
+    """Say how many videos the table has lost, with examples and the remedy."""
+    some = ", ".join(examples[:_SHOWN]) + (", ..." if n_lost > _SHOWN else "")
+    return (
+        f"{n_lost} videos were committed, and no file of {VIDEOS}/ has a row of them now ({some}): restore its files "
+        "from a copy, or let python -m jobs.verify CACHE --repair mark the videos for another attempt"
     )
 
 
@@ -141,6 +170,8 @@ def render(summary: Summary) -> RenderableType:
     table.add_row("seconds", ", ".join(f"{stage} {value:.2f}" for stage, value in summary.seconds.items()))
     if summary.n_removed:
         table.add_row("removed", f"{summary.n_removed} videos, for good")
+    if summary.n_lost:
+        table.add_row("lost", Text(lost_line(summary.n_lost, summary.lost)))
     if summary.n_warned:
         table.add_row("warnings", f"{summary.n_warned} videos decoded with warnings: their frames may be damaged")
     if summary.wall_s is not None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import PurePosixPath
 
 from pipeline.cache.live_rows import TOKENS, VIDEOS
-from pipeline.cache.writer import token_shard_id
-from pipeline.execution.run_record import COMMITTED, RUNS
+from pipeline.cache.writer import run_of, token_shard_id
+from pipeline.execution.run_record import RUNS, committed_by
 from pipeline.storage.stores import FileInfo, Store
 from pipeline.verify.report import Kind, Report
 
@@ -57,18 +56,11 @@ def committed_orphans(store: Store, orphans: Collection[FileInfo], *, without_re
     for file in orphans:
         by_run[run_of(file.name)].append(file.name)
     for run, names in sorted(by_run.items()):
-        try:
-            committed = json.loads(store.read(f"{RUNS}/{run}.json")).get(COMMITTED, [])
-        except (OSError, ValueError, AttributeError):
+        committed = committed_by(store, run)
+        if committed is None:
             yield from names if without_record else ()
-            continue
-        known = frozenset(map(str, committed))
-        yield from (name for name in names if token_shard_id(name) in known)
-
-
-def run_of(token_shard: str) -> str:
-    """Return the run that wrote a token shard, by its name."""
-    return PurePosixPath(token_shard).stem.rsplit("-", 2)[0]
+        else:
+            yield from (name for name in names if token_shard_id(name) in committed)
 
 
 def clean(

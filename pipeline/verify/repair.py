@@ -27,11 +27,10 @@ from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.merging import merge
 from pipeline.cache.table import file_named, in_key_order, small_file, sorted_file
 from pipeline.cache.token_shard import TokenShard, videos_in
-from pipeline.cache.writer import put_token_shard
+from pipeline.cache.writer import put_token_shard, run_of
 from pipeline.errors import RunFailed, printable
 from pipeline.rows import VideoRow
 from pipeline.storage.stores import Store
-from pipeline.verify.orphans import run_of
 from pipeline.verify.report import Kind, Marked, Repaired, Report
 from pipeline.verify.rows import Place, is_json
 from pipeline.verify.tokens import check_token_shard

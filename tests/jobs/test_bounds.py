@@ -260,6 +260,22 @@ def test_failed_videos_alone_are_tried_again_until_they_are_mended_or_spent(one_
     assert cache.video_ids == ["a", "gone"] and len(cache.get("gone").index) == 98
 
 
+def test_a_run_says_what_the_table_has_lost_until_it_is_there_again(one_ray, folder, clip):
+    shutil.copy(clip, folder / "videos/b.mp4")
+    for name in "ab":
+        row = {"video_id": name, "uri": f"videos/{name}.mp4"}
+        (folder / f"{name}.jsonl").write_text(json.dumps(row))
+        assert pruned(folder, videos=f"{name}.jsonl")[0] == 0
+    (folder / "cache" / sorted(LocalStore(folder / "cache").names("videos", ".parquet"))[-1]).unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        forbid_ray(patch)
+        code, text = pruned(folder, videos="a.jsonl")
+    assert code == 1 and "warning: 1 videos were committed" in text and "(b)" in text and "--repair" in text
+    code, text = pruned(folder, videos="b.jsonl")
+    assert code == 0 and text.count("were committed") == 1  # at the start; the row is there in the end
+    assert pruned(folder, videos="a.jsonl")[0] == 0 and TokenCache(folder / "cache").video_ids == ["a", "b"]
+
+
 SECRETS = {
     "AWS_ACCESS_KEY_ID": "AKIAPLANTED0000KEY01",
     "AWS_SECRET_ACCESS_KEY": "planted-secret-0001",

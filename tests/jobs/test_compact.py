@@ -1,13 +1,20 @@
 """jobs.compact and jobs.remove as commands: what they say, their exit codes, their documents."""
 
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
+import torch
 
-from jobs import compact, remove
+from jobs import compact, inspect, remove, verify
 from pipeline import TokenCache
 from pipeline.errors import RemovedVideo
+from pipeline.storage.stores import LocalStore
+from tests.paths import ROOT
 from tests.pipeline.caches import encoded, random_tokens, write_header, write_shard
+from tests.pipeline.damage import say_what_was_committed
 
 
 @pytest.fixture
@@ -35,6 +42,31 @@ def test_damage_changes_nothing(cache, capsys):
     before = sorted((cache / "videos").iterdir())
     assert compact.main([str(cache)]) == 1
     assert "hash in its name" in capsys.readouterr().err and sorted((cache / "videos").iterdir()) == before
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_lost_rows_are_said_and_are_no_success(cache, capsys, merged):
+    say_what_was_committed(LocalStore(cache))
+    assert compact.main([str(cache)]) == inspect.main([str(cache)]) == 0
+    if merged:
+        assert compact.main([str(cache), "--keep-minutes", "0"]) == 0
+    for file in sorted((cache / "videos").iterdir())[-1:] if merged else (cache / "videos").glob("*"):
+        file.unlink()
+    for command in (inspect, compact):
+        capsys.readouterr()
+        assert command.main([str(cache)]) == 1
+        told = " ".join(capsys.readouterr())
+        assert "3 videos were committed" in told and "(a, b, c)" in told and "--repair" in told
+        assert command.main([str(cache), "--json"]) == 1
+        assert json.loads(capsys.readouterr().out)["n_lost"] == 3
+
+
+def test_removed_and_replaced_videos_are_not_lost(cache, tmp_path):
+    (tmp_path / "ids").write_text("b")
+    say_what_was_committed(LocalStore(cache))
+    assert remove.main([str(cache), "--ids", str(tmp_path / "ids"), "--reason", "x", "--keep-minutes", "0"]) == 0
+    write_shard(LocalStore(cache), "run9", encoded("c", random_tokens(7, (4, 9, 8)), 0.25, "gstep", attempts=2))
+    assert compact.main([str(cache)]) == inspect.main([str(cache)]) == 0
 
 
 @pytest.mark.parametrize("command", [[compact], [remove, "--ids", "ids", "--reason", "x"]])
@@ -65,3 +97,39 @@ def test_ids_that_are_none_are_refused(cache, tmp_path, capsys, text, told):
         (tmp_path / "ids").write_text(text)
     assert remove.main([str(cache), "--ids", str(tmp_path / "ids"), "--reason", "x"]) == 2
     assert told in capsys.readouterr().err
+
+
+# jobs.compact in a process of its own that ends, by SIGKILL, when it is about to touch the store for the n-th time.
+KILLED = """
+import os, signal, sys
+from jobs import compact
+from pipeline.storage.stores import LocalStore
+left = int(sys.argv[1])
+def counted(method):
+    def call(*args, **more):
+        global left
+        left -= 1
+        if left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return method(*args, **more)
+    return call
+LocalStore.put, LocalStore.delete = counted(LocalStore.put), counted(LocalStore.delete)
+sys.exit(compact.main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("touches", range(5))
+def test_a_kill_loses_and_doubles_nothing(cache, touches):
+    """The first touch puts the merged file, the others delete the three files whose rows it has."""
+    before = {name: TokenCache(cache).get(name).tokens for name in "abc"}
+    argv = [sys.executable, "-c", KILLED, str(touches), str(cache), "--keep-minutes", "0"]
+    for _ in range(2):  # one run merges, the next deletes what was merged
+        ended = subprocess.run(argv, cwd=ROOT, capture_output=True, check=False)
+        assert ended.returncode in {0, -signal.SIGKILL}, ended.stderr
+        now = TokenCache(cache)
+        assert now.video_ids == ["a", "b", "c"] and all(torch.equal(now.get(name).tokens, before[name]) for name in now)
+    assert (ended.returncode == 0) == (touches >= 3)
+    for _ in range(2):
+        assert compact.main([str(cache), "--keep-minutes", "0"]) == verify.main([str(cache)]) == 0
+    assert len(list((cache / "videos").iterdir())) == 1

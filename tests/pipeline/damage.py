@@ -14,10 +14,9 @@ import pyarrow.parquet as pq
 from pipeline.cache.cached_video import vector_bytes
 from pipeline.cache.schema import digest, footer_of, write_parquet
 from pipeline.cache.table import small_name
-from pipeline.cache.writer import token_shard_id
-from pipeline.execution.run_record import COMMITTED
+from pipeline.cache.writer import run_of, token_shard_id
+from pipeline.execution.run_record import COMMITTED, now
 from pipeline.storage.stores import LocalStore
-from pipeline.verify.orphans import run_of
 
 Row = dict[str, Any]
 
@@ -30,7 +29,8 @@ def say_what_was_committed(store: LocalStore) -> None:
     """Write the records that runs leave, with the token shards that their rows name."""
     for run in {run_of(file.name) for file in shards(store)}:
         ids = [token_shard_id(f"tokens/{file.name}") for file in shards(store) if run_of(file.name) == run]
-        store.put(f"runs/{run}.json", json.dumps({COMMITTED: ids}).encode())
+        record = {"run_id": run, "status": "finished", "started": now(), "ended": now(), "host": "here", "pid": 1}
+        store.put(f"runs/{run}.json", json.dumps({**record, "videos": len(ids), COMMITTED: ids}).encode())
 
 
 def flip(file: Path, at: int) -> None:

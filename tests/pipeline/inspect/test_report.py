@@ -5,7 +5,7 @@ from rich.console import Console
 
 from pipeline.errors import RatioNotCached, UnknownVideo
 from pipeline.inspect.facts import flat
-from pipeline.inspect.report import cache_report, frames_of, source_facts, source_frames, video_report
+from pipeline.inspect.report import cache_report, count, frames_of, source_facts, source_frames, video_report
 from tests.pipeline.pages import FRAMES, VIDEO, build
 
 
@@ -17,7 +17,7 @@ def shown(report) -> str:
 
 
 def test_a_cache_is_shown_with_its_identity_its_counts_and_its_videos(cache):
-    text = shown(cache_report(cache))
+    text = shown(cache_report(cache, count(cache)))
     assert "retention ratio 0.25" in text and f"num_frames={FRAMES}" in text
     assert "1 ok, 1 failed" in text
     row = next(line for line in text.splitlines() if line.strip().startswith("bikes"))
@@ -27,7 +27,7 @@ def test_a_cache_is_shown_with_its_identity_its_counts_and_its_videos(cache):
 def test_a_cache_of_many_videos_names_the_first(decoded, tmp_path, monkeypatch):
     cache = build(tmp_path / "c", decoded)
     monkeypatch.setattr(type(cache), "video_ids", property(lambda self: [VIDEO] * 23))
-    assert "... and 3 more" in shown(cache_report(cache))
+    assert "... and 3 more" in shown(cache_report(cache, count(cache)))
 
 
 def test_a_video_is_shown_frame_by_frame(cache):
@@ -55,7 +55,7 @@ def test_what_is_not_cached_is_refused(cache):
 def test_names_are_no_markup(decoded, tmp_path):
     """Rich would take [red] for a colour, and refuse [/b]."""
     cache = build(tmp_path / "c", decoded, video_id="[red]a[/b].mp4", uri="[red]b[/b].mp4")
-    assert "[red]a[/b].mp4" in shown(cache_report(cache))
+    assert "[red]a[/b].mp4" in shown(cache_report(cache, count(cache)))
     assert "[red]b[/b].mp4" in shown(video_report(cache, "[red]a[/b].mp4"))
 
 

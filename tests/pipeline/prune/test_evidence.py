@@ -16,7 +16,7 @@ from pipeline.cache.header import header_bytes
 from pipeline.cache.live_rows import VideoRows
 from pipeline.cache.reader import HEADER, read_header
 from pipeline.errors import UsageError, VideoFault
-from pipeline.inspect.report import cache_report
+from pipeline.inspect.report import cache_report, count
 from pipeline.prune.batches import encoded_bundle, encoded_videos
 from pipeline.prune.encode_stage import EncodeSetup, VideoEncoder
 from pipeline.prune.request import evidence_sources
@@ -145,7 +145,8 @@ def test_an_inspection_says_what_there_is(tmp_path, capsys):
     header["identity"] |= {"dtype": {"stored": "bfloat16"}, "sampling": {}}
     header["identity"]["model"]["type"], header["identity"]["pruner"]["params"] = "llava_onevision", {}
     store.put(HEADER, header_bytes(header))
-    Console(width=200).print(cache_report(TokenCache(tmp_path)))
+    cache = TokenCache(tmp_path)
+    Console(width=200).print(cache_report(cache, count(cache)))
     said = " ".join(capsys.readouterr().out.split())
     assert "evidence token_attention from the encoder's last layer; image_embedding from SigLIP's" in said
 
