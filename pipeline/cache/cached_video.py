@@ -6,6 +6,7 @@ import base64
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from gstep.evidence import EVIDENCE_SHAPES, is_per_frame
+from pipeline.cache.codecs import codec_of
 from pipeline.cache.header import CacheHeader, deepstack_levels
 from pipeline.rows import VideoRow
 
@@ -32,7 +34,7 @@ class CachedVideo:
 
     Attributes:
         video_id: the id in the manifest.
-        tokens: [K,D] bfloat16, bit for bit what the encoder gave.
+        tokens: [K,D] bfloat16, bit for bit what the encoder gave where the cache stores that.
         index: [K] int64, flat position t*N + i before pruning.
         rank: [K] int64, order of selection; None for a method without one.
         frame: [K] int64, t.
@@ -122,18 +124,19 @@ def to_video(
         # index_select takes a fifth of the time of stored[order].
         return stored if order is None else stored.index_select(0, torch.from_numpy(order))
 
+    tokens = partial(codec_of(header["identity"]).decode, hidden_size=row["hidden_size"], stored=vectors)
     index, frame = numbers("index", np.int64), numbers("frame", np.int64)
     assert index is not None and frame is not None
     return CachedVideo(
         video_id=row["video_id"],
-        tokens=vectors("token"),
+        tokens=tokens("token"),
         index=index,
         rank=numbers("rank", np.int64),
         frame=frame,
         merged=numbers("merged", np.bool_),
         density=numbers("density", np.float32),
         metadata=row,
-        deepstack=tuple(vectors(f"deepstack_{i}") for i in range(deepstack_levels(header))),
+        deepstack=tuple(tokens(f"deepstack_{i}") for i in range(deepstack_levels(header))),
         header=header,
         evidence={
             name: _evidence(column, vectors(column, frames=is_per_frame(column))) for name, column in evidence.items()

@@ -39,8 +39,8 @@ class CacheIdentity(TypedDict):
     Attributes:
         preprocessing: the family's own settings.
         sampling: num_frames, or fps and max_frames; rule and snap_to_keyframes_s where they are set.
-        dtype: of the arithmetic ("compute"), of what is stored ("stored"), and of evidence as methods see it
-            ("evidence"), where there is any.
+        dtype: of the arithmetic ("compute"), the codec of the stored tokens ("stored", pipeline.cache.codecs), and the
+            dtype of evidence as methods see it ("evidence"), where there is any.
         evidence: stored besides the tokens, label -> where in the encoder it is from (gstep.evidence).
     """
 
@@ -62,11 +62,16 @@ class CacheHeader(TypedDict):
         deepstack_levels: absent from caches made before there were any.
     """
 
-    schema_version: int
+    schema_version: int | str
     identity: CacheIdentity
     newline: str | None
     hidden_size: NotRequired[int]
     deepstack_levels: NotRequired[int]
+
+
+def version_number(version: int | str) -> int:
+    """Return the number of a schema version, which may have a codec's name behind it: 3 of ``3+int4``."""
+    return int(str(version).partition("+")[0])
 
 
 def deepstack_levels(header: CacheHeader) -> int:
@@ -86,7 +91,7 @@ def header_bytes(header: Mapping[str, Any]) -> bytes:
 
 
 def read_header_file(
-    store: Store, name: str, versions: Collection[int], error: type[UsageError], absent: str, of: str = ""
+    store: Store, name: str, versions: Collection[int | str], error: type[UsageError], absent: str, of: str = ""
 ) -> dict[str, Any]:
     """Read the object in ``name``: schema_version, identity and more.
 

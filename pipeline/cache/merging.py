@@ -31,7 +31,7 @@ from pipeline.cache.live_rows import (
     small_rows,
 )
 from pipeline.cache.reader import HEADER, read_header
-from pipeline.cache.schema import SCHEMA_VERSION, VIDEO_SCHEMA
+from pipeline.cache.schema import CURRENT_VERSIONS, SCHEMA_VERSION, VIDEO_SCHEMA
 from pipeline.cache.table import (
     FILE_ROWS,
     GROUP_ROWS,
@@ -131,7 +131,7 @@ def upgrade(store: Store) -> bool:
     The index and the locks of earlier versions are deleted. Raises NotACache, OSError.
     """
     header = read_header(store)
-    if header["schema_version"] == SCHEMA_VERSION:
+    if header["schema_version"] in CURRENT_VERSIONS:
         return False
     store.put(HEADER, header_bytes({**header, "schema_version": SCHEMA_VERSION}))
     old = [file.name for file in store.listed("") if file.name.startswith((".lock", "index.json"))]

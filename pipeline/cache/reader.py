@@ -12,12 +12,13 @@ import pyarrow as pa
 
 from gstep.evidence import name_of
 from pipeline.cache.cached_video import CachedVideo, index_order, newline_of, to_video
+from pipeline.cache.codecs import TokenCodec, codec_of
 from pipeline.cache.header import CacheHeader, CacheIdentity, deepstack_levels, fingerprint, read_header_file
 from pipeline.cache.live_videos import LiveShards, LiveVideos, Place
 from pipeline.cache.loaded_once import LoadedOnce
 from pipeline.cache.reading import Reading, TokenOrder, read_json, rows_wanted, token_columns
 from pipeline.cache.runs import read_runs
-from pipeline.cache.schema import READABLE_VERSIONS, SCHEMA_VERSION
+from pipeline.cache.schema import CURRENT_VERSIONS, READABLE_VERSIONS, SCHEMA_VERSION
 from pipeline.cache.token_shard import Rows, TokenShard
 from pipeline.errors import (
     CorruptShard,
@@ -45,13 +46,15 @@ V = TypeVar("V")
 def read_header(store: Store) -> CacheHeader:
     """Read the cache's header (schema version, identity, newline, shape of a token). Raises NotACache."""
     absent = f"not a pruned-token cache (no {HEADER}); make one with python -m jobs.prune"
-    return cast(CacheHeader, read_header_file(store, HEADER, READABLE_VERSIONS, NotACache, absent))
+    header = cast(CacheHeader, read_header_file(store, HEADER, READABLE_VERSIONS, NotACache, absent))
+    codec_of(header["identity"], store)
+    return header
 
 
 def check_version(store: Store) -> None:
     """Raise UsageError where rows cannot be added to a cache, since it is of an earlier version."""
     version = read_header(store)["schema_version"]
-    if version != SCHEMA_VERSION:
+    if version not in CURRENT_VERSIONS:
         raise UsageError(
             f"{store} is a cache of version {version}, which is only read; python -m jobs.compact {store} makes "
             f"version {SCHEMA_VERSION} of it, without copying tokens"
@@ -116,6 +119,11 @@ class TokenCache:
     def identity(self) -> CacheIdentity:
         """The identity that every row of this cache was made with."""
         return self.header["identity"]
+
+    @property
+    def codec(self) -> TokenCodec:
+        """The codec that tokens are stored by."""
+        return codec_of(self.identity)
 
     @property
     def retention_ratio(self) -> float:
@@ -326,7 +334,7 @@ class TokenCache:
         if order not in ("index", "selection"):
             raise ValueError(f'order must be "index" or "selection", got {order!r}')
         sources = self._sources(evidence)
-        plain = token_columns(self.deepstack_levels)
+        plain = token_columns(self.deepstack_levels, self.codec)
         columns = (*(name for name in plain if name != "video_id"), *dict.fromkeys(sources.values()))
         return Reading(retention_ratio, order, sources, columns, plain, verify)
 

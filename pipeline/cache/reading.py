@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, Literal, NamedTuple, cast
 
 from gstep.types import budget_for
+from pipeline.cache.codecs import BFLOAT16, TokenCodec
 from pipeline.cache.schema import token_schema
 from pipeline.errors import RatioNotCached
 from pipeline.rows import JSON_COLUMNS, VideoRow
@@ -36,9 +37,9 @@ class Reading(NamedTuple):
 
 
 @cache
-def token_columns(deepstack_levels: int) -> tuple[str, ...]:
+def token_columns(deepstack_levels: int, codec: TokenCodec = BFLOAT16) -> tuple[str, ...]:
     """Return the names of the columns that every token shard has."""
-    return tuple(token_schema(1, deepstack_levels).names)
+    return tuple(token_schema(1, deepstack_levels, codec=codec).names)
 
 
 def rows_wanted(row: Mapping[str, Any], retention_ratio: float | None) -> int:

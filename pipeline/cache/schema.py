@@ -17,12 +17,17 @@ import pyarrow.parquet as pq
 
 from gstep.evidence import is_per_frame
 from gstep.types import budget_for
+from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec
 
 SCHEMA_VERSION = 3
 # Of version 1 the columns of evidence have its name alone, and methods saw it before it was rounded. Of versions before
 # 3 the videos table lacks KEY_COLUMNS and what is reserved; python -m jobs.compact makes version 3 of it.
-READABLE_VERSIONS = (1, 2, SCHEMA_VERSION)
+# A cache whose tokens are coded says so in its version, so that a program that does not know the codec names it.
+CODED_VERSIONS = {codec.name: f"{SCHEMA_VERSION}+{codec.name}" for codec in CODECS.values() if codec is not BFLOAT16}
+CURRENT_VERSIONS: tuple[int | str, ...] = (SCHEMA_VERSION, *CODED_VERSIONS.values())
+READABLE_VERSIONS: tuple[int | str, ...] = (1, 2, *CURRENT_VERSIONS)
 MADE_WITH = "made_with"  # in the metadata of a videos shard: the fingerprint of the identity that its rows share
+_LEVEL = "the token at this deepstack level"
 # A reader that wants 10 % of the tokens reads no more than the row groups that end at 10 %.
 TIERS = (0.10, 0.15, 0.20, 0.25, 0.50)
 
@@ -33,31 +38,46 @@ def column(name: str, kind: pa.DataType, meaning: str, *, nullable: bool = True)
 
 
 def token_schema(
-    hidden_size: int, deepstack_levels: int = 0, evidence: Mapping[str, int] = MappingProxyType({})
+    hidden_size: int,
+    deepstack_levels: int = 0,
+    evidence: Mapping[str, int] = MappingProxyType({}),
+    codec: TokenCodec = BFLOAT16,
 ) -> pa.Schema:
-    """Build the schema of a token shard for [hidden_size] bfloat16 tokens, rows in order of selection within a video.
+    """Build the schema of a token shard for tokens of ``hidden_size``, rows in order of selection within a video.
 
     Without such an order, in that of the method's own prompt (VisionZip: a frame's merged tokens last), else by index.
     ``evidence``, label -> numbers a token (a frame), comes last, so that who does not ask for it reads none of its
     bytes. That of a frame stands beside the first of its tokens and is null beside the others.
     """
-    vector = pa.binary(2 * hidden_size)
     return pa.schema(
         [
             column("video_id", pa.string(), "the video this token belongs to", nullable=False),
             column("rank", pa.int32(), "order of selection, 0 first; null for methods without an order"),
             column("index", pa.int32(), "flat position t*N + i before pruning", nullable=False),
             column("frame", pa.int32(), "t, the sampled frame (temporal patch on Qwen)", nullable=False),
-            column("token", vector, "hidden_size little-endian bfloat16 values", nullable=False),
+            *_vector_columns("token", "hidden_size little-endian bfloat16 values", hidden_size, codec),
             column("merged", pa.bool_(), "a merged token at its target's index; null where the method never merges"),
             column("density", pa.float32(), "rho, Eq. (8); null for methods without a density"),
             *(
-                column(f"deepstack_{level}", vector, "the token at this deepstack level", nullable=False)
+                field
                 for level in range(deepstack_levels)
+                for field in _vector_columns(f"deepstack_{level}", _LEVEL, hidden_size, codec)
             ),
             *(_evidence_column(name, width) for name, width in evidence.items()),
         ]
     )
+
+
+def _vector_columns(name: str, meaning: str, hidden_size: int, codec: TokenCodec) -> list[pa.Field]:
+    """Build the columns that hold vectors of ``hidden_size`` by a codec; ``meaning`` is that of bfloat16 numbers."""
+    coded = {
+        name: f"{codec.bits}-bit whole numbers; of 4 bits each plus 8, and the first in a byte's high half",
+        f"{name}_scale": f"float16 that each {codec.group} of those are multiplied by",
+        f"{name}_kept": "pairs of uint16: a channel, and its bfloat16 bits, which replace what the others give",
+    }
+    meanings = {name: meaning} if codec is BFLOAT16 else coded
+    widths = codec.widths(name, hidden_size)
+    return [column(part, pa.binary(width), meanings[part], nullable=False) for part, width in widths.items()]
 
 
 def _evidence_column(labelled: str, width: int) -> pa.Field:

@@ -18,6 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from gstep.evidence import is_per_frame
+from pipeline.cache.codecs import BFLOAT16, TokenCodec
 from pipeline.cache.live_rows import TOKENS, VIDEOS, keyed
 from pipeline.cache.schema import (
     digest,
@@ -65,8 +66,12 @@ class PrunedVideo:
     kept: KeptTokens | None = None
 
 
-def write_token_shard(videos: Sequence[PrunedVideo], *, store: Store, run_id: str) -> list[VideoRecord]:
+def write_token_shard(
+    videos: Sequence[PrunedVideo], *, store: Store, run_id: str, codec: TokenCodec = BFLOAT16
+) -> list[VideoRecord]:
     """Write the tokens of the good videos as one shard of ``store``; returns every video's record, in their order.
+
+    ``codec`` is that of the cache's identity.
 
     Raises OSError where the shard cannot be written.
     """
@@ -74,7 +79,7 @@ def write_token_shard(videos: Sequence[PrunedVideo], *, store: Store, run_id: st
     rows: list[VideoRecord] = [{**video.record} for video in videos]
     good = [(row, video.kept) for row, video in zip(rows, videos, strict=True) if video.kept is not None]
     if good:
-        _write(good, store, run_id)
+        _write(good, store, run_id, codec)
     seconds = (time.perf_counter() - started) / max(len(good), 1)
     for row, _ in good:
         row["write_s"] = seconds
@@ -112,16 +117,19 @@ def commit(
     return table
 
 
-def _write(videos: Sequence[tuple[VideoRecord, KeptTokens]], store: Store, run_id: str) -> None:
+def _write(videos: Sequence[tuple[VideoRecord, KeptTokens]], store: Store, run_id: str, codec: TokenCodec) -> None:
     """Serialise the videos into one shard and note in their records where each one is."""
     first, kept = videos[0]
     widths = {name: values.shape[1] for name, values in kept.evidence.items()}
-    schema = token_schema(first["hidden_size"], len(kept.deepstack), widths)
+    schema = token_schema(first["hidden_size"], len(kept.deepstack), widths, codec)
     tables: list[pa.Table] = []
     for record, kept in videos:
-        tables.append(_token_rows(record, kept, schema))
+        vectors = _vectors(kept, codec)
+        tables.append(_token_rows(record, kept, vectors, schema))
+        if codec is not BFLOAT16:
+            record["token_codec"], record["token_block"] = codec.name, codec.group
         # What the checksum means in the schema names no evidence: caches without any keep their bytes.
-        record["checksum"] = digest(*(np.ascontiguousarray(part) for part in _vectors(kept).values()))
+        record["checksum"] = digest(*(np.ascontiguousarray(part) for part in vectors.values()))
         record["row_counts"] = tier_row_counts(
             record["n_total"], record["n_tokens"], record["retention_ratio"], nested=record["nested"]
         )
@@ -161,13 +169,14 @@ def _hex(hashed: str) -> str:
     return hashed.partition(":")[2]
 
 
-def _vectors(kept: KeptTokens) -> dict[str, Bits]:
-    """Map the names of the vector columns to their values, in the order in which the checksum takes them."""
+def _vectors(kept: KeptTokens, codec: TokenCodec) -> dict[str, Bits]:
+    """Map the names of the vector columns to what is stored, in the order in which the checksum takes them."""
     levels = {f"deepstack_{level}": values for level, values in enumerate(kept.deepstack)}
-    return {"token": kept.tokens, **levels, **kept.evidence}
+    coded = [codec.encode(name, values) for name, values in {"token": kept.tokens, **levels}.items()]
+    return {**{name: values for columns in coded for name, values in columns.items()}, **kept.evidence}
 
 
-def _token_rows(record: VideoRecord, kept: KeptTokens, schema: pa.Schema) -> pa.Table:
+def _token_rows(record: VideoRecord, kept: KeptTokens, vectors: Mapping[str, Bits], schema: pa.Schema) -> pa.Table:
     """Build the token rows of one video; the vectors are wrapped, not copied."""
     n = len(kept.index)
     columns: dict[str, pa.Array] = {
@@ -178,7 +187,7 @@ def _token_rows(record: VideoRecord, kept: KeptTokens, schema: pa.Schema) -> pa.
         "merged": _or_null(kept.merged, pa.bool_(), n),
         "density": _or_null(kept.density, pa.float32(), n),
     }
-    for name, values in _vectors(kept).items():
+    for name, values in vectors.items():
         data = pa.py_buffer(np.ascontiguousarray(values))
         column = pa.FixedSizeBinaryArray.from_buffers(schema.field(name).type, len(values), [None, data])
         columns[name] = _beside_first(column, columns["frame"].to_numpy()) if is_per_frame(name) else column

@@ -37,7 +37,9 @@ def count(cache: TokenCache) -> Counted:
     """Read the whole table of a cache and count its videos, those included whose rows are lost. Raises OSError."""
     committed = committed_shards(cache.store)
     ledger = Ledger(cache.store, fingerprint(cache.identity)).refresh()
-    return Counted(ledger, summarise(ledger, deepstack_levels=cache.deepstack_levels, committed=committed))
+    return Counted(
+        ledger, summarise(ledger, deepstack_levels=cache.deepstack_levels, codec=cache.codec, committed=committed)
+    )
 
 
 def cache_report(cache: TokenCache, counted: Counted) -> RenderableType:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gstep.methods import OF_A_VIDEO
+from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.errors import UsageError
 from pipeline.options import DTYPES, PrunerOptions, check, option, positive
 
@@ -150,6 +151,12 @@ class PruneConfig(PrunerOptions):
         None, "start at most N decode workers (default: one a CPU)", metavar="N", group="workers and shards"
     )
     encode_workers: int | None = option(None, "start at most N encoders (default: one a GPU)", metavar="N")
+    token_codec: str = option(
+        BFLOAT16.name,
+        "how tokens are stored: bfloat16 as they are, int8 in half and int4 in 0.29 of the bytes, with a scale a group "
+        "and the largest channels kept",
+        choices=tuple(CODECS),
+    )
     target_shard_mb: int = option(
         256,
         "put about MB (10^6 bytes) of tokens into one Parquet shard, by the planned size of its videos (as if in full "

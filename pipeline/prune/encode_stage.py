@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from gstep.backbones import Backbone, ModelSource, SampledVideo, choose_runtime,
 from gstep.backbones.preprocess.base import as_frames
 from gstep.evidence import is_per_frame, name_of
 from gstep.lazy import importing_much
+from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo
 from pipeline.errors import VideoFault
 from pipeline.execution.gpu_fault import exit_after_gpu_fault
@@ -46,11 +48,18 @@ class EncodeSetup:
     device: str = "auto"
     dtype: str = "auto"
     attn: str = "auto"
+    codec: str = BFLOAT16.name
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
-        """Estimate the stored bytes of the kept tokens of a video of [n_frames, height, width] pixels."""
+        """Estimate the bytes of the kept tokens of a video of [n_frames, height, width] pixels, before the codec."""
         whole = family_of(self.source).token_bytes(n_frames, height, width, self._names())
         return round(self.retention_ratio * whole)
+
+    def stored_bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
+        """Estimate the bytes that the cache stores of such a video: evidence is never coded."""
+        tokens = self.retention_ratio * family_of(self.source).token_bytes(n_frames, height, width)
+        saved = tokens * (1 - CODECS[self.codec].share)
+        return round(self.bytes_per_video(n_frames, height, width) - saved)
 
     def encoder(self) -> VideoEncoder:
         """Load the vision tower and return what encodes with it. Raises ModelError where it cannot be loaded."""
@@ -131,10 +140,18 @@ class VideoEncoder:
         tokens_TND, *deepstack = (level.to(torch.bfloat16) for level in (visual.tokens, *visual.deepstack))
         for level, values_TND in enumerate(deepstack):  # pruning checks the tokens themselves
             _check_finite(f"deepstack level {level}", values_TND)
+        self._check_reach(tokens_TND, *deepstack)
         evidence = {name: values.to(torch.bfloat16) for name, values in visual.evidence.items()}
         for name in self._setup.evidence:
             _check_finite(f"the evidence {name}", evidence[name])
         return VisualTokens(tokens_TND, evidence, tuple(deepstack))
+
+    def _check_reach(self, *levels_TND: Tensor) -> None:
+        """Raise VideoFault where the codec of the cache has no scale for tokens so large."""
+        largest = CODECS[self._setup.codec].largest
+        if any(float(values.abs().max()) > largest for values in levels_TND if largest < math.inf):
+            what = f"the tokens are larger than {largest:g}, which {self._setup.codec} has no scales for"
+            raise VideoFault("internal", what, stage="encode")
 
     def pruned(self, visual: VisualTokens) -> PrunedTokens:
         """Return the kept tokens. Raise VideoFault("internal") where the method cannot prune these."""

@@ -91,7 +91,7 @@ def _forecast(request: PruneRequest, counts: Tally, todo: pa.Table) -> Forecast:
         identity=request.identity(request.dtype),
         grid=(T, N),
         kept=budget_for(request.retention_ratio, T * N),
-        video_bytes=request.encode_setup(request.config.device, request.dtype).bytes_per_video(*shape),
+        video_bytes=request.encode_setup(request.config.device, request.dtype).stored_bytes_per_video(*shape),
         one_size=request.sampling.fps is None and small == shape[1:],
     )
 

@@ -191,7 +191,8 @@ class Passes:
         n_videos, shape = len(videos), self.setups.decode.largest_frames()
         token_bytes = self.setups.encode.bytes_per_video(*shape)
         device, files_bytes = self.setups.encode.device, known_file_bytes(videos)
-        wanted = _plan(self.config, cluster, device, n_videos, token_bytes, shape[0], files_bytes)
+        stored_bytes = self.setups.encode.stored_bytes_per_video(*shape)
+        wanted = _plan(self.config, cluster, device, n_videos, stored_bytes, shape[0], files_bytes)
         store_bytes = cluster.get("object_store_memory", math.inf)
         plan = wanted.fitting(store_bytes, 3 * math.prod(shape), token_bytes, n_videos)
         for note in _shortfalls(self.config, wanted, plan, n_videos):
@@ -209,7 +210,7 @@ def _plan(
     n_frames: int,
     files_bytes: float = math.inf,
 ) -> Resources:
-    """Plan the shares of the cluster, for videos of ``token_bytes`` of kept tokens each and ``files_bytes`` in all."""
+    """Plan the shares of the cluster, for videos of ``token_bytes`` as stored and ``files_bytes`` in all."""
     by_size = videos_for(config.target_shard_mb * 10**6, token_bytes, n_frames)
     return plan_resources(
         cluster["CPU"],

@@ -23,7 +23,7 @@ from pipeline.cache.header import CacheHeader, CacheIdentity, ModelIdentity, Pru
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.method import describe_method
 from pipeline.cache.reader import HEADER, check_version, read_header
-from pipeline.cache.schema import SCHEMA_VERSION
+from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
 from pipeline.errors import IdentityMismatch, NotACache, UsageError
 from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
 from pipeline.inputs.manifest import given_manifest, read_manifest
@@ -91,6 +91,7 @@ class PruneRequest:
             device=device,
             dtype=dtype,
             attn=self.config.attn,
+            codec=self.config.token_codec,
         )
 
     def identity(self, dtype: str) -> CacheIdentity:
@@ -107,7 +108,7 @@ class PruneRequest:
             "sampling": sampling_settings(self.sampling),
             "pruner": pruner,
             "retention_ratio": self.retention_ratio,
-            "dtype": {"compute": dtype, "stored": "bfloat16"},
+            "dtype": {"compute": dtype, "stored": self.config.token_codec},
         }
         if self.evidence:
             identity["evidence"] = self.evidence
@@ -120,7 +121,7 @@ class PruneRequest:
         newline = static.newline
         bits = None if newline is None else newline.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes()
         return {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": CODED_VERSIONS.get(self.config.token_codec, SCHEMA_VERSION),
             "identity": self.identity(dtype),
             "newline": None if bits is None else base64.b64encode(bits).decode(),
             "hidden_size": static.hidden_size,

@@ -8,6 +8,7 @@ import pyarrow as pa
 from rich.console import Console
 
 from gstep.backbones import family_of
+from pipeline.cache.codecs import codec_of
 from pipeline.cache.header import deepstack_levels, header_bytes
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS
@@ -110,10 +111,12 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         return Streamed(run_file, n_failed)
 
     def summarise(self, request: PruneRequest, todo: Todo, n_failed: int, wall_s: float) -> Summary:
+        header = read_header(request.store)
         held = summarise(
             todo.ledger.refresh(),
             request.manifest,
-            deepstack_levels(read_header(request.store)),
+            deepstack_levels(header),
+            codec_of(header["identity"]),
             n_waiting=todo.n_waiting,
             list_failed=self._list_failed,
             committed=todo.committed,

@@ -12,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.cache.codecs import BFLOAT16, TokenCodec
 from pipeline.cache.ledger import TIMED, Ledger
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.errors import FAULTS
@@ -59,6 +60,7 @@ def summarise(
     ledger: Ledger,
     manifest: pa.Table | None = None,
     deepstack_levels: int = 0,
+    codec: TokenCodec = BFLOAT16,
     *,
     n_waiting: int = 0,
     list_failed: bool = False,
@@ -78,7 +80,6 @@ def summarise(
             counts.add(rows[rows >= 0])
             if list_failed:
                 failed |= _failed_of(ledger, ids, rows)
-    lost = ledger.lost(committed)
     n_videos = counts.n_rows if manifest is None else len(manifest) - n_waiting - counts.n_removed
     failures, examples = counts.failures()
     return Summary(
@@ -91,12 +92,12 @@ def summarise(
         n_waiting=n_waiting,
         tokens_in=counts.tokens_in,
         tokens_kept=counts.tokens_kept,
-        token_bytes=counts.tokens_kept * ledger.hidden_size * 2 * (1 + deepstack_levels),
+        token_bytes=counts.tokens_kept * codec.token_bytes(ledger.hidden_size, deepstack_levels),
         seconds=dict(zip(TIMED, counts.seconds.tolist(), strict=True)),
         n_warned=counts.n_warned,
         n_removed=counts.n_removed,
         failed=failed,
-        n_lost=len(lost),
+        n_lost=len(lost := ledger.lost(committed)),
         lost=lost[:_SHOWN],
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 from ray.actor import ActorHandle
 
+from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.cache.writer import write_token_shard
 from pipeline.execution.heartbeat import Heartbeat
 from pipeline.prune.batches import encoded_videos, written_batch
@@ -17,9 +18,12 @@ class Writer:
     Ray ends the process of an idle task after a second, and starting another process costs more than writing.
     """
 
-    def __init__(self, store: Store, run_id: str, heartbeats: ActorHandle | None = None) -> None:
+    def __init__(
+        self, store: Store, run_id: str, heartbeats: ActorHandle | None = None, codec: str = BFLOAT16.name
+    ) -> None:
         self._store = store
         self._run_id = run_id
+        self._codec = CODECS[codec]
         self._heartbeat = Heartbeat("write", heartbeats)
         self._heartbeat.start()
 
@@ -28,7 +32,7 @@ class Writer:
         videos = [video for bundle in bundles for video in encoded_videos(bundle)]
         with self._heartbeat.holding(*(video.record["video_id"] for video in videos)) as held:
             try:
-                rows = write_token_shard(videos, store=self._store, run_id=self._run_id)
+                rows = write_token_shard(videos, store=self._store, run_id=self._run_id, codec=self._codec)
             except OSError as error:  # the store is at fault, not a video, so the run ends
                 self._heartbeat.fail(f"{type(error).__name__}: {error}")
                 raise

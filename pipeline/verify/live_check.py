@@ -22,6 +22,7 @@ from torch import Tensor
 
 from gstep.evidence import is_per_frame
 from pipeline.cache.cached_video import CachedVideo, bfloat16
+from pipeline.cache.codecs import BFLOAT16, TokenCodec
 from pipeline.cache.reader import TokenCache
 from pipeline.cache.writer import KeptTokens, PrunedVideo
 from pipeline.errors import UsageError, VideoFault
@@ -93,7 +94,7 @@ class LiveCheck:
             return LiveResult(video_id, "failed", fault.message, versions=_versions(row, run, {}))
         assert again.kept is not None  # encode_one raises where a video fails
         stored = self._cache.get(video_id, order="selection", evidence=tuple(self._cache.evidence))
-        result = compare(stored, again.kept)
+        result = compare(stored, _coded(again.kept, self._cache.codec))
         if again.record["frame_indices"] != row["frame_indices"]:
             result = replace(result, note="other frames were sampled")
         return replace(result, versions=_versions(row, run, again.record))
@@ -110,6 +111,14 @@ class LiveCheck:
             return self._encoder.encode_one(record, frames)
         except VideoFault as fault:
             raise VideoFault("internal", str(fault)) from fault
+
+
+def _coded(kept: KeptTokens, codec: TokenCodec) -> KeptTokens:
+    """Return what a reader of a cache of this codec gets of the tokens."""
+    if codec is BFLOAT16:
+        return kept
+    tokens, *levels = (codec.restored(part).view(torch.int16).numpy() for part in (kept.tokens, *kept.deepstack))
+    return replace(kept, tokens=tokens, deepstack=levels)
 
 
 def compare(stored: CachedVideo, again: KeptTokens) -> LiveResult:

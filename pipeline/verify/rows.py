@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from gstep.types import budget_for
-from pipeline.cache.header import CacheHeader, fingerprint
+from pipeline.cache.header import CacheHeader, fingerprint, version_number
 from pipeline.cache.live_rows import INDEX_COLUMNS, completed, made_with_of, with_place
 from pipeline.cache.method import declared_method
 from pipeline.cache.schema import KEY_COLUMNS, RESERVED, VIDEO_SCHEMA, tier_row_counts
@@ -68,7 +68,7 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
         return CheckedCommit(None, [Problem(Kind.COMMIT, f"{store}/{name}: {error}", name)])
     except OSError as error:
         return CheckedCommit(None, [Problem(Kind.UNREADABLE, f"{store}/{name}: {error}", name)])
-    if wrong := sorted(_wrong_columns(table.schema, header["schema_version"])):
+    if wrong := sorted(_wrong_columns(table.schema, version_number(header["schema_version"]))):
         what = f"{store}/{name}: columns are missing or of another type: {', '.join(wrong)}"
         return CheckedCommit(None, [Problem(Kind.SCHEMA, what, name)], n_bytes)
     if made_with not in (None, fingerprint(header["identity"])):

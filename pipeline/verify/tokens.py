@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from gstep.evidence import is_per_frame
 from pipeline.cache.cached_video import ONE_NUMBER
+from pipeline.cache.codecs import codec_of
 from pipeline.cache.header import CacheHeader, deepstack_levels
 from pipeline.cache.method import declared_method
 from pipeline.cache.schema import token_schema
@@ -74,7 +75,7 @@ def check_token_shard(
 
 def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> Iterator[str]:
     evidence = header["identity"].get("evidence", {})
-    plain = token_schema(hidden_size, deepstack_levels(header))
+    plain = token_schema(hidden_size, deepstack_levels(header), codec=codec_of(header["identity"]))
     if sorted(schema.names) != sorted([*plain.names, *evidence]):
         yield f"its columns are {', '.join(schema.names)}, not {', '.join([*plain.names, *evidence])}"
         return

@@ -10,11 +10,12 @@ import pyarrow as pa
 import torch
 
 from gstep import VisualTokens
+from pipeline.cache.codecs import codec_of
 from pipeline.cache.header import fingerprint, header_bytes
 from pipeline.cache.live_rows import INDEX_COLUMNS
 from pipeline.cache.live_videos import LiveVideos
 from pipeline.cache.reader import HEADER, read_header
-from pipeline.cache.schema import SCHEMA_VERSION
+from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
 from pipeline.cache.writer import PrunedVideo, commit, write_token_shard
 from pipeline.errors import VideoFault
 from pipeline.prune.encode_stage import kept_tokens, pruned_columns
@@ -60,7 +61,9 @@ def encoded_failure(video_id: str, fault: VideoFault, **more: Any) -> PrunedVide
     return PrunedVideo(failed_video(source_record(video_id, (1, 1, 1), **more), fault))
 
 
-def write_header(out: Path | Store, ratio: float = 0.25, method: str = "gstep", **more: Any) -> Store:
+def write_header(
+    out: Path | Store, ratio: float = 0.25, method: str = "gstep", *, codec: str = "bfloat16", **more: Any
+) -> Store:
     store = LocalStore(out) if isinstance(out, Path) else out
     store.make()
     identity = {
@@ -68,26 +71,34 @@ def write_header(out: Path | Store, ratio: float = 0.25, method: str = "gstep", 
         "sampling": {},
         "pruner": {"method": method, "params": {}},
         "retention_ratio": ratio,
-        "dtype": {"stored": "bfloat16"},
+        "dtype": {"stored": codec},
     }
-    header = {"schema_version": SCHEMA_VERSION, "identity": identity, "newline": None, **more}
+    header = {
+        "schema_version": CODED_VERSIONS.get(codec, SCHEMA_VERSION),
+        "identity": identity,
+        "newline": None,
+        **more,
+    }
     store.put(HEADER, header_bytes(header))
     return store
 
 
 def write_shard(store: Store, run_id: str, *videos: PrunedVideo) -> str:
     """Write and commit one shard, as the next of its run; returns the name of its videos shard."""
-    rows = write_token_shard(videos, store=store, run_id=run_id)
+    identity = read_header(store)["identity"]
+    rows = write_token_shard(videos, store=store, run_id=run_id, codec=codec_of(identity))
     before = set(store.names("videos", ".parquet"))
     number = sum(name.startswith(f"videos/{run_id}-") for name in before)
-    commit(store, run_id, number, rows, made_with=fingerprint(read_header(store)["identity"]))
+    commit(store, run_id, number, rows, made_with=fingerprint(identity))
     (name,) = set(store.names("videos", ".parquet")) - before
     return name
 
 
-def make_cache(out: Path | Store, videos: dict[str, torch.Tensor], ratio: float = 0.25, method: str = "gstep") -> Store:
+def make_cache(
+    out: Path | Store, videos: dict[str, torch.Tensor], ratio: float = 0.25, method: str = "gstep", **more: Any
+) -> Store:
     """Write one shard that holds the pruned tokens of ``videos``."""
-    store = write_header(out, ratio, method)
+    store = write_header(out, ratio, method, **more)
     write_shard(store, "run", *(encoded(name, tokens, ratio, method) for name, tokens in videos.items()))
     return store
 

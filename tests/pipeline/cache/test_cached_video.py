@@ -31,7 +31,8 @@ def token_rows(**more: pa.Array) -> pa.Table:
 
 
 def video(table: pa.Table, levels: int = 0, evidence: tuple[str, ...] = (), **more):
-    return to_video({"video_id": "v"}, table, {"deepstack_levels": levels}, {name: name for name in evidence}, **more)
+    row, header = {"video_id": "v", "hidden_size": 2}, {"identity": {}, "deepstack_levels": levels}
+    return to_video(row, table, header, {name: name for name in evidence}, **more)
 
 
 def as_bits(tensor: torch.Tensor) -> list:

@@ -56,8 +56,8 @@ def everything(video: CachedVideo) -> bytes:
     return shapes + b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)
 
 
-def small_cache(out: Path, *, evidence: bool) -> LocalStore:
-    store = write_header(out, deepstack_levels=0)
+def small_cache(out: Path, *, evidence: bool, codec: str = "bfloat16") -> LocalStore:
+    store = write_header(out, deepstack_levels=0, codec=codec)
     tokens = random_tokens(0, SHAPE)
     row = encoded("v", tokens, 0.25, "gstep")
     if evidence:
@@ -71,10 +71,14 @@ def small_cache(out: Path, *, evidence: bool) -> LocalStore:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("evidence", [False, True], ids=["plain", "evidence"])
-def test_every_bit_of_a_token_shard(tmp_path, evidence):
+@pytest.mark.parametrize(
+    ("evidence", "codec"),
+    [(False, "bfloat16"), (True, "bfloat16"), (False, "int4"), (False, "int8")],
+    ids=["plain", "evidence", "int4", "int8"],
+)
+def test_every_bit_of_a_token_shard(tmp_path, evidence, codec):
     """The pages through all ways of reading them; the footer, which they share, where there is no evidence."""
-    store = small_cache(tmp_path, evidence=evidence)
+    store = small_cache(tmp_path, evidence=evidence, codec=codec)
     (name,), (commit,) = store.names("tokens", ".parquet"), store.names("videos", ".parquet")
     row, header = VideoRows(store)(commit, 0), read_header(store)
     flipped = Flipped(tmp_path, name)

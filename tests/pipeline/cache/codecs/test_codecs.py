@@ -1,0 +1,217 @@
+"""Codecs of token vectors: what a reader gets of them, by this package and without it, and how a cache carries them."""
+
+from __future__ import annotations
+
+import math
+import re
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from pipeline import NotACache, TokenCache
+from pipeline.cache.codecs import BFLOAT16, CODECS, TokenCodec, codec_of
+from pipeline.cache.header import CHECKSUM, header_bytes
+from pipeline.cache.merging import merge
+from pipeline.cache.reader import HEADER, read_header
+from pipeline.verify.removal import remove_videos
+from tests.paths import ROOT
+from tests.pipeline.caches import encoded, make_cache, random_tokens, write_header, write_shard
+from tests.pipeline.verifying import verified
+
+CODED = [codec for codec in CODECS.values() if codec is not BFLOAT16]
+MOST = {"int8": 0.01, "int4": 0.11}  # relative error of normal numbers
+by_name = pytest.mark.parametrize("codec", CODED, ids=lambda codec: codec.name)
+
+
+def bits(values: torch.Tensor) -> Any:
+    return values.to(torch.bfloat16).view(torch.int16).numpy()
+
+
+def by_hand(codec: TokenCodec, columns: dict[str, Any], hidden: int) -> torch.Tensor:
+    """Decode one number after the other, in Python's own arithmetic."""
+    rows = []
+    for numbers, scales, kept in zip(*(columns[name] for name in ("token", "token_scale", "token_kept")), strict=True):
+        data, steps = numbers.tobytes(), np.frombuffer(scales.tobytes(), "<f2").tolist()
+        row = []
+        for i in range(hidden):
+            if codec.bits == 8:
+                number = data[i] - 256 * (data[i] > 127)
+            else:
+                number = (data[i // 2] >> 4 if i % 2 == 0 else data[i // 2] & 15) - 8
+            row.append(number * steps[i // codec.group])
+        values = torch.tensor(row, dtype=torch.float64).to(torch.bfloat16)
+        for at, value in np.frombuffer(kept.tobytes(), "<u2").reshape(-1, 2).tolist():
+            values.view(torch.int16)[at] = value - 65536 * (value > 32767)
+        rows.append(values)
+    return torch.stack(rows)
+
+
+@by_name
+@pytest.mark.parametrize("hidden", [1, 2, 7, 18, 128, 160, 3584])
+def test_what_is_read_is_what_the_columns_say(codec, hidden):
+    values = (
+        torch.randn(5, hidden, generator=torch.Generator().manual_seed(hidden)) * 10.0 ** torch.arange(-3, 2)[:, None]
+    )
+    columns = codec.encode("token", bits(values))
+    assert {name: 2 * part.shape[1] for name, part in columns.items()} == codec.widths("token", hidden)
+    found = codec.restored(bits(values))
+    assert found.dtype == torch.bfloat16 and torch.equal(found, by_hand(codec, columns, hidden))
+    error = (found.float() - values).norm(dim=1) / values.norm(dim=1)
+    assert (error < MOST[codec.name]).all()
+
+
+@by_name
+def test_numbers_at_the_ends_of_what_there_is(codec):
+    tiny = torch.full((1, 256), 2.0**-30)
+    zero = torch.zeros(1, 256)
+    large = torch.randn(1, 256, generator=torch.Generator().manual_seed(0)) * codec.largest / 8
+    for values in (zero, tiny, large):
+        found = codec.restored(bits(values)).float()
+        assert found.isfinite().all() and (found - values).abs().max() <= max(
+            2.0**-24, MOST[codec.name] * values.abs().max()
+        )
+    with pytest.raises(ValueError, match=f"beyond the scales of {codec.name}"):
+        codec.encode("token", bits(torch.full((1, 256), 16 * codec.largest)))
+    with pytest.raises(ValueError, match="beyond the scales"):
+        codec.encode("token", bits(torch.full((1, 256), math.nan)))
+
+
+@by_name
+def test_eight_outlier_channels_cost_the_others_nothing(codec):
+    values = torch.randn(64, 512, generator=torch.Generator().manual_seed(1))
+    channels = torch.arange(8) * 3 + 40  # most of them in one group
+    rest = torch.ones(512, dtype=torch.bool)
+    rest[channels] = False
+    values[:, channels] = 50 * values[:, channels].sign() * (1 + values[:, channels].abs())
+    found = codec.restored(bits(values))
+    assert torch.equal(found[:, channels], values[:, channels].to(torch.bfloat16))
+    error = ((found.float() - values)[:, rest].norm() / values[:, rest].norm()).item()
+    assert error < MOST[codec.name]
+    plain = TokenCodec("plain", codec.bits, codec.group)
+    worse = ((plain.restored(bits(values)).float() - values)[:, rest].norm() / values[:, rest].norm()).item()
+    assert worse > 2 * error
+
+
+def test_equal_magnitudes_are_kept_from_the_first_channel():
+    (kept,) = CODECS["int4"].encode("token", bits(torch.tensor([[1.0, -1.0] * 32])))["token_kept"]
+    assert kept.view("<u2")[::2].tolist() == list(range(8))
+
+
+def test_bytes_of_wide_tokens():
+    whole = BFLOAT16.token_bytes(3584)
+    assert whole == 7168 and BFLOAT16.token_bytes(3584, 3) == 4 * whole
+    assert CODECS["int4"].token_bytes(3584) <= 0.29 * whole and CODECS["int8"].token_bytes(3584) <= 0.52 * whole
+    for codec in CODECS.values():
+        assert codec.share == pytest.approx(codec.token_bytes(2**14) / 2**15, rel=0.01)
+
+
+@by_name
+def test_a_cache_gives_at_every_ratio_and_order_what_the_codec_gives(tmp_path, codec):
+    tokens = {name: random_tokens(i, (4, 50, 48)) for i, name in enumerate("abc")}
+    levels = {name: [random_tokens(10 * i + j, (4, 50, 48)) for j in range(2)] for i, name in enumerate("abc")}
+    stores = []
+    for place in (BFLOAT16, codec):
+        store = write_header(tmp_path / place.name, codec=place.name, deepstack_levels=2)
+        write_shard(store, "run", *(encoded(name, tokens[name], 0.25, "gstep", levels[name]) for name in "abc"))
+        stores.append(store)
+    whole, coded = map(TokenCache, (tmp_path / "bfloat16", tmp_path / codec.name))
+    for ratio in (None, 0.10, 0.17):
+        for order in ("index", "selection"):
+            for verify in (False, True):
+                for video, other in zip(
+                    whole.get_many("abc", ratio, order),
+                    coded.get_many("abc", ratio, order, verify=verify),
+                    strict=True,
+                ):
+                    assert torch.equal(video.index, other.index) and torch.equal(video.rank, other.rank)
+                    for given, found in zip(
+                        (video.tokens, *video.deepstack), (other.tokens, *other.deepstack), strict=True
+                    ):
+                        assert torch.equal(codec.restored(bits(given)), found) and found.is_contiguous()
+    row = coded.metadata("a")
+    assert (row["token_codec"], row["token_block"]) == (codec.name, codec.group)
+    assert whole.metadata("a")["token_codec"] is None
+    assert verified(stores[1]).exit_code == 0
+
+
+@by_name
+def test_a_coded_cache_is_compacted_and_videos_leave_it(tmp_path, codec):
+    store = make_cache(
+        tmp_path / "c", {name: random_tokens(i, (4, 25, 64)) for i, name in enumerate("abc")}, codec=codec.name
+    )
+    before = {name: TokenCache(tmp_path / "c").get(name).tokens for name in "ac"}
+
+    remove_videos(store, ["b"], "asked", lambda line: None, timedelta(0))
+    merge(store, None, everything=True, keep=timedelta(0))
+    cache = TokenCache(tmp_path / "c")
+    assert cache.video_ids == ["a", "c"]
+    assert all(torch.equal(cache.get(name, verify=True).tokens, before[name]) for name in "ac")
+    assert verified(store).exit_code == 0
+
+
+def renamed(header: Any, codec: str, version: object) -> bytes:
+    identity = {**header["identity"], "dtype": {**header["identity"]["dtype"], "stored": codec}}
+    content = {name: value for name, value in header.items() if name != CHECKSUM}
+    return header_bytes({**content, "identity": identity, "schema_version": version})
+
+
+@pytest.mark.parametrize("version", [3, "3+int3"])
+def test_a_codec_that_is_not_known_is_refused_by_its_name(tmp_path, version):
+    store = make_cache(tmp_path / "c", {"v": random_tokens(0)}, codec="int4")
+    store.put(HEADER, renamed(read_header(store), "int3", version))
+    with pytest.raises(NotACache, match="int3"):
+        TokenCache(tmp_path / "c")
+
+
+def test_a_program_from_before_codecs_refuses_by_the_version(tmp_path):
+    assert read_header(write_header(tmp_path, codec="int4"))["schema_version"] not in (1, 2, 3)
+    assert codec_of({}) is BFLOAT16
+
+
+def block(language: str, word: str) -> str:
+    """Return the README's only block in a language that has this word."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", (ROOT / "pipeline/cache/README.md").read_text(), re.DOTALL)
+    (found,) = (text for text in blocks if word in text)
+    return str(found)
+
+
+@by_name
+def test_the_readme_reads_them_without_this_package(tmp_path, codec):
+    duckdb, pl = pytest.importorskip("duckdb"), pytest.importorskip("polars")
+    hidden, group = 256, codec.group
+    store = make_cache(tmp_path, {"v": random_tokens(0, (2, 10, hidden))}, codec=codec.name)
+    (name,) = store.names("tokens", ".parquet")
+    video = TokenCache(tmp_path).get("v", order="selection").tokens.float()
+
+    names: dict[str, Any] = {}
+    exec(block("python", "def floats"), names)  # noqa: S102 - the page's own code
+    floats = names["floats"](pq.read_table(tmp_path / name), hidden, codec.name)
+    assert torch.equal(torch.from_numpy(floats).to(torch.bfloat16).float(), video)
+
+    sql = (
+        block("sql", "create macro").replace("3584", str(hidden)).replace("cache/tokens/*", str(tmp_path / "tokens/*"))
+    )
+    query = sql.replace("int4(hex(token)", f"{codec.name}(hex(token)").replace("i // 32", f"i // {group}")
+    rows = duckdb.connect().execute(query).fetchall()
+    kept = [{one["channel"]: one["is"] for one in row[3]} for row in rows]
+    found = torch.tensor(
+        [[at.get(i, value) for i, value in enumerate(row[2])] for row, at in zip(rows, kept, strict=True)]
+    )
+    assert torch.equal(found.to(torch.bfloat16).float(), video)
+
+    floats_of, as_array = pl.List(pl.Float32), pl.Array(pl.Float16, hidden // group)
+    scale = pl.col("token_scale").bin.reinterpret(dtype=as_array, endianness="little").arr.to_list().cast(floats_of)
+    if codec.bits == 8:
+        number = pl.col("token").bin.reinterpret(dtype=pl.Array(pl.Int8, hidden), endianness="little").arr.to_list()
+    else:
+        digits = pl.col("token").bin.encode("hex").str.split("")
+        number = digits.list.eval(pl.element().str.to_integer(base=16) - 8)
+    repeated = scale.list.eval(pl.element().repeat_by(group).list.explode())
+    products = pl.read_parquet(tmp_path / name).sort("rank").select(number.cast(floats_of) * repeated)
+    found = torch.tensor(products.to_series().to_list()).to(torch.bfloat16).float()
+    at = torch.tensor([sorted(one) for one in kept])
+    assert torch.equal(found.scatter(1, at, video.gather(1, at)), video)
