@@ -172,9 +172,9 @@ def centred_change(mean_TD: Tensor) -> Tensor:
 
 
 def gaussian_kernel(sigma: float, radius: int | None = None) -> Tensor:
-    """Compute the truncated Gaussian of sum 1, Eq.
+    """Compute the truncated Gaussian kernel of Eq. (5), normalised to sum 1: [2r+1] float64.
 
-    (5), [2r+1] float64; ``sigma`` in frames, r = ceil(3 sigma) by default.
+    ``sigma`` is in frames; the radius r is ceil(3 sigma) by default.
     """
     radius = math.ceil(3 * sigma) if radius is None else radius
     offset_K = torch.arange(-radius, radius + 1, dtype=torch.float64, device="cpu")
@@ -238,9 +238,9 @@ def temporal_density(
     boundary: str = "replicate",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Compute the normalised temporal density of each frame, Eqs.
+    """Compute the normalised temporal density of each frame, Eqs. (4) to (7): [T,D] -> [T].
 
-    (4)-(7), [T,D] -> [T]; a single frame has density 1.
+    A single frame has density 1.
     """
     if len(mean_TD) == 1:
         return mean_TD.new_ones(1)
@@ -253,7 +253,9 @@ def temporal_density(
 
 
 def fuse(temporal_T: Tensor, spatial_TN: Tensor, fusion: str = "full") -> Tensor:
-    """Fuse the densities, Eq.
+    """Multiply temporal [T] and spatial density [T,N] into rho [T,N], Eq. (8).
+
+    ``fusion`` may leave one of the two factors out.
 
     (8): rho = temporal * spatial, [T] x [T,N] -> [T,N]; ``fusion`` may leave one factor out.
     """

@@ -29,7 +29,7 @@ def budget_for(retention_ratio: float, n_total: int) -> int:
 
 
 class _Compared:
-    """``==`` of dataclasses that hold tensors: the same fields, and of tensors the same dtype, device and values.
+    """The base of dataclasses with tensor fields: ``==`` compares dtype, device and values of tensors.
 
     No hash goes with it: equal tensors have different ones.
     """

@@ -29,21 +29,21 @@ Exit code: 0 every {item} has a row and failures are within --max-failed; 1 the 
 
 
 class LogConsole(Console):
-    """Console for messages on stderr: plain on a terminal; in a log each is one line, however long, behind its time."""
+    """A console for messages on stderr: plain on a terminal; in a log each message is one line with its time."""
 
     def __init__(self) -> None:
         super().__init__(stderr=True)
         self.soft_wrap = not self.is_terminal
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print as any console does, in a log behind the time."""
+        """Print as any Rich console does; in a log, put the time before the line."""
         if not self.is_terminal:
             objects = (time.strftime("%Y-%m-%d %H:%M:%S"), *objects)
         super().print(*objects, **options)
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that knows ``--version``, and writes its errors as JSON documents too if ``--json`` is given."""
+    """An argument parser that knows ``--version``, and writes usage errors as JSON documents if ``--json`` is given."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Action of ``--version``: prints a name and a version a line, without importing anything."""
+    """The action of ``--version``: prints a name and a version a line, without importing anything."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **more)
@@ -155,6 +155,7 @@ def exit_code_of(
 
 
 def _ended(work: Callable[[], int | Done], console: Console, failed: Errors, refused: Errors) -> Done:
+    """Run the work and return its exit code and record, after printing the error if it failed or was refused."""
     try:
         done = work()
     except failed as error:
@@ -202,6 +203,7 @@ def add_json_or_file(parser: argparse.ArgumentParser) -> None:
 
 
 def _document_file(text: str) -> Path:
+    """Check the path for a JSON document; the error mentions ``--json`` without a file."""
     try:
         return file_in_folder(text)
     except argparse.ArgumentTypeError as error:
@@ -215,7 +217,7 @@ def wide_console() -> Console:
 
 
 class _Interruption:
-    """A handler of signals that interrupts the command, and says so at once: SIGKILL may follow in seconds."""
+    """A signal handler that raises KeyboardInterrupt, after printing that at once: SIGKILL may follow in seconds."""
 
     def __init__(self, say: Callable[[], object]) -> None:
         self._say, self._said = say, False
@@ -226,7 +228,7 @@ class _Interruption:
         raise KeyboardInterrupt
 
     def say(self) -> None:
-        """Say that the command is interrupted, unless that was said already."""
+        """Print that the command is interrupted, unless that was printed already."""
         if not self._said:
             self._say()
             self._said = True

@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compact(arguments: argparse.Namespace, console: Console) -> Done:
+    """Merge the videos table, print what was done, and return the record."""
     from pipeline.cache.ledger import Ledger  # noqa: PLC0415
     from pipeline.cache.merging import merge, upgrade  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.cache.reader import made_with  # noqa: PLC0415

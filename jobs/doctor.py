@@ -58,11 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _line(finding: Finding) -> Text:
+    """Format a finding's coloured state and its name."""
     return Text.assemble((f"{finding.state:8}", _COLOURS[finding.state]), finding.name)
 
 
 def _page(found: Iterable[Finding]) -> Table:
-    """Return the findings, a line each, with what to do."""
+    """Lay out the findings in a table: state and name, what was found, and the remedy."""
     table = Table(box=None, padding=(0, 1), show_edge=False)
     for title in ("", "what", "seen", "what to do"):
         table.add_column(title, overflow="fold")

@@ -39,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(config: EvaluateConfig, console: Console) -> Done:
+    """Run the evaluation, or lay out given results, and print the tables."""
     # Ray, torch and the decoders load only now: --help and a mistyped flag answer at once.
     if config.results:
         return _lay_out(config, console)
@@ -51,6 +52,7 @@ def _evaluate(config: EvaluateConfig, console: Console) -> Done:
 
 
 def _lay_out(config: EvaluateConfig, console: Console) -> Done:
+    """Write and print the paper's tables from existing result folders."""
     from pipeline.evaluate.paper.files import lay_out  # noqa: PLC0415
     from pipeline.evaluate.paper.render import markdown  # noqa: PLC0415
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
-    """Add one flag for each field, in the groups that ``option`` names; a class's own come before inherited ones."""
+    """Add a flag for each field of a config class, in the groups that ``option`` names, own fields before inherited."""
     hints = get_type_hints(config)
     groups: dict[str, argparse._ArgumentGroup] = {}
     title = ""
@@ -58,17 +58,18 @@ def read_config_file(path: str, config: type) -> dict[str, object]:
 
 
 def from_flags(config: type[T], namespace: argparse.Namespace) -> T:
-    """Make the dataclass of the values that were parsed; the namespace may hold others too."""
+    """Make the config object from parsed flags; the namespace may also hold values that are no fields."""
     return config(**{item.name: getattr(namespace, item.name) for item in fields(config)})  # type: ignore[arg-type]
 
 
 def _own_first(config: type) -> list[Field[Any]]:
-    """Sort the fields of a class before those of its base, and so on: ``fields`` gives them the other way round."""
+    """Return a dataclass's fields with the class's own before its base's, the reverse of ``dataclasses.fields``."""
     depths = {item.name: n for n, cls in enumerate(config.__mro__) if is_dataclass(cls) for item in fields(cls)}
     return sorted(fields(config), key=lambda item: depths[item.name])
 
 
 def _add(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, about: str) -> None:
+    """Add one field's flag to an argument group; ``about`` completes its help text."""
     default = item.default if item.default is not MISSING else []
     # The keywords of argparse differ from one kind of flag to the next.
     keywords: dict[str, Any] = {"default": default, "help": _help(item.metadata["help"].format(item=about), default)}
@@ -92,4 +93,5 @@ def _add(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, about: str
 
 
 def _help(text: str, default: Any) -> str:
+    """Return a help text with its default in brackets, if there is one worth showing."""
     return text if default is None or default is False or default == [] else f"{text} [{default}]"

@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _generate(config: GenerateConfig, console: Console) -> Done:
+    """Answer the questions, print the summary, and return the exit code and record."""
     # Ray, torch and transformers load only now: --help and a mistyped flag answer at once.
     with importing_much():
         from pipeline.generate.run import answer_questions  # noqa: PLC0415

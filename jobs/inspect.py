@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> Done:
+    """Open the place as a cache or a folder of answers, and show it. Raises an error where it is neither."""
     from pipeline.cache.reader import HEADER  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.generate.answers import HEADER as ANSWERS_HEADER  # noqa: PLC0415
     from pipeline.storage.s3 import Objects  # noqa: PLC0415
@@ -80,6 +81,7 @@ def _inspect(arguments: argparse.Namespace) -> Done:
 
 
 def _answers(store: Store, arguments: argparse.Namespace) -> Done:
+    """Show a folder of answers: a summary, one question, the failed ones or a page."""
     from pipeline.inspect.answers import Answers, answers_report, question_report  # noqa: PLC0415
     from pipeline.inspect.failed import failed_questions  # noqa: PLC0415
 
@@ -100,6 +102,7 @@ def _answers(store: Store, arguments: argparse.Namespace) -> Done:
 
 
 def _cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> Done:
+    """Show a cache: a summary, one video, the failed ones or a page."""
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415
     from pipeline.inspect.failed import failed_videos  # noqa: PLC0415
     from pipeline.inspect.report import cache_record, cache_report, count, video_record, video_report  # noqa: PLC0415
@@ -127,12 +130,14 @@ def _cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> Don
 
 
 def _shown(report: RenderableType, record: Mapping[str, object], arguments: argparse.Namespace, code: int = 0) -> Done:
+    """Print a report unless ``--json`` is given, and return its record and the exit code."""
     if arguments.json is None:
         wide_console().print(report)
     return Done(code, record)
 
 
 def _failed(failures: Failures, where: Mapping[str, object], arguments: argparse.Namespace) -> Done:
+    """Print the failed items unless ``--json`` is given, and return their record."""
     from pipeline.inspect.failed import failed_lines  # noqa: PLC0415
 
     if arguments.json is None:
@@ -141,6 +146,7 @@ def _failed(failures: Failures, where: Mapping[str, object], arguments: argparse
 
 
 def _written(line: str, where: Mapping[str, object], page: Path) -> Done:
+    """Print where a page was written, and return its record."""
     Console().print(line, markup=False, highlight=False, soft_wrap=True)
     return Done(0, {**where, "page": str(page)})
 

@@ -17,7 +17,7 @@ HELP = "print one JSON document on stdout, for an error too, and everything else
 
 
 class Done(NamedTuple):
-    """The result of a command: its exit code, and the other keys of its JSON document."""
+    """The result of a command: its exit code, and what else its JSON document holds."""
 
     exit_code: int
     record: Mapping[str, object]
@@ -34,7 +34,7 @@ def error_record(error: BaseException, message: str = "") -> dict[str, object]:
 
 
 def write_document(target: Path | None, record: Mapping[str, object]) -> None:
-    """Write ``record`` to stdout (STDOUT), to a file, or (None) nowhere. Raises OSError.
+    """Write ``record`` as JSON to stdout (STDOUT), to a file, or (None) nowhere. Raises OSError.
 
     The document is strict JSON in ASCII: a number that is not finite becomes null.
     """
@@ -48,7 +48,7 @@ def write_document(target: Path | None, record: Mapping[str, object]) -> None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print to stdout; whoever reads it may have read enough and gone (``| head``)."""
+    """Print lines to stdout, and stop quietly when its reader has closed the pipe (``| head``)."""
     try:
         for line in lines:
             print(line)
@@ -60,7 +60,7 @@ def print_lines(lines: Iterable[str]) -> None:
 
 @contextmanager
 def stdout_as_stderr() -> Iterator[None]:
-    """Send to stderr what is printed to stdout in the block, by libraries in C and by child processes too."""
+    """Send what is written to stdout in this context to stderr, by C libraries and child processes too."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -37,11 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _other_sampling(flags: argparse.Namespace) -> set[str]:
-    """Return the options of a file that a flag for the other way of sampling overrules."""
+    """Return the config file's sampling options that a flag for the other way of sampling replaces."""
     return {"fps", "max_frames"} if flags.num_frames else {"num_frames"} if flags.fps else set()
 
 
 def _prune(config: PruneConfig, console: Console) -> Done:
+    """Prune the videos, or forecast it with ``--plan``; print the summary and return the exit code and record."""
     from pipeline.prune.manifest_checks import refuse_other_file  # noqa: PLC0415
 
     refuse_other_file(config.videos)

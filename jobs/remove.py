@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _remove(arguments: argparse.Namespace, console: Console) -> Done:
+    """Remove the videos listed in a file, print what was done, and return the record."""
     from pipeline.storage.s3 import Objects  # noqa: PLC0415 - Arrow loads after the flags are checked
     from pipeline.storage.stores import store_at  # noqa: PLC0415
     from pipeline.verify.removal import remove_videos  # noqa: PLC0415
@@ -75,7 +76,7 @@ def _remove(arguments: argparse.Namespace, console: Console) -> Done:
 
 
 def _ids(name: str) -> list[str]:
-    """Read the ids in a file, each once. Raises UsageError."""
+    """Read the distinct video ids of a text file, one a line. Raises UsageError where there is none."""
     try:
         lines = Path(name).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:

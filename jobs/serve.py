@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(config: ServeConfig, console: Console) -> int:
+    """Check that the port is free, and serve until interrupted."""
     check_port(config.host, config.port)
     from pipeline.serve.server import serve  # noqa: PLC0415 - --help and a mistyped flag answer at once
 

@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of this command."""
     parser.add_argument(
         "cache", metavar="CACHE", help="the folder, or the s3://, gs:// or az:// prefix, that jobs.prune wrote"
     )
@@ -91,6 +92,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(arguments: argparse.Namespace, console: Console) -> Done:
+    """Run the verification, print its report, and return the exit code and record."""
     from pipeline.storage.s3 import Objects  # noqa: PLC0415 - torch and Arrow load only after the flags are checked
     from pipeline.storage.stores import store_at  # noqa: PLC0415
     from pipeline.verify.report import render  # noqa: PLC0415

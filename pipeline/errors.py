@@ -21,7 +21,7 @@ QuestionFaultClass = Literal[
 
 
 class Fault(NamedTuple):
-    """A class of faults.
+    """The description of a fault class.
 
     Attributes:
         meaning: what went wrong.
@@ -143,7 +143,7 @@ class RunFailed(RuntimeError):  # noqa: N818
 
 
 class TooManyFailed(RunFailed):
-    """A run from Python went through, and more items failed than may; ``summary`` is what a good run returns."""
+    """A run from Python ended, and more items failed than allowed; ``summary`` is what a good run returns."""
 
     def __init__(self, message: str, summary: object = None) -> None:
         super().__init__(message)
@@ -189,7 +189,7 @@ class EvidenceNotCached(ValueError):  # noqa: N818
 
 
 class VideoFault(Exception):  # noqa: N818
-    """What went wrong with one video; becomes its error row and never touches another video.
+    """A fault of one video, which becomes its error row and never touches another video.
 
     Attributes:
         fault_class: one of FaultClass.
@@ -220,6 +220,7 @@ class VideoFault(Exception):  # noqa: N818
 
     @property
     def retryable(self) -> bool:
+        """Whether another attempt may succeed."""
         return FAULTS[self.fault_class].retryable
 
     def __str__(self) -> str:
@@ -231,7 +232,7 @@ class VideoFault(Exception):  # noqa: N818
 
 
 class QuestionFault(Exception):  # noqa: N818
-    """What went wrong with one question; becomes its error row and never touches another question.
+    """A fault of one question, which becomes its error row and never touches another question.
 
     Attributes:
         fault_class: one of QuestionFaultClass.
@@ -245,6 +246,7 @@ class QuestionFault(Exception):  # noqa: N818
 
     @property
     def retryable(self) -> bool:
+        """Whether another attempt may succeed."""
         return QUESTION_FAULTS[self.fault_class].retryable
 
     def __str__(self) -> str:

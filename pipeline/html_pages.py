@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 
 def environment(package: str) -> Environment:
-    """Load the templates of a package; every value is escaped, and a name without a value is an error."""
+    """Return a Jinja environment of a package's templates: values are escaped, and missing ones are errors."""
     made = Environment(
         loader=PackageLoader(package),
         autoescape=True,
@@ -25,7 +25,7 @@ def environment(package: str) -> Environment:
 
 
 def asset(package: str, name: str) -> Markup:
-    """Read a file that stands beside the templates of a package, as it is."""
+    """Return the unescaped content of a file beside a package's templates."""
     return Markup((files(package) / "templates" / name).read_text(encoding="utf-8"))
 
 

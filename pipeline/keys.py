@@ -15,7 +15,7 @@ ROWS_AT_ONCE = 2**16  # rows that are Python objects at any one time
 
 
 def keys_of(texts: pa.Array | pa.ChunkedArray) -> Keys:
-    """Hash each text to 128 bits, [n,2]. Among 10^8 of them two are alike with a chance of 10^-23."""
+    """Hash each text to 128 bits, [n,2]; of 10^8 texts two collide with a probability of 10^-23."""
     digests = [blake2b(text, digest_size=16).digest() for text in texts.cast(pa.binary()).to_pylist()]
     return np.frombuffer(b"".join(digests), np.uint64).reshape(-1, 2)
 
@@ -29,7 +29,7 @@ def clip_keys(rows: pa.Table | pa.RecordBatch) -> Keys:
 
 
 def tie_keys(rows: pa.Table) -> Keys:
-    """Hash what tells rows of one video and attempt apart (run, token shard and error) to 64 bits, [n]."""
+    """Hash run, token shard and error to 64 bits, [n]: the tie-breaker among rows of one video and attempt."""
     columns = [rows[name].cast(pa.binary()).to_pylist() for name in ("run_id", "token_shard", "error_message")]
     digests = [
         blake2b(b"\0".join(part or b"" for part in row), digest_size=8).digest() for row in zip(*columns, strict=True)
@@ -38,13 +38,13 @@ def tie_keys(rows: pa.Table) -> Keys:
 
 
 def _seconds(column: pa.Array | pa.ChunkedArray) -> NDArray[np.float64]:
-    """Convert seconds to float64 with one NaN for null, and one zero of the two."""
+    """Convert seconds to float64 with one bit pattern each for null (NaN) and zero."""
     filled = pc.fill_null(column.cast(pa.float64()), float("nan")).to_numpy(zero_copy_only=False)
     return np.asarray(filled, np.float64) + 0.0
 
 
 def find(keys: Keys, high: Keys, low: Keys) -> NDArray[np.int64]:
-    """Find each of ``keys`` [m,2] among those with the sorted halves ``high`` and ``low``: [m] places, -1 for none."""
+    """Find each of ``keys`` [m,2] in the sorted keys with halves ``high`` and ``low``: [m] places, -1 if absent."""
     found = np.full(len(keys), -1, np.int64)
     place = np.searchsorted(high, keys[:, 0])
     left = np.arange(len(keys))
@@ -59,7 +59,7 @@ def find(keys: Keys, high: Keys, low: Keys) -> NDArray[np.int64]:
 
 
 def repeated(texts: pa.ChunkedArray) -> list[str]:
-    """List every text that stands in an earlier row already, in the order of the rows."""
+    """List the texts that occur in an earlier row already, in row order."""
     halves = [keys_of(part)[:, 0].copy() for part in parts_of(texts)]
     half = np.concatenate(halves) if halves else np.empty(0, np.uint64)
     order = np.argsort(half, kind="stable")

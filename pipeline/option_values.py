@@ -28,8 +28,7 @@ def checked_options(config: type, given: Mapping[str, object], where: str = "") 
     """Convert options from a file or from Python, by field name, to the types of the fields of ``config``.
 
     An int becomes a float, a number or a path text, and a mapping a list of NAME=VALUE; nothing else is converted.
-    Raises
-        UsageError, whose message begins with ``where``, for an unknown name and a value of another type.
+    Raises UsageError, whose message begins with ``where``, for an unknown name and a value of another type.
     """
     known = {item.name: item for item in fields(config)}
     if unknown := [name for name in given if name not in known]:
@@ -47,7 +46,7 @@ def checked_options(config: type, given: Mapping[str, object], where: str = "") 
 def config_of(
     kind: type[C], function: str, options: Mapping[str, object], accepted: Collection[str] | None = None
 ) -> C:
-    """Make the configuration of keyword arguments of ``function``, which takes no others than ``accepted``.
+    """Make a configuration from keyword arguments of ``function``, which accepts only the fields ``accepted``.
 
     Raises UsageError.
     """
@@ -60,19 +59,21 @@ def config_of(
 
 
 def value_type(hint: Any) -> Any:
-    """Return ``int`` of ``int | None``, and any other hint as it is."""
+    """Return the type without None of an optional one (``int`` of ``int | None``), and any other as it is."""
     if get_origin(hint) in (Union, types.UnionType):
         return next(kind for kind in get_args(hint) if kind is not type(None))
     return hint
 
 
 def _as_pairs(value: object) -> object:
+    """Convert a mapping to a list of NAME=VALUE; return other values as they are."""
     if not isinstance(value, Mapping):
         return value
     return [f"{name}={str(of).lower() if of is None or isinstance(of, bool) else of}" for name, of in value.items()]
 
 
 def _checked(value: Any, hint: Any, where: str) -> Any:
+    """Convert an option's value to its type. Raises UsageError."""
     kind = value_type(hint)
     if value is None and kind is not hint:
         return None

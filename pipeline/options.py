@@ -32,20 +32,20 @@ def option(default: Any, help_text: str, **extra: Any) -> Any:
 
 
 def check(ok: bool, name: str, wanted: str, value: object) -> None:
-    """Raise UsageError, which names the flag, where not ``ok``."""
+    """Raise UsageError, which names the flag and what is ``wanted``, unless ``ok``."""
     if not ok:
         raise UsageError(f"--{name.replace('_', '-')} must be {wanted}, got {value!r}")
 
 
 def check_choices(config: Any) -> None:
-    """Hold the fields of a dataclass to their ``choices``: a configuration file passes by the flags' own check."""
+    """Raise UsageError if a field's value is none of its ``choices``; a configuration file skips the flags' check."""
     for item in fields(config):
         choices, value = item.metadata.get("choices"), getattr(config, item.name)
         check(not choices or value is None or value in choices, item.name, f"one of {choices}", value)
 
 
 def named_values(given: Iterable[str], flag: str) -> dict[str, str]:
-    """Parse NAME=VALUE into texts by name: what a value means is for a method's own fields to say."""
+    """Parse NAME=VALUE arguments into texts by name; their meaning is checked by the method."""
     params: dict[str, str] = {}
     for item in given:
         name, equals, value = item.partition("=")
@@ -56,7 +56,7 @@ def named_values(given: Iterable[str], flag: str) -> dict[str, str]:
 
 
 def positive(value: float) -> bool:
-    """Say whether a number is finite and above 0."""
+    """Return whether a number is finite and above 0."""
     return math.isfinite(value) and value > 0
 
 
@@ -128,11 +128,11 @@ class RunOptions(S3Options):
         self.failure_limit(1)
 
     def failure_limit(self, total: int) -> int:
-        """Return how many of ``total`` items may fail before the run counts as failed."""
+        """Return the number of ``total`` items that may fail before the run counts as failed."""
         return max(0, total - 1) if self.max_failed is None else _count_or_share(self.max_failed.strip(), total)
 
     def outside_limit(self, total: int) -> int:
-        """Return how many of ``total`` items may fail by no fault of their own before the run counts as failed.
+        """Return the number of items that may fail by no fault of their own before the run counts as failed.
 
         Such failures come from a mount, a store, a bug or a full GPU. ``--max-failed`` limits them too.
         """
@@ -141,7 +141,7 @@ class RunOptions(S3Options):
         return max(OUTSIDE_COUNT, math.floor(OUTSIDE_SHARE * total + 1e-9))
 
     def as_record(self) -> dict[str, object]:
-        """Return every option as a JSON-able value, for the run's record; of a secret one only that it is set."""
+        """Return the options JSON-able, for the run's record; of a secret only that it is set."""
         values = {item.name: (getattr(self, item.name), item.metadata.get("secret")) for item in fields(self)}
         return {name: "(set)" if secret and value is not None else value for name, (value, secret) in values.items()}
 
@@ -207,6 +207,7 @@ def engine_values(given: Iterable[str]) -> dict[str, Any]:
 
 
 def _json_or_text(text: str) -> Any:
+    """Return a text parsed as JSON, or as it is where it is no JSON."""
     try:
         return json.loads(text)
     except ValueError:

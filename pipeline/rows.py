@@ -19,7 +19,7 @@ R = TypeVar("R", bound=Mapping[str, Any])
 
 
 class ManifestRow(TypedDict):
-    """A video that a user named, as ``pipeline.inputs`` found it.
+    """A video that a user named, as ``pipeline.inputs`` found it: the row of the manifest.
 
     ``uri`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what
     a listing on S3 or the manifest's size_bytes said; ``manifest`` is JSON of the columns that are only carried
@@ -55,7 +55,7 @@ def todo_row(
 
 
 class VideoRecord(TypedDict, total=False):
-    """A row of the videos table, complete or on its way there: a key gains its value at the stage that finds it out.
+    """A row of the videos table, complete or on its way there: each stage adds its keys.
 
     A reader sees every column, None where it is null: of a failed video everything from ``token_shard`` on, whatever
     its type says here, and of an ok one what the source or the method does not have. ``manifest``, ``runtime`` and
@@ -133,7 +133,7 @@ VideoRow = VideoRecord
 
 
 class QuestionRecord(TypedDict, total=False):
-    """A question that is to be asked: a row of the questions file, under which pruning, and which attempt this is."""
+    """A question to be asked: a row of the questions file, the pruning it is asked under, and the attempt."""
 
     question_id: str
     video_ids: list[str]
@@ -147,7 +147,7 @@ class QuestionRecord(TypedDict, total=False):
 
 
 class AnswerRecord(QuestionRecord, total=False):
-    """A row of the answers, complete or on its way there."""
+    """A row of the answers, complete or on its way there: each step adds its keys."""
 
     run_id: str
     status: Status
@@ -174,12 +174,12 @@ class AnswerRecord(QuestionRecord, total=False):
 
 
 def without_nulls(row: Mapping[str, Any], kind: type[R]) -> R:
-    """Convert a row that Arrow read to the record it was made of: a null becomes an absent key."""
+    """Convert a row that Arrow read to a record of type ``kind``: nulls become absent keys."""
     return cast(R, {name: value for name, value in row.items() if value is not None})
 
 
 def failed_video(record: VideoRecord, fault: VideoFault) -> VideoRecord:
-    """Return the record of a video that ends here with a fault."""
+    """Return the error row of a video: its record so far, with the fault."""
     failed: VideoRecord = {
         **record,
         "status": "failed",
@@ -197,7 +197,7 @@ def failed_video(record: VideoRecord, fault: VideoFault) -> VideoRecord:
 
 
 def may_succeed_elsewhere(record: VideoRecord) -> bool:
-    """Return whether the video failed by what may be the fault of the machine it was on."""
+    """Return whether the video failed in a way that may be the fault of the machine it was on."""
     return record["status"] == "failed" and record["retryable"]
 
 
@@ -210,7 +210,7 @@ def failed_from_outside(record: VideoRecord) -> bool:
 
 
 def failed_answer(question: QuestionRecord | AnswerRecord, fault: QuestionFault) -> AnswerRecord:
-    """Return the record of a question that ends here with a fault."""
+    """Return the error row of a question, with the fault."""
     return {
         **cast(AnswerRecord, question),
         "status": "failed",

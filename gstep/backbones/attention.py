@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 @contextmanager
 def observing(module: nn.Module, see: Callable[[Tensor, dict[str, Any]], None]) -> Iterator[None]:
-    """Call ``see`` with the hidden states and the keyword arguments of each call of ``module`` within this context."""
+    """Call ``see`` with the hidden states and keyword arguments of every call of ``module`` inside the context."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         see(args[0] if args else kwargs["hidden_states"], kwargs)
@@ -37,12 +37,15 @@ def split_heads(hidden_SC: Tensor, weight: Tensor, bias: Tensor | None, n_heads:
 
 
 def attention_received(query_HSE: Tensor, key_HSE: Tensor) -> Tensor:
-    """Compute the attention that each key gets, mean over heads and queries: [S]."""
+    """Return the softmax attention that each key receives, averaged over heads and queries: [S]."""
     return _weights(query_HSE, key_HSE).mean(dim=(0, 1))
 
 
 def merged_attention(query_HSE: Tensor, key_HSE: Tensor, merged: int) -> Tensor:
-    """Compute the attention of the mean query to the means of ``merged`` successive keys: [S/merged], a head mean."""
+    """Return the attention [S/merged] of the mean query to groups of ``merged`` successive keys, averaged over heads.
+
+    A group's key is the mean of its keys.
+    """
     n_heads, _, size = key_HSE.shape
     key_HNE = key_HSE.reshape(n_heads, -1, merged, size).mean(dim=2)
     return _weights(query_HSE.mean(dim=1, keepdim=True), key_HNE).mean(dim=(0, 1))
@@ -55,4 +58,5 @@ def rotated(vectors_HSE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
 
 
 def _weights(query_HSE: Tensor, key_HSE: Tensor) -> Tensor:
+    """Return the softmax attention weights [H, queries, keys]."""
     return torch.softmax(query_HSE @ key_HSE.transpose(1, 2) / math.sqrt(key_HSE.shape[-1]), dim=-1)

@@ -116,7 +116,7 @@ class Backbone(ABC):
         """
 
     def chunk_length(self, height: int, width: int, frame_batch: int) -> int:
-        """Return how many frames of [height, width] pixels to encode at once, if ``frame_batch`` are wanted."""
+        """Return the number of frames of [height, width] pixels to encode at once, at most ``frame_batch``."""
         return frame_batch
 
     @property

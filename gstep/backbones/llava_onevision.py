@@ -39,7 +39,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 class LlavaOnevision(ModelFamily):
-    """196 tokens a frame of 384 x 384 pixels; one newline row a video, kept apart from the tokens."""
+    """The LLaVA-OneVision family: 196 tokens a frame of 384 x 384 pixels, and one newline row a video, kept apart."""
 
     model_type = "llava_onevision"
     variant = "llava"
@@ -108,7 +108,7 @@ class LlavaOnevision(ModelFamily):
 
 
 class LlavaOnevisionBackbone(Backbone):
-    """The stock model without its language model."""
+    """A loaded LLaVA-OneVision vision part: the stock transformers model without its language model."""
 
     @property
     def hidden_size(self) -> int:
@@ -140,6 +140,7 @@ class LlavaOnevisionBackbone(Backbone):
         return VisualTokens(tokens.reshape(len(pixels), tokens_per_frame, self.hidden_size), found)
 
     def _observer(self, source: str) -> AttentionObserver | ProbeObserver | PatchObserver:
+        """Make the observer that computes the evidence of one source (gstep.evidence) while the tower runs."""
         if source == LAST_LAYER:
             return AttentionObserver(self._last_attention())
         assert source in HEAD_SOURCES and self.pooling_head is not None
@@ -147,7 +148,7 @@ class LlavaOnevisionBackbone(Backbone):
         return kind(self.model.multi_modal_projector, self.pooling_head)
 
     def _last_attention(self) -> Any:
-        """Find the attention module of the last layer that the tokens come from."""
+        """Return the attention module of the last vision layer that visual tokens are made from."""
         tower = getattr(self.model.vision_tower, "vision_model", self.model.vision_tower)
         # Hidden state 0 is the input of the first layer, so state k is the output of layer k - 1.
         states = range(len(tower.encoder.layers) + 1)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
-    """One token for 28 x 28 pixels of two frames."""
+    """The Qwen2.5-VL family: one token for 28 x 28 pixels of two frames."""
 
     model_type = "qwen2_5_vl"
     preprocessor_class: ClassVar[type[DynamicSizePreprocessor]] = PerFramePreprocessor

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3VL(QwenVL):
-    """One token for 32 x 32 pixels of two frames, with a vector of the same width for each deepstack level."""
+    """The Qwen3-VL family: one token for 32 x 32 pixels of two frames, and a vector of D for each deepstack level."""
 
     model_type = "qwen3_vl"
     preprocessor_class: ClassVar[type[DynamicSizePreprocessor]] = PerVideoPreprocessor

@@ -36,7 +36,7 @@ PATCHES_AT_ONCE = 2**17
 
 
 class QwenVL(ModelFamily):
-    """Tokens of 2 x 2 patches, two frames deep."""
+    """The base of the Qwen-VL families, whose tokens each cover 2 x 2 patches of two frames."""
 
     variant = "qwen"
     gives: ClassVar[frozenset[tuple[str, str]]] = frozenset({("token_attention", MERGED_QUERIES)})
@@ -105,7 +105,7 @@ class QwenVL(ModelFamily):
 
     @abstractmethod
     def extra(self, video: SampledVideo, vision: PretrainedConfig) -> ModelExtra:
-        """Return what positions depend on besides the grid; ``vision`` is the tower's stock configuration."""
+        """Return the facts that token positions depend on besides the grid; ``vision`` is the tower's configuration."""
 
     def tower_order(self, rows: int, columns: int, vision: PretrainedConfig) -> Tensor:
         """Return the place in the frame, [N] int64, of each token in the order in which the tower works on them."""
@@ -140,7 +140,7 @@ class QwenVL(ModelFamily):
 
 
 class QwenBackbone(Backbone):
-    """The stock vision tower."""
+    """A loaded vision tower of a Qwen-VL model, the stock one of transformers."""
 
     family: QwenVL
     preprocessor: DynamicSizePreprocessor

@@ -29,7 +29,7 @@ class Runtime:
 
     @property
     def dtype_name(self) -> str:
-        """A name in DTYPES."""
+        """The dtype's name on the command line, a key of DTYPES such as ``bfloat16``."""
         return str(self.dtype).removeprefix("torch.")
 
     def describe(self) -> dict[str, str]:

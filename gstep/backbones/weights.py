@@ -80,5 +80,6 @@ def check_loaded(module: nn.Module) -> None:
 
 
 def _first_few(items: Sequence[str], limit: int = 5) -> str:
+    """Join at most ``limit`` items for an error message, and say how many more there are."""
     more = f" and {len(items) - limit} more" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more

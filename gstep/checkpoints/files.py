@@ -88,6 +88,7 @@ class CheckpointFiles:
 
 
 def _own_kind(model: str) -> Literal["shipped", "tiny"] | None:
+    """Return the kind of a model name that this package provides itself, or None for any other name."""
     if model in shipped.SHIPPED:
         return "shipped"
     return "tiny" if model in tiny.TINY else None

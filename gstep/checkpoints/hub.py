@@ -63,11 +63,13 @@ def _fetch(repo: str, revision: str | None, filename: str, *, dry_run: bool = Fa
 
 
 def _known_absent(repo: str, revision: str | None, filename: str) -> bool:
+    """Return whether the Hub client's cache remembers that the repository has no such file."""
     cached = try_to_load_from_cache(repo, filename, revision=revision)
     return cached is not None and not isinstance(cached, str)  # the cache remembers files that do not exist
 
 
 def _unreachable(repo: str, filename: str) -> str:
+    """Format the error message for a repository that is neither reachable nor in the cache."""
     offline = " (HF_HUB_OFFLINE is set)" if constants.HF_HUB_OFFLINE else ""
     return (
         f"{repo!r} is no folder here, and {filename} of a model of that name could neither be fetched from the Hugging "

@@ -45,6 +45,7 @@ def tensor_samples(path: Path, prefix: str) -> list[tuple[str, bytes]]:
 
 
 def _update(digest: hashlib._Hash, path: Path) -> None:
+    """Add a safetensors file's header and the sample of each of its tensors to the digest."""
     header, entries = _header(path)
     digest.update(header)
     for sample in _samples(path, len(header), sorted(entry["data_offsets"] for entry in entries.values())):

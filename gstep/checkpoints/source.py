@@ -127,6 +127,7 @@ class ModelSource:
 
 
 def _config(name: str, files: CheckpointFiles) -> dict[str, Any]:
+    """Read config.json. Raise ModelError if it is missing or describes a quantized model."""
     config = files.read_json("config.json")
     if config is None:
         raise ModelError(f"{name!r} has no config.json: pass a model folder in the layout of transformers")
@@ -135,6 +136,7 @@ def _config(name: str, files: CheckpointFiles) -> dict[str, Any]:
 
 
 def _known_type(name: str, config: dict[str, Any]) -> str:
+    """Return the config's model type. Raise ModelError, naming the known ones, if no family here has it."""
     model_type = str(config.get("model_type"))
     if model_type in FAMILIES:
         return model_type
@@ -144,7 +146,7 @@ def _known_type(name: str, config: dict[str, Any]) -> str:
 
 
 def _identity(files: CheckpointFiles, weight_files: tuple[str, ...], config: dict[str, Any]) -> str:
-    """Compute what identifies the weights: a commit of the Hub, or a hash of the files."""
+    """Return the identity of the weights: a commit of the Hub, or a hash of the files."""
     if files.kind == "hub":
         return f"hub:{files.location}@{files.revision}"
     if files.kind == "tiny":

@@ -18,7 +18,7 @@ PADDED_TOKENS = 2**16
 
 
 def batches_by_cost(lengths: Sequence[int], queries: Sequence[int], most: int) -> list[list[int]]:
-    """Return the rows of each batch: rows of like lengths together, from the longest, and at most ``most`` of them.
+    """Group rows of like length into batches of at most ``most`` rows, longest first; return each batch's row numbers.
 
     A batch is full where one more row would cost too much; only the last batch may have room for others. A row that
     costs too much by itself is a batch of its own, which has no padding and so needs no mask.
@@ -38,6 +38,7 @@ def batches_by_cost(lengths: Sequence[int], queries: Sequence[int], most: int) -
 
 
 def _affordable(lengths: Sequence[int], queries: Sequence[int]) -> bool:
+    """Return whether rows of these lengths fit in one batch: padded tokens and attention mask below their limits."""
     tokens = len(lengths) * max(lengths)
     unmasked = len({*lengths}) == 1 and lengths == queries  # all rows are causal, and none is padded
     return tokens <= PADDED_TOKENS and (unmasked or tokens * max(queries) <= MASK_ELEMENTS)
@@ -77,7 +78,7 @@ class Batch:
         return batch
 
     def after(self, prefix: Batch) -> Batch:
-        """Return the same rows with ``prefix`` before each; padding then lies between the two as well."""
+        """Return these rows with the rows of ``prefix`` before them; padding then also lies between the two parts."""
         return Batch(
             input_ids=torch.cat([prefix.input_ids, self.input_ids], dim=1),
             mask=torch.cat([prefix.mask, self.mask], dim=1),
@@ -122,5 +123,6 @@ def encoder_outputs(visuals: Sequence[Visual], device: str | torch.device, dtype
 
 
 def _newline(visual: Visual) -> Tensor:
+    """Return the video's newline row, which must be there."""
     assert visual.newline is not None
     return visual.newline

@@ -20,7 +20,7 @@ _TEMPERATURES = (1e-30, 1e30)
 
 
 class SeededSampling(LogitsProcessor):  # type: ignore[misc]
-    """Turns the greedy choice of each sampled row into a draw from its distribution, by the Gumbel-max trick.
+    """A logits processor that turns each sampled row's greedy choice into a draw, by the Gumbel-max trick.
 
     argmax(log p + g) with g ~ Gumbel(0, 1) is a draw from p, so greedy and sampled rows share a batch, and each row has
     a generator of its own.
@@ -39,6 +39,7 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
         return drawn
 
     def _draw(self, scores: Tensor, input_ids: Tensor, decoding: Decoding, generator: torch.Generator) -> Tensor:
+        """Return one row's scores [V] after temperature, top-k, top-p and Gumbel noise: their argmax is a draw."""
         coldest, hottest = _TEMPERATURES
         scores = scores / min(max(decoding.temperature, coldest), hottest)
         if decoding.top_k:
@@ -52,7 +53,7 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]
 
 
 class RowLimits(StoppingCriteria):  # type: ignore[misc]
-    """Each row ends at its own ``max_new_tokens``."""
+    """A stopping criterion that ends each row at its own ``max_new_tokens``."""
 
     def __init__(self, decodings: Sequence[Decoding], prompt_length: int) -> None:
         self._limits = torch.tensor([d.max_new_tokens for d in decodings], device="cpu")
@@ -64,7 +65,7 @@ class RowLimits(StoppingCriteria):  # type: ignore[misc]
 
 
 class FirstToken(LogitsProcessor):  # type: ignore[misc]
-    """Notes when the prefill has ended."""
+    """A logits processor that records the time at which the prefill ends and the first token is chosen."""
 
     def __init__(self) -> None:
         self.at: float | None = None

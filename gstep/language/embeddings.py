@@ -17,7 +17,7 @@ _ENDS_WITH = "embed_tokens.weight"  # of the language model's alone: vision enco
 
 
 class InputEmbeddings:
-    """Reads the table from the checkpoint when it is first asked for, on the CPU."""
+    """The input embedding table of a language model, read from the checkpoint on first use and kept on the CPU."""
 
     def __init__(self, source: ModelSource, tokenizer: Any, dtype: torch.dtype) -> None:
         self._source = source
@@ -26,6 +26,7 @@ class InputEmbeddings:
 
     @cached_property
     def _table(self) -> Tensor:
+        """The embedding table [V,D]; ModelError where the checkpoint has none."""
         found = read_tensors(
             self._source, lambda name: "table" if name.endswith(_ENDS_WITH) else None, dtype=self._dtype
         )

@@ -27,7 +27,7 @@ CACHE = "cache" if Version(version("transformers")) >= Version("5.24") else "pas
 
 @dataclass
 class Shortened:
-    """What is left of one batch, known once layer K is reached.
+    """The places of a batch's tokens that stay from layer K on; known once the prefill reaches that layer.
 
     Attributes:
         index: [B,S] int64 places in the full rows, padded on the left.
@@ -38,7 +38,7 @@ class Shortened:
     valid: Tensor
 
     def repeated(self, rows: Sequence[int]) -> Shortened:
-        """Return the places of a batch of these rows, which may repeat."""
+        """Return the kept places for a batch made of these rows, which may repeat."""
         return Shortened(self.index[list(rows)], self.valid[list(rows)])
 
     def rows(self, tensor_BLX: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class PruneInside:
 
     @contextmanager
     def of(self, rows: Sequence[int]) -> Iterator[None]:
-        """Continue from these rows of the prefill, which may repeat, while the context is open."""
+        """Apply the pruning to a batch made of these prefilled rows, which may repeat, while the context is open."""
         whole = self.kept
         self.kept = None if whole is None else whole.repeated(rows)
         try:
@@ -104,6 +104,7 @@ class PruneInside:
             self._last = hidden_BLD, cos[:, -1:], sin[:, -1:]
 
     def _choose(self, attention: Any, args: Any, keywords: dict[str, Any], output: Any) -> None:
+        """Choose the tokens to keep, once layer K-1 has filled its cache and the last token's query was noted."""
         if self._last is None:
             return
         keys = keywords[CACHE].layers[attention.layer_idx].keys
@@ -182,12 +183,12 @@ def check_layer(method: Pruner, n_layers: int, deepstack_levels: int) -> int:
 
 
 def _held(layer: Any, keywords: dict[str, Any]) -> int:
-    """Return how many tokens the layer's cache holds: 0 in the prefill."""
+    """Return the number of tokens in the layer's key-value cache: 0 in the prefill."""
     return int(keywords[CACHE].get_seq_length(layer.self_attn.layer_idx))
 
 
 def choose(method: Pruner, hidden_MD: Tensor, attention_M: Tensor, retention_ratio: float) -> Tensor:
-    """Return the places of the visual tokens that stay, from [M,D] at the layer and the attention [M] to them."""
+    """Return the places of the visual tokens that the method keeps, by their states [M,D] and attention [M] there."""
     visual = VisualTokens(hidden_MD[None], {"llm_attention": attention_M})
     budget, ratio = method.resolve_budget(len(attention_M), retention_ratio)
     return method.select(visual, budget, ratio, 0).index
@@ -252,6 +253,7 @@ def visual_places(input_ids: Tensor, video_token: int, kept: Sequence[int], newl
 
 @contextmanager
 def _removed(handle: Any) -> Iterator[None]:
+    """Remove a hook when the context ends."""
     try:
         yield
     finally:

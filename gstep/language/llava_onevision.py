@@ -12,7 +12,7 @@ from gstep.language.types import Visual
 
 
 class LlavaOnevisionPrompts(PromptBuilder):
-    """Positions are contiguous by default, as if the pruned tokens had never been there."""
+    """The prompt builder of LLaVA-OneVision; its default positions are contiguous, as if no token had been pruned."""
 
     default_positions = "contiguous"
     axes = 1

@@ -88,9 +88,9 @@ class LanguageModel:
             with self._prune_inside(prompts, *inside).hooked(self.model):
                 return self.generate(prompts, decodings, share_prefix=False)
         started = time.perf_counter()
-        batch, cache = self._prefilled(prompts) if share_prefix else (Batch.of(prompts), None)
+        batch, cache = self._batch_with_cache(prompts) if share_prefix else (Batch.of(prompts), None)
         clock = FirstToken()
-        tokens = self._continued(batch, cache, prompts if cache is None else (), decodings, clock).cpu()
+        tokens = self._generate_ids(batch, cache, prompts if cache is None else (), decodings, clock).cpu()
         ended, first = time.perf_counter(), clock.at
         assert first is not None
         return [
@@ -98,7 +98,7 @@ class LanguageModel:
             for row, decoding in zip(tokens.tolist(), decodings, strict=True)
         ]
 
-    def _continued(
+    def _generate_ids(
         self,
         batch: Batch,
         past: DynamicCache | None,
@@ -106,7 +106,10 @@ class LanguageModel:
         decodings: Sequence[Decoding],
         clock: FirstToken,
     ) -> Tensor:
-        """Return the generated ids [B,new]; ``prompts`` are those whose videos ``past`` does not hold."""
+        """Run ``generate`` on ``batch`` with the keys and values in ``past``; return the new token ids, [B,new].
+
+        ``prompts`` are those whose videos ``past`` does not hold, so that their tokens have to go in.
+        """
         length = batch.input_ids.shape[1]
         visuals = [visual for prompt in prompts for visual in prompt.visuals]
         output: Tensor = self.model.generate(
@@ -139,7 +142,7 @@ class LanguageModel:
             active = None
             if inside is not None:
                 active = stack.enter_context(self._prune_inside(prompts, *inside).hooked(self.model))
-            batch, cache = self._prefilled(prompts) if share_prefix and not active else (Batch.of(prompts), None)
+            batch, cache = self._batch_with_cache(prompts) if share_prefix and not active else (Batch.of(prompts), None)
             new = prompts if cache is None else ()
             output = self._forward(batch, prompts=new, past=cache, use_cache=True, logits_to_keep=1)
             first = torch.log_softmax(output.logits[:, -1].float(), dim=-1)
@@ -163,13 +166,15 @@ class LanguageModel:
         at_once = max(1, COPIED_TOKENS // prompt.input_ids.shape[1])
         for part in (longer[start : start + at_once] for start in range(0, len(longer), at_once)):
             with inside.of([row] * len(part)) if inside else nullcontext():
-                rest = self._rest(prompt, cache, row, [continuations[i] for i in part])
+                rest = self._later_logprobs(prompt, cache, row, [continuations[i] for i in part])
             for i, value in zip(part, rest, strict=True):
                 logprobs[i] += value
         return [Score(value, len(ids)) for value, ids in zip(logprobs, continuations, strict=True)]
 
-    def _rest(self, prompt: Batch, cache: DynamicCache, row: int, continuations: list[list[int]]) -> list[float]:
-        """Sum the log-probabilities of all tokens but the first, of continuations that have more than one."""
+    def _later_logprobs(
+        self, prompt: Batch, cache: DynamicCache, row: int, continuations: list[list[int]]
+    ) -> list[float]:
+        """Return each continuation's log-probability of its tokens after the first, summed; each has two or more."""
         # The rows end where they are padded, so that each follows its prompt without a gap.
         inputs = [ids[:-1] for ids in continuations]
         width = max(map(len, inputs))
@@ -184,6 +189,7 @@ class LanguageModel:
         return [float(rest[: len(t)].gather(-1, t[:, None]).sum()) for rest, t in zip(following, targets, strict=True)]
 
     def _prune_inside(self, prompts: Sequence[Prompt], method: Pruner, retention_ratio: float) -> PruneInside:
+        """Make the pruning context for a batch of prompts, marking which of their tokens are visual."""
         batch = Batch.of(prompts)
         video = int(self.model.config.video_token_id)
         prunable = torch.zeros_like(batch.mask, dtype=torch.bool)
@@ -193,8 +199,12 @@ class LanguageModel:
             prunable[row, batch.mask.shape[1] - len(prompt) :] = visual_places(prompt.input_ids, video, kept, newline)
         return PruneInside(method, retention_ratio, prunable, batch.mask.bool())
 
-    def _prefilled(self, prompts: Sequence[Prompt]) -> tuple[Batch, DynamicCache | None]:
-        """Return the prompts, and their videos' keys and values where some are shared or one mask were too large."""
+    def _batch_with_cache(self, prompts: Sequence[Prompt]) -> tuple[Batch, DynamicCache | None]:
+        """Return the batch of all prompts, and the key-value cache of their videos if computing that first saves work.
+
+        It does where prompts share videos, or where one attention mask for all would be too large; otherwise the cache
+        is None.
+        """
         shared: list[int] = []  # the first prompt of each group
         group = []
         for i, prompt in enumerate(prompts):
@@ -208,13 +218,13 @@ class LanguageModel:
             return Batch.of(prompts), None
         firsts = [prompts[i] for i in shared]
         prefix = Batch.of(firsts, [slice(p.prefix_length) for p in firsts])
-        cache = self._prefixes(firsts)
+        cache = self._prefix_cache(firsts)
         cache.batch_select_indices(torch.tensor(group, device=self.device))
         tails = Batch.of(prompts, [slice(p.prefix_length, None) for p in prompts])
         return tails.after(prefix.rows(group)), cache
 
-    def _prefixes(self, prompts: Sequence[Prompt]) -> DynamicCache:
-        """Return the keys and values of each prompt up to the end of its videos, computed in affordable parts."""
+    def _prefix_cache(self, prompts: Sequence[Prompt]) -> DynamicCache:
+        """Compute the key-value cache of each prompt up to the end of its videos, in batches that fit into memory."""
         lengths = [prompt.prefix_length for prompt in prompts]
         parts = batches_by_cost(lengths, lengths, len(lengths))
         caches = []
@@ -245,7 +255,7 @@ class LanguageModel:
         )
 
     def _config(self, decodings: Sequence[Decoding]) -> Any:
-        """Return greedy settings for ``generate``: rows that are drawn get their noise from SeededSampling."""
+        """Return generation settings that are greedy for all rows; SeededSampling adds the noise of sampled rows."""
         config = copy.deepcopy(self.model.generation_config)
         config.update(
             do_sample=False,
@@ -257,16 +267,18 @@ class LanguageModel:
         return config
 
     def _pad_id(self) -> int:
+        """Return the id to pad generated rows with: the model's, the tokenizer's, or a token that ends answers."""
         ends = self._ends()
         known = (self.model.generation_config.pad_token_id, self.tokenizer.pad_token_id, *sorted(ends), 0)
         return next(int(i) for i in known if i is not None)
 
     def _ends(self) -> set[int]:
-        """Return the tokens that end an answer."""
+        """Return the ids of the tokens that end an answer."""
         ids = self.model.generation_config.eos_token_id
         return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
 
     def _answer(self, row: list[int], decoding: Decoding, prefill_s: float, decode_s: float) -> Answer:
+        """Make the Answer of one row: cut it at its limit and at the first end token, and decode the text."""
         ends = self._ends()
         ids = row[: decoding.max_new_tokens]
         stop = next((i for i, token in enumerate(ids) if token in ends), None)

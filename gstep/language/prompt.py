@@ -37,7 +37,7 @@ class Segment:
 
 
 class PromptBuilder(ABC):
-    """Builds the prompts of one model under one policy. Pickles."""
+    """The builder of one model's prompts under one policy. Pickles."""
 
     default_positions: ClassVar[str]
     axes: ClassVar[int]
@@ -143,10 +143,13 @@ class PromptBuilder(ABC):
 
     @abstractmethod
     def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
-        """Return the placeholders of a video, or of one of its frames where a frame has a placeholder of its own."""
+        """Return the placeholders and positions of a whole video, or of one frame where each has a placeholder."""
 
     def _with_markers(self, parts: list[str], visuals: Sequence[Visual]) -> list[tuple[str, int, int | None]]:
-        """Return (text, video, frame): each text with what follows it; a frame of None is all of them."""
+        """Return (text, video, frame) parts: the text before each placeholder, and the video (and frame) it stands for.
+
+        A frame of None means all frames of the video.
+        """
         return [(part, video, None) for video, part in enumerate(parts)]
 
     def _segments(self, parts: list[tuple[str, int, int | None]], visuals: Sequence[Visual]) -> Iterator[Segment]:
@@ -158,15 +161,18 @@ class PromptBuilder(ABC):
                 yield replace(self._visual_segment(visuals[video], frame), video=video)
 
     def _text_segment(self, text: str) -> Segment:
+        """Convert a text to a segment of token ids whose positions count up from 0."""
         # Special tokens split a text wherever they stand, so pieces between placeholders get the ids of the whole.
         pieces = [self.tokenizer(piece, add_special_tokens=False).input_ids for piece in text.split(_MARK)]
         ids = torch.tensor([i for piece in pieces for i in piece], dtype=torch.int64, device="cpu")
         return Segment(ids, torch.arange(len(ids), device="cpu").expand(self.axes, -1), len(ids))
 
     def _placeholders(self, count: int) -> Tensor:
+        """Return ``count`` video placeholder ids, [count] int64."""
         return torch.full((count,), self._video_id, dtype=torch.int64, device="cpu")
 
     def _render(self, messages: Sequence[ChatMessage], n_videos: int) -> str:
+        """Apply the chat template. Raise ValueError if the result does not have one placeholder a video."""
         told = [{**message, "content": [self._as_text(part) for part in message["content"]]} for message in messages]
         rendered: str = self.tokenizer.apply_chat_template(
             told, chat_template=self.chat_template, tokenize=False, add_generation_prompt=True
@@ -180,9 +186,9 @@ class PromptBuilder(ABC):
         return self._video_token in text or self._image_token in text
 
     def _as_text(self, part: ChatPart) -> ChatPart:
-        """Return a part of a message, in whose text no placeholder can pass for a video: that would shift every token.
+        """Return a message part whose text cannot be mistaken for a video placeholder, which would shift every token.
 
-        Raises ValueError for a text with the mark that breaks them up.
+        Raises ValueError for a text that contains this module's own separator mark.
         """
         text = part.get("text", "")
         if _MARK in text:
@@ -237,7 +243,7 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _places(segments: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Return (first, end) of the placeholders of each video, with the texts between them."""
+    """Return (first token, end) of each video's placeholders in the prompt, texts between its frames included."""
     places: dict[int, tuple[int, int]] = {}
     for segment, start in zip(segments, _running(len(segment.ids) for segment in segments), strict=False):
         if segment.video is not None:
@@ -247,7 +253,7 @@ def _places(segments: Sequence[Segment]) -> list[tuple[int, int]]:
 
 
 def _running(extents: Iterable[int]) -> Iterator[int]:
-    """Yield where each segment starts: the sum of the extents before it."""
+    """Yield the position at which each segment starts: the sum of the extents before it."""
     total = 0
     for extent in extents:
         yield total

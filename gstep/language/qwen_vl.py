@@ -20,7 +20,7 @@ from gstep.language.types import PromptPolicy, Visual
 
 @dataclass(frozen=True)
 class Rule:
-    """What libraries do differently.
+    """The points in which library versions build Qwen prompts differently.
 
     Attributes:
         text_after_time: Qwen2.5-VL: text goes on behind the largest position of the video, time included; otherwise
@@ -73,7 +73,7 @@ class Grid:
 
 
 class QwenPrompts(PromptBuilder):
-    """What both families share."""
+    """The base of the Qwen prompt builders: M-RoPE positions and the check of a video's grid."""
 
     default_positions = "original"
     axes = 3
@@ -83,16 +83,17 @@ class QwenPrompts(PromptBuilder):
         self.rule = RULES[policy.rule]
 
     def check(self, visual: Visual) -> None:
-        """Check the video's grid besides, as :meth:`PromptBuilder.check`."""
+        """Check the video's tokens and its grid. Raises ValueError as :meth:`PromptBuilder.check`."""
         super().check(visual)
         Grid.of(visual)
 
     def _contiguous(self, count: int) -> Segment:
+        """Return ``count`` placeholders whose positions on all three axes just count up."""
         return Segment(self._placeholders(count), torch.arange(count, device="cpu").expand(3, -1), count)
 
 
 class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
-    """All kept tokens of a video in one run; time goes by seconds."""
+    """The prompt builder of Qwen2.5-VL: a video's kept tokens are one run, and positions advance by seconds."""
 
     def _visual_segment(self, visual: Visual, frame: int | None) -> Segment:
         if self.policy.positions == "contiguous":
@@ -106,7 +107,7 @@ class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
         return Segment(self._placeholders(len(t)), torch.stack([times[t], h, w]), extent)
 
     def _times(self, visual: Visual, n_frames: int) -> Tensor:
-        """Return the position [T] of each temporal patch."""
+        """Return the temporal position of each temporal patch, [T] int64."""
         try:
             # float32, as the stock processor gives it
             seconds = torch.tensor(float(visual.extra["second_per_grid_ts"]), dtype=torch.float32, device="cpu")
@@ -119,7 +120,7 @@ class Qwen2_5Prompts(QwenPrompts):  # noqa: N801 - the model's own name
 
 
 class Qwen3Prompts(QwenPrompts):
-    """Every temporal patch has its time as text before it, also one of which no token was kept."""
+    """The prompt builder of Qwen3-VL: a time in text before every temporal patch, even one without kept tokens."""
 
     frame_markers = 1
     writes_times = True
@@ -162,6 +163,7 @@ class Qwen3Prompts(QwenPrompts):
         return Segment(self._placeholders(len(kept)), positions, max(grid.height, grid.width))
 
     def _seconds(self, visual: Visual) -> list[float]:
+        """Return the seconds written before each temporal patch. Raise ValueError if the cache does not hold them."""
         if self.policy.frame_times == "stock":
             return self._stock_seconds(visual)
         times = visual.extra.get("patch_timestamps")

@@ -122,7 +122,7 @@ class Prompt:
 
     @property
     def extent(self) -> int:
-        """What must fit into the model's context: tokens, or positions where those have gaps."""
+        """The context length that the prompt takes: its tokens, or its positions where those have gaps."""
         return max(len(self), int(self.positions.max()) + 1)
 
 
@@ -160,7 +160,7 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model said.
+    """The answer of a language model to one prompt.
 
     Attributes:
         text: without special tokens.
@@ -179,7 +179,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a continuation is after a prompt.
+    """The log-probability of a continuation after a prompt.
 
     Attributes:
         logprob: sum of the natural log-probabilities of its tokens.

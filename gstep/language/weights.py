@@ -83,6 +83,7 @@ def _names_in_memory(key: str) -> list[str]:
 
 
 def _head_of(embeddings: nn.Embedding) -> nn.Linear:
+    """Make an output layer that shares the weight of the input embeddings."""
     head = nn.Linear(embeddings.embedding_dim, embeddings.num_embeddings, bias=False, device="meta")
     head.weight = embeddings.weight
     return head

@@ -107,6 +107,7 @@ def _build(kind: type[Pruner], params: Mapping[str, Any], called: str) -> Pruner
 
 
 def _target(kind: type[Pruner]) -> str:
+    """Return the import path ``module:Class`` of a class."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 

@@ -42,7 +42,7 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> str:
 
 
 def check_tokens(tokens: Any) -> None:
-    """Refuse what is not a finite [T,N,D] tensor of a float dtype with T, N, D >= 1."""
+    """Raise ValueError unless ``tokens`` is a finite [T,N,D] tensor of a float dtype with T, N, D >= 1."""
     wanted = "tokens must be a tensor [T,N,D] (frames, tokens a frame, hidden size), each at least 1"
     if not isinstance(tokens, Tensor):
         raise ValueError(f"{wanted}; got {type(tokens).__name__}")
@@ -60,7 +60,7 @@ def check_tokens(tokens: Any) -> None:
 
 
 def check_evidence(evidence: Mapping[str, Any], n_frames: int, per_frame: int) -> None:
-    """Refuse evidence that is not finite floats, or whose shape does not fit T frames of N tokens or each other."""
+    """Raise ValueError unless evidence is finite floats whose shapes fit T frames of N tokens, and each other."""
     lengths = {"T": n_frames, "N": per_frame, "T*N": n_frames * per_frame}
     for name, value in evidence.items():
         if not isinstance(value, Tensor) or value.dtype not in _DTYPES:

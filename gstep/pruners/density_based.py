@@ -16,7 +16,7 @@ _MAX_RADIUS = 10_000  # frames; the smoothing holds [T, 2r+1] numbers
 
 @dataclass(frozen=True, kw_only=True)
 class DensityPruner(Pruner):
-    """A method that ranks tokens by rho.
+    """The base of the methods that rank tokens by the spatio-temporal density rho.
 
     Attributes:
         smoothing: the temporal kernel: gaussian (Eq. 5), box (a fixed window) or raw (none).

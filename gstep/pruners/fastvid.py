@@ -222,7 +222,7 @@ def keep(
 
 
 def density_peaks(tokens_XD: Tensor, noise_X: Tensor) -> Tensor:
-    """Score how central each token is: its density times the distance to the nearest denser one, [X]."""
+    """Score each token's centrality: its density times the distance to the nearest denser token, [X]."""
     # Without the matrix product, whose cancellation would make up small distances between equal tokens.
     distance_XX = torch.cdist(tokens_XD, tokens_XD, compute_mode="donot_use_mm_for_euclid_dist")
     distance_XX /= math.sqrt(tokens_XD.shape[1])

@@ -15,7 +15,7 @@ from gstep.types import VisualTokens
 
 @dataclass(frozen=True, kw_only=True)
 class FPS(DensityPruner):
-    """Eqs. (10)-(12) with alpha = 1.
+    """Farthest point sampling by distance alone: Eqs. (10) to (12) with alpha = 1.
 
     Attributes:
         start: the first token: density (largest rho, Eq. 9), first (index 0) or isolated (the one whose nearest

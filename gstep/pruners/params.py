@@ -52,6 +52,7 @@ def read_params(kind: type[Pruner], texts: Mapping[str, str], called: str) -> di
 
 
 def _is_required(item: Field[Any]) -> bool:
+    """Return whether a dataclass field has no default."""
     return item.default is MISSING and item.default_factory is MISSING
 
 

@@ -14,7 +14,7 @@ from gstep.types import VisualTokens
 
 @dataclass(frozen=True, kw_only=True)
 class Random(Pruner):
-    """The first B of one seeded permutation of the T*N tokens, selected in that order; the same on every device."""
+    """A seeded random choice: the first B of one permutation of the T*N tokens, the same on every device."""
 
     name: ClassVar[str] = "random"
     nested: ClassVar[bool] = True

@@ -13,7 +13,7 @@ from gstep.types import VisualTokens
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform(Pruner):
-    """The centre of each of B equal strata of the T*N tokens: floor((k + 1/2) * M / B). Has no order."""
+    """Evenly spaced tokens, one from the centre of each of B equal strata: floor((k + 1/2) * M / B). Has no order."""
 
     name: ClassVar[str] = "uniform"
     nested: ClassVar[bool] = False

@@ -55,7 +55,7 @@ def calm_channels(tokens_TND: Tensor) -> Tensor:
 
 
 def similarities(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
-    """Score how typical each token is of its video and of its frame, two of [T,N] float64; low means unique."""
+    """Score each token's similarity to its video and to its frame, two of [T,N] float64; low means unique."""
     tokens_TND = working_copy(tokens_TND)
     direction_TND = unit(tokens_TND[..., calm_channels(tokens_TND)])
     frame_T1D = direction_TND.double().mean(dim=1, keepdim=True)

@@ -109,6 +109,7 @@ class VisionZip(Pruner):
         return _by_norm(visual.tokens, kept, max(1, n_dominant), self.neighbours)
 
     def _kept_of_frame(self, size: int, ratio: float) -> int:
+        """Return K, the number of tokens to keep of a frame of ``size`` tokens, by the variant's rule."""
         return kept_of_frame(size, ratio) if self.variant == "llava" else budget_for(ratio, size)
 
 

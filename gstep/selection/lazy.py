@@ -40,7 +40,7 @@ _OUT_OF_REACH = 3.0  # above any cosine
 
 @dataclass
 class Counts:
-    """The work of one selection, for benchmarks.
+    """The counted work of one selection, for benchmarks.
 
     Attributes:
         rounds: blocks of candidates.
@@ -101,7 +101,7 @@ def _distance(products: NDArray[np.floating], scale: Floats) -> Floats:
 
 
 def _cosine_threshold(nearest: Floats) -> NDArray[np.float32]:
-    """Return the bound on a cosine from which on the token may be nearer than the nearest one known."""
+    """Return the cosine bound above which a pick may be nearer to a token than its nearest known pick."""
     return np.where(nearest > 0, 1 - nearest - MARGIN, _OUT_OF_REACH).astype(np.float32)
 
 
@@ -124,11 +124,12 @@ class _RoundRows:
         return places if self._places is None else np.searchsorted(self._places, places)
 
     def of(self, places: Places) -> Tensor:
+        """Return the rows of these tokens, given by their places among all tokens."""
         return self.tokens.index_select(0, torch.from_numpy(self.rows_of(places)))
 
 
 class _Search:
-    """The lazy selection.
+    """The state of a lazy greedy selection on a CPU.
 
     Of every token: the distance to the nearest of the first ``seen`` picks (and of some later ones), and the score that
     follows from it, -inf once the token is selected. A score is the key of gstep.selection.reference where there is
@@ -193,6 +194,7 @@ class _Search:
         return scores
 
     def _scores_of(self, places: Places) -> Floats:
+        """Compute the current scores of the tokens at ``places``."""
         return self._scores(self.nearest[places], self.term[places])
 
     def _best_candidates(self) -> tuple[Places, _Rival]:
@@ -210,7 +212,7 @@ class _Search:
         return np.sort(np.concatenate([sure, equals[:tied]])), _Rival(border, int(equals[tied]))
 
     def _refresh(self, rows: _RoundRows, places: Places, rival: _Rival) -> None:
-        """Compare the candidates with what was selected since each was last, until they fall behind the rival."""
+        """Update candidates' distances with the picks made since each was last updated, until none beats the rival."""
         # Picks in blocks: a candidate that falls behind the rival in one is spared the later ones. Products in full
         # cost more than bounds, so without a bound the blocks are smaller.
         count, block = self.picks.count, _PICKS if self.by_bound else _PICKS // 4
@@ -266,6 +268,7 @@ class _Search:
             self.by_bound, self.counts.gave_up = False, True
 
     def _compare_the_rest(self, rows: _RoundRows, which: Places, bounds: NDArray[np.float32], picks: slice) -> None:
+        """Measure the candidate-pick pairs whose bound says the pick may be nearer than the nearest known one."""
         row, column = np.nonzero(bounds > _cosine_threshold(self.nearest[which])[:, None])
         if len(row) > _DENSE * bounds.size and not self.known.has_copies:
             self._compare(rows, which, picks)
@@ -292,6 +295,7 @@ class _Search:
         return bounds
 
     def _coordinates(self, places: Places) -> Tensor:
+        """Return the subspace coordinates of the tokens at ``places``."""
         assert self.known.coordinates is not None
         return self.known.coordinates.index_select(0, torch.from_numpy(places))
 
@@ -303,7 +307,7 @@ class _Search:
         self.counts.products += len(which)
 
     def _select(self, rows: _RoundRows, left: Places, score: Floats, rival: _Rival) -> None:
-        """Select greedily among some candidates while their best beats the rival."""
+        """Select candidates ``left`` one after the other, for as long as the best of them beats the rival."""
         nearest, term = self.nearest[left], self.term[left]
         distance_LL = self._mutual_distances(rows, left)
         chosen: list[int] = []
@@ -323,7 +327,7 @@ class _Search:
         self.seen[left] = self.picks.count
 
     def _mutual_distances(self, rows: _RoundRows, left: Places) -> Floats:
-        """Compute distances [L,L]; infinite where neither token can come nearer to the other than it is to another."""
+        """Compute the candidates' mutual distances [L,L]; infinite where a pair cannot change either's nearest pick."""
         scale, size = self.known.inverse[left], len(left)
         row, column = np.triu_indices(size, 1) if self.known.has_copies else (None, None)
         if self.by_bound:

@@ -38,7 +38,7 @@ def full_precision() -> Iterator[None]:
 
 
 def _set_full() -> Callable[[], None]:
-    """Set full precision, and return the function that undoes it."""
+    """Set full float32 precision, and return the function that restores the previous settings."""
     operators = _operators()
     held = [operator.fp32_precision for operator in operators]
     if operators and _FULL.issuperset(held):
@@ -61,13 +61,13 @@ def _set_full() -> Callable[[], None]:
 
 
 def _operators() -> tuple[Any, ...]:
-    """List the backends that multiply matrices and have a setting of their own, since torch 2.9."""
+    """List torch's backend objects whose own precision setting, since torch 2.9, overrides the process-wide one."""
     of_cpu = getattr(torch.backends.mkldnn, "matmul", None)
     return () if of_cpu is None else (torch.backends.cuda.matmul, of_cpu)
 
 
 def _older_setting() -> str | None:
-    """Return the value of set_float32_matmul_precision, or None where an operator's own setting overrules it."""
+    """Return the value of set_float32_matmul_precision, or None where a backend's own setting overrides that."""
     try:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # torch raises where the operators' settings disagree

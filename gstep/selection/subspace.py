@@ -47,6 +47,7 @@ class Subspace:
 
     @property
     def dims(self) -> int:
+        """k, the number of the subspace's dimensions."""
         return self.basis.shape[1]
 
     def coordinates(self, tokens_MD: Tensor, inverse_norm_M: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ class Rows:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype in which products of the tokens are computed."""
         return work_dtype(self.tokens)
 
     @property
@@ -121,6 +122,7 @@ def survey(rows: Rows, dims: int | None = None) -> Survey:
 
 
 def _subspace(rows: Rows, dims: int) -> Subspace:
+    """Find a subspace of ``dims`` dimensions from a seeded sample of the tokens."""
     seeded = torch.Generator("cpu").manual_seed(0)
     size = min(max(len(rows.tokens) // 24, _SAMPLE[0]), _SAMPLE[1])
     sample = torch.randperm(len(rows.tokens), generator=seeded, device="cpu")[:size]

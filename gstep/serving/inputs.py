@@ -38,6 +38,7 @@ def engine_input(prompt: Prompt, video_token_id: int) -> Any:
 
 
 def _place(item: VideoItem) -> PlaceholderRange:
+    """Describe where the video's span lies in the prompt, and which of its tokens take a row."""
     return PlaceholderRange(
         offset=item.first,
         length=len(item.takes_row),
@@ -46,6 +47,7 @@ def _place(item: VideoItem) -> PlaceholderRange:
 
 
 def _with_positions(item: VideoItem) -> MultiModalKwargsItem:
+    """Return the video's rows, positions and extent as one vLLM item."""
     return _fields(
         embeds=item.rows, positions=item.positions.contiguous(), extent=torch.tensor([item.extent], device="cpu")
     )

@@ -50,6 +50,7 @@ def video_items(prompt: Prompt, video_token_id: int) -> list[VideoItem]:
 
 
 def _item(prompt: Prompt, visual: Visual, first: int, end: int, video_token_id: int) -> VideoItem:
+    """Make the item of the video whose span is tokens [first, end) of the prompt."""
     rows, digest = _rows_and_digest(visual)
     takes_row = prompt.input_ids[first:end] == video_token_id
     assert int(takes_row.sum()) == len(rows)
@@ -71,6 +72,7 @@ _made: dict[int, tuple[weakref.ref[Visual], Tensor, str]] = {}
 
 
 def _rows_and_digest(visual: Visual) -> tuple[Tensor, str]:
+    """Return the rows that stand for a video's placeholders and their hash, remembered while the Visual lives."""
     key = id(visual)
     held = _made.get(key)
     if held is not None and held[0]() is visual:
@@ -84,13 +86,14 @@ def _rows_and_digest(visual: Visual) -> tuple[Tensor, str]:
 
 
 def _digest(said: str, tensor: Tensor) -> str:
+    """Return the SHA-256 of a text and a tensor's bytes."""
     digest = hashlib.sha256(said.encode())
     digest.update(tensor.contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def prompt_positions(videos: Iterable[tuple[int, Tensor, int]], n_tokens: int, axes: int = 3) -> tuple[Tensor, int]:
-    """Compute positions [A,n_tokens] of a prompt from those of its videos, as M-RoPE counts, and their delta.
+    """Compute a prompt's M-RoPE positions [A,n_tokens] from those of its videos, and their delta.
 
     Args:
         videos: (first token, positions [A,S] from the start of the span, extent) of each, in any order.

@@ -18,7 +18,10 @@ from gstep.serving.items import prompt_positions
 
 
 class _Cached:
-    """A video comes as ``embeds`` [P,D*(1+levels)], ``positions`` [3,S] and ``extent`` [1] of gstep.serving.items."""
+    """The mixin that makes a vLLM model take cached tokens, in the fields of gstep.serving.items.
+
+    ``embeds`` is [P,D*(1+levels)], ``positions`` [3,S] and ``extent`` [1].
+    """
 
     def get_mrope_input_positions(self, input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[Tensor, int]:
         """Return positions [3,n_tokens] and their delta."""
@@ -35,11 +38,11 @@ class _Cached:
 
 
 class CachedQwen2_5VL(_Cached, Qwen2_5_VLForConditionalGeneration):  # type: ignore[misc]  # noqa: N801
-    """Qwen2.5-VL."""
+    """vLLM's Qwen2.5-VL, fed with cached visual tokens."""
 
 
 class CachedQwen3VL(_Cached, Qwen3VLForConditionalGeneration):  # type: ignore[misc]
-    """Qwen3-VL: without a vision tower vLLM would go without deepstack, which the cache has all the same."""
+    """vLLM's Qwen3-VL, fed with cached visual tokens, deepstack levels included though it has no vision tower."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = "model") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix)

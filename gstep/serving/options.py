@@ -23,7 +23,7 @@ _ON_CPU = {
 def engine_options(
     source: ModelSource, runtime: Runtime, largest_video: int, tensor_parallel: int = 1
 ) -> dict[str, Any]:
-    """Return arguments of EngineArgs.
+    """Return keyword arguments of vLLM's EngineArgs for serving this model's cached tokens.
 
     Args:
         largest_video: the most visual tokens that a video has in a prompt.

@@ -27,15 +27,15 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
 
 
 def ends_of(generation: Any) -> list[int]:
-    """Return the tokens that end an answer, of a GenerationConfig."""
+    """Return the ids of the tokens that end an answer by a GenerationConfig."""
     ends = generation.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else sorted(ends)
 
 
 def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
-    """Return arguments of SamplingParams.
+    """Return keyword arguments of vLLM's SamplingParams for one answer.
 
-    vLLM's engines take of a checkpoint's GenerationConfig nothing but the tokens that end an answer.
+    Of a checkpoint's GenerationConfig vLLM itself uses only the tokens that end an answer; the rest is set here.
     """
     drawn = {"top_p": decoding.top_p, "top_k": decoding.top_k, "seed": decoding.seed} if decoding.temperature else {}
     return {

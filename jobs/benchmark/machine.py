@@ -27,6 +27,7 @@ def machine_line(device: str) -> str:
 
 
 def _cpu_name() -> str:
+    """Return the processor's model name."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123 - no such file elsewhere than on Linux
             return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))

@@ -45,6 +45,7 @@ def peak_memory(work: Callable[[], object]) -> float | None:
 
 
 def _measure(work: Callable[[], object], pipe: Connection) -> None:
+    """Run ``work`` in the forked child, and send the MB by which its peak memory grew."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # it ends without a message; the parent has one
     torch.set_num_threads(1)
     before = _highest()
@@ -59,6 +60,6 @@ def _highest() -> int:
 
 
 def _return_freed_memory() -> None:
-    """Return freed memory to the system, else the child would reuse it unmeasured."""
+    """Return freed heap memory to the system; otherwise the child would reuse it, and its growth would not be seen."""
     with suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL(None).malloc_trim(0)

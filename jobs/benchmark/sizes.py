@@ -9,7 +9,7 @@ from jobs.command import add_json_or_file, count
 
 
 def add_sizes(parser: argparse.ArgumentParser, frames: list[int]) -> None:
-    """Add the flags of sizes; ``frames`` is the default of --frames, one made-up video each."""
+    """Add the flags for the size of made-up videos and for repeats; ``frames`` is the default of --frames."""
     shown = " ".join(map(str, frames))
     parser.add_argument(
         "--frames", type=count, nargs="+", default=frames, metavar="T", help=f"frames, one video each [{shown}]"
@@ -28,6 +28,7 @@ def add_folder(parser: argparse.ArgumentParser) -> None:
 
 
 def _folder(text: str) -> Path:
+    """Check that a folder exists, as a flag's type."""
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {text}")
     return Path(text)

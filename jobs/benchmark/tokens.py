@@ -24,14 +24,14 @@ _NOISE = 0.3  # spread of the noise; that of the content is 1
 
 
 class Maker(Protocol):
-    """A function that makes tokens of a kind."""
+    """The type of functions that make tokens of one kind."""
 
     def __call__(self, n_frames: int, per_frame: int, hidden: int) -> Tensor:
         """Make tokens [T,N,D] bfloat16, the same for the same sizes."""
 
 
 class Input(NamedTuple):
-    """A kind of tokens; ``note`` describes it in a few words."""
+    """A kind of made-up tokens: the function that makes them, and a description of a few words."""
 
     make: Maker
     note: str

@@ -38,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, console: Console) -> int:
-    """Compare the methods, print and write the tables, and return the exit code."""
+    """Compare the methods, print and write the tables; return the exit code."""
     import pyarrow.parquet as pq  # noqa: PLC0415 - not for --help
 
     from jobs.testbed.comparing import compare, markdown  # noqa: PLC0415

@@ -22,7 +22,7 @@ _EVERYWHERE = "all"
 
 
 class Compared(NamedTuple):
-    """A method minus another, in points, on the questions of a part.
+    """The paired difference of a method minus another, in points, on the questions of one part.
 
     Attributes:
         p: two-sided, by draws of whole videos.
@@ -40,7 +40,7 @@ class Compared(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """A method compared with others in each part.
+    """The differences between a method and its rivals in each part of the videos.
 
     Attributes:
         scores: (part, method, ratio) -> percent right.
@@ -106,7 +106,7 @@ def compare(
 
 
 def markdown(found: Comparison) -> str:
-    """Return a table of scores, then one of differences for each ratio."""
+    """Return Markdown: a table of scores, then for each ratio a table of differences."""
     ours, questions, videos = method_title(found.method), *found.asked[_EVERYWHERE]
     others = list(dict.fromkeys(one.other for one in found.compared))
     ratios = sorted({one.ratio for one in found.compared}, reverse=True)
@@ -125,6 +125,7 @@ def markdown(found: Comparison) -> str:
 
 
 def _scores(found: Comparison, methods: Sequence[str], ratios: Sequence[float]) -> Iterator[str]:
+    """Yield the Markdown lines of the score table, a row a method and a column a ratio."""
     yield from table_head(["Method", *(f"{100 * ratio:g} %" for ratio in ratios)])
     full = next(
         (value for (part, name, _), value in found.scores.items() if (part, name) == (_EVERYWHERE, ORIGINAL.method)),
@@ -142,6 +143,7 @@ def _scores(found: Comparison, methods: Sequence[str], ratios: Sequence[float]) 
 
 
 def _differences(found: Comparison, others: Sequence[str], ratio: float) -> Iterator[str]:
+    """Yield the Markdown lines of one ratio's differences, a row a part and a column a rival."""
     yield from table_head(["", "all tokens", method_title(found.method), *map(method_title, others)])
     for part, (questions, _) in found.asked.items():
         full = found.scores.get((part, *ORIGINAL))
@@ -152,6 +154,7 @@ def _differences(found: Comparison, others: Sequence[str], ratio: float) -> Iter
 
 
 def _cell(one: Compared) -> str:
+    """Format a difference with its interval, bold where it is significant."""
     if math.isnan(one.p):
         return f"{one.difference:+.1f} (no interval)"
     text = f"{one.difference:+.1f} [{one.low:+.1f}, {one.high:+.1f}]"

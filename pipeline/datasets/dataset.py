@@ -57,7 +57,7 @@ class TokenDataset(Dataset[CachedVideo]):
 
 
 class IterableTokenDataset(IterableDataset[CachedVideo]):
-    """The videos of a cache shard by shard: shared out by shards to ranks, then to the workers of each.
+    """The videos of a cache shard by shard, as a torch dataset; shards are divided among ranks, then among workers.
 
     With ``shuffle`` the shards come in an order of ``seed`` and the epoch, and the videos of ``mix`` shards at a time
     among each other. That order is the same on every rank, and for a number of ranks and workers the same each time.
@@ -102,6 +102,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         self._start: dict[str, Any] | None = None
 
     def _names(self) -> list[str]:
+        """Return the names of the cache's token shards."""
         return list(self._shards.names.to_pylist())
 
     def set_epoch(self, epoch: int) -> None:
@@ -125,7 +126,10 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return self._start or {**self._setting(), "epoch": int(self._epoch), "done": self._done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration go on from a state; it raises ValueError where ids, seed, ranks or workers differ."""
+        """Set the position that the next iteration starts from; it raises ValueError if the state is of other data.
+
+        The state must be of the same ids, seed, and numbers of ranks and workers.
+        """
         self._start = dict(state)
 
     def _read(self, done: int) -> Iterator[CachedVideo]:
@@ -146,7 +150,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
                     yield video
 
     def _of_rank(self) -> list[_Share]:
-        """List which videos of which shards this rank reads."""
+        """Return this rank's shards of the epoch in order, each with the number of its videos that are read."""
         counts = self._shards.counts
         numbers = self._shuffled(range(len(counts)), 0)
         ranks = [numbers[rank :: self.world_size] for rank in range(self.world_size)]
@@ -161,6 +165,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return [share for share in taken if share.n_videos]
 
     def _shuffled(self, items: Sequence[T], *salt: int) -> Sequence[T]:
+        """Return items in a random order that depends on seed, epoch and ``salt``; unchanged without ``shuffle``."""
         if not self._shuffle:
             return items
         order = np.random.default_rng([self._seed, int(self._epoch), self.rank if salt[0] else 0, *salt])
@@ -173,6 +178,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         return {"ids": self._ids, "order": order, "rank": [self.rank, self.world_size], "worker": [worker, n_workers]}
 
     def _check(self, state: dict[str, Any]) -> None:
+        """Raise ValueError if a state was saved for other ids, seed, ranks or workers."""
         here = self._setting()
         if other := [name for name in here if state.get(name) != here[name]]:
             told = "; ".join(f"{name} {state.get(name)}, not {here[name]}" for name in other)
@@ -180,19 +186,20 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
 
 
 class _Share(NamedTuple):
-    """The first videos of a shard."""
+    """A shard's number, and how many of its first videos a rank reads."""
 
     number: int
     n_videos: int
 
 
 def _worker() -> tuple[int, int]:
-    """Return (this worker of DataLoader's, how many there are); (0, 1) where there are none."""
+    """Return this DataLoader worker's number and the number of workers, or (0, 1) in the main process."""
     info = get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)
 
 
 def _rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return the rank and world size: as given, else torch.distributed's, else (0, 1). Raises ValueError."""
     if (rank is None) != (world_size is None):
         raise ValueError("rank and world_size go together")
     if rank is None or world_size is None:

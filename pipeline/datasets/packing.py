@@ -18,7 +18,7 @@ from pipeline.rows import VideoRow
 
 @dataclass(frozen=True)
 class Packed:
-    """Several videos one behind the other, without padding.
+    """A batch of videos whose tokens are concatenated, without padding.
 
     Attributes:
         video_ids: of the n videos.
@@ -53,7 +53,7 @@ class Packed:
 
 
 def pack(videos: Sequence[CachedVideo]) -> Packed:
-    """Put the tokens of a batch one behind the other: a ``collate_fn`` for DataLoader."""
+    """Concatenate the tokens of a batch of videos without padding: a ``collate_fn`` for DataLoader."""
     lengths = [len(video.index) for video in videos]
     return Packed(
         video_ids=tuple(video.video_id for video in videos),

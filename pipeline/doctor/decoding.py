@@ -17,18 +17,18 @@ _MOST_S = 60.0  # spent on decoding
 
 @dataclass
 class DecodeCost:
-    """Core-seconds that each video took to decode; the decode process runs one thread."""
+    """The core-seconds that each sample video took to decode; the decode process runs one thread."""
 
     seconds: list[float]
 
     @property
     def median_s(self) -> float | None:
-        """The median; None where no video was decoded."""
+        """The median core-seconds of decoding a video; None where none was decoded."""
         return median(self.seconds) if self.seconds else None
 
 
 def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow], cost: DecodeCost) -> Iterator[Finding]:
-    """Decode videos as a run does, for a minute at most; ``cost`` takes what each took."""
+    """Decode sample videos as a run does, for a minute at most, adding their seconds to ``cost``; yield findings."""
     decoder, faults, codecs = VideoDecoder(setup), Counter[str](), Counter[str]()
     started = perf_counter()
     try:
@@ -56,7 +56,7 @@ def check_decoding(setup: DecodeSetup, rows: Sequence[TodoRow], cost: DecodeCost
 
 
 def check_balance(decode_s: float | None, encode_s: float | None, cores: float, gpus: float) -> Finding:
-    """Say how many decode cores one encoder wants, and whether the cluster has them."""
+    """Return a finding that compares the decode cores an encoder needs with the cores that the cluster has."""
     if decode_s is None or encode_s is None:
         return Finding("balance", "unknown", "needs a video that decodes and a model that encodes")
     wanted = decode_s / encode_s

@@ -26,7 +26,7 @@ _ROUNDS = 3
 
 @dataclass(frozen=True)
 class DeviceReport:
-    """What was found on one device.
+    """The findings about one device.
 
     Attributes:
         findings: a line each.
@@ -55,7 +55,7 @@ def check_device(setup: EncodeSetup, shape: tuple[int, int, int]) -> DeviceRepor
 
 
 def _arithmetic(device: torch.device) -> Iterator[Finding]:
-    """Try sums of bfloat16, which must be kept in float32, and products of float32 while pruning, TF32 allowed."""
+    """Yield findings on two assumptions: bfloat16 sums accumulate in float32, and pruning multiplies without TF32."""
     ones = torch.ones(4096, device=device, dtype=torch.bfloat16)
     total = float(ones[None] @ ones[:, None])
     generator = torch.Generator().manual_seed(0)
@@ -78,6 +78,7 @@ def _arithmetic(device: torch.device) -> Iterator[Finding]:
 
 
 def _gpu(device: torch.device) -> Iterator[Finding]:
+    """Yield a finding with the GPU's name, memory and compute capability; "slow" without native bfloat16."""
     properties = torch.cuda.get_device_properties(device)
     says = (
         f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, capability {properties.major}."
@@ -90,7 +91,7 @@ def _gpu(device: torch.device) -> Iterator[Finding]:
 
 
 def _kernels(device: torch.device) -> Iterator[Finding]:
-    """Compile the selection's kernels, hold them against the plain form, and time both."""
+    """Compile the selection's GPU kernels, compare their picks with the reference's, and time both; yield findings."""
     from gstep import prune  # noqa: PLC0415 - only a GPU asks for it
     from gstep.selection.gpu.check import check_kernels  # noqa: PLC0415 - needs Triton
     from gstep.selection.reference import density_guided_fps  # noqa: PLC0415
@@ -108,6 +109,7 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
 
 
 def _copies(device: torch.device) -> Iterator[Finding]:
+    """Yield a finding with the speed of copies from pinned memory to the GPU."""
     pinned = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(_COPIED, dtype=torch.uint8, device=device)
     rate = _COPIED / _seconds(lambda: there.copy_(pinned, non_blocking=True), device)
@@ -119,7 +121,7 @@ def _copies(device: torch.device) -> Iterator[Finding]:
 def _encode(
     setup: EncodeSetup, shape: tuple[int, int, int], device: torch.device, seconds: list[float]
 ) -> Iterator[Finding]:
-    """Encode and prune made-up frames; hold the time against that of matrix products on the same device."""
+    """Encode and prune made-up frames; yield how the time compares with matrix products on the same device."""
     from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415 - imports Triton, which a driver does not need
 
     started = time.perf_counter()
@@ -140,14 +142,17 @@ def _encode(
 
 
 def _product_speed(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the floating-point operations a second of a large matrix product."""
+    """Return the floating-point operations per second of a large matrix product."""
     n, dtype = (8192, dtype) if device.type == "cuda" else (1024, torch.float32)
     left, right = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     return float(2 * n**3 / _seconds(lambda: left @ right, device))
 
 
 def _seconds(work: Callable[[], object], device: torch.device, rounds: int = _ROUNDS) -> float:
-    """Return the median seconds of a call with the kernels that it starts; where several count, one goes before."""
+    """Return the median seconds of ``rounds`` calls, GPU kernels included.
+
+    With several rounds a first one is not counted.
+    """
     found = []
     for turn in range(rounds + (rounds > 1)):
         started = time.perf_counter()

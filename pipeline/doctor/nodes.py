@@ -30,7 +30,7 @@ _MEMORY, _SHM, _DISK = 8 * 2**30, 2 * 2**30, 5 * 2**30  # bytes below which a ru
 
 
 class Node(NamedTuple):
-    """What one node says of itself.
+    """The facts that one node reports about itself.
 
     Attributes:
         versions: of PACKAGES and OPTIONAL, and of Python; None for a package that is not installed.
@@ -50,7 +50,7 @@ class Node(NamedTuple):
 
 
 def look_here(codecs: Sequence[str] = CODECS) -> Node:
-    """Return what this process sees of its node."""
+    """Return the facts of the node that this process runs on."""
     shm = Path("/dev/shm")
     return Node(
         host=socket.gethostname(),
@@ -82,7 +82,7 @@ def on_each_node(work: Callable[[], T], gpus: int = 0, wait_s: float = _ANSWER_S
 
 
 def clock_skews() -> dict[str, float]:
-    """Return by host the seconds that its clock is ahead of this one, beyond the time of the question's way."""
+    """Return by host how many seconds its clock is ahead of this one, corrected for the time of the request."""
     skews = {}
     for host, node_id, _ in alive_nodes():
         task = _task(node_id)
@@ -94,7 +94,7 @@ def clock_skews() -> dict[str, float]:
 
 
 def judge_nodes(nodes: Mapping[str, Node | Exception], driver: Node) -> Iterator[Finding]:
-    """Yield what is found of the nodes, by host, beside the process that asks them."""
+    """Yield findings about all nodes by host, each compared with the driver's."""
     seen = {host: node for host, node in nodes.items() if isinstance(node, Node)}
     for host, error in nodes.items():
         if isinstance(error, Exception):
@@ -123,6 +123,7 @@ def _agreement(nodes: Mapping[str, Node], driver: Node) -> Finding:
 
 
 def _judge_one(node: Node) -> Iterator[Finding]:
+    """Yield findings about one node: codecs, memory, disk and clock."""
     if node.missing_codecs:
         says = f"PyAV cannot decode {', '.join(node.missing_codecs)}"
         yield Finding("codecs", "wrong", says, "pip install --force-reinstall av, whose wheel has them all")
@@ -146,22 +147,25 @@ def _judge_one(node: Node) -> Iterator[Finding]:
 
 
 def alive_nodes() -> Iterator[tuple[str, str, Mapping[str, float]]]:
-    """Yield of each living node a name that no other has, its id, and its resources."""
+    """Yield (unique name, node id, resources) of each living node."""
     for node in ray.nodes():
         if node["Alive"]:
             yield f"{node['NodeManagerHostname']} {node['NodeID'][:6]}", node["NodeID"], node["Resources"]
 
 
 def _task(node_id: str, gpus: int = 0) -> Any:
+    """Make the Ray task that runs a function on one node, with so many GPUs."""
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     return ray.remote(_call).options(num_cpus=0, num_gpus=gpus, scheduling_strategy=strategy, max_retries=0)
 
 
 def _call(work: Callable[[], T]) -> T:
+    """Call ``work`` on the node that Ray placed this on."""
     return work()
 
 
 def _can_decode(codec: str) -> bool:
+    """Return whether PyAV has a decoder for the codec."""
     try:
         av.codec.Codec(codec, "r")
     except ValueError:  # of which UnknownCodecError is one

@@ -23,7 +23,7 @@ def reachable(store: Store) -> Store:
 
 
 def check_store(store: Store) -> Iterator[Finding]:
-    """Put a file, list it, read a part of it, ask its age, and delete it. Raises nothing but what Python does."""
+    """Try to put, list, read and delete a test file; yield findings. Raises only what Python itself does."""
     name = f".doctor-{secrets.token_hex(6)}"
     data = secrets.token_bytes(_BYTES)
     try:
@@ -43,6 +43,7 @@ def check_store(store: Store) -> Iterator[Finding]:
 
 
 def _look(store: Store, name: str, data: bytes, put_s: float) -> Iterator[Finding]:
+    """Yield a finding about a test file that was put: listing, content, age and speeds."""
     wrong = []
     if name not in {Path(found.name).name for found in store.listed("")}:
         wrong.append("a file that was put is not in the listing")

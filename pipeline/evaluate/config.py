@@ -168,7 +168,7 @@ class EvaluateConfig(EngineOptions):
         self.grid()
 
     def grid(self) -> dict[str, LateAsked | None]:
-        """Return what every question is answered under, by label: full retention (None), then each method.
+        """Return the arms that every question is answered under, by label: None (full retention), then each method.
 
         Each method comes at each ratio, from the largest, and at each of the positions that were named. Raises
         UsageError for a method that is no METHOD[,NAME=VALUE...].

@@ -39,7 +39,7 @@ _VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "numpy")
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The outcome of an evaluation: ``files`` below ``out``.
+    """The outcome of an evaluation: its scores, table and ``files`` below ``out``.
 
     For a benchmark without published answers there is no ``table``, but where to bring its ``submission``.
     """
@@ -60,7 +60,7 @@ class Evaluation:
         return 1 if bug else answers.exit_code(config.failure_limit(answers.n_questions))
 
     def as_record(self) -> dict[str, Any]:
-        """Return the files, the scores of the tables and the counts of videos and answers, JSON-able."""
+        """Return the outcome JSON-able: files, scores of the tables, counts of videos and answers."""
         answers, videos = self.done.answers, self.done.videos
         return {
             "out": self.out,
@@ -75,7 +75,10 @@ class Evaluation:
 
 
 def clusters_of(table: ResultsTable) -> dict[str, int]:
-    """Return how many videos each column is about; intervals and p of few are Student's, of fewer than six missing."""
+    """Return the number of independent clusters (videos, mostly) behind each column's scores, by column key.
+
+    Intervals and p of few clusters are Student's; of fewer than six they are missing.
+    """
     return {column.key: n for column, n in zip(table.columns, table.n_clusters, strict=True)}
 
 
@@ -106,7 +109,7 @@ def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
 
 
 def _asked(config: EvaluateConfig, console: Console) -> Evaluation:
-    """Evaluate methods on a benchmark, whose questions are asked."""
+    """Run an evaluation that asks a benchmark's questions, encoding what is not cached yet."""
     request = prepare(config, console)
     for line in describe_data(request.loaded, request.benchmark):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -121,12 +124,14 @@ def _asked(config: EvaluateConfig, console: Console) -> Evaluation:
 
 
 def _tabled(request: EvaluateRequest, done: ScoredQuestions, console: Console) -> Evaluation:
+    """Write scores, tables and page of a benchmark with published answers."""
     shown = _shown(request, done, console)
     files = write_results(request.store, done, shown)
     return Evaluation(done=done, table=main_table(done, shown), out=request.config.out, files=files)
 
 
 def _submitted(request: EvaluateRequest, done: ScoredQuestions, console: Console) -> Evaluation:
+    """Write the files to submit for a benchmark whose answers are not published."""
     files = write_submissions(request.store, done, console)
     place = request.benchmark.submission
     return Evaluation(done=done, table=None, out=request.config.out, files=files, submission=place)
@@ -163,7 +168,7 @@ def describe_data(loaded: LoadedQuestions, benchmark: Benchmark) -> Iterator[str
 
 
 def _missing_parts(loaded: LoadedQuestions, benchmark: Benchmark) -> Iterator[str]:
-    """Yield a line if the score is a mean over parts of which some have no question."""
+    """Yield a warning line if the score is a mean over parts and some part has no question."""
     metrics = {protocol.metric for protocol in benchmark.protocols}
     for split in benchmark.splits:
         present = {item.splits[split.name] for item in loaded.items if split.name in item.splits}
@@ -176,6 +181,7 @@ def _missing_parts(loaded: LoadedQuestions, benchmark: Benchmark) -> Iterator[st
 
 
 def _shown(request: EvaluateRequest, done: ScoredQuestions, console: Console) -> Presentation:
+    """Describe a benchmark's results for tables and page: title, facts about model and run, pages of videos."""
     return Presentation(
         title=request.title,
         benchmark=request.benchmark,
@@ -189,6 +195,7 @@ def _shown(request: EvaluateRequest, done: ScoredQuestions, console: Console) ->
 
 
 def _shown_of_answers(config: EvaluateConfig) -> Presentation:
+    """Describe the results of scored answers of jobs.generate for tables and page."""
     own = Benchmark(name="answers", title="Answers", protocols=(LETTER,), splits=(Split("split", "Split"),))
     title = ", ".join(config.score)
     described = {"protocol": "as jobs.generate asked", "parser": LETTER.parser}
@@ -204,6 +211,7 @@ def _shown_of_answers(config: EvaluateConfig) -> Presentation:
 
 
 def _facts(request: EvaluateRequest, done: ScoredQuestions) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) facts about model, cache and run for the report page."""
     yield "model", request.source.name
     yield "weights", request.source.identity
     yield "videos", f"{len({video for item in request.loaded.items for video in item.video_ids}):,}"
@@ -222,6 +230,7 @@ def _facts(request: EvaluateRequest, done: ScoredQuestions) -> Iterator[tuple[st
 
 
 def _machine() -> list[tuple[str, str]]:
+    """Return facts about this machine and the versions of packages."""
     return [
         ("machine", f"{platform.machine()}, {platform.system()}"),
         ("versions", ", ".join(f"{name} {version(name)}" for name in _VERSIONS)),
@@ -244,6 +253,7 @@ def render_evaluation(done: Evaluation) -> RenderableType:
 
 
 def _rendered(results: ResultsTable) -> Iterator[RenderableType]:
+    """Yield the results table for the terminal, and notes below it."""
     table = Table(title=Text(results.title), title_justify="left", show_edge=False)
     table.add_column("method")
     # The last column is the overall score.
@@ -266,4 +276,5 @@ def _rendered(results: ResultsTable) -> Iterator[RenderableType]:
 
 
 def _last(block: object) -> object:
+    """Return the last row of a block of the table, None for None."""
     return None if block is None else block.rows[-1]  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ _MOST_PARTS = 30  # parts of a split that a table shows
 
 @dataclass(frozen=True, kw_only=True)
 class Presentation:
-    """The title, facts and settings with which results are shown.
+    """The information with which results are presented: title, facts and settings.
 
     Attributes:
         title: of tables and page.
@@ -42,13 +42,13 @@ class Presentation:
 
 
 def main_table(done: ScoredQuestions, shown: Presentation) -> ResultsTable:
-    """Compute the table in the paper's layout: the parts of the first split, then the whole."""
+    """Compute the results table in the paper's layout: a column for each part of the first split, then the whole."""
     splits = shown.benchmark.splits
     return replace(_table(done, shown, splits[0] if splits else None), title=shown.title)
 
 
 def write_results(store: Store, done: ScoredQuestions, shown: Presentation) -> list[str]:
-    """Write all files; returns their names. Raises OSError."""
+    """Write scores, tables and page into ``store``; return the file names. Raises OSError."""
     table = main_table(done, shown)
     splits = [_table(done, shown, split) for split in shown.benchmark.splits[1:] if _parts(done, split)]
     report = Report(
@@ -75,7 +75,7 @@ def write_results(store: Store, done: ScoredQuestions, shown: Presentation) -> l
 
 
 def made_of_identity(benchmark: Benchmark, identity: Mapping[str, Any], n_questions: int) -> dict[str, str]:
-    """Return what the scores of so many questions were made of, by name, as tables show it."""
+    """Return the settings that a table names under its scores: protocol, model, frames, number of questions."""
     whole = benchmark.n_questions
     made_of = {} if whole in (None, n_questions) else {WHOLE: f"{whole:,}"}
     named = {"Frames": "num_frames", "Protocol": "protocol"}
@@ -83,6 +83,7 @@ def made_of_identity(benchmark: Benchmark, identity: Mapping[str, Any], n_questi
 
 
 def _table(done: ScoredQuestions, shown: Presentation, split: Split | None) -> ResultsTable:
+    """Compute the results table with a column for each part of ``split``, then the whole."""
     columns = [] if split is None else [Column(f"{split.name}={part}", title) for part, title in _parts(done, split)]
     metric = shown.protocol.metric
     made_of = made_of_identity(shown.benchmark, shown.described, len(done.loaded.items))

@@ -15,7 +15,7 @@ Layout = Literal["blocks", "groups", "heatmaps", "relative"]
 
 @dataclass(frozen=True, kw_only=True)
 class PaperTable:
-    """One table or figure.
+    """The layout of one table or figure of the paper.
 
     Attributes:
         title: what it is in the paper.

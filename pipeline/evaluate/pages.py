@@ -66,7 +66,7 @@ def video_pages(request: EvaluateRequest, scores: pa.Table, arms: Sequence[Arm],
 
 
 def most_disputed(scores: pa.Table, arms: Sequence[Arm], most: int) -> list[str]:
-    """Return up to ``most`` videos, those on whose questions methods disagree most."""
+    """Return up to ``most`` videos, those on whose questions the arms' answers differ most."""
     if not most:
         return []
     answers = answers_of(scores, [ORIGINAL, *(arm for arm in arms if arm != ORIGINAL)])
@@ -87,7 +87,7 @@ def page_name(video_id: str, one: LateAsked) -> str:
 def _drawn(
     request: EvaluateRequest, cache: TokenCache, video_id: str, asked: Mapping[str, LateAsked]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (label, page) of every method that selects tokens from the video alone."""
+    """Write the page of one video under each method that selects from the video alone; yield (label, page)."""
     held, builder = cache.identity, prompt_builder(request.source)
     lates = {label: late_pruning(one, held, request.source, builder) for label, one in asked.items()}
     lates = {label: late for label, late in lates.items() if late.pruner.cacheable}
@@ -103,7 +103,7 @@ def _drawn(
 
 
 def chosen_video(whole: CachedVideo, pruned: PrunedTokens) -> CachedVideo:
-    """Return a video that was read whole with the kept tokens alone, as a cache of that method would return it."""
+    """Return a fully read video reduced to the kept tokens, as a cache of that method would return it."""
     order, per_frame = pruned.selection_order(), whole.metadata["tokens_per_frame"]
     index = pruned.index[order]
     counts = torch.bincount(index // per_frame, minlength=whole.metadata["n_frames"])
@@ -120,6 +120,6 @@ def chosen_video(whole: CachedVideo, pruned: PrunedTokens) -> CachedVideo:
 
 
 def described(held: CacheIdentity, late: LatePruning) -> CacheIdentity:
-    """Return the identity that a cache of the method's kept tokens would have."""
+    """Return the identity of a cache that would store only the tokens that the method keeps."""
     pruner = {name: value for name, value in late.describe().items() if name != "text_tower"}
     return {**held, "pruner": pruner, "retention_ratio": late.retention_ratio}  # type: ignore[typeddict-item]

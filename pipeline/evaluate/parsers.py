@@ -205,11 +205,13 @@ RULES: Mapping[str, Rule] = {
 
 
 def _named(letter: str, options: Sequence[str]) -> Parsed:
+    """Return the option of this letter, or none where the question has no such option."""
     known = letters(len(options))
     return Parsed(known.index(letter) if letter in known else None)
 
 
 def _first(text: str, known: str) -> str:
+    """Return the first character of ``text`` that is in ``known``, or ""."""
     return next((character for character in text if character in known), "")
 
 
@@ -221,6 +223,7 @@ def _padded(text: str, marks: str) -> str:
 
 
 def _with_letters(options: Sequence[str]) -> list[str]:
+    """Return the options with "A. " and so on before them, unless they have that already."""
     stripped = [option.strip() for option in options]
     if _have_letters(stripped):
         return stripped
@@ -228,9 +231,11 @@ def _with_letters(options: Sequence[str]) -> list[str]:
 
 
 def _without_letters(options: Sequence[str]) -> list[str]:
+    """Return the options without the letters before them."""
     stripped = [option.strip() for option in options]
     return [option[2:].strip() for option in stripped] if _have_letters(stripped) else stripped
 
 
 def _have_letters(options: Sequence[str]) -> bool:
+    """Return whether all options begin with their letter and a dot."""
     return all(option.startswith(f"{letter}.") for option, letter in zip(options, letters(len(options)), strict=True))

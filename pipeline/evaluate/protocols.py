@@ -68,7 +68,7 @@ class FrameRule:
     even: bool = False
 
     def count(self, n_frames: int) -> int:
-        """Return how many frames are sampled from a video of ``n_frames``."""
+        """Return the number of frames sampled from a video of ``n_frames``."""
         return max(2, min(self.num_frames, n_frames) // 2 * 2) if self.even else self.num_frames
 
 
@@ -180,6 +180,7 @@ class Protocol:
         }
 
     def _prompt(self, model_type: str) -> Prompt:
+        """Return the prompt for a model type."""
         return self.prompts.get(model_type, self.prompt)
 
 

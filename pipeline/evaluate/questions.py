@@ -15,13 +15,13 @@ from pipeline.rows import AnswerRecord, QuestionRecord
 
 
 def way_of(protocol: Protocol, model_type: str) -> Way:
-    """Return how the protocol has all questions answered."""
+    """Return the protocol's way of answering: choices method, system message and decoding, for all questions."""
     decoding = Decoding(max_new_tokens=protocol.max_new_tokens, temperature=protocol.temperature)
     return Way(decoding, protocol.choices, protocol.rules(model_type).system)
 
 
 def question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -> pa.Table:
-    """Return QUESTION_SCHEMA, a row an item.
+    """Return the items as a table of QUESTION_SCHEMA, a row a question.
 
     Where a reply is generated the prompt is the protocol's whole text, which goes through untouched.
     """
@@ -31,6 +31,7 @@ def question_table(items: Sequence[Item], protocol: Protocol, model_type: str) -
 
 
 def _question(item: Item, protocol: Protocol, model_type: str, way: Way) -> QuestionRecord:
+    """Return an item as a row of QUESTION_SCHEMA."""
     scored = bool(item.options) and protocol.choices != "generate"
     how = Instructions(way.choices if scored else "generate", way.system, way.decoding)
     question: QuestionRecord = {
@@ -47,7 +48,7 @@ def _question(item: Item, protocol: Protocol, model_type: str, way: Way) -> Ques
 
 
 def answered_item(row: AnswerRecord) -> Item | None:
-    """Return the question of an answer that jobs.generate gave, or None if it has no right answer."""
+    """Return the item of a question that jobs.generate answered, or None if it has no right answer."""
     if "target" not in row:
         return None
     return item_of(row, f"question {row['question_id']}")

@@ -43,7 +43,7 @@ ANSWERS_FOLDER, CACHE_FOLDER = "answers", "cache"
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateRequest:
-    """A request that was checked.
+    """A checked request to evaluate.
 
     Attributes:
         questions: QUESTION_SCHEMA.
@@ -76,7 +76,7 @@ class EvaluateRequest:
 
     @property
     def about(self) -> dict[str, str]:
-        """The model's name, and a hash of the questions with their options and right answers."""
+        """The facts that results may differ in: the model's name, and a hash of the questions."""
         asked = [[item.question_id, item.question, item.options, item.expected] for item in self.loaded.items]
         return {"model": self.source.name, "annotations": digest(json.dumps(sorted(asked, key=str)).encode())}
 
@@ -86,12 +86,15 @@ class EvaluateRequest:
         return f"{self.benchmark.title}, {self.source.name}"
 
     def passed_on(self) -> dict[str, Any]:
-        """Return the options that are passed on to the runs of this evaluation unchanged."""
+        """Return the options that the runs of encoding and answering take over unchanged."""
         return {name: getattr(self.config, name) for name in PASSED_ON}
 
 
 def _held(cached: Store, *, named: bool) -> CacheIdentity | None:
-    """Return the identity of a cache; None where none is there yet. Raises NotACache for a place taken otherwise."""
+    """Return the identity of the cache, or None where there is none yet.
+
+    Raises NotACache if the place holds something else.
+    """
     with store_refusing():
         held = read_header(cached)["identity"] if cached.exists(HEADER) else None
         if held is None and named and cached.taken():
@@ -159,7 +162,7 @@ def _check_cached(loaded: LoadedQuestions, place: Store, console: Console) -> No
 
 
 def match_results(store: Store, identity: Mapping[str, Any]) -> None:
-    """Refuse a place with results of another identity, or with something else. Raises UsageError."""
+    """Raise UsageError if the place holds results of another identity, or something else."""
     if not store.exists(RESULTS_HEADER):
         if store.taken():
             raise NotResults(f"{store} exists and holds no results (it has no {RESULTS_HEADER}): name an empty place")
@@ -176,7 +179,7 @@ def match_results(store: Store, identity: Mapping[str, Any]) -> None:
 
 
 def write_results_header(store: Store, identity: Mapping[str, Any], about: Mapping[str, str] | None = None) -> None:
-    """Write what the results of an evaluation were made with; ``about`` is what another run may have otherwise."""
+    """Write the header of a results folder: the identity of all its results, and ``about``, which runs may change."""
     store.make()
     header = {"schema_version": RESULTS_VERSION, "identity": identity, **({"about": about} if about else {})}
     store.put(RESULTS_HEADER, header_bytes(header))
@@ -189,7 +192,7 @@ def _protocol(config: EvaluateConfig, benchmark: Benchmark) -> Protocol:
 
 
 def _possible(config: EvaluateConfig, source: ModelSource, console: Console) -> Grid:
-    """Return the grid that this model can be asked; report what is left out.
+    """Return the arms that this model can be asked under, and report the ones left out.
 
     Of a table's own methods those that cannot prune inside the model are left out. Positions stay out of the names of
     methods where they are the model family's, and of methods that prune inside the model, which sees all tokens.
@@ -217,6 +220,7 @@ def _possible(config: EvaluateConfig, source: ModelSource, console: Console) -> 
 
 
 def _model(config: EvaluateConfig, held: CacheIdentity | None) -> ModelSource:
+    """Return the model: the one asked for, which must fit the cache, else the cache's own, else tiny."""
     with refusing():
         if held is None:
             return ModelSource.resolve(config.model or "tiny", config.revision)
@@ -230,9 +234,9 @@ def _check_methods(
     cache: str,
     engine: EngineSetup,
 ) -> dict[str, Any]:
-    """Refuse a method that cannot prune what the cache holds, or not for this engine, before it is made.
+    """Raise UsageError for a method that cannot prune what the cache holds, or not with this engine.
 
-    Returns what each is, by label.
+    Returns each arm's description by label.
     """
     if held is None:
         raise UsageError(
@@ -251,12 +255,12 @@ def _check_methods(
 
 
 def answers_place(config: EvaluateConfig) -> str:
-    """Return where the answers of an evaluation are, in the layout of jobs.generate."""
+    """Return the folder or URI of the evaluation's answers, which is in the layout of jobs.generate."""
     return f"{config.out.rstrip('/')}/{ANSWERS_FOLDER}"
 
 
 def _match_answers(answers: Store, described: Mapping[str, Any], engine: EngineSetup) -> None:
-    """Refuse a method that the answers know by the same label with another seed, or other weights.
+    """Raise UsageError if the answers know a method by the same label with another seed or other weights.
 
     Answers of another engine are refused, too: nothing may be left to ask that would tell.
     """

@@ -68,7 +68,7 @@ _OURS = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredQuestions:
-    """The questions of an evaluation with their scores.
+    """The questions of an evaluation, their scores, and the counts of answers and videos.
 
     Attributes:
         loaded: the questions, and what was wrong with the annotations.
@@ -86,7 +86,7 @@ class ScoredQuestions:
 
 
 def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuestions:
-    """Bring the answers of a request up to date and score them.
+    """Encode missing videos, answer unanswered questions, and score all answers.
 
     Raises UsageError (nothing was started) or RunFailed (what was committed stays; a rerun goes on).
     """
@@ -103,7 +103,7 @@ def answer_and_score(request: EvaluateRequest, console: Console) -> ScoredQuesti
 
 
 def arms_of(request: EvaluateRequest) -> dict[str, Arm]:
-    """Return the table rows of the grid, by the label that the answers have."""
+    """Return each grid entry's arm, by the label that its answers have."""
     return {
         label: Arm(FULL, 1.0) if one is None else Arm(one.method_label, one.retention_ratio)
         for label, one in request.grid.items()
@@ -111,6 +111,7 @@ def arms_of(request: EvaluateRequest) -> dict[str, Arm]:
 
 
 def _answers_store(request: EvaluateRequest) -> Store:
+    """Return the store of the evaluation's answers."""
     return store_at(answers_place(request.config), request.objects)
 
 
@@ -122,7 +123,10 @@ def _live(request: EvaluateRequest) -> pa.Table:
 
 
 def _unanswered(request: EvaluateRequest) -> list[Item]:
-    """Return the questions that lack an answer under some pruning; with ``--retry-failed`` failed ones too."""
+    """Return the questions with a missing answer in some arm.
+
+    With ``--retry-failed`` a failed answer counts as missing.
+    """
     if not _answers_store(request).exists(ANSWERS_HEADER):
         return list(request.loaded.items)
     asked = {row["question_id"]: without_nulls(row, QuestionRecord) for row in request.questions.to_pylist()}
@@ -137,7 +141,7 @@ def _unanswered(request: EvaluateRequest) -> list[Item]:
 
 
 def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Summary:
-    """Write all tokens of the videos of unanswered questions into the cache."""
+    """Run jobs.prune on the videos of unanswered questions, storing all tokens."""
     assert request.videos is not None
     folder = data_folder(request)
     rows = {row["video_id"]: row for item in items for row in item.manifest_rows(folder)}
@@ -187,6 +191,7 @@ def answers_config(request: EvaluateRequest) -> GenerateConfig:
 
 
 def _way(request: EvaluateRequest) -> Way:
+    """Return the protocol's way of answering for this model."""
     return way_of(request.protocol, request.source.model_type)
 
 
@@ -221,7 +226,7 @@ def drop_tokens(request: EvaluateRequest, console: Console) -> None:
 
 
 def score_answers(config: EvaluateConfig) -> ScoredQuestions:
-    """Score answers that jobs.generate gave to questions with an answer; several places are compared.
+    """Score the answers that jobs.generate gave to questions with a right answer; several places are compared.
 
     Raises UsageError for a place without answers, and where not all hold the same questions.
     """
@@ -256,7 +261,7 @@ def score_answers(config: EvaluateConfig) -> ScoredQuestions:
 
 
 def _answered(live: pa.Table) -> QuestionCollector:
-    """Collect the questions of answers, and what is wrong with them."""
+    """Collect the questions of the answers, and the faults of those that cannot be scored."""
     collected = QuestionCollector()
     for row in live.to_pylist():
         item = answered_item(without_nulls(row, AnswerRecord))
@@ -269,14 +274,14 @@ def _answered(live: pa.Table) -> QuestionCollector:
 
 
 def _comparable(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """Select from the identity of answers what must be equal for their scores to be compared."""
+    """Return the part of an answers' identity that must be equal for scores to be compared."""
     prompt = {name: value for name, value in identity.get("prompt", {}).items() if name != "order"}
     cache = {name: identity["cache"].get(name) for name in ("preprocessing", "sampling")}
     return {**{name: identity.get(name) for name in ("model", "decoding")}, "prompt": prompt, "cache": cache}
 
 
 def _arm(identity: Mapping[str, Any]) -> Arm:
-    """Return the method and ratio that pruned the tokens of answers, after or before caching."""
+    """Return the method and ratio by which the tokens of these answers were pruned, before or after caching."""
     if "prunings" in identity:
         raise NotAnswers("these are answers of jobs.evaluate, which scores them itself: run it again with its options")
     described = identity.get("pruner") or identity["cache"]["pruner"]
@@ -284,7 +289,7 @@ def _arm(identity: Mapping[str, Any]) -> Arm:
 
 
 def _label(method: str, params: Mapping[str, Any]) -> str:
-    """Name the method with those parameters that are not its default.
+    """Name a method with the parameters that differ from its defaults.
 
     Of a method from elsewhere, whose code is nothing that answers may load, all of them are named.
     """

@@ -49,9 +49,9 @@ _NEEDED = [
 
 
 class Reply(NamedTuple):
-    """A reply that was read: the option it names, whether it is right, and what that scores.
+    """A reply as the rule read it: the option named, whether that is right, and its score.
 
-    The last two are None where the right answer is not published.
+    Right and score are None where the right answer is not published.
     """
 
     parsed: int | None
@@ -93,6 +93,7 @@ def read_reply(item: Item, row: AnswerRecord, protocol: Protocol) -> Reply:
 
 
 def _row(item: Item, arm: Arm, row: AnswerRecord | None, protocol: Protocol) -> dict[str, Any]:
+    """Return one row of the scores: an item, an arm, and the answer with its score."""
     common = {
         "question_id": item.question_id,
         "video_id": item.video_id,

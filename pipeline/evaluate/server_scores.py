@@ -18,18 +18,18 @@ _CLUSTER = "server"  # the server returns only the mean, from which no error can
 
 
 def submission_name(arm: Arm) -> str:
-    """Return an arm's name in files; a method may be named by an import path."""
+    """Return an arm's name as a file name, even if the method is named by an import path."""
     return f"{re.sub(r'[^A-Za-z0-9=.,+-]+', '-', arm.method)}@{arm.ratio:g}"
 
 
 def write_form(store: Store, arms: Iterable[Arm]) -> None:
-    """Write a file with a place for each submission's score, keeping what was typed in. Raise UsageError, OSError."""
+    """Write the form with a line for each submission's score, keeping what was typed in. Raises UsageError, OSError."""
     form = {**dict.fromkeys(map(submission_name, arms)), **_read(store)}
     store.put(FORM, json.dumps(form, indent=1).encode())
 
 
 def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
-    """Replace scores so that their means are what was typed in; other arms stay without a score.
+    """Return scores whose means are the percentages typed into the form; arms without one stay unscored.
 
     Args:
         scores: SCORE_SCHEMA, of a benchmark without published answers.
@@ -52,13 +52,13 @@ def with_server_scores(store: Store, scores: pa.Table) -> pa.Table:
 
 
 def unknown_names(store: Store, arms: Iterable[Arm]) -> list[str]:
-    """Return the names in the form, with a score, of which these results have no submission."""
+    """Return the names with a score in the form for which these results have no submission."""
     known = set(map(submission_name, arms))
     return [name for name, value in _read(store).items() if value is not None and name not in known]
 
 
 def _read(store: Store) -> dict[str, float | None]:
-    """Return what was typed into the form, by submission; {} without a form. Raises UsageError."""
+    """Read the scores that were typed into the form, by submission; {} without a form. Raises UsageError."""
     if not store.exists(FORM):
         return {}
     try:

@@ -67,10 +67,12 @@ def write_submissions(store: Store, done: ScoredQuestions, console: Console) -> 
 
 
 def _draw(item: Item) -> int:
+    """Return the option drawn for a question whose reply names none, by a hash of the question's id."""
     return int.from_bytes(blake2b(item.question_id.encode(), digest_size=8).digest()) % len(item.options)
 
 
 def _said(submission: Submission, n_questions: int) -> Iterator[str]:
+    """Yield lines about drawn options and failed questions."""
     if submission.n_drawn:
         yield f"{submission.n_drawn} replies name no option; one is drawn for each, by the question's id"
     if missing := n_questions - len(submission.choices):

@@ -38,9 +38,10 @@ def videos_of(
     cache: str,
     held: CacheIdentity | None,
 ) -> PruneConfig | None:
-    """Return how the protocol's frames become a cache of all tokens with what the methods look at.
+    """Return the options of the jobs.prune run that adds the missing videos to the cache of all tokens.
 
-    None where there are no videos to add to it. A cache that is there goes on as it is.
+    It samples frames by the protocol and stores the evidence that the methods need. None where no videos are to be
+    added to a cache that is there.
     """
     evidence = _evidence(grid, source, cache, held)
     heads = HEAD_SOURCES & {where for _, where in evidence}
@@ -72,7 +73,7 @@ def videos_of(
 def check_frames(
     config: EvaluateConfig, protocol: Protocol, source: ModelSource, cache: str, held: CacheIdentity
 ) -> None:
-    """Refuse a cache that is only read where its frames are not those that the results would name."""
+    """Raise UsageError if an existing cache was made with other frames than the protocol names."""
     asked = config.num_frames is not None or source.model_type in protocol.models
     if not asked or "sampling" not in held:
         return
@@ -87,7 +88,7 @@ def check_frames(
 
 
 def _evidence(grid: Grid, source: ModelSource, cache: str, held: CacheIdentity | None) -> frozenset[tuple[str, str]]:
-    """Return what the methods look at besides tokens; of a cache that is there, what it holds.
+    """Return the evidence that the methods need besides tokens; of an existing cache, the evidence it holds.
 
     Raises UsageError where that is less.
     """
@@ -116,7 +117,7 @@ def frame_rule(rule: FrameRule) -> str:
 
 
 def identity_of(videos: PruneConfig, cached: Store, objects: Objects, console: Console) -> CacheIdentity:
-    """Return the identity that the cache will have. Raise IdentityMismatch if an existing one differs."""
+    """Return the identity that the cache has or will have. Raise IdentityMismatch if an existing cache differs."""
     job = resolve(videos, MANIFEST_SCHEMA.empty_table(), cached, objects)
     with store_refusing():
         job = match_cache(job, console)

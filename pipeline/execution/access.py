@@ -26,7 +26,7 @@ _TOKEN = (
 
 
 def address_to_join() -> str | None:
-    """Find the cluster that ``ray.init()`` joins: the one that RAY_ADDRESS names or ``ray start`` left on this machine.
+    """Return the address of the cluster that ``ray.init()`` would join: RAY_ADDRESS, or one started by ``ray start``.
 
     Returns None where Ray starts a cluster of its own. Raises RunFailed for the address of a job server, and where
     nothing listens.
@@ -45,6 +45,7 @@ def address_to_join() -> str | None:
 
 
 def _check_listens(address: str, whence: str) -> None:
+    """Raise RunFailed, naming where the address came from, if nothing listens there."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not (colon and port.isdigit()):
         return  # a word like "auto" is no address
@@ -57,7 +58,7 @@ def _check_listens(address: str, whence: str) -> None:
 
 
 def check_answers(address: str) -> None:
-    """Ask the cluster at ``address`` for its id, since Ray itself would ask twenty times and say only that it failed.
+    """Check that the cluster at ``address`` answers; Ray itself would ask twenty times and say only that it failed.
 
     Raises RunFailed where the cluster does not answer, or asks for a token that is not there.
     """
@@ -92,11 +93,12 @@ def _has_token() -> bool:
 
 
 def _token_missing(address: str) -> str:
+    """Format the error message for a cluster that asks for a token."""
     return f"the Ray cluster at {address} asks for a token that was not given: {_TOKEN}; or {_ALONE}"
 
 
 def startup_failure(error: Exception, address: str | None) -> str:
-    """Say in one line why there is no cluster, and what may help."""
+    """Return a one-line reason why Ray did not start or could not be joined, with what may help."""
     what = printable(f"{type(error).__name__}: {error}")
     if isinstance(error, ray.exceptions.AuthenticationError):
         return _token_missing(address or "this machine")

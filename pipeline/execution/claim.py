@@ -27,7 +27,7 @@ MISSED = 6  # beats after which a run counts as gone
 
 
 class Holder(TypedDict, total=False):
-    """Who writes to a place, as its note says.
+    """The content of a claim's note: which run writes to a place.
 
     Attributes:
         run_id, host, pid: of the run's driver.
@@ -52,7 +52,7 @@ _OPEN: set[str] = set()  # the run ids of this process's claims
 
 
 class Claim:
-    """Says that this run writes to ``store``, for as long as the ``with`` block lasts.
+    """A note in ``store`` that this run writes to it, for as long as the ``with`` block lasts.
 
     Entering raises CacheLocked where another run does so, unless ``join``; UsageError where nothing can be written.
     """
@@ -107,37 +107,40 @@ class Claim:
         self._leave()
 
     def _leave(self) -> None:
+        """Delete this run's note."""
         _OPEN.discard(self._me["run_id"])
         with suppress(OSError):  # it goes stale instead; what ended the run is what counts
             self._store.delete(self._name)
 
     def _beat(self, store: Store) -> None:
+        """Write this run's note again, with a higher count."""
         self._me["beat"] += 1
         store.put(self._name, json.dumps(self._me).encode())
 
     def _live(self) -> None:
+        """Write the note anew at intervals until the claim ends; runs in a thread."""
         while not self._ended.wait(self._heartbeat_s):
             with suppress(OSError):
                 self._beat(self._beating)
 
     def _refuse(self, name: str, other: Holder) -> None:
-        """Raise CacheLocked where ``other`` is at work; forget it where it is not."""
+        """Raise CacheLocked if the run ``other`` is still at work; ignore its note otherwise."""
         if other.get("run_id") == self._me["run_id"]:
             return
         # Both have just come and see each other: one of them goes on.
         if not other.get("checked") and other.get("run_id", "") > self._me["run_id"]:
             return
-        if not _ended_here(other) and self._lives(name, other):
+        if not _ended_here(other) and self._is_alive(name, other):
             raise CacheLocked(f"{self._store}: another run writes here: {who(other)}; --join writes beside it")
         with suppress(OSError):
             self._store.delete(name)
 
-    def _lives(self, name: str, other: Holder) -> bool:
-        """Return whether a run shows a sign of life before it counts as gone."""
+    def _is_alive(self, name: str, other: Holder) -> bool:
+        """Return whether the other run renews its note within the time after which a note counts as abandoned."""
         limit, told = timedelta(seconds=MISSED * self._heartbeat_s), False
         # With an old note a process that is there may have been stopped, or a clock has jumped: whether it beats tells.
         here, until = _is_here(other), time.monotonic() + limit.total_seconds()
-        while (silent := _silent(self._store, name, self._name)) is not None and (here or silent < limit):
+        while (silent := _note_age(self._store, name, self._name)) is not None and (here or silent < limit):
             if here and silent < limit:
                 return True
             if time.monotonic() > until:
@@ -157,7 +160,7 @@ class Claim:
 
 
 def holder(store: Store) -> Holder | None:
-    """Return the note of a run that writes to ``store`` at this moment, as far as notes tell. Raises OSError."""
+    """Return the note of a run that is writing to ``store``, as far as notes tell, or None. Raises OSError."""
     for name, other in _notes(store):
         if not _ended_here(other):
             with suppress(FileNotFoundError):
@@ -167,11 +170,12 @@ def holder(store: Store) -> Holder | None:
 
 
 def who(other: Holder) -> str:
-    """Name a run by where it is."""
+    """Describe a run by host and process, for messages."""
     return json.dumps({name: other.get(name) for name in ("host", "pid", "run_id", "since")})
 
 
 def _notes(store: Store) -> Iterator[tuple[str, Holder]]:
+    """Yield the name and content of every claim's note."""
     for name in store.names(RUNS, NOTE):
         found = _read(store, name)
         if found is not None:
@@ -189,8 +193,11 @@ def _read(store: Store, name: str) -> Holder | None:
     return cast(Holder, held) if isinstance(held, dict) else {"run_id": PurePosixPath(name).stem}
 
 
-def _silent(store: Store, name: str, own: str) -> timedelta | None:
-    """Return how long ago a note was written, by the clock that wrote this run's own just now; None if it is gone."""
+def _note_age(store: Store, name: str, own: str) -> timedelta | None:
+    """Return the age of a note relative to this run's own newest note, by the store's clock.
+
+    None if the note is gone.
+    """
     try:
         return store.age(name) - store.age(own)
     except FileNotFoundError:
@@ -198,6 +205,7 @@ def _silent(store: Store, name: str, own: str) -> timedelta | None:
 
 
 def _of_this_container(other: Holder) -> bool:
+    """Return whether a run's driver is on this host and in this container."""
     here = (socket.gethostname(), _namespace())
     return bool(here[1]) and (other.get("host"), other.get("namespace")) == here
 
@@ -217,7 +225,7 @@ def _ended_here(other: Holder) -> bool:
 
 
 def _namespace() -> str:
-    """Return what tells the processes of one container from those of another; "" where there is no such thing."""
+    """Return an id of this process's container (its PID namespace), "" where the system has none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -226,7 +234,7 @@ def _namespace() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return when a process was started, in ticks of the kernel; None where it does not run (or there is no /proc)."""
+    """Return a process's start time in kernel ticks; None where it does not run (or there is no /proc)."""
     try:
         facts = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:

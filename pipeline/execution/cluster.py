@@ -64,6 +64,7 @@ def connect(say: Callable[[str], object] = lambda line: None) -> dict[str, float
 
 
 def _join_or_start(say: Callable[[str], object]) -> None:
+    """Join the cluster found by ``address_to_join``, or start Ray here."""
     # Ray's C++ core reports harmless matters as errors on this terminal; its log files keep the rest.
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     # By default Ray retries a task for ever that it killed because the node was short of memory.
@@ -76,7 +77,7 @@ def _join_or_start(say: Callable[[str], object]) -> None:
         say(f"joining the Ray cluster at {address}")
         with _muted_stderr():
             check_answers(address)
-    logging.getLogger("ray._private.worker").addFilter(_keep_known_lines)
+    logging.getLogger("ray._private.worker").addFilter(_is_worth_showing)
     for last in (False, True):
         began = time.monotonic()
         try:
@@ -126,8 +127,8 @@ def _initialise(say: Callable[[str], object]) -> None:
     raise KeyboardInterrupt
 
 
-def _keep_known_lines(record: logging.LogRecord) -> bool:
-    """Write what Ray logs about matters of its own to a file beside Ray's logs; everything else is shown."""
+def _is_worth_showing(record: logging.LogRecord) -> bool:
+    """Return whether to show a log line of Ray; known harmless ones are written to a file beside Ray's logs instead."""
     message = record.getMessage()
     if not any(known in message for known in _KNOWN_LINES):
         return True
@@ -175,7 +176,7 @@ def wait_for_gpus(wanted: int, wait_s: float, say: Callable[[str], object]) -> d
 
 @contextmanager
 def _muted_stderr() -> Iterator[None]:
-    """Hold back what native code writes to stderr: Ray's log files have it, and an exception says what matters."""
+    """Drop what native code writes to stderr inside the context: Ray's log files keep it."""
     sys.stderr.flush()
     descriptor = os.dup(2)
     with open(os.devnull, "wb") as nowhere:  # noqa: PTH123 - no file of ours
@@ -188,7 +189,7 @@ def _muted_stderr() -> Iterator[None]:
 
 
 def _connected_to() -> str:
-    """Describe the cluster that was joined, and what it has, in one line."""
+    """Describe the joined cluster and its resources in one line."""
     has, nodes = ray.cluster_resources(), [node for node in ray.nodes() if node["Alive"]]
     here = f"Ray at {ray.get_runtime_context().gcs_address}"
     where = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
@@ -235,7 +236,7 @@ def check_device(options: RunOptions, say: Callable[[str], object]) -> None:
 
 
 def provenance(run_id: str, packages: Sequence[str]) -> RunRecord:
-    """Return what the record of a run says of this process and its packages."""
+    """Return the run record's facts about this process: host, process id and versions of packages."""
     return {
         "run_id": run_id,
         "host": socket.gethostname(),
@@ -263,7 +264,7 @@ def root_cause(error: BaseException) -> str:
 
 
 def failing_nodes(tried: Mapping[str, Mapping[str, NodeTally]]) -> dict[str, str]:
-    """Find the nodes on which a stage failed more often than on all nodes together, as node id -> host.
+    """Return the nodes on which a stage fails more often than elsewhere, as node id -> host.
 
     A file that no node can read fails on all nodes alike, so a node is only left out if others do better.
     """
@@ -287,5 +288,5 @@ def resources_without(nodes: Collection[str]) -> dict[str, float]:
 
 
 def node_selector(nodes: Collection[str]) -> dict[str, str]:
-    """Return the label selector of workers that must not run on these nodes."""
+    """Return the label selector that keeps workers off these nodes."""
     return {NODE_LABEL: f"!in({','.join(sorted(nodes))})"} if nodes else {}

@@ -8,13 +8,13 @@ from typing import NoReturn
 
 
 def exit_after_gpu_fault(item: str, error: Exception) -> None:
-    """End the process where ``error`` broke the CUDA context: everything after it would fail too."""
+    """End this process if ``error`` broke its CUDA context, which would fail all later work too; else return."""
     if "CUDA error" in str(error):
         give_up_process(item, error)
 
 
 def give_up_process(item: str, error: Exception) -> NoReturn:
-    """End the process.
+    """End this process at once; ``item`` was in hand.
 
     Ray starts another process, which asks the heartbeats how many died with ``item`` (a video, a question) in hand.
     """

@@ -81,7 +81,7 @@ class NodeTally(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """The state of all stages.
+    """The state of all stages, as the actor knows it.
 
     Attributes:
         inside: stage -> what its workers hold and where: "ID on HOST", or a description of other work.
@@ -117,7 +117,7 @@ class _Held(NamedTuple):
 
 
 class _RecentItems:
-    """The outcomes of a worker's last items."""
+    """The outcomes of a worker's last items, by which the actor takes it out of service."""
 
     def __init__(self) -> None:
         self.failed: deque[bool] = deque(maxlen=RECENT)
@@ -166,7 +166,7 @@ class Heartbeats:
 
     @ray.method(num_returns=0)  # type: ignore[untyped-decorator]
     def state(self, stage: str, worker: Worker, held: Sequence[str], delta: ProgressDelta) -> None:
-        """Record what a worker of ``stage`` holds from now on, and what happened since it last said so."""
+        """Record the items that a worker of ``stage`` holds now, and its counts since its last report."""
         if held:
             self._held[stage][worker.name] = _Held(held, worker.host, worker.node)
         else:
@@ -201,11 +201,11 @@ class Heartbeats:
     def _at_work(self, stage: str) -> set[str]:
         """Return the workers of a stage that hold something or have moved in the last seconds."""
         recently, now = self._recent_items[stage], self._clock()
-        holding = {name for name, held in self._held[stage].items() if self._lives(held.node)}
+        holding = {name for name, held in self._held[stage].items() if self._node_lives(held.node)}
         return holding | {name for name, it in recently.items() if now - it.moved_at <= _AT_WORK_S}
 
-    def _lives(self, node: str) -> bool:
-        """Return whether a node is alive, as the cluster said a moment ago at most; True if nobody can tell."""
+    def _node_lives(self, node: str) -> bool:
+        """Return whether a node is alive by the cluster's list of a moment ago; True if the list cannot be had."""
         if self._living is None:
             return True
         now = self._clock()
@@ -215,7 +215,7 @@ class Heartbeats:
         return self._nodes is None or node in self._nodes[1]
 
     def _do_better(self, stage: str, others: Iterable[str]) -> bool:
-        """Return whether others are known to do better: less than BETTER of their last items failed."""
+        """Return whether other workers certainly do better: less than BETTER of their last items failed."""
         recently = self._recent_items[stage]
         workers = list(others)
         known = [failed for name in workers if name in recently for failed in recently[name].failed]
@@ -246,7 +246,7 @@ class Heartbeats:
         return self._deaths.get((stage, item), [])
 
     def fail(self, why: str) -> None:
-        """Record why a worker gives the run up; the first reason is kept."""
+        """Record the reason why a worker ended the run; the first reason is kept."""
         self._failure = self._failure or why
 
     def read(self) -> WorkerReport:
@@ -271,7 +271,7 @@ def start_heartbeats(stages: Sequence[str]) -> ActorHandle:
 
 
 class HeldItems:
-    """Items in hand, which are let go one by one in their order as they are done."""
+    """The items that a worker has in hand; it lets go of them one by one, in order, as they are done."""
 
     def __init__(self, items: Sequence[str], count: Callable[[ProgressDelta], None]) -> None:
         self.items = list(items)
@@ -292,7 +292,7 @@ class HeldItems:
 
 
 class Heartbeat:
-    """The worker's side: reports what the worker holds. It travels to the workers; without the actor it does nothing.
+    """The reporter of one worker to the actor; it travels to the worker, and without an actor it does nothing.
 
     A worker may hold several items, also in several threads. It reports when it takes items, once a second what became
     of them, and at once when it has none left: a report for each of many short items would be much of its work.
@@ -342,13 +342,13 @@ class Heartbeat:
 
     @contextmanager
     def holding(self, *ids: str) -> Iterator[HeldItems]:
-        """Hold these items in the block, which lets go of each as it is done; afterwards none of them is held."""
+        """Report these items as held by this worker inside the context; each is let go of as it is done."""
         with self._hold(ids, ProgressDelta(moves=len(ids))) as held:
             yield held
 
     @contextmanager
     def busy(self, work: str) -> Iterator[None]:
-        """Report work that must not pass for progress in the block: it belongs to no item, or is a part of one.
+        """Report ``work`` as held inside the context: work that is not an item and must not pass for progress.
 
         Items that were held stay held, since the last report before a process dies may be lost with it.
         """
@@ -391,7 +391,7 @@ class Heartbeat:
         return [item for holding in self._held for item in holding.items]
 
     def fail(self, why: str) -> None:
-        """Say why this worker gives the run up, before it raises: Ray would bury its error in texts of its own."""
+        """Report why this worker ends the run, before it raises: Ray would bury the error in its own text."""
         self._ask("fail", why)  # if this is lost, the run ends with Ray's own error
 
     def _ask_about_me(self, method: str, otherwise: object = None) -> Any:
@@ -400,7 +400,7 @@ class Heartbeat:
         return self._ask(method, self._stage, self._me, otherwise=otherwise)
 
     def _ask(self, method: str, *arguments: object, otherwise: object = None) -> Any:
-        """Ask the actor, and return its answer, or ``otherwise`` where none comes."""
+        """Call a method of the actor and return its answer, or ``otherwise`` where none comes."""
         if self._heartbeats is None:
             return otherwise
         try:

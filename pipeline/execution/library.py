@@ -43,9 +43,9 @@ def console_for(progress: ProgressOption) -> Console:
 
 
 def checked_outcome(summary: S, config: RunOptions, n_items: int, outside_limit: int | None = None) -> S:
-    """Return the summary of a run for which a command would end with 0.
+    """Return the summary of a run called from Python, if the command would have ended with exit code 0.
 
-    Raise TooManyFailed, which carries it, elsewhere.
+    Raises TooManyFailed, which carries the summary, otherwise.
     """
     if not summary.exit_code(config.failure_limit(n_items), outside_limit):
         return summary
@@ -60,7 +60,7 @@ def checked_outcome(summary: S, config: RunOptions, n_items: int, outside_limit:
 
 @contextmanager
 def run_here() -> Iterator[None]:
-    """Make a run in this process, which is restored once the last of its runs has ended.
+    """Run a job inside this process, whose state is restored once the last of its runs has ended.
 
     A Ray that they started is shut down then; one that was there is kept, without the workers of this run.
     """
@@ -106,4 +106,5 @@ def _restored_process() -> Iterator[None]:
 
 
 def _variables() -> dict[str, str]:
+    """Return Ray's environment variables."""
     return {name: value for name, value in os.environ.items() if name.startswith("RAY_")}

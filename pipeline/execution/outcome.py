@@ -19,7 +19,7 @@ _OF_A_RUN = frozenset({"n_missing", "n_waiting", "n_new", "n_new_failed", "wall_
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The outcome of a request.
+    """The outcome of a request: counts of items, and failures by class.
 
     Attributes:
         n_ok: items (videos, questions) with a result.
@@ -49,6 +49,7 @@ class Outcome:
 
     @property
     def n_failed(self) -> int:
+        """The number of failed items."""
         return sum(self.failures.values())
 
     def exit_code(self, failure_limit: int, outside_limit: int | None = None) -> int:
@@ -75,7 +76,7 @@ class Outcome:
         return {name: value for name, value in self.as_record().items() if name not in _OF_A_RUN}
 
     def pace(self, item: str) -> str:
-        """Say what this run did and how fast."""
+        """Return a sentence with the number of items of this run, its time and its rate."""
         if not self.n_new:
             return f"nothing to do: every {item} has a row already"
         failed = f" ({self.n_new_failed} failed)" if self.n_new_failed else ""
@@ -97,7 +98,7 @@ class Outcome:
 
 
 def as_text(shown: RenderableType) -> str:
-    """Render what a terminal would show as plain text."""
+    """Render a Rich object as plain text."""
     console = Console(file=io.StringIO(), width=120, force_jupyter=False)
     with console.capture() as captured:
         console.print(shown)

@@ -18,7 +18,7 @@ from pipeline.execution.stages import Wording, stage_counts
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """The progress of a run.
+    """The numbers of a run at one moment.
 
     Attributes:
         item: the kind of its items, "video" or "question".
@@ -38,6 +38,7 @@ class Progress:
 
     @property
     def done(self) -> int:
+        """The number of items with a row, ok or failed."""
         return self.ok + self.failed
 
     def __str__(self) -> str:
@@ -45,14 +46,17 @@ class Progress:
 
 
 class Listening(Console):
-    """A console that passes its lines, and progress, to the function ``tell``. An exception of that ends the run."""
+    """A console that passes its lines, and progress, to the function ``tell``.
+
+    An exception of ``tell`` ends the run.
+    """
 
     def __init__(self, tell: Callable[[Progress], object]) -> None:
         super().__init__(file=sys.stderr, force_terminal=False, force_jupyter=False)
         self.tell = tell
 
     def print(self, *objects: Any, **keywords: Any) -> None:
-        """Tell a line as a note."""
+        """Tell a line to the function as a note."""
         with self.capture() as captured:
             super().print(*objects, **{**keywords, "soft_wrap": True})
         if text := captured.get().strip():
@@ -60,7 +64,7 @@ class Listening(Console):
 
 
 class OneLine:
-    """Progress in a notebook: one line that is overwritten until the run ends, below the notes."""
+    """The progress display of a notebook: one line, overwritten until the run ends, below the notes."""
 
     def __init__(self) -> None:
         self._width = 0
@@ -76,7 +80,7 @@ class OneLine:
 
 
 class Pace:
-    """The rate of items since the first one, as workers start and load their models before."""
+    """The rate of items since the first one came, so that loading models does not count."""
 
     def __init__(self, total: int, item: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total
@@ -86,25 +90,27 @@ class Pace:
         self._first: float | None = None
 
     def through(self, items: int) -> None:
-        """Count items that are computed."""
+        """Count computed items."""
         self._through = min(self._through + items, self._total)
         self._begin()
 
     def done(self, items: int) -> None:
-        """Count items that are written; where nobody says that they are computed, they are counted here."""
+        """Count written items; a run that does not count computed ones has its rate from these."""
         self._done += items
         self._begin()
 
     def _begin(self) -> None:
+        """Start the clock at the first item."""
         if self._first is None:
             self._first, self._at_first = self._clock(), self._now
 
     @property
     def _now(self) -> int:
+        """The number of items that are through so far."""
         return max(self._through, self._done)
 
     def __str__(self) -> str:
-        """Return the rate and the time left; nothing where all are through."""
+        """Return the rate and the time left, "" where all are through."""
         new, seconds = self._now - self._at_first, 0.0 if self._first is None else self._clock() - self._first
         left = self._total - self._now
         if not left:
@@ -116,7 +122,7 @@ class Pace:
 
 
 class Reporter:
-    """Counter of what a run has done. A subclass shows it, at every new number or by a clock of its own."""
+    """A counter of a run's items; each subclass displays the counts in its own way."""
 
     def __init__(self, total: int, words: Wording) -> None:
         self.at = Progress(item=words.item, total=total)
@@ -133,23 +139,24 @@ class Reporter:
     ) -> None: ...
 
     def show(self) -> None:
-        """Show ``at`` and ``pace``."""
+        """Show the current counts; each subclass has its own display."""
 
     def through(self, items: int) -> None:
         """Count items that are computed, or have failed; they may wait to be written."""
         self.pace.through(items)
 
     def advance(self, ok: int, failed: int) -> None:
-        """Count items that are where they belong."""
+        """Count items that are committed."""
         self.pace.done(ok + failed)
         self._take(replace(self.at, ok=self.at.ok + ok, failed=self.at.failed + failed))
 
     def stages(self, made: Mapping[str, int]) -> None:
-        """Take what each stage has made by now."""
+        """Record how many items each stage has made so far."""
         self._made = made
         self._take(self.at)
 
     def _take(self, at: Progress) -> None:
+        """Set the current counts, and show them if they changed."""
         now = replace(at, ahead=self._words.ahead(self._made, at.ok))
         if now != self.at:
             self.at = now
@@ -157,7 +164,7 @@ class Reporter:
 
 
 def reporter(console: Console, total: int, log_interval: float, words: Wording) -> Reporter:
-    """Return a bar for a terminal, a function's reporter for its console, else lines every ``log_interval`` seconds."""
+    """Return the progress display for a console: a bar on a terminal, a function's, or a line at each interval."""
     if isinstance(console, Listening):
         return FunctionReporter(console, total, words)
     if console.is_terminal:
@@ -166,7 +173,7 @@ def reporter(console: Console, total: int, log_interval: float, words: Wording) 
 
 
 class FunctionReporter(Reporter):
-    """Reporter that passes the numbers to the function of a listening console."""
+    """A reporter that passes the counts to the function of a listening console."""
 
     def __init__(self, console: Listening, total: int, words: Wording) -> None:
         super().__init__(total, words)
@@ -177,7 +184,7 @@ class FunctionReporter(Reporter):
 
 
 class BarReporter(Reporter):
-    """Reporter that draws a bar with the count, the failures, the rate and the time left."""
+    """A reporter that draws a bar with the count, the failures, the rate and the time left."""
 
     def __init__(self, console: Console, total: int, words: Wording) -> None:
         super().__init__(total, words)
@@ -200,7 +207,7 @@ class BarReporter(Reporter):
 
 
 class LineReporter(Reporter):
-    """Reporter that prints a line every ``interval`` seconds, also while nothing moves, and one at the end."""
+    """A reporter that prints a line every ``interval`` seconds, also while nothing moves, and one at the end."""
 
     def __init__(self, console: Console, total: int, interval: float, words: Wording) -> None:
         super().__init__(total, words)
@@ -219,9 +226,11 @@ class LineReporter(Reporter):
         self._line()
 
     def _tick(self) -> None:
+        """Print a line at each interval until the run ends; runs in a thread."""
         while not self._ended.wait(self._interval):
             self._line()
 
     def _line(self) -> None:
+        """Print the counts, the rate and the time left."""
         pace = str(self.pace)
         self._console.print(f"{self.at}, {pace}" if pace else str(self.at), highlight=False, soft_wrap=True)

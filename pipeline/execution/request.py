@@ -16,7 +16,7 @@ from pipeline.storage.stores import Store
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Turn what gstep raises for an unusable model or method (ModelError, ValueError) into a UsageError."""
+    """Convert errors of gstep about an unusable model or method (ModelError, ValueError) to UsageError."""
     try:
         yield
     except UsageError:  # it is a ValueError too, and its class says more
@@ -27,7 +27,7 @@ def refusing() -> Iterator[None]:
 
 @contextmanager
 def store_refusing() -> Iterator[None]:
-    """Turn the failure of a store into a UsageError, since nothing was started yet."""
+    """Convert errors of the store to UsageError, since nothing was started yet."""
     try:
         yield
     except OSError as error:
@@ -35,13 +35,13 @@ def store_refusing() -> Iterator[None]:
 
 
 def new_run_id() -> str:
-    """Make an id that begins with the time in milliseconds, so that names of runs and shards sort by it."""
+    """Make a run id that begins with the time in milliseconds, so that names of runs and shards sort by time."""
     now = datetime.now(UTC)
     return f"{now:%Y%m%dT%H%M%S}{now.microsecond // 1000:03}Z-{secrets.token_hex(3)}"
 
 
 def check_out(store: Store) -> None:
-    """Raise UsageError where what is written to ``--out`` would be lost with the job."""
+    """Raise UsageError if ``--out`` is a folder that Ray deletes after the job."""
     if store.folder is not None and not Path(str(store)).is_absolute() and _in_an_upload():
         raise UsageError(
             f"--out {store}: in this Ray job a relative path lies in the cluster's copy of --working-dir, lost "
@@ -50,6 +50,6 @@ def check_out(store: Store) -> None:
 
 
 def _in_an_upload() -> bool:
-    """Return whether this process runs in an upload of ``ray job submit --working-dir``, as Ray's environment says."""
+    """Return whether this process runs in a folder uploaded by ``ray job submit --working-dir``."""
     job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
     return bool(job.get("runtime_env", {}).get("working_dir"))

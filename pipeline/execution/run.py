@@ -24,7 +24,7 @@ from pipeline.storage.stores import Store
 
 
 class Request(Protocol):
-    """A request that was checked before anything was started."""
+    """A checked request of any kind of run; nothing was started yet."""
 
     @property
     def run_id(self) -> str: ...
@@ -35,7 +35,7 @@ class Request(Protocol):
 
 
 class Streamed(NamedTuple):
-    """The record of a run whose items have all ended, and how many of them failed."""
+    """The result of streaming: the record of the run, and how many items failed."""
 
     run_file: RunFile
     n_failed: int
@@ -56,29 +56,32 @@ class Run(ABC, Generic[O, R, T, S]):
 
     @abstractmethod
     def prepare(self) -> R:
-        """Check the request as far as that is possible before anything is started. Raise UsageError."""
+        """Check the options, and return the request. Raise UsageError; nothing is started."""
 
     @abstractmethod
     def match(self, request: R) -> R:
-        """Adopt what the results that are there leave open.
+        """Return the request completed with the settings of existing results.
 
         Raise IdentityMismatch where they do not go with the request.
         """
 
     @abstractmethod
     def remaining(self, request: R) -> T:
-        """Find what is left to do. Raise UsageError where the store or a changed item forbids to go on."""
+        """Return the items that are left to do. Raise UsageError if the store fails or an item has changed."""
 
     @abstractmethod
     def stream(self, request: R, todo: T) -> Streamed:
-        """Run what is left and commit it, under a record of the run. Raise RunFailed."""
+        """Run the remaining items through the graph and commit their rows, under a record of the run.
+
+        Raise RunFailed.
+        """
 
     @abstractmethod
     def summarise(self, request: R, todo: T, n_failed: int, wall_s: float) -> S:
-        """Count from the committed rows what is there now."""
+        """Count the committed rows and return the summary."""
 
     def tidy(self, request: R, todo: T) -> None:
-        """Merge what the run wrote, once all is committed and counted."""
+        """Merge the files that the run wrote, once all is committed and counted."""
 
     def say(self, line: str) -> None:
         """Print a line for the user."""
@@ -95,6 +98,7 @@ class Run(ABC, Generic[O, R, T, S]):
             raise RunFailed(root_cause(error)) from error
 
     def _carry_out(self, request: R) -> S:
+        """Register the run at the store, find what is left, stream it, and return the summary."""
         values = self.options.as_record().items()
         shown = " ".join(f"{name}={value}" for name, value in values if value not in (None, []))
         self.console.print(f"configuration: {shown}", style="dim", markup=False, highlight=False, soft_wrap=True)

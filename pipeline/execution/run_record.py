@@ -20,7 +20,7 @@ RunRecord = dict[str, Any]
 
 
 class RunFile:
-    """The file of a record, written when a run starts and again when it ends, however it ends."""
+    """The file of a run's record, written when the run starts and again when it ends, however it ends."""
 
     def __init__(self, store: Store, record: RunRecord) -> None:
         self._store = store
@@ -36,11 +36,11 @@ class RunFile:
             self.save(status=status, ended=now(), error=None if value is None else printable(str(value)))
 
     def note(self, **news: object) -> None:
-        """Keep facts for the next time the record is saved."""
+        """Add facts that are written with the record's next save."""
         self._record |= news
 
     def save(self, **news: object) -> None:
-        """Write the record with these facts."""
+        """Write the record, with these facts added."""
         self.note(**news)
         self._store.put(f"{RUNS}/{self._record['run_id']}.json", json.dumps(self._record, indent=2).encode())
 

@@ -23,26 +23,27 @@ TICK_S = 0.5
 
 
 class Batch(NamedTuple):
-    """Output of a graph: tables or references to them, and how many items they hold."""
+    """The output of a graph: tables or references to tables, and how many items they hold."""
 
     tables: Sequence[ray.ObjectRef] | Sequence[pa.Table]
     n_items: int
 
 
 class Shard(NamedTuple):
-    """A shard that is on disk: its number, which stays the same however often it is yielded, and the rows to commit."""
+    """A written shard: its number, the same however often it is yielded, and the rows to commit."""
 
     number: int
     rows: pa.Table
 
 
 def _unchanged(rows: pa.Table) -> pa.Table:
+    """Return the rows as they are."""
     return rows
 
 
 @dataclass(frozen=True)
 class RunGraph:
-    """A graph that is ready to run, and how its output is written.
+    """A Ray Data graph that is ready to run, with the way its output is written.
 
     Attributes:
         dataset: the graph of Ray Data, which runs once it is iterated.
@@ -60,7 +61,7 @@ class RunGraph:
     items_per_row: int = 1
 
     def batches(self) -> Iterator[Batch]:
-        """Run the graph; yield what its last stage gives as soon as it is there."""
+        """Run the graph, and yield each batch of its last stage as soon as it is there."""
         # Not iter_batches: its threads wait in a way that nothing can interrupt, and it fetches ahead.
         bundles = self.dataset.iter_internal_ref_bundles()
         try:
@@ -77,7 +78,7 @@ class RunGraph:
 
 
 class Shards:
-    """Bundles batches into shards of ``flow.items_per_shard`` items, or fewer once the first has waited for ``age_s``.
+    """The bundler of batches into shards of ``flow.items_per_shard`` items, or fewer after ``age_s`` seconds.
 
     Each writer has one shard in hand and one that is next. Once one more shard is complete, no more batches are taken.
     Ray makes a lost block again, as it does for the arguments of any call. Use it in a ``with`` block, which ends the
@@ -111,7 +112,7 @@ class Shards:
 
     @property
     def unwritten(self) -> bool:
-        """Whether there is anything that was taken and not given back to be committed."""
+        """Whether any batch was taken whose shard was not yet yielded and committed."""
         return bool(self._waiting or self._writing or self._written)
 
     def has_room(self) -> bool:
@@ -131,13 +132,13 @@ class Shards:
         self._write_due()
 
     def finish(self) -> bool:
-        """End the input, so that what waits is a shard. Return whether anything is left to be written or committed."""
+        """End the input: the batches that wait become a shard. Return whether anything is left to write or commit."""
         self._ended = True
         self._write_due()
         return self.unwritten
 
     def written(self, wait_s: float = TICK_S) -> Iterator[Shard]:
-        """Yield the shards that are on disk, to be committed. Wait for one only while no more can be taken.
+        """Yield the shards that are written and to be committed; wait for one only while no batch can be taken.
 
         A shard is yielded again if the next one was not asked for: an interrupted driver cannot know whether it is
         committed.
@@ -159,19 +160,20 @@ class Shards:
                 del self._writing[answer]
 
     def rest(self, within_s: float) -> Iterator[Shard]:
-        """Yield like ``written`` the shards of all that was taken, as far as they are on disk in so many seconds."""
+        """Yield the shards of all batches taken that are written within ``within_s`` seconds, as ``written`` does."""
         deadline = time.monotonic() + within_s
         while self.finish() and (left_s := deadline - time.monotonic()) > 0:
             with suppress(ray.exceptions.RayError):  # the other shards may still be written
                 yield from self.written(min(TICK_S, left_s))
 
     def _write_due(self) -> None:
+        """Write the collected batches as a shard if they are old enough, the last ones, or a whole shard."""
         old = self._clock() - self._since >= self._age_s
         if old or self._ended or not self.has_room():
             self._write()
 
     def _write(self) -> None:
-        """Make a shard of what waits, if anything does; it goes on waiting where every writer has its two."""
+        """Give the collected batches to a writer as a shard; they go on waiting while every writer has two."""
         if not self._waiting:
             return
         number = self._n_shards

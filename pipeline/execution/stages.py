@@ -33,7 +33,7 @@ BLOCKS_AHEAD = 4
 
 
 class StageWords(NamedTuple):
-    """Words about a stage for users: what it did to an item ("decoded"), and what may help if it does not move."""
+    """The words about a stage in messages: what it did to an item ("decoded"), and what may help if it stalls."""
 
     done: str
     remedy: str
@@ -41,7 +41,7 @@ class StageWords(NamedTuple):
 
 @dataclass(frozen=True)
 class Wording:
-    """Words about a kind of run for users.
+    """The words about a kind of run in messages.
 
     Attributes:
         doing: what the run does, "pruning".
@@ -56,7 +56,7 @@ class Wording:
     to_lower: str
 
     def ahead(self, made: Mapping[str, int], ok: int) -> dict[str, int]:
-        """Return how many items the stages before the last have ``made``, by their words for that ("decoded").
+        """Return the counts of items that the stages before the last have ``made``, by their words ("decoded").
 
         It is empty before the first report. Reports come every few seconds, so ``ok`` items may be more by now.
         """
@@ -65,12 +65,12 @@ class Wording:
 
 
 def stage_counts(ahead: Mapping[str, int]) -> str:
-    """Format how many items each stage did, to follow other numbers: ", 9 decoded"."""
+    """Format the items that each stage has done, to follow other numbers: ", 9 decoded"."""
     return "".join(f", {count} {word}" for word, count in ahead.items())
 
 
 class Plan(Protocol):
-    """The shares of the cluster that a run takes, and its words for users."""
+    """The resources that a run's stages reserve, and its words for messages."""
 
     wording: ClassVar[Wording]
 
@@ -87,7 +87,10 @@ class Plan(Protocol):
         """A description of the workers that start."""
 
     def collected(self, stage: str, waits: bool) -> int:
-        """Return how many items ``stage`` waits for before it takes any; ``waits`` says whether more are to come."""
+        """Return the number of items ``stage`` waits for before it takes any.
+
+        ``waits`` says whether more are to come.
+        """
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class Stage:
 
 
 def actor_options(stage: Stage, batch_size: int, labels: Mapping[str, str] | None = None) -> Mapping[str, Any]:
-    """Return options of ``map_batches`` for a stage: ``batch_size`` rows a call, on nodes that ``labels`` select."""
+    """Return the ``map_batches`` options of a stage: ``batch_size`` rows a call, on nodes that match ``labels``."""
     return {
         **({"label_selector": dict(labels)} if labels else {}),
         "batch_size": batch_size,
@@ -149,13 +152,13 @@ _names: dict[int, list[str]] = defaultdict(list)  # thread of a run -> names of 
 
 
 def _actor_name(run: int) -> dict[str, str]:
-    """Return options that name an actor of the run in this thread. Ray asks, in another thread, for every actor."""
+    """Return options that name an actor of this thread's run; Ray calls this for every actor, in another thread."""
     _names[run].append(f"worker-{uuid4().hex}")
     return {"name": _names[run][-1]}
 
 
 def end_workers() -> None:
-    """End all workers that are left of graphs of the run in this thread, which no longer run.
+    """End the Ray workers that graphs of this thread's run have left behind.
 
     A worker outlives its graph if it hangs, or if its node was lost and it waits for room elsewhere. Either would keep
     room from the next graph for ever.
@@ -168,7 +171,7 @@ def end_workers() -> None:
 
 
 def configure_ray_data() -> None:
-    """Turn off Ray Data's own progress and its tolerance of errors, and let each row go on by itself."""
+    """Set Ray Data up for a run: no progress bars of its own, no tolerated errors, each row passed on by itself."""
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # the run itself says which error ended it
     # Ray 2.60 announces that max_restarts and names will move to a named parameter, which it does not have yet.
     warnings.filterwarnings("ignore", message="`ray_remote_args(_fn)?` is deprecated")

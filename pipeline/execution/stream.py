@@ -33,7 +33,7 @@ LEAVE_S = 15.0
 
 @dataclass(frozen=True)
 class PlannedGraph:
-    """A graph for some items, on what the cluster had when it was planned.
+    """A graph for some items, planned for the cluster as it is now.
 
     Attributes:
         build: builds the graph, given the actor to which its workers report.
@@ -95,7 +95,7 @@ def stream(
 
 
 def _stream(graph: PlannedGraph, progress: Reporter, console: Console, options: RunOptions) -> None:
-    """Run one graph. Raises ClusterShrunk too."""
+    """Run one graph to its end, committing every shard. Raises RunFailed, and ClusterShrunk after lost nodes."""
     wording = graph.plan.wording
     console.print(f"starting workers: {graph.plan.workers}", highlight=False, soft_wrap=True)
     heartbeats = start_heartbeats(tuple(wording.stages))
@@ -122,7 +122,7 @@ def _stream(graph: PlannedGraph, progress: Reporter, console: Console, options: 
 def written_shards(
     flow: RunGraph, shards: Shards, look: Callable[[], object], every_s: float, through: Callable[[int], object]
 ) -> Generator[Shard, None, None]:
-    """Run a graph; yield every shard once it is on disk. ``through`` is told of items that came out."""
+    """Run a graph, and yield every shard once it is written; ``through`` gets the number of items that came out."""
     meanwhile = partial(iterate_watched, tick_s=TICK_S, room=shards.has_room, unfinished=shards.finish)
     with closing(meanwhile(flow.batches(), look, every_s)) as batches:
         for batch in batches:
@@ -135,7 +135,7 @@ def written_shards(
 def _commit_all(
     shards: Iterable[tuple[int, pa.Table]], graph: PlannedGraph, watchdog: Watchdog, progress: Reporter
 ) -> None:
-    """Commit shards one by one and count them as progress. Raises RunFailed, also where rows are missing at the end."""
+    """Commit shards one by one and count them as progress. Raises RunFailed, also if rows are missing at the end."""
     items = f"{graph.total} {graph.plan.wording.item}s"
     try:
         for number, rows in shards:

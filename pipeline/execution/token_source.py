@@ -27,7 +27,7 @@ _SAMPLED_SHARDS = 4  # shards from whose rows the size of the others is estimate
 
 
 class ReadOptions(NamedTuple):
-    """Options of reading a video, as of ``TokenCache.get``."""
+    """The options of reading a video, as of ``TokenCache.get``."""
 
     retention_ratio: float | None = None
     order: TokenOrder = "index"
@@ -64,7 +64,7 @@ def ray_dataset(
 
 
 class TokenSource(Datasource):  # type: ignore[misc]  # Ray has no types
-    """Source of the videos of a cache, a row each."""
+    """A Ray Data source that reads the videos of a cache, a row each."""
 
     def __init__(self, cache: TokenCache, ids: Sequence[str] | None, options: ReadOptions) -> None:
         super().__init__()
@@ -96,6 +96,7 @@ class TokenSource(Datasource):  # type: ignore[misc]  # Ray has no types
 
 
 def _read(held: ray.ObjectRef, numbers: Sequence[int], options: ReadOptions) -> Iterator[pa.Table]:
+    """Read the videos of some shards in a read task, and yield a one-row table each."""
     opened: tuple[TokenCache, LiveShards] = ray.get(held)
     cache, shards = opened
     for number in numbers:
@@ -106,7 +107,7 @@ def _read(held: ray.ObjectRef, numbers: Sequence[int], options: ReadOptions) -> 
 
 
 def as_row(video: CachedVideo) -> pa.Table:
-    """Make the one row of a video that ``ray_dataset`` describes."""
+    """Return a video as one row with the columns that ``ray_dataset`` describes."""
     levels = {f"deepstack_{i}": level for i, level in enumerate(video.deepstack)}
     vectors = {"tokens": video.tokens, **levels, **{f"evidence_{name}": v for name, v in video.evidence.items()}}
     return pa.table(
@@ -125,18 +126,19 @@ def as_row(video: CachedVideo) -> pa.Table:
 
 
 def _numbers(values: Tensor | None, kind: pa.DataType) -> pa.Array:
+    """Return numbers as a column of one list, null for None."""
     return pa.array([None if values is None else values.numpy()], pa.list_(kind))
 
 
 def _bytes(values: Tensor) -> pa.Array:
-    """Pack the bits of bfloat16 numbers as one binary value, without a copy."""
+    """Return the bits of bfloat16 numbers as a column of one binary value, without a copy."""
     data = pa.py_buffer(values.contiguous().view(torch.int16).numpy())
     ends = pa.py_buffer(np.array([0, data.size], np.int64))
     return pa.LargeBinaryArray.from_buffers(pa.large_binary(), 1, [None, ends, data])
 
 
 def _bytes_of_a_video(cache: TokenCache, shards: LiveShards, options: ReadOptions) -> int:
-    """Estimate the bytes of a row in memory, without evidence, by the rows of a few shards."""
+    """Estimate the bytes of a video's row in memory, without evidence, from the rows of a few shards."""
     numbers = range(0, len(shards), max(1, len(shards) // _SAMPLED_SHARDS))
     sample = [row for number in numbers[:_SAMPLED_SHARDS] for row in cache.rows_of(shards, number)]
     sizes = [

@@ -29,12 +29,12 @@ SHRUNK_S = 30.0
 
 
 class ClusterShrunk(Exception):  # noqa: N818
-    """Nodes were lost and nothing moves: what is left must be planned anew on those that are there."""
+    """An error: nodes were lost and nothing moves, so what is left must be planned again for the remaining nodes."""
 
 
 @dataclass
 class Watchdog:
-    """Looks at the workers' reports now and then.
+    """The observer of a running graph, which looks at the workers' reports at intervals.
 
     Raises RunFailed if nothing has moved for ``timeout_s`` seconds or ``give_up`` returns a reason to stop, and
     ClusterShrunk if nodes were lost and the run could go on with those that ``available_resources`` says are left.
@@ -61,7 +61,7 @@ class Watchdog:
         self._moved_at = self.clock()
 
     def look(self) -> None:
-        """Ask the heartbeats. Where they do not answer, commits alone count."""
+        """Read the workers' reports and raise if the run stalls; without an answer only commits count as movement."""
         if self._had_room is None:
             self._had_room = self._has_room()
         report = self._read()
@@ -89,7 +89,7 @@ class Watchdog:
         return found.get("CPU", 0.0) >= self.plan.cpus and found.get("GPU", 0.0) >= self.plan.gpus
 
     def _shrunk(self) -> bool:
-        """Return whether not all workers fit any more, but some do."""
+        """Return whether the cluster no longer has room for all workers, but still for some."""
         try:
             found = self.available_resources()
             return (
@@ -99,7 +99,7 @@ class Watchdog:
             return False
 
     def failure(self) -> str | None:
-        """Return why a worker gave the run up, as far as it could say so."""
+        """Return the reason that a worker reported for ending the run, or None."""
         return self.last().failure
 
     def last(self) -> WorkerReport:
@@ -120,7 +120,7 @@ class Watchdog:
         return report
 
     def _verdict(self) -> str:
-        """Name the last stage that holds something, else the last one that something waits for; and what may help."""
+        """Name the last stage that holds something, else the last that takes nothing though it could, and a remedy."""
         item = self.plan.wording.item
         for stage, words in reversed(list(self.plan.wording.stages.items())):
             held = self._report.inside.get(stage)
@@ -130,12 +130,12 @@ class Watchdog:
         for before, stage in reversed(list(pairwise(left))):
             waiting = left[before] - left[stage]
             if waiting >= self.plan.collected(stage, waits=left[before] < self.total):
-                return f"{stage} takes none of {waiting} waiting {item}s; scheduling: {_offer(self.plan)}"
-        return f"scheduling: no worker holds a {item}; {_offer(self.plan)}"
+                return f"{stage} takes none of {waiting} waiting {item}s; scheduling: {_describe_resources(self.plan)}"
+        return f"scheduling: no worker holds a {item}; {_describe_resources(self.plan)}"
 
 
-def _offer(plan: Plan) -> str:
-    """Describe what the cluster has now and what the workers ask for."""
+def _describe_resources(plan: Plan) -> str:
+    """Describe the cluster's resources now, beside those that the workers ask for."""
     try:
         offer = ray.cluster_resources()
     except Exception as error:  # noqa: BLE001 - whatever it is, it is not why the run failed
@@ -147,11 +147,11 @@ def _offer(plan: Plan) -> str:
 
 
 class _Abandoned(BaseException):
-    """Exception that ends the thread of ``iterate_watched`` from outside."""
+    """The exception that ends the thread of ``iterate_watched`` from outside."""
 
 
 class _Fetcher(Generic[T]):
-    """Thread that takes the items of an iterator, one ahead at most, and hands them over one by one."""
+    """The thread that takes items from an iterator, at most one ahead, and hands them over one by one."""
 
     def __init__(self, items: Iterator[T]) -> None:
         self._items = items
@@ -173,6 +173,7 @@ class _Fetcher(Generic[T]):
         _interrupt(self._thread)
 
     def _fetch(self) -> None:
+        """Take items and hand them over until the end, an error or an interruption; runs in the thread."""
         try:
             try:
                 for item in self._items:
@@ -188,6 +189,7 @@ class _Fetcher(Generic[T]):
                 self._hand_over(error)
 
     def _hand_over(self, item: tuple[T] | BaseException | None) -> None:
+        """Put an item, an error or the end where ``next`` finds it. Raise _Abandoned if the fetcher is closed."""
         while not self._closed.is_set():
             try:
                 return self._ready.put(item, timeout=1)
@@ -197,12 +199,12 @@ class _Fetcher(Generic[T]):
 
 
 def _thread_of_graph() -> str:
-    """Return the name of the thread in which ``iterate_watched`` iterates for the run in this thread."""
+    """Return the name of the thread that runs the iterators of the current thread's run."""
     return f"graph of {threading.get_ident()}"
 
 
 def still_running() -> bool:
-    """Return whether an iterator of this thread's could not be interrupted: it waits where no Python code runs."""
+    """Return whether an iterator of this thread could not be interrupted, because it blocks outside Python code."""
     return any(thread.name == _thread_of_graph() and thread.is_alive() for thread in threading.enumerate())
 
 

@@ -35,18 +35,18 @@ _HANDED_OVER = pa.schema([pa.field("answers", pa.list_(pa.struct(list(ANSWERED))
 
 
 def question_blocks(blocks: Iterable[Sequence[QuestionRecord]]) -> list[pa.Table]:
-    """Return the input of the actor: ASKED, one row a block of questions."""
+    """Pack blocks of questions as the actor's input: tables of ASKED, one row a block."""
     return [pa.Table.from_pylist([{"questions": list(block)}], schema=ASKED) for block in blocks]
 
 
 def answered_rows(handed_over: pa.Table) -> pa.Table:
-    """Return the answers that the actor handed over, as ANSWERED."""
+    """Unpack the answers that the actor returned, as ANSWERED."""
     return pa.Table.from_struct_array(handed_over["answers"].combine_chunks().flatten()).cast(ANSWERED)
 
 
 @dataclass(frozen=True)
 class AnswerSetup(AskSetup):
-    """What an actor needs to know; it travels to every one."""
+    """The settings of an answering actor, which travel to every one."""
 
     engine: EngineSetup = field(default_factory=EngineSetup)
     batch_size: int = BATCH_SIZES[TRANSFORMERS]
@@ -56,7 +56,7 @@ class AnswerSetup(AskSetup):
 
 
 class BatchSize:
-    """How many questions go at once: as many as fitted where some did not, and more again after a while."""
+    """The number of questions to answer at once, which falls when memory runs short and rises again after a while."""
 
     def __init__(self, largest: int) -> None:
         self._largest = largest
@@ -64,7 +64,7 @@ class BatchSize:
         self.now = largest
 
     def ended(self, fitted: int, short: bool) -> None:
-        """Adjust the batch size: after ``short`` memory to the ``fitted`` questions that ran, and up again later."""
+        """Adjust the batch size: down to the ``fitted`` questions that ran if memory was ``short``, up again later."""
         if short:
             self.now, self._calm = max(1, fitted), 0
             return
@@ -74,7 +74,7 @@ class BatchSize:
 
 
 class Answerer:
-    """Holds one language model; never a vision tower."""
+    """The actor that answers questions; it holds one language model and never a vision tower."""
 
     def __init__(self, setup: AnswerSetup, heartbeats: Any = None) -> None:
         self._heartbeat = Heartbeat(STAGE, heartbeats)
@@ -110,7 +110,7 @@ class Answerer:
                 yield [known.pop(key) for key in parts.popleft()]
 
     def answer(self, questions: Sequence[QuestionRecord]) -> Iterator[AnswerRecord]:
-        """Yield a row for each question.
+        """Yield a row for each question, answered or failed.
 
         Those that are scored, those that are generated, and those for which the model prunes inside itself make batches
         of their own.
@@ -150,6 +150,7 @@ class Answerer:
         return [*alone, *([calm[i] for i in part] for part in plan or [[]])]
 
     def _answer_together(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
+        """Answer one batch, reported to the heartbeat, and adjust the batch size."""
         with self._heartbeat.holding(*(heartbeat_name(asked.row) for asked in batch)) as held:
             self._short, self._fitted = False, 0
             rows = self._answer_batch(batch)
@@ -158,7 +159,7 @@ class Answerer:
             return rows
 
     def _answer_batch(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
-        """Answer a batch, and a failed one in parts, down to the question whose error row is returned."""
+        """Answer a batch; if it fails, answer its parts, down to the one question that gets the error row."""
         try:
             started = time.perf_counter()
             rows = self._score(batch, started) if batch[0].how.scored else self._generate(batch)
@@ -183,6 +184,7 @@ class Answerer:
         return [row for part in (batch[:half], batch[half:]) for row in self._answer_batch(part)]
 
     def _generate(self, batch: list[PreparedQuestion]) -> list[AnswerRecord]:
+        """Decode an answer to each question, and return the rows."""
         decodings = [asked.how.decoding for asked in batch]
         answers = self._engine.generate([asked.prompt for asked in batch], decodings, inside=batch[0].inside)
         rows = []
@@ -204,6 +206,7 @@ class Answerer:
         return rows
 
     def _score(self, batch: list[PreparedQuestion], started: float) -> list[AnswerRecord]:
+        """Score the choices of each question, and return the rows; the likeliest choice is the answer."""
         texts = [asked.continuations() for asked in batch]
         all_scores = self._engine.score([asked.prompt for asked in batch], texts, inside=batch[0].inside)
         seconds = time.perf_counter() - started
@@ -228,5 +231,5 @@ class Answerer:
 
 
 def _largest(values: Sequence[float]) -> int:
-    """Index of the largest value, the first of equals."""
+    """Return the index of the largest value, the first of equals."""
     return values.index(max(values))

@@ -101,13 +101,13 @@ def read_answers_header(store: Store) -> dict[str, Any]:
 
 
 def write_answers_header(store: Store, identity: Mapping[str, Any]) -> None:
-    """Write what a table of answers was made with; this makes the place."""
+    """Write the identity of a table of answers, which makes the place a folder of answers."""
     store.make()
     store.put(HEADER, header_bytes({"schema_version": ANSWERS_VERSION, "identity": identity}))
 
 
 class AnswersTable:
-    """All rows, kept in memory. Shards never change, so each is read once."""
+    """The committed rows of a table of answers, kept in memory; shards never change, so each is read once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -127,6 +127,7 @@ class AnswersTable:
         return pa.concat_tables([ANSWER_SCHEMA.empty_table(), *tables])
 
     def _read(self) -> list[str]:
+        """Read the shards that were committed since, and return the names of all."""
         names = self.names()
         new = [name for name in names if name not in self._tables]
         for name, data in zip(new, self._store.read_all(new), strict=True):
@@ -139,7 +140,7 @@ class AnswersTable:
 
 
 def live_answers(rows: pa.Table) -> pa.Table:
-    """Return of rows as ANSWER_SCHEMA the live one of each question and pruning, by question_id.
+    """Select the live row of each question and pruning from rows of ANSWER_SCHEMA, sorted by question_id.
 
     The rule is that of videos: ok before failed, most attempts; then the earliest run, and the first answer.
     """
@@ -173,7 +174,7 @@ def merge_answers(store: Store, at_least: int, keep: timedelta = KEEP) -> None:
 
 
 def try_merge_answers(store: Store, at_least: int, say: Callable[[str], object]) -> None:
-    """Merge as ``merge_answers`` does, and tell the user with ``say`` where that fails: it costs no row."""
+    """Merge as ``merge_answers``; a failure costs no row and is only told to the user by ``say``."""
     try:
         merge_answers(store, at_least)
     except (CorruptShard, OSError) as error:
@@ -181,7 +182,7 @@ def try_merge_answers(store: Store, at_least: int, say: Callable[[str], object])
 
 
 def _ranks(column: pa.ChunkedArray) -> NDArray[np.int64]:
-    """Return the place [n] of each text among the sorted distinct texts."""
+    """Return each text's place [n] among the sorted distinct texts."""
     return np.asarray(pc.rank(column, tiebreaker="dense").to_numpy(), np.int64)
 
 
@@ -192,7 +193,7 @@ def commit_answers(
     rows: Sequence[AnswerRecord],
     form: str = "parquet",
 ) -> None:
-    """Make rows visible: one file, put whole. Raises OSError."""
+    """Write rows as one file, put whole, which makes them visible. Raises OSError."""
     table = pa.Table.from_pylist([{**row, "run_id": run_id} for row in rows], schema=ANSWER_SCHEMA)
     data = write_parquet(table) if form == "parquet" else _json_lines(table)
     store.put(small_name(ANSWERS, run_id, number, data, SUFFIXES[form]), data)
@@ -208,6 +209,7 @@ def _json_lines(table: pa.Table) -> bytes:
 
 
 def _parse(store: Store, name: str, data: bytes) -> pa.Table:
+    """Read one shard in either format as ANSWER_SCHEMA. Raises CorruptShard."""
     check_content(store, name, data)
     if PurePosixPath(name).suffix == SUFFIXES["parquet"]:
         table = open_parquet(pa.BufferReader(data)).read(use_threads=READ_THREADS)

@@ -29,7 +29,7 @@ from pipeline.storage.stores import Store
 
 @dataclass(frozen=True)
 class AskSetup:
-    """What goes into prompts; it travels to every actor.
+    """The settings for making prompts, which travel to every actor.
 
     Attributes:
         live: the live rows of the videos that are asked about, so that no actor reads the whole index.
@@ -56,7 +56,7 @@ class AskSetup:
 
 @dataclass(frozen=True)
 class PreparedQuestion:
-    """A question that is ready for the model, its row as far as that is known.
+    """A question with its prompt, and its answer row as far as that is known.
 
     Attributes:
         inside: a method that prunes inside the model, and the share that it keeps.
@@ -68,13 +68,13 @@ class PreparedQuestion:
     inside: tuple[Pruner, float] | None = None
 
     def continuations(self) -> list[str]:
-        """Return the texts that are scored: letters, or the choices themselves."""
+        """Return the texts whose log-probabilities are compared: letters, or the choices themselves."""
         choices = self.row["choices"]
         return letters(len(choices)) if self.how.method == "letter" else choices
 
 
 class Embedders:
-    """What embeds questions for the methods that ask for it, each loaded once."""
+    """The embedders of question texts that the prunings ask for, each loaded once."""
 
     def __init__(self, model: Embedder, device: str, lates: Sequence[LatePruning]) -> None:
         towers = dict.fromkeys(late.text_tower for late in lates if "text_embedding" in late.pruner.needs)
@@ -88,7 +88,7 @@ class Embedders:
 
 
 class Asker:
-    """Makes prompts of questions, for one engine."""
+    """The maker of prompts from questions and cached videos, for one engine."""
 
     def __init__(self, setup: AskSetup, engine: Engine, device: str, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
@@ -106,15 +106,16 @@ class Asker:
         self._embedders = Embedders(engine, device, lates)
 
     def inside(self, question: QuestionRecord) -> tuple[Pruner, float] | None:
-        """Return the method and share that prune inside the model for a question; None where nothing does."""
+        """Return the method and share by which the LLM prunes inside itself for a question, or None."""
         late = self._pruning(question)
         return None if late is None else late.inside
 
     def _pruning(self, question: QuestionRecord) -> LatePruning | None:
+        """Return the pruning that a question is asked under, or None."""
         return self._prunings[question.get("pruning", "")]
 
     def ask(self, question: QuestionRecord, how: Instructions) -> PreparedQuestion | AnswerRecord:
-        """Return the question with its prompt, or its error row."""
+        """Return the question with its prompt, or its error row if the prompt cannot be made."""
         try:
             with self._heartbeat.busy(heartbeat_name(question)):
                 if len(hosts := self._heartbeat.deaths(heartbeat_name(question))) >= POISON:
@@ -140,6 +141,7 @@ class Asker:
         return failed_answer(question, fault)
 
     def _prepare(self, question: QuestionRecord, how: Instructions) -> PreparedQuestion | AnswerRecord:
+        """Read the question's videos, prune them as asked, and build the prompt."""
         late = self._pruning(question)
         words = None if late is None else self._embedders.embedding(late, question["prompt"])
         held = [self._videos.get(video_id, late, words) for video_id in question["video_ids"]]
@@ -169,12 +171,13 @@ class Asker:
 
 
 def heartbeat_name(row: QuestionRecord | AnswerRecord) -> str:
-    """Return the name of a question under a pruning, unique in a run, for heartbeats."""
+    """Return the name under which heartbeats know a question and its pruning, unique in a run."""
     pruning = row.get("pruning")
     return f"{row['question_id']} under {pruning}" if pruning else row["question_id"]
 
 
 def _poison(hosts: Sequence[str]) -> QuestionFault:
+    """Return the fault of a question that was in hand whenever the model's process died."""
     where = ", ".join(dict.fromkeys(hosts))
     message = f"the model's process died {len(hosts)} times with this question in hand, on {where}; Ray's logs say how"
     return QuestionFault("crash", message)
@@ -210,7 +213,7 @@ def too_far(extent: int, context_length: int) -> QuestionFault:
 
 
 def _text(question: QuestionRecord, how: Instructions) -> str:
-    """Return the user's message of a question, with lettered choices unless the choices' texts are scored."""
+    """Return the user message of a question, with lettered choices unless the choices' texts are scored."""
     if "choices" not in question or how.method == "loglikelihood":
         return question["prompt"]
     return lettered_prompt(question["prompt"], question["choices"])

@@ -21,7 +21,7 @@ def lettered_prompt(prompt: str, choices: Sequence[str]) -> str:
 
 
 def letters(count: int) -> list[str]:
-    """Return the letters of ``count`` choices."""
+    """Return the first ``count`` capital letters, which name choices."""
     return list(ascii_uppercase[:count])
 
 
@@ -48,4 +48,5 @@ def parse_letter(answer: str, choices: Sequence[str]) -> int | None:
 
 
 def _bare(text: str) -> str:
+    """Return a text without surrounding space and final dots, in lower case."""
     return text.strip().rstrip(".").casefold()

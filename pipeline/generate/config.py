@@ -14,7 +14,7 @@ CHOICE_METHODS = ("letter", "loglikelihood", "generate")
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """What decides prompts about cached videos, for runs and for servers."""
+    """The options that decide prompts about cached videos, for runs and for servers."""
 
     model: str | None = option(
         None,
@@ -46,7 +46,7 @@ class PromptOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig(PromptOptions, PrunerOptions, EngineOptions):
-    """Everything that ``python -m jobs.generate`` can be told. Raises UsageError where a value makes no sense."""
+    """The options of ``python -m jobs.generate``. Raises UsageError where a value makes no sense."""
 
     item: ClassVar[str] = "question"
 

@@ -29,7 +29,7 @@ ANSWERING = Wording(
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """Every resource number of the graph."""
+    """The resources that a graph of answering reserves."""
 
     wording: ClassVar[Wording] = ANSWERING
 
@@ -48,7 +48,7 @@ class AnswerPlan:
 
     @property
     def workers(self) -> str:
-        """The workers that start, in words."""
+        """A description of the workers that start."""
         return f"{self.answer.workers} to answer, which load the model first"
 
     def collected(self, stage: str, waits: bool) -> int:
@@ -57,7 +57,7 @@ class AnswerPlan:
 
 
 def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateConfig) -> AnswerPlan:
-    """Share out a cluster; ``gpus`` is 0 where the model runs on CPUs."""
+    """Divide the cluster's CPUs and GPUs among language models; ``gpus`` is 0 where models run on CPUs."""
     each = config.tensor_parallel
     room = max(1, int(gpus) // each) if gpus >= 1 else max(1, int(cpus))
     workers = max(1, min(config.workers or (room if gpus >= 1 else 1), room, n_questions))
@@ -75,7 +75,7 @@ def plan_answers(cpus: float, gpus: float, n_questions: int, config: GenerateCon
 
 
 def batch_size(config: GenerateConfig) -> int:
-    """Return how many questions a model is given at once."""
+    """Return the number of questions that a model is given at once: the option, or the engine's default."""
     return config.batch_size or BATCH_SIZES[config.engine]
 
 

@@ -24,7 +24,7 @@ V = TypeVar("V")
 
 
 class LruCache(Generic[K, V]):
-    """The values that were used last, up to a number of bytes; always the very last one."""
+    """A cache of the last used values up to a number of bytes, which always keeps the newest value."""
 
     def __init__(self, limit: int, size: Callable[[V], int]) -> None:
         self._limit = limit
@@ -34,11 +34,13 @@ class LruCache(Generic[K, V]):
         self.bytes = 0
 
     def get(self, key: K) -> V | None:
+        """Return the value of a key, or None."""
         if key in self._held:
             self._held.move_to_end(key)
         return self._held.get(key)
 
     def put(self, key: K, value: V) -> V:
+        """Store a value, drop the least recently used ones beyond the limit, and return the value."""
         if key in self._held:
             self.bytes -= self._size(self._held.pop(key))
         self._held[key] = value
@@ -50,7 +52,7 @@ class LruCache(Generic[K, V]):
 
 
 class HeldVideo(NamedTuple):
-    """A video as a prompt takes it, the nominal ratio of its tokens, and the seconds that reading them took now."""
+    """A video as a prompt takes it, its nominal ratio, and the seconds of reading it (0 from memory)."""
 
     visual: Visual
     retention_ratio: float
@@ -58,7 +60,7 @@ class HeldVideo(NamedTuple):
 
 
 class HeldVideos:
-    """The last videos that were read; a video is one Visual, which its questions share."""
+    """The cached videos read last, kept in memory; all questions on a video share one Visual."""
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class HeldVideos:
 
 
 class ChosenVideos:
-    """Videos under any of some prunings.
+    """The cached videos after pruning by any of several methods and ratios.
 
     A method that looks at the video alone selects once for each video: where it is nested at its largest ratio, of
     which smaller ones are the beginning.
@@ -109,7 +111,7 @@ class ChosenVideos:
         self._visuals: LruCache[Hashable, Visual] = LruCache(_SELECTED_BYTES, n_bytes)
 
     def get(self, video_id: str, late: LatePruning | None, words: Tensor | None = None) -> HeldVideo:
-        """Return a video under a pruning; None leaves it as the cache holds it.
+        """Return a video pruned by ``late``, or as the cache holds it if that is None.
 
         ``words`` is the question's embedding, for a method that asks for one. Raises as TokenCache.get, and ValueError
         where a method cannot prune the tokens.
@@ -126,6 +128,7 @@ class ChosenVideos:
         return HeldVideo(visual, late.retention_ratio, held.seconds)
 
     def _select(self, video_id: str, held: HeldVideo, late: LatePruning) -> PrunedTokens:
+        """Return the video's selection under a pruning, sharing one selection among a nested method's ratios."""
         largest = self._largest.get(_selection_key(late), late)
         pruned = self._selected.get((video_id, _selection_key(largest)))
         if pruned is None:
@@ -134,11 +137,12 @@ class ChosenVideos:
         return pruned.at(late.retention_ratio) if late.pruner.nested else pruned
 
     def _kept(self, late: LatePruning, held: HeldVideo, pruned: PrunedTokens) -> Visual:
+        """Return the video reduced to its selected tokens."""
         return late.kept(held.visual, pruned, own_order=self._own_order)
 
 
 def _selection_key(late: LatePruning) -> tuple[Pruner, int, float | None]:
-    """Return the key of a selection: prunings with the same key share one selection of a video."""
+    """Return the key that prunings share if one selection of a video serves them all."""
     return late.pruner, late.seed, None if late.pruner.nested else late.retention_ratio
 
 

@@ -28,7 +28,7 @@ from pipeline.options import named_values
 
 @dataclass(frozen=True)
 class LateAsked:
-    """A method and a share as a user names them.
+    """A pruning of cached tokens as a user names it: a method, its parameters and a ratio.
 
     Attributes:
         method: its name, or ``module:Class``.
@@ -47,12 +47,12 @@ class LateAsked:
 
     @property
     def label(self) -> str:
-        """What tells it from others in one set of answers: ``fastv,K=3@0.25``."""
+        """The name of this pruning in a set of answers, such as ``fastv,K=3@0.25``."""
         return f"{self.method_label}@{self.retention_ratio:.12g}"
 
     @property
     def method_label(self) -> str:
-        """The method with the parameters that were named, in the order of their names, and positions of its own."""
+        """The method's name with the given parameters, sorted by name, and its positions if it has its own."""
         positions = [] if self.positions is None else [f"positions={self.positions}"]
         return ",".join([self.method, *(f"{name}={value}" for name, value in sorted(self.params.items())), *positions])
 
@@ -75,7 +75,7 @@ def asked_grid(
 
 @dataclass(frozen=True)
 class LatePruning:
-    """A method and the share of a video's visual tokens that it keeps. Pickles.
+    """A checked method with the share of a video's visual tokens that it keeps. Pickles.
 
     A method may compare the question's words with the tokens where both mean something to each other. That is where a
     family's vision encoder was trained with texts: on LLaVA-OneVision the space of SigLIP, whose text tower is not part
@@ -104,7 +104,7 @@ class LatePruning:
 
     @property
     def inside(self) -> tuple[Pruner, float] | None:
-        """For a language model that prunes inside itself; None where the tokens are chosen before."""
+        """The method and share for a language model that prunes inside itself; None for a method that prunes before."""
         return None if self.pruner.layer is None else (self.pruner, self.retention_ratio)
 
     def describe(self) -> dict[str, Any]:
@@ -115,13 +115,13 @@ class LatePruning:
         return {**describe_method(self.pruner), **seed, **tower, **positions}
 
     def at_most(self, n_frames: int, per_frame: int, hidden: int) -> int:
-        """Return the most tokens of a video [T,N,D] that go into a prompt: all where the model itself prunes."""
+        """Return the most tokens of a video [T,N,D] that go into a prompt: all of them if the model itself prunes."""
         if self.pruner.layer is not None:
             return n_frames * per_frame
         return self.pruner.at_most(n_frames, per_frame, hidden, self.retention_ratio)
 
     def kept_inside(self, n_total: int) -> int:
-        """Return how many of a prompt's visual tokens a method keeps that prunes inside the model."""
+        """Return how many of a prompt's ``n_total`` visual tokens stay when the model prunes inside itself."""
         return self.pruner.at_most(1, n_total, n_total, self.retention_ratio)
 
     def select(self, visual: Visual, device: str, text_embedding: Tensor | None = None) -> PrunedTokens:
@@ -160,7 +160,7 @@ class LatePruning:
 
 
 class Embedder(Protocol):
-    """Whatever embeds a question."""
+    """An object that embeds texts: a language model or a SigLIP text tower."""
 
     def embedding(self, text: str) -> Tensor:
         """Return the embedding [Q,De] of a text."""
@@ -177,11 +177,12 @@ def embedder_of(tower: TextTowerSource | None, model: Embedder, device: str) -> 
 
 
 def _unpickled(method: str, params: dict[str, Any], *rest: Any) -> LatePruning:
+    """Make a LatePruning from its method's name and parameters, as ``__reduce__`` describes it."""
     return LatePruning(make_pruner(method, **params), *rest)
 
 
 def late_pruning(asked: LateAsked, held: CacheIdentity, source: ModelSource, builder: PromptBuilder) -> LatePruning:
-    """Check the requested method against the cache and the model, before that is loaded, and return its pruning.
+    """Check a requested pruning against the cache and the model, before the model is loaded, and return it.
 
     Args:
         held: the identity of the cache.
@@ -206,17 +207,14 @@ def late_pruning(asked: LateAsked, held: CacheIdentity, source: ModelSource, bui
 
 
 def check_inside(pruner: Pruner, builder: PromptBuilder) -> None:
-    """Refuse a method that prunes before a layer that this model has not or cannot go without.
-
-    Raises ValueError.
-    """
+    """Raise ValueError if the model lacks the layer that the method prunes before, or cannot be pruned there."""
     if pruner.layer is not None:
         layers = int(builder.config.get_text_config().num_hidden_layers)
         check_layer(pruner, layers, builder.deepstack_levels)
 
 
 def _evidence(method: str, pruner: Pruner, held: CacheIdentity, source: ModelSource) -> tuple[tuple[str, str], ...]:
-    """Return what the method takes from the cache, by name and column.
+    """Return the evidence that the method takes from the cache: pairs of a name and the cache's column.
 
     Where a family has no embedding of patches that a text's can be compared with, the tokens themselves stand for it.
     """
@@ -268,7 +266,7 @@ def _text_tower(
 
 
 def is_whole(held: CacheIdentity) -> bool:
-    """Say whether a cache of this identity holds every token unchanged.
+    """Return whether a cache of this identity holds every token unchanged.
 
     Some methods drop or merge tokens at a ratio of 1 too.
     """

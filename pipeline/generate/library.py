@@ -60,7 +60,7 @@ def answer_questions(
 
 
 class _GivenRun(AnswerRun):
-    """A run whose summary names the questions that failed."""
+    """An answering run called from Python, whose summary names the questions that failed."""
 
     def summarise(self, request: GenerateRequest, todo: Todo, n_failed: int, wall_s: float) -> AnswerSummary:
         summary = super().summarise(request, todo, n_failed, wall_s)

@@ -15,7 +15,10 @@ from pipeline.storage.stores import Store
 
 
 def model_of(model: str | None, revision: str | None, weights: str) -> tuple[str, str | None]:
-    """Return (model, revision) of the options, else of the ``weights`` in the cache's identity. Raises UsageError."""
+    """Return the (model, revision) to use: the given ones, else those of the ``weights`` that the cache names.
+
+    Raises UsageError where neither names a model.
+    """
     kind, _, rest = weights.partition(":")
     hub_id, _, sha = rest.rpartition("@") if kind == "hub" else ("", "", "")
     if model is not None:
@@ -45,7 +48,7 @@ def model_source(cache: TokenCache, model: str | None = None) -> ModelSource:
 
 
 def check_model(cache: Store | str, held: ModelIdentity, source: ModelSource) -> None:
-    """Raise IdentityMismatch where a cache was made with other weights."""
+    """Raise IdentityMismatch if the cache was made with other weights than the model's."""
     if (held["type"], held["weights"]) != (source.model_type, source.identity):
         raise IdentityMismatch(
             f"{cache} was made with the weights {held['weights']} ({held['type']}), --model {source.name} has "
@@ -54,7 +57,7 @@ def check_model(cache: Store | str, held: ModelIdentity, source: ModelSource) ->
 
 
 def check_tokens(cache: Store, header: CacheHeader, widths: Collection[int], builder: PromptBuilder) -> None:
-    """Raise UsageError where the cached tokens, of these ``widths``, are not of the shape that the model takes."""
+    """Raise UsageError if the cached tokens, of these ``widths``, do not have the model's width and levels."""
     again = "prune into another --out with the same model"
     levels = deepstack_levels(header)
     if levels != builder.deepstack_levels:

@@ -56,7 +56,7 @@ _NEEDS = "question_id, video_id and prompt"
 
 @dataclass(frozen=True)
 class Way:
-    """How questions are answered where they do not say otherwise.
+    """The run's default way of answering, for questions that do not set their own.
 
     Attributes:
         decoding: options of generating.
@@ -69,13 +69,13 @@ class Way:
     system: str | None = None
 
     def describe(self) -> dict[str, str | int | float | None]:
-        """Return the part of the answers' identity; options without effect are left out, and so make no difference."""
+        """Return the way as part of the answers' identity; options without effect are left out."""
         return {"choices": self.choices, "system": self.system, **describe_decoding(self.decoding)}
 
 
 @dataclass(frozen=True)
 class Instructions:
-    """How one question is answered: its ``decoding`` column, understood.
+    """The way that one question is answered, from its ``decoding`` column.
 
     Attributes:
         method: "letter" and "loglikelihood" score the choices, "generate" generates an answer.
@@ -89,7 +89,7 @@ class Instructions:
 
     @classmethod
     def parse(cls, text: str) -> Instructions:
-        """Parse what ``describe`` returned."""
+        """Parse the JSON that ``describe`` returned."""
         options = json.loads(text)
         decoding = Decoding(**{item.name: options[item.name] for item in fields(Decoding) if item.name in options})
         return cls(options["method"], options["system"], decoding)
@@ -135,6 +135,7 @@ def given_questions(given: object, way: Way, limit: int | None = None) -> pa.Tab
 
 
 def _table(found: Iterator[tuple[str, UserRow]], place: str, way: Way, limit: int | None) -> pa.Table:
+    """Check rows of questions and return them as QUESTION_SCHEMA. Raises QuestionsError."""
     try:
         rows = [_question(row, f"{place}, {where}", way) for where, row in islice(found, limit)]
     except BadRow as error:
@@ -150,6 +151,7 @@ def _table(found: Iterator[tuple[str, UserRow]], place: str, way: Way, limit: in
 
 @contextmanager
 def _opened(place: str, objects: Objects | None) -> Iterator[BinaryIO]:
+    """Open a local or s3:// file of questions for reading. Raises QuestionsError."""
     if suffix_of(place) not in TABLE_SUFFIXES:
         raise QuestionsError(f"{place}: questions are a file named {', '.join(sorted(TABLE_SUFFIXES))}")
     if is_object(place):
@@ -169,6 +171,7 @@ def _opened(place: str, objects: Objects | None) -> Iterator[BinaryIO]:
 
 
 def _question(row: UserRow, where: str, way: Way) -> dict[str, str | list[str] | None]:
+    """Check one row of a question file and return it as a row of QUESTION_SCHEMA. Raises QuestionsError."""
     question_id = row.get("question_id")
     if isinstance(question_id, bool) or not isinstance(question_id, str | int) or not str(question_id).strip():
         raise QuestionsError(f"{where}: question_id must be text or a whole number, got {question_id!r}")
@@ -194,7 +197,7 @@ def _question(row: UserRow, where: str, way: Way) -> dict[str, str | list[str] |
 
 
 def video_ids_of(row: UserRow, where: str) -> list[str]:
-    """Return the videos that a row asks about, one or several. Raises QuestionsError."""
+    """Return the ids of the videos that a row asks about, one or several. Raises QuestionsError."""
     if "video_id" not in row:
         raise QuestionsError(f"{where}: the column video_id is missing; every row needs {_NEEDS}")
     value = row["video_id"]
@@ -208,6 +211,7 @@ def video_ids_of(row: UserRow, where: str) -> list[str]:
 
 
 def _choices(row: UserRow, where: str, way: Way) -> list[str] | None:
+    """Return a row's choices as a list of texts, or None. Raises QuestionsError."""
     value = row.get("choices")
     if value is None:
         return None
@@ -239,7 +243,7 @@ def target_of(row: UserRow, where: str) -> str | None:
 
 
 def json_list(text: str) -> list[Any] | None:
-    """Parse a .csv cell as a JSON list; return None where it is none."""
+    """Parse a .csv cell as a JSON list; return None where it is not one."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):  # as of a row of .jsonl
@@ -248,7 +252,7 @@ def json_list(text: str) -> list[Any] | None:
 
 
 def _instructions(row: UserRow, where: str, way: Way, has_choices: bool) -> Instructions:
-    """Return how a question is answered: its row's own settings before the run's."""
+    """Return the way that a row's question is answered: the row's own settings, else the run's."""
     own = {name: _number(row[name], kind, name, where) for name, kind in _OPTIONS.items() if row.get(name) is not None}
     # One seed for all would draw the same numbers for every question.
     own.setdefault("seed", seed_for(way.decoding.seed, str(row["question_id"])))
@@ -280,5 +284,5 @@ def _number(value: Any, kind: type, name: str, where: str) -> Any:
 
 
 def seed_for(seed: int, question_id: str) -> int:
-    """Return a question's own seed, which depends on no other question."""
+    """Return a question's own seed, made of the run's seed and the question's id alone."""
     return int.from_bytes(blake2b(f"{seed}\0{question_id}".encode(errors="replace"), digest_size=8).digest()) >> 1

@@ -44,7 +44,7 @@ LIVE_COLUMNS = (
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A request that was checked: everything a run needs, before anything was started.
+    """A checked request with everything that a run of answering needs; nothing was started yet.
 
     Attributes:
         held: the identity of the cache.
@@ -77,11 +77,12 @@ class GenerateRequest:
 
     @cached_property
     def videos(self) -> dict[str, VideoRecord]:
+        """The live rows of the videos that are asked about, by id."""
         return {row["video_id"]: without_nulls(row, VideoRecord) for row in self.live.to_pylist()}
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What all answers share, JSON-able; others are refused. PRUNINGS describes each of several, and may grow."""
+        """The settings that all answers in one place share, JSON-able; PRUNINGS describes each pruning and may grow."""
         stored, late = self.held["retention_ratio"], self.prunings.get("")
         return {
             "cache": self.held if "" in self.prunings else without_evidence(self.held),
@@ -96,7 +97,7 @@ class GenerateRequest:
         }
 
     def _order_policy(self) -> str:
-        """Return the order of tokens in a prompt as the answers' identity has it."""
+        """Return the order of tokens in prompts, as the answers' identity records it."""
         if "" not in self.prunings:  # more methods may come
             return "own" if self.own_order else "index"
         late = self.prunings[""]
@@ -109,7 +110,7 @@ class GenerateRequest:
 
     @property
     def read_ratio(self) -> float | None:
-        """The share of tokens that is read from the cache; None is all."""
+        """The share of tokens that is read from the cache; None reads all."""
         return self.config.retention_ratio if self.prunings.get("", ...) is None else None
 
     def engine_setup(self) -> EngineSetup:
@@ -132,15 +133,12 @@ class GenerateRequest:
 
 
 def engine_of(config: EngineOptions) -> EngineSetup:
-    """Return the engine that the options ask for."""
+    """Return the engine setup that the options ask for."""
     return EngineSetup(config.engine, config.tensor_parallel, config.engine_params())
 
 
 def describe_prunings(prunings: Mapping[str, LatePruning | None], held: CacheIdentity) -> dict[str, Any]:
-    """Describe each of several prunings of a cache of this identity, JSON-able.
-
-    With the weights of the pooling head where a method looks through that.
-    """
+    """Describe each pruning of a cache, JSON-able, by label; with the pooling head's weights where a method uses it."""
     head = {"pooling_head": held["model"].get("pooling_head")}
     return {
         name: None if late is None else {**late.describe(), **(head if _of_head(late) else {})}
@@ -149,6 +147,7 @@ def describe_prunings(prunings: Mapping[str, LatePruning | None], held: CacheIde
 
 
 def _of_head(late: LatePruning) -> bool:
+    """Return whether a pruning takes evidence that a SigLIP pooling head gave."""
     taken = {name for name, _ in late.evidence}
     return bool(HEAD_SOURCES & {where for name, where in late.pruner.sources.items() if name in taken})
 
@@ -178,7 +177,7 @@ def prepare(config: GenerateConfig, console: Console, given: object = None) -> G
 
 
 def asked_for(config: GenerateConfig) -> LateAsked | None:
-    """Return the pruning that the options name."""
+    """Return the pruning that the options name, or None."""
     if config.pruner is None:
         return None
     assert config.retention_ratio is not None  # the config refuses a method without
@@ -192,7 +191,7 @@ def _prunings(
     source: ModelSource,
     builder: PromptBuilder,
 ) -> dict[str, LatePruning | None]:
-    """Return the prunings that are asked, each checked against the cache and the engine. Raises UsageError."""
+    """Return the requested prunings by name, each checked against the cache and the engine. Raises UsageError."""
     with refusing():
         prunings = {
             name: None if one is None else late_pruning(one, held, source, builder) for name, one in asked.items()
@@ -205,7 +204,7 @@ def _prunings(
 
 
 def _live_of(cache: Store, header: CacheHeader, questions: pa.Table) -> pa.Table:
-    """Return LIVE_COLUMNS of the videos that are asked about."""
+    """Return LIVE_COLUMNS of the cache's videos that the questions ask about."""
     ids = pc.unique(pc.list_flatten(questions["video_ids"])).to_pylist()
     return read_live_of(cache, ids, LIVE_COLUMNS, fingerprint(header["identity"]))
 
@@ -257,7 +256,7 @@ def checked(
 
 
 def _resolved(config: GenerateConfig, cache: Store, held: CacheIdentity) -> tuple[ModelSource, PromptBuilder]:
-    """Return the model, which must be the cache's, and its prompt builder."""
+    """Return the model that made the cache, and its prompt builder. Raise UsageError if another one was asked for."""
     with refusing():
         source = ModelSource.resolve(*model_of(config.model, config.revision, held["model"]["weights"]))
         check_model(cache, held["model"], source)
@@ -266,20 +265,20 @@ def _resolved(config: GenerateConfig, cache: Store, held: CacheIdentity) -> tupl
 
 
 def _check_free(store: Store) -> None:
-    """Refuse a place that holds something else."""
+    """Raise UsageError if the place for answers holds something else."""
     if not store.exists(HEADER) and store.taken():
         raise NotAnswers(f"{store} exists and holds no answers (it has no {HEADER}): name an empty place with --out")
 
 
 def way_of(config: GenerateConfig) -> Way:
-    """Return how questions are answered whose rows do not say otherwise."""
+    """Return the run's default way of answering, from its options."""
     with refusing():
         decoding = Decoding(config.max_new_tokens, config.temperature, config.top_p, config.top_k, config.seed)
     return Way(decoding, config.choices, config.system)
 
 
 def match_answers(request: GenerateRequest) -> None:
-    """Refuse answers of other settings. A place without a single answer binds nothing."""
+    """Raise IdentityMismatch if the place holds answers of other settings; a place without an answer is free."""
     if not request.store.exists(HEADER):
         return
     held = read_answers_header(request.store)["identity"]
@@ -288,9 +287,9 @@ def match_answers(request: GenerateRequest) -> None:
 
 
 def refuse_others(store: Store, held: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse answers with the identity ``held`` that are not of the one ``wanted``.
+    """Raise IdentityMismatch if answers of identity ``held`` cannot be mixed with ``wanted`` ones.
 
-    Whatever differs counts, but for prunings that only one of the two has. Raises IdentityMismatch.
+    Whatever differs counts, but for prunings that only one of the two has.
     """
     if PRUNINGS in held and PRUNINGS in wanted:
         both = held[PRUNINGS].keys() & wanted[PRUNINGS].keys()
@@ -306,6 +305,7 @@ def refuse_others(store: Store, held: Mapping[str, Any], wanted: Mapping[str, An
 
 
 def _order(config: GenerateConfig, held: CacheIdentity, prunings: Mapping[str, LatePruning | None]) -> TokenOrder:
+    """Return the order of stored tokens in prompts. Raise UsageError for ``--order own`` of a method without one."""
     declared = declared_method(held)
     own = declared is not None and declared.reorders
     late = any(late is not None and late.pruner.reorders for late in prunings.values())
@@ -318,7 +318,7 @@ def _order(config: GenerateConfig, held: CacheIdentity, prunings: Mapping[str, L
 
 
 def _check_ratio(ratio: float | None, stored: float, live: pa.Table) -> None:
-    """Raise unless the cache serves the ratio: a smaller one than stored needs a method with an order."""
+    """Raise RatioNotCached if the cache cannot serve the ratio; smaller ones than stored need a nested method."""
     if ratio is None:
         return
     if ratio > stored + 1e-9:
@@ -329,7 +329,7 @@ def _check_ratio(ratio: float | None, stored: float, live: pa.Table) -> None:
 
 
 def _check_context(request: GenerateRequest, console: Console) -> None:
-    """Say which prompts cannot fit by their visual tokens alone; refuse where none can."""
+    """Print a note about prompts whose visual tokens alone exceed the context; raise UsageError if all do."""
     videos = request.videos
     sizes = [
         request.n_visual([videos[video_id] for video_id in ids], pruning)

@@ -19,7 +19,7 @@ COMPARED = ("video_ids", "prompt", "choices", "decoding")  # of a question: what
 
 
 def unanswered(request: GenerateRequest, live: pa.Table) -> list[QuestionRecord]:
-    """Return the questions that this run must ask under each pruning, with the number of the attempt.
+    """Return the questions that this run must ask, under each pruning, with the number of the attempt.
 
     A failed row counts as done unless ``--retry-failed``. Raises QuestionsChanged where a question that has an answer
     is another one now.
@@ -46,7 +46,7 @@ def unanswered(request: GenerateRequest, live: pa.Table) -> list[QuestionRecord]
 
 
 def difference(question: QuestionRecord, old: AnswerRecord) -> str | None:
-    """Return in words what a question asks that its answer was not given to; None where it is the same."""
+    """Describe how a question differs from the one that was answered; None where it does not."""
     different = [name for name in COMPARED if question.get(name) != old.get(name)]
     if not different:
         return None
@@ -55,7 +55,7 @@ def difference(question: QuestionRecord, old: AnswerRecord) -> str | None:
 
 
 def refuse_changed(changed: Sequence[str], store: Store) -> None:
-    """Raise QuestionsChanged where there are ``changed`` questions, each in words."""
+    """Raise QuestionsChanged if any question was ``changed``; each entry describes one."""
     if changed:
         raise QuestionsChanged(
             f"{len(changed)} questions with an answer in {store} are others now:\n  "
@@ -76,7 +76,7 @@ def answer_rows(table: pa.Table) -> Iterator[AnswerRecord]:
 
 
 def _questions(request: GenerateRequest) -> Iterator[QuestionRecord]:
-    """Yield every question under every pruning; those of one question follow each other."""
+    """Yield every question under every pruning; the prunings of one question follow each other."""
     for row in request.questions.to_pylist():
         for pruning in request.prunings:
             question = without_nulls(row, QuestionRecord)
@@ -84,14 +84,14 @@ def _questions(request: GenerateRequest) -> Iterator[QuestionRecord]:
 
 
 def _may_retry(request: GenerateRequest, old: AnswerRecord, videos: Mapping[str, VideoRecord]) -> bool:
-    """Return whether a failed question has attempts left, or its videos are in the cache since."""
+    """Return whether a failed question may be asked again: it has attempts left, or its videos are cached by now."""
     if old["error_class"] in {"unknown-video", "failed-video"}:
         return all(answerable(videos.get(v)) for v in old["video_ids"]) or old["attempts"] < request.config.max_attempts
     return old["attempts"] < request.config.max_attempts
 
 
 def notes_on_answered(request: GenerateRequest, live: pa.Table, todo: list[QuestionRecord]) -> list[str]:
-    """Return lines for the user about the questions that are not in ``todo``, since the answers hold their rows."""
+    """Return lines for the user about questions that are not in ``todo`` because they have rows."""
     total = len(request.questions) * len(request.prunings)
     there = total - len(todo)
     if not there:
@@ -117,6 +117,7 @@ def asked_rows(request: GenerateRequest, live: pa.Table) -> pa.Table:
 
 
 def _shown(value: object) -> str:
+    """Return the repr of a value, shortened to 100 characters."""
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
@@ -124,7 +125,7 @@ def _shown(value: object) -> str:
 def split_decided(
     request: GenerateRequest, todo: list[QuestionRecord]
 ) -> tuple[list[QuestionRecord], list[AnswerRecord]]:
-    """Split questions into (those for the model, rows of those that the cache's table decides)."""
+    """Split questions into those for the model, and the error rows of those that the cache alone decides."""
     videos = request.videos
     ask: list[QuestionRecord] = []
     rows: list[AnswerRecord] = []
@@ -140,6 +141,7 @@ def split_decided(
 def _failure(
     request: GenerateRequest, question: QuestionRecord, videos: Mapping[str, VideoRecord]
 ) -> AnswerRecord | None:
+    """Return the error row of a question whose videos are missing, failed or too long; else None."""
     ids = question["video_ids"]
     for video_id in ids:
         row = videos.get(video_id)

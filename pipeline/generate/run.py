@@ -47,7 +47,7 @@ def answer_questions(config: GenerateConfig, console: Console) -> AnswerSummary:
 
 
 class Computed(NamedTuple):
-    """What the answers are computed with."""
+    """The device and dtype that answers are computed with."""
 
     device: str
     dtype: str
@@ -55,7 +55,7 @@ class Computed(NamedTuple):
 
 @dataclass(frozen=True)
 class Todo:
-    """The questions that are left, and the answers that are there."""
+    """The questions that are left to ask, and the table of existing answers."""
 
     questions: list[QuestionRecord]
     table: AnswersTable
@@ -65,9 +65,9 @@ class Todo:
 
 
 class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
-    """questions -> answer; the driver commits. ``pipeline.generate.graph`` has the stage.
+    """The run that answers questions: one stage on actors, commits by the driver (``pipeline.generate.graph``).
 
-    ``make`` gives the request, by default what the options say.
+    ``make`` gives the request; by default the options do.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         return Todo(questions, table)
 
     def stream(self, request: GenerateRequest, todo: Todo) -> Streamed:
-        """Commit what the index of the cache decides, and stream the rest; Ray starts only where something is left."""
+        """Commit the error rows that the cache alone decides, then stream the rest; Ray starts only if any are left."""
         config, size = self.options, self.options.questions_per_shard
         ask, decided = split_decided(request, todo.questions)
         # Before any row is written: the cluster may not be able to do what the flags ask.
@@ -116,7 +116,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
 
     @staticmethod
     def _identity(request: GenerateRequest, todo: Todo) -> dict[str, Any]:
-        """Return the answers' identity; prunings of earlier runs stay in it while there are answers under them."""
+        """Return the answers' identity; prunings of earlier runs stay in it while they have answers."""
         identity = request.identity
         if PRUNINGS in identity and todo.table.names():
             held = read_answers_header(request.store)["identity"]
@@ -129,10 +129,13 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         return summarise_answers(asked_rows(request, todo.table.live()), total, new, wall_s)
 
     def _computed(self) -> Computed:
-        """Join or start the cluster. Raises UsageError where it cannot do what the flags ask."""
+        """Join or start the cluster, and return the device and dtype.
+
+        Raises UsageError where the flags cannot be met.
+        """
         computed = Computed(*choose_device(self.options, self.options.dtype, self.say))
         wanted = self.options.tensor_parallel
-        if computed.device == "cuda" and self._offer()["GPU"] < wanted:
+        if computed.device == "cuda" and self._available_resources()["GPU"] < wanted:
             raise UsageError(f"--tensor-parallel {wanted}: no node of the cluster has so many GPUs")
         return computed
 
@@ -144,7 +147,10 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         computed: Computed,
         run_file: RunFile,
     ) -> int:
-        """Answer ``ask`` on the cluster, where the run has ``n_shards`` already. Returns how many failed."""
+        """Answer ``ask`` on the cluster; return the number of failed questions.
+
+        ``n_shards`` shards of the run exist already, and their numbers are not used again.
+        """
         config = self.options
         commits = Commits(request, n_shards, run_file, self.say)
 
@@ -152,7 +158,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
             plan = self._planned(len(ask), computed.device, run_file)
             build = partial(build_graph, ask, answer_setup(request, *computed), plan)
             return PlannedGraph(
-                build, partial(commits, commits.n_shards), plan, len(ask), available_resources=self._offer
+                build, partial(commits, commits.n_shards), plan, len(ask), available_resources=self._available_resources
             )
 
         def left(ask: list[QuestionRecord]) -> list[QuestionRecord]:
@@ -160,15 +166,15 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
 
         return stream(ask, planned, left, self.console, config)
 
-    def _offer(self) -> dict[str, float]:
-        """Return the cluster's resources; of GPUs only those that whole models find on one node."""
+    def _available_resources(self) -> dict[str, float]:
+        """Return the cluster's resources, counting only GPUs of nodes that have enough for a whole model."""
         cluster, each = dict(ray.cluster_resources()), self.options.tensor_parallel
         gpus = (node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"])
         return {**cluster, "GPU": cluster.get("GPU", 0.0) if each == 1 else sum(each * (gpu // each) for gpu in gpus)}
 
     def _planned(self, n_questions: int, device: str, run_file: RunFile) -> AnswerPlan:
-        """Plan the shares of the cluster as it is now."""
-        cluster, config = self._offer(), self.options
+        """Plan the workers for the cluster as it is now."""
+        cluster, config = self._available_resources(), self.options
         if cluster.get("CPU", 0.0) <= 0 or (device == "cuda" and cluster.get("GPU", 0.0) < config.tensor_parallel):
             raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
         plan = plan_answers(cluster["CPU"], cluster.get("GPU", 0.0) if device == "cuda" else 0.0, n_questions, config)
@@ -180,7 +186,7 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
 
 
 class Commits:
-    """Commits answers as they come, and records what computed them.
+    """The committer of answers: writes shards as they come, and records what computed them.
 
     Attributes:
         answered: what was committed, as ``answer_key`` has it.
@@ -198,7 +204,7 @@ class Commits:
         self.n_failed = 0
 
     def __call__(self, before: int, number: int, rows: pa.Table) -> None:
-        """Commit one shard of ``rows`` (ANSWERED); its ``number`` counts after ``before``, those of earlier graphs."""
+        """Commit ``rows`` (ANSWERED) as shard ``before + number``; ``before`` counts the shards of earlier graphs."""
         # What computed the answers, as the nodes themselves say.
         if new := [text for text in pc.unique(rows["runtime"]).to_pylist() if text not in self._runtimes]:
             self._runtimes.extend(new)
@@ -215,7 +221,7 @@ class Commits:
 
 
 def answer_setup(request: GenerateRequest, device: str, dtype: str) -> AnswerSetup:
-    """Return what workers need to know to answer."""
+    """Return the settings that answering workers need, on the chosen device and dtype."""
     return AnswerSetup(
         source=request.source,
         store=request.cache,

@@ -30,7 +30,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSummary(Outcome):
-    """Counts over the questions of a file.
+    """The counts over the questions of a file, with mean tokens and seconds.
 
     Attributes:
         n_questions: rows asked for.
@@ -100,4 +100,5 @@ def render_answers(summary: AnswerSummary) -> RenderableType:
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Return the mean of a column, 0 without rows."""
     return sum(row[name] for row in rows) / len(rows) if rows else 0.0

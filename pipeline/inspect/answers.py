@@ -25,7 +25,7 @@ _TEXT = 72  # characters of a prompt or an answer in a table
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers that were read.
+    """The answers of one place, read for display.
 
     Attributes:
         place: where they are, as named.
@@ -52,11 +52,12 @@ class Answers:
 
     @cached_property
     def summary(self) -> AnswerSummary:
+        """The counts of these answers."""
         return summarise_answers(self.rows, len(self.rows), frozenset(), 0.0)
 
     @cached_property
     def several(self) -> bool:
-        """True where questions were asked under several prunings."""
+        """Whether questions were asked under several prunings."""
         return any(name is not None for name in pc.unique(self.rows["pruning"]).to_pylist())
 
     def as_record(self) -> dict[str, Any]:
@@ -71,7 +72,7 @@ class Answers:
         return rows
 
     def facts(self) -> list[tuple[str, str]]:
-        """List (name, value) of what all answers were made with, and of how many there are."""
+        """Return (name, value) pairs of the answers' identity and counts."""
         cache, counts = self.identity.get("cache", {}), self.summary
         facts = [("answers", self.place)]
         if model := self.identity.get("model"):
@@ -121,6 +122,7 @@ def question_report(answers: Answers) -> RenderableType:
 
 
 def _question_facts(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (name, value) pairs of one row: question, choices with log-probabilities, answer, times."""
     yield "question", row["question_id"]
     if row["pruning"] is not None:
         yield "pruning", row["pruning"]
@@ -144,6 +146,6 @@ def _question_facts(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _shortened(text: str | None) -> str:
-    """Put a text in one line and cut it where it is too long."""
+    """Return a text as one line, cut at a maximum length."""
     line = " ".join((text or "").split())
     return line if len(line) <= _TEXT else f"{line[: _TEXT - 3]}..."

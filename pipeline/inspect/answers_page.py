@@ -29,7 +29,7 @@ class Choice:
 
 
 def write_answers_page(answers: Answers, file: Path) -> str:
-    """Write the page; returns a line that says what was written. Raises UsageError where ``file`` cannot be."""
+    """Write the page; return a line for the user about it. Raises UsageError if ``file`` cannot be written."""
     size = write_file(file, answers_page(answers))
     shown, of = min(len(answers.rows), MOST), len(answers.rows)
     which = f"{shown} answers" if shown == of else f"{shown} of {of} answers, failed ones first"

@@ -12,7 +12,7 @@ _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
 def nice_ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -> list[float]:
-    """Round numbers in [low, high], evenly spaced, at most ``most`` + 1 of them; integers with ``whole``."""
+    """Return round numbers in [low, high], evenly spaced, at most ``most`` + 1 of them; integers with ``whole``."""
     rough = max(high - low, 1e-9) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(s * power for s in _STEPS if s * power >= rough * (1 - 1e-9))
@@ -30,9 +30,9 @@ def upward(highest: float, *, whole: bool = False) -> list[float]:
 
 
 def time_ticks(seconds: Sequence[float]) -> list[tuple[float, str]]:
-    """Place round seconds below frames that stand side by side: (percent of the width, label) of each.
+    """Return (percent of the width, label) of round seconds on an axis where frames are evenly spaced.
 
-    Frames are evenly spaced across, so between two of them the seconds run as these two say.
+    Between two frames the seconds run evenly.
     """
     centres = (np.arange(len(seconds)) + 0.5) / len(seconds) * 100
     ticks = nice_ticks(seconds[0], seconds[-1], 6) if seconds[-1] > seconds[0] else []
@@ -43,7 +43,7 @@ def time_ticks(seconds: Sequence[float]) -> list[tuple[float, str]]:
 
 @dataclass(frozen=True)
 class Chart:
-    """What both charts have: words, ticks and, for each frame, what the pointer shows there.
+    """The base of both charts: words, ticks, and the pointer's text for each frame.
 
     Attributes:
         up: (percent of the height, label) of the ticks.
@@ -60,21 +60,21 @@ class Chart:
 
 @dataclass(frozen=True)
 class Curve(Chart):
-    """Points (frames from the left, percent from the top)."""
+    """A chart of points (frames from the left, percent from the top)."""
 
     points: Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Bars(Chart):
-    """Heights in percent, one a frame; ``top`` is the number that 100 percent stand for."""
+    """A chart of bars, one a frame, with heights in percent; ``top`` is the number that 100 percent stand for."""
 
     heights: Sequence[float]
     top: float
 
 
 def density_chart(density: Sequence[float], seconds: Sequence[float]) -> Curve:
-    """Draw a curve through the temporal density of every frame."""
+    """Make the curve of every frame's temporal density."""
     ticks = upward(max(density))
     return Curve(
         title="Temporal density",
@@ -90,7 +90,7 @@ def density_chart(density: Sequence[float], seconds: Sequence[float]) -> Curve:
 
 
 def kept_chart(stored: Sequence[int], seconds: Sequence[float], note: str) -> Bars:
-    """Draw a bar for each frame, of the tokens that are stored."""
+    """Make the bars of every frame's stored tokens."""
     ticks = upward(max(stored), whole=True)
     return Bars(
         title="Tokens kept per frame",
@@ -104,4 +104,5 @@ def kept_chart(stored: Sequence[int], seconds: Sequence[float], note: str) -> Ba
 
 
 def _percent(ticks: Sequence[float]) -> list[tuple[float, str]]:
+    """Return (percent of the highest tick, label) of each tick."""
     return [(100 * tick / ticks[-1], f"{tick:g}") for tick in ticks]

@@ -18,5 +18,5 @@ def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
 
 
 def flat(values: Mapping[str, object]) -> str:
-    """Join ``name=value`` of every value that is set."""
+    """Join the values that are set as ``name=value``."""
     return " ".join(f"{name}={json.dumps(value)}" for name, value in values.items() if value is not None)

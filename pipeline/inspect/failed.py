@@ -25,9 +25,9 @@ def failed_videos(cache: TokenCache) -> Failures:
 
 
 def failed_questions(answers: pa.Table) -> Failures:
-    """Return a record a failed question (and pruning) of the live rows of answers.
+    """Return a record for each failed row: question_id, pruning, class, message, attempts.
 
-    It has question_id, pruning, class, message, attempts.
+    ``answers`` holds live rows of answers.
     """
     return _records(answers, _QUESTION)
 
@@ -42,11 +42,12 @@ def failed_lines(failures: Failures) -> Iterator[str]:
 
 
 def _records(rows: pa.Table, names: Sequence[str]) -> Failures:
+    """Return the failed rows as dicts of these columns."""
     failed = rows.filter(pc.not_equal(rows["status"], "ok")).select(list(names))
     return [{_NAMES.get(name, name): value for name, value in row.items()} for row in failed.to_pylist()]
 
 
 def _one_line(value: str | None) -> str:
-    """Return the text, as a JSON string where it would break the line or the columns."""
+    """Return the text, quoted as JSON if it holds tabs or line breaks."""
     text = value or ""
     return text if text.isprintable() else json.dumps(text)

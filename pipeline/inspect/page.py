@@ -26,14 +26,14 @@ from pipeline.storage.s3 import Objects
 
 @dataclass(frozen=True)
 class Page:
-    """A page in HTML, and why its frames have no pictures; empty where they have."""
+    """An HTML page, and the reason why its frames have no pictures ("" where they have)."""
 
     html: str
     missing: str
 
 
 class Tier(NamedTuple):
-    """A step of the slider: retention ratio, the same to read, and tokens kept."""
+    """A step of the page's slider: retention ratio, its label, and tokens kept."""
 
     ratio: float
     label: str
@@ -41,7 +41,7 @@ class Tier(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """One t: its time and source frames in words, and the JPEG of its (first) frame in base64, empty without one."""
+    """A frame (temporal patch) of the page: number, time, source frames, and a base64 JPEG ("" without one)."""
 
     t: int
     at: str
@@ -56,7 +56,7 @@ def write_page(
     retention_ratio: float | None = None,
     objects: Objects | None = None,
 ) -> str:
-    """Write the page of one video; returns a line that says what was written.
+    """Write the page of one video; return a line for the user about it.
 
     Raises UsageError where ``file`` cannot be written, and what ``video_page`` raises.
     """
@@ -94,7 +94,7 @@ def draw_page(
 
 
 def grid_of(row: VideoRow) -> tuple[int, int] | None:
-    """Return the (rows, columns) in which a frame's tokens lie, row by row; None where that is not known."""
+    """Return the (rows, columns) of a frame's tokens; None where they are no known grid."""
     grid = (row.get("model_extra") or {}).get("grid")
     side = math.isqrt(row["tokens_per_frame"])
     rows, columns = grid or (side, side)  # older caches lack the grid: LLaVA-OneVision's tokens form a square
@@ -102,7 +102,7 @@ def grid_of(row: VideoRow) -> tuple[int, int] | None:
 
 
 def tiers_of(row: VideoRow, more: float | None = None) -> list[tuple[float, int]]:
-    """List the slider's steps, (retention ratio, tokens kept), ascending; a method without an order has just one."""
+    """Return the slider's steps, (retention ratio, tokens kept), ascending; just one for a method without an order."""
     stored = row["retention_ratio"]
     smaller = {ratio for ratio in (*TIERS, more) if ratio is not None and row["nested"] and ratio < stored - 1e-9}
     kept = [(ratio, min(budget_for(ratio, row["n_total"]), row["n_tokens"])) for ratio in sorted(smaller)]
@@ -110,6 +110,7 @@ def tiers_of(row: VideoRow, more: float | None = None) -> list[tuple[float, int]
 
 
 def _render(video: CachedVideo, identity: CacheIdentity, pictures: Pictures, start: float | None) -> str:
+    """Render the page's template."""
     row = video.metadata
     tiers = [Tier(ratio, f"{100 * ratio:g} %", kept) for ratio, kept in tiers_of(row, start)]
     note = f"pale: all that are stored, {tiers[-1].label}" if len(tiers) > 1 else ""
@@ -144,18 +145,20 @@ def _render(video: CachedVideo, identity: CacheIdentity, pictures: Pictures, sta
 
 
 def _frame(row: VideoRow, t: int, pictures: Pictures) -> Frame:
+    """Return the page's description of frame ``t``."""
     frames = frames_of(row)[t]
     picture = base64.b64encode(pictures.jpegs[frames[0]]).decode() if pictures.jpegs else ""
     return Frame(t, f"{row['timestamps'][frames[0]]:.2f} s", source_frames(row, frames), picture)
 
 
 def _shape(row: VideoRow) -> dict[str, object]:
-    """Return the frame's aspect as players show it, and the width of a tile in pixels; upright ones are narrower."""
+    """Return the frame's aspect ratio as players show it, and the width of its tile in pixels."""
     width, height = row["source_width"] or row["width"] or 1, row["source_height"] or row["height"] or 1
     return {"shape": f"{width}/{height}", "tile_width": 168 if width >= height else 124}
 
 
 def _summary(row: VideoRow) -> str:
+    """Return the line about a video's tokens, source and length."""
     unit = "pair" if _frames_are_paired(row) else "frame"
     parts = [f"{row['tokens_per_frame']} tokens × {row['n_frames']} {unit}{'s' if row['n_frames'] > 1 else ''}"]
     if _frames_are_paired(row):
@@ -167,6 +170,7 @@ def _summary(row: VideoRow) -> str:
 
 
 def _explanation(row: VideoRow) -> str:
+    """Return the sentences that explain the page's pictures."""
     grid = grid_of(row)
     if grid is None:
         return f"{row['tokens_per_frame']} tokens a frame are no square grid, so only their number is shown."
@@ -182,7 +186,7 @@ def _explanation(row: VideoRow) -> str:
 
 
 def _frames_are_paired(row: VideoRow) -> bool:
-    """Return whether a t has more than one frame."""
+    """Return whether a token spans two frames, as on Qwen."""
     return len(row["frame_indices"]) > int(row["n_frames"])
 
 
@@ -193,6 +197,7 @@ def _squeezed(row: VideoRow) -> bool:
 
 
 def _settings(row: VideoRow, identity: CacheIdentity) -> list[tuple[str, str]]:
+    """Return (name, value) pairs of model, pruner and storage."""
     model, pruner = identity["model"], identity["pruner"]
     return [
         ("model", f"{model['type']}  {model['weights']}"),
@@ -214,6 +219,6 @@ def _script_data(video: CachedVideo, tiers: Sequence[Tier]) -> dict[str, object]
 
 
 def _first_tier(tiers: Sequence[Tier], ratio: float | None) -> int:
-    """Return the number of the tier that is shown first: the one nearest ``ratio``, by default the last."""
+    """Return the number of the step shown first: nearest to ``ratio``, by default the last."""
     wanted = tiers[-1].ratio if ratio is None else ratio
     return min(range(len(tiers)), key=lambda i: abs(tiers[i].ratio - wanted))

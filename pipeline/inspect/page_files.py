@@ -16,12 +16,12 @@ PACKAGE = "pipeline.inspect"
 
 @cache
 def templates() -> Environment:
-    """Load the templates of this room."""
+    """Return the Jinja environment of this room's templates."""
     return html_pages.environment(PACKAGE)
 
 
 def asset(name: str) -> Markup:
-    """Read a file that stands beside the templates."""
+    """Return the unescaped content of a file beside the templates."""
     return html_pages.asset(PACKAGE, name)
 
 
@@ -34,7 +34,7 @@ def check_file(file: Path) -> None:
 
 
 def write_file(file: Path, html: str) -> int:
-    """Write a page; returns its bytes. Raises UsageError where ``file`` cannot be written."""
+    """Write a page and return its number of bytes. Raises UsageError if ``file`` cannot be written."""
     check_file(file)
     try:
         return file.write_bytes(html.encode())

@@ -71,7 +71,7 @@ def _files_of(ledger: Ledger) -> dict[str, int]:
 
 
 def cache_record(cache: TokenCache, counted: Counted) -> dict[str, Any]:
-    """Return what ``jobs.inspect CACHE`` prints as a JSON-able dict: cache, identity, table, last_run, and counts."""
+    """Return a cache's summary as a JSON-able dict: cache, identity, table, last_run, and counts."""
     ledger = counted.ledger
     run = latest_run(cache.store, ledger)
     return {
@@ -84,6 +84,7 @@ def cache_record(cache: TokenCache, counted: Counted) -> dict[str, Any]:
 
 
 def _videos(cache: TokenCache, limit: int = 20) -> RenderableType:
+    """Render a table of the cache's first videos."""
     table = Table(show_edge=False)
     for name in ("video", "frames", "tokens", "kept", "decoder"):
         table.add_column(name, justify="left" if name in {"video", "decoder"} else "right")
@@ -116,9 +117,9 @@ def video_report(cache: TokenCache, video_id: str, retention_ratio: float | None
 
 
 def video_record(cache: TokenCache, video_id: str, retention_ratio: float | None = None) -> dict[str, Any]:
-    """Return the video's row (``pipeline.cache.schema.VIDEO_SCHEMA``), JSON-able, and what each frame keeps.
+    """Return a video's row (``pipeline.cache.schema.VIDEO_SCHEMA``), JSON-able, with tokens kept per frame.
 
-    What is kept is at the ratio, None where the video failed.
+    The kept tokens are those at ``retention_ratio``; None for a failed video.
 
     Raises UnknownVideo, RatioNotCached.
     """
@@ -134,7 +135,7 @@ def video_record(cache: TokenCache, video_id: str, retention_ratio: float | None
 
 
 def source_facts(row: VideoRow) -> list[tuple[str, str]]:
-    """List (name, value) of what a row of the videos table says about its video, its decoding and its run."""
+    """Return (name, value) pairs of a row's source, decoding and run."""
     facts = [("video", row["video_id"]), ("source", row["uri"])]
     if row["start_s"] is not None or row["end_s"] is not None:
         end = "the end" if row["end_s"] is None else f"{row['end_s']} s"
@@ -152,6 +153,7 @@ def source_facts(row: VideoRow) -> list[tuple[str, str]]:
 
 
 def _frames(row: VideoRow, kept: list[int], title: str) -> Table:
+    """Render a table of a video's frames with their kept tokens."""
     table = Table(title=title, title_justify="left", show_edge=False)
     for name in ("t", "source frame", "seconds", "temporal density", "kept"):
         table.add_column(name, justify="right")
@@ -166,12 +168,12 @@ def _frames(row: VideoRow, kept: list[int], title: str) -> Table:
 
 
 def frames_of(row: VideoRow) -> list[list[int]]:
-    """List for each t which of the sampled frames it is: two on Qwen, where the last may be alone."""
+    """Return the numbers of the sampled frames that make each t: two on Qwen, where the last may be alone."""
     n_frames = len(row["frame_indices"])
     per_t = math.ceil(n_frames / row["n_frames"])
     return [list(range(t * per_t, min((t + 1) * per_t, n_frames))) for t in range(row["n_frames"])]
 
 
 def source_frames(row: VideoRow, frames: Sequence[int]) -> str:
-    """Name sampled frames by their numbers in the source: ``frame 3`` or ``frames 3, 7``."""
+    """Describe sampled frames by their numbers in the source: ``frame 3`` or ``frames 3, 7``."""
     return f"frame{'s' if len(frames) > 1 else ''} {', '.join(str(row['frame_indices'][i]) for i in frames)}"

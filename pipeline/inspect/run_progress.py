@@ -17,7 +17,7 @@ from pipeline.storage.stores import Store
 
 @dataclass(frozen=True)
 class RunProgress:
-    """The latest run of a cache, counted from its videos table.
+    """The progress of a cache's latest run, counted from its videos table.
 
     Attributes:
         run_id: it names runs/<run_id>.json.
@@ -58,7 +58,7 @@ class RunProgress:
 
 
 def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
-    """Measure how far the run that writes to the cache has come, or else the newest; None without any."""
+    """Return the progress of the run that is writing to the cache, else of the newest; None without any run."""
     names = store.names(RUNS, ".json")
     if not names:
         return None
@@ -72,6 +72,7 @@ def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
 
 
 def _progress(ledger: Ledger, record: RunRecord, now_at_work: Mapping[str, Any]) -> RunProgress:
+    """Return the progress of a run from its record, or of the run at work if that has no record yet."""
     n_done, n_failed = ledger.of_run(record["run_id"])
     status = record["status"]
     if now_at_work and not _is_of(record, now_at_work):
@@ -103,5 +104,5 @@ def _progress(ledger: Ledger, record: RunRecord, now_at_work: Mapping[str, Any])
 
 
 def _is_of(record: RunRecord, at_work: Mapping[str, Any]) -> bool:
-    """Say whether it is the record of the run that is at work."""
+    """Return whether the record is of the run that is at work."""
     return bool(record["run_id"] == at_work["run_id"])

@@ -27,7 +27,7 @@ _LEAST_WIDTH = 80
 
 @dataclass(frozen=True)
 class Thumbnails:
-    """A FramePreprocessor: frames of their own shape that fit a box of ``width`` x 9/7 ``width``, never enlarged."""
+    """A frame preprocessor that shrinks frames, in their own shape, into a box of ``width`` x 9/7 ``width``."""
 
     width: int
 
@@ -43,14 +43,14 @@ class Thumbnails:
 
 @dataclass(frozen=True)
 class Pictures:
-    """A JPEG of every sampled frame, or none and the reason why."""
+    """The JPEGs of the sampled frames; or none, and the reason in ``missing``."""
 
     jpegs: list[bytes]
     missing: str = ""
 
 
 def source_pictures(row: VideoRow, sampling: dict[str, Any], objects: Objects) -> Pictures:
-    """Decode the sampled frames of a video again, where its source is still there and the same.
+    """Decode a video's sampled frames again as JPEGs, if its source file is still there and unchanged.
 
     The file is decoded in a child process that may crash or hang without harm. Only the very frames that the row names
     are shown, of a file with the hash that the row names. ``sampling`` is the one in the cache's identity.
@@ -80,6 +80,7 @@ def _decode_again(row: VideoRow, sampling: dict[str, Any], objects: Objects) -> 
 
 
 def _sampling(settings: dict[str, Any]) -> Sampling:
+    """Return the sampling that the cache's identity describes. Raises VideoFault if it does not."""
     try:
         return Sampling(**{"num_frames": None, **settings})
     except (TypeError, ValueError) as error:
@@ -87,6 +88,7 @@ def _sampling(settings: dict[str, Any]) -> Sampling:
 
 
 def _width(n_frames: int) -> int:
+    """Return the width of pictures for a page with so many frames."""
     return next((width for limit, width in _WIDTHS if n_frames <= limit), _LEAST_WIDTH)
 
 

@@ -45,7 +45,7 @@ WRITTEN = pa.schema([field.with_nullable(True) for field in VIDEO_SCHEMA])
 
 
 class VideoFrames(NamedTuple):
-    """A video between decoding and encoding: its record, and its frames unless it failed.
+    """A decoded video on its way to encoding: its record, and its frames unless it failed.
 
     Attributes:
         frames: [t,h,w,3] uint8; of ``decoded_videos`` the same bytes as one flat array.
@@ -56,12 +56,12 @@ class VideoFrames(NamedTuple):
 
 
 def decoded_bundle(videos: Sequence[VideoFrames]) -> pa.Table:
-    """Return decoded videos as one row of DECODED."""
+    """Pack decoded videos into one row of DECODED."""
     return pa.table([_records([v.record for v in videos]), _cells(v.frames for v in videos)], schema=DECODED)
 
 
 def decoded_videos(bundle: pa.Table) -> list[VideoFrames]:
-    """Return the videos of a row of DECODED, their frames flat views into the bundle."""
+    """Unpack the videos of a row of DECODED; their frames are flat views into the bundle."""
     frames = bundle["frames"].chunk(0).flatten()
     return [
         VideoFrames(record, unwrapped(frames, place, np.uint8))
@@ -70,7 +70,7 @@ def decoded_videos(bundle: pa.Table) -> list[VideoFrames]:
 
 
 def encoded_bundle(videos: Sequence[PrunedVideo]) -> pa.Table:
-    """Return encoded videos as one row of ENCODED."""
+    """Pack encoded videos into one row of ENCODED."""
     kept = [video.kept for video in videos]
     layout = [(len(one.deepstack), list(one.evidence)) if one else (0, []) for one in kept]
     columns: list[Iterable[NDArray[Any] | None]] = [
@@ -83,7 +83,7 @@ def encoded_bundle(videos: Sequence[PrunedVideo]) -> pa.Table:
 
 
 def encoded_videos(bundle: pa.Table) -> list[PrunedVideo]:
-    """Return the videos of a row of ENCODED, their arrays views into the bundle."""
+    """Unpack the videos of a row of ENCODED; their arrays are views into the bundle."""
     columns = {name: bundle[name].chunk(0).flatten() for name in ENCODED.names[2:]}
     levels, labels, videos = 0, 0, []
     layout = _from_json(bundle["layout"])
@@ -97,19 +97,20 @@ def encoded_videos(bundle: pa.Table) -> list[PrunedVideo]:
 
 
 def written_batch(rows: Sequence[VideoRecord]) -> pa.Table:
-    """Return the records of written videos as WRITTEN."""
+    """Pack the records of written videos as WRITTEN."""
     _refuse_unknown(rows)
     return pa.Table.from_pylist(list(rows), schema=WRITTEN)
 
 
 def written_records(batch: pa.Table) -> list[VideoRecord]:
-    """Return the records of rows of WRITTEN."""
+    """Unpack the records from rows of WRITTEN."""
     return [without_nulls(row, VideoRecord) for row in batch.to_pylist()]
 
 
 def _kept(
     record: VideoRecord, arrays: Mapping[str, Any], deepstack: Sequence[Any], evidence: Mapping[str, Any]
 ) -> KeptTokens | None:
+    """Rebuild a video's kept tokens from flat arrays by its record's shapes; None for a failed video."""
     index = arrays["index"]
     if index is None:
         return None
@@ -125,33 +126,36 @@ def _kept(
 
 
 def _records(rows: Sequence[VideoRecord]) -> pa.Array:
+    """Pack records as one cell of JSON. Raise KeyError for an unknown key."""
     _refuse_unknown(rows)
     return _json(rows)
 
 
 def _json(value: object) -> pa.Array:
+    """Pack a value as one cell of JSON."""
     return pa.array([json.dumps(value).encode()], BYTES)
 
 
 def _from_json(column: pa.ChunkedArray) -> list[Any]:
+    """Unpack the list in a cell of JSON."""
     found: list[Any] = json.loads(column[0].as_buffer().to_pybytes())
     return found
 
 
 def _refuse_unknown(rows: Sequence[VideoRecord]) -> None:
-    """Raise KeyError where a record has a key that is no column of the videos table: it would be dropped at its end."""
+    """Raise KeyError if a record has a key that is no column of the videos table, where it would be lost."""
     if unknown := {name for row in rows for name in row} - set(WRITTEN.names):
         raise KeyError(f"no columns of the videos table: {', '.join(sorted(unknown))}")
 
 
 def _cells(arrays: Iterable[NDArray[Any] | None]) -> pa.Array:
-    """Return one row that is a list of cells, each the bytes of an array, null for None."""
+    """Pack arrays as one row that holds a list of binary cells, null for None."""
     values = _wrapped(list(arrays))
     return pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
 
 
 def _wrapped(arrays: Sequence[NDArray[Any] | None]) -> pa.Array:
-    """Return each array as one cell of bytes, null for None; the only one that has any bytes is not copied."""
+    """Convert each array to one cell of bytes, null for None; if only one has bytes, they are not copied."""
     none = np.empty(0, np.uint8)
     parts = [none if one is None else np.ascontiguousarray(one).reshape(-1).view(np.uint8) for one in arrays]
     offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
@@ -162,7 +166,7 @@ def _wrapped(arrays: Sequence[NDArray[Any] | None]) -> pa.Array:
 
 
 def unwrapped(cells: pa.Array, place: int, dtype: Any) -> Any:
-    """Return the bytes of a cell as a flat read-only view, None for null. A scalar of it would be a copy."""
+    """Return a cell's bytes as a flat read-only array without a copy, None for null."""
     if cells.slice(place, 1).null_count:
         return None
     _, offsets, data = cells.buffers()

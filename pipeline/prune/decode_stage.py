@@ -42,7 +42,7 @@ class DecodeSetup:
     fetch_mb: int = 2048
 
     def largest_frames(self) -> tuple[int, int, int]:
-        """Return (frames, height, width) of a long full HD video; of any, where all are resized alike."""
+        """Return the (frames, height, width) that a long full HD video gets: the largest that planning must expect."""
         frames = self.sampling.num_frames or self.sampling.max_frames or 0
         return frames, *self.preprocessor.target_size(frames, 1080, 1920)
 
@@ -54,7 +54,7 @@ def check_decoder_device(decoder: str, device: str) -> None:
 
 
 class VideoDecoder:
-    """Decodes one video after another in a child process, for the actors of a run and for ``jobs.verify --live``.
+    """The decoder of one video after another in a child process, for a run's actors and for ``jobs.verify --live``.
 
     A crash, a hang or a memory bomb costs one video and no actor. Close it after use.
     """
@@ -68,7 +68,7 @@ class VideoDecoder:
         self._sandbox.close()
 
     def open(self, row: TodoRow) -> Source:
-        """Open the video of a row. What keeps it from being read is a fault of the source: nothing is raised."""
+        """Open the video of a row; nothing is raised, since an unreadable video is a fault inside the source."""
         if row["policy"]:
             return Source(row["uri"], fault=VideoFault("policy", row["policy"]))
         return open_source(row["uri"], self._setup.objects, self._setup.fetch_mb * 2**20)
@@ -90,6 +90,7 @@ class VideoDecoder:
         return {**record, **decoded_columns(video, row["attempts"])}, video.frames
 
     def _request(self, row: TodoRow) -> DecodeRequest:
+        """Return the decode request of a row."""
         return DecodeRequest(
             path=row["uri"],
             start_s=row["start_s"],
@@ -101,7 +102,7 @@ class VideoDecoder:
 
 
 class Decoder:
-    """The actor: a VideoDecoder and a heartbeat. A call takes rows and yields bundles of their videos.
+    """The decode actor: a VideoDecoder and a heartbeat. A call takes rows and yields bundles of their videos.
 
     Two calls may run at a time: while the child decodes a video of one, the other fetches its next video or hands over
     a decoded one. The bundles of a call depend on its rows alone, since Ray counts them when it retries a call.
@@ -129,6 +130,7 @@ class Decoder:
             yield decoded
 
     def _video(self, row: TodoRow, held: HeldItems) -> VideoFrames:
+        """Decode one video, reported to the heartbeat."""
         self._heartbeat.rest()
         with self._decoder.open(row) as source, self._decoding:
             record, frames = self._decoder.decode_one(row, source)
@@ -137,7 +139,7 @@ class Decoder:
 
 
 def _first_record(row: TodoRow) -> VideoRecord:
-    """Begin the record of a video with what its manifest says."""
+    """Return the record of a video with the columns that its manifest row decides."""
     record: VideoRecord = {
         "status": "ok",
         "video_id": row["video_id"],
@@ -154,7 +156,7 @@ def _first_record(row: TodoRow) -> VideoRecord:
 
 
 def _size(row: TodoRow, source: Source) -> int | None:
-    """Return the bytes of a video that failed, or what the listing said where it could not be fetched."""
+    """Return the bytes of a failed video's file: measured, or as listed if it could not be fetched."""
     if is_object(row["uri"]):
         return source.size if source.size is not None else row["size"]
     try:

@@ -62,16 +62,16 @@ class EncodeSetup:
         return round(self.bytes_per_video(n_frames, height, width) - saved)
 
     def encoder(self) -> VideoEncoder:
-        """Load the vision tower and return what encodes with it. Raises ModelError where it cannot be loaded."""
+        """Load the vision tower and return the encoder. Raises ModelError where it cannot be loaded."""
         return VideoEncoder(self)
 
     def _names(self) -> tuple[str, ...]:
-        """Return the names of the evidence that is stored; evidence of two sources is there twice."""
+        """Return the names of the stored evidence; a name appears twice if it is stored from two sources."""
         return tuple(name_of(labelled, source) for labelled, source in self.evidence.items())
 
 
 class VideoEncoder:
-    """Encodes and prunes one video after another, for the actors of a run and for ``jobs.verify --live``.
+    """The encoder and pruner of one video after another, for a run's actors and for ``jobs.verify --live``.
 
     Several threads may call it: the frames of one video go to the device, and the kept tokens of another come back,
     while a third is encoded. Only one video is encoded or pruned at a time. It holds one vision tower, ``backbone`` if
@@ -89,7 +89,7 @@ class VideoEncoder:
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def encode_one(self, record: VideoRecord, frames: NDArray[np.uint8]) -> PrunedVideo:
-        """Return the kept tokens of a video that was decoded, and its record.
+        """Encode and prune a decoded video; return its kept tokens and its record.
 
         Args:
             frames: [t,h,w,3], as the preprocessor resized them.
@@ -120,6 +120,7 @@ class VideoEncoder:
     def _stored(
         self, record: VideoRecord, visual: VisualTokens, pruned: PrunedTokens, seconds: tuple[float, float]
     ) -> PrunedVideo:
+        """Return the video's complete record and its kept tokens on the CPU, in the precision of the cache."""
         # The default stream runs the kernels of the next video by now, and these copies would wait for them.
         with torch.cuda.stream(self._copies) if self._copies else nullcontext():
             done: VideoRecord = {
@@ -133,7 +134,7 @@ class VideoEncoder:
             return PrunedVideo(done, kept_tokens(pruned, visual, self._setup.evidence))
 
     def encoded(self, frames: Tensor | NDArray[np.uint8]) -> VisualTokens:
-        """Encode frames to all tokens and the evidence that pruning or the cache wants, in storage precision."""
+        """Encode frames to all visual tokens and the needed evidence, in the precision of the cache."""
         visual = self.backbone.encode(frames, {**self._pruner.sources, **self._setup.evidence})
         self._wait()
         # Tokens are rounded to storage precision before pruning, so the selection can be derived again from the cache.
@@ -154,7 +155,7 @@ class VideoEncoder:
             raise VideoFault("internal", what, stage="encode")
 
     def pruned(self, visual: VisualTokens) -> PrunedTokens:
-        """Return the kept tokens. Raise VideoFault("internal") where the method cannot prune these."""
+        """Prune the tokens. Raise VideoFault("internal") where the method cannot prune them."""
         try:
             pruned = self._pruner.prune(visual, self._setup.retention_ratio, seed=self._setup.seed)
         except ValueError as error:
@@ -163,13 +164,13 @@ class VideoEncoder:
         return pruned
 
     def _wait(self) -> None:
-        """Wait for the kernels, which run behind the host's back: a stage's seconds must hold its own."""
+        """Wait for the GPU's kernels, which run asynchronously, so that a stage's seconds include them."""
         if self._runtime.device.startswith("cuda"):
             torch.cuda.synchronize()
 
 
 def _guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
-    """Return the result of ``work`` on a video. Raises VideoFault, whatever it raises."""
+    """Return ``work()``; convert whatever it raises to a VideoFault of this stage and video."""
     try:
         return work()
     except VideoFault:
@@ -183,7 +184,7 @@ def _guarded(stage: str, video_id: str, work: Callable[[], T]) -> T:
 
 
 class Encoder:
-    """The actor: a VideoEncoder, the error rows of its stage, and a heartbeat. A call takes and yields one bundle.
+    """The encode actor: a VideoEncoder, error rows and a heartbeat. A call takes one bundle and yields one.
 
     Two calls may run at a time, of which one computes. If a process dies with a video in hand, by a signal or by an
     error
@@ -213,7 +214,7 @@ class Encoder:
             return [self._video(video, held) for video in videos]
 
     def _suspect(self, video: VideoFrames) -> PrunedVideo:
-        """Encode a video that may have killed the process before this one, with nothing else in hand to be blamed."""
+        """Encode alone a video that may have killed the previous process, so that another death is surely its own."""
         record = video.record
         with self._heartbeat.holding(record["video_id"]) as held:
             hosts = self._heartbeat.deaths(record["video_id"])
@@ -223,6 +224,7 @@ class Encoder:
         return PrunedVideo(failed_video(record, _repeated_crash(hosts)))
 
     def _video(self, video: VideoFrames, held: HeldItems) -> PrunedVideo:
+        """Encode one video of a bundle, reported to the heartbeat."""
         self._heartbeat.rest()
         if video.frames is None:
             held.done(made=False)
@@ -232,6 +234,8 @@ class Encoder:
         return pruned
 
     def _pruned(self, record: VideoRecord, frames: NDArray[np.uint8]) -> PrunedVideo:
+        """Encode and prune one video; a fault makes its error row."""
+
         def shaped() -> NDArray[np.uint8]:
             return frames.reshape(len(record["frame_indices"]), record["height"], record["width"], 3)
 
@@ -244,13 +248,14 @@ class Encoder:
 
 
 def _repeated_crash(hosts: list[str]) -> VideoFault:
+    """Return the fault of a video with which the encode process died several times."""
     where = ", ".join(dict.fromkeys(hosts))
     message = f"the encode process died {len(hosts)} times with this video in hand, on {where}; Ray's logs say how"
     return VideoFault("crash", message, stage="encode")
 
 
 def pruned_columns(pruned: PrunedTokens, visual: VisualTokens) -> VideoRecord:
-    """Return the columns of the videos table that pruning the tokens [T,N,D] decides."""
+    """Return the columns of the videos table that pruning decides."""
     n_frames, per_frame, hidden_size = visual.tokens.shape
     columns: VideoRecord = {
         "n_frames": n_frames,
@@ -268,7 +273,7 @@ def pruned_columns(pruned: PrunedTokens, visual: VisualTokens) -> VideoRecord:
 
 
 def kept_tokens(pruned: PrunedTokens, visual: VisualTokens, evidence: Iterable[str] = ()) -> KeptTokens:
-    """Return what is stored of a video: the kept tokens in order of selection, and the evidence beside them.
+    """Return the arrays that the cache stores of a video: kept tokens and evidence, in order of selection.
 
     Each deepstack level [T,N,D] and each evidence [T,N,...] is taken at the same places, and evidence of frames [T,...]
     as a whole.
@@ -291,21 +296,24 @@ def kept_tokens(pruned: PrunedTokens, visual: VisualTokens, evidence: Iterable[s
 
 
 def _evidence_bits(labelled: str, values: Tensor, places: Tensor) -> Bits:
+    """Return the bits of evidence at the kept places; evidence of frames is taken whole."""
     rows = values if is_per_frame(labelled) else values.flatten(0, 1)[places]
     return _bits(rows.reshape(len(rows), -1))
 
 
 def _bits(values: Tensor) -> Bits:
+    """Convert a tensor to the bits of bfloat16, as int16."""
     return np.asarray(values.to(torch.bfloat16).contiguous().view(torch.int16).cpu().numpy())
 
 
 def _check_finite(what: str, values: Tensor) -> None:
+    """Raise VideoFault("internal") if a value is not finite."""
     if not values.isfinite().all():
         raise VideoFault("internal", f"{what} has values that are not finite", stage="encode")
 
 
 def without_pixels(record: VideoRecord) -> SampledVideo:
-    """Return what the record of a decoded video says of its frames."""
+    """Return the facts about a decoded video's frames that positions depend on, from its record."""
     return SampledVideo(
         height=record["height"],
         width=record["width"],

@@ -44,7 +44,7 @@ PRUNING = Wording(
 
 @dataclass(frozen=True)
 class Resources:
-    """The resource numbers of the graph."""
+    """The resources that the stages of a prune run reserve, and the sizes of its blocks, bundles and shards."""
 
     wording: ClassVar[Wording] = PRUNING
 
@@ -56,7 +56,7 @@ class Resources:
     videos_per_bundle: int = 1
 
     def store_bytes(self, frame_bytes: int, token_bytes: int) -> int:
-        """Return the bytes that may wait in the object stores, beside those that workers have in hand.
+        """Return the bytes of object store that waiting videos need, beside those that workers have in hand.
 
         That is a few bundles a decoder, the videos on their way to each encoder, and a few shards. ``frame_bytes`` and
         ``token_bytes`` are those of one video. With less room than the collected and held shards take, Ray would creep:
@@ -67,7 +67,7 @@ class Resources:
         return frames + self.shards_at_once * self.videos_per_shard * token_bytes
 
     def fitting(self, store_bytes: float, frame_bytes: int, token_bytes: int, n_videos: int) -> Resources:
-        """Fit bundles, shards and the videos on their way to encoders to the bytes that videos take.
+        """Return these resources with bundles, shards and queues sized by the bytes that a video takes.
 
         Videos share a bundle as long as there are enough bundles for all workers and the object stores hold them.
         Enough videos are on their way to an encoder that it does not wait for the driver, which looks ten times a
@@ -95,7 +95,7 @@ class Resources:
         )
 
     def blocks(self, n_videos: int) -> Iterator[tuple[int, int]]:
-        """Yield where each block of the manifest starts and ends.
+        """Yield (start, stop) of each block of manifest rows.
 
         The last blocks are one bundle each, so that few videos wait for a slow worker when the others have none left.
         """
@@ -121,11 +121,11 @@ class Resources:
 
     @property
     def workers(self) -> str:
-        """The workers that start, in words."""
+        """A description of the workers that start."""
         return f"{self.decode.workers} to decode, {self.encode.workers} to encode, which load the model first"
 
     def collected(self, stage: str, waits: bool) -> int:
-        """Return how many videos a stage waits for before it takes any.
+        """Return the number of videos that a stage waits for before it takes any.
 
         A whole shard is collected before it is written, unless it is the last, and each worker of the stage before may
         be about to hand bundles over.
@@ -154,7 +154,7 @@ RECORD_BYTES, FRAME_RECORD_BYTES = 4096, 64  # upper bounds of a video's record,
 
 
 def videos_for(shard_bytes: int, token_bytes: int, n_frames: int) -> int:
-    """Return how many videos of ``token_bytes`` and ``n_frames`` make a shard of ``shard_bytes``.
+    """Return the number of videos that fill a shard of ``shard_bytes``.
 
     A shard is bundled from whole bundles, never filled by several tasks, so that a retried task writes the same file.
     It has no more videos than the driver can commit the records of at once.
@@ -175,7 +175,7 @@ def plan_resources(
     encode_workers: int | None = None,
     decode_on_gpus: bool = False,
 ) -> Resources:
-    """Share out a cluster of ``cpus``, ``gpus`` and bytes of ``memory`` for ``n_videos``.
+    """Divide a cluster of ``cpus``, ``gpus`` and bytes of ``memory`` among the workers for ``n_videos``.
 
     ``files_bytes`` are the bytes of their files, infinite if they are not known.
 

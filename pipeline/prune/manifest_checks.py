@@ -31,7 +31,7 @@ _NAME_ONE = (
 
 
 class Example(NamedTuple):
-    """The number of videos with one thing wrong, and a description of the first."""
+    """A kind of problem in a manifest: how many videos have it, and a description of the first."""
 
     n: int
     first: str
@@ -58,12 +58,13 @@ def refuse_forbidden(manifest: pa.Table, named: str) -> None:
 
 
 def _example(forbidden: pa.Table, reason: str) -> str:
+    """Describe the first forbidden row that has this reason."""
     row = forbidden.filter(pc.equal(forbidden["policy"], reason)).slice(0, 1).to_pylist()[0]
     return printable(f"e.g. {row['video_id']}: {row['uri']}")
 
 
 def _roots_for(forbidden: pa.Table) -> Iterator[str]:
-    """Yield the folder and the prefix that would allow what lies outside; none where that would be everything."""
+    """Yield the folder or prefix that would allow the forbidden files, unless that would be everything."""
     outside = forbidden.filter(pc.is_in(forbidden["policy"], value_set=pa.array([OUTSIDE, OUTSIDE_FOLDERS])))
     paths: list[str] = outside["uri"].slice(0, _LOOKED_AT).to_pylist()
     folders = [os.path.dirname(os.path.realpath(path)) for path in paths if not is_object(path)]  # noqa: PTH120
@@ -86,7 +87,7 @@ def refuse_other_file(named: str) -> None:
 
 
 def refuse_other_files(manifest: pa.Table, named: str, objects: Objects) -> None:
-    """Refuse VIDEOS that is a file or an object, but neither a video nor a list.
+    """Raise ManifestError if VIDEOS is a file or an object that is neither a video nor a list.
 
     ``manifest`` is what ``named`` was read as. An object with a video's suffix is not asked for its bytes.
     """
@@ -103,6 +104,7 @@ def refuse_other_files(manifest: pa.Table, named: str, objects: Objects) -> None
 
 @contextmanager
 def _refusing_faults() -> Iterator[None]:
+    """Convert a VideoFault to a ManifestError."""
     try:
         yield
     except VideoFault as fault:
@@ -110,7 +112,7 @@ def _refusing_faults() -> Iterator[None]:
 
 
 def sure_failures(todo: pa.Table) -> dict[str, Example]:
-    """Find the rows of TODO_SCHEMA that are sure to fail, by what is wrong, without opening a video.
+    """Count the rows of TODO_SCHEMA that are sure to fail, by kind of problem, without opening a video.
 
     It looks at each local file; no request is made for objects on S3.
     """
@@ -124,7 +126,7 @@ def sure_failures(todo: pa.Table) -> dict[str, Example]:
 
 
 def _sure_failure(row: TodoRow) -> tuple[str, str] | None:
-    """Return (what is wrong with a video and the class of that; the details), if that is known."""
+    """Return (problem and fault class, details) of a video that is sure to fail, or None."""
     if row["policy"] is not None:
         return "may not be read (policy)", row["policy"]
     start, end = row["start_s"] or 0.0, row["end_s"]

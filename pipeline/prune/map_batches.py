@@ -47,14 +47,14 @@ _ANYWHERE = Roots([Path("/")], ["s3://"])  # the caller, who makes the rows, dec
 
 @dataclass(frozen=True)
 class PruneStages:
-    """The settings of both stages, which travel to their workers."""
+    """The settings of ``DecodeVideos`` and ``EncodeVideos``, which travel to their workers."""
 
     decode: DecodeSetup
     encode: EncodeSetup
 
 
 def prune_stages(**options: Any) -> PruneStages:
-    """Resolve and check here the model, the sampling and the method of ``DecodeVideos`` and ``EncodeVideos``.
+    """Check model, sampling and method, and return the settings of ``DecodeVideos`` and ``EncodeVideos``.
 
     ``pipeline/examples/own_stages.py`` runs them over a folder of clips.
 
@@ -73,7 +73,7 @@ def prune_stages(**options: Any) -> PruneStages:
 
 
 class DecodeVideos:
-    """Rows with video_id, uri (a path that the workers see, or s3://) and optional start_s, end_s -> their frames.
+    """A callable for ``map_batches`` that decodes: rows with video_id, uri, start_s and end_s -> frames.
 
     A batch is a table of Arrow. What comes out is for ``EncodeVideos``: ``record``, the row of the videos table as far
     as it is known, with other columns of the input as JSON in its ``manifest``; and ``frames``, the bytes of
@@ -97,12 +97,13 @@ class DecodeVideos:
 
 
 def _decoded(bundle: pa.Table) -> pa.Table:
+    """Return a bundle's videos as rows with ``record`` and ``frames``."""
     records = [video.record for video in decoded_videos(bundle)]
     return pa.table([pa.array(records, _RECORD), bundle["frames"].chunk(0).flatten()], schema=_DECODED)
 
 
 class EncodeVideos:
-    """What ``DecodeVideos`` gives -> the kept tokens, a row a video.
+    """A callable for ``map_batches`` that encodes and prunes what ``DecodeVideos`` returns, a row a video.
 
     The columns are those of ``pipeline.ray_dataset``, in ascending position, and ``status``, ``error_class`` and
     ``error_message``; a video that failed has no tokens. One vision tower a worker, on the GPU that it was given.
@@ -122,6 +123,7 @@ class EncodeVideos:
                 yield from map(self._row, self._encoder.encode([VideoFrames(without_nulls(row, VideoRecord), frames)]))
 
     def _row(self, video: PrunedVideo) -> pa.Table:
+        """Return a pruned video as one output row."""
         row = read_json(cast(VideoRow, {name: video.record.get(name) for name in VIDEO_SCHEMA.names}))
         said = {name: row[name] for name in ("video_id", "status", "error_class", "error_message")}
         if video.kept is None:
@@ -133,7 +135,10 @@ class EncodeVideos:
 
 
 def cached_video(row: VideoRow, kept: KeptTokens) -> CachedVideo:
-    """Make what a reader of the cache would get of a video, in ascending position; ``row`` is its videos row."""
+    """Return a pruned video as the cache's reader would return it, in ascending position.
+
+    ``row`` is its row of the videos table.
+    """
     order = np.argsort(kept.index, kind="stable")
     index = torch.from_numpy(kept.index[order].astype(np.int64))
 
@@ -154,4 +159,5 @@ def cached_video(row: VideoRow, kept: KeptTokens) -> CachedVideo:
 
 
 def _vectors(bits: Bits) -> Tensor:
+    """View the bits of bfloat16 as a tensor."""
     return torch.from_numpy(bits).view(torch.bfloat16)

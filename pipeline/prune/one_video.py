@@ -35,7 +35,7 @@ _DIMMED = 3  # divides the brightness of pruned tokens in a picture
 
 @dataclass(frozen=True)
 class EncodedVideo:
-    """One encoded video: T frames (on Qwen pairs of frames) of N tokens each, of which B tokens are kept.
+    """A video that was encoded and pruned: T frames (on Qwen pairs of frames) of N tokens, B of them kept.
 
     Attributes:
         pruned: the kept tokens [B,D] bfloat16 with ``index``, ``rank`` and so on; ``pruned.at(0.10)`` is a smaller
@@ -55,7 +55,7 @@ class EncodedVideo:
     record: VideoRecord
 
     def kept(self, retention_ratio: float | None = None) -> NDArray[np.bool_]:
-        """Return which tokens [T,rows,columns] are kept, of all or of the smaller selection. Raise as ``pruned.at``."""
+        """Return a mask [T,rows,columns] of the kept tokens, or of the smaller selection. Raise as ``pruned.at``."""
         pruned = self.pruned if retention_ratio is None else self.pruned.at(retention_ratio)
         kept = np.zeros(pruned.n_total, np.bool_)
         kept[pruned.index.cpu().numpy()] = True
@@ -75,7 +75,7 @@ class EncodedVideo:
 
 
 class LocalEncoder:
-    """Encodes one video after another in this process; the model is loaded once.
+    """An encoder of one video after another in this process; the model is loaded once.
 
     >>> encoder = pipeline.LocalEncoder(model="tiny", num_frames=8, retention_ratio=0.25)
     >>> video = encoder("bikes.mp4", end_s=4)
@@ -113,6 +113,7 @@ class LocalEncoder:
         )
 
     def _decoded(self, path: str, start_s: float | None, end_s: float | None) -> tuple[VideoRecord, NDArray[np.uint8]]:
+        """Decode a video or clip. Raises VideoFault."""
         place = path if is_object(path) else os.path.abspath(path)  # noqa: PTH100 - links stay
         row = todo_row(path, place, start_s, end_s)
         with self._decoder.open(row) as source:
@@ -123,7 +124,7 @@ class LocalEncoder:
 
 
 def request_of(config: PruneConfig) -> PruneRequest:
-    """Resolve the options without videos and a cache. Raise UsageError."""
+    """Resolve the options of a configuration without videos and cache. Raise UsageError."""
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     return resolve(config, MANIFEST_SCHEMA.empty_table(), LocalStore(config.out), objects)
 

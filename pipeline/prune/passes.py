@@ -43,14 +43,14 @@ _NOTE_S = 60.0  # least seconds between two saves of the run's record while it r
 
 
 class Setups(NamedTuple):
-    """The settings of the workers."""
+    """The settings of decode and encode workers."""
 
     decode: DecodeSetup
     encode: EncodeSetup
 
 
 class Commits:
-    """Commits the shards of a run, over all its passes.
+    """The committer of a run's shards, over all its passes.
 
     Attributes:
         failed: failed video -> attempts that it has had.
@@ -94,7 +94,7 @@ class Commits:
             self._example[record["error_class"]] = f"{record['video_id']}: {record['error_message']}"
 
     def _note(self, token_shards: set[str]) -> None:
-        """Say in the record of the run what it has committed, so that files of the table that are lost are missed."""
+        """Record in the run's file what it has committed, so that lost files of the table are noticed."""
         self._token_shards |= token_shards
         self._run_file.note(**{COMMITTED: sorted(self._token_shards)})
         if time.monotonic() - self._noted > _NOTE_S:
@@ -112,7 +112,7 @@ class Commits:
             raise RunFailed(f"{store}: another cache was begun here since this run began; nothing more is written")
 
     def give_up(self, report: WorkerReport) -> str | None:
-        """Return why this pass should stop, if so.
+        """Return the reason to stop this pass, or None.
 
         Too many videos failed alike, by no fault of theirs, and no worker does better.
         """
@@ -127,7 +127,7 @@ class Commits:
 
 @dataclass
 class Passes:
-    """Streams videos through the graph, and notes each plan in the record of the run."""
+    """The runner of a run's passes, which streams videos through the graph and records each plan."""
 
     config: PruneConfig
     console: Console
@@ -142,7 +142,7 @@ class Passes:
         return self._stream(videos, (), self.commits.give_up)
 
     def second(self, again: pa.Table) -> int:
-        """Try videos that failed once more, without the nodes where most did; returns how many of them are ok now."""
+        """Try failed videos once more, without the nodes where most failed; return how many of them are ok now."""
         without: dict[str, str] = {}
         for report in self.reports:
             without |= failing_nodes(report.tried)
@@ -156,6 +156,7 @@ class Passes:
         return len(again) - self._stream(again, without)
 
     def _can_run_on(self, cluster: Mapping[str, float]) -> bool:
+        """Return whether a cluster with these resources can run all stages."""
         return cluster.get("CPU", 0.0) > 0 and (self.setups.encode.device != "cuda" or cluster.get("GPU", 0.0) >= 1)
 
     def _stream(
@@ -164,6 +165,7 @@ class Passes:
         without: Collection[str],
         give_up: Callable[[WorkerReport], str | None] = lambda report: None,
     ) -> int:
+        """Stream videos through graphs on all nodes but ``without``; return how many failed."""
         available = partial(resources_without, without)
 
         def planned(videos: pa.Table) -> PlannedGraph:
@@ -178,14 +180,16 @@ class Passes:
         return stream(videos, planned, left, self.console, self.config)
 
     def _on_end(self, report: WorkerReport) -> None:
+        """Keep the workers' last report, and record the workers that were put out of service."""
         self.reports.append(report)
         self.run_file.save(out_of_service=[worker for one in self.reports for worker in one.out_of_service])
 
     def _note(self, text: str) -> None:
+        """Print a note."""
         self.console.print(f"note: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def _planned(self, cluster: dict[str, float], videos: pa.Table) -> Resources:
-        """Plan the shares of the cluster, and note what was asked for and is not to be had."""
+        """Plan the workers for the cluster, and print notes about requested resources that it lacks."""
         if not self._can_run_on(cluster):
             raise RunFailed("the nodes that the run needs are gone; run the same command again once they are back")
         n_videos, shape = len(videos), self.setups.decode.largest_frames()
@@ -210,7 +214,7 @@ def _plan(
     n_frames: int,
     files_bytes: float = math.inf,
 ) -> Resources:
-    """Plan the shares of the cluster, for videos of ``token_bytes`` as stored and ``files_bytes`` in all."""
+    """Plan the workers for videos of ``token_bytes`` as stored each and ``files_bytes`` in all."""
     by_size = videos_for(config.target_shard_mb * 10**6, token_bytes, n_frames)
     return plan_resources(
         cluster["CPU"],
@@ -226,10 +230,9 @@ def _plan(
 
 
 def known_file_bytes(videos: pa.Table) -> float:
-    """Add up the bytes of the files of ``videos`` (TODO_SCHEMA).
+    """Return the total bytes of the files of ``videos`` (TODO_SCHEMA).
 
-    The sum is infinite if there are many videos, or if the size of one is not known here: then all decoders are
-    started.
+    It is infinite if there are many videos, or if a size is not known here: then all decoders are started.
     """
     if len(videos) > FILES_LOOKED_AT:
         return math.inf
@@ -238,13 +241,14 @@ def known_file_bytes(videos: pa.Table) -> float:
 
 
 def _file_bytes(path: str, listed: int | None) -> float:
+    """Return a file's size: as listed, or measured on this machine; infinite if neither is known."""
     if listed is not None or is_object(path):
         return math.inf if listed is None else listed
     return os.path.getsize(path) if os.path.isfile(path) else math.inf  # noqa: PTH202, PTH113 - as manifests have it
 
 
 def _shortfalls(config: PruneConfig, wanted: Resources, plan: Resources, n_videos: int) -> Iterator[str]:
-    """Yield a note for each thing that was asked for and is not to be had."""
+    """Yield a note for each requested number of workers that the cluster cannot hold."""
     for name, asked, given in (
         ("decode-workers", config.decode_workers, plan.decode.workers),
         ("encode-workers", config.encode_workers, plan.encode.workers),

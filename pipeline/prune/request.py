@@ -48,7 +48,7 @@ _NOT_NEEDED = {
 
 @dataclass(frozen=True)
 class PruneRequest:
-    """A checked request, which holds everything that a run needs."""
+    """A checked request with everything that a prune run needs."""
 
     config: PruneConfig
     run_id: str
@@ -68,7 +68,7 @@ class PruneRequest:
         return method_name(type(self.pruner))
 
     def decode_setup(self) -> DecodeSetup:
-        """Return what decoders need to know."""
+        """Return the settings of decode workers."""
         return DecodeSetup(
             self.sampling,
             family_of(self.source).preprocessor(),
@@ -80,7 +80,7 @@ class PruneRequest:
         )
 
     def encode_setup(self, device: str, dtype: str) -> EncodeSetup:
-        """Return what encoders need to know, on the device and in the dtype that were chosen."""
+        """Return the settings of encode workers, on the chosen device and dtype."""
         return EncodeSetup(
             source=self.source,
             pruner=self.method,
@@ -95,7 +95,7 @@ class PruneRequest:
         )
 
     def identity(self, dtype: str) -> CacheIdentity:
-        """Return what every row of the cache shares; another identity is refused."""
+        """Return the identity that all rows of the cache share; rows of another identity are refused."""
         model: ModelIdentity = {"type": self.source.model_type, "weights": self.source.identity}
         if self.source.pooling_head is not None:
             model["pooling_head"] = self.source.pooling_head.identity
@@ -154,7 +154,7 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
 
 
 def _shard_of(manifest: pa.Table, part: tuple[int, int] | None) -> pa.Table:
-    """Select the videos of --shard by the first half of their ids' keys. Raise UsageError where it has none."""
+    """Select the videos of ``--shard I/N`` by the hash of their ids. Raise UsageError where there are none."""
     if part is None:
         return manifest
     mine = [keys_of(ids)[:, 0] % np.uint64(part[1]) == part[0] for ids in parts_of(manifest["video_id"])]
@@ -197,15 +197,13 @@ def resolve(
 
 
 def _with_limits(source: ModelSource, config: PruneConfig) -> ModelSource:
+    """Return the model with the pixel and token limits of the options, if any are set."""
     limits = (config.min_pixels, config.max_pixels, config.max_video_tokens)
     return source if limits == (None, None, None) else family_of(source).limited(*limits)
 
 
 def _pruner_for(config: PruneConfig, source: ModelSource) -> Pruner:
-    """Make the method, with the rules for this family where it has several.
-
-    Refuse one whose selection cannot be stored.
-    """
+    """Make the pruning method, with the model family's rules. Raise UsageError if its selection cannot be stored."""
     pruner = read_pruner(config.pruner, config.pruner_params(), family=family_of(source).variant)
     if not pruner.cacheable:
         raise UsageError(
@@ -217,7 +215,10 @@ def _pruner_for(config: PruneConfig, source: ModelSource) -> Pruner:
 
 
 def _with_evidence(source: ModelSource, pruner: Pruner, stored: dict[str, str], config: PruneConfig) -> ModelSource:
-    """Return the model with what is asked of its encoder besides tokens. Refuse a method that asks for too much."""
+    """Return the model, with the pooling head of ``--siglip`` if that is given.
+
+    Raise UsageError for evidence that the method or the cache needs and the model cannot give.
+    """
     if unknown := sorted(pruner.needs - pruner.sources.keys()):
         raise UsageError(
             f"--pruner {config.pruner} needs {' and '.join(unknown)} besides the tokens, and does not say where in an "
@@ -245,7 +246,7 @@ def _with_evidence(source: ModelSource, pruner: Pruner, stored: dict[str, str], 
 
 
 def _alternatives(pruner: Pruner, source: ModelSource) -> str:
-    """Say what to use where a method asks for what a model's encoder does not give."""
+    """Return advice for a method that needs evidence which the model's encoder does not give."""
     able = [name for name in BACKBONES if BACKBONES[name].gives >= set(pruner.sources.items())]
     if source.model_type in able:
         return ""
@@ -255,6 +256,7 @@ def _alternatives(pruner: Pruner, source: ModelSource) -> str:
 
 
 def _check_decoder(name: str) -> None:
+    """Raise UsageError unless ``--decoder`` names a decoder that can be imported here."""
     if name == "auto":
         return
     try:
@@ -267,7 +269,7 @@ def _check_decoder(name: str) -> None:
 
 
 def sampling_of(config: PruneConfig, max_frames: int) -> Sampling:
-    """Decide how frames are sampled; ``max_frames`` is the family's limit where the configuration sets none."""
+    """Return the frame sampling that the options describe; ``max_frames`` is the family's default limit."""
     snap = config.snap_to_keyframes
     if config.fps is None:
         n_frames = config.num_frames or DEFAULT_FRAMES
@@ -276,7 +278,7 @@ def sampling_of(config: PruneConfig, max_frames: int) -> Sampling:
 
 
 def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]:
-    """Return the sampling as the identity of a cache keeps it: a limit that cannot bite is no difference."""
+    """Return the sampling as the cache's identity holds it; a limit without effect is left out."""
     snap = sampling.snap_to_keyframes_s
     moved = {} if snap is None else {"snap_to_keyframes_s": snap}
     if sampling.fps is None:
@@ -286,7 +288,9 @@ def sampling_settings(sampling: Sampling) -> dict[str, int | float | str | None]
 
 
 def match_cache(request: PruneRequest, console: Console) -> PruneRequest:
-    """Adopt what an existing cache leaves open (dtype, a larger ratio of a nested method); refuse another identity.
+    """Return the request completed from an existing cache: its dtype, and its ratio if a nested method allows.
+
+    Raises IdentityMismatch where another identity is asked for.
 
     A cache without a row, from a run that ended before its first commit, restricts nothing.
     """
@@ -317,7 +321,7 @@ def match_cache(request: PruneRequest, console: Console) -> PruneRequest:
 
 
 def evidence_sources(asked: Sequence[str], methods: Sequence[str], model_type: str, pruner: Pruner) -> dict[str, str]:
-    """Find the evidence to store, as label -> where in the encoder it is from (gstep.evidence).
+    """Return the evidence to store, as label -> source in the encoder (gstep.evidence).
 
     Args:
         asked: NAME or NAME=SOURCE each, or several of them with commas between.
@@ -335,7 +339,7 @@ def evidence_sources(asked: Sequence[str], methods: Sequence[str], model_type: s
 
 
 def needed_by(method: str, model_type: str, params: Mapping[str, str] = MappingProxyType({})) -> set[tuple[str, str]]:
-    """Return the (name, source) pairs that a method asks the vision encoder of a family for.
+    """Return the (name, source) pairs of evidence that a method needs from a family's vision encoder.
 
     ``params`` are the method's. Raises UsageError where that encoder does not give one, ValueError for an unknown
     method or parameter.
@@ -352,10 +356,12 @@ def needed_by(method: str, model_type: str, params: Mapping[str, str] = MappingP
 
 
 def _split(listed: Sequence[str]) -> Iterator[str]:
+    """Yield the items of lists whose entries may hold several, separated by commas."""
     return (item.strip() for items in listed for item in items.split(","))
 
 
 def _check_kept(names: set[str], pruner: Pruner) -> None:
+    """Raise UsageError if the pruning method loses the tokens that the evidence describes."""
     if names and pruner.merges:
         raise UsageError(
             f"--evidence {', '.join(sorted(names))}: --pruner {pruner.name} merges tokens, and a merged one has no "
@@ -369,6 +375,7 @@ def _check_kept(names: set[str], pruner: Pruner) -> None:
 
 
 def _evidence_and_source(item: str, model_type: str) -> tuple[str, str]:
+    """Parse NAME or NAME=SOURCE. Raise UsageError where the model type does not give it, or from several sources."""
     name, _, chosen = item.partition("=")
     if name not in STORED:
         why = "comes from no vision encoder" if name in EVIDENCE_SHAPES else "is no evidence"

@@ -27,7 +27,7 @@ TODO_SCHEMA = MANIFEST_SCHEMA.append(pa.field("attempts", pa.int32(), nullable=F
 
 
 class Tally(NamedTuple):
-    """The numbers of videos of a manifest by what is to be done with them.
+    """The number of a manifest's videos for each way they are treated.
 
     Attributes:
         new: videos without a row, which are done.
@@ -45,6 +45,7 @@ class Tally(NamedTuple):
 
     @property
     def n_todo(self) -> int:
+        """The number of videos to process."""
         return self.new + self.retried + self.redone
 
 
@@ -56,7 +57,7 @@ class Remaining(NamedTuple):
 
 
 def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: Objects | None = None) -> Remaining:
-    """Find the videos that this run must process; a failed row counts as done unless ``--retry-failed``.
+    """Return the videos that this run must process; a failed row counts as done unless ``--retry-failed``.
 
     Sizes come from a listing on S3 or the manifest, else from a look at the file, or one HEAD for each ok row of an
     object that a manifest names. With ``--retry-failed`` failed rows without attempts left cost a HEAD too, since a
@@ -87,7 +88,7 @@ def remaining(manifest: pa.Table, ledger: Ledger, config: PruneConfig, objects: 
 
 
 class _Comparison(NamedTuple):
-    """The rows of a manifest compared with those of the cache, arrays [n] each.
+    """The comparison of manifest rows with the cache's rows, arrays [n] each.
 
     Attributes:
         rows: the row in the ledger; -1 if the video has none.
@@ -109,6 +110,7 @@ class _Comparison(NamedTuple):
 
 
 def _compare(part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: Sizes) -> _Comparison:
+    """Compare a part of the manifest with the cache's rows."""
     rows = ledger.find(part["video_id"])
     known = rows >= 0
 
@@ -140,7 +142,7 @@ def _compare(part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: S
 
 
 def _tally(state: _Comparison, redone: Mask) -> NDArray[np.int64]:
-    """Count the rows by what is to be done with them, in the order of Tally's fields."""
+    """Count the rows of a part for each field of Tally."""
     kinds = (
         ~state.known,
         state.retried,
@@ -152,14 +154,14 @@ def _tally(state: _Comparison, redone: Mask) -> NDArray[np.int64]:
 
 
 def _selected(part: pa.RecordBatch, state: _Comparison, mask: Mask) -> pa.RecordBatch:
-    """Select the rows of a part that are to be done; all of them without a copy."""
+    """Return the rows under ``mask`` with their attempt numbers; without a copy if all are selected."""
     attempts = pa.array(state.attempts[mask] + 1, pa.int32())
     kept = part if mask.all() else part.filter(pa.array(mask))
     return pa.RecordBatch.from_arrays([*kept.columns, attempts], schema=TODO_SCHEMA)
 
 
 def _difference(row: ManifestRow, old: VideoRow, size: int) -> str:
-    """Say what differs between a manifest row, whose video has ``size`` bytes now, and the cached row of its id."""
+    """Describe how a manifest row, whose video has ``size`` bytes now, differs from the cached row of its id."""
     for name in ("uri", "start_s", "end_s"):
         if row[name] != old[name]:
             return f"{row['video_id']}: {name} was {old[name]!r}, is {row[name]!r}"
@@ -167,7 +169,7 @@ def _difference(row: ManifestRow, old: VideoRow, size: int) -> str:
 
 
 def within_limit(todo: pa.Table, limit: int | None) -> tuple[pa.Table, int]:
-    """Return the first ``limit`` videos to do, and how many of the others have no row and wait for another run."""
+    """Return the first ``limit`` videos to do, and how many of the others have no row yet."""
     if limit is None:
         return todo, 0
     waiting = pc.sum(pc.equal(todo["attempts"].slice(limit), 1)).as_py() or 0
@@ -201,7 +203,7 @@ def retry_candidates(todo: pa.Table, failed: Mapping[str, int], max_attempts: in
 
 
 def skipped_lines(tally: Tally, config: PruneConfig) -> list[str]:
-    """List lines for the user about videos that are left alone, and about those that a limit leaves for later."""
+    """Return lines for the user about videos that this run leaves alone, and those left for later by a limit."""
     there, lines = tally.done + tally.failed, []
     if there:
         errors = f", {tally.failed} of them as errors" if tally.failed else ""

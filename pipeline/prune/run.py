@@ -38,7 +38,7 @@ def prune_videos(config: PruneConfig, console: Console) -> Summary:
 
 @dataclass(frozen=True)
 class Todo:
-    """The videos that are left to do.
+    """The videos that are left to do, and the cache's rows.
 
     Attributes:
         videos: their rows, TODO_SCHEMA.
@@ -57,7 +57,7 @@ class Todo:
 
 
 class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
-    """videos -> decode -> encode and prune -> write; the driver commits. ``pipeline.prune.graph`` has the stages.
+    """The prune run: decode, encode and prune, write; the driver commits (``pipeline.prune.graph``).
 
     Args:
         given: videos that a caller has at hand; None where the options name them.

@@ -112,7 +112,7 @@ def lost_line(n_lost: int, examples: Sequence[str]) -> str:
 
 
 def _failed_of(ledger: Ledger, ids: pa.Array, rows: NDArray[np.int64]) -> dict[str, str]:
-    """Return the error class of each of the videos ``ids`` that failed; ``rows`` are theirs, -1 where there is none."""
+    """Return the error class of each failed video among ``ids``; ``rows`` are their ledger rows, -1 for none."""
     (there,) = np.nonzero(rows >= 0)
     faults = ledger.faults(rows[there])
     failed = zip(ids.take(pa.array(there[faults > 0])).to_pylist(), faults[faults > 0].tolist(), strict=True)
@@ -120,7 +120,7 @@ def _failed_of(ledger: Ledger, ids: pa.Array, rows: NDArray[np.int64]) -> dict[s
 
 
 class _Counts:
-    """Sums over rows of a ledger."""
+    """The sums over rows of a ledger that a summary is made of."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -148,6 +148,7 @@ class _Counts:
 
     @property
     def n_ok(self) -> int:
+        """The number of videos with tokens."""
         return int(self._by_class[0])
 
     def failures(self) -> tuple[dict[str, int], dict[str, tuple[str, str]]]:

@@ -13,7 +13,7 @@ from pipeline.storage.stores import Store
 
 
 class Writer:
-    """Actor that writes shards, although it keeps nothing between them.
+    """The write actor, which makes token shards; as a task its process would end and start again between shards.
 
     Ray ends the process of an idle task after a second, and starting another process costs more than writing.
     """

@@ -14,7 +14,7 @@ from pipeline.options import S3Options, check, check_choices, engine_values, opt
 
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig(PromptOptions, S3Options):
-    """Everything that ``python -m jobs.serve`` can be told. Raises UsageError where a value makes no sense."""
+    """The options of ``python -m jobs.serve``. Raises UsageError where a value makes no sense."""
 
     cache: str = option("cache", "the cache that jobs.prune wrote", positional=True, metavar="CACHE", group="cache")
     caches: list[str] = option(
@@ -65,7 +65,10 @@ class ServeConfig(PromptOptions, S3Options):
         return engine_values(self.engine_param)
 
     def named_caches(self) -> dict[str, str]:
-        """Return the place of each ``--cache`` by its name. Raises UsageError for one that is none, or named twice."""
+        """Return the place of each ``--cache NAME=PLACE`` by name.
+
+        Raises UsageError for a malformed or repeated one.
+        """
         named: dict[str, str] = {}
         for text in self.caches:
             name, _, place = text.partition("=")
@@ -76,7 +79,7 @@ class ServeConfig(PromptOptions, S3Options):
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise UsageError where the server could not listen there: vLLM would say so after a minute of loading."""
+    """Raise UsageError if the server cannot listen on this port; vLLM would say so only after loading the model."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

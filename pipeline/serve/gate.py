@@ -29,7 +29,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 @dataclass
 class Request:
-    """One request as its line of log has it; ``videos`` are the content names of the rows that it is answered from."""
+    """One request as its log line describes it; ``videos`` are the content names of the rows it is answered from."""
 
     method: str
     path: str
@@ -39,7 +39,7 @@ class Request:
     videos: list[str] = field(default_factory=list)
 
     def line(self) -> bytes:
-        """Return the JSON line."""
+        """Return the request's log line as JSON."""
         about = {"method": self.method, "path": self.path, "status": self.status, "videos": self.videos}
         when = {"time": datetime.now(UTC).isoformat(), "seconds": round(time.monotonic() - self.started, 4)}
         return json.dumps({"event": "request", "id": self.id, **when, **about}).encode() + b"\n"
@@ -50,7 +50,7 @@ REQUEST: ContextVar[Request | None] = ContextVar("request", default=None)
 
 
 class RequestGate:
-    """ASGI middleware, the outermost: a request is let in, held to the limits, and logged.
+    """The outermost ASGI middleware: it admits requests, limits their size, logs them, and answers health checks.
 
     After SIGTERM it lets in no other, and the server ends once the last has its answer or ``shutdown_timeout`` is over.
     ``/health`` says whether the process lives and which store answers, ``/ready`` whether requests should be sent.
@@ -83,6 +83,7 @@ class RequestGate:
                 os.write(2, request.line())  # past vLLM's prefixes, so that every line is JSON
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer /health and /ready here, refuse other requests during shutdown, and pass the rest on."""
         draining = self._draining is not None
         if scope["path"] == "/health":
             await self._health(send)
@@ -104,10 +105,12 @@ class RequestGate:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._drain)
 
     def _drain(self) -> None:
+        """Begin to end the server: no more requests are admitted."""
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._end())
 
     async def _end(self) -> None:
+        """Wait until the running requests have ended, or the shutdown timeout is over, and end the server."""
         assert self._served is not None
         deadline = time.monotonic() + self._served.shutdown_timeout
         while self._busy and time.monotonic() < deadline:
@@ -116,6 +119,7 @@ class RequestGate:
         self._state.server.should_exit = True
 
     async def _health(self, send: Send) -> None:
+        """Send the state of each cache's store, and whether the process lives."""
         caches = {} if self._prompts is None else self._prompts.caches
         stores = {name or "default": "away" if videos.away else "ok" for name, videos in caches.items()}
         try:
@@ -126,7 +130,7 @@ class RequestGate:
         await reply(send, status, {"engine": engine, "stores": stores, "draining": self._draining is not None})
 
     async def _limited(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body, refuse one that is too large before anything parses it, and hand others to vLLM."""
+        """Read the request's body, refuse one that is too large before anything parses it, and pass others to vLLM."""
         if scope["type"] != "http":
             await self._inner(scope, receive, send)
             return
@@ -152,7 +156,7 @@ class RequestGate:
 
 
 def _recorded(request: Request, send: Send) -> Send:
-    """Return a ``send`` that records a response's status, and adds the request's id and its rows to the headers."""
+    """Return a ``send`` that records the response's status, and adds the request's id and rows to the headers."""
 
     async def recording(message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -167,4 +171,5 @@ def _recorded(request: Request, send: Send) -> Send:
 
 
 def _error(code: int, message: str) -> object:
+    """Return an error in the form of OpenAI's API."""
     return {"error": {"message": message, "type": "server_error" if code >= 500 else "invalid_request", "code": code}}

@@ -13,7 +13,7 @@ OPEN = frozenset(("/health", "/ping", "/ready"))  # what a load balancer asks
 
 
 class Scope(TypedDict, total=False):
-    """What ASGI tells of a connection."""
+    """The ASGI description of a connection."""
 
     type: str
     method: str
@@ -23,7 +23,7 @@ class Scope(TypedDict, total=False):
 
 
 class Message(TypedDict, total=False):
-    """An event of ASGI, received or sent."""
+    """An ASGI event, received or sent."""
 
     type: str
     status: int
@@ -37,7 +37,7 @@ App = Callable[[Scope, Callable[[], Awaitable[Message]], Callable[[Message], Awa
 
 
 class KeyGuard:
-    """ASGI middleware: where a key is set, everything but OPEN is for those who send it."""
+    """The ASGI middleware that answers requests without the API key with 401; routes in OPEN need none."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -46,7 +46,7 @@ class KeyGuard:
     async def __call__(
         self, scope: Scope, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Awaitable[None]]
     ) -> None:
-        """Answer 401, or pass on."""
+        """Answer 401 to a request without the key, and pass others on."""
         if not self._wanted or scope["type"] == "lifespan" or scope.get("path") in OPEN or self._knows(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -56,6 +56,7 @@ class KeyGuard:
             await reply(send, 401, {"error": error})
 
     def _knows(self, scope: Scope) -> bool:
+        """Return whether a request carries the right key, compared in constant time."""
         scheme, _, sent = dict(scope.get("headers", ())).get(b"authorization", b"").partition(b" ")
         return scheme.lower() == b"bearer" and secrets.compare_digest(sent, self._wanted)
 

@@ -69,11 +69,13 @@ def vllm_input(
 
 
 def _held(identity: ModelIdentity) -> tuple[str, str]:
+    """Return the model's type and weights."""
     return identity["type"], identity["weights"]
 
 
 @lru_cache(maxsize=8)
 def _source(model: str | None, model_type: str, weights: str) -> ModelSource:
+    """Return the checkpoint for a cache, remembered per process. Raise IdentityMismatch for other weights."""
     source = ModelSource.resolve(*model_of(model, None, weights))
     check_model("the cache", {"type": model_type, "weights": weights}, source)
     return source
@@ -83,4 +85,5 @@ def _source(model: str | None, model_type: str, weights: str) -> ModelSource:
 def _builder(
     model: str | None, model_type: str, weights: str, positions: str | None, rule: str, frame_times: str
 ) -> PromptBuilder:
+    """Return the prompt builder for a cache's model, remembered per process."""
     return prompt_builder(_source(model, model_type, weights), positions, rule, frame_times)

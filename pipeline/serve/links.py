@@ -12,7 +12,7 @@ _CACHE = "cache"
 
 @dataclass(frozen=True)
 class CacheLink:
-    """A video, the share of its visual tokens (None: the server's), and the cache's name ("": the server's first)."""
+    """A parsed link: video id, share of its tokens (None: the server's), and cache name ("": the first cache)."""
 
     video_id: str
     retention_ratio: float | None = None
@@ -48,6 +48,7 @@ class CacheLink:
 
 
 def _ratio(text: str) -> float:
+    """Parse a ratio in (0, 1]. Raises ValueError."""
     try:
         ratio = float(text)
     except ValueError:

@@ -17,7 +17,7 @@ _shown: dict[str, ServedVideos] = {}
 
 
 class _Collector:
-    """Reads the counts when it is asked for them."""
+    """A Prometheus collector that reads the caches' counts whenever ``/metrics`` is asked for."""
 
     def collect(self) -> Iterator[Any]:
         """Yield a family of metrics for each count."""
@@ -40,7 +40,7 @@ class _Collector:
 
 
 def export(caches: Mapping[str, ServedVideos]) -> None:
-    """Register these caches with ``/metrics``."""
+    """Register the metrics of these caches with ``/metrics``."""
     from prometheus_client import REGISTRY  # noqa: PLC0415 - as above
 
     if not _shown:

@@ -26,7 +26,7 @@ _CHARACTERS_PER_TOKEN = 8  # of a text that may fit; tokens of text have four on
 
 @dataclass(frozen=True)
 class ServedCache:
-    """What a server answers from, and its limits; JSON-able.
+    """The caches that a server answers from, with its limits; JSON-able.
 
     It travels in vLLM's own configuration, which vLLM logs: where objects are is in the environment.
 
@@ -55,16 +55,16 @@ class ServedCache:
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any]) -> ServedCache:
-        """Return the cache that vLLM's configuration holds, whose lists were tuples."""
+        """Make the settings from vLLM's configuration, where JSON has turned tuples into lists."""
         return cls(**{**values, "others": tuple((name, place) for name, place in values["others"])})
 
     def places(self) -> dict[str, str]:
-        """Return every cache by its name; the first has none."""
+        """Return each cache's place by name; the first has the name ""."""
         return {"": self.cache, **dict(self.others)}
 
 
 class Conversation(NamedTuple):
-    """Messages in the form that chat templates take, the videos that they name, and how long their texts are."""
+    """A parsed conversation: messages for the chat template, the videos they link, and the length of their texts."""
 
     messages: list[ChatMessage]
     links: list[CacheLink]
@@ -72,7 +72,7 @@ class Conversation(NamedTuple):
 
 
 class CachedPrompts:
-    """Prompts of one model about the videos of caches. Threads may share it.
+    """The maker of one model's prompts about the videos of served caches. Threads may share it.
 
     Raises UsageError where they do not go together, ModelError, NotACache, CorruptShard and OSError.
     """
@@ -87,6 +87,8 @@ class CachedPrompts:
         self.largest_video += 1 if self.builder.needs_newline else 0
 
     def _opened(self, place: str) -> ServedVideos:
+        """Open a cache that fits the model, refreshed at intervals. Raises UsageError where it does not fit."""
+
         def opened() -> TokenCache:
             return TokenCache(place, store=store_at(place, Objects.from_environment()))
 
@@ -98,12 +100,12 @@ class CachedPrompts:
         return ServedVideos(opened, self._served.refresh_seconds)
 
     def close(self) -> None:
-        """Look at the caches no more."""
+        """Stop refreshing the caches."""
         for videos in self.caches.values():
             videos.close()
 
     def read(self, messages: Iterable[ClientMessage]) -> Conversation:
-        """Read messages without tokenizing them.
+        """Parse messages without tokenizing them.
 
         Raises ValueError for a link that names no cached video, and for what the model does not take, with the reason.
         """
@@ -115,7 +117,7 @@ class CachedPrompts:
         return Conversation(told, links, n_characters)
 
     def check_length(self, n_characters: int) -> None:
-        """Raise ValueError where texts are so long that no prompt of the model holds them."""
+        """Raise ValueError for texts too long for any prompt of the model."""
         most = _CHARACTERS_PER_TOKEN * self.builder.context_length
         if n_characters > most:
             raise ValueError(
@@ -124,7 +126,7 @@ class CachedPrompts:
             )
 
     def find(self, link: CacheLink) -> Future[ServedVideo]:
-        """Return a future of a video, as ServedVideos.find. Raises ValueError for an unknown cache."""
+        """Return a future of the linked video, as ServedVideos.find. Raises ValueError for an unknown cache."""
         if link.cache not in self.caches:
             known = ", ".join(filter(None, self.caches)) or "none"
             raise ValueError(f"this server has no cache {link.cache[:80]!r}; by name it has {known}")
@@ -136,7 +138,7 @@ class CachedPrompts:
         return self.builder.build_chat(conversation.messages, [video.visual for video in videos])
 
     def build(self, messages: Iterable[ClientMessage]) -> Prompt:
-        """Return the prompt of messages, waiting for their videos.
+        """Read messages, wait for their videos, and return the prompt.
 
         Raises ValueError as ``read``, and what ``find`` gives.
         """
@@ -146,7 +148,7 @@ class CachedPrompts:
 
 @lru_cache(maxsize=1)
 def prompts_of(served: ServedCache) -> CachedPrompts:
-    """Return the one CachedPrompts of this process: its renderer, health and metrics share it."""
+    """Return this process's only CachedPrompts, which renderer, health and metrics share."""
     return CachedPrompts(served)
 
 
@@ -169,7 +171,7 @@ def parts_of(message: ClientMessage) -> list[dict[str, str]]:
 
 
 def _role(message: ClientMessage) -> str:
-    """Return the role. Raises ValueError for what a chat template would write and this does not look into: tools."""
+    """Return a message's role. Raises ValueError for tool calls, which a template would write unchecked."""
     role = message.get("role")
     if role not in _ROLES:
         raise ValueError(f"a message of role {str(role)[:40]!r} cannot go with a cached video")
@@ -179,6 +181,7 @@ def _role(message: ClientMessage) -> str:
 
 
 def _part(part: Json) -> dict[str, str]:
+    """Return one part of a message as {"text": ...} or {"url": ...}. Raises ValueError for other kinds."""
     if isinstance(part, str):
         return {"text": part}
     if not isinstance(part, Mapping):
@@ -195,4 +198,5 @@ def _part(part: Json) -> dict[str, str]:
 
 
 def _for_template(part: Mapping[str, str]) -> ChatPart:
+    """Return a part in the form that chat templates take."""
     return {"type": "video"} if "url" in part else {"type": "text", "text": part["text"]}

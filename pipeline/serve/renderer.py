@@ -27,7 +27,10 @@ _STATUS = {StoreAway: 503, VideoGone: 410, CorruptShard: 500}
 
 
 class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
-    """Follows BaseRenderer of vLLM 0.30 to 0.32: messages -> prompt -> what the engine takes."""
+    """The vLLM renderer that makes prompts of messages, with videos from caches.
+
+    It follows BaseRenderer of vLLM 0.30 to 0.32: messages -> prompt -> engine input.
+    """
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         super().__init__(config, tokenizer)
@@ -67,21 +70,22 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         return ready
 
     def process_for_engine(self, prompt: Any, arrival_time: float, **keywords: Any) -> Any:
-        """Return a prompt that is ready as it is, and others as vLLM makes them."""
+        """Return a prompt of cached videos unchanged, and others as vLLM processes them."""
         ready = _ready(prompt, arrival_time)
         return super().process_for_engine(prompt, arrival_time, **keywords) if ready is None else ready
 
     async def process_for_engine_async(self, prompt: Any, arrival_time: float, **keywords: Any) -> Any:
-        """Return the same as ``process_for_engine``."""
+        """Return what ``process_for_engine`` returns."""
         ready = _ready(prompt, arrival_time)
         return await super().process_for_engine_async(prompt, arrival_time, **keywords) if ready is None else ready
 
     def _made(self) -> CachedPrompts:
+        """Return the maker of prompts, opened on first use."""
         # Not in __init__: the engine's own process makes a renderer too, and asks it for its tokenizer alone.
         return prompts_of(self._served)
 
     def _read(self, messages: list[Any], params: Any) -> Conversation | list[Any]:
-        """Return a conversation about cached videos, or the messages of another one."""
+        """Parse messages about cached videos; return messages without any unchanged."""
         read = [dict(message) for message in messages]
         for message in read:
             if isinstance(message.get("content"), Sequence | Mapping) or message.get("content") is None:
@@ -97,6 +101,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
         return prompts.read(read)
 
     def _prompt(self, conversation: Conversation, videos: Sequence[ServedVideo]) -> tuple[list[Any], Any]:
+        """Return the conversation as vLLM keeps it, and its finished prompt."""
         prompts = self._made()
         prompt = prompts.prompt(conversation, videos)
         ready = engine_input(prompt, prompts.builder.config.video_token_id)
@@ -105,6 +110,7 @@ class CachedVideosRenderer(HfRenderer):  # type: ignore[misc]
 
 
 def _ready(prompt: Any, arrival_time: float) -> Any:
+    """Return the engine input of a finished prompt with cached videos; None for another prompt."""
     if not isinstance(prompt, dict) or _READY not in prompt:
         return None
     ready = prompt[_READY]
@@ -115,6 +121,7 @@ def _ready(prompt: Any, arrival_time: float) -> Any:
 
 
 def _check(params: Any) -> None:
+    """Raise VLLMValidationError for template options that do not go with a cached video."""
     asked = params.chat_template_kwargs
     if refused := sorted(name for name, value in asked.items() if value and name not in _TAKEN):
         raise VLLMValidationError(f"{refused[0]} cannot go with a cached video", parameter=refused[0])
@@ -123,4 +130,5 @@ def _check(params: Any) -> None:
 
 
 def _text(message: ChatMessage) -> str:
+    """Return the text of a message."""
     return "".join(part.get("text", "") for part in message["content"])

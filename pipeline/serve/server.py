@@ -34,7 +34,7 @@ _OWN = OWN | {
 
 
 def serve(config: ServeConfig) -> None:
-    """Answer requests until the process is told to stop. Raises UsageError before anything is loaded."""
+    """Run the server until the process is told to stop. Raises UsageError before anything is loaded."""
     arguments = server_arguments(config)
     from vllm.entrypoints.cli.serve import ServeSubcommand  # noqa: PLC0415 - tens of seconds to import
     from vllm.utils.argparse_utils import FlexibleArgumentParser  # noqa: PLC0415
@@ -86,7 +86,7 @@ def server_arguments(config: ServeConfig) -> list[str]:
 
 
 def served_cache(config: ServeConfig) -> ServedCache:
-    """Return the settings of the renderer, which reach it through vLLM's configuration."""
+    """Return the renderer's settings, which travel in vLLM's configuration."""
     with refusing(), store_refusing():
         weights = read_header(store_at(config.cache, Objects.from_environment()))["identity"]["model"]["weights"]
         model, revision = model_of(config.model, config.revision, weights)
@@ -106,11 +106,12 @@ def served_cache(config: ServeConfig) -> ServedCache:
 
 
 def _public_name(model: str) -> str:
-    """Return what clients may know of a model: a Hub id, but of a folder its last name alone."""
+    """Return the model's name for clients: a Hub id, or the last part of a folder's path."""
     return Path(model).name if Path(model).exists() else model
 
 
 def _flag(name: str, value: Any) -> list[str]:
+    """Return one option as words of vLLM's command line."""
     flag = f"--{name.replace('_', '-')}"
     if value is None:
         return []

@@ -27,15 +27,15 @@ _READERS = 8  # videos that are read at once; a request whose videos are held wa
 
 
 class StoreAway(Exception):  # noqa: N818
-    """The store of a cache does not answer now. It may answer later."""
+    """An error: the cache's store does not answer now, but may later."""
 
 
 class VideoGone(Exception):  # noqa: N818
-    """The cache names tokens that are no longer there, or has removed the video."""
+    """An error: the cache names tokens that no longer exist, or has removed the video."""
 
 
 class ServedVideo(NamedTuple):
-    """A video as prompts take it, and the content name of the rows that it was made from."""
+    """A video as prompts take it, with a name that changes with its content."""
 
     visual: Visual
     name: str
@@ -43,7 +43,7 @@ class ServedVideo(NamedTuple):
 
 @dataclass
 class CacheStats:
-    """Counts since the server started; ``errors`` by kind."""
+    """The counts of a cache's requests since the server started; ``errors`` by kind."""
 
     hits: int = 0
     misses: int = 0
@@ -52,13 +52,15 @@ class CacheStats:
 
 
 class _Snapshot(NamedTuple):
+    """An opened cache, the rows of videos that were asked about, and the files of its table at that time."""
+
     cache: TokenCache
     rows: dict[str, VideoRow]
     files: frozenset[str]
 
 
 class ServedVideos:
-    """One open cache. Threads may share it.
+    """The videos of one open cache that a server answers from. Threads may share it.
 
     Attributes:
         stats: what was asked, for the server's metrics.
@@ -82,7 +84,7 @@ class ServedVideos:
 
     @property
     def cache(self) -> TokenCache:
-        """The cache as it was looked at last."""
+        """The cache as of the last refresh."""
         return self._now.cache
 
     @property
@@ -91,12 +93,12 @@ class ServedVideos:
         return self._held.bytes
 
     def close(self) -> None:
-        """Look at the table no more."""
+        """Stop refreshing the cache."""
         self._closed.set()
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def find(self, video_id: str, retention_ratio: float | None) -> Future[ServedVideo]:
-        """Return a future of the video, done where its tokens are held; a reader's thread reads them otherwise.
+        """Return a future of the video, finished if its tokens are in memory; otherwise a reader thread reads them.
 
         It raises UnknownVideo, RatioNotCached and CorruptShard as TokenCache.get, VideoGone and StoreAway.
         """
@@ -117,7 +119,7 @@ class ServedVideos:
             return loading
 
     def refresh(self) -> None:
-        """Look at the table again. Where the store is away, what is held is served on."""
+        """Open the table again if its files changed; while the store is away, the tokens in memory are still served."""
         try:
             if self.away or _names(self.cache) != self._now.files:
                 self._look_again()
@@ -126,12 +128,13 @@ class ServedVideos:
             self.away = True
 
     def _look(self, wanted: Iterable[str]) -> _Snapshot:
-        """Open the cache, and read the rows of the videos that were asked about: no request waits for them later."""
+        """Open the cache anew, and read the rows of the wanted videos, so that no request waits for them later."""
         cache = self._open()
         files = _names(cache)
         return _Snapshot(cache, {name: cache.metadata(name) for name in wanted if name in cache}, files)
 
     def _look_again(self) -> None:
+        """Replace the snapshot by a new one."""
         with self._lock:
             wanted = list(self._now.rows)
         new = self._look(wanted)
@@ -139,10 +142,12 @@ class ServedVideos:
             self._now = new
 
     def _keep_looking(self, seconds: float) -> None:
+        """Refresh at intervals until closed; runs in a thread."""
         while not self._closed.wait(seconds):
             self.refresh()
 
     def _read(self, video_id: str, retention_ratio: float | None) -> ServedVideo:
+        """Read a video, with one refresh if its files were merged or removed meanwhile; count errors."""
         started = time.perf_counter()
         try:
             try:
@@ -164,6 +169,7 @@ class ServedVideos:
             self.stats.load_seconds += time.perf_counter() - started
 
     def _load(self, video_id: str, retention_ratio: float | None) -> ServedVideo:
+        """Read a video's tokens, name its content, and keep it in memory."""
         now = self._now
         row = now.cache.metadata(video_id)
         (video,) = now.cache.get_rows([row], retention_ratio, self._order)
@@ -174,7 +180,7 @@ class ServedVideos:
             return self._held.put((found.name, retention_ratio), found)
 
     def _counted(self, error: Exception) -> Exception:
-        """Return the error as requests are told it, counted by its kind."""
+        """Count an error by its kind, and return the error that a request gets."""
         missing = isinstance(error, CorruptShard) and error.kind == "missing"
         # A folder that was unmounted looks like an empty cache.
         lost = isinstance(error, OSError | NotACache) or (
@@ -197,6 +203,7 @@ class ServedVideos:
         return error
 
     def _reachable(self) -> bool:
+        """Return whether the cache's store answers."""
         try:
             read_header(self.cache.store)
         except (OSError, NotACache):
@@ -205,8 +212,10 @@ class ServedVideos:
 
 
 def _names(cache: TokenCache) -> frozenset[str]:
+    """Return the names of the table's files."""
     return frozenset(file.name for file in table_files(cache.store, VIDEOS))
 
 
 def _content_name(row: VideoRow) -> str:
+    """Return a name for the video's stored content, which changes when it is encoded anew."""
     return f"{quote(row['video_id'])}={row['token_shard']}:{row['first_row_group']}:{row['checksum']}"

@@ -30,7 +30,7 @@ _AZURE = {"BlobEndpoint": "blob_storage_authority", "AccountName": "account_name
 
 
 class ArrowObjects:
-    """The requests of an ObjectStore, made by a file system of Arrow. It pickles; a forked process connects anew."""
+    """The client of an object store that Arrow's file systems reach. It pickles; a forked process connects anew."""
 
     def __init__(self, scheme: str, connect: Callable[[], fs.FileSystem]) -> None:
         self._scheme, self._connect = scheme, connect
@@ -38,7 +38,7 @@ class ArrowObjects:
 
     @classmethod
     def at(cls, uri: str) -> ArrowObjects:
-        """Return what reaches the store of a URI. Raises UsageError where the environment does not say how."""
+        """Return the client for the store of a URI. Raises UsageError where the environment lacks its settings."""
         scheme, bucket = uri[:5], uri[5:].partition("/")[0]
         if not bucket or "?" in uri or "@" in uri:
             raise UsageError(f"{scheme}...: expected {scheme}BUCKET/PREFIX without user, host or query")
@@ -50,12 +50,12 @@ class ArrowObjects:
         return ArrowObjects, (self._scheme, self._connect)
 
     def impatient(self) -> ArrowObjects:
-        """Return the same: these file systems have no time limits to set."""
+        """Return this same client: these file systems have no time limits to set."""
         return self
 
     @contextmanager
     def _reaching(self, uri: str) -> Iterator[tuple[fs.FileSystem, str]]:
-        """Yield this process's file system and the object's path; what fails is an OSError that names the URI."""
+        """Yield the file system and the object's path; errors inside the context become OSError that names the URI."""
         if self._connected is None or self._connected[0] != os.getpid():
             self._connected = os.getpid(), self._connect()
         try:
@@ -64,7 +64,7 @@ class ArrowObjects:
             raise OSError(error.errno or errno.EIO, str(error).partition(" Details:")[0], uri) from None
 
     def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
-        """Yield the objects of a folder, in the order of their names; with ``deep`` of those below it too."""
+        """Yield the objects of a folder in order of their names, with ``deep`` also those of its subfolders."""
         with self._reaching(prefix) as (files, path):
             found = files.get_file_info(fs.FileSelector(path, recursive=deep, allow_not_found=True))
         for item in sorted(found, key=lambda item: item.path):
@@ -72,7 +72,7 @@ class ArrowObjects:
                 yield ObjectInfo(f"{self._scheme}{item.path}", item.size)
 
     def age(self, uri: str) -> timedelta:
-        """Return how long ago the object was written, by this machine's clock. Raises FileNotFoundError."""
+        """Return the time since the object was written, by this machine's clock. Raises FileNotFoundError."""
         with self._reaching(uri) as (files, path):
             info = files.get_file_info(path)
             if info.type == fs.FileType.NotFound:
@@ -113,7 +113,7 @@ class ArrowObjects:
         return iter(())
 
     def abort(self, upload: Upload) -> None:
-        """Give up nothing, as there is none."""
+        """Clean nothing up: these stores have no pending uploads."""
 
 
 def _azure_settings(uri: str) -> dict[str, str]:

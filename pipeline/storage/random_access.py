@@ -15,6 +15,8 @@ _TAIL = 2**16  # bytes fetched on opening: the footer of most shards
 
 
 class _Slices(Protocol):
+    """A client that reads byte ranges of objects."""
+
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice: ...
 
 
@@ -41,7 +43,7 @@ class LocalFile:
 
 
 class RangedObject:
-    """An object for random access: its tail comes with the first request, any other stretch with one more.
+    """An object in a store, for random access: its tail comes with the first request, other stretches with one each.
 
     It has no position, so that threads may share it; it holds no connection.
     """
@@ -77,7 +79,7 @@ class RangedObject:
 
 
 class Stretch(NamedTuple):
-    """Bytes of a file from ``start`` on."""
+    """The bytes of a file from offset ``start`` on."""
 
     start: int
     data: bytes
@@ -87,12 +89,12 @@ class Stretch(NamedTuple):
         return self.start <= start and end <= self.start + len(self.data)
 
     def view(self, start: int, end: int) -> memoryview:
-        """Return bytes [start, end) of the file, which are among these."""
+        """Return bytes [start, end) of the file, which this stretch must hold."""
         return memoryview(self.data)[start - self.start : end - self.start]
 
 
 class Fetched(io.RawIOBase):
-    """A file of which the stretches that will be read are in memory; for one reader, since it has a position."""
+    """A file object over prefetched stretches of an object; for one reader, since it has a position."""
 
     def __init__(self, stretches: Sequence[Stretch], rest: RangedObject) -> None:
         """Hold ``stretches`` of an object; ``rest`` is asked for whatever else is read."""
@@ -100,7 +102,7 @@ class Fetched(io.RawIOBase):
         self._stretches, self._rest, self._place = stretches, rest, 0
 
     def view(self, start: int, end: int) -> memoryview:
-        """Return bytes [start, end), or those of them that there are. Raises OSError."""
+        """Return bytes [start, end), or as many of them as the file has. Raises OSError."""
         found = next((s for s in self._stretches if s.holds(start, end)), None) or self._rest.stretch(start, end)
         return found.view(start, min(end, self._rest.size()))
 
@@ -124,7 +126,7 @@ class Fetched(io.RawIOBase):
         return len(data)
 
     def read_buffer(self, n_bytes: int = -1) -> memoryview:
-        """Read as Arrow asks for it, so that it gets a view instead of a copy."""
+        """Return the next ``n_bytes`` as a view instead of a copy; pyarrow calls this."""
         end = self._rest.size() if n_bytes < 0 else self._place + n_bytes
         data = self.view(self._place, end)
         self._place += len(data)

@@ -70,7 +70,7 @@ class ObjectInfo(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """A multipart upload that was neither completed nor aborted; the store keeps its parts, and bills them.
+    """A pending multipart upload, neither completed nor aborted; the store keeps and bills its parts.
 
     Attributes:
         uri: the object it would become.
@@ -84,14 +84,14 @@ class Upload(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Bytes of an object, and the size of the whole of it."""
+    """The bytes of a range of an object, and the size of the whole object."""
 
     data: bytes
     size: int
 
 
 class Objects:
-    """The stores as this run may use them. It pickles; its repr hides what it holds; threads may share it.
+    """The client of S3 stores with this run's settings. It pickles, its repr hides secrets, threads may share it.
 
     Every method takes ``s3://bucket/key`` and retries what is worth it a few times. Raises OSError
     (FileNotFoundError, PermissionError, FileExistsError) that names the URI.
@@ -109,7 +109,7 @@ class Objects:
 
     @classmethod
     def from_environment(cls, endpoint: str | None = None, region: str | None = None) -> Objects:
-        """Take what the AWS_* variables of this process say; ``endpoint`` and ``region`` (flags) win over them.
+        """Make the client from the AWS_* variables of this process; ``endpoint`` and ``region`` (flags) override them.
 
         The workers get these settings from here, so the variables need to be set for the driver alone. Temporary
         credentials among them may expire: from then on each process takes what it finds itself, as boto3 does.
@@ -122,7 +122,7 @@ class Objects:
         return cls(**(found | {name: value for name, value in flags.items() if value}))
 
     def impatient(self) -> Objects:
-        """Return the same stores for requests that are worth nothing when they come late: 14 seconds, twice."""
+        """Return a client that gives up after two tries of 14 seconds, for requests that are useless when late."""
         return Objects(patience=0.2, **self._settings)
 
     def __reduce__(self) -> tuple[Callable[..., Objects], tuple[float, dict[str, str]]]:
@@ -152,7 +152,7 @@ class Objects:
             return int(self._client().head_object(Bucket=bucket, Key=key)["ContentLength"])
 
     def age(self, uri: str) -> timedelta:
-        """Return how long ago the object was written, by the clock of the store alone where that tells the time."""
+        """Return the time since the object was written, by the store's own clock where its answer has the time."""
         bucket, key = _split(uri)
         with self._errors(uri):
             answer = self._client().head_object(Bucket=bucket, Key=key)
@@ -176,7 +176,7 @@ class Objects:
         return b"".join(parts)
 
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
-        """Read bytes [start, end) in one request; a negative ``start`` counts from the end of the object.
+        """Read bytes [start, end) in one request; a negative ``start`` counts from the object's end.
 
         A connection that breaks is tried again. Raises OSError where the store answers with other bytes.
         """
@@ -189,6 +189,7 @@ class Objects:
             raise
 
     def _read_range(self, uri: str, wanted: str, start: int) -> Slice:
+        """Request a range, and again if the download breaks off."""
         bucket, key = _split(uri)
         with self._errors(uri):
             for retries in range(_RESUMES + 1):
@@ -201,7 +202,7 @@ class Objects:
         raise AssertionError("not reached")
 
     def fetch(self, uri: str, write: Callable[[bytes], object], limit: int | None = None) -> int:
-        """Hand the object to ``write`` piece by piece, in one request; returns its size.
+        """Stream the object into ``write`` piece by piece, in one request; return its size.
 
         A connection that breaks is taken up where it broke, on the same content. Raises OSError with EFBIG before
         anything is read where the object has more than ``limit`` bytes, and with ETIMEDOUT where it only trickles.
@@ -269,7 +270,7 @@ class Objects:
         return _ADDRESS.sub("***", text)
 
     def _client(self) -> Any:
-        """Return this process's client: one that a fork inherited would share its connections with the parent."""
+        """Return this process's boto3 client; one inherited by a fork would share connections with the parent."""
         if self._made is None or self._made[0] != os.getpid():
             client = _connect(dict(self._settings), self._patience)
             client.meta.events.register_first("needs-retry.s3", partial(_renew, client, self._settings))
@@ -278,7 +279,7 @@ class Objects:
 
     @contextmanager
     def _errors(self, uri: str) -> Iterator[None]:
-        """Raise whatever goes wrong as an OSError that names the URI and neither endpoint nor credentials."""
+        """Convert errors inside the context to OSError that names the URI, without endpoint and credentials."""
         from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415 - only where a store is used
         from urllib3.exceptions import HTTPError  # noqa: PLC0415
 
@@ -301,12 +302,12 @@ class Objects:
 
 
 def is_object(uri: str) -> bool:
-    """Say whether a URI names an object in S3."""
+    """Return whether a URI names an object in S3."""
     return uri.startswith(SCHEME)
 
 
 def check_uri(uri: str) -> None:
-    """Raise UsageError where the URI can name nothing, or where boto3 is missing."""
+    """Raise UsageError if the URI is incomplete, or boto3 is not installed."""
     bucket, _ = _split(uri)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.\-_]{1,254}", bucket) or "?" in uri:
         shown = re.sub(r"(?<=^s3://).*@|\?.*", "", uri)  # what should not be there may be a secret
@@ -324,9 +325,9 @@ def _split(uri: str) -> tuple[str, str]:
 
 
 def _slice(answer: Any, start: int) -> Slice:
-    """Read the answer to a request for a range.
+    """Return the bytes of a range answer. Raise OSError if the store answered with another range.
 
-    Raises OSError where it is another range; a store may know no ranges.
+    A store may know no ranges and send the whole object.
     """
     data, stated = answer["Body"].read(), answer.get("ContentRange")
     if stated is None:
@@ -338,10 +339,12 @@ def _slice(answer: Any, start: int) -> Slice:
 
 
 def _rebuild(patience: float, settings: dict[str, str]) -> Objects:
+    """Make a client from its pickled parts."""
     return Objects(patience=patience, **settings)
 
 
 def _connect(settings: dict[str, str], patience: float) -> Any:
+    """Make a boto3 client with these settings."""
     import boto3  # noqa: PLC0415 - only where a store is used
     from botocore.config import Config  # noqa: PLC0415
 
@@ -369,7 +372,7 @@ def _renew(
     attempts: int,
     **_: object,
 ) -> float | None:
-    """Tell botocore to ask again at once where the credentials have expired and this process finds others."""
+    """Return 0 to make botocore retry at once after credentials expired and new ones were found; else None."""
     if response is None or attempts > 2 or "aws_session_token" not in settings:
         return None
     signer = client._request_signer
@@ -386,6 +389,7 @@ def _renew(
 
 
 def _broken_downloads() -> tuple[type[Exception], ...]:
+    """Return the exceptions of a download that breaks off."""
     from botocore.exceptions import (  # noqa: PLC0415
         IncompleteReadError,
         ReadTimeoutError,

@@ -27,7 +27,7 @@ _READERS = 16
 
 
 class FileInfo(NamedTuple):
-    """One file of a store: its name and its size in bytes."""
+    """A file of a store: its name and its size in bytes."""
 
     name: str
     size: int
@@ -47,10 +47,10 @@ class Store(Protocol):
         """Make the root where that is needed. Raises UsageError."""
 
     def taken(self) -> bool:
-        """Return whether anything is below the root already, besides the notes of runs."""
+        """Return whether the root holds anything besides the notes of runs."""
 
     def impatient(self) -> Store:
-        """Return the same store for requests that are worth nothing when they come late."""
+        """Return the same store with short time limits, for requests that are useless when late."""
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         """Write a file in one atomic step: it is complete under ``name`` afterwards, or absent. Raises OSError."""
@@ -59,7 +59,7 @@ class Store(Protocol):
         """Read a whole file. Raises FileNotFoundError."""
 
     def read_all(self, names: Sequence[str]) -> Iterator[bytes]:
-        """Yield the whole files, in this order."""
+        """Yield the contents of these files, in this order."""
 
     def read_slice(self, name: str, start: int, end: int | None = None) -> Slice:
         """Read bytes [start, end) of a file, or its last ``-start`` bytes, at once. Raises FileNotFoundError."""
@@ -77,7 +77,7 @@ class Store(Protocol):
         """Return whether there is such a file."""
 
     def age(self, name: str) -> timedelta:
-        """Return how long ago a file was written. Raises FileNotFoundError."""
+        """Return the time since a file was written. Raises FileNotFoundError."""
 
     def delete(self, name: str) -> None:
         """Remove a file; nothing happens where there is none. Raises OSError."""
@@ -122,17 +122,14 @@ def store_at(place: str | Path, objects: Objects | None = None) -> Store:
 
 
 def checked_name(name: str) -> str:
-    """Return ``name`` unless it leads out of a store's root: names of shards come from files that anybody may write.
-
-    Raises FileNotFoundError.
-    """
+    """Return ``name``, or raise FileNotFoundError if it leads out of the root: names come from untrusted files."""
     if name.startswith("/") or ".." in name.split("/"):
         raise FileNotFoundError(errno.ENOENT, "the name leads out of the cache", name)
     return name
 
 
 class LocalStore:
-    """A folder.
+    """A store in a local folder.
 
     A process that has written there holds the folder open: where it is moved away and another one takes its place,
     nothing is written to that one or deleted from it.
@@ -148,10 +145,11 @@ class LocalStore:
         return self.root
 
     def _path(self, name: str) -> Path:
+        """Return the path of a file, whose name must stay below the root."""
         return self.root / checked_name(name)
 
     def _descriptor(self) -> int:
-        """Return the descriptor of the root. Raises FileNotFoundError where it is gone, or another one is there."""
+        """Return the open root's descriptor. Raises FileNotFoundError if the root is gone or was replaced."""
         if self._held is None:
             self._held = _HeldFolder(self.root)
         fault = "is gone"
@@ -162,7 +160,7 @@ class LocalStore:
         raise FileNotFoundError(errno.ENOENT, f"the folder {fault} since this run first wrote to it", str(self.root))
 
     def _stat(self, name: str) -> os.stat_result:
-        """Look at a file of the folder that is held, as that is where ``put`` has written."""
+        """Return the status of a file below the open root, where ``put`` writes."""
         held = self._held
         return self._path(name).stat() if held is None else os.stat(checked_name(name), dir_fd=held.descriptor)
 
@@ -264,18 +262,18 @@ class LocalStore:
 
 
 def _share(name: PurePath | str, root: int, mode: int) -> None:
-    """Give a file below ``root`` a mode that follows the root's, so that machines with other umasks can share it."""
+    """Give a new file the root's mode, so that users with other umasks can share the store."""
     with suppress(OSError):  # a file system without modes
         os.chmod(name, mode, dir_fd=root)
 
 
 def _same_folder(one: os.stat_result, other: os.stat_result) -> bool:
-    """Return whether both are of one folder, to which some file systems in user space give new inode numbers."""
+    """Return whether both describe the same folder; some user-space file systems change inode numbers."""
     return os.path.samestat(one, other) or (one.st_mtime_ns, one.st_ctime_ns) == (other.st_mtime_ns, other.st_ctime_ns)
 
 
 class _HeldFolder:
-    """A descriptor of a folder, closed with the object."""
+    """An open descriptor of a folder, closed with the object."""
 
     def __init__(self, folder: Path) -> None:
         self.descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -289,7 +287,7 @@ class _HeldFolder:
 
 
 class ObjectStore:
-    """Objects below a prefix. A file is one PUT, so that there is no partial upload to leave behind."""
+    """A store below a prefix of an object store; a file is one PUT, so that no partial upload is left behind."""
 
     def __init__(self, root: str, objects: Requests) -> None:
         self.root = root.rstrip("/")
@@ -303,6 +301,7 @@ class ObjectStore:
         return ObjectStore(self.root, self.objects.impatient())
 
     def _uri(self, name: str) -> str:
+        """Return the URI of a file, whose name must stay below the root."""
         return f"{self.root}/{checked_name(name)}"
 
     def make(self) -> None:
@@ -356,4 +355,5 @@ class ObjectStore:
 
 
 def _finished(entry: os.DirEntry[str], suffix: str) -> bool:
+    """Return whether a directory entry is a complete file with this suffix."""
     return entry.name.endswith(suffix) and not entry.name.startswith(".") and entry.is_file()

@@ -16,7 +16,7 @@ _NOT_AGAIN = {"out", "limit", "dry_run", "retry_failed", "max_attempts"}
 
 
 def command_again(store: Store, attempts: int) -> str:
-    """Return ``python -m jobs.prune ... --retry-failed`` with the options of the newest run.
+    """Return the command line ``python -m jobs.prune ... --retry-failed`` with the newest run's options.
 
     It also takes videos that had so many ``attempts``; the newest run is the newest whose record can be read.
     """
@@ -33,7 +33,7 @@ def command_again(store: Store, attempts: int) -> str:
 
 
 def _flags(config: dict[str, Any]) -> Iterator[str]:
-    """Yield the flags of options that are not the default; of secret ones a record says nothing."""
+    """Yield the flags of options that differ from the defaults; secret options are not in the record."""
     for item in fields(PruneConfig):
         value = config.get(item.name)
         default = item.default if item.default is not MISSING else []
@@ -50,6 +50,7 @@ def _flags(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _newest_config(store: Store) -> dict[str, Any] | None:
+    """Return the options of the newest run whose record can be read, or None."""
     for name in reversed(store.names(RUNS, ".json")):
         try:
             config = json.loads(store.read(name))["config"]

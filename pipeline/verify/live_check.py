@@ -48,7 +48,7 @@ _RUNTIME = ("device", "device_name", "dtype", "attn_implementation", "cuda")
 
 
 class LiveCheck:
-    """What encodes videos as the cache's runs did, and compares.
+    """The check that encodes videos again as the cache's runs did, and compares the tokens.
 
     Raises UsageError where the cache does not say how, or what it says cannot be had here.
     """
@@ -70,7 +70,7 @@ class LiveCheck:
             self._encoder = VideoEncoder(request.encode_setup("auto", request.dtype))
 
     def run(self, live: pa.Table, count: int, seed: int, report: Report) -> None:
-        """Encode ``count`` random ok videos of ``live`` again and note in ``report`` what came out."""
+        """Encode ``count`` random ok videos of ``live`` again, and add the results to ``report``."""
         ids = live.filter(pc.equal(live["status"], "ok"))["video_id"].to_pylist()
         if len(ids) < count:
             report.notes.append(f"--live: of {count} videos {len(ids)} are sound and can be encoded again")
@@ -85,6 +85,7 @@ class LiveCheck:
                     report.problems.append(Problem(Kind.LIVE, why, row["token_shard"], video_id))
 
     def _compare(self, row: VideoRow, decoder: VideoDecoder) -> LiveResult:
+        """Encode one video again and compare its tokens with the stored ones."""
         video_id, run = row["video_id"], _run(self._cache, row["run_id"])
         try:
             again = self._encoded(row, decoder)
@@ -122,7 +123,7 @@ def _coded(kept: KeptTokens, codec: TokenCodec) -> KeptTokens:
 
 
 def compare(stored: CachedVideo, again: KeptTokens) -> LiveResult:
-    """Compare a stored video, in order of selection, with what is kept of it now, by the tokens that both have."""
+    """Compare a stored video, in order of selection, with newly kept tokens, over the positions that both have."""
     of_tokens = [name for name in stored.evidence if not is_per_frame(name)]
     of_frames = [name for name in stored.evidence if is_per_frame(name)]
     old = _rows(stored.tokens, *stored.deepstack, *(stored.evidence[name] for name in (*of_tokens, *of_frames)))
@@ -147,11 +148,12 @@ def compare(stored: CachedVideo, again: KeptTokens) -> LiveResult:
 
 
 def _rows(*parts: Tensor) -> list[Tensor]:
+    """View each tensor as [K, values]."""
     return [part.view(len(part), -1) for part in parts]
 
 
 def _suspicion(result: LiveResult) -> str:
-    """Say why a difference is no matter of rounding; "" where it may be one, or there is none."""
+    """Return why a difference cannot come from rounding, "" where it may or where there is none."""
     if result.state != "different":
         return ""
     share, relative = result.same_indices or 0.0, result.relative_difference
@@ -162,7 +164,7 @@ def _suspicion(result: LiveResult) -> str:
 
 
 def _versions(row: VideoRow, run: RunRecord, record: VideoRecord) -> dict[str, tuple[str, str]]:
-    """Map each version or device that differs from when the video was encoded to (then, now)."""
+    """Return the versions and devices that differ from those at encoding time, as name -> (then, now)."""
     then = dict(run.get("versions", {}))
     now = dict(provenance("", tuple(then))["versions"])
     before, after = row["runtime"] or {}, json.loads(record.get("runtime") or "{}")
@@ -175,7 +177,7 @@ def _versions(row: VideoRow, run: RunRecord, record: VideoRecord) -> dict[str, t
 
 
 def _config(cache: TokenCache, run: RunRecord, model: str | None) -> PruneConfig:
-    """Restore the run's options that decide the tokens; where it ran is this machine's own choice.
+    """Return options with those of the run that decide tokens; device and workers are this machine's own.
 
     Raises UsageError.
     """
@@ -189,7 +191,7 @@ def _config(cache: TokenCache, run: RunRecord, model: str | None) -> PruneConfig
 
 
 def _newest_run(cache: TokenCache) -> RunRecord:
-    """Read the newest record of a run that is there; all runs of a cache made the same kind of tokens."""
+    """Read the newest run's record; all runs of a cache made tokens with the same settings."""
     for name in reversed(cache.store.names(RUNS, ".json")):
         run = _run(cache, PurePosixPath(name).stem)
         if isinstance(run.get("config"), dict):
@@ -198,7 +200,7 @@ def _newest_run(cache: TokenCache) -> RunRecord:
 
 
 def _run(cache: TokenCache, run_id: str) -> RunRecord:
-    """Read the record of a run; {} where it is gone or unreadable, being provenance only."""
+    """Read a run's record; {} where it is missing or unreadable, since it is provenance only."""
     try:
         record = json.loads(cache.store.read(f"{RUNS}/{run_id}.json"))
     except (OSError, ValueError):
@@ -208,5 +210,5 @@ def _run(cache: TokenCache, run_id: str) -> RunRecord:
 
 
 def _todo(row: VideoRow) -> TodoRow:
-    """Convert a row of the videos table to a video that is to be done."""
+    """Convert a row of the videos table to a row for the decoder."""
     return todo_row(row["video_id"], row["uri"], row["start_s"], row["end_s"], row["source_size"], row["attempts"])

@@ -18,15 +18,15 @@ UPLOAD_AGE = timedelta(hours=1)  # a younger one may still be under way
 
 
 def list_files(store: Store) -> dict[str, list[FileInfo]]:
-    """List the files of each folder of the cache, "" being its root.
+    """List the files of each folder of the cache by folder, "" being the root.
 
-    Taken before the videos shards are read, so that what a run commits meanwhile does not pass for an orphan.
+    Call it before the videos shards are read, so that what a run commits meanwhile does not pass for an orphan.
     """
     return {folder: store.listed(folder) for folder in ("", TOKENS, VIDEOS, RUNS)}
 
 
 def sort_files(files: dict[str, list[FileInfo]], named: Collection[str], live: Collection[str], report: Report) -> None:
-    """Note in ``report`` which files are orphans, leftovers and superseded.
+    """Add the orphans, leftovers and superseded token shards among ``files`` to the report.
 
     Args:
         named: the token shards that any videos row names.
@@ -40,7 +40,7 @@ def sort_files(files: dict[str, list[FileInfo]], named: Collection[str], live: C
 
 
 def list_uploads(store: Store, report: Report) -> None:
-    """Note the pending multipart uploads below the prefix: nobody sees them, and they are billed."""
+    """Add the pending multipart uploads below the prefix to the report: nobody sees them, and they are billed."""
     try:
         report.uploads += store.uploads()
     except OSError as error:  # listing uploads needs a permission of its own, and not every store supports it
@@ -48,7 +48,7 @@ def list_uploads(store: Store, report: Report) -> None:
 
 
 def committed_orphans(store: Store, orphans: Collection[FileInfo], *, without_record: bool) -> Iterator[str]:
-    """Yield the orphans that a run says it had committed: other rows replaced theirs, or these are lost.
+    """Yield the orphans that a run's record says it had committed: their rows were replaced, or are lost.
 
     With ``without_record`` also those of runs whose record is gone, of which nobody can tell.
     """
@@ -66,7 +66,7 @@ def committed_orphans(store: Store, orphans: Collection[FileInfo], *, without_re
 def clean(
     store: Store, report: Report, keep: timedelta, now: datetime | None = None, commits: Collection[str] | None = None
 ) -> None:
-    """Remove the orphans, leftovers and old uploads of ``report``; no run writes meanwhile. Raises OSError.
+    """Delete the orphans, leftovers and old uploads of ``report``; no run may be writing. Raises OSError.
 
     Where a file of the videos table is unreadable or lost, or not among ``commits``, the ones that were read (None:
     all), token shards that it may name stay; so does what is younger than ``keep``.
@@ -88,7 +88,7 @@ def clean(
 
 
 def _unneeded(store: Store, report: Report, commits: Collection[str] | None) -> list[FileInfo]:
-    """List the orphans that no file of the videos table can name."""
+    """Return the orphans that no file of the videos table can name."""
     if not report.orphans:
         return []
     unread = {Kind.COMMIT, Kind.LOST, Kind.SCHEMA, Kind.UNREADABLE, Kind.FINGERPRINT}

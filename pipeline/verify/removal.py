@@ -39,7 +39,7 @@ _VERSIONS = ("gstep-cache", "pyarrow")
 
 @dataclass
 class Removed:
-    """What a removal did.
+    """The result of a removal.
 
     Attributes:
         run_id: it names the record in runs/.
@@ -55,7 +55,7 @@ class Removed:
     deleted: list[str] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
-        """Say what was done, for the user."""
+        """Yield lines for the user about the result."""
         yield f"{self.videos:,} videos removed for good, {self.moved:,} others moved to new token shards"
         yield f"{len(self.deleted):,} files deleted; {self.run_id} in runs/ says why"
         if self.unknown:
@@ -93,7 +93,7 @@ def remove_videos(
 
 
 class _Removal:
-    """The steps of one removal."""
+    """The steps of one removal of videos."""
 
     def __init__(self, store: Store, identity: str | None, done: Removed, ids: frozenset[str]) -> None:
         self._store, self._identity, self._done, self._ids = store, identity, done, ids
@@ -101,13 +101,13 @@ class _Removal:
         self._held = self._shards_of_removed()
 
     def _read(self) -> pa.Table:
-        """Read _COLUMNS of all rows, superseded ones too, with shard and row."""
+        """Read _COLUMNS of all rows, superseded ones too, with each row's file and place."""
         files = table_files(self._store, TABLE)
         tables = [with_place(read_file(self._store, file, _COLUMNS), file.name) for file in files]
         return pa.concat_tables(tables)
 
     def _shards_of_removed(self) -> dict[str, set[str]]:
-        """Map each video to the token shards that its rows name, or that its removed row says it had."""
+        """Return the token shards of each removed video: those its rows name, or that its removed row recorded."""
         mine = self._rows.filter(pc.is_in(self._rows["video_id"], value_set=pa.array(sorted(self._ids), pa.string())))
         held: dict[str, set[str]] = {video_id: set() for video_id in self._ids}
         for row in mine.select(["video_id", "status", "token_shard", "model_extra"]).to_pylist():
@@ -116,7 +116,7 @@ class _Removal:
         return {video_id: names - {None} for video_id, names in held.items()}
 
     def mark(self, reason: str) -> None:
-        """Commit a row for each video that is not removed yet."""
+        """Commit a "removed" row for each video that does not have one yet."""
         live = {row["video_id"]: row for row in live_rows(self._rows).to_pylist()}
         self._done.unknown = sorted(self._ids - live.keys())
         rows: list[VideoRecord] = [
@@ -136,7 +136,7 @@ class _Removal:
             self._rows = self._read()
 
     def move_others(self) -> None:
-        """Write the other videos of token shards that hold a removed one to new shards."""
+        """Copy the other videos of token shards that hold a removed one to new shards."""
         live = live_rows(self._rows)
         full = VideoRows(self._store)
         names = pa.array(sorted(set().union(*self._held.values())), pa.string())
@@ -151,7 +151,7 @@ class _Removal:
             self._done.moved += len(moved)
 
     def unused(self) -> list[str]:
-        """List the token shards that hold a removed video and that no live row names any more."""
+        """Return the token shards that hold a removed video and that no live row names any more."""
         live = live_rows(self._read())
         named = set(live["token_shard"].to_pylist())
         mine = set().union(*self._held.values())

@@ -56,12 +56,12 @@ _NOW = timedelta(0)
 
 
 def repairable(report: Report) -> bool:
-    """Return whether any of the problems is one that a repair knows."""
+    """Return whether a repair can mend any of the report's problems."""
     return any(problem.kind in _KINDS for problem in report.problems)
 
 
 def move_videos(store: Store, run_id: str, rows: Sequence[VideoRow]) -> list[VideoRow]:
-    """Write the tokens of videos of one token shard to a new one, and return their rows as they are then.
+    """Copy the tokens of videos in one token shard to a new shard, and return their changed rows.
 
     Raises CorruptShard where one of them is damaged, and OSError.
     """
@@ -72,7 +72,7 @@ def move_videos(store: Store, run_id: str, rows: Sequence[VideoRow]) -> list[Vid
 
 
 class Repair:
-    """One repair of the cache at ``store``, to which no run writes, of the problems in ``report``."""
+    """A repair of the problems in ``report``, in a cache to which no run writes."""
 
     def __init__(self, store: Store, header: CacheHeader, report: Report) -> None:
         self._store, self._header, self._report = store, header, report
@@ -81,7 +81,7 @@ class Repair:
         self._done = Repaired(kept_in=KEPT_IN)
 
     def carry_out(self, live: pa.Table, bad: Collection[Place]) -> Repaired:
-        """Mend the problems; ``live`` are the live rows with their places, ``bad`` rows that contradict themselves.
+        """Repair the problems; ``live`` are the live rows with their places, ``bad`` rows that contradict themselves.
 
         Raises RunFailed where nothing would be left, CorruptShard and OSError where the store does not give what it
         gave just before; another repair goes on from there.
@@ -117,7 +117,7 @@ class Repair:
         return self._done
 
     def _wrong(self, name: str, places: Sequence[Place]) -> dict[Place, str] | None:
-        """Read a damaged token shard again; return what is wrong with which videos, None where nothing is."""
+        """Check a damaged token shard again; return the fault of each bad row, or None where it is sound now."""
         rows = {place: self._full(*place) for place in places}
         problems = check_token_shard(self._store, name, [(p[0], row) for p, row in rows.items()], self._header).problems
         problems = [problem for problem in problems if problem.kind in _OF_TOKENS]
@@ -129,7 +129,7 @@ class Repair:
         return {place: wrong[row["video_id"]] for place, row in rows.items() if row["video_id"] in wrong}
 
     def _check(self, wrong: Collection[Place], ok: Collection[Place]) -> None:
-        """Raise RunFailed where a folder that is not mounted, or another cache's header, passes for damage of all."""
+        """Raise RunFailed if all seems damaged, as when a folder is not mounted or the header is another cache's."""
         foreign = any(problem.kind is Kind.FINGERPRINT for problem in self._report.problems)
         if len(wrong) == len(ok) and (wrong or foreign):
             raise RunFailed(
@@ -138,14 +138,14 @@ class Repair:
             )
 
     def _move(self, places: Sequence[Place], wrong: dict[Place, str]) -> list[VideoRow]:
-        """Write the sound videos among neighbours to a new token shard; return their rows as they are then."""
+        """Copy the sound videos of a damaged token shard to a new one; return their new rows."""
         rows = [self._full(*place) for place in places if place not in wrong]
         rows.sort(key=lambda row: row["first_row_group"])
         self._done.moved += len(rows)
         return move_videos(self._store, rows[0]["run_id"], rows) if rows else []
 
     def _set_aside(self, known: Collection[str]) -> None:
-        """Take damaged and foreign files out of the table, and give videos that have no row any more a failed one.
+        """Move damaged and foreign files out of the table, and give videos left without a row a failed one.
 
         These are found in the token shards that nothing names; foreign files name theirs, which get none.
         """
@@ -164,7 +164,7 @@ class Repair:
             self._retire(name)
 
     def _ids_of(self, name: str) -> list[str]:
-        """Return the videos in a token shard that nothing names."""
+        """Return the ids of the videos in a token shard that no row names."""
         try:
             return videos_in(self._store, name)
         except (OSError, pa.ArrowException) as error:
@@ -172,7 +172,7 @@ class Repair:
             return []
 
     def _change(self, changes: dict[str, VideoRow]) -> None:
-        """Give videos other rows, in a table that has one row of each then."""
+        """Replace rows of videos, in a table that has one row of each by then."""
         for _ in range(2):  # the second one deletes what the first has merged
             merge(self._store, self._made_with, everything=True, keep=_NOW)
         table = LiveVideos.open(self._store, self._made_with)
@@ -184,18 +184,19 @@ class Repair:
             self._retire(name)
 
     def _retire(self, name: str) -> None:
-        """Move a file of the table to where nobody reads it."""
+        """Move a file of the table to the folder of replaced files, which nobody reads."""
         self._store.put(f"{KEPT_IN}/{PurePosixPath(name).name}", self._store.read(name))
         self._store.delete(name)
         self._done.replaced.append(name)
 
 
 def _places(rows: pa.Table) -> list[Place]:
+    """Return the (file, row number) of each row."""
     return list(zip(rows["shard"].to_pylist(), rows["row"].to_pylist(), strict=True))
 
 
 def _failed(row: VideoRow, why: str) -> VideoRow:
-    """Return a row without tokens that another attempt may replace."""
+    """Return a failed row for a video, without tokens, which a retry may replace."""
     kept = {name: value for name, value in row.items() if name in _COPIED}
     if kept["manifest"] is not None and not is_json(row["manifest"]):
         kept["manifest"] = None
@@ -204,6 +205,6 @@ def _failed(row: VideoRow, why: str) -> VideoRow:
 
 
 def _unknown(video_id: str, run: str, why: str) -> VideoRow:
-    """Return the failed row of a video of which no more is known than its id."""
+    """Return a failed row for a video of which only the id is known."""
     known = {**dict.fromkeys(_COPIED), "video_id": video_id, "run_id": run, "uri": "", "attempts": 1}
     return _failed(cast(VideoRow, known), why)

@@ -18,7 +18,7 @@ _REDO = "restore it from a copy, or let --repair mark its videos for another att
 
 
 class Kind(StrEnum):
-    """The classes of problems, each with its remedy."""
+    """The kind of a problem, with its remedy."""
 
     remedy: str
 
@@ -59,7 +59,7 @@ _SHOWN = 10  # files listed by name in the terminal; the JSON has them all
 
 @dataclass(frozen=True)
 class Problem:
-    """Something that is wrong with the cache.
+    """A fault of the cache that a check found.
 
     Attributes:
         kind: its class.
@@ -83,7 +83,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class LiveResult:
-    """A video that was encoded again from its source.
+    """The result of encoding one video again from its source.
 
     Attributes:
         video_id: which one.
@@ -118,7 +118,7 @@ class Marked(NamedTuple):
 
 @dataclass
 class Repaired:
-    """What a repair did.
+    """The result of a repair.
 
     Attributes:
         kept_in: the folder below the cache that has what was replaced.
@@ -139,7 +139,7 @@ class Repaired:
         return {**vars(self), "marked": [video._asdict() for video in self.marked]}
 
     def lines(self) -> Iterator[str]:
-        """Yield what the repair did, in words."""
+        """Yield lines for the user about the repair."""
         if self.replaced:
             kept = f"those that were there before are in {self.kept_in}/, to be removed by hand"
             yield f"{len(self.replaced):,} videos shards written anew; {kept}"
@@ -154,7 +154,7 @@ class Repaired:
 
 @dataclass
 class Report:
-    """Everything that a run of verify found; it fills up as the run goes on.
+    """The findings of a verification, which are added as it goes on.
 
     Attributes:
         cache: as it was named.
@@ -190,11 +190,12 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 where nothing is wrong, else 1; files that were left behind are no problem."""
+        """0 without problems, else 1; files left behind are no problem."""
         return 1 if self.problems else 0
 
     @property
     def gb_per_s(self) -> float:
+        """The reading speed in GB/s."""
         return self.bytes_read / 1e9 / self.seconds if self.seconds else 0.0
 
     def as_record(self) -> dict[str, Any]:
@@ -240,6 +241,7 @@ def render(report: Report) -> RenderableType:
 
 
 def _left_behind(report: Report) -> list[tuple[str, list[str]]]:
+    """Return (title, names) of each kind of file left behind, without empty ones."""
     found = [
         ("orphans", [f"{name} ({size:,} bytes)" for name, size in report.orphans]),
         ("leftovers", [f"{name} ({size:,} bytes)" for name, size in report.leftovers]),
@@ -251,6 +253,7 @@ def _left_behind(report: Report) -> list[tuple[str, list[str]]]:
 
 
 def _listed(names: Sequence[str]) -> str:
+    """Format a count and the first names."""
     more = f"\n... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return "\n".join([str(len(names)), *names[:_SHOWN]]) + more
 
@@ -270,6 +273,7 @@ def _problem_table(problems: Sequence[Problem], title: str) -> Table:
 
 
 def _live_table(results: Sequence[LiveResult]) -> Table:
+    """Lay out the results of encoding videos again."""
     table = Table(title="encoded again", title_justify="left", show_edge=False)
     for name in ("video", "result", "same indices", "max difference", "other versions"):
         table.add_column(name, overflow="fold")

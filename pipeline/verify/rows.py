@@ -34,7 +34,7 @@ _NEEDED = (
 
 @dataclass(frozen=True)
 class CheckedCommit:
-    """What was found in a videos shard.
+    """The result of checking one file of the videos table.
 
     Attributes:
         rows: JUDGED_COLUMNS of every row with ``shard`` and ``row``; None of a file that cannot be read, or is another
@@ -53,12 +53,12 @@ class CheckedCommit:
 
 
 def method_of(header: CacheHeader) -> str:
-    """Return the method that the cache was pruned with, as it was named."""
+    """Return the name of the method that the cache was pruned with."""
     return str(header["identity"].get("pruner", {}).get("method"))
 
 
 def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
-    """Read one file of the videos table and check all of it."""
+    """Check one file of the videos table: content, columns, and each row against itself and the header."""
     file = file_named(name)
     try:
         table, made_with, n_bytes = _read(store, file)
@@ -88,7 +88,10 @@ def check_commit(store: Store, name: str, header: CacheHeader) -> CheckedCommit:
 
 
 def _read(store: Store, file: TableFile) -> tuple[pa.Table, str | None, int]:
-    """Read a file: (all rows, the fingerprint that they carry, bytes). Raises CorruptShard, ArrowException, OSError."""
+    """Read a file of the table: return (all rows, their identity's fingerprint, bytes).
+
+    Raises CorruptShard, ArrowException, OSError.
+    """
     if file.level:
         opened = SortedFile(store, file)
         return pa.concat_tables(opened.parts()), opened.made_with, opened.n_bytes
@@ -98,7 +101,7 @@ def _read(store: Store, file: TableFile) -> tuple[pa.Table, str | None, int]:
 
 
 def _wrong_columns(schema: pa.Schema, version: int) -> Iterator[str]:
-    """Yield the columns that caches of a version have and that are missing here, or of another type."""
+    """Yield the columns that are missing or of another type than caches of this version have."""
     since = {*KEY_COLUMNS, *RESERVED} if version < _KEYS_SINCE else set[str]()
     for name in (name for name in VIDEO_SCHEMA.names if name not in since):
         if name not in schema.names or not schema.field(name).type.equals(VIDEO_SCHEMA.field(name).type):
@@ -106,7 +109,7 @@ def _wrong_columns(schema: pa.Schema, version: int) -> Iterator[str]:
 
 
 def _sorted_fault(table: pa.Table, file: TableFile) -> str | None:
-    """Say how a sorted file's rows contradict its name; None where they do not."""
+    """Describe how a sorted file's rows contradict its name; None where they agree."""
     high, low = table["id_high"].to_numpy(), table["id_low"].to_numpy()
     if len(table) != file.rows:
         return f"{len(table)} rows, where its name has {file.rows}"
@@ -117,7 +120,7 @@ def _sorted_fault(table: pa.Table, file: TableFile) -> str | None:
 
 
 def row_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
-    """Yield what is wrong with a row of the videos table, each in words."""
+    """Yield a description of each contradiction inside a row of the videos table, or with the header."""
     if row["status"] == "removed":
         if row["token_shard"] is not None:
             yield "a removed video with a token shard"
@@ -139,6 +142,7 @@ def row_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
 
 
 def _count_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
+    """Yield what contradicts itself in a row's token counts and retention ratio."""
     n_tokens, n_total, ratio = row["n_tokens"], row["n_total"], row["retention_ratio"]
     if n_total < 1 or n_total != row["n_frames"] * row["tokens_per_frame"]:
         yield f"n_total is {n_total}, not {row['n_frames']} x {row['tokens_per_frame']}"
@@ -158,6 +162,7 @@ def _count_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
 
 
 def _layout_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
+    """Yield what contradicts itself in a row's row groups, width and counts per frame."""
     n_tokens, n_total, ratio = row["n_tokens"], row["n_total"], row["retention_ratio"]
     if row["row_counts"] != tier_row_counts(n_total, n_tokens, ratio, nested=row["nested"]):
         yield f"its row groups of {row['row_counts']} rows do not end at the tiers of {n_tokens} tokens"
@@ -172,6 +177,7 @@ def _layout_faults(row: VideoRow, header: CacheHeader) -> Iterator[str]:
 
 
 def _frame_faults(row: VideoRow) -> Iterator[str]:
+    """Yield what contradicts itself in a row's frame indices and timestamps."""
     frames, seconds = np.asarray(row["frame_indices"]), np.asarray(row["timestamps"], dtype=np.float64)
     n_frames = row["n_frames"]
     if len(frames) != len(seconds) or not len(frames) or n_frames < 1:
@@ -192,7 +198,7 @@ def _frame_faults(row: VideoRow) -> Iterator[str]:
 
 
 def is_json(text: str) -> bool:
-    """Return whether a column that should hold JSON does."""
+    """Return whether a text is JSON."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):

@@ -26,7 +26,7 @@ _MAGIC = 4  # bytes of "PAR1" before the first row group
 
 @dataclass(frozen=True)
 class CheckedShard:
-    """What was found in a token shard.
+    """The result of checking one token shard.
 
     Attributes:
         problems: what is wrong.
@@ -44,7 +44,7 @@ class CheckedShard:
 def check_token_shard(
     store: Store, name: str, rows: Sequence[tuple[str, VideoRow]], header: CacheHeader
 ) -> CheckedShard:
-    """Read one token shard, a video at a time, and check what its rows name.
+    """Read one token shard, a video at a time, and check it against the rows that name it.
 
     ``rows`` are (file of the table, row) of every video in it whose row is there; a later attempt may have superseded
     others.
@@ -74,6 +74,7 @@ def check_token_shard(
 
 
 def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> Iterator[str]:
+    """Yield the columns of a token shard that differ from what the header demands."""
     evidence = header["identity"].get("evidence", {})
     plain = token_schema(hidden_size, deepstack_levels(header), codec=codec_of(header["identity"]))
     if sorted(schema.names) != sorted([*plain.names, *evidence]):
@@ -91,7 +92,7 @@ def _schema_faults(schema: pa.Schema, hidden_size: int, header: CacheHeader) -> 
 
 
 def _layout_faults(shard: TokenShard, rows: Sequence[VideoRow]) -> Iterator[str]:
-    """Yield where the file is not just its row groups and its footer, or two videos share a row group."""
+    """Yield faults of the file's layout: bytes beside row groups and footer, or a row group of two videos."""
     metadata = shard.metadata
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
     n_pages = sum(group.column(i).total_compressed_size for group in groups for i in range(group.num_columns))
@@ -108,7 +109,7 @@ def _layout_faults(shard: TokenShard, rows: Sequence[VideoRow]) -> Iterator[str]
 
 
 def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iterator[tuple[Kind, str]]:
-    """Yield (class, what) of everything that is wrong with the tokens of one video."""
+    """Yield (kind, description) of each fault in one video's tokens."""
     try:
         table = shard.read(Rows(row, row["n_tokens"], shard.schema.names))
     except CorruptShard as error:
@@ -131,7 +132,7 @@ def _video_faults(shard: TokenShard, row: VideoRow, header: CacheHeader) -> Iter
 
 
 def token_faults(table: pa.Table, row: VideoRow, header: CacheHeader) -> Iterator[str]:
-    """Yield what is wrong with positions and order of a video's tokens, each in words."""
+    """Yield a description of each fault in a video's positions, order and numbers."""
     index, frame = table["index"].to_numpy(), table["frame"].to_numpy()
     if index.min() < 0 or index.max() >= row["n_total"]:
         yield f"positions outside 0 to {row['n_total'] - 1}"
@@ -158,6 +159,7 @@ def token_faults(table: pa.Table, row: VideoRow, header: CacheHeader) -> Iterato
 
 
 def _rank_faults(table: pa.Table, nested: bool) -> Iterator[str]:
+    """Yield faults of ranks and densities."""
     rank, density = table["rank"], _values(table["density"], 0.0)
     if density is None or not np.isfinite(density).all():
         yield "densities that are not all there, or not finite"
@@ -169,7 +171,7 @@ def _rank_faults(table: pa.Table, nested: bool) -> Iterator[str]:
 
 
 def _values(column: pa.ChunkedArray, fill: object) -> np.ndarray | None:
-    """Return the column, ``fill`` where all of it is null; None where a part is."""
+    """Return a column's values, ``fill`` if all are null, or None if only some are."""
     if column.null_count not in (0, len(column)):
         return None
     return np.asarray(column.fill_null(fill).to_numpy(zero_copy_only=False))

@@ -93,7 +93,7 @@ def verify(store: Store, request: Request, console: Console) -> Report:
 
 
 class _Verification:
-    """One reading of a cache, which fills up ``report``.
+    """One verification of a cache, which fills ``report``.
 
     Attributes:
         sound: token shards without a problem, by name; those that are there from the beginning are not read.
@@ -125,15 +125,13 @@ class _Verification:
         if request.repair and repairable(report):
             repaired = Repair(store, header, report).carry_out(live, bad)
             later = replace(request, repair=False, clean=not _may_come_back(report))
-            return self._with_what_was_repaired(
-                _Verification(store, later, self.console, self.sound).carry_out(), repaired
-            )
+            return self._with_repair(_Verification(store, later, self.console, self.sound).carry_out(), repaired)
         if request.clean:
             clean(store, report, request.keep, commits=[file.name for file in files[VIDEOS]])
         return report
 
     def _check_header(self) -> CacheHeader | None:
-        """Read the header and note what is wrong with it; return None where nothing can be judged by it."""
+        """Read the header and report its faults; return None if the rows cannot be checked by it."""
         store, report = self.store, self.report
         try:
             header = read_header(store)
@@ -179,6 +177,7 @@ class _Verification:
         return pa.concat_tables(tables), bad
 
     def _count(self, live: pa.Table) -> None:
+        """Add the counts of ok, failed and removed videos to the report."""
         counts = {row["values"]: row["counts"] for row in pc.value_counts(live["status"]).to_pylist()}
         n_ok, n_removed = counts.get("ok", 0), counts.get("removed", 0)
         self.report.counts |= {
@@ -188,14 +187,14 @@ class _Verification:
         }
 
     def _live_check(self, live: pa.Table) -> LiveCheck:
-        """Make what encodes videos again, which refuses before the long part begins. Raises UsageError."""
+        """Prepare the encoder of videos, so that its refusals come before the long part. Raises UsageError."""
         from pipeline.verify.live_check import LiveCheck  # noqa: PLC0415 - models and decoders load only for this
 
         cache = TokenCache(str(self.store), store=self.store, live=live)
         return LiveCheck(cache, self.request.model, self.request.objects or Objects.from_environment())
 
     def _check_tokens(self, header: CacheHeader, places: dict[str, list[Place]], bad: set[Place]) -> None:
-        """Check every token shard of ``places`` but the sound ones; ``places`` has the rows that name each."""
+        """Check the token shards in ``places``, which has the rows that name each, except those known to be sound."""
         # Neighbours in the order of commits share a videos shard, which is in memory then.
         names = sorted(places, key=lambda name: places[name][0])
         full = VideoRows(self.store, keep=8 * self.request.jobs)
@@ -221,7 +220,7 @@ class _Verification:
         report.counts |= {"token_shards": len(names), "tokens": n_tokens}
 
     def _sort(self, files: dict[str, list[FileInfo]], rows: pa.Table, live: pa.Table) -> None:
-        """Note the files that were left behind, and rows that are missing from the table."""
+        """Report files that were left behind, and rows that are missing from the table."""
         store, report = self.store, self.report
         sort_files(files, _token_shards(rows), _token_shards(live), report)
         known = set(live["video_id"].to_pylist())
@@ -233,8 +232,8 @@ class _Verification:
             what = f"{store}/{VIDEOS} has no row of videos in {len(lost)} token shards that were committed"
             report.problems.append(Problem(Kind.LOST, f"{what}, {', '.join(lost[:3])}: a file of it is gone", VIDEOS))
 
-    def _with_what_was_repaired(self, report: Report, repaired: Repaired) -> Report:
-        """Return the report of what is there now, with this one of what was there before."""
+    def _with_repair(self, report: Report, repaired: Repaired) -> Report:
+        """Return the report after the repair, which also holds the problems found before it."""
         before = self.report
         if repaired.marked:
             repaired.command = command_again(self.store, max(video.attempts for video in repaired.marked))
@@ -246,7 +245,7 @@ class _Verification:
         return report
 
     def _checked(self, work: Callable[[str], R], names: Sequence[str], item: str) -> Iterator[tuple[str, R]]:
-        """Yield (name, what ``work`` found) of every file, in order, by several threads, with progress."""
+        """Check every file in several threads, with progress; yield (name, result) in order."""
         if not names:
             return
         wording = Wording("verifying", item, {}, "")
@@ -257,11 +256,12 @@ class _Verification:
 
 
 def _may_come_back(report: Report) -> bool:
-    """Return whether a copy of a file of the table may turn up, whose token shards are sound."""
+    """Return whether a lost or damaged file of the table may be restored, so that its token shards must stay."""
     return any(problem.kind in {Kind.COMMIT, Kind.LOST, Kind.FINGERPRINT} for problem in report.problems)
 
 
 def _header_faults(header: CacheHeader) -> Iterator[str]:
+    """Yield the faults of the cache's header."""
     identity, hidden = header["identity"], header.get("hidden_size")
     ratio = identity.get("retention_ratio")
     if not isinstance(ratio, int | float) or not 0 < ratio <= 1:
@@ -278,11 +278,12 @@ def _header_faults(header: CacheHeader) -> Iterator[str]:
 
 
 def _token_shards(rows: pa.Table) -> set[str]:
+    """Return the token shards that ok rows name."""
     return set(rows.filter(pc.equal(rows["status"], "ok"))["token_shard"].to_pylist())
 
 
 def _places(rows: pa.Table, live: pa.Table) -> dict[str, list[Place]]:
-    """Map each token shard that a live row names to a row of each video in it, superseded ones too."""
+    """Return a row of each video in each token shard that a live row names, by shard, superseded rows too."""
     found: dict[str, dict[str, Place]] = {name: {} for name in sorted(_token_shards(live) - {None})}
     for table in (live, rows):  # a row that stands in several files counts once
         ok = table.filter(pc.equal(table["status"], "ok")).select(["token_shard", "video_id", "shard", "row"])
@@ -302,7 +303,7 @@ def _without_problems(live: pa.Table, report: Report) -> pa.Table:
 
 
 def _in_order(work: Callable[[T], R], items: Iterable[T], jobs: int) -> Iterator[R]:
-    """Yield results in the order of ``items``; no more of them wait than threads work."""
+    """Yield ``work`` of each item in order; at most as many results wait as threads work."""
     pool = ThreadPoolExecutor(jobs, "verify")
     waiting: deque[Future[R]] = deque()
     try:

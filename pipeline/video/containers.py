@@ -99,7 +99,7 @@ def open_regular(path: str | Path) -> BufferedReader:
 
 
 def missing_bytes(path: str | Path, demuxer: str) -> int:
-    """Return how many bytes of a cut-off file are missing, by the lengths it states itself.
+    """Return the number of bytes that a cut-off file lacks, by the lengths stated inside it.
 
     The result is 0 for a file that is complete or states no length. Raises VideoFault("io") where it cannot be read.
     """
@@ -125,7 +125,7 @@ def overstated_table(path: str | Path) -> bool:
 
 
 def _overstates(moov: bytes, kind_at: int, file_size: int) -> bool:
-    """Return whether the table whose four letters stand at ``kind_at`` states more entries than it holds."""
+    """Return whether the MP4 table at ``kind_at`` states more entries than it holds."""
     kind, box_end = moov[kind_at : kind_at + 4], kind_at - 4 + int.from_bytes(moov[kind_at - 4 : kind_at], "big")
     place = kind_at + 8  # behind the version and the flags
     if kind == b"stsz":
@@ -151,7 +151,7 @@ def _mov_boxes(file: BufferedReader, size: int) -> Iterator[tuple[bytes, int, in
 
 
 def _mov_end(file: BufferedReader, size: int) -> int:
-    """Return the end of the last box that holds video; bytes appended to a file are no box."""
+    """Return the end of the last box of an MP4 file that holds video; bytes appended to a file are no box."""
     boxes = _mov_boxes(file, size)
     return max((start + length for kind, start, length in boxes if kind in (b"moov", b"mdat", b"moof")), default=0)
 
@@ -177,11 +177,13 @@ def _ebml_length(data: bytes) -> tuple[int, int]:
 
 
 def _avi_end(file: BufferedReader, size: int) -> int:
+    """Return the end of an AVI file by the length in its RIFF header."""
     file.seek(4)
     return 8 + int.from_bytes(file.read(4), "little")
 
 
 def _refused_format(table: tuple[tuple[bytes, FaultClass, str], ...], head: bytes) -> tuple[FaultClass, str] | None:
+    """Return the fault class and description of the first entry whose pattern matches the file's head, or None."""
     text = head.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
     return next(((kind, what) for magic, kind, what in table if re.match(magic, text, re.DOTALL)), None)
 
@@ -192,7 +194,7 @@ def _is_transport_stream(head: bytes) -> bool:
 
 
 def _describe_content(head: bytes) -> str:
-    """Name what data of no known format looks like, for the message of a fault."""
+    """Describe data of no known format by its first bytes, for a fault's message."""
     if not head:
         return "an empty file"
     if head[_TAR_MAGIC : _TAR_MAGIC + 5] == b"ustar":

@@ -42,7 +42,7 @@ _TORCH_OUT_OF_MEMORY = re.compile("can't allocate memory|not enough memory|alloc
 
 
 class FramePreprocessor(Protocol):
-    """The size that a model wants frames to have; ``gstep.backbones.Preprocessor`` is one. It must pickle."""
+    """The rule for the size of frames that a model wants, as of ``gstep.backbones.Preprocessor``. It must pickle."""
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
         """Return the (height, width) in pixels to which a video of ``n_frames`` frames of [height,width] is resized.
@@ -56,7 +56,7 @@ class FramePreprocessor(Protocol):
 
 @dataclass(frozen=True)
 class DecodeRequest:
-    """A video to decode, and which of its frames.
+    """A request to decode chosen frames of one video.
 
     Attributes:
         path: a local file, or a folder of JPEG frames (``pipeline.video.frame_folders``).
@@ -87,7 +87,7 @@ class DecodeRequest:
 
 @dataclass(frozen=True)
 class DecodedVideo:
-    """The sampled frames of one video, T of them, and where they came from.
+    """The sampled frames of one video, T of them, with where they came from.
 
     Attributes:
         frames: [T,h,w,3] uint8 RGB, C-contiguous, resized.
@@ -133,7 +133,7 @@ class DecodedVideo:
 
 
 def frames_array(shape: tuple[int, ...]) -> Frames:
-    """Return an array of this process's own for [T,h,w,3] frames."""
+    """Return a new array for [T,h,w,3] frames in this process's own memory."""
     return np.empty(shape, np.uint8)
 
 
@@ -195,7 +195,7 @@ def _decode(request: DecodeRequest, announce: Callable[[str], None], allocate: A
 def _read_by_any(
     request: DecodeRequest, index: VideoIndex, announce: Callable[[str], None], allocate: Allocate
 ) -> DecodedVideo:
-    """Read with the first decoder for the request that can. Raises the error of the last one."""
+    """Read with the first of the request's decoders that succeeds. Raises the last one's error."""
     note = ""
     *preferred, last = decoders_for(request.decoder)
     for name in preferred:
@@ -263,7 +263,7 @@ def _resized(
     preprocessor: FramePreprocessor,
     allocate: Allocate,
 ) -> Frames:
-    """Resize each chunk as it comes, so that full-size frames never pile up, and copy repeats; [T,h,w,3]."""
+    """Resize frames chunk by chunk, so that full-size ones never pile up, and copy repeated ones; [T,h,w,3]."""
     try:
         size = preprocessor.target_size(len(chosen), index.height, index.width)
     except UnsupportedVideo as error:
@@ -283,7 +283,7 @@ def _resized(
 
 
 def fingerprint(path: str | Path) -> tuple[int, str]:
-    """Hash a file: its size in bytes and "blake2b:<hex>". Raises VideoFault("io").
+    """Return a file's size and the hash of its content, "blake2b:<hex>". Raises VideoFault("io").
 
     The bytes that FFmpeg reads do not pass through Python, so the file is read once more, from the system's cache.
     """
@@ -294,7 +294,7 @@ def fingerprint(path: str | Path) -> tuple[int, str]:
 
 @contextmanager
 def counted_warnings() -> Iterator[Callable[[], int]]:
-    """Catch what FFmpeg logs, in either decoder, and yield a function that counts these lines so far.
+    """Catch FFmpeg's log lines, and yield a function that returns how many there were so far.
 
     FFmpeg writes to file descriptor 2; Python's own stderr goes on to where it went before.
     """
@@ -318,12 +318,12 @@ def counted_warnings() -> Iterator[Callable[[], int]]:
 
 
 def fault_of(error: Exception, backend: str | None) -> VideoFault:
-    """Make the VideoFault for an exception that came up while a video was read."""
+    """Convert an exception raised while a video was read to a VideoFault."""
     return VideoFault(_fault_class(error), _describe_error(error), backend=backend)
 
 
 def _fault_class(error: Exception) -> FaultClass:
-    """Choose the class of fault for an exception that came up while a video was read."""
+    """Return the fault class of an exception raised while a video was read."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
         return "out-of-memory"
     if isinstance(error, RuntimeError) and _TORCH_OUT_OF_MEMORY.search(str(error)):

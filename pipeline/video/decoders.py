@@ -77,7 +77,7 @@ def decoder_version(name: str | None) -> str | None:
 
 
 def chunk_length(height: int, width: int) -> int:
-    """Return how many [height,width,3] frames to read at a time: 8, fewer where they pass 64 MiB, at least 1."""
+    """Return the number of [height,width,3] frames to read at a time: 8, fewer above 64 MiB, at least 1."""
     return max(1, min(_CHUNK_FRAMES, _CHUNK_BYTES // (height * width * 3)))
 
 
@@ -98,7 +98,7 @@ class LibraryDecoder:
 
     @staticmethod
     def reason_against(index: VideoIndex) -> str:
-        """Return why the library may deliver other frames of this file than a player shows, "" if it does not."""
+        """Return the reason to expect frames from the library that no player shows, "" if there is none."""
         if index.packets is None or index.pts is None:
             return "the file has no timestamps"
         if index.demuxer not in ("mov", "matroska"):
@@ -108,7 +108,7 @@ class LibraryDecoder:
         return "its parameters change on the way" if index.packets.parameters_change else ""
 
     def open(self, index: VideoIndex) -> Any:
-        """Open the file with the library; the result has the number of frames as its length."""
+        """Open the file with the library; ``len`` of the result must be the number of frames."""
         raise NotImplementedError
 
     def frames(self, indices: list[int]) -> Frames:
@@ -126,7 +126,7 @@ class LibraryDecoder:
 
 
 class PyavDecoder:
-    """PyAV on one thread, fed with the packets that made the index: only those that the chosen frames need.
+    """The decoder with PyAV on one thread, which gets only the packets that the chosen frames need.
 
     Raises IndexMismatch where a frame of the index does not come out of the decoder.
     """
@@ -146,10 +146,10 @@ class PyavDecoder:
             yield self._pixels(frame)[None]
 
     def close(self) -> None:
-        """Keep the packets open: they belong to the index."""
+        """Leave the packets open: they belong to the index."""
 
     def _pixels(self, frame: av.VideoFrame) -> Frames:
-        """Convert a decoded frame to [H,W,3] uint8 RGB, as it is shown; it is copied only if it is turned or padded."""
+        """Convert a decoded frame to [H,W,3] uint8 RGB as shown; copied only if it is turned or padded."""
         index = self._index
         width, height = index.width, index.height
         if index.orientation.transpose:
@@ -194,7 +194,7 @@ class PyavDecoder:
 
 
 def _without_fields(frame: av.VideoFrame) -> av.VideoFrame:
-    """Return the frame without its mark of two fields, so that FFmpeg scales its colours as those of one picture.
+    """Return the frame marked as progressive, so that FFmpeg scales its chroma as one picture.
 
     The models' own loaders (decord, torchcodec) do so; FFmpeg would scale them field by field.
     """
@@ -208,12 +208,12 @@ def _without_fields(frame: av.VideoFrame) -> av.VideoFrame:
 
 
 def _starts_a_group(frame: av.VideoFrame) -> bool:
-    """Return whether a decoded frame refers to no other one."""
+    """Return whether a decoded frame is a keyframe or another intra picture, which refers to no other frame."""
     return bool(frame.key_frame) or frame.pict_type in (PictureType.I, PictureType.SI, PictureType.BI)
 
 
 def turned(frame: Frames, orientation: Orientation) -> Frames:
-    """Turn a stored [H,W,3] frame as it is shown; the result is a view, [W,H,3] where it is transposed."""
+    """Turn a stored [H,W,3] frame to the orientation in which it is shown; the result is a view."""
     if orientation.transpose:
         frame = frame.transpose(1, 0, 2)
     rows = slice(None, None, -1) if orientation.flip_rows else slice(None)

@@ -109,4 +109,5 @@ def whole_frames(start_s: float | None, end_s: float | None, rate: float) -> tup
 
 
 def _number(name: str) -> int:
+    """Return the number in a frame's file name."""
     return int(name.removesuffix(".jpg"))

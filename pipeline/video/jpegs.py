@@ -47,7 +47,7 @@ def index_frames(path: str) -> VideoIndex:
 
 
 class JpegDecoder:
-    """The ``FrameDecoder`` of such folders. Frames of another size than the first one are scaled to it."""
+    """The ``FrameDecoder`` of JPEG folders; frames of another size than the first one's are scaled to it."""
 
     version = str(av.__version__)
 

@@ -21,6 +21,6 @@ if torchcodec.__version__.endswith("+cpu") or torch.version.cuda is None:
 
 
 class NvdecDecoder(TorchcodecDecoder):
-    """torchcodec on the GPU that this process sees first. Raises RuntimeError without one."""
+    """The decoder with torchcodec on the first GPU this process sees. Raises RuntimeError without a GPU."""
 
     device = "cuda"

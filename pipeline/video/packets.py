@@ -39,7 +39,7 @@ class PacketInfo(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Packets number ``start`` to ``stop`` - 1, from which the frames shown at ``times`` (ascending) can be decoded."""
+    """A run of packets, numbers ``start`` to ``stop`` - 1, that decode to the frames shown at ``times`` (ascending)."""
 
     start: int
     stop: int
@@ -47,7 +47,7 @@ class Run(NamedTuple):
 
 
 class VideoPackets:
-    """The packets of the video stream of a file, in the file's order. Close it after use.
+    """The packets of a file's video stream, in file order. Close it after use.
 
     Attributes:
         demuxer: name of FFmpeg's demuxer, as ``containers.sniff`` gave it.
@@ -91,7 +91,7 @@ class VideoPackets:
             self._again.close()
 
     def first_frame(self) -> av.VideoFrame | None:
-        """Decode the first frame of the file, and return None if no packet can be decoded."""
+        """Decode and return the file's first frame, or None if no packet can be decoded."""
         tries = (next(self.decoded(0, stop), None) for stop in (1, len(self.table)))
         first = next((frame for frame in tries if frame is not None), None)
         self._fields = first is not None and bool(first.interlaced_frame)
@@ -145,7 +145,7 @@ class VideoPackets:
         return not self.parameters_change and (self.demuxer in _SEEKABLE or self.codec in _PARSED)
 
     def _tells_references(self) -> bool:
-        """Return whether the codec marks the frames to which no other refers, and a packet is a frame.
+        """Return whether the codec marks frames that no other refers to, and each packet is one frame.
 
         In HEVC with sub-layers a higher layer may refer to frames that are marked so, and a field may have its own
         packet.
@@ -153,7 +153,7 @@ class VideoPackets:
         return self.codec in _SKIPPING and not self._fields and (self.codec != "hevc" or self._sub_layers == {1})
 
     def _read(self) -> None:
-        """Fill the table, and keep the packets while they are few."""
+        """Read all packets into the table, and keep their data up to a limit."""
         size = 0
         for packet in self._container.demux(self.stream):
             if not packet.size:
@@ -171,7 +171,7 @@ class VideoPackets:
                 self._kept.append(packet)
 
     def _read_again(self, start: int, may_seek: bool = True) -> Iterator[av.Packet]:
-        """Yield the packets from number ``start`` on: seek where that is sure to arrive, else read up to it."""
+        """Yield the packets from number ``start`` on: seek where that surely arrives, else read up to it."""
         if self._again is None or start < self._next:
             self._again, self._next = open_container(self._path, self.demuxer), 0
         stream = self._again.streams[self.stream.index]
@@ -220,19 +220,19 @@ def pick_stream(container: InputContainer) -> av.VideoStream:
 
 
 def _other_streams(container: InputContainer) -> str:
-    """Name the streams that a file has in place of video, to go on with a message."""
+    """Describe the streams of a file without video, for an error message."""
     kinds = (("audio", container.streams.audio), ("pictures", container.streams.video))
     found = " and ".join(name for name, streams in kinds if streams)
     return f", only {found}" if found else ""
 
 
 def _sub_layers(data: bytes | memoryview) -> set[int]:
-    """Find how many temporal sub-layers the parameter sets in HEVC data may have."""
+    """Return the numbers of temporal sub-layers that the parameter sets in HEVC data declare."""
     return {1 + (found[1][0] >> 1 & 7) for found in _HEVC_PARAMETERS.finditer(data)}
 
 
 def _frames_of(codec: av.CodecContext, packet: av.Packet | None) -> list[av.VideoFrame]:
-    """Decode a packet into the frames that it completes, or take those that the decoder still holds if it is None."""
+    """Decode a packet into the frames it completes; with None, flush the frames that the decoder still holds."""
     try:
         return list(codec.decode(packet))
     except InvalidDataError:

@@ -21,7 +21,7 @@ from pipeline.video.packets import PacketInfo, VideoPackets
 
 
 class Orientation(NamedTuple):
-    """The turn of stored frames into shown ones: first transposed, then flipped."""
+    """The turn that makes shown frames of stored ones: first transposed, then flipped."""
 
     transpose: bool = False
     flip_rows: bool = False
@@ -33,7 +33,7 @@ _AS_STORED = Orientation()
 
 @dataclass(frozen=True)
 class VideoIndex:
-    """The frames of one video stream in presentation order.
+    """The index of a video stream: its frames in presentation order.
 
     Attributes:
         path: the file, an absolute path.
@@ -70,7 +70,7 @@ class VideoIndex:
 
 
 class IndexMismatch(Exception):  # noqa: N818
-    """A mismatch between the frames that a decoder meets and the index."""
+    """An error: a decoder's frames do not match the index."""
 
 
 def probe(path: str, demuxer: str) -> VideoIndex:
@@ -147,7 +147,7 @@ def _timed(index: VideoIndex, packets: VideoPackets, pts: NDArray[np.int64], las
 
 
 def _timestamps_usable(shown: Sequence[PacketInfo], packets: VideoPackets) -> bool:
-    """Return whether each packet is one frame that its presentation time identifies."""
+    """Return whether each packet is one frame and has a presentation time of its own."""
     if packets.demuxer == "avi" and packets.stream.codec_context.has_b_frames:
         return False  # AVI stores no presentation times: what the demuxer makes up for reordered frames is off
     pts = [p.pts for p in shown]

@@ -23,7 +23,7 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class Sampling:
-    """The rule by which frames are taken: ``num_frames`` spread evenly over the clip, or ``fps`` frames a second of it.
+    """The rule for choosing frames: ``num_frames`` spread evenly over the clip, or ``fps`` frames a second.
 
     Attributes:
         num_frames: how many frames; None with ``fps``.
@@ -62,12 +62,12 @@ class Sampling:
 def clip_range(
     timestamps: NDArray[np.float64], start_s: float | None, end_s: float | None, duration_s: float
 ) -> tuple[int, int]:
-    """Find the frames (first, stop) whose timestamps lie in [start_s, end_s); None leaves that side open.
+    """Return the range of frames (first, stop) whose timestamps lie in [start_s, end_s).
 
     Args:
         timestamps: [F] seconds, ascending.
-        start_s: start of the clip, seconds.
-        end_s: end of the clip, seconds; may lie behind the end of the video.
+        start_s: start of the clip, seconds; None: of the video.
+        end_s: end of the clip, seconds; may lie behind the end of the video; None: its end.
         duration_s: end of the last frame, seconds.
 
     Raises VideoFault("unsupported") where the clip is empty, backwards, outside the video or holds no frame.
@@ -158,11 +158,12 @@ def count_repeated(indices: NDArray[np.int64]) -> int:
 
 
 def _spread(first: int, stop: int, count: int) -> NDArray[np.int64]:
+    """Return ``count`` evenly spaced frames of [first, stop), truncated to integers."""
     return first + np.linspace(0, stop - first - 1, count, dtype=int).astype(np.int64)
 
 
 def _rounded(first: int, stop: int, count: int) -> NDArray[np.int64]:
-    """Compute ``torch.linspace(0, n - 1, k).round()`` in its float32.
+    """Return ``count`` evenly spaced frames of [first, stop), rounded as ``torch.linspace(...).round()`` in float32.
 
     As in vision_process.py of qwen-vl-utils 0.0.14: from the start up to the middle, from the end behind it.
     """
@@ -174,4 +175,5 @@ def _rounded(first: int, stop: int, count: int) -> NDArray[np.int64]:
 
 
 def _seconds(value: float | None, none: str) -> str:
+    """Format seconds, or ``none`` for None."""
     return none if value is None else f"{value:g} s"

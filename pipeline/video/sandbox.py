@@ -43,7 +43,7 @@ _SECRET_PARTS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "API_KEY
 
 
 class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
-    """A child process that decodes videos. Use it as a context manager or call ``close``; not from several threads.
+    """The owner of a child process that decodes videos; close it after use. Only one thread may use it.
 
     Args:
         timeout_s: seconds a video may take, all attempts together. Starting the child does not count.
@@ -122,6 +122,7 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
             raise
 
     def _ready_child(self) -> _Child:
+        """Return the child; start one if there is none, or the last has ended."""
         if self._child is None or self._child.pipe.poll():  # idle children send nothing: the pipe ended
             self.close()
             self._child = _Child(*self._limits)
@@ -129,7 +130,7 @@ class DecodeSandbox(AbstractContextManager["DecodeSandbox"]):
 
 
 class InThisProcess(DecodeSandbox):
-    """No child, and no limit: for a video of one's own in a notebook. A crash takes this process along."""
+    """A sandbox without a child or limits, for one's own videos in a notebook: a crash ends this process."""
 
     def decode(self, request: DecodeRequest, descriptor: int | None = None) -> DecodedVideo:
         """Decode one video here. Raises VideoFault as ``decode_video``."""
@@ -186,7 +187,7 @@ class _Child:
 
 @contextmanager
 def _no_main_module() -> Iterator[None]:
-    """Keep a child that starts within this context from importing the main module of this process.
+    """Keep a child that starts inside this context from importing this process's main module.
 
     The main module of an actor is Ray's worker, which takes half a second to import and is of no use to a decoder.
     """
@@ -199,7 +200,7 @@ def _no_main_module() -> Iterator[None]:
 
 
 def _crash(code: int | None, backend: str | None) -> VideoFault:
-    """Make the fault of a video whose decode process ended with ``code`` (negative: by that signal)."""
+    """Return the fault of a video whose decode process ended with ``code`` (negative: by that signal)."""
     if code is None or code >= 0:
         return VideoFault("crash", f"the decode process ended with exit code {code}", backend=backend)
     name = {entry.value: entry.name for entry in signal.Signals}.get(-code, f"signal {-code}")
@@ -228,7 +229,7 @@ def _serve(pipe: Connection, memory_mb: int, on_gpu: bool) -> None:
 
 
 def _answer(pipe: Connection, shared: SharedFrames) -> DecodedVideo:
-    """Decode the video of the next request, which names a file or comes with an open one. Raises VideoFault."""
+    """Receive the next request, a path or an open file, and decode its video. Raises VideoFault."""
     has_descriptor, done = pipe.recv()
     shared.reuse(done)
     descriptor = reduction.recv_handle(pipe) if has_descriptor else None
@@ -243,7 +244,10 @@ def _answer(pipe: Connection, shared: SharedFrames) -> DecodedVideo:
 
 
 def _confine(memory_mb: int, on_gpu: bool) -> str:
-    """Take from this process what it must not have, and return a note about what the platform cannot take."""
+    """Limit this process's memory and end with its parent, without credentials or core files; return a note.
+
+    The note is about a limit that the platform does not have, "" if it has all.
+    """
     import torch  # noqa: PLC0415 - already imported by the fork server; its size counts as the child's own
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which decides

@@ -23,7 +23,7 @@ _MOST_IDLE = 64 * 2**20  # bytes of memory kept for the next videos
 
 
 class Handover(NamedTuple):
-    """The memory that holds the frames of a video: its number, whether it is new, and which numbers were given up."""
+    """The message about a video's frames: their memory's number, whether it is new, and the numbers given up."""
 
     number: int
     new: bool
@@ -31,7 +31,7 @@ class Handover(NamedTuple):
 
 
 class SharedFrames:
-    """The memory for frames in the process that decodes, one piece a video."""
+    """The shared memory for frames in the decoding process, one piece a video."""
 
     def __init__(self) -> None:
         self._idle: dict[int, mmap.mmap] = {}
@@ -41,7 +41,7 @@ class SharedFrames:
         self._descriptor: int | None = None  # of the current piece, where its reader does not have it yet
 
     def reuse(self, numbers: list[int]) -> None:
-        """Mark pieces whose frames the reader no longer refers to as free to be filled again."""
+        """Mark these pieces, which the reader no longer refers to, as free."""
         for number in numbers:
             self._idle[number] = self._lent.pop(number)
 
@@ -59,7 +59,10 @@ class SharedFrames:
         return np.frombuffer(self._current[1], np.uint8, size).reshape(shape)
 
     def hand_over(self) -> tuple[Handover, int | None]:
-        """Hand over the frames of the current video; a new piece comes with its descriptor, which the caller closes."""
+        """Give the current video's frames to the reader: return the message and a new piece's descriptor, or None.
+
+        The caller closes the descriptor.
+        """
         assert self._current is not None
         (number, memory), descriptor = self._current, self._descriptor
         self._current = self._descriptor = None
@@ -80,7 +83,7 @@ class SharedFrames:
 
 
 class ReceivedFrames:
-    """The same memory in the process that reads. A piece may be filled again once nothing refers to its array."""
+    """The shared memory for frames in the reading process; a piece is free once nothing refers to its array."""
 
     def __init__(self) -> None:
         self._pieces: dict[int, mmap.mmap] = {}
@@ -91,7 +94,7 @@ class ReceivedFrames:
         self._pieces.clear()
 
     def done(self) -> list[int]:
-        """Take the numbers of the pieces that may be filled again; the next call does not return them."""
+        """Return the numbers of pieces that became free since the last call."""
         done = self._done[:]
         del self._done[: len(done)]
         return done

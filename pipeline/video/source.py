@@ -32,7 +32,7 @@ _IN_MEMORY = re.compile(r"/proc/self/fd/\d+|/memfd:\S*(?: \(deleted\))?")
 
 @dataclass
 class Source(AbstractContextManager["Source"]):
-    """A video that is ready to be decoded, or the fault that keeps it from being so. Close it after use.
+    """A video that is ready to be decoded, or the fault that prevents that. Close it after use.
 
     Attributes:
         uri: the name of the video: a path or its URI on S3.
@@ -91,7 +91,7 @@ def open_source(uri: str, objects: Objects, limit: int) -> Source:
 
 
 def same_source(row: VideoRow, objects: Objects) -> Source:
-    """Open the source of a row of the videos table if it has the size that was recorded; an object is one GET.
+    """Open the source of a videos row, if its size is still the recorded one; an object is one GET.
 
     Raises VideoFault("io") where it is gone or has another size.
     """
@@ -148,7 +148,7 @@ def _fault(uri: str, error: Exception, limit: int) -> VideoFault:
 
 
 class Sizes:
-    """The sizes of files and objects. A store that never answers is an error, since "unchanged" would be a guess."""
+    """The sizes of files and objects; a store that never answers is an error, since no guess would be safe."""
 
     def __init__(self, objects: Objects | None = None) -> None:
         self._objects = objects
@@ -180,7 +180,7 @@ class Sizes:
             pool.shutdown(cancel_futures=True)
 
     def _counted(self, answers: Iterable[int | OSError]) -> Iterator[int]:
-        """Yield sizes, and count the refusals among them. Raises UsageError after too many in a row."""
+        """Yield sizes while counting refusals in a row. Raises UsageError after too many."""
         for answer in answers:
             refusal = answer if isinstance(answer, OSError) else None
             self._asked += 1
@@ -203,6 +203,7 @@ class Sizes:
 
 
 def _no_answer(refusal: OSError) -> UsageError:
+    """Return the error about a store that does not answer."""
     return UsageError(
         f"{refusal.filename}: whether cached videos have changed cannot be asked: {refusal.strerror}; "
         "--on-changed skip keeps them unasked"
@@ -210,6 +211,7 @@ def _no_answer(refusal: OSError) -> UsageError:
 
 
 def _on_disk(path: str) -> int:
+    """Return the bytes of a local video, -1 if it is gone."""
     try:
         return source_bytes(path)
     except (OSError, ValueError):

@@ -12,7 +12,7 @@ from gstep.errors import ModelError
 
 @dataclass(frozen=True)
 class FixedSizePreprocessor(Preprocessor):
-    """Every frame is resized to one size, whatever its shape (LLaVA-OneVision: 384 x 384)."""
+    """A preprocessor that resizes every frame to one size, whatever its shape (LLaVA-OneVision: 384 x 384)."""
 
     height: int
     width: int

@@ -31,7 +31,7 @@ _FLOOR, _SHARE = 1.05, 0.9
 
 @dataclass(frozen=True)
 class DynamicSizePreprocessor(Preprocessor):
-    """Frames keep their shape and get a size between ``min_pixels`` and ``max_pixels``.
+    """A preprocessor that keeps the shape of frames and chooses a size between ``min_pixels`` and ``max_pixels``.
 
     Attributes:
         patch_size: pixels of a patch's side.
@@ -116,7 +116,7 @@ class DynamicSizePreprocessor(Preprocessor):
 
 
 class PerFramePreprocessor(DynamicSizePreprocessor):
-    """Qwen2.5-VL: the pixels are those of a frame."""
+    """The preprocessor of Qwen2.5-VL, whose pixel limits are those of one frame."""
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
         """Return (height, width) in pixels, multiples of ``factor``.
@@ -132,7 +132,7 @@ class PerFramePreprocessor(DynamicSizePreprocessor):
 
 
 class PerVideoPreprocessor(DynamicSizePreprocessor):
-    """Qwen3-VL: the pixels are those of all sampled frames together."""
+    """The preprocessor of Qwen3-VL, whose pixel limits are those of all sampled frames together."""
 
     def target_size(self, n_frames: int, height: int, width: int) -> tuple[int, int]:
         """Return (height, width) in pixels, multiples of ``factor``.
@@ -156,7 +156,7 @@ class PerVideoPreprocessor(DynamicSizePreprocessor):
 
 
 def check_shape(height: int, width: int) -> None:
-    """Raise UnsupportedVideo above the aspect ratio that the models take."""
+    """Raise UnsupportedVideo if a frame's aspect ratio is above 200, the most that the models take."""
     ratio = max(height, width) / min(height, width)
     if ratio > MAX_ASPECT_RATIO:
         raise UnsupportedVideo(
@@ -168,7 +168,7 @@ def check_shape(height: int, width: int) -> None:
 def fit(
     height: int, width: int, n_frames: int, n_counted: int, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Fit frames as both functions smart_resize do: to multiples of ``factor``, and all pixels into their bounds.
+    """Return (height, width) as smart_resize of both stock processors does: multiples of ``factor``, pixels in bounds.
 
     ``n_counted`` is the number of frames that the bounds apply to, ``n_frames`` the one that the scale goes by.
     """
@@ -198,6 +198,7 @@ def with_pixel_bounds(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count(settings: Mapping[str, Any], name: str) -> int:
+    """Return the setting ``name`` if it is a positive integer, else raise ModelError."""
     value = settings[name]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"the preprocessor setting {name}={value!r} is not implemented: it must be a positive integer")

@@ -17,7 +17,7 @@ from gstep.errors import ModelError
 
 
 class PoolingHead(nn.Module):
-    """post_layernorm and the stock head; without gradients, in eval mode."""
+    """SigLIP's post_layernorm and attention-pooling head as one module without gradients, in eval mode."""
 
     def __init__(self, config: Any) -> None:
         from transformers.models.siglip.modeling_siglip import (  # noqa: PLC0415 - seconds, and rarely needed
@@ -30,7 +30,7 @@ class PoolingHead(nn.Module):
 
     @classmethod
     def load(cls, source: PoolingHeadSource, device: str) -> PoolingHead:
-        """Load a head.
+        """Load the head that ``source`` describes onto ``device`` in float32.
 
         Raises ModelError where this node's weights are not those that were resolved, or do not fit the config.
         """
@@ -52,7 +52,7 @@ class PoolingHead(nn.Module):
         return head.eval().requires_grad_(False)
 
     def forward(self, features_TSC: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute a feature [T,C] of each frame and the probe's attention [T,S], a head mean, of the tower's output."""
+        """Compute each frame's pooled feature [T,C] and the probe's attention [T,S], a head mean, of tower outputs."""
         seen: list[Tensor] = []
 
         def keep(module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:

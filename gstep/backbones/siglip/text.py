@@ -58,7 +58,7 @@ class TextTowerSource:
 
 
 class TextTower:
-    """The stock SiglipTextModel and the checkpoint's tokenizer."""
+    """A loaded SigLIP text tower: the stock SiglipTextModel with the checkpoint's tokenizer."""
 
     def __init__(self, model: Any, tokenizer: Any, device: str) -> None:
         self.model = model
@@ -140,7 +140,10 @@ def _names_in_memory(key: str) -> list[str]:
 
 
 def _identity(head: PoolingHeadSource, config: dict[str, Any]) -> str:
-    """Hash what decides the embeddings of a text tower. Raises ModelError where the checkpoint has no such tensor."""
+    """Hash the files that decide a text tower's embeddings.
+
+    Raises ModelError where the checkpoint has no such tensor.
+    """
     said = {name: value for name, value in config.items() if name not in IRRELEVANT_KEYS}
     digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     files = files_with(head, lambda key: key if key.startswith(PREFIX) else None)

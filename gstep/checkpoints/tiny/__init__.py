@@ -78,6 +78,7 @@ def identity(name: str) -> str:
 
 
 def _weights(name: str) -> Weights:
+    """Draw all weights of the tiny model ``name``."""
     return _ALL[name].weights(_ALL[name].config)
 
 

@@ -33,6 +33,7 @@ def _weights(config: Mapping[str, Any]) -> Weights:
 
 
 def _text_tower(draw: Draw, prefix: str, config: Mapping[str, Any]) -> None:
+    """Draw the weights of SigLIP's text tower below ``prefix``."""
     width = config["hidden_size"]
     draw.weights[f"{prefix}.embeddings.token_embedding.weight"] = draw.uniform((config["vocab_size"], width), 1.0)
     positions = config["max_position_embeddings"]

@@ -95,6 +95,7 @@ def write_bytes(folder: Path, kind: TinyTokenizer, ids: Mapping[str, int], vocab
 
 
 def _save(folder: Path, tokenizer: Tokenizer, kind: TinyTokenizer) -> None:
+    """Write tokenizer.json, tokenizer_config.json and, where there is a chat template, chat_template.jinja."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "additional_special_tokens": list(kind.special[1:]),

@@ -71,7 +71,7 @@ def check_forms(
 
 
 def worse_picks(order_B: Tensor, task: Task) -> Tensor:
-    """Find which picks, [B] bool, were not the best left, of distances by the plain form and within _TOLERANCE."""
+    """Mark the picks, [B] bool, that were not the best token left by the plain form's distances, within _TOLERANCE."""
     tokens_MD = task.tokens.float()
     inverse_M = inverse_norms(tokens_MD)
     nearest_M = torch.full_like(inverse_M, torch.inf)

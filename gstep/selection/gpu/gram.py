@@ -27,7 +27,7 @@ UNFUSED = {"enable_fp_fusion": False}  # gstep.selection.reference rounds after 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """Sizes that no result depends on; the defaults are reasoned, not tuned on a GPU yet.
+    """The tile and batch sizes of the kernels, on which no result depends; reasoned defaults, not tuned on a GPU yet.
 
     Attributes:
         block: tokens by tokens of a tile of dot products.
@@ -87,7 +87,7 @@ def prepare(
     start: str,
     tuning: Tuning | None = None,
 ) -> Task | None:
-    """Prepare a video for the kernels; None where they cannot work, as for float64 tokens.
+    """Return a video's tensors ready for the kernels, or None where the kernels cannot work, as for float64 tokens.
 
     The arguments are those of ``density_guided_fps``.
     """
@@ -112,7 +112,7 @@ def prepare(
 
 
 def _multiplied(tokens_MD: Tensor) -> Tensor:
-    """Convert tokens for the kernels: they keep their own dtype where no row's magnitude lies far out."""
+    """Convert tokens to the values that the kernels multiply: unchanged unless a row's magnitude is out of range."""
     dtype = tokens_MD.dtype
     if not tokens_MD.is_cuda and dtype == torch.bfloat16:
         dtype = torch.float32  # Triton's interpreter multiplies bfloat16 by its bits as if they were integers
@@ -173,7 +173,7 @@ def gram_form(task: Task) -> Tensor:
 
 
 def no_bar(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a bar that every token passes: the key, [1] float64, and the place, [1] int32."""
+    """Return a bar that every token passes, for ``greedy_kernel``: its key, [1] float64, and its place, [1] int32."""
     key_1 = torch.full((1,), -torch.inf, dtype=torch.float64, device=device)
     return key_1, torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -188,7 +188,7 @@ def parts(width: int) -> tuple[int, int, int]:
 def run_greedy(
     task: Task, row_R: Tensor, distance_R: Tensor, bar: tuple[Tensor, Tensor], order_B: Tensor, count_1: Tensor
 ) -> Tensor:
-    """Launch ``greedy_kernel`` on tokens ``row_R``: see there; order and count change. The distances after it, [R]."""
+    """Launch ``greedy_kernel`` on tokens ``row_R``, appending picks to ``order_B``; return distances after it, [R]."""
     distances_SS = distances(task, row_R)
     width, n_rows = len(distances_SS), len(row_R)
     distance_S = pad(distance_R, (0, width - n_rows), value=-torch.inf)

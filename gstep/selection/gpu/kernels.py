@@ -195,7 +195,7 @@ def _highest(
 
 @triton.jit
 def _nearer(distance: tl.tensor, row_ptr: tl.tensor, place: tl.tensor, width: tl.tensor, best: tl.tensor) -> tl.tensor:
-    """Update Eq. (10) after the pick at ``best``, to which ``row_ptr`` has the distances."""
+    """Return every row's distance to its nearest pick, Eq. (10), now that the row at ``best`` is picked too."""
     found = tl.load(row_ptr + place, mask=place < width, other=0.0, eviction_policy="evict_first")
     return tl.where(place == best, -float("inf"), tl.minimum(distance, found))
 

@@ -83,7 +83,7 @@ def _memory_for_distances(device: torch.device) -> float:
 
 
 def _report(error: Exception) -> None:
-    """Warn once a process; after any failure but running out of memory the kernels are not tried again."""
+    """Warn about a kernel failure once a process, and turn the kernels off unless the GPU only ran out of memory."""
     cause = f"{type(error).__name__}: {error}"
     if not isinstance(error, torch.OutOfMemoryError):
         _broken.append(cause)

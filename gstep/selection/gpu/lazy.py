@@ -21,7 +21,7 @@ from gstep.selection.reference import NO_DISTANCE
 
 
 class LazyForm:
-    """The state of one video between rounds.
+    """The state of one video's selection between rounds.
 
     Attributes:
         distance_M: float64, each token's distance to the first ``mark_M`` picks, -inf once it is picked.
@@ -59,7 +59,10 @@ class LazyForm:
         return self.order_B
 
     def _round(self, most_picks: int) -> None:
-        """Pick what is sure among the best candidates; so far there are at most ``most_picks`` picks."""
+        """Run one round: choose candidates, refresh their distances, and pick as many as are certain.
+
+        ``most_picks`` is an upper bound of the picks made so far, known without waiting for the GPU.
+        """
         task = self.task
         row_K, bar = self._candidates()
         # Sorted by mark, so that each tile updates its tokens from their own smallest mark on.

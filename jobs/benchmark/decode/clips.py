@@ -32,7 +32,7 @@ _OPTIONS: dict[str, Callable[[int], dict[str, str]]] = {
 
 @dataclass(frozen=True)
 class Clip:
-    """A clip to make.
+    """The settings of a clip to encode.
 
     Attributes:
         encoder: FFmpeg's name of it.
@@ -71,7 +71,10 @@ _ENCODED = 500  # frames of a long clip that are encoded; their packets are repe
 
 
 def make_clips(folder: Path, names: Sequence[str]) -> dict[str, Path]:
-    """Make the clips that are not in ``folder`` yet, and return all. Raises ManifestError without the real one."""
+    """Make the named clips that ``folder`` lacks, and return all by name.
+
+    Raises ManifestError without the sample clips.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths = {name: folder / f"{name}.mp4" for name in names}
     missing = [name for name in names if not paths[name].exists()]
@@ -94,7 +97,7 @@ def make_clips(folder: Path, names: Sequence[str]) -> dict[str, Path]:
 
 
 def _encode(path: Path, clip: Clip, count: int, frames: Sequence[av.VideoFrame]) -> None:
-    """Encode ``count`` frames, playing ``frames`` over and over."""
+    """Encode ``count`` frames into ``path``, repeating ``frames`` as often as needed."""
     with av.open(str(path), "w") as out:
         stream = out.add_stream(clip.encoder, rate=FPS, options=_OPTIONS[clip.encoder](clip.group))
         stream.width, stream.height, stream.pix_fmt, stream.gop_size = clip.width, clip.height, "yuv420p", clip.group
@@ -106,7 +109,7 @@ def _encode(path: Path, clip: Clip, count: int, frames: Sequence[av.VideoFrame])
 
 
 def _repeat(once: Path, path: Path, clip: Clip) -> None:
-    """Write the packets of a clip one after another until ``clip`` is full."""
+    """Fill ``path`` by remuxing the packets of the encoded clip ``once`` over and over, to ``clip``'s full length."""
     with av.open(str(once)) as source, av.open(str(path), "w") as out:
         read = source.streams.video[0]
         stream = out.add_stream_from_template(read, opaque=True)

@@ -38,6 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> float:
+    """Parse a finite number above 0, as a flag's type."""
     number = float(text)
     if not 0 < number < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is no positive number")
@@ -45,7 +46,10 @@ def _positive(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> Done:
-    """Measure and show; returns the exit code and the figures. Raises UsageError for clips that there are none of."""
+    """Time the decoding of each clip and print a table; return the exit code and figures. Raises UsageError.
+
+    An unknown clip name is a UsageError.
+    """
     import torch  # noqa: PLC0415 - loads after the flags
 
     from jobs.benchmark.decode.clips import CLIPS, LONG_CLIPS, make_clips  # noqa: PLC0415
@@ -80,7 +84,7 @@ def run(arguments: argparse.Namespace) -> Done:
 
 
 def as_table(found: Sequence[Times], title: str) -> Table:
-    """Make the table: a row a way, a column a clip; the last rows show how many times the least ours takes."""
+    """Lay out a row a decoding way and a column a clip; the last rows are our ways over the floor."""
     from jobs.benchmark.decode.measure import CHILD, FLOOR, HERE  # noqa: PLC0415
 
     table = Table("", title=title)
@@ -98,4 +102,5 @@ def as_table(found: Sequence[Times], title: str) -> Table:
 
 
 def _shown(value: float | None) -> str:
+    """Format CPU seconds with two or three decimals, "-" for None."""
     return "-" if value is None else f"{value:.3f}" if value < 0.1 else f"{value:.2f}"

@@ -21,7 +21,7 @@ JOB, LIBRARIES = "the job", {"decord": by_decord, "torchcodec": by_torchcodec}
 
 
 class Videos(Dataset[torch.Tensor]):
-    """So many times the same clip; each item is its sampled and resized frames, uint8."""
+    """A dataset of ``count`` copies of one clip, each item its sampled and resized frames, uint8."""
 
     def __init__(self, path: Path, chosen: list[int], count: int, library: str) -> None:
         self._decode = partial(LIBRARIES[library], str(path), chosen)
@@ -36,7 +36,7 @@ class Videos(Dataset[torch.Tensor]):
 
 
 def videos_per_second(path: Path, chosen: list[int], counts: Sequence[int], workers: int) -> dict[str, float | None]:
-    """Measure the job and each loop over two ``counts`` of copies of a clip, and return videos/s of a video more.
+    """Return the throughput, in videos/s, of jobs.prune and of each DataLoader loop: the slope between two ``counts``.
 
     The loops burn the CPU seconds that the job's small encoder takes for a video, so that all do the same work.
     """
@@ -54,7 +54,7 @@ def videos_per_second(path: Path, chosen: list[int], counts: Sequence[int], work
 
 
 def _job(path: Path, n_frames: int, count: int) -> float:
-    """Run ``jobs.prune`` over so many copies of a clip, and return the least seconds of encoding and pruning one."""
+    """Run ``jobs.prune`` on ``count`` copies of a clip; return the fastest one's seconds of encoding and pruning."""
     with TemporaryDirectory() as folder:
         manifest, cache = Path(folder) / "videos.jsonl", Path(folder) / "cache"
         rows = [json.dumps({"video_id": str(number), "uri": str(path.resolve())}) for number in range(count)]
@@ -68,7 +68,7 @@ def _job(path: Path, n_frames: int, count: int) -> float:
 
 
 def _loop(path: Path, chosen: list[int], library: str, workers: int, encode_s: list[float], count: int) -> None:
-    """Decode so many copies of a clip by a DataLoader, and burn the least of ``encode_s`` in CPU seconds for each."""
+    """Decode ``count`` copies of a clip by a DataLoader, and burn the least of ``encode_s`` in CPU seconds for each."""
     videos, burn_s = Videos(path, chosen, count, library), min(encode_s)
     for _ in DataLoader(videos, batch_size=None, num_workers=workers, prefetch_factor=2):
         until = time.thread_time() + burn_s
@@ -77,6 +77,7 @@ def _loop(path: Path, chosen: list[int], library: str, workers: int, encode_s: l
 
 
 def _seconds(run: Callable[[int], object], count: int) -> float:
+    """Return the wall seconds of ``run(count)``."""
     started = time.perf_counter()
     run(count)
     return time.perf_counter() - started

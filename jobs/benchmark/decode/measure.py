@@ -29,7 +29,7 @@ _PREPROCESSOR = FixedSizePreprocessor(image_mean=(0.5,) * 3, image_std=(0.5,) * 
 
 @dataclass
 class Times:
-    """The CPU seconds of one clip: the best of the rounds, since other work only adds.
+    """The CPU seconds of decoding one clip in every way: the best of all rounds, since other work only adds.
 
     Attributes:
         clip: its name.
@@ -46,18 +46,21 @@ class Times:
     per_second: dict[str, float | None] = field(default_factory=dict)
 
     def add(self, way: str, seconds: float | None) -> None:
-        """Take a round's figure where it is the best."""
+        """Keep a round's seconds for a way if they are the fewest so far."""
         before = self.ways.get(way)
         self.ways[way] = seconds if before is None or seconds is None else min(before, seconds)
 
     def over_floor(self, way: str) -> float | None:
-        """Return how many times the least a way takes."""
+        """Return a way's CPU seconds divided by the floor's, or None where either was not measured."""
         seconds, floor = self.ways.get(way), self.ways.get(FLOOR)
         return None if seconds is None or not floor else seconds / floor
 
 
 def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: float) -> Times:
-    """Measure one clip; all ways take turns. ``snap_s``: seconds, of the way that moves frames to keyframes."""
+    """Measure one clip in all ways, in turns, ``repeats`` times.
+
+    ``snap_s`` is --snap-to-keyframes of the way that moves frames to keyframes.
+    """
     index = probe(str(path), sniff(path))
     assert index.packets is not None and index.pts is not None
     index.packets.close()
@@ -90,7 +93,7 @@ def measure(name: str, path: Path, sampling: Sampling, repeats: int, snap_s: flo
 
 
 def needed(path: str, times: Sequence[int], keys: Sequence[int]) -> list[Any]:
-    """Decode the frames shown at ``times`` from no more packets than they need: the floor, with none of our code."""
+    """Decode the frames shown at ``times`` from the fewest packets that they need: the floor, with none of our code."""
     kept: list[Any] = []
     groups: dict[int, set[int]] = {}
     for moment in times:
@@ -113,7 +116,7 @@ def needed(path: str, times: Sequence[int], keys: Sequence[int]) -> list[Any]:
 
 
 def _by_plain_pyav(path: str, times: Sequence[int]) -> None:
-    """Seek to each frame and decode up to it, as one writes it first."""
+    """Decode frames with PyAV in the obvious way: seek to the keyframe before each, and decode up to it."""
     with av.open(path) as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
@@ -138,16 +141,19 @@ def by_torchcodec(path: str, chosen: list[int]) -> torch.Tensor:
 
 
 def _resized(frame: Any) -> Any:
+    """Convert a PyAV frame to RGB and resize it to SIZE."""
     return resize_frames(frame.to_ndarray(format="rgb24", interpolation="BICUBIC", threads=1)[None], SIZE)
 
 
 def _indexed(path: Path) -> None:
+    """Read the clip's packet index as the pipeline's probe does, and drop it."""
     index = probe(str(path), sniff(path))
     assert index.packets is not None
     index.packets.close()
 
 
 def _seconds(call: Callable[[], float]) -> float | None:
+    """Call a timing, or return None if the library is missing or cannot read the clip."""
     try:
         return call()
     except Exception:  # noqa: BLE001 - a library that is not here, or cannot read this clip, has no figure
@@ -155,19 +161,20 @@ def _seconds(call: Callable[[], float]) -> float | None:
 
 
 def _cpu(call: Callable[[], object]) -> float:
+    """Return the CPU seconds that this process spends in a call."""
     started = time.process_time()
     call()
     return time.process_time() - started
 
 
 def _child_cpu(sandbox: DecodeSandbox, request: DecodeRequest) -> float:
-    """Measure the CPU seconds of this process and the child's, all threads."""
+    """Return the CPU seconds of this process and of the sandbox's child, all threads, for one decode request."""
     before = sum(_child_times())
     return _cpu(lambda: sandbox.decode(request)) + sum(_child_times()) - before
 
 
 def _child_times() -> Iterator[float]:
-    """Yield the CPU seconds of each thread of the processes that this one and its fork server started for decoding."""
+    """Yield the CPU seconds of each thread of the decode child processes started from this process."""
     import multiprocessing  # noqa: PLC0415
 
     for child in multiprocessing.active_children():

@@ -86,6 +86,7 @@ def run(arguments: argparse.Namespace) -> Done:
 
 
 def _title(job: Job, arguments: argparse.Namespace, visual_tokens: float) -> str:
+    """Describe model, machine and workload in one line for the tables' title."""
     from jobs.benchmark.machine import machine_line  # noqa: PLC0415
 
     runtime = job.runtime
@@ -96,12 +97,12 @@ def _title(job: Job, arguments: argparse.Namespace, visual_tokens: float) -> str
 
 
 def _memory(job: Job) -> str:
-    """Return what the peak measures, as the title of its column."""
+    """Return the column title for peak memory: which memory the figure counts on this device."""
     return "GPU GiB" if job.runtime.device != "cpu" else "weights + growth of RSS GiB"
 
 
 def _progress(console: Console) -> Callable[[str], None]:
-    """Return a printer that drops lines within some seconds of the last one."""
+    """Return a printer of progress lines that drops lines that follow too soon."""
     last = [float("-inf")]
 
     def say(line: str) -> None:

@@ -14,7 +14,7 @@ _HEADS = ("E2E (s)↓", "LLM Time (s)↓", "GPU (GB)↓", "KV (MB)↓")
 
 
 def table3(found: Sequence[Found], title: str, memory: str) -> str:
-    """Write seconds of all questions together as the paper has them, LLM time with vision tower and pruning.
+    """Return the paper's Table 3 in LaTeX; seconds are summed over all questions, LLM time with tower and pruning.
 
     GiB and MiB are what the paper calls GB and MB. In brackets is the change to full retention, which is the first of
     ``found``.
@@ -30,6 +30,7 @@ def table3(found: Sequence[Found], title: str, memory: str) -> str:
 
 
 def _numbers(one: Found, full: Found | None) -> list[Number | None]:
+    """Return a row's table numbers, each with its change to full retention; None where not measured."""
     values = _values(one)
     before = [None] * len(values) if full is None else _values(full)
     return [
@@ -39,12 +40,14 @@ def _numbers(one: Found, full: Found | None) -> list[Number | None]:
 
 
 def _values(one: Found) -> tuple[float | None, ...]:
+    """Return an arm's total E2E seconds, LLM seconds, peak GiB (or None) and KV MiB."""
     kv = max(sample.kv_bytes for sample in one.online) / MIB
     peak = None if one.online_peak is None else one.online_peak / GIB
     return sum(s.total_s for s in one.online), sum(s.llm_with_tower_s for s in one.online), peak, kv
 
 
 def _change(value: float, full: float | None) -> str:
+    """Format the change to full retention with an arrow, "" where there is nothing to compare with."""
     if not full:
         return ""
     change = 100 * (value / full - 1)

@@ -29,7 +29,7 @@ _TEXT = (
 
 @dataclass(frozen=True)
 class Decoded:
-    """A video's record and its frames [t,h,w,3], and the seconds until they were here."""
+    """A decoded video: its record, its frames [t,h,w,3] and the seconds that decoding took."""
 
     record: VideoRecord
     frames: NDArray[np.uint8]
@@ -38,7 +38,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Encoded:
-    """All tokens of a video, as a cache and as a prompt takes them."""
+    """An encoded video: all its tokens as a cache and as a prompt take them, and encoding's seconds and peak bytes."""
 
     decoded: Decoded
     tokens: VisualTokens
@@ -60,11 +60,11 @@ class Videos:
         self._decoder.close()
 
     def forget_tower(self) -> None:
-        """Drop the vision tower, which answers from caches do without."""
+        """Release the vision tower, so that it does not count in the memory of answering from caches."""
         del self.tower
 
     def static(self, deepstack_levels: int) -> StaticParts:
-        """Return what a cache header says of the model; with random weights no file holds the newline row."""
+        """Return a cache header's facts of the model: width, newline row, deepstack levels; also for random weights."""
         return StaticParts(self.tower.hidden_size, self._newline(), deepstack_levels)
 
     def _newline(self) -> torch.Tensor | None:
@@ -125,7 +125,10 @@ class Answers:
         self._how = Decoding(max_new_tokens=job.max_new_tokens)
 
     def chosen(self, arm: Arm, visual: Visual, number: int) -> Timed[tuple[Visual, PrunedTokens | None]]:
-        """Select what an arm keeps of all tokens before they go into a prompt."""
+        """Select the tokens that an arm keeps before they go into a prompt, timed.
+
+        The PrunedTokens are None where the arm keeps all tokens.
+        """
         late = arm.late
 
         def choose() -> tuple[Visual, PrunedTokens | None]:
@@ -137,7 +140,10 @@ class Answers:
         return timed(choose, self._device)
 
     def asked(self, arm: Arm, visual: Visual, number: int) -> Sample:
-        """Ask a question about visual tokens, as both modes do. Raise UsageError if the prompt is too long."""
+        """Answer one question about visual tokens and return its times and counts.
+
+        Raise UsageError if the prompt is too long.
+        """
         inside = None if arm.late is None else arm.late.inside
         prompt, prompt_s, _ = timed(lambda: self._job.builder.build(_text(number), [visual]), "cpu")
         if prompt.extent + self._how.max_new_tokens > self.llm.context_length:
@@ -167,4 +173,5 @@ class Answers:
 
 
 def _text(number: int) -> str:
+    """Return the text of question ``number``."""
     return _TEXT.format(number=number)

@@ -68,7 +68,10 @@ class Row:
 
 
 def break_even(build_s: float, cached_s: float, online_s: float) -> int | None:
-    """Return the fewest questions q with build_s + q * cached_s <= q * online_s, or None."""
+    """Return the number of questions from which building a cache and asking it takes less time than asking videos.
+
+    That is the smallest q with build_s + q * cached_s <= q * online_s, or None where there is none.
+    """
     saved = online_s - cached_s
     if saved <= 0:
         return None
@@ -81,7 +84,7 @@ def break_even(build_s: float, cached_s: float, online_s: float) -> int | None:
 
 
 def summarise(found: Found) -> Row:
-    """Compute the row of the tables for one arm."""
+    """Compute an arm's table row: medians and spreads of its measurements."""
     online, cached, built = found.online, found.cached, found.built
 
     def of(value: Callable[[Sample], float], samples: Sequence[Sample] = online) -> Spread:
@@ -121,17 +124,18 @@ def summarise(found: Found) -> Row:
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Return the median, the least and the greatest value."""
+    """Return the median, smallest and largest of the values."""
     listed = list(values)
     return Spread(median(listed), min(listed), max(listed))
 
 
 def _answers(samples: Sequence[Sample]) -> dict[tuple[str, int, int], tuple[int, ...]]:
+    """Return the answer's token ids by (video, question, repeat)."""
     return {(sample.video_id, sample.question, sample.repeat): sample.answer for sample in samples}
 
 
 def tables(rows: Sequence[Row], title: str, memory: str) -> list[Table]:
-    """Lay out the paper's columns, their parts, and online beside cached; ``memory`` titles the peak."""
+    """Lay out three tables: the paper's columns, their parts, and online beside cached; ``memory`` titles the peak."""
     full = rows[0]
     paper = _table(
         f"{title}\nonline, seconds a question: median (lowest to highest); in % the change to full retention",
@@ -182,6 +186,7 @@ def _mode_cells(row: Row) -> Iterator[str]:
 
 
 def _table(title: str, *columns: str) -> Table:
+    """Make an empty table with the columns method, kept and ``columns``."""
     table = Table(title=title, title_justify="left")
     for name in ("method", "kept", *columns):
         table.add_column(name, justify="left" if name == "method" else "right")
@@ -189,14 +194,17 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _wide(value: Spread) -> str:
+    """Format a spread in seconds: "median (lowest-highest)"."""
     return f"{_seconds(value.median)} ({_seconds(value.low)}-{_seconds(value.high)})"
 
 
 def _seconds(value: float) -> str:
+    """Format seconds with three decimals below 10, else one."""
     return f"{value:.3f}" if value < 10 else f"{value:.1f}"
 
 
 def _gib(value: float | None) -> str:
+    """Format bytes as GiB, "" for None."""
     return "" if value is None else f"{value / GIB:.2f}"
 
 
@@ -206,7 +214,7 @@ def _change(value: float | None, full: float | None) -> str:
 
 
 def as_record(rows: Sequence[Row], found: Sequence[Found], **more: object) -> dict[str, object]:
-    """Return the machine, the rows and every sample in seconds and bytes, JSON-able."""
+    """Return the JSON-able document of the benchmark: the machine, the rows and every sample, in seconds and bytes."""
 
     def listed(one: Found, measured: Sequence[Sample] | Sequence[Built]) -> list[dict[str, object]]:
         arm = {"method": one.arm.method, "retention_ratio": one.arm.retention_ratio}
@@ -219,4 +227,5 @@ def as_record(rows: Sequence[Row], found: Sequence[Found], **more: object) -> di
 
 
 def _named(value: object) -> object:
+    """Convert a Spread to a dict by field name; return other values as they are."""
     return value._asdict() if isinstance(value, Spread) else value

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One question in one mode; seconds, and bytes. What a mode does not do took no time.
+    """The measurements of one question in one mode, in seconds and bytes; a step that a mode skips took 0 s.
 
     Attributes:
         mode: "online" from the video, "cached" from its tokens in a cache.
@@ -71,7 +71,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Built:
-    """The seconds that it takes to put one video into a cache."""
+    """The seconds of each step of putting one video into a cache."""
 
     video_id: str
     repeat: int
@@ -82,12 +82,13 @@ class Built:
 
     @property
     def total_s(self) -> float:
+        """The seconds of all steps together."""
         return self.video_decode_s + self.encode_s + self.prune_s + self.write_s
 
 
 @dataclass
 class Found:
-    """All measurements of one arm; peaks are bytes with the weights, None where they cannot be measured."""
+    """All measurements of one arm; peaks are bytes including weights, None where they cannot be measured."""
 
     arm: Arm
     online: list[Sample] = field(default_factory=list)
@@ -98,7 +99,7 @@ class Found:
 
 
 class Timed(NamedTuple, Generic[T]):
-    """The result of work, its seconds, and on a GPU the peak of torch's memory while it ran."""
+    """The result of a piece of work, its seconds, and on a GPU the peak of torch's memory meanwhile."""
 
     value: T
     seconds: float
@@ -106,7 +107,7 @@ class Timed(NamedTuple, Generic[T]):
 
 
 def timed(work: Callable[[], T], device: str) -> Timed[T]:
-    """Time work; on a GPU by CUDA events, with nothing under way before and all done after it."""
+    """Run ``work`` and time it: on a GPU by CUDA events between synchronisations, else by wall clock."""
     if not device.startswith("cuda"):
         started = time.perf_counter()
         value = work()

@@ -28,7 +28,7 @@ FULL = "none"
 
 @dataclass(frozen=True)
 class KvShape:
-    """The shape of the keys a language model keeps per token; it keeps as many values."""
+    """The shape of a language model's keys for one token; the values have the same shape again."""
 
     layers: int
     kv_heads: int
@@ -42,14 +42,14 @@ class KvShape:
         return cls(text_config.num_hidden_layers, text_config.num_key_value_heads, int(width), dtype.itemsize)
 
     def n_bytes(self, tokens: int, *, layer: int = 0, kept: int | None = None) -> int:
-        """Multiply tokens, layers, kv_heads, head_dim, 2 and bytes of a number; ``kept`` tokens from ``layer`` on."""
+        """Return the bytes of keys and values of ``tokens``, of which only ``kept`` remain from ``layer`` on."""
         places = layer * tokens + (self.layers - layer) * (tokens if kept is None else kept)
         return places * self.kv_heads * self.head_dim * 2 * self.number_bytes
 
 
 @dataclass(frozen=True)
 class Arm:
-    """A method at a ratio; full retention has no ``late``."""
+    """A pruning method at a retention ratio; ``late`` is its pruning of cached tokens, None for full retention."""
 
     method: str
     retention_ratio: float
@@ -67,11 +67,11 @@ class Arm:
 
     @property
     def stored(self) -> bool:
-        """Whether a cache stores the kept tokens; otherwise it stores all, and each question selects its own."""
+        """Whether the arm's cache stores only the kept tokens; otherwise each question selects from all stored ones."""
         return self.late is not None and self.late.inside is None and self.late.pruner.cacheable
 
     def dropped_inside(self, n_visual: int) -> tuple[int, int]:
-        """Return the layer, and how many visual tokens the language model drops before it; (0, 0) for none."""
+        """Return the LLM layer before which visual tokens are dropped, and how many; (0, 0) where none are."""
         if self.late is None or self.late.inside is None:
             return 0, 0
         return self.late.pruner.layer or 0, n_visual - self.late.kept_inside(n_visual)
@@ -152,15 +152,18 @@ def prepare(
 
 
 def _random(model: str, folder: Path) -> ModelSource:
+    """Return the model with random weights, its small files written to the new ``folder``."""
     folder.mkdir()
     return ModelSource.random(model, folder)
 
 
 def _arm(asked: LateAsked, late: LatePruning) -> Arm:
+    """Make the arm of a method and ratio given on the command line."""
     return Arm(asked.method_label, asked.retention_ratio, late)
 
 
 def _check_siglip(siglip: str | None, asked: Sequence[LateAsked], source: ModelSource) -> None:
+    """Raise UsageError if a SigLIP checkpoint was given that no method takes evidence from."""
     needed = {where for one in asked for _, where in needed_by(one.method, source.model_type, one.params)}
     if siglip is not None and not needed & HEAD_SOURCES:
         raise UsageError("--siglip: none of the methods takes anything from a SigLIP checkpoint")

@@ -36,7 +36,10 @@ Round = Callable[[Sequence[ManifestRow], int, int, Sequence[Found]], None]
 
 
 class Bench:
-    """The models of one job, loaded, and the caches that it makes below ``folder``. Close it after use."""
+    """The measurement of one job: its loaded models, and the caches that it makes below ``folder``.
+
+    Close it after use.
+    """
 
     def __init__(self, job: Job, folder: Path, say: Say) -> None:
         self._job, self._folder, self._say = job, folder, say
@@ -51,10 +54,10 @@ class Bench:
         self._videos.close()
 
     def run(self) -> list[Found]:
-        """Measure all arms in turns, so that whatever else the machine does meets them alike.
+        """Measure all arms in turns, so that disturbances of the machine affect all alike.
 
-        First they answer from the videos, then from caches, by when no vision tower is in memory. On a CPU each half
-        ends with runs for the peak of memory. Raises RunFailed, UsageError.
+        All arms first answer from the videos, then from caches, when no vision tower is in memory any more. On a CPU
+        each half ends with runs that measure peak memory. Raises RunFailed, UsageError.
         """
         found = [Found(arm) for arm in self._job.arms]
         for one in found:
@@ -77,7 +80,7 @@ class Bench:
         return found
 
     def _rounds(self, mode: str, measure: Round, found: Sequence[Found]) -> None:
-        """Measure the first video once to warm up, then all videos in every repeat."""
+        """Run ``measure`` on the first video once as a warm-up, then on all videos in every repeat."""
         videos = self._job.videos
         self._say(f"{mode}: to warm up")
         measure(videos[:1], 1, 0, [Found(one.arm) for one in found])
@@ -86,6 +89,7 @@ class Bench:
             measure(videos, self._job.questions, repeat, found)
 
     def _online(self, videos: Sequence[ManifestRow], questions: int, repeat: int, found: Sequence[Found]) -> None:
+        """Decode and encode each video, ask every arm its questions, and write the video into the arm's cache."""
         for row in videos:
             decoded = self._videos.decoded(row)
             for evidence in dict.fromkeys(one.arm.evidence for one in found):
@@ -97,6 +101,7 @@ class Bench:
                     one.built.append(self._built(one.arm, encoded, repeat))
 
     def _ask_online(self, one: Found, encoded: Encoded, number: int, repeat: int) -> None:
+        """Ask one question about an encoded video, and append its sample to the arm's."""
         (visual, _), prune_s, prune_peak = self._answers.chosen(one.arm, encoded.visual, number)
         sample = self._answers.asked(one.arm, visual, number)
         sample = replace(
@@ -113,7 +118,7 @@ class Bench:
         one.online_peak = highest(one.online_peak, sample.peak_bytes)
 
     def _built(self, arm: Arm, encoded: Encoded, repeat: int) -> Built:
-        """Write the video into the arm's cache, where the last repeat is the live row."""
+        """Prune a video and write it into the arm's cache, timed; later repeats replace the row of earlier ones."""
 
         def prune() -> PrunedTokens:
             if arm.late is None or not arm.stored:
@@ -141,6 +146,7 @@ class Bench:
         return Built(record["video_id"], repeat, encoded.decoded.seconds, encoded.seconds, prune_s, seconds)
 
     def _cached(self, videos: Sequence[ManifestRow], questions: int, repeat: int, found: Sequence[Found]) -> None:
+        """Ask every arm its questions about each video from the arm's cache."""
         for row in videos:
             for one in found:
                 self._say(f"cached: {row['video_id']}, {one.arm.label}")
@@ -150,6 +156,7 @@ class Bench:
                     one.cached_peak = highest(one.cached_peak, sample.peak_bytes)
 
     def _ask_cached(self, arm: Arm, video_id: str, number: int) -> Sample:
+        """Read a video from the arm's cache, prune there if the arm does, ask one question, and return the sample."""
         visual, read_s, _ = timed(lambda: self._read(arm, video_id), "cpu")
         prune_s, prune_peak = 0.0, None
         if not arm.stored:
@@ -160,12 +167,13 @@ class Bench:
         return replace(sample, read_s=read_s, prune_s=prune_s, bytes_read=n_read, peak_bytes=peak)
 
     def _read(self, arm: Arm, video_id: str) -> Visual:
+        """Read a video's tokens from the arm's cache as a prompt takes them."""
         cache = self._caches[arm.label]
         evidence = () if arm.stored else sorted(arm.evidence)
         return cache.get(video_id, evidence=evidence).visual
 
     def _bytes_read(self, arm: Arm, video_id: str) -> int:
-        """Sum the bytes of the rows and columns that are read, by the token shard's footer."""
+        """Return the stored bytes of the rows and columns read for a video, by the token shard's footer."""
         cache = self._caches[arm.label]
         evidence = () if arm.stored else sorted(arm.evidence)
         row = cache.metadata(video_id)
@@ -191,12 +199,14 @@ class Bench:
                     one.online_peak = weights + max(encoding, n_bytes(encoded.visual) + asking)
 
     def _cached_peaks(self, found: Sequence[Found], weights: int) -> None:
+        """Measure peak memory of answering from the cache on a CPU: the weights plus the growth of one answer."""
         video_id = self._job.videos[0]["video_id"]
         for one in found:
             asking = _grown(lambda one=one: self._ask_cached(one.arm, video_id, 0))  # type: ignore[misc]
             one.cached_peak = None if asking is None else weights + asking
 
     def _store(self, arm: Arm) -> LocalStore:
+        """Return the store of an arm's cache."""
         return LocalStore(self._folder / f"cache-{self._job.arms.index(arm)}")
 
     def _header(self, arm: Arm) -> bytes:
@@ -210,10 +220,11 @@ class Bench:
 
 
 def _grown(work: Callable[[], object]) -> float | None:
-    """Return the bytes by which work raises the process's memory, or None."""
+    """Return the bytes by which ``work`` raises the process's peak memory, or None where that cannot be measured."""
     grown = peak_memory(work)
     return None if grown is None else grown * 1e6
 
 
 def _weight_bytes(module: Any) -> int:
+    """Return the bytes of a module's parameters and buffers."""
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))

@@ -22,7 +22,7 @@ WIDTHS = {"Dv": 1152, "Dk": 72, "De": 1152, "Q": 1}
 
 @dataclass(frozen=True)
 class MethodTime:
-    """One method on one video; seconds are medians.
+    """The measurement of one method on one video; seconds are medians.
 
     Attributes:
         n_tokens: M.
@@ -67,6 +67,7 @@ def measure(
 
 
 def _run(pruner: Pruner, tokens: Tensor, retention_ratio: float) -> Callable[[], int]:
+    """Return a function that prunes the tokens once, waits for the GPU, and returns the number of kept tokens."""
     visual = VisualTokens(tokens, _evidence(pruner, tokens))
 
     def run() -> int:
@@ -101,5 +102,5 @@ def as_table(times: Sequence[MethodTime], title: str) -> Table:
 
 
 def as_record(times: Sequence[MethodTime], **more: object) -> dict[str, object]:
-    """Return what --json writes."""
+    """Return the times as the JSON document of ``--json``."""
     return {**more, "times": [asdict(item) for item in times]}

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> Done:
 
 
 def _measure(arguments: argparse.Namespace) -> list[dict[str, float]]:
-    """Return the figures of each size of videos, time of encoding and number of nodes."""
+    """Measure every combination of frames, encoder seconds and nodes; return one dict of figures for each."""
     from jobs.benchmark.pipeline.measure import compare  # noqa: PLC0415 - NumPy loads after the flags
     from jobs.benchmark.pipeline.report import cell  # noqa: PLC0415
 

@@ -15,7 +15,7 @@ from pipeline.video.sampling import Sampling
 
 
 def run(work: Work) -> dict[str, float]:
-    """Decode the videos, each worker its share, and drop the frames; return the seconds."""
+    """Decode all videos with the job's decode workers alone, dropping the frames; return the seconds."""
     rows = [{**row, "attempts": 1} for row in read_manifest(str(work.manifest)).to_pylist()]
     setup = DecodeSetup(Sampling(num_frames=work.frames), family_of(ModelSource.resolve("tiny")).preprocessor())
 

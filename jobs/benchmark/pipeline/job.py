@@ -32,7 +32,7 @@ _NODE = {"num_cpus": 2, "object_store_memory": 512 * 2**20, "include_dashboard":
 
 @dataclass(frozen=True)
 class SleepingSetup(EncodeSetup):
-    """Tell a sleeping encoder what every encoder needs to know, and the seconds that a video takes."""
+    """The settings of a sleeping encoder: those of every encoder, and the seconds that a video takes."""
 
     work_s: float = 0.0
 
@@ -42,7 +42,7 @@ class SleepingSetup(EncodeSetup):
 
 
 class SleepingEncoder(VideoEncoder):
-    """Sleeps for each video, and packs for each the same tokens, as those of a model are packed."""
+    """An encoder that sleeps for each video instead of computing, and returns the same made-up tokens each time."""
 
     def __init__(self, setup: SleepingSetup) -> None:
         self._sleeping = setup
@@ -91,7 +91,7 @@ def run(work: Work) -> dict[str, float]:
 
 @contextmanager
 def _ray(nodes: int) -> Iterator[None]:
-    """Start Ray as the job does, or so many logical nodes; end it."""
+    """Run the block with Ray started as the job starts it, or with ``nodes`` logical nodes; shut Ray down after it."""
     with ExitStack() as stack:
         if nodes:
             cluster = Cluster()

@@ -20,7 +20,7 @@ _PREFETCH = 4
 
 
 class Videos(Dataset[tuple[str, torch.Tensor]]):
-    """The videos of a work: each its id and its frames, [t,h,w,3] uint8."""
+    """A dataset of the work's videos, each item an id and its frames, [t,h,w,3] uint8."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -37,7 +37,7 @@ class Videos(Dataset[tuple[str, torch.Tensor]]):
 
 
 def run(work: Work) -> dict[str, float]:
-    """Decode the videos by a DataLoader, sleep for each, and write tokens of the job's size; return the seconds."""
+    """Decode by a DataLoader, sleep for each video as the encoder does, write tokens to Parquet; return the seconds."""
     work.out.mkdir()
     workers = 0 if work.kind == SINGLE else work.workers
     tokens, waiting = os.urandom(work.frames * KEPT_BYTES_PER_FRAME), dict[str, bytes]()

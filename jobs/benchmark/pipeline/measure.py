@@ -31,7 +31,7 @@ _FEW = 16  # videos, at least: fewer would not fill every stage
 def compare(
     works: Sequence[Work], folder: Path | None, seconds: float, repeats: int, say: Callable[[str], None]
 ) -> dict[str, Figures]:
-    """Measure works of several kinds in turns, with files below ``folder``; return the medians of each kind."""
+    """Measure works of several kinds in turns, with files below ``folder``; return each kind's median figures."""
     found: dict[str, list[Figures]] = {work.kind: [] for work in works}
     for turn in range(repeats):
         for work in works:
@@ -41,14 +41,17 @@ def compare(
 
 
 def measure(work: Work, seconds: float) -> Figures:
-    """Measure few and many videos, which differ by about so many seconds of an encoder's work."""
+    """Measure a work at two numbers of videos, ``seconds`` of encoding apart; return figures per extra video."""
     more = max(_FEW, round(seconds * work.encoders / max(work.work_s, _LEAST_S)))
     few = max(_FEW * work.encoders, more // 4)
     return slope(run_child(replace(work, videos=few)), run_child(replace(work, videos=few + more)), more)
 
 
 def slope(few: Figures, many: Figures, more: int) -> Figures:
-    """Return what each of so many videos more took, and the larger run's memory. Raises RunFailed for no seconds."""
+    """Return each figure's growth per extra video, and the larger run's memory.
+
+    Raises RunFailed if no time was added.
+    """
     found = {name: (many.get(name, 0.0) - few.get(name, 0.0)) / more for name in {**few, **many}}
     if found["seconds"] <= 0:
         raise RunFailed(f"{more} videos more took no longer: give more --seconds")
@@ -61,7 +64,10 @@ def medians(figures: Sequence[Figures]) -> Figures:
 
 
 def run_child(work: Work) -> Figures:
-    """Run one work in a process of its own, with a Ray of its own. Raises RunFailed where it fails."""
+    """Run one work in a child process that starts its own Ray, and return its figures.
+
+    Raises RunFailed where it fails.
+    """
     below = work.folder or None
     private = TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)  # processes that are ending may write there
     with TemporaryDirectory(dir=below) as folder, private as ray_folder:
@@ -94,7 +100,7 @@ def make_videos(work: Work) -> None:
 
 
 def _watched(child: subprocess.Popen[bytes]) -> ProcessTree:
-    """Wait for a process, with a look at all it started every now and then; nothing of it is left."""
+    """Wait for a child process while sampling its process tree; kill whatever of the tree is left."""
     tree, looks = ProcessTree(child.pid), 0
     try:
         while child.poll() is None:
@@ -108,7 +114,7 @@ def _watched(child: subprocess.Popen[bytes]) -> ProcessTree:
 
 
 def _environment(ray_folder: str) -> dict[str, str]:
-    """Return what a child is started in: no Ray of others, and workers no less urgent than those of a loop."""
+    """Return the child's environment: no Ray of others, and Ray workers at the same priority as a DataLoader's."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     ray = {"TMPDIR": ray_folder, "AUTH_MODE": "disabled", "USAGE_STATS_ENABLED": "0", "worker_niceness": "0"}
     return mine | {f"RAY_{name}": value for name, value in ray.items()} | {"RAY_ENABLE_AUTO_CONNECT": "0"}

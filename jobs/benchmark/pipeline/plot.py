@@ -13,7 +13,7 @@ from jobs.benchmark.pipeline.work import JOB, LOOP, SINGLE
 
 
 def write_plot(cells: Sequence[Figures], title: str, file: Path) -> None:
-    """Write a PNG: how busy encoders are, and beside it the processor's time a video of the job, by process."""
+    """Write a PNG of two charts: how busy the encoders are, and the job's CPU seconds a video by kind of process."""
     figure = Figure(figsize=(6 + 2 * len(cells), 4.8), layout="constrained")
     busy, used = figure.subplots(1, 2)
     kinds = [kind for kind in (SINGLE, LOOP, JOB) if f"{kind}, busy" in cells[0]]

@@ -25,12 +25,12 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def kind_of(command: str) -> str:
-    """Return what a process is for, by its command line."""
+    """Return the kind of a process (such as driver or decode worker) by its command line."""
     return next((kind for part, kind in KINDS.items() if part in command), OTHER)
 
 
 class ProcessTree:
-    """A process and its descendants, also those whose parent has ended; look often, as what ends takes its times along.
+    """A process and its descendants, also those whose parent has ended; ``look`` at it often, or ended ones are missed.
 
     Attributes:
         peak_mb: the most that all held together at a look, in MB (10^6 bytes): the sum of proportional set sizes (PSS),
@@ -43,7 +43,7 @@ class ProcessTree:
         self._cpu_s: dict[int, float] = {}
 
     def look(self, *, memory: bool = False) -> None:
-        """Note what each process has used; ``memory`` takes some milliseconds a process."""
+        """Record the CPU seconds of each living process, and with ``memory`` the total memory (some ms a process)."""
         living = self._living()
         for pid, seconds in living.items():
             self._cpu_s[pid] = seconds
@@ -53,20 +53,20 @@ class ProcessTree:
             self.peak_mb = max(self.peak_mb, sum(map(_pss, living)) / 1e6)
 
     def cpu_s(self) -> dict[str, float]:
-        """Return the CPU seconds of all processes, those that ended included, by kind."""
+        """Return the recorded CPU seconds summed by kind of process, ended ones included."""
         seconds: Counter[str] = Counter()
         for pid, used in self._cpu_s.items():
             seconds[self._kinds[pid]] += used  # type: ignore[assignment]  # of floats as well
         return dict(seconds)
 
     def end(self) -> None:
-        """Kill what is left of it."""
+        """Kill the processes of the tree that still run."""
         for pid in self._living():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def _living(self) -> dict[int, float]:
-        """Return the CPU seconds of the processes that are there, by number."""
+        """Return the CPU seconds of the tree's running processes by process id."""
         inside = {}
         for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):  # noqa: PTH208
             fields = _read(pid, "stat").rpartition(")")[2].split()
@@ -83,7 +83,7 @@ def _pss(pid: int) -> int:
 
 
 def _read(pid: int, name: str) -> str:
-    """Return a file of a process; nothing where it has ended."""
+    """Return the content of a file in /proc of a process, "" where the process has ended."""
     try:
         return Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8", errors="replace").replace("\0", " ")
     except OSError:

@@ -14,9 +14,9 @@ OF_JOB = f"{JOB}, CPU ms: "  # a kind of process
 
 
 def cell(work: Work, found: Mapping[str, Figures], first: Figures | None = None) -> dict[str, float]:
-    """Return all figures of one size of videos, time of encoding and number of nodes, by their names.
+    """Compute the derived figures of one combination of frames, encoder seconds and nodes.
 
-    ``found`` is by kind of work; ``first`` is the cell of the fewest nodes.
+    ``found`` is by kind of work; ``first`` is the cell of the fewest nodes, which scaling is compared with.
     """
     shown = {"MB": work.frames * FRAME_BYTES / 1e6, "encode ms": 1e3 * work.work_s, "nodes": work.nodes or 1}
     speeds = {kind: 1 / figures["seconds"] for kind, figures in found.items()}

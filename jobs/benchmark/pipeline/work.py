@@ -17,7 +17,7 @@ LOOP, JOB, SINGLE, DECODE = "plain loop", "job", "single process", "decode alone
 
 @dataclass(frozen=True)
 class Work:
-    """Describe what a child process is to do.
+    """The description of one child process's work: which loop or job, on how many videos.
 
     Attributes:
         kind: LOOP is a DataLoader with workers, SINGLE one without, DECODE that stage of the JOB.
@@ -40,10 +40,12 @@ class Work:
 
     @property
     def manifest(self) -> Path:
+        """The manifest of the work's videos."""
         return Path(self.folder) / "manifest.jsonl"
 
     @property
     def out(self) -> Path:
+        """The folder for results."""
         return Path(self.folder) / "out"
 
 

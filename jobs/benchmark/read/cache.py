@@ -30,7 +30,7 @@ _START_S = 60.0
 
 @dataclass(frozen=True)
 class ReadJob:
-    """A cache and how often it is read: ``tokens`` are stored of each video, a quarter of those it had."""
+    """The size of a made-up cache, and how often it is read; of each video a quarter is stored, ``tokens``."""
 
     videos: int
     tokens: int
@@ -60,6 +60,7 @@ def make_cache(store: Store, job: ReadJob) -> None:
 
 
 def _video(place: int, job: ReadJob, numbers: np.random.Generator) -> PrunedVideo:
+    """Make one video with random tokens in random order of selection."""
     n_total = round(job.tokens / STORED)
     record: VideoRecord = {
         "video_id": f"video-{place:06d}",
@@ -87,7 +88,7 @@ def _video(place: int, job: ReadJob, numbers: np.random.Generator) -> PrunedVide
 
 
 class Counted(Objects):
-    """Counts what it is asked to read, in this process."""
+    """A reader of objects that counts its requests."""
 
     requests = 0
 
@@ -102,7 +103,7 @@ class Counted(Objects):
 
 @contextmanager
 def s3_server() -> Iterator[tuple[Counted, Any]]:
-    """Start moto's server with a bucket; returns (what reads it, boto3's client of it).
+    """Run moto's S3 server with an empty bucket; yield a counting reader of it and boto3's client of it.
 
     Raises UsageError where moto is missing.
     """
@@ -128,6 +129,7 @@ def s3_server() -> Iterator[tuple[Counted, Any]]:
 
 
 def _wait(server: subprocess.Popen[bytes], port: int) -> None:
+    """Wait until the server listens on its port. Raises RunFailed if it does not in time."""
     until = time.monotonic() + _START_S
     while time.monotonic() < until and server.poll() is None:
         with socket.socket() as probe:

@@ -30,7 +30,7 @@ Say = Callable[[str], None]
 
 @dataclass
 class TimedReader:
-    """One way of reading, and what it took.
+    """A way of reading the cache, and its measurements.
 
     Attributes:
         name: what it does.
@@ -57,12 +57,15 @@ class TimedReader:
         return self.n_bytes / statistics.median(self.seconds) / 1e9
 
     def cpu_rate(self) -> float:
-        """Return the median rate in GB for a second of this process's processor time."""
+        """Return the median rate in GB per second of this process's CPU time."""
         return self.n_bytes / max(statistics.median(self.cpu_seconds), 1e-9) / 1e9
 
 
 def measure(job: ReadJob, folder: Path, say: Say, *, s3: bool = False) -> list[TimedReader]:
-    """Make the cache below ``folder`` (and on S3) and read it; ``say`` is told what comes next."""
+    """Make the cache below ``folder`` (and on S3), read it in every way, and return the ways with their times.
+
+    ``say`` gets a line before each step.
+    """
     say(f"making a cache of {job.videos} videos")
     local = LocalStore(folder / "cache")
     make_cache(local, job)
@@ -82,6 +85,7 @@ def measure(job: ReadJob, folder: Path, say: Say, *, s3: bool = False) -> list[T
 
 
 def _rounds(ways: Sequence[TimedReader], repeats: int, objects: Counted | None = None) -> None:
+    """Read in every way once to warm up, then ``repeats`` times in turn, recording seconds and requests."""
     for way in ways:
         way.read()  # shards are open from here on, and files in memory
     for _ in range(repeats):
@@ -96,7 +100,7 @@ def _rounds(ways: Sequence[TimedReader], repeats: int, objects: Counted | None =
 
 
 def _pyarrow(store: LocalStore, job: ReadJob) -> Iterator[TimedReader]:
-    """Yield the ways of reading with pyarrow alone: the same row groups and columns, from open files."""
+    """Yield the baselines that read the same row groups and columns with pyarrow alone, from open files."""
     cache = TokenCache(store.root)
     whole, tier = (_wanted(cache, ratio) for ratio in (None, TIER))
 
@@ -115,7 +119,7 @@ def _pyarrow(store: LocalStore, job: ReadJob) -> Iterator[TimedReader]:
 
 
 def _ways(store: Store, job: ReadJob, where: str) -> Iterator[TimedReader]:
-    """Yield the ways of reading that this package offers."""
+    """Yield this package's own ways of reading: single videos, batches, a data loader."""
     cache = TokenCache(str(store), store=store)
     ids = cache.video_ids
     mixed = [ids[i] for i in np.random.default_rng(1).permutation(len(ids))]
@@ -143,7 +147,7 @@ def _ways(store: Store, job: ReadJob, where: str) -> Iterator[TimedReader]:
 
 
 def _plain_gets(store: ObjectStore, client: Any, job: ReadJob) -> TimedReader:
-    """Return the way that makes one GET of each video's bytes, and nothing else."""
+    """Return the baseline that makes one S3 GET for each video's bytes and nothing else."""
     cache = TokenCache(store.root, store=store)
     prefix = store.root.removeprefix(f"s3://{BUCKET}/")
     wanted = _wanted(cache, None)
@@ -165,22 +169,24 @@ def _plain_gets(store: ObjectStore, client: Any, job: ReadJob) -> TimedReader:
 
 
 def _each(items: Any, read: Callable[[Any], object]) -> None:
-    """Read one after the other, nothing kept."""
+    """Call ``read`` on one item after the other, keeping nothing."""
     for item in items:
         read(item)
 
 
 def _wanted(cache: TokenCache, ratio: float | None) -> list[Rows]:
+    """Return the token rows that a read at this ratio takes, for each video of the cache."""
     reading = cache.reading(ratio, "index", (), False)
     return [cache.wanted(cache.metadata(video_id), reading) for video_id in cache.video_ids]
 
 
 def _tokens_of(wanted: Sequence[Rows]) -> int:
+    """Return the bytes of the bfloat16 tokens in these rows."""
     return sum(2 * rows.keep * int(rows.row["hidden_size"]) for rows in wanted)
 
 
 def _groups(rows: Rows) -> list[int]:
-    """Return the numbers of the row groups that hold the rows."""
+    """Return the row group numbers that hold the wanted rows."""
     ends = np.cumsum(rows.row["row_counts"])
     first = rows.row["first_row_group"]
     return list(range(first, first + int(np.searchsorted(ends, rows.keep)) + 1))
@@ -188,6 +194,7 @@ def _groups(rows: Rows) -> list[int]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
+    """Limit torch and pyarrow to one thread inside the context."""
     threads = torch.get_num_threads(), pa.cpu_count()
     torch.set_num_threads(1)
     pa.set_cpu_count(1)

@@ -41,7 +41,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class SelectionTimes:
-    """The medians of one input, size and ratio, in seconds.
+    """The median times of one input, size and ratio, in seconds.
 
     Attributes:
         loop: Eqs. (9)-(12) with a matrix-vector product a step; ``loop_steps`` of them were run, and stand for all.
@@ -103,7 +103,7 @@ def _measured(name: str, tokens_TND: Tensor, ratio: float, repeats: int) -> Sele
 
 
 def loop_steps(n_tokens: int, hidden: int, budget: int) -> int:
-    """Return how many of its B - 1 steps the loop is timed for."""
+    """Return how many steps to time the paper's loop for: B - 1, or PREFIX at most where all would take too long."""
     whole = n_tokens <= _WHOLE_TOKENS and 4.0 * n_tokens * hidden * budget <= _WHOLE_BYTES
     return max(1, budget - 1 if whole else min(budget - 1, PREFIX))
 
@@ -140,5 +140,5 @@ def as_table(times: Sequence[SelectionTimes], title: str) -> Table:
 
 
 def as_record(times: Sequence[SelectionTimes], **more: object) -> dict[str, object]:
-    """Return what --json writes."""
+    """Return the times as the JSON document of ``--json``."""
     return {**more, "times": [asdict(item) for item in times]}

@@ -31,7 +31,10 @@ _BATCH = BATCH_SIZES[TRANSFORMERS]
 
 @dataclass(frozen=True)
 class Job:
-    """What is asked: ``questions`` numbers of questions a video, of each of its videos, at ``ratios``. Pickles."""
+    """The work of the benchmark: the model, the cache, and the ratios and numbers of questions a video to try.
+
+    Pickles.
+    """
 
     model: str
     cache: str
@@ -44,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Measured:
-    """One way, ratio and number of questions a video; medians.
+    """The median measurements of one way, ratio and number of questions a video.
 
     Attributes:
         requests_per_s: answered, all of them given at once; reading tokens (or decoding and encoding videos) included.
@@ -68,7 +71,7 @@ class Measured:
 
 
 def device() -> str:
-    """Name the device that answers are measured on."""
+    """Return the device that answers are computed on, "cuda" or "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -89,7 +92,7 @@ def make_cache(folder: Path, model: str, num_frames: int) -> str:
 
 
 def measure(mode: str, job: Job) -> list[Measured]:
-    """Measure in a process of its own, which ends with the measurement. Raises RunFailed."""
+    """Measure one way of answering in a child process, whose memory ends with it. Raises RunFailed where it fails."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(mode, job, theirs))
@@ -107,6 +110,7 @@ def measure(mode: str, job: Job) -> list[Measured]:
 
 
 def _child(mode: str, job: Job, pipe: Connection) -> None:
+    """Measure in the child process, and send the results or the error's text through the pipe."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         pipe.send(list(_online(job) if mode == "online-vllm" else _cached(mode, job)))
@@ -115,6 +119,7 @@ def _child(mode: str, job: Job, pipe: Connection) -> None:
 
 
 def _cached(mode: str, job: Job) -> Iterator[Measured]:
+    """Answer from the cache with an engine of this package, yielding one result a ratio and number of questions."""
     source, runtime = ModelSource.resolve(job.model), choose_runtime()
     cache = TokenCache(job.cache)
     setup = EngineSetup(mode.removeprefix("cached-"), largest_video=cache.most_tokens + 1)
@@ -146,7 +151,7 @@ def _cached(mode: str, job: Job) -> Iterator[Measured]:
 
 
 def _online(job: Job) -> Iterator[Measured]:
-    """Start vLLM's own model, processor and video loader: every video is decoded and encoded."""
+    """Answer from the videos with vLLM's own model and video loader, which decode and encode every video."""
     from gstep.serving.options import prepare_process  # noqa: PLC0415
 
     prepare_process(device(), 1)
@@ -184,21 +189,24 @@ def _online(job: Job) -> Iterator[Measured]:
 
 
 def _message(file: Path, text: str) -> list[dict[str, Any]]:
+    """Return a chat message with a video and a question."""
     video = {"type": "video_url", "video_url": {"url": file.as_uri()}}
     return [{"role": "user", "content": [video, {"type": "text", "text": text}]}]
 
 
 def _texts(count: int) -> list[str]:
+    """Return ``count`` different question texts."""
     return [f"Question {number}: what happens in this video, and why?" for number in range(count)]
 
 
 class _Reuse:
-    """Tokens of prompts, and how many of them the prefix cache had."""
+    """A counter of prompt tokens, and of those that came from the prefix cache."""
 
     def __init__(self) -> None:
         self.prompt_tokens = self.reused_tokens = 0
 
     def add(self, outputs: Sequence[Any]) -> None:
+        """Count the prompt tokens of these outputs, and those that were reused."""
         self.prompt_tokens += sum(len(output.prompt_token_ids) for output in outputs)
         self.reused_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
 
@@ -242,7 +250,7 @@ def _measured(
 
 
 def as_table(found: Sequence[Measured], title: str) -> Table:
-    """Return a table with a line each; ``times`` is against vLLM on the videos with as many questions a video."""
+    """Lay out a row a measurement; ``times`` is the speed-up over vLLM on videos with as many questions a video."""
     table = Table(title=title, title_justify="left")
     for name in ("way", "retention", "questions a video", "visual tokens", "requests/s", "times", "first token s"):
         table.add_column(name, justify="left" if name == "way" else "right")
@@ -267,9 +275,10 @@ def as_table(found: Sequence[Measured], title: str) -> Table:
 
 
 def as_record(found: Sequence[Measured], job: Job, *, machine: dict[str, str | int]) -> dict[str, object]:
-    """Return the result, JSON-able."""
+    """Return the benchmark's JSON document."""
     return {"machine": machine, "job": asdict(job), "measured": [asdict(one) for one in found]}
 
 
 def _shown(value: float | None, form: str) -> str:
+    """Format a value, "" for None."""
     return "" if value is None else format(value, form)

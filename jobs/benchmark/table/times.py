@@ -34,7 +34,7 @@ V = TypeVar("V")
 
 
 class TableTimes(TypedDict):
-    """What was measured; seconds of the wall, memory in MB by which the process grew at its peak (None: not known).
+    """The figures of a table of ``videos``: wall seconds, and MB of peak memory growth (None: not known).
 
     Attributes:
         videos: of the table, in ``files`` files of ``n_bytes``.
@@ -61,7 +61,7 @@ class TableTimes(TypedDict):
 
 
 class Far:
-    """A folder as a store that takes ``seconds`` for each request, and counts them."""
+    """A store in a folder that waits ``seconds`` before each request and counts requests, as a distant store would."""
 
     def __init__(self, store: LocalStore, seconds: float) -> None:
         self._store, self._seconds = store, seconds
@@ -85,7 +85,7 @@ class Far:
 
 
 def measure(videos: int, request_s: float, folder: Path, say: Say) -> TableTimes:
-    """Make everything below ``folder`` and measure; ``say`` is told what comes next."""
+    """Make the tables below ``folder`` and measure everything; ``say`` gets a line before each step."""
     store = LocalStore(folder)
     store.put(HEADER, header_bytes({"schema_version": SCHEMA_VERSION, "identity": {}, "newline": None}))
     say(f"making the rows of {videos:,} videos")
@@ -125,17 +125,19 @@ def measure(videos: int, request_s: float, folder: Path, say: Say) -> TableTimes
 
 
 def _seconds(work: Callable[[], V]) -> tuple[float, V]:
+    """Run ``work`` and return its wall seconds and its result."""
     started = time.perf_counter()
     done = work()
     return time.perf_counter() - started, done
 
 
 def _id(number: int) -> str:
+    """Return the made-up video id number ``number``."""
     return f"corpus/part-{number % 1000:03d}/video_{number:09d}.mp4"
 
 
 def _record(number: int, draw: np.random.Generator) -> VideoRecord:
-    """Draw a row as a run leaves it, of random numbers."""
+    """Make the row of a pruned video as a run leaves it, of random numbers."""
     shard, frames = number // _A_COMMIT, np.sort(draw.integers(0, 9000, _FRAMES))
     return {
         "video_id": _id(number), "uri": f"s3://bucket/{_id(number)}", "run_id": "20260101T000000000Z-0a1b2c",
@@ -156,13 +158,17 @@ def _record(number: int, draw: np.random.Generator) -> VideoRecord:
 
 
 def _commit(store: LocalStore, number: int, first: int) -> None:
+    """Write one commit's small file of random rows, as a run does."""
     draw = np.random.default_rng(first)
     rows = keyed([_record(first + i, draw) for i in range(_A_COMMIT)])
     store.put(*small_file(VIDEOS, "run", number, rows, None))
 
 
 def _make_table(store: LocalStore, videos: int) -> None:
-    """Write sorted files of one level; rows of many videos share all but what tells them apart."""
+    """Write one level of sorted files for so many videos.
+
+    Only ids and keys are each video's own; the other columns repeat those of 10,000 videos.
+    """
     starts = range(0, videos, ROWS_AT_ONCE)
     ids = (pa.array(list(map(_id, range(start, min(start + ROWS_AT_ONCE, videos))))) for start in starts)
     keys = np.concatenate([keys_of(part) for part in ids])

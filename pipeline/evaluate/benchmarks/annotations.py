@@ -33,7 +33,7 @@ _LETTER = re.compile(r"\(?[A-Z][.):]\s*")
 
 
 class NotAskable(Exception):  # noqa: N818
-    """An error: the row cannot be asked, and why."""
+    """An annotation row that cannot be asked, with the kind of fault and a message."""
 
     def __init__(self, kind: FaultKind, message: str) -> None:
         super().__init__(message)
@@ -131,7 +131,7 @@ def clip_of(row: UserRow, columns: tuple[str, str]) -> tuple[float | None, float
 
 
 def answer_index(rule: AnswerRule, answer: str, options: Sequence[str]) -> int | None:
-    """Index of the option that is the right ``answer``; None where it is none of them.
+    """Return the index of the option that is the right ``answer``; None where it is none of them.
 
     "letter": of either case; "index": counted from 0; "text": equal to an option, the first of equal ones.
     """

@@ -39,7 +39,7 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """Where the questions and videos of a benchmark are, and the protocols that they are asked by.
+    """The description of a benchmark: where its questions and videos are, and the protocols to ask them by.
 
     Attributes:
         name: on the command line.
@@ -110,6 +110,7 @@ class Benchmark:
         return name in self._named_protocols()
 
     def _named_protocols(self) -> dict[str, Protocol]:
+        """Return the protocols by name and alias."""
         named = {protocol.name: protocol for protocol in self.protocols}
         return named | {alias: named[name] for alias, name in ALIASES.items() if name in named}
 
@@ -139,10 +140,12 @@ class Benchmark:
 
     @property
     def _in_paths(self) -> list[str]:
+        """The columns that the templates of video paths use."""
         templates = (*self.paths, *self.cut_paths)
         return [name for path in templates for _, name, _, _ in Formatter().parse(path) if name]
 
     def _files(self, folder: Path) -> list[Path]:
+        """Return the annotation files in ``folder``. Raise UsageError where there are none."""
         for pattern in self.files:
             if found := sorted(folder.glob(pattern)):
                 return found
@@ -152,7 +155,7 @@ class Benchmark:
         )
 
     def _rows(self, folder: Path, path: Path, tables: Tables) -> list[tuple[Place, UserRow]]:
-        """Return the rows of a file with their places; check that every needed column is there."""
+        """Read a file's rows with their places. Raise UsageError if a needed column is missing."""
         try:
             read = read_annotations(folder, path, self.columns, tables)
         except (BadRow, *UNREADABLE) as error:
@@ -168,6 +171,7 @@ class Benchmark:
         return rows
 
     def _item(self, row: UserRow, videos: Videos) -> Item:
+        """Convert an annotation row to a question. Raise NotAskable for a row that cannot be asked."""
         options = options_of(row, self.options)
         if self.n_options not in (0, len(options)):
             other = f"{len(options)} options, and every question of {self.title} has {self.n_options}"
@@ -205,6 +209,7 @@ class Benchmark:
 
 
 def _part(row: UserRow, split: Split) -> str:
+    """Return which part of a split the row belongs to. Raise NotAskable for an unknown part."""
     part = text_of(row, split.name)
     if split.parts and part not in split.parts:
         raise NotAskable("bad-row", f"{split.name} must be one of {', '.join(split.parts)}, got {part!r}")

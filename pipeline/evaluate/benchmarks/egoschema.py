@@ -32,7 +32,7 @@ _NEWER, _OLDER = lmms_eval(
 
 
 def _any_row(row: UserRow, place: Place) -> UserRow:
-    """Convert a row of either layout to the hub's, and add the Ego4D video that it is a clip of."""
+    """Convert a row of either layout to the hub's, and add the id of the Ego4D video that the clip is from."""
     if "q_uid" in row:
         names = zip(letters(5), (row.get(f"option {number}") for number in range(5)), strict=True)
         options = [f"{letter}. {text}" if isinstance(text, str) else text for letter, text in names]

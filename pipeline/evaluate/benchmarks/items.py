@@ -40,7 +40,7 @@ class AnnotationFault:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A question of a benchmark.
+    """A question of a benchmark with its videos, options and right answer.
 
     Attributes:
         question_id: unique in the benchmark; may begin with "-".
@@ -94,9 +94,9 @@ def clip_id(path: str, start_s: float | None, end_s: float | None) -> str:
 
 @dataclass(frozen=True)
 class LoadedQuestions:
-    """The questions to ask, in the order of the files, and the faults of the annotations.
+    """The questions to ask, in file order, and the faults of the annotations.
 
-    ``n_annotated`` rows are ``items`` and as many faults that are ``left_out``.
+    Of ``n_annotated`` rows, all that are not in ``items`` have a fault that is ``left_out``.
     """
 
     items: tuple[Item, ...]
@@ -109,7 +109,7 @@ class LoadedQuestions:
 
 
 class QuestionCollector:
-    """A collector of questions and faults, row by row."""
+    """The collector of a benchmark's questions and faults while its annotations are read row by row."""
 
     def __init__(self) -> None:
         self._items: list[Item] = []
@@ -141,7 +141,7 @@ class QuestionCollector:
             self._fault(kind, item.question_id, f"{where}: {oddity}", left_out=False)
 
     def loaded(self, place: str, remedy: str) -> LoadedQuestions:
-        """Return all of it.
+        """Return the collected questions and faults.
 
         Raises UsageError, with an example, where no question is left, or most right answers are none of the options.
         """
@@ -158,7 +158,7 @@ class QuestionCollector:
         )
 
     def _check_answers(self, place: str) -> None:
-        """Refuse annotations whose answers have another form than the benchmark's, so that nothing could be right."""
+        """Raise UsageError if most right answers are none of the options: the annotations then have another form."""
         chosen = [item for item in self._items if item.options and item.expected is not None]
         wrong = [item for item in chosen if item.answer is None]
         if len(chosen) > 1 and len(wrong) > _MOST_WRONG * len(chosen):
@@ -170,6 +170,7 @@ class QuestionCollector:
             )
 
     def _oddities(self, item: Item) -> list[tuple[FaultKind, str]]:
+        """Return the faults of a question that can still be asked: repeated or blank options, an impossible answer."""
         found: list[tuple[FaultKind, str]] = []
         asked = (item.video_ids, _without_options(item))
         if (first := self._asked.setdefault(asked, item.question_id)) != item.question_id:
@@ -184,6 +185,7 @@ class QuestionCollector:
         return found
 
     def _fault(self, kind: FaultKind, question_id: str | None, message: str, *, left_out: bool) -> None:
+        """Record a fault."""
         self._faults.append(AnnotationFault(kind, question_id, printable(message), left_out))
 
 

@@ -51,7 +51,7 @@ _BOUNDS = re.compile(r"_\d+(?:\.\d+)?_\d+(?:\.\d+)?(?=\.mp4$)")
 
 
 def _with_folders(row: UserRow, place: Place) -> UserRow:
-    """Add to a row its task, the folders that may hold its video, and the video that it is a clip of."""
+    """Add to a row its task, the folders that may hold its video, and the id of the video that its clip is from."""
     _, whole, cut = _TASKS.get(place.part, ("", "?", ""))
     clipped = cut.endswith("_segment")
     source = _BOUNDS.sub("", str(row.get("video"))) if clipped else str(row.get("video"))

@@ -24,7 +24,7 @@ _DECODING = {Instructions(method, None, _WAY.decoding).describe() for method in 
 
 
 def own_benchmark(file: str) -> Benchmark:
-    """Return the questions in a .jsonl, .csv or .parquet file as a benchmark; nothing is read yet."""
+    """Return the benchmark of a user's own .jsonl, .csv or .parquet question file; nothing is read yet."""
     return OwnQuestions(
         name=Path(file).name,
         title=Path(file).stem,
@@ -48,7 +48,7 @@ class OwnQuestions(Benchmark):
     """
 
     def load(self, data: Path | str | None, roots: Sequence[Path] = ()) -> LoadedQuestions:
-        """Return the questions, and what is wrong with them.
+        """Return the questions and the faults of their rows.
 
         Args:
             data: the folder that the videos are in, their ids being paths below it; None where they are those of a
@@ -77,7 +77,7 @@ class OwnQuestions(Benchmark):
 
 
 def _own_item(file: str, row: QuestionRecord) -> Item:
-    """Return the item of a question that must have a right answer and no options of decoding. Raises QuestionsError."""
+    """Convert a user's question to an item. Raises QuestionsError if it has no right answer, or options of decoding."""
     where = f"{file}, question {row['question_id']}"
     if "target" not in row:
         raise QuestionsError(
@@ -93,7 +93,7 @@ def _own_item(file: str, row: QuestionRecord) -> Item:
 
 
 def item_of(row: QuestionRecord | AnswerRecord, where: str) -> Item:
-    """Return the item of a question with a ``target``; it has no cluster unless one is carried along.
+    """Convert a question with a ``target`` to an item; its cluster is "" unless a column names one.
 
     Raises QuestionsError that says ``where``.
     """
@@ -112,7 +112,7 @@ def item_of(row: QuestionRecord | AnswerRecord, where: str) -> Item:
 
 
 def clusters_of(items: Sequence[Item]) -> list[Item]:
-    """Return the questions with clusters: the one a question names, else the videos that questions tie together."""
+    """Fill in missing clusters: questions whose videos are connected through shared questions form one cluster."""
     groups = _groups([item.video_ids for item in items])
     return [replace(item, cluster=item.cluster or groups[item.video_id]) for item in items]
 
@@ -124,12 +124,13 @@ def same_text(reply: str, expected: str) -> bool:
 
 
 def _bare(text: str) -> str:
+    """Return a text in lower case without punctuation and repeated spaces."""
     letters = "".join(character for character in text if not unicodedata.category(character).startswith("P"))
     return " ".join(letters.casefold().split())
 
 
 def _right(answer: str, options: Sequence[str]) -> int | None:
-    """Index of the choice that ``answer`` means; None where it means none."""
+    """Return the index of the choice that ``answer`` means, or None where it means none."""
     if answer in options:
         return options.index(answer)
     folded = [text.casefold() for text in options]
@@ -144,6 +145,7 @@ def _right(answer: str, options: Sequence[str]) -> int | None:
 
 
 def _label(extra: UserRow, name: str, where: str) -> str:
+    """Return a cell as text, "" where empty. Raises QuestionsError unless it is text or a whole number."""
     value = extra.get(name)
     if value is None:
         return ""
@@ -153,7 +155,7 @@ def _label(extra: UserRow, name: str, where: str) -> str:
 
 
 def _groups(asked: Sequence[Sequence[str]]) -> dict[str, str]:
-    """Return for each video the first of the videos that questions tie it to, directly or through others."""
+    """Map each video to the first video of its group: videos in one question, directly or through others."""
     groups: dict[str, set[str]] = {}
     for ids in asked:
         tied = set(ids).union(*(groups.get(name, ()) for name in ids))

@@ -15,7 +15,7 @@ Tables = Mapping[str, Mapping[str, Any]]
 
 
 class Place(NamedTuple):
-    """The place of a row, and the JSON objects that complete it.
+    """The place of an annotation row, and the JSON objects that complete the row.
 
     Attributes:
         where: in words.
@@ -59,6 +59,7 @@ def read_tables(folder: Path, names: Sequence[str]) -> Tables:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, int, str, UserRow]]:
+    """Yield (part, number, place in words, row) for each row of a JSON annotation file."""
     content = _loaded(path)
     if isinstance(content, dict) and isinstance(content.get("meta"), dict):
         root = content.get("root")
@@ -72,12 +73,14 @@ def _json_rows(path: Path) -> Iterator[tuple[str, int, str, UserRow]]:
 
 
 def _checked(rows: object) -> list[UserRow]:
+    """Return ``rows`` if it is a list of objects, else raise BadRow."""
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise BadRow("expected a JSON list of objects")
     return rows
 
 
 def _loaded(path: Path) -> Any:
+    """Parse a JSON file. Raises BadRow."""
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -35,6 +35,7 @@ class AnswersHere(AnswerRun):
     """An answer run in this process that commits every batch, so that a killed run loses one."""
 
     def _computed(self) -> Computed:
+        """Return the device and dtype that this process computes on."""
         with refusing():
             runtime = choose_runtime(self.options.device, self.options.dtype, self.options.attn)
         return Computed(runtime.device, runtime.dtype_name)
@@ -47,6 +48,7 @@ class AnswersHere(AnswerRun):
         computed: Computed,
         run_file: RunFile,
     ) -> int:
+        """Answer the questions batch by batch in this process, commit each batch, and return the number of commits."""
         with refusing():
             answerer = Answerer(answer_setup(request, *computed))
         commits, said = Commits(request, n_shards, run_file, self.say), time.monotonic()
@@ -60,7 +62,7 @@ class AnswersHere(AnswerRun):
 
 
 class CachedReplies:
-    """Replies to the questions of tasks, from the cache and the answers that ``--model_args`` name.
+    """The source of replies to lmms-eval's questions: the cache and answers that ``--model_args`` name.
 
     Raises UsageError where these do not go together, before a model is loaded.
     """
@@ -100,10 +102,11 @@ class CachedReplies:
         return [one.reply(given[one.question_id].get("answer", "")) for one in asked]
 
     def _checked(self, questions: pa.Table) -> GenerateRequest:
+        """Check the questions against the cache, model and method. Raises UsageError."""
         return checked(self._config, questions, self._way, {"": asked_for(self._config)}, self._console)
 
     def _given(self, questions: pa.Table) -> dict[str, AnswerRecord]:
-        """Return the live answers to these questions by id. Raise RunFailed if one has none."""
+        """Return the committed live answers to these questions, by id. Raise RunFailed if one is missing."""
         live = AnswersTable(store_at(self._config.out, self._objects)).live()
         rows = {row["question_id"]: without_nulls(row, AnswerRecord) for row in live.to_pylist()}
         if absent := [name for name in questions["question_id"].to_pylist() if name not in rows]:
@@ -146,4 +149,5 @@ class CachedReplies:
         self._say(f"warning: empty replies (missing=empty): {said}")
 
     def _say(self, line: str) -> None:
+        """Print a line."""
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)

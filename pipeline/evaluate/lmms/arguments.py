@@ -109,7 +109,7 @@ _NUMBERS: Mapping[str, type] = {"retention_ratio": float, "seed": int, "batch_si
 
 @contextmanager
 def explain_flags() -> Iterator[None]:
-    """Add to an error that names flags of jobs.generate what they are called in ``--model_args``."""
+    """Add the names that ``--model_args`` has for flags of jobs.generate to errors that name such flags."""
     try:
         yield
     except UsageError as error:
@@ -120,7 +120,7 @@ def explain_flags() -> Iterator[None]:
 
 
 def _value(name: str, value: Any) -> Any:
-    """Convert an option's value back to its type: lmms-eval makes numbers of texts, and keeps quotes."""
+    """Return an option's value in its own type: lmms-eval turns texts into numbers, and keeps quotes."""
     if value is None:
         return None
     if name not in _NUMBERS:
@@ -149,7 +149,7 @@ def _unquoted(text: str) -> str:
 
 
 def _parameters(others: Mapping[str, Any], method: str | None) -> dict[str, str]:
-    """Return the names that are no options as parameters of the method. Raise UsageError for unknown ones."""
+    """Return the unknown names of ``--model_args`` as parameters of the method. Raise UsageError without a method."""
     accepted: list[str] = []
     if method is not None:
         try:
@@ -165,6 +165,7 @@ def _parameters(others: Mapping[str, Any], method: str | None) -> dict[str, str]
 
 
 def _as_text(value: Any) -> str:
+    """Return a value of ``--model_args`` as the text a user would type for it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and value.is_integer():

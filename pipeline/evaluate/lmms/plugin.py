@@ -52,6 +52,7 @@ class GstepCached(lmms):  # type: ignore[misc]
         raise UsageError("gstep_cached answers one question at a time, and takes no tasks of several rounds")
 
     def _asked(self, request: Instance, name: str) -> LmmsQuestion:
+        """Convert a request to a question. Raise UsageError for tasks of another output type."""
         if len(request.args) != 6 or not isinstance(request.args[1], Mapping):
             raise UsageError("gstep_cached answers tasks whose output_type is generate_until, and no other")
         prompt, settings, doc_to_visual, doc_id, task, split = request.args
@@ -64,7 +65,10 @@ class GstepCached(lmms):  # type: ignore[misc]
 
 
 def _folder(task: str, doc_to_visual: Any) -> str | None:
-    """Return the folder of an MVBench task, also of one that includes it under another name; else None."""
+    """Return the video folder of an MVBench task, also of one that includes it under another name.
+
+    None for other tasks.
+    """
     from lmms_eval.tasks.mvbench.utils import DATA_LIST  # noqa: PLC0415 - looks for HF_HOME as it is imported
 
     settings = getattr(getattr(doc_to_visual, "__self__", None), "lmms_eval_specific_kwargs", None) or {}

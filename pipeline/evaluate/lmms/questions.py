@@ -38,7 +38,7 @@ class LmmsQuestion:
 
     @property
     def where(self) -> str:
-        """The task and document, for messages."""
+        """The task and document, for error messages."""
         return f"task {self.task}, document {self.doc_id}"
 
     def row(self, video_id: str, system: str | None) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class LmmsQuestion:
 
 
 def unique(names: Iterable[str]) -> list[str]:
-    """Append a number to a name that occurs before, because a task may ask a question several times."""
+    """Make names unique: append a number to a repeated one, because a task may ask a question several times."""
     seen = Counter[str]()
     found = []
     for name in names:
@@ -69,7 +69,7 @@ def unique(names: Iterable[str]) -> list[str]:
 def asked(
     name: str, task: str, doc_id: int, key: str, prompt: str, settings: Mapping[str, Any], seed: int = 0
 ) -> LmmsQuestion:
-    """Build a question from a request, whose ``generation_kwargs`` are the ``settings``.
+    """Convert a request of lmms-eval to a question; ``settings`` are its ``generation_kwargs``.
 
     Raises UsageError for settings that are not understood.
     """
@@ -98,6 +98,7 @@ def _decoding(settings: Mapping[str, Any], seed: int) -> Decoding:
 
 
 def _stops(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a task's stop strings without the one that lmms-eval adds to every task."""
     stops = settings.get("until") or []
     stops = [stops] if isinstance(stops, str) else list(stops)
     if not all(isinstance(stop, str) for stop in stops):

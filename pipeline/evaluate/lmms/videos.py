@@ -15,7 +15,7 @@ FIELDS = ("videoID", "video_path", "video_name", "video_idx", "video")
 
 
 def video_key(doc: Mapping[str, Any], template: str | None = None, folder: str | None = None) -> str:
-    """Return what a document calls its video: a path or the end of one, with or without the suffix.
+    """Return the video that a document names: a path or the end of one, with or without the suffix.
 
     Args:
         template: the id with fields of the document in braces, for tasks that name videos in another way.
@@ -41,7 +41,7 @@ def video_key(doc: Mapping[str, Any], template: str | None = None, folder: str |
 
 
 class FoundVideo(NamedTuple):
-    """A video of the cache; ``fault`` is the class of the error of one that failed there."""
+    """A video of the cache that a key means; ``fault`` is its error class if it failed there."""
 
     video_id: str
     fault: str | None = None
@@ -63,7 +63,7 @@ class CachedIds:
                 self._by_name[name].append(video_id)
 
     def find(self, key: str) -> FoundVideo | None:
-        """Return the video that a key means, or None if unknown. Raise UsageError if several match."""
+        """Return the cached video that a key means, or None if none does. Raise UsageError if several do."""
         wanted = str(PurePosixPath(key))
         ids = [key] if key in self._ids else self._ending(wanted)
         good = [video_id for video_id in ids if video_id not in self._failed] or ids
@@ -75,6 +75,7 @@ class CachedIds:
         return FoundVideo(good[0], self._failed.get(good[0])) if good else None
 
     def _ending(self, wanted: str) -> list[str]:
+        """Return the ids whose path ends with ``wanted``."""
         return [
             video_id
             for video_id in self._by_name.get(PurePosixPath(wanted).name, ())

@@ -18,7 +18,7 @@ from pipeline.storage.stores import store_at
 
 @dataclass(frozen=True)
 class PaperFiles:
-    """The sheets of a table, its ``files`` below ``out``, and lines about what the results lack."""
+    """The written files of a paper table: ``sheets``, ``files`` below ``out``, and lines about ``missing`` results."""
 
     sheets: Sequence[Sheet]
     missing: Sequence[str]
@@ -55,7 +55,7 @@ def lay_out(config: EvaluateConfig) -> PaperFiles:
 
 
 def _facts(found: Sequence[BenchmarkResults]) -> list[tuple[str, str]]:
-    """Return what each number was made with."""
+    """Return (name, value) facts about the model and settings behind each benchmark's numbers."""
     model = found[0].identity["model"]
     facts = [("model", f"{found[0].model}, {model['type']}, {model['weights']}")]
     for one in found:

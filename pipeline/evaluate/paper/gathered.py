@@ -43,7 +43,7 @@ _POSITIONS = ",positions="
 
 @dataclass(frozen=True)
 class BenchmarkResults:
-    """The results of one benchmark.
+    """The results of one benchmark, read from a results folder.
 
     Attributes:
         place: where they are.
@@ -80,7 +80,7 @@ class BenchmarkResults:
 
 
 def gather(table: PaperTable, places: Sequence[str], objects: Objects, *, mixed: bool) -> list[BenchmarkResults]:
-    """Return the results in ``places``, in the order of the table's columns; benchmarks it does not have come last.
+    """Read the results in ``places``, in the order of the table's columns; other benchmarks come last.
 
     Raises UsageError where a place holds no results or damaged ones, two are of one column, two were made with another
     model, or, unless ``mixed``, with other frames or by another protocol.
@@ -107,7 +107,7 @@ def gather(table: PaperTable, places: Sequence[str], objects: Objects, *, mixed:
 
 
 def _unlike(one: BenchmarkResults, first: BenchmarkResults) -> list[str]:
-    """Return what differs between the identities of two results and must not in one table, in words."""
+    """Describe the settings in which two results differ although one table must not mix them."""
     held, given = ({name: of.identity.get(name) for name in _EQUAL} for of in (first, one))
     return [f"{one.benchmark.title}: {line}" for line in differences(held, given, has=f"{first.benchmark.title} has")]
 
@@ -115,7 +115,7 @@ def _unlike(one: BenchmarkResults, first: BenchmarkResults) -> list[str]:
 def compared(
     title: str, table: PaperTable, found: Sequence[BenchmarkResults], draws: int, seed: int
 ) -> tuple[ResultsTable, list[str]]:
-    """Return the scores of the table's methods at its shares, each with its error; and notes on columns that differ."""
+    """Compute the scores of the table's methods and ratios with their errors, and notes on columns that differ."""
     ratios = {round(ratio, 9) for ratio in table.ratios} | {1.0}
     scored = []
     for one in found:
@@ -129,13 +129,13 @@ def compared(
 
 
 def _marked(column: Column) -> Column:
-    """Return a column with the mark of results that the paper would not put beside the others."""
+    """Return a column whose title marks results that the paper would not compare with the others."""
     title = f"{column.title}{_MIXED}" if column.title == column.benchmark else column.title
     return replace(column, title=title, benchmark=f"{column.benchmark}{_MIXED}")
 
 
 def at_positions(one: BenchmarkResults, positions: str | None) -> BenchmarkResults:
-    """Return the results with the rows of some positions alone, those of None being the model family's.
+    """Return results reduced to rows of the given positions; None stands for the model family's own.
 
     The methods' names come without them. Rows that have no positions of their own stay: full retention, and methods
     that prune inside the model.
@@ -150,6 +150,7 @@ def at_positions(one: BenchmarkResults, positions: str | None) -> BenchmarkResul
 
 
 def _has_none(method: str) -> bool:
+    """Return whether a method has no positions of its own: full retention, or pruning inside the model."""
     name = method.partition(",")[0]
     return name == ORIGINAL.method or (name in PRUNERS and make_pruner(name).layer is not None)
 
@@ -180,12 +181,13 @@ def _server_notes(one: BenchmarkResults) -> list[str]:
 
 
 def label(method: str) -> str:
-    """Return a method as the scores name it: parameters sorted by name."""
+    """Return a method's name as the scores have it: with parameters sorted by name."""
     name, *given = method.split(",")
     return LateAsked(name, 1.0, named_values(given, f"{method}: a parameter")).method_label
 
 
 def _read(place: str, objects: Objects) -> BenchmarkResults:
+    """Read the results in one place. Raises NotResults."""
     store = store_at(place, objects)
     absent = f"no results of python -m jobs.evaluate --benchmark (no {RESULTS_HEADER})"
     held = read_header_file(store, RESULTS_HEADER, (RESULTS_VERSION,), NotResults, absent, of="results of ")
@@ -203,7 +205,7 @@ def _read(place: str, objects: Objects) -> BenchmarkResults:
 
 
 def _scores(place: str, store: Store, *, published: bool) -> pa.Table:
-    """Return the scores of a place, checked: every arm has one score of each question. Raises NotResults."""
+    """Read a place's scores. Raises NotResults unless every arm has exactly one score of each question."""
     again = "run its python -m jobs.evaluate to the end"
     try:
         scores = pq.read_table(pa.BufferReader(store.read(SCORES)))

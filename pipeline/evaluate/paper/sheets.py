@@ -15,16 +15,18 @@ from pipeline.evaluate.statistics.tables import Printed, marks, printed, rel_of
 
 
 def sheets(table: PaperTable, results: ResultsTable, notes: Sequence[str] = ()) -> list[Sheet]:
-    """Return the results in the table's layout; every sheet says what its numbers were made of, and the ``notes``."""
+    """Lay out the results as the table's sheets; every sheet says what its numbers were made of, and the ``notes``."""
     shown = results if table.layout == "blocks" else _overall(results)
     return list(_LAYOUTS[table.layout](table, shown, results_sheet(shown, table.title, notes)))
 
 
 def _blocks(table: PaperTable, results: ResultsTable, whole: Sheet) -> Iterator[Sheet]:
+    """Yield the sheet of a table whose groups are retention ratios."""
     yield whole
 
 
 def _groups(table: PaperTable, results: ResultsTable, overall: Sheet) -> Iterator[Sheet]:
+    """Yield the sheet of a table with titled groups of methods and a column of means."""
     rows, groups, width = _by_method(results), [], len(results.columns)
     for heading, named in table.groups:
         of_title = [(title, rows.get(label(method))) for title, method in named]
@@ -35,6 +37,7 @@ def _groups(table: PaperTable, results: ResultsTable, overall: Sheet) -> Iterato
 
 
 def _heatmaps(table: PaperTable, results: ResultsTable, overall: Sheet) -> Iterator[Sheet]:
+    """Yield a sheet for each benchmark's grid over two parameters, and one for mean retention."""
     rows = _by_method(results)
     (down, downs), (across, acrosses) = table.axes
     at = [[rows.get(label(f"gstep,{down}={d},{across}={a}")) for a in acrosses] for d in downs]
@@ -57,6 +60,7 @@ def _heatmaps(table: PaperTable, results: ResultsTable, overall: Sheet) -> Itera
 
 
 def _relative(table: PaperTable, results: ResultsTable, overall: Sheet) -> Iterator[Sheet]:
+    """Yield a sheet for each ratio, whose scores are relative to full retention."""
     for block, group in zip(results.blocks, overall.groups[1:], strict=True):
         shown = [
             [_over(cell, full) for cell, full in zip(row.cells, results.original.cells, strict=True)]
@@ -79,7 +83,7 @@ _LAYOUTS: Mapping[Layout, Callable[[PaperTable, ResultsTable, Sheet], Iterator[S
 
 
 def _overall(results: ResultsTable) -> ResultsTable:
-    """Return the table with the overall column of each benchmark alone."""
+    """Return the results with only each benchmark's overall column."""
     at = [number for number, column in enumerate(results.columns) if column.key == OVERALL]
 
     def less(row: Row) -> Row:
@@ -97,11 +101,12 @@ def _overall(results: ResultsTable) -> ResultsTable:
 
 
 def _by_method(results: ResultsTable) -> dict[str, Row]:
+    """Return the rows of all ratios by method."""
     return {row.method: row for block in results.blocks for row in block.rows}
 
 
 def _marked(rows: Sequence[Sequence[Printed | None]], *, second: bool = True) -> list[list[Number | None]]:
-    """Return the numbers with the mark of each in its column; Table 4 of the paper has none for the second best."""
+    """Return the printed numbers with marks for each column's best and, unless ``second`` is off, second best."""
     of_columns = [marks(column) for column in zip(*rows, strict=True)]
     kept: dict[Mark, Mark] = {"best": "best", "second": "second" if second else "", "": ""}
     return [
@@ -111,14 +116,14 @@ def _marked(rows: Sequence[Sequence[Printed | None]], *, second: bool = True) ->
 
 
 def _hot(cell: Cell | None, low: float, high: float, *, boxed: bool) -> Number | None:
-    """Return a cell of a map whose least and most are given."""
+    """Return a heat map's cell, marked where it is the map's lowest or highest."""
     if cell is None:
         return None
     return Number(cell.printed, "", (cell.score - low) / (high - low) if high > low else 0.5, boxed)
 
 
 def _with_mean(cells: Sequence[Cell | None]) -> list[Printed | None]:
-    """Return the numbers and their plain mean, by the printed ones as in the paper; None where one is missing."""
+    """Append the plain mean of a row's printed numbers, as the paper computes it; None where one is missing."""
     shown = [None if cell is None else Printed(cell.score, cell.printed) for cell in cells]
     values = [float(one.printed) for one in shown if one is not None]
     mean = math.fsum(values) / len(values) if values and len(values) == len(shown) else None
@@ -126,6 +131,6 @@ def _with_mean(cells: Sequence[Cell | None]) -> list[Printed | None]:
 
 
 def _over(cell: Cell | None, original: Cell | None) -> Printed | None:
-    """Return a score relative to full retention, by the rule of Rel."""
+    """Return a score relative to full retention in percent, computed as the column Rel. is."""
     one, other = (None if c is None else Printed(c.score, c.printed) for c in (cell, original))
     return rel_of([one], [other])

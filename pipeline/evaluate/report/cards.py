@@ -21,7 +21,7 @@ Links = Sequence[tuple[str, str]]
 
 
 class Answer(NamedTuple):
-    """A method's answer.
+    """The answer of one method, as the page shows it.
 
     Attributes:
         outcome: "right", "wrong" or "failed".
@@ -40,7 +40,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Card:
-    """A question at a ratio.
+    """The page's card about one question at one retention ratio, with every method's answer.
 
     Attributes:
         options: (text, whether it is right); empty for a free answer.
@@ -64,7 +64,7 @@ class Card:
 def cards(
     found: Disagreements, answers: Answers, scores: pa.Table, items: Mapping[str, Item], pages: Mapping[str, Links]
 ) -> list[Card]:
-    """Build a card for each disagreement that is shown."""
+    """Make a card for each disagreement that the page shows."""
     return [_card(one, found.methods, answers, scores, items, pages) for one in found.shown]
 
 
@@ -76,6 +76,7 @@ def _card(
     items: Mapping[str, Item],
     pages: Mapping[str, Links],
 ) -> Card:
+    """Make the card of one disagreement."""
     item = items[answers.questions[one.question]]
     options = [cut(option, _OPTION) for option in lettered(item.options)]
     rows = {
@@ -99,6 +100,7 @@ def _card(
 
 
 def _answer(method: str, scores: pa.Table, row: int, item: Item) -> Answer:
+    """Describe a method's answer from its row of the scores."""
     cells = {name: scores[name][row].as_py() for name in _COLUMNS}
     failed = cells["status"] != "ok"
     reply = None if cells["reply"] is None else cut(cells["reply"].strip(), _REPLY)
@@ -113,6 +115,7 @@ def _answer(method: str, scores: pa.Table, row: int, item: Item) -> Answer:
 
 
 def _read_as(reply: str | None, parsed: int | None, item: Item) -> str:
+    """Say which option a reply was read as, "" where the reply is just that letter."""
     if not item.options:
         return ""
     if parsed is None:
@@ -122,12 +125,14 @@ def _read_as(reply: str | None, parsed: int | None, item: Item) -> str:
 
 
 def _kept(kept: int | None, total: int | None) -> str:
+    """Format the kept visual tokens and their share."""
     if kept is None:
         return "–"
     return f"{kept:,} ({share_text(kept / total)})" if total else f"{kept:,}"
 
 
 def _clip(item: Item) -> str:
+    """Format a clip's start and end in seconds, "" for a whole video."""
     if item.start_s is None and item.end_s is None:
         return ""
     start, end = (("" if s is None else f"{s:g}") for s in (item.start_s, item.end_s))

@@ -32,7 +32,7 @@ class Style(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A number with the ends of its interval."""
+    """A number and the ends of its 95 % interval; ``noise`` marks a difference within noise."""
 
     value: float
     low: float | None
@@ -41,7 +41,7 @@ class Value(NamedTuple):
 
 
 class Point(NamedTuple):
-    """Places of a value: x from the left, the others from the top."""
+    """The position of a value in a chart, in percent: x from the left, the others from the top."""
 
     x: float
     y: float
@@ -60,12 +60,12 @@ class Series:
 
     @property
     def line(self) -> str:
-        """Path through the points; a single one is a dot."""
+        """The SVG path through the points; a single point is a dot."""
         return "M" + "L".join(f"{p.x:.2f} {p.y:.2f}" for p in self.points) + ("h0" if len(self.points) == 1 else "")
 
     @property
     def band(self) -> str:
-        """Path around the intervals; of a single point, a line from end to end; empty where there is none."""
+        """The SVG path around the intervals, a line for a single point, "" without intervals."""
         ends = [(p.x, p.low, p.high) for p in self.points if p.low is not None and p.high is not None]
         if len(ends) == 1:
             return f"M{ends[0][0]:.2f} {ends[0][1]:.2f}V{ends[0][2]:.2f}"
@@ -129,14 +129,14 @@ def styles(methods: Sequence[str]) -> dict[str, Style]:
 
 
 def line_charts(table: ResultsTable, style: Mapping[str, Style]) -> list[LineChart]:
-    """Draw the scores of each column, overall ones first, then the differences to full retention."""
+    """Make a chart of scores for each column, overall ones first, then charts of differences to full retention."""
     order = sorted(range(len(table.columns)), key=lambda c: table.columns[c].key != OVERALL)
     plots = [(c, _plot(table, c, difference=difference)) for difference in (False, True) for c in order]
     return [_chart(table, column, plot, style) for column, plot in plots if plot.values]
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers, evenly spaced, the first at or below ``low`` and the last at or above ``high``."""
+    """Return evenly spaced round numbers, the first at or below ``low`` and the last at or above ``high``."""
     rough = max(high - low, 1e-6) / most
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(s * power for s in (1.0, 2.0, 5.0, 10.0) if s * power >= rough * (1 - 1e-9))
@@ -155,7 +155,7 @@ def ratio_places(ratios: Sequence[float]) -> tuple[list[float], bool]:
 
 @dataclass(frozen=True)
 class _Plot:
-    """The numbers of a chart by (method, ratio), and the axes that they need."""
+    """A chart's numbers by (method, ratio), and the axes that fit them."""
 
     values: Mapping[tuple[str, float], Value]
     full: Value | None
@@ -200,12 +200,14 @@ class _Plot:
 
 
 def _score(cell: Cell | None) -> Value | None:
+    """Return a cell's score with its interval, or None."""
     if cell is None:
         return None
     return Value(cell.score, cell.low, cell.high, bool(cell.full and cell.full.noise))
 
 
 def _difference(cell: Cell | None) -> Value | None:
+    """Return a cell's difference to full retention with its interval, or None."""
     if cell is None or cell.full is None:
         return None
     versus = cell.full
@@ -213,6 +215,7 @@ def _difference(cell: Cell | None) -> Value | None:
 
 
 def _plot(table: ResultsTable, column: int, *, difference: bool) -> _Plot:
+    """Collect a column's values, scores or differences, by method and ratio."""
     kind = _difference if difference else _score
     values = {
         (row.method, block.ratio): value
@@ -225,6 +228,7 @@ def _plot(table: ResultsTable, column: int, *, difference: bool) -> _Plot:
 
 
 def _chart(table: ResultsTable, column: int, plot: _Plot, style: Mapping[str, Style]) -> LineChart:
+    """Make the chart of a column."""
     return LineChart(
         key=f"{'difference' if plot.difference else 'score'}-{column}",
         title=column_title(table.columns[column], alone=len({c.benchmark for c in table.columns}) == 1),
@@ -239,6 +243,7 @@ def _chart(table: ResultsTable, column: int, plot: _Plot, style: Mapping[str, St
 
 
 def _series(plot: _Plot, method: str, style: Style) -> Series:
+    """Make the line of a method."""
     at = [(ratio, plot.values[method, ratio]) for ratio in plot.ratios if (method, ratio) in plot.values]
     points = [plot.point(plot.x(method, ratio), value) for ratio, value in at]
     return Series(method, title_of(method), style, points)
@@ -257,6 +262,7 @@ def _across(plot: _Plot) -> Iterator[tuple[float, str]]:
 
 
 def _stops(plot: _Plot, style: Mapping[str, Style]) -> Iterator[Stop]:
+    """Yield each ratio's stop, whose strip reaches half-way to its neighbours."""
     between = [(a + b) / 2 for a, b in pairwise(plot.places)]
     for ratio, x, left, right in zip(plot.ratios, plot.places, [0.0, *between], [*between, 100.0], strict=True):
         yield Stop(ratio_text(ratio), x, left, right - left, _readings(plot, ratio, style))

@@ -24,7 +24,7 @@ Outcomes = NDArray[np.int8]  # 1 right, 0 wrong, -1 neither
 
 @dataclass(frozen=True)
 class Answers:
-    """The row in the scores of each arm's answer to each question, and whether it is right.
+    """The index of all answers by arm and question: where each is in the scores, and whether it is right.
 
     Attributes:
         questions: their ids, in order of first appearance.
@@ -45,7 +45,7 @@ class Answers:
 
 @dataclass(frozen=True, kw_only=True)
 class Disagreement:
-    """A question at a ratio; methods are numbers in ``Disagreements.methods``.
+    """A question that some methods get right and others wrong at one ratio; methods are numbers in ``Disagreements``.
 
     Attributes:
         question: its number in ``Answers.questions``.
@@ -60,7 +60,7 @@ class Disagreement:
 
 @dataclass(frozen=True, kw_only=True)
 class Disagreements:
-    """The disagreements that are shown, and the counts of all.
+    """The disagreements that the page shows, and the counts of all.
 
     Attributes:
         methods: full retention first.
@@ -95,7 +95,7 @@ def answers_of(scores: pa.Table, arms: Sequence[Arm]) -> Answers:
 
 
 def disagreements(answers: Answers, most: int = 200) -> Disagreements:
-    """Find all, and choose at most ``most`` to show."""
+    """Find all questions on which methods disagree, and choose at most ``most`` to show."""
     methods = list(dict.fromkeys([ORIGINAL.method, *(arm.method for arm in answers.arms)]))
     found: list[Disagreement] = []
     counts = {}
@@ -124,6 +124,7 @@ def _at_ratio(answers: Answers, methods: Sequence[str], ratio: float) -> Outcome
 
 
 def _pairs(outcome_MQ: Outcomes) -> Ints:
+    """Count the questions by right and wrong method, [1+M, 1+M]; row and column 0 stand for any method."""
     right_MQ, wrong_MQ = ((outcome_MQ == value).astype(np.int64) for value in (1, 0))
     split_Q = (right_MQ.any(0) & wrong_MQ.any(0)).astype(np.int64)
     with_any = [np.vstack([split_Q, one * split_Q]) for one in (right_MQ, wrong_MQ)]
@@ -132,6 +133,7 @@ def _pairs(outcome_MQ: Outcomes) -> Ints:
 
 
 def _found(outcome_MQ: Outcomes, ratio: float) -> Iterable[Disagreement]:
+    """Yield the disagreements at one ratio, a question each."""
     right_MQ, wrong_MQ = outcome_MQ == 1, outcome_MQ == 0
     for q in np.flatnonzero(right_MQ.any(0) & wrong_MQ.any(0)).tolist():
         right, wrong = np.flatnonzero(right_MQ[:, q]), np.flatnonzero(wrong_MQ[:, q])
@@ -139,13 +141,13 @@ def _found(outcome_MQ: Outcomes, ratio: float) -> Iterable[Disagreement]:
 
 
 def _importance(one: Disagreement, gstep: int) -> tuple[int, int]:
-    """Count the methods that differ from GSTEP, and the pairs of methods that differ."""
+    """Return a sort key: how many methods differ from GSTEP, then how many pairs of methods differ."""
     against = len(one.wrong) if gstep in one.right else len(one.right) if gstep in one.wrong else 0
     return against, len(one.right) * len(one.wrong)
 
 
 def _chosen(found: Sequence[Disagreement], n_methods: int, most: int) -> list[int]:
-    """Choose what is shown: one of every pair of methods at every ratio, then the most telling."""
+    """Choose the disagreements to show: one for every pair of methods at every ratio, then the most important."""
     seen: dict[float, NDArray[np.bool_]] = {}
     chosen: list[int] = []
     passed: list[int] = []

@@ -29,7 +29,7 @@ _WORDS: Mapping[FaultKind, str] = {
 
 
 class FaultCount(NamedTuple):
-    """The faults of a kind."""
+    """The count and examples of one kind of annotation fault."""
 
     kind: str
     words: str
@@ -39,7 +39,7 @@ class FaultCount(NamedTuple):
 
 
 class FailureCount(NamedTuple):
-    """The failed answers of a class."""
+    """The counts of failed answers of one error class."""
 
     error_class: str
     n_answers: int
@@ -54,6 +54,7 @@ def fault_counts(faults: Sequence[AnnotationFault]) -> list[FaultCount]:
 
 
 def _fault_count(kind: FaultKind, faults: Sequence[AnnotationFault]) -> FaultCount:
+    """Count the faults of one kind, with examples."""
     left_out = sum(fault.left_out for fault in faults)
     examples = [
         f"{fault.question_id}: {fault.message}" if fault.question_id else fault.message for fault in faults[:_EXAMPLES]
@@ -77,5 +78,6 @@ def failure_counts(scores: pa.Table, answers: Answers) -> Iterator[FailureCount]
 
 
 def _arm_text(arm: Arm) -> str:
+    """Format an arm's title with its ratio."""
     title = title_of(arm.method)
     return title if arm == ORIGINAL else f"{title} at {ratio_text(arm.ratio)}"

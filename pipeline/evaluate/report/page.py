@@ -30,7 +30,7 @@ PACKAGE = "pipeline.evaluate.report"
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The contents of the page.
+    """The contents of the report page.
 
     Attributes:
         title: e.g. "VideoMME, llava-hf/llava-onevision-qwen2-7b-ov-hf".
@@ -104,7 +104,7 @@ def report_page(report: Report) -> str:
 
 @cache
 def templates() -> Environment:
-    """Load the templates of this room, with filters that format its numbers."""
+    """Return the Jinja environment of this room's templates, with filters that format numbers."""
     made = environment(PACKAGE)
     words = (
         text.title_of,
@@ -121,6 +121,7 @@ def templates() -> Environment:
 
 
 def _check(report: Report) -> None:
+    """Raise ValueError if a scored question is not among the items, or a page link is not relative."""
     asked = pc.unique(report.scores["question_id"]).to_pylist()
     if odd := [question for question in asked if question not in report.items]:
         raise ValueError(f"the scores have {len(odd)} questions that are not among the items, e.g. {odd[0]!r}")
@@ -131,25 +132,26 @@ def _check(report: Report) -> None:
 
 
 def _compares_gstep(table: ResultsTable) -> bool:
+    """Return whether the table has comparisons with GSTEP."""
     return any(cell and cell.gstep for block in table.blocks for row in block.rows for cell in row.cells)
 
 
 def _too_few_draws(table: ResultsTable) -> bool:
-    """Return whether the smallest p that the draws allow is noise after adjustment for the largest block."""
+    """Return whether the number of draws is too small for p-values that survive the adjustment."""
     largest = max((len(block.rows) for block in table.blocks), default=0)
     drawn = any(n >= FEW for n in table.n_clusters)
     return drawn and largest * 2 / (table.bootstrap.draws + 1) >= SIGNIFICANT
 
 
 def _deepest(split: ResultsTable) -> float:
-    """Return the points that stand for the full colour: the table's largest difference, within 5 to 30."""
+    """Return the difference in points that gets the full colour: the table's largest, within 5 to 30."""
     cells = [cell for block in split.blocks for row in block.rows for cell in row.cells]
     largest = max((abs(cell.full.difference) for cell in cells if cell and cell.full), default=0.0)
     return min(30.0, max(5.0, largest))
 
 
 def _flat(described: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (name, value) of every leaf; nested names are joined with dots."""
+    """Yield (dotted name, value) of every leaf of a nested mapping."""
     for name, value in described.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{name}.")
@@ -158,6 +160,7 @@ def _flat(described: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _leaf(value: object) -> str:
+    """Format a leaf of the described settings as text."""
     if value is None:
         return "not set: the checkpoint's own"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def shuffled(rng: np.random.Generator, items: Sequence[T]) -> list[T]:
-    """Return the items in a drawn order."""
+    """Return the items in a random order."""
     return [items[i] for i in rng.permutation(len(items)).tolist()]
 
 

@@ -37,7 +37,7 @@ def read_mp4(source: Path | io.BytesIO) -> Frames:
 
 
 def through_h264(frames: Frames) -> Frames:
-    """Encode and decode frames in memory, so that they look as a decoder shows them."""
+    """Encode frames to H.264 in memory and decode them, so that they have its losses."""
     file = io.BytesIO()
     write_mp4(file, frames)
     file.seek(0)
@@ -58,6 +58,7 @@ def write_picture(path: Path, videos: Sequence[Frames], *, columns: int = 8, sca
 
 
 def _sheet(frames: Frames, columns: int) -> Frames:
+    """Arrange frames [T,H,W,3] as one picture, ``columns`` in a row, with a grey line between them."""
     count, height, width = frames.shape[:3]
     rows = -(-count // columns)
     full = np.zeros((rows * columns, height, width, 3), np.uint8)

@@ -21,7 +21,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hardness:
-    """The settings of a kind of hardness; a range (low, high) is drawn from evenly, both ends included.
+    """The settings of one kind of hardness; a range (low, high) is drawn from uniformly, both ends included.
 
     Attributes:
         name: in tables and file rows.

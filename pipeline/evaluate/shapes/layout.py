@@ -82,7 +82,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Film:
-    """A video of a benchmark, with the number that VideoMME calls video_id."""
+    """A video of the benchmark with the number that VideoMME's layout calls video_id."""
 
     number: str
     duration: str
@@ -100,7 +100,7 @@ class Film:
         return f"data/{self.key}.mp4"
 
     def questions(self) -> list[tuple[str, Question]]:
-        """Return the questions with their ids."""
+        """Return (question id, question) of the video's questions."""
         return [(f"{self.number}-{place}", question) for place, question in enumerate(ask(self.video), 1)]
 
 
@@ -109,7 +109,7 @@ Row = dict[str, str | int | list[str]]
 
 
 def write_benchmark(folder: Path, recipe: Recipe, progress: Callable[[int], None] = lambda done: None) -> int:
-    """Make the videos and write all files; returns the number of questions.
+    """Render the videos and write all files of a benchmark; return the number of questions.
 
     A folder of the same recipe is written anew, so that one that was left half-way becomes whole. Raises UsageError
     where the folder holds something else.
@@ -133,6 +133,7 @@ def write_benchmark(folder: Path, recipe: Recipe, progress: Callable[[int], None
 
 
 def _claim(folder: Path, record: Row) -> None:
+    """Make the folder and write its recipe. Raise UsageError if it holds videos of another recipe, or anything else."""
     path = folder / RECIPE
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file: name a folder")
@@ -152,10 +153,12 @@ def _claim(folder: Path, record: Row) -> None:
 
 
 def _write_lines(path: Path, rows: list[Row]) -> None:
+    """Write rows as JSON lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def _videomme_row(film: Film, question_id: str, question: Question) -> Row:
+    """Return a question as a row in VideoMME's columns."""
     return {
         "video_id": film.number,
         "duration": film.duration,
@@ -172,6 +175,7 @@ def _videomme_row(film: Film, question_id: str, question: Question) -> Row:
 
 
 def _own_row(film: Film, question_id: str, question: Question) -> Row:
+    """Return a question as a row of a question file for jobs.generate."""
     return {
         "question_id": question_id,
         "video_id": film.path,
@@ -186,6 +190,7 @@ def _own_row(film: Film, question_id: str, question: Question) -> Row:
 
 
 def _manifest_row(film: Film) -> Row:
+    """Return a video as a row of a manifest for jobs.prune."""
     return {
         "video_id": film.path,
         "uri": film.path,

@@ -55,7 +55,7 @@ def make_video(seed: int, *, split: SplitName, n_frames: int = 8, hardness: Hard
 def _staged(
     rng: np.random.Generator, story: Story, seed: int, n_frames: int, hardness: Hardness, attempt: int
 ) -> Video:
-    """Place the story's things and camera; each attempt shrinks the things further, as far as allowed."""
+    """Place a story's things and camera in the frames; each further attempt makes the things smaller, within limits."""
     low, high = hardness.size
     sizes = (low, max(low, high - attempt))
     pan = whole(rng, hardness.pan)

@@ -26,7 +26,7 @@ class NoRoom(Exception):  # noqa: N818
 
 
 class Floor:
-    """The places of things by frame, before the camera moves.
+    """The places that things occupy in each frame, before the camera moves.
 
     Args:
         margin: pixels that things keep from the border of their corner.
@@ -41,6 +41,7 @@ class Floor:
         return [self._place(sight, size) for sight in role.sights]
 
     def _place(self, sight: Sight, size: int) -> list[Place]:
+        """Draw a free place in every frame of one sight. Raise NoRoom."""
         for _ in range(_TRIES):
             if sight.walk is None:
                 places = self._stand(size, sight.corner) * len(sight.frames)
@@ -68,6 +69,7 @@ class Floor:
         return [(x, y) for x, y in way.tolist()]
 
     def _free(self, frames: Sequence[int], places: Sequence[Place], size: int) -> bool:
+        """Return whether a thing at these places keeps its distance to all others in these frames."""
         return all(
             x >= other_x + other + _APART
             or other_x >= x + size + _APART

@@ -58,7 +58,7 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """A question whose choices have no order yet."""
+    """A question whose choices are not shuffled yet."""
 
     prompt: str
     right: str
@@ -82,6 +82,7 @@ def ask(video: Video, *, draw: int = 0, types: Sequence[QuestionType] | None = N
 
 
 def _question(video: Video, name: QuestionType, asked: _Asked, order: Sequence[int]) -> Question:
+    """Build the question with its choices in the given order."""
     choices = tuple(asked.choices[i] for i in order)
     return Question(
         type=name,
@@ -105,22 +106,26 @@ def _about(thing: Thing, prompt: str, right: str, choices: Sequence[str]) -> _As
 
 
 def _color(video: Video, rng: np.random.Generator) -> _Asked:
+    """Ask for the colour of a named thing."""
     thing = one_of(rng, video.named)
     return _about(thing, "What color is the {}?", thing.color, [other.color for other in video.named])
 
 
 def _shape(video: Video, rng: np.random.Generator) -> _Asked:
+    """Ask for the shape of a named thing, given its colour."""
     thing = one_of(rng, video.named)
     asked = _about(thing, f"What shape is colored {thing.color}?", thing.name, [other.name for other in video.named])
     return replace(asked, subject=thing.color)
 
 
 def _corner(video: Video, rng: np.random.Generator) -> _Asked:
+    """Ask for the corner of a named thing that stands still."""
     thing = one_of(rng, [thing for thing in video.named if thing.kind != "moving"])
     return _about(thing, "Which corner has the {}?", CORNERS[corner_of(thing.box(thing.shots[0]))], CORNERS)
 
 
 def _scene(video: Video, rng: np.random.Generator) -> _Asked | None:
+    """Ask for the scene that shows a named thing; None where things span scenes."""
     if not video.cuts or video.standing:  # things that stay are in several scenes
         return None
     thing = one_of(rng, video.named)
@@ -128,12 +133,14 @@ def _scene(video: Video, rng: np.random.Generator) -> _Asked | None:
 
 
 def _quarter(video: Video, rng: np.random.Generator) -> _Asked:
+    """Ask for the quarter of the video in which a named thing first appears."""
     thing = one_of(rng, video.named)
     right = QUARTERS[video.quarter_at(thing.first)]
     return _about(thing, "Which quarter introduces the {}?", right, QUARTERS)
 
 
 def _first(video: Video, *, standing: bool) -> _Asked | None:
+    """Ask which named thing appears first; None unless the video is of the ``standing`` kind asked for."""
     if video.standing != standing:
         return None
     return _Asked(
@@ -145,6 +152,7 @@ def _first(video: Video, *, standing: bool) -> _Asked | None:
 
 
 def _count(video: Video, rng: np.random.Generator) -> _Asked | None:
+    """Ask how many corners hold copies of one thing; None in a video without copies."""
     thing = video.extra("copies")
     if thing is None:
         return None
@@ -153,6 +161,7 @@ def _count(video: Video, rng: np.random.Generator) -> _Asked | None:
 
 
 def _change(video: Video, rng: np.random.Generator) -> _Asked | None:
+    """Ask for the colour before or after a change; None in a video without a thing that changes."""
     thing, side = video.extra("changing"), int(rng.integers(2))
     if thing is None:
         return None
@@ -162,6 +171,7 @@ def _change(video: Video, rng: np.random.Generator) -> _Asked | None:
 
 
 def _sign(video: Video, rng: np.random.Generator) -> _Asked | None:
+    """Ask for the word on the sign; None in a video without one."""
     thing = video.extra("sign")
     if thing is None:
         return None

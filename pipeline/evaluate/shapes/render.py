@@ -61,7 +61,7 @@ def render(video: Video) -> NDArray[np.uint8]:
 
 @cache
 def mask_of(shape: str, size: int) -> Image:
-    """Return how much of each pixel the shape covers, [size,size] in 0 to 1."""
+    """Return the share of each pixel that the shape covers, [size,size] in 0 to 1."""
     n = _FINE * size
     down, right = (np.mgrid[:n, :n] + 0.5) / n * 2 - 1
     inside = _inside(shape, right, down)
@@ -98,6 +98,7 @@ def _plate(word: str, size: int) -> Image:
 
 
 def _draw(frames: Image, thing: Thing, tint: Image) -> None:
+    """Draw a thing into its frames, in place."""
     for t, x, y, color, size in thing.shots:
         if thing.name in SHAPES:
             cover, paint = mask_of(thing.name, size)[..., None], np.array(RGB[color], np.float32) + tint
@@ -123,7 +124,7 @@ def _ground(scene: str, rng: np.random.Generator) -> Image:
 def _texture(
     scene: str, x: NDArray[np.int64], y: NDArray[np.int64], period: int, slope: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return how light each pixel is, 0 to 1."""
+    """Return the brightness of each pixel of a scene's texture, 0 to 1."""
     brick = x + (y // period % 2) * period
     made: dict[str, NDArray[Any]] = {
         "stripes": x // (period // 2) % 2,
@@ -137,7 +138,7 @@ def _texture(
 
 
 def _seen(ground: Image, right: int, down: int, share: float) -> Image:
-    """Cut what the camera sees, [96,96,3], from a ground moved by some pixels or shrunk to a share."""
+    """Cut the camera's view, [96,96,3], out of the ground, moved by some pixels or shrunk to a share."""
     if share == 1.0:
         return ground[REACH - down : REACH - down + SIDE, REACH - right : REACH - right + SIDE]
     at = REACH + SIDE / 2 - 0.5 + (np.arange(SIDE) + 0.5 - SIDE / 2) / share

@@ -25,7 +25,7 @@ _MOST_SCENES = {8: 3, 16: 4, 32: 4}
 
 @dataclass(frozen=True)
 class Sight:
-    """A thing during successive frames.
+    """A thing's appearance during successive frames.
 
     Attributes:
         frames: when.
@@ -42,7 +42,7 @@ class Sight:
 
 @dataclass(frozen=True)
 class Role:
-    """A thing and its sights, during each of which it is seen once."""
+    """A thing of the story and its sights."""
 
     name: str
     kind: ThingKind
@@ -51,7 +51,7 @@ class Role:
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """The things and scenes of a video, with the names that questions choose from."""
+    """The story of a video: its things, its scenes, and the words that questions offer as choices."""
 
     starts: tuple[int, ...]
     scenes: tuple[str, ...]
@@ -64,7 +64,7 @@ class Story:
 
 
 def draw_story(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> Story:
-    """Draw a story of this many frames."""
+    """Draw the story of a video of ``n_frames`` frames."""
     scenes, shapes, colors, signs = (shuffled(rng, names) for names in (SCENES, SHAPES, COLORS, SIGNS))
     standing = bool(rng.random() < hardness.standing)
     plot = _Plot(rng, hardness, n_frames, _starts(rng, n_frames, hardness))
@@ -94,7 +94,7 @@ def _starts(rng: np.random.Generator, n_frames: int, hardness: Hardness) -> tupl
 
 @dataclass(frozen=True)
 class _Plot:
-    """A generator of the things in the scenes of a video."""
+    """The generator of a story's things, given the frames and scenes."""
 
     rng: np.random.Generator
     hardness: Hardness
@@ -102,6 +102,7 @@ class _Plot:
     starts: tuple[int, ...]
 
     def named(self, shapes: Sequence[str], colors: Sequence[str], standing: bool) -> list[Role]:
+        """Draw when the four named things appear and how long they stay."""
         onsets = self.rng.permutation(self.n_frames)[:4].tolist()
         kinds: Sequence[Kind] = ("static",) * 4 if standing else self.hardness.kinds
         roles = []
@@ -147,4 +148,5 @@ class _Plot:
         return Sight(frames, (color,) * len(frames), corner)
 
     def _scene_end(self, frame: int) -> int:
+        """Return the frame after the last one of the scene that ``frame`` is in."""
         return next((start for start in self.starts if start > frame), self.n_frames)

@@ -20,5 +20,5 @@ VOCABULARY = (*_ASKING, *SHAPES, *COLORS, *SCENES, *CORNERS, *QUARTERS, *NUMBERS
 
 
 def words_of(text: str) -> list[str]:
-    """Split a question or choice into its words, all of VOCABULARY."""
+    """Split a question or choice into its words, which are all in VOCABULARY."""
     return text.replace("?", " ?").split()

@@ -19,7 +19,7 @@ ThingKind = Kind | Literal["copies", "changing", "sign"]
 
 
 class Shot(NamedTuple):
-    """A thing in one frame: its top left corner in pixels of that frame, its colour and the pixels of its side then."""
+    """A thing in one frame: its top left corner and side in pixels there, and its colour."""
 
     frame: int
     x: int
@@ -29,7 +29,7 @@ class Shot(NamedTuple):
 
 
 class Box(NamedTuple):
-    """Pixels of a frame, x1 and y1 not included."""
+    """The box of a thing in one frame, in pixels; x1 and y1 are not included."""
 
     frame: int
     x0: int
@@ -58,12 +58,12 @@ class Thing:
 
     @property
     def first(self) -> int:
-        """The frame in which it is first seen."""
+        """The frame in which the thing first appears."""
         return self.shots[0].frame
 
     @property
     def color(self) -> str:
-        """The colour it has, at first where it changes."""
+        """The thing's colour, the first one where it changes."""
         return self.shots[0].color
 
     def box(self, shot: Shot) -> Box:
@@ -73,7 +73,7 @@ class Thing:
 
 @dataclass(frozen=True, kw_only=True)
 class Video:
-    """A video before rendering, and the words that the choices of its questions are taken from.
+    """A video before rendering, with the words that its questions choose from.
 
     Attributes:
         seed: all of it follows from this, ``n_frames`` and ``hardness``.
@@ -116,7 +116,7 @@ class Video:
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The first frame after each cut."""
+        """The frames that begin a scene, without the first."""
         return tuple(t for t in range(1, self.n_frames) if self.scene_of[t] != self.scene_of[t - 1])
 
     def extra(self, kind: ThingKind) -> Thing | None:
@@ -133,6 +133,6 @@ class Video:
 
 
 def corner_of(box: Box) -> int:
-    """Index into CORNERS of the corner that the middle of a box is in."""
+    """Return the index into CORNERS of the corner that holds the middle of a box."""
     right, down = box.x0 + box.x1 >= SIDE, box.y0 + box.y1 >= SIDE
     return 2 * down + right

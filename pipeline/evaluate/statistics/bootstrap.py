@@ -37,7 +37,7 @@ _CHUNK = 512  # draws at a time, because their counts as floats take the memory
 
 
 class Difference(NamedTuple):
-    """One arm minus another, on the same questions.
+    """The difference between two arms on the same questions, with interval and p.
 
     Attributes:
         value: of the scores as they are.
@@ -58,7 +58,7 @@ class Difference(NamedTuple):
 
 
 class Stratum(NamedTuple):
-    """Clusters that are drawn on their own: how many, and the degrees of freedom of their error."""
+    """A group of clusters that is resampled on its own: its size, and the degrees of freedom of its error."""
 
     n_clusters: int
     freedom: float
@@ -66,7 +66,7 @@ class Stratum(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """One number of each arm; nan throughout where an arm was not scored.
+    """An estimated number for each arm, with its bootstrap draws; nan throughout where an arm was not scored.
 
     Attributes:
         value: the number itself, [A].
@@ -93,7 +93,7 @@ class Estimate:
         return (low, high) if math.isnan(low) else (max(0.0, low), min(self.most, high))
 
     def difference(self, arm: int, reference: int) -> Difference:
-        """Compare two arms."""
+        """Return arm ``arm``'s number minus that of ``reference``, with interval, error and p."""
         value = float(self.value[arm] - self.value[reference])
         drawn_R = self.drawn[:, arm] - self.drawn[:, reference]
         residual_G = self.residual[:, arm] - self.residual[:, reference]
@@ -101,6 +101,7 @@ class Estimate:
         return self._measured(value, drawn_R, residual_G, n_differing)
 
     def _measured(self, value: float, drawn_R: Floats, residual_G: Floats, n_differing: int) -> Difference:
+        """Compute a difference's interval, error and p from draws and residuals, by Student's t if clusters are few."""
         variances = [
             float(np.sum(rows**2))
             for rows in np.split(residual_G, np.cumsum([n_rows for n_rows, _ in self.strata])[:-1])
@@ -123,7 +124,10 @@ class Estimate:
 
 
 def draw_counts(n_clusters: int, draws: int, generator: np.random.Generator) -> Counts:
-    """Draw how often each cluster is in each draw, [R, G]; rows sum to G, and a generator repeats its draws."""
+    """Draw with replacement; return how often each of G clusters is in each of R draws, [R, G].
+
+    Rows sum to G, and the same generator gives the same draws.
+    """
     counts_RG = np.empty((draws, n_clusters), np.int32)  # int64 would take 0.25 GB at the largest size
     for start in range(0, draws, _CHUNK):
         n = min(_CHUNK, draws - start)
@@ -133,7 +137,7 @@ def draw_counts(n_clusters: int, draws: int, generator: np.random.Generator) -> 
 
 
 def estimate(scores_AQ: Floats, cluster_Q: Ints, part_Q: Ints, counts_RG: Counts) -> Estimate:
-    """Estimate the mean over parts of every arm, with its draws and residuals.
+    """Estimate every arm's mean over parts, with bootstrap draws and residuals.
 
     Args:
         scores_AQ: scores; an arm that was not scored is nan throughout.
@@ -197,6 +201,7 @@ def relative(estimates: Sequence[Estimate], full: int) -> Estimate:
 
 
 def _relative_to(one: Estimate, full: int) -> Estimate:
+    """Divide an estimate by that of arm ``full``, draw by draw, with residuals of the delta method."""
     base = one.value[full] or math.nan
     drawn_R1 = one.drawn[:, [full]]
     return replace(
@@ -217,7 +222,7 @@ def interval(drawn_R: Floats) -> tuple[float, float]:
 
 
 def two_sided_p(drawn_R: Floats) -> float:
-    """Return p of a difference by its draws: twice the smaller of the shares at or below and at or above 0, at most 1.
+    """Return the bootstrap p of a difference: twice the smaller share of draws on one side of 0, at most 1.
 
     A share is (k + 1) / (R + 1), so that p is never 0.
     """

@@ -31,7 +31,7 @@ def part_means(scores_AQ: Floats, part_Q: Ints) -> Floats:
 
 
 def weighted(scores_AQ: Floats, part_Q: Ints) -> tuple[Floats, Floats]:
-    """Return what each question adds to the mean over parts, and to its error, both [A, Q].
+    """Return each question's contribution to the mean over parts and to that mean's error, both [A, Q].
 
     That is w_i s_i and w_i (s_i - mean of its part) with w_i = 1 / (P n_part); one part is the plain mean, w_i = 1/n.
     Questions OUTSIDE get 0.
@@ -52,7 +52,7 @@ def cluster_sums(values_AQ: Floats, cluster_Q: Ints, n_clusters: int) -> Floats:
 
 
 def few_clusters(cluster_Q: Ints, part_Q: Ints, n_clusters: int) -> tuple[Floats, float]:
-    """Return factors [G] for cluster sums of weighted residuals, and the degrees of freedom of their sum of squares.
+    """Return the CR2 factors [G] for cluster sums of weighted residuals, and their degrees of freedom.
 
     With the factors (CR2; Bell and McCaffrey 2002) that sum estimates the variance without bias where questions are
     independent and alike; the degrees of freedom are Satterthwaite's under the same model. A cluster that holds all
@@ -74,7 +74,7 @@ def few_clusters(cluster_Q: Ints, part_Q: Ints, n_clusters: int) -> tuple[Floats
 
 
 def student(freedom: float) -> tuple[Floats, Floats]:
-    """Return values of |t|, ascending, and the probability of one at least as large (Student; any real freedom >= 1).
+    """Return ascending values of |t| and Student's two-sided tail probability at each, for any real freedom >= 1.
 
     With t = sqrt(freedom) tan(angle) the density is a power of the cosine, which is summed.
     """
@@ -100,7 +100,7 @@ def sandwich_error(scores_Q: Floats, cluster_Q: Ints, part_Q: Ints | None = None
 
 
 def sign_flip_p(difference_Q: Floats, cluster_Q: Ints, *, draws: int = 10_000, seed: int = 0) -> float:
-    """Return p by flipping the signs of the clusters' summed differences: two-sided, exact for any cluster sizes.
+    """Return the two-sided p of a paired sign-flip test on clusters' summed differences, exact for any cluster sizes.
 
     All signs are tried where at most 20 clusters differ; else ``draws`` of them, and p = (k + 1) / (draws + 1).
     """
@@ -120,7 +120,7 @@ def sign_flip_p(difference_Q: Floats, cluster_Q: Ints, *, draws: int = 10_000, s
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Adjust p for as many tests as the family has (Holm 1979, step-down); a nan stays nan and is no test."""
+    """Adjust the p-values of one family of tests by Holm's step-down method (1979); nan stays nan and is no test."""
     adjusted = np.full(len(p), math.nan)
     tests = [i for i in np.argsort(p, kind="stable") if not math.isnan(p[i])]
     largest = 0.0

@@ -82,7 +82,7 @@ def results_sheet(table: ResultsTable, title: str = "", notes: Sequence[str] = (
 
 
 def _made_of(table: ResultsTable) -> list[tuple[str, list[str]]]:
-    """Return questions, videos, and what else the columns say of themselves, a row each."""
+    """Return the rows of a table's footer, (title, a text a column): questions, videos, protocol, frames and so on."""
     asked = [
         f"{n:,} of {made_of[WHOLE]}" if WHOLE in made_of and column.key == OVERALL else f"{n:,}"
         for column, n, made_of in zip(table.columns, table.n_questions, table.made_of, strict=True)
@@ -94,16 +94,17 @@ def _made_of(table: ResultsTable) -> list[tuple[str, list[str]]]:
 
 
 def titled(title: str, row: Row) -> str:
-    """Return the title of a row, with the number of its failed answers where there are some."""
+    """Return a row's title, followed by the number of its failed answers if there are any."""
     return f"{title} ({row.n_failed:,} failed)" if row.n_failed else title
 
 
 def number_of(cell: Cell | None) -> Number | None:
-    """Return a cell of the table as it is printed."""
+    """Return a cell's printed number with its mark, or None."""
     return None if cell is None else Number(cell.printed, cell.mark)
 
 
 def _numbers(row: Row) -> list[Number | None]:
+    """Return the printed numbers of a row."""
     return [number_of(cell) for cell in all_cells(row)]
 
 
@@ -114,7 +115,7 @@ def headings(table: ResultsTable) -> list[str]:
 
 
 def few_mark(n_clusters: int) -> str:
-    """Return the mark of a column about so many videos."""
+    """Return the mark for the title of a column with so few videos, "" where there are enough."""
     return FEW_MARK if 0 < n_clusters < FEW else ""
 
 
@@ -126,15 +127,17 @@ def rows_of(table: ResultsTable) -> Iterator[Row]:
 
 
 def all_cells(row: Row) -> tuple[Cell | None, ...]:
-    """Return the cells of all columns, and Rel."""
+    """Return a row's cells of all columns, then of Rel."""
     return (*row.cells, row.rel)
 
 
 def _pruned(block: Block) -> str:
+    """Format a block's pruning ratio, 1 - retention ratio."""
     return f"{100 * (1 - block.ratio):g}%"
 
 
 def _differences(table: ResultsTable, versus: Callable[[Cell], Versus | None]) -> Iterator[str]:
+    """Yield the Markdown lines of a table of differences, a row a method; ``versus`` picks the comparison."""
     yield from table_head(["Method", *headings(table), "Rel."])
     for block in table.blocks:
         compared = [row for row in block.rows if any(cell and versus(cell) for cell in all_cells(row))]
@@ -146,6 +149,7 @@ def _differences(table: ResultsTable, versus: Callable[[Cell], Versus | None]) -
 
 
 def _answers(table: ResultsTable) -> Iterator[str]:
+    """Yield the Markdown lines of the table of kept tokens, unread replies and failures."""
     yield from table_head(["Method", "Retention ratio", "Visual tokens kept", "Replies that name no option", "Failed"])
     for row in rows_of(table):
         title = "Original Model" if row is table.original else escape_markdown(method_title(row.method))
@@ -154,6 +158,7 @@ def _answers(table: ResultsTable) -> Iterator[str]:
 
 
 def _legend(table: ResultsTable) -> str:
+    """Return the sentence that explains the tables of differences."""
     drawn = f"{table.bootstrap.draws:,} paired draws of whole videos (seed {table.bootstrap.seed})"
     return (
         "Percentage points, from scores before rounding, on the same questions. In brackets the 95 % interval of "
@@ -172,6 +177,7 @@ def few_videos(table: ResultsTable) -> list[str]:
 
 
 def _difference(versus: Versus | None) -> str:
+    """Format a difference with its interval, p and whether it is noise."""
     if versus is None:
         return "–"
     if versus.low is None or versus.high is None or versus.p_holm is None:
@@ -182,7 +188,7 @@ def _difference(versus: Versus | None) -> str:
 
 
 def p_text(p: float) -> str:
-    """Format an adjusted p; a significant one never reads like 0.050."""
+    """Format an adjusted p so that a significant one never reads as 0.050."""
     if p < 0.001:
         return "p < 0.001"
     rounded = f"{p:.3f}"
@@ -195,4 +201,5 @@ def signed(points: float) -> str:
 
 
 def _percent(share: float | None) -> str:
+    """Format a share in percent, a dash for None."""
     return "–" if share is None else f"{100 * share:.1f}%"

@@ -28,7 +28,7 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Versus:
-    """A score minus that of another arm on the same questions; percentages, before rounding.
+    """The difference between a score and another arm's on the same questions, in percentage points before rounding.
 
     Attributes:
         difference: in points.
@@ -77,7 +77,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A method at a ratio; the counts are over all benchmarks.
+    """The results of one method at one ratio; counts are over all benchmarks.
 
     Attributes:
         cells: of each column; None where the method was not run.

@@ -14,7 +14,7 @@ from pipeline.evaluate.statistics.errors import OUTSIDE, Floats, Ints
 
 
 class Arm(NamedTuple):
-    """A method at a retention ratio."""
+    """A method at a retention ratio, a row of a table."""
 
     method: str
     ratio: float
@@ -26,7 +26,7 @@ ORIGINAL = Arm("none", 1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """Counts of an arm's answers; of several benchmarks they add up.
+    """The counts of an arm's answers; tallies of several benchmarks are added.
 
     Attributes:
         n_answers: rows, failed ones too.
@@ -76,15 +76,15 @@ class ScoreMatrix:
     tallies: Sequence[Tally]
 
     def whole(self) -> Ints:
-        """Return the part of each question for the mean over all questions: 0."""
+        """Return each question's part for the mean over all questions: 0."""
         return np.zeros(len(self.clusters), np.int64)
 
     def split(self, name: str, value: str) -> Ints:
-        """Return the part of each question for the mean over one split: 0, or OUTSIDE."""
+        """Return each question's part for the mean over one value of a split: 0, or OUTSIDE for other values."""
         return np.array([0 if of_one.get(name) == value else OUTSIDE for of_one in self.splits], np.int64)
 
     def by(self, name: str) -> Ints:
-        """Return the part of each question for the mean over a split's values, such as MLVU's tasks.
+        """Return each question's part for the mean over the parts of a split, such as MLVU's tasks.
 
         Raises ValueError where a question has no such split.
         """
@@ -131,16 +131,19 @@ def score_matrix(scores: pa.Table, arms: Sequence[Arm]) -> ScoreMatrix:
 
 
 def _arms(scores: pa.Table) -> list[Arm]:
+    """Return the arm of each row of scores."""
     rows = zip(scores["method"].to_pylist(), scores["retention_ratio"].to_pylist(), strict=True)
     return [ORIGINAL if method == ORIGINAL.method else Arm(method, ratio) for method, ratio in rows]
 
 
 def _column(scores: pa.Table, name: str) -> NDArray[np.generic]:
+    """Return a column as a NumPy array."""
     values: NDArray[np.generic] = scores[name].to_numpy()
     return values
 
 
 def _check_paired(arms: Sequence[Arm], questions: NDArray[np.generic], arm_N: Ints, question_N: Ints) -> None:
+    """Raise ValueError unless every arm that was run has exactly one score of each question."""
     count_AQ = np.zeros((len(arms), len(questions)), np.int64)
     np.add.at(count_AQ, (arm_N, question_N), 1)
     wrong_AQ = (count_AQ != 1) & (count_AQ.sum(1) > 0)[:, None]
@@ -152,6 +155,7 @@ def _check_paired(arms: Sequence[Arm], questions: NDArray[np.generic], arm_N: In
 
 
 def _tallies(scores: pa.Table, arm_N: Ints, failed_N: NDArray[np.bool_], n_arms: int) -> list[Tally]:
+    """Count each arm's answers, failures, unread replies and kept tokens."""
     free_N = scores["n_options"].to_numpy() == 0  # a free question has no option to name
     unparsed_N = ~failed_N & ~free_N & scores["parsed"].is_null().to_numpy()
     share_N = _column(scores, "n_kept").astype(float) / _column(scores, "n_total").astype(float)

@@ -28,7 +28,7 @@ _PRUNED = re.compile(r"\$\\downarrow\$ ([\d.]+\\%)")
 
 
 class Number(NamedTuple):
-    """A number as printed; ``heat`` in [0, 1] is its place between the least and the most of a map."""
+    """A number as printed; ``heat`` in [0, 1] is its rank between a heat map's lowest and highest."""
 
     printed: str
     mark: Mark = ""
@@ -37,7 +37,7 @@ class Number(NamedTuple):
 
 
 class Head(NamedTuple):
-    """The title of a column, and the title that it shares with its neighbours ("": none)."""
+    """A column's title, and the title that it shares with neighbouring columns ("": none)."""
 
     title: str
     over: str = ""
@@ -50,7 +50,7 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Rows under a heading ("": none): a title and a number a column, None where there is none."""
+    """The rows below one heading ("": none), each a title and a number a column."""
 
     heading: str
     rows: Sequence[tuple[str, Sequence[Number | None]]]
@@ -58,7 +58,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Sheet:
-    """One table.
+    """A table of printed numbers.
 
     Attributes:
         corner: the title of the column of titles.
@@ -128,21 +128,22 @@ def table_row(cells: Sequence[str]) -> str:
 
 
 def escape_markdown(text: str) -> str:
-    """Return text, in one line, that Markdown shows as it is."""
+    """Convert text to one line of Markdown that shows it literally."""
     return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", _one_line(text))
 
 
 def escape_latex(text: str) -> str:
-    """Return text, in one line, that LaTeX sets as it is."""
+    """Convert text to one line of LaTeX that sets it literally."""
     return "".join(_LATEX.get(sign, sign) for sign in _one_line(text))
 
 
 def _one_line(text: str) -> str:
+    """Replace line breaks and repeated spaces by one space."""
     return re.sub(r"\s+", " ", text)
 
 
 def by_column(columns: Sequence[Head], texts: Sequence[str]) -> list[str]:
-    """Return what is said of each column; once where it is the same of all."""
+    """Return each column's title with its text; the text alone, once, where all columns share it."""
     said = [(head.text, text) for head, text in zip(columns, texts, strict=True) if text]
     if len({text for _, text in said}) == 1 and len(said) > 1:
         return [said[0][1]]
@@ -150,6 +151,7 @@ def by_column(columns: Sequence[Head], texts: Sequence[str]) -> list[str]:
 
 
 def _markdown_number(number: Number | None) -> str:
+    """Format a number in Markdown: best bold, second underlined, boxed in [ ]."""
     if number is None:
         return NONE
     text = {"best": f"**{number.printed}**", "second": f"<ins>{number.printed}</ins>", "": number.printed}[number.mark]
@@ -157,7 +159,7 @@ def _markdown_number(number: Number | None) -> str:
 
 
 def _latex_head(sheet: Sheet) -> list[str]:
-    """Return two lines of titles where columns share one, the first spanning them; else one line."""
+    """Return the LaTeX lines of column titles: two where columns share a title, which spans them, else one."""
     spans = [(over, [*heads]) for over, heads in groupby(sheet.columns, lambda head: head.over or head.text)]
     corner = _bold(escape_latex(sheet.corner))
     if all(len(heads) == 1 for _, heads in spans):
@@ -173,6 +175,7 @@ def _latex_head(sheet: Sheet) -> list[str]:
 
 
 def _latex_number(number: Number | None) -> str:
+    """Format a number in LaTeX: best bold, second underlined, boxed in a frame."""
     if number is None:
         return "--"
     text = escape_latex(number.printed)
@@ -181,4 +184,5 @@ def _latex_number(number: Number | None) -> str:
 
 
 def _bold(text: str) -> str:
+    """Return LaTeX of bold text."""
     return rf"\textbf{{{text}}}"

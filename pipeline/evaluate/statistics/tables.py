@@ -57,13 +57,15 @@ class ScoredBenchmark:
 
 
 class Printed(NamedTuple):
-    """A number and how it is printed."""
+    """A number with the number that is printed for it."""
 
     score: float
     printed: str
 
 
 class _Measured(NamedTuple):
+    """A column with its numbers of questions and clusters, and the estimates of all arms."""
+
     column: Column
     n_questions: int
     n_clusters: int
@@ -72,6 +74,8 @@ class _Measured(NamedTuple):
 
 
 class _BlockArms(NamedTuple):
+    """The arms of one ratio by number, and which of them is GSTEP."""
+
     arms: list[int]
     gstep: int | None  # the arm of GSTEP at this ratio
 
@@ -84,7 +88,7 @@ def results_table(
     draws: int = 10_000,
     seed: int = 0,
 ) -> ResultsTable:
-    """Compute the table.
+    """Compute the table of results, with errors and comparisons, for one or several benchmarks.
 
     Args:
         title: what was pruned: the model.
@@ -151,12 +155,14 @@ def marks(shown: Sequence[Printed | None]) -> list[Mark]:
 
 
 def _arms_by_block(benchmarks: Sequence[ScoredBenchmark], methods: Sequence[str] | None) -> list[Arm]:
+    """Return the arms of all benchmarks, by falling ratio, then in the order of ``methods``."""
     found = dict.fromkeys(arm for benchmark in benchmarks for arm in arms_of(benchmark.scores) if arm != ORIGINAL)
     order = list(dict.fromkeys(arm.method for arm in found) if methods is None else methods)
     return sorted((arm for arm in found if arm.method in order), key=lambda arm: (-arm.ratio, order.index(arm.method)))
 
 
 def _blocks(arms: Sequence[Arm]) -> list[_BlockArms]:
+    """Group arms by ratio."""
     by_ratio: dict[float, list[int]] = {}
     for a, arm in enumerate(arms):
         if a != _FULL:
@@ -167,6 +173,7 @@ def _blocks(arms: Sequence[Arm]) -> list[_BlockArms]:
 
 
 def _measure(benchmark: ScoredBenchmark, matrix: ScoreMatrix, draws: int, seed: int) -> Iterator[_Measured]:
+    """Estimate each column of a benchmark with the benchmark's own draws."""
     generator = np.random.default_rng([seed, crc32(benchmark.title.encode())])
     counts_RG = draw_counts(matrix.n_clusters, draws, generator)
     for column, part_Q in _columns(benchmark, matrix):
@@ -179,6 +186,7 @@ def _measure(benchmark: ScoredBenchmark, matrix: ScoreMatrix, draws: int, seed: 
 
 
 def _columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> Iterator[tuple[Column, Ints]]:
+    """Yield each column of a benchmark with the part of each question, the overall score last."""
     for column in benchmark.columns:
         name, is_split, value = column.key.partition("=")
         if not is_split:
@@ -189,10 +197,12 @@ def _columns(benchmark: ScoredBenchmark, matrix: ScoreMatrix) -> Iterator[tuple[
 
 
 def _shown(numbers: Estimate) -> list[Printed | None]:
+    """Return the printed percentage of each arm, None where it was not scored."""
     return [None if math.isnan(v) else Printed(100 * v, printed(100 * v)) for v in numbers.value.tolist()]
 
 
 def _shown_rel(overall: Sequence[Estimate]) -> list[Printed | None]:
+    """Return the printed Rel. of each arm."""
     shown_A = list(zip(*(_shown(numbers) for numbers in overall), strict=True))
     return [rel_of(shown, shown_A[_FULL]) for shown in shown_A]
 
@@ -234,6 +244,7 @@ def _versus(numbers: Estimate, arms: Sequence[int], other: int) -> Mapping[int, 
 
 
 def _in_points(difference: Difference, p_holm: float) -> Versus:
+    """Convert a difference of shares to percentage points, with its adjusted p."""
     points, error = 100 * difference.value, _points(difference.error)
     if math.isnan(difference.p):
         return Versus(difference=points, error=error)
@@ -251,10 +262,12 @@ def _in_points(difference: Difference, p_holm: float) -> Versus:
 
 
 def _points(share: float) -> float | None:
+    """Convert a share to percent, nan to None."""
     return None if math.isnan(share) else 100 * share
 
 
 def _row(arm: Arm, cells: Sequence[Cell | None], rel: Cell | None, tally: Tally) -> Row:
+    """Make the table row of an arm."""
     return Row(
         method=arm.method,
         ratio=arm.ratio,

@@ -40,7 +40,7 @@ _NO_ANSWER = frozenset(
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What is to be loaded. Pickles.
+    """The description of an engine to load. Pickles.
 
     Attributes:
         name: in ENGINES.
@@ -63,13 +63,16 @@ class EngineSetup:
 
 
 class Engine(Protocol):
-    """One language model."""
+    """A loaded language model that answers and scores prompts."""
 
     context_length: int
     """Tokens that a prompt and its answer may have together."""
 
     def batches(self, prompts: Sequence[Prompt], most: int, *, inside: bool = False) -> list[list[int]]:
-        """Return which prompts go together, at most ``most``; all batches but the last one have room for no other."""
+        """Group the prompts into batches of at most ``most``; return the prompts' numbers in each batch.
+
+        All batches but the last one have room for no other prompt.
+        """
 
     def generate(
         self, prompts: Sequence[Prompt], decodings: Sequence[Decoding], *, inside: tuple[Pruner, float] | None = None
@@ -89,14 +92,14 @@ class Engine(Protocol):
         """Return the mean input embedding [1,D] float32 of a text's tokens. Raises ValueError for an empty text."""
 
     def describe(self) -> Mapping[str, Any]:
-        """Return what computes the answers, for their provenance, JSON-able."""
+        """Return the versions and settings that compute the answers, for their provenance, JSON-able."""
 
     def close(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
 
 
 class EngineDied(Exception):  # noqa: N818
-    """Nothing can be computed in this process any more; another one can."""
+    """An error after which this process can compute nothing more; another process can."""
 
 
 def load_engine(setup: EngineSetup, source: ModelSource, runtime: Runtime) -> Engine:

@@ -13,7 +13,7 @@ from pipeline.generate.late_pruning import LatePruning
 
 
 class TransformersEngine:
-    """Answers by :class:`gstep.language.LanguageModel`."""
+    """The engine that answers by :class:`gstep.language.LanguageModel`."""
 
     def __init__(self, model: LanguageModel, runtime: Runtime) -> None:
         self._model = model

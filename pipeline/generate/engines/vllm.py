@@ -30,7 +30,7 @@ _IDS_AT_ONCE = 100  # log-probabilities that one request may ask for; vLLM allow
 
 
 class VllmEngine:
-    """Answers by an ``LLMEngine`` in this process, so that what ends the one ends the other."""
+    """The engine that answers by vLLM's ``LLMEngine`` in this process, so that both end together."""
 
     def __init__(self, engine: Any, source: ModelSource, runtime: Runtime, setup: EngineSetup) -> None:
         config = parsed_config(source)
@@ -68,7 +68,7 @@ class VllmEngine:
     def check(
         setup: EngineSetup, source: ModelSource, builder: PromptBuilder, prunings: Mapping[str, LatePruning | None]
     ) -> None:
-        """Refuse what vLLM cannot answer, before anything is loaded.
+        """Raise UsageError for a request that vLLM cannot answer, before anything is loaded.
 
         Raises UsageError for that and where vLLM is missing; ModelError where the checkpoint asks for more than vLLM
         does.
@@ -157,7 +157,7 @@ class VllmEngine:
         self._engine.engine_core.shutdown()
 
     def _run(self, prompts: Sequence[Prompt], params: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the finished request of each prompt.
+        """Run the prompts through the engine, and return vLLM's finished output of each.
 
         Raises ValueError for one that vLLM refuses, and asks none then; EngineDied.
         """
@@ -197,6 +197,7 @@ class VllmEngine:
             del waiting[output.request_id]
 
     def _answer(self, output: Any, prefill_s: float, decode_s: float) -> Answer:
+        """Convert one finished output to an Answer, without the token that ended it."""
         ids, stopped = list(output.token_ids), output.finish_reason == "stop"
         if stopped:
             ids = ids[:-1]
@@ -205,12 +206,13 @@ class VllmEngine:
 
     @staticmethod
     def _next_params(following: Sequence[int]) -> dict[str, Any]:
+        """Return sampling parameters that give the log-probabilities of these next tokens."""
         asked = {"logprob_token_ids": list(following), "logprobs": None}
         return {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, **asked}
 
 
 def _following(texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
-    """Yield (beginning, next tokens) of texts that share a beginning, at most _IDS_AT_ONCE next tokens at a time."""
+    """Group texts by common beginnings: yield (beginning, next tokens), at most _IDS_AT_ONCE next tokens at a time."""
     tokens: dict[tuple[int, ...], dict[int, None]] = {}
     for text in texts:
         for i, token in enumerate(text):
@@ -222,7 +224,7 @@ def _following(texts: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...]
 
 
 def _continued(prompt: Prompt, ids: Sequence[int]) -> Prompt:
-    """Return a prompt that goes on with the text tokens ``ids``."""
+    """Return the prompt followed by the text tokens ``ids``."""
     if not ids:
         return prompt
     start = prompt.positions[:, -1:] + 1

@@ -11,7 +11,7 @@ from ray._private.node import Node
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pipeline.errors import UsageError
-from pipeline.execution.cluster import _keep_known_lines, _shut_down, choose_device
+from pipeline.execution.cluster import _is_worth_showing, _shut_down, choose_device
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.graph import plan_resources
 from tests.pipeline.rays import graph_of, growing_ray, ray_here, rows_of
@@ -97,7 +97,7 @@ def test_known_lines_of_rays_own_are_kept_in_its_folder_and_others_are_shown(tmp
     node.get_logs_dir_path.return_value = str(tmp_path)
     monkeypatch.setattr(ray._private.worker, "_global_node", node)
     logger = logging.getLogger("test_known_lines")
-    logger.addFilter(_keep_known_lines)
+    logger.addFilter(_is_worth_showing)
     for line in ("Unhandled error: ray::_StatsActor.update(): KeyError", "Unhandled error: something of a task's"):
         logger.error(line)
     assert caplog.messages == ["Unhandled error: something of a task's"]
