@@ -49,12 +49,12 @@ PER_FRAME = frozenset({"frame_feature"})
 
 
 def is_per_frame(labelled: str) -> bool:
-    """Return whether evidence, by its label, is of frames."""
+    """Return whether evidence of this label has a value for each frame instead of each token."""
     return any(labelled == name or labelled.startswith(f"{name}_") for name in PER_FRAME)
 
 
 def label(name: str, source: str) -> str:
-    """Make the label that distinguishes a name from the same one of another source: ``token_attention_last_layer``."""
+    """Make the label ``<name>_<source>`` that tells evidence of one name from two sources apart."""
     return f"{name}_{source}"
 
 

@@ -18,7 +18,7 @@ def load_object(target: str) -> Any:
 
 @contextmanager
 def importing_much() -> Iterator[None]:
-    """Stop Python's search for garbage within this context, and exempt for ever what was imported in it.
+    """Stop Python's garbage collector in this context, and exempt the imported objects from later collections.
 
     The objects of torch, transformers and Ray stay for ever. Searching them took a sixth of the time of importing them,
     and most of the time in which a process ends.

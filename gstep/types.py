@@ -147,7 +147,7 @@ class PrunedTokens(_Compared):
 
 
 def _same(a: object, b: object) -> bool:
-    """Return whether two values of such fields are equal."""
+    """Return whether two field values are equal: tensors by dtype, device and values, others by ==."""
     import torch  # noqa: PLC0415 - as above
 
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):

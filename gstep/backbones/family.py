@@ -38,7 +38,7 @@ class StaticParts:
 
 @dataclass(frozen=True)
 class ModelFamily(ABC):
-    """A model of one family, by its config and preprocessor files.
+    """The description of one model of a family, made of its config and preprocessor files.
 
     Attributes:
         source: the model.
@@ -75,7 +75,7 @@ class ModelFamily(ABC):
         """
 
     def limited(self, min_pixels: int | None, max_pixels: int | None, max_video_tokens: int | None) -> ModelSource:
-        """Return the same model with other limits of its frames' size than its preprocessor files give.
+        """Return the same model with other limits of frame size or visual tokens than its preprocessor files set.
 
         Args:
             min_pixels, max_pixels: of a frame on Qwen2.5-VL, of all sampled frames together on Qwen3-VL.
@@ -117,7 +117,7 @@ class ModelFamily(ABC):
             raise ModelError(f"the encoder of {cls.model_type} does not give {describe_evidence(missing)}")
 
     def check_evidence(self, evidence: Mapping[str, str]) -> None:
-        """Raise ModelError where this model, with the pooling head it has or has not, cannot give all the evidence."""
+        """Raise ModelError where this model, with its pooling head if any, lacks some evidence, label -> source."""
         self.check_gives(evidence)
         of_head = {name: source for name, source in evidence.items() if source in HEAD_SOURCES}
         if of_head and self.source.pooling_head is None:

@@ -167,7 +167,7 @@ class LlavaOnevisionBackbone(Backbone):
 
 
 def _check_feature_layer(source: ModelSource) -> None:
-    """Raise ModelError where the tokens would come from several layers: the published models take one."""
+    """Raise ModelError where visual tokens would come from several vision layers; the published models use one."""
     layer = source.config.get("vision_feature_layer", -1)
     if not isinstance(layer, int) or isinstance(layer, bool):
         raise ModelError(
@@ -182,7 +182,7 @@ def _tokens_per_frame(image_size: int, patch_size: int) -> int:
 
 
 def _names_in_memory(key: str) -> list[str]:
-    """List the names in memory for a name on disk; the tower's names may or may not have ``vision_model.`` in them."""
+    """List the names in memory that a name on disk may mean: with or without ``vision_model.``, by library version."""
     name = key.removeprefix("model.")
     plain = name.replace("vision_tower.vision_model.", "vision_tower.", 1)
     return [plain, plain.replace("vision_tower.", "vision_tower.vision_model.", 1)]

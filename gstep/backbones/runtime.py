@@ -46,7 +46,7 @@ class Runtime:
 
 
 def choose_runtime(device: str = "auto", dtype: str = "auto", attn: str = "auto") -> Runtime:
-    """Fill in what is "auto" from the machine this runs on.
+    """Return the runtime for these options, choosing what is "auto" by the machine this runs on.
 
     Args:
         device: "auto" (cuda where there is one), "cpu", "cuda" or "cuda:<i>".

@@ -41,7 +41,7 @@ TINY = "tiny"
 
 @dataclass(frozen=True)
 class PoolingHeadSource:
-    """A head that was found. Pickles; means the same weights on every node.
+    """The description of a pooling head that was found. Pickles; means the same weights on every node.
 
     Attributes:
         name: the argument as given.

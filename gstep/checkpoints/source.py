@@ -31,7 +31,7 @@ _QWEN = (
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that was found, without its weights. Pickles; means the same model on every node.
+    """The description of a model that was found, without its weights. Pickles; the same model on every node.
 
     Attributes:
         name: the argument as given.

@@ -21,7 +21,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class TensorSource(Protocol):
-    """Safetensors files that were found: see :class:`ModelSource` for what its parts mean."""
+    """The part of ModelSource or PoolingHeadSource that reading tensors needs: the safetensors files."""
 
     @property
     def name(self) -> str: ...

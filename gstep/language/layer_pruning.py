@@ -51,7 +51,7 @@ class Shortened:
 
 @dataclass
 class PruneInside:
-    """A method that drops tokens before a layer K, on one batch: ``with inside.hooked(model): model.generate(...)``.
+    """The pruning of one batch before layer K: ``with inside.hooked(model): model.generate(...)``.
 
     Attributes:
         method: one with a ``layer``, which is K.
@@ -69,7 +69,7 @@ class PruneInside:
 
     @contextmanager
     def hooked(self, model: Any) -> Iterator[PruneInside]:
-        """Prune whatever goes through ``model`` meanwhile: one prefill, then single tokens.
+        """Prune calls of ``model`` inside the context, by hooks: one prefill, then single tokens.
 
         Raises ValueError where the model has no layer K, or needs all visual tokens there.
         """
@@ -97,7 +97,7 @@ class PruneInside:
             self.kept = whole
 
     def _note_query(self, attention: Any, args: Any, keywords: dict[str, Any]) -> None:
-        """Keep the inputs of the last token's query; fast kernels never write its row of attention out."""
+        """Keep the attention inputs of the last token in layer K-1; fast kernels never return its attention row."""
         hidden_BLD = keywords["hidden_states"] if "hidden_states" in keywords else args[0]
         if self.kept is None:
             cos, sin = keywords["position_embeddings"]
@@ -140,7 +140,7 @@ class PruneInside:
         return self._keep_short(layer, args, keywords)
 
     def _keep_short(self, layer: Any, args: Any, keywords: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Cut positions and mask before layer K and all after it: both come for whole rows."""
+        """Cut the positions and the mask that layer K and all after it get, which still have the full length."""
         kept = self.kept
         assert kept is not None
         hidden_BLD, past = args[0], _held(layer, keywords)

@@ -235,7 +235,7 @@ def tokenizer_of(source: ModelSource) -> Any:
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """Encode a text alone. Raises ValueError where it has no token."""
+    """Return the token ids of a text alone. Raises ValueError where it has no token."""
     ids = list(tokenizer(text, add_special_tokens=False).input_ids)
     if not ids:
         raise ValueError("a text to be scored needs at least one character")

@@ -25,7 +25,7 @@ SPANNED = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class CDPruner(Pruner):
-    """Select a diverse set for a question by greedy MAP inference of a determinantal point process.
+    """A diverse set of tokens relevant to a question: greedy MAP inference of a determinantal point process.
 
     The kernel is q_i cos(i, j) q_j, q being each token's relevance to the question (github.com/Theia-4869/CDPruner,
     llava/model/llava_arch.py).

@@ -41,7 +41,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FastVID(Pruner):
-    """Prune by density, segment by segment.
+    """Density-based pruning and merging, segment by segment.
 
     Source: github.com/LunarShen/FastVID, modeling_qwen2.py in its LLaVA-NeXT for variant llava, modeling_qwen2_5_vl.py
     in its qwenvlutils for variant qwen.
@@ -237,7 +237,7 @@ def density_peaks(tokens_XD: Tensor, noise_X: Tensor) -> Tensor:
 def compress(
     tokens_LND: Tensor, direction_LND: Tensor, kept: Sequence[Kept], beta: float, *, anchors_give: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compress one segment to places among its tokens [K], tokens [K,D], and whether merging changed them [K].
+    """Compress one segment; return the kept places [K], tokens [K,D] and whether merging changed each [K].
 
     ``anchors_give``: whether a frame's anchors are themselves among the tokens that are merged into them.
     """
@@ -258,7 +258,10 @@ def compress(
 
 
 def merge(tokens_YD: Tensor, direction_YD: Tensor, giving_Y: Tensor, anchor_A: Tensor, beta: float) -> Tensor:
-    """Move each anchor towards the mean of the giving tokens whose nearest anchor, by cosine, it is: [A,D]."""
+    """Move each anchor towards the mean of the giving tokens that are nearest to it by cosine: [A,D].
+
+    An anchor weighs at least ``beta`` against what is merged into it.
+    """
     nearest_Y = (direction_YD @ direction_YD[anchor_A].T).argmax(dim=1).masked_fill(~giving_Y, -1)
     mean_AD, count_A = assigned_mean(nearest_Y, tokens_YD, len(anchor_A))
     # The anchor weighs as much as each token that is merged into it, but never less than beta.

@@ -37,7 +37,7 @@ _DIGITS = 9  # to which cosines are compared: of equal tokens the first wins, in
 
 @dataclass(frozen=True, kw_only=True)
 class VisionZip(Pruner):
-    """Keep the tokens of each frame that attention dwells on, and merge the others into a few.
+    """The tokens of each frame that attention dwells on, and a few into which the others are merged.
 
     Source: github.com/cokeshao/HoliTom, visionzip/llava_arch.py, for variant llava; github.com/xuyang-liu16/VidCom2,
     branch qwen, token_compressor/visionzip at a85d485, for variant qwen.
@@ -114,7 +114,7 @@ class VisionZip(Pruner):
 
 
 def _by_attention(visual: VisualTokens, kept: int, n_dominant: int) -> Selection:
-    """Select by variant llava: what each frame keeps, its dominant tokens first."""
+    """Select the kept tokens of every frame by variant llava, the dominant ones of a frame first."""
     n_frames, size, _ = visual.tokens.shape
     ranked_TN = largest(visual.evidence["token_attention"], size)
     dominant_TS = ranked_TN[:, :n_dominant].sort(dim=1).values
@@ -131,7 +131,7 @@ def _by_attention(visual: VisualTokens, kept: int, n_dominant: int) -> Selection
 
 
 def _by_norm(tokens_TND: Tensor, kept: int, n_dominant: int, neighbours: int) -> Selection:
-    """Select by variant qwen: what each frame keeps, in ascending index."""
+    """Select the kept tokens of every frame by variant qwen, in ascending index."""
     size = tokens_TND.shape[1]
     index, tokens, merged = [], [], []
     for frame, tokens_ND in enumerate(tokens_TND):
@@ -161,7 +161,7 @@ def evenly_strided(size: int, count: int, device: torch.device) -> Tensor:
 
 
 def _zipped(visual: VisualTokens, dominant_TS: Tensor, rest_TX: Tensor, target_C: Tensor) -> Iterator[Tensor]:
-    """Yield the kept tokens [K,D] of one frame after the other, float32 (float64 of float64)."""
+    """Yield the kept tokens [K,D] of each frame, contextual ones merged, in float32 (float64 of float64)."""
     frames = zip(visual.tokens, visual.evidence["token_key"], dominant_TS, rest_TX, strict=True)
     for stored_ND, key_NE, dominant_S, rest_X in frames:
         tokens_ND = stored_ND.to(work_dtype(stored_ND))
@@ -170,7 +170,7 @@ def _zipped(visual: VisualTokens, dominant_TS: Tensor, rest_TX: Tensor, target_C
 
 
 def add_nearest(tokens_XD: Tensor, key_XE: Tensor, target_C: Tensor) -> Tensor:
-    """Add to each target the mean of the other tokens whose nearest target, by cosine of unit keys, it is: [C,D]."""
+    """Add to each target the mean of the other tokens that are nearest to it, by cosine of unit keys: [C,D]."""
     other_X = torch.ones(len(tokens_XD), dtype=torch.bool, device=tokens_XD.device)
     other_X[target_C] = False
     nearest_Y = (key_XE[other_X] @ key_XE[target_C].T).argmax(dim=1)
@@ -207,7 +207,7 @@ def densest(direction_XD: Tensor, count: int, neighbours: int) -> Tensor:
 
 
 def mean_of_nearest(tokens_XD: Tensor, direction_XD: Tensor, anchor_C: Tensor) -> Tensor:
-    """Compute for each anchor the mean of the tokens whose nearest anchor, by cosine of directions, it is: [C,D].
+    """Compute for each anchor the mean of the tokens that are nearest to it, by cosine of directions: [C,D].
 
     An anchor that none is nearest to, itself neither, stays as it is.
     """

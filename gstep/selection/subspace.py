@@ -31,7 +31,7 @@ class Subspace:
 
     @classmethod
     def of(cls, directions_SD: Tensor, dims: int) -> Subspace:
-        """Find a subspace of tokens of length 1 (or 0), float32: from three of four; the rest measure it. S >= 4.
+        """Find a subspace from three of four of these unit tokens [S,D] float32; the rest measure the residual. S >= 4.
 
         By subspace iteration from random directions, seeded: two steps come within a few percent of the residual of the
         true components, at a fraction of their cost.

@@ -54,7 +54,7 @@ def _with_positions(item: VideoItem) -> MultiModalKwargsItem:
 
 
 def _fields(**data: torch.Tensor) -> MultiModalKwargsItem:
-    """Describe the rows of a video to vLLM; those that may go do not stay on the CPU.
+    """Pack a video's tensors for vLLM: token rows may move to the GPU, positions stay on the CPU.
 
     vLLM drops them once the prefix cache holds a video. Its positions are asked for again.
     """

@@ -15,7 +15,7 @@ from gstep.language.types import Prompt, Visual
 
 @dataclass(frozen=True)
 class VideoItem:
-    """One video of a prompt.
+    """One video of a prompt as an engine with a prefix cache needs it: rows, place, positions and name.
 
     Attributes:
         first: the first token of its span in the prompt (``Prompt.spans``), which has S tokens. It holds the markers of

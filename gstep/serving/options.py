@@ -66,7 +66,7 @@ OWN = frozenset(
 
 
 def prepare_process(device: str, tensor_parallel: int, *, multiprocessing: bool = False) -> None:
-    """Make this process ready to import vLLM and to load a model with it. What its user set in the environment stays.
+    """Set what vLLM needs in this process's environment before its import; variables that the user set stay.
 
     Args:
         multiprocessing: whether the engine gets a process of its own.

@@ -103,18 +103,22 @@ def evaluate(config: EvaluateConfig, console: Console) -> Evaluation:
     Raises UsageError (nothing was started) or RunFailed (what was committed stays; a rerun goes on).
     """
     try:
-        return _scored(config, console) if config.score else _asked(config, console)
+        return _evaluate_answers(config, console) if config.score else _evaluate_benchmark(config, console)
     except OSError as error:
         raise RunFailed(f"{config.out}: the results cannot be written: {error.strerror or error}") from error
 
 
-def _asked(config: EvaluateConfig, console: Console) -> Evaluation:
+def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
     """Run an evaluation that asks a benchmark's questions, encoding what is not cached yet."""
     request = prepare(config, console)
     for line in describe_data(request.loaded, request.benchmark):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     done = answer_and_score(request, console)
-    made = _submitted(request, done, console) if request.benchmark.submission else _tabled(request, done, console)
+    made = (
+        _write_for_server(request, done, console)
+        if request.benchmark.submission
+        else _write_tables(request, done, console)
+    )
     if config.drop_tokens:
         if again := _to_ask_again(done):
             console.print(f"note: {again} questions may be asked again (--retry-failed): their tokens stay")
@@ -123,14 +127,14 @@ def _asked(config: EvaluateConfig, console: Console) -> Evaluation:
     return made
 
 
-def _tabled(request: EvaluateRequest, done: ScoredQuestions, console: Console) -> Evaluation:
+def _write_tables(request: EvaluateRequest, done: ScoredQuestions, console: Console) -> Evaluation:
     """Write scores, tables and page of a benchmark with published answers."""
     shown = _shown(request, done, console)
     files = write_results(request.store, done, shown)
     return Evaluation(done=done, table=main_table(done, shown), out=request.config.out, files=files)
 
 
-def _submitted(request: EvaluateRequest, done: ScoredQuestions, console: Console) -> Evaluation:
+def _write_for_server(request: EvaluateRequest, done: ScoredQuestions, console: Console) -> Evaluation:
     """Write the files to submit for a benchmark whose answers are not published."""
     files = write_submissions(request.store, done, console)
     place = request.benchmark.submission
@@ -143,8 +147,8 @@ def _to_ask_again(done: ScoredQuestions) -> int:
     return done.answers.n_missing + sum(done.answers.failures.get(name, 0) for name in _MAY_SUCCEED)
 
 
-def _scored(config: EvaluateConfig, console: Console) -> Evaluation:
-    """Score answers that jobs.generate has already given."""
+def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
+    """Score the answers that jobs.generate gave, and write tables and page."""
     store = store_at(config.out, Objects.from_environment(config.s3_endpoint, config.s3_region))
     identity = {"scored": config.score}
     match_results(store, identity)

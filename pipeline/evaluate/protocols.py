@@ -131,7 +131,7 @@ LMMS_EVAL_0_5: Mapping[str, ModelRules] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """Everything between a question and its score.
+    """The way to ask and score a benchmark's questions: prompt, frames, decoding and the rule for replies.
 
     Attributes:
         name: e.g. "lmms-eval-0.7.3"; with the benchmark's name it says what a number means.
@@ -191,7 +191,7 @@ _REASONING = (("<think>", "</think>"), ("<analysis>", "</analysis>"))
 def lmms_eval(
     prompt: Prompt, newer: str, older: str, newer_prompts: Mapping[str, Prompt] = MappingProxyType({}), **shared: Any
 ) -> tuple[Protocol, Protocol]:
-    """Return the protocols of lmms-eval 0.7.3 and 0.5 for a benchmark that they ask in the same words.
+    """Return the protocols of lmms-eval 0.7.3 and 0.5 for a benchmark, which have the same prompts unless told.
 
     Args:
         newer: the rule for replies in 0.7.3.

@@ -373,6 +373,7 @@ class Heartbeat:
                     self._report()
 
     def _count(self, delta: ProgressDelta) -> None:
+        """Add to the counts of the next report; a failure is reported at once."""
         with self._reporting:
             self._delta = self._delta.plus(delta)
             if delta.done or delta.failed:
@@ -409,6 +410,7 @@ class Heartbeat:
             return otherwise
 
     def _report(self) -> None:
+        """Send the held items and counts to the actor without waiting for it; a dead actor fails no item."""
         if self._heartbeats is None:
             return
         held = self._held_items()
@@ -418,9 +420,7 @@ class Heartbeat:
 
     @cached_property
     def _me(self) -> Worker:
-        return _worker()
-
-
-def _worker() -> Worker:
-    context = ray.get_runtime_context()
-    return Worker(str(context.get_actor_id() or context.get_task_id()), socket.gethostname(), context.get_node_id())
+        """The worker that this process is an attempt of."""
+        ray_context = ray.get_runtime_context()
+        name = str(ray_context.get_actor_id() or ray_context.get_task_id())
+        return Worker(name, socket.gethostname(), ray_context.get_node_id())

@@ -62,7 +62,7 @@ def stream(
     console: Console,
     options: RunOptions,
 ) -> int:
-    """Run all items through graphs and commit every shard; what a lost node leaves undone is done by the others.
+    """Run all items through graphs and commit every shard; items that a lost node held are planned again.
 
     Args:
         plan: plans the graph for items, on what the cluster has now.

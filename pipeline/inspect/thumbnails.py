@@ -62,7 +62,7 @@ def source_pictures(row: VideoRow, sampling: dict[str, Any], objects: Objects) -
 
 
 def _decode_again(row: VideoRow, sampling: dict[str, Any], objects: Objects) -> DecodedVideo:
-    """Decode the source once more. Raises VideoFault, of class "io" where it is not the file that was read then."""
+    """Decode the source file again. Raises VideoFault, "io" where it is not the file that the cache was made from."""
     request = DecodeRequest(
         path=row["uri"],
         sampling=_sampling(sampling),

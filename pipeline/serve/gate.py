@@ -66,7 +66,7 @@ class RequestGate:
         self._draining: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request or pass it on."""
+        """Answer and log one HTTP request, or pass it on; other ASGI events go straight on."""
         if scope["type"] == "lifespan":
             self._start(scope["app"].state)
         if scope["type"] != "http":

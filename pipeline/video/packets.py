@@ -29,7 +29,7 @@ _HEVC_PARAMETERS = re.compile(rb"\x42\x01(.)", re.DOTALL)  # a sequence paramete
 
 
 class PacketInfo(NamedTuple):
-    """The container's facts about one packet; times in the stream's ticks."""
+    """The container's facts about one packet, with times in ticks of the stream's time base."""
 
     pts: int | None
     dts: int | None

@@ -27,7 +27,7 @@ _SEGMENTS_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class TextTowerSource:
-    """A text tower that was found. Pickles; means the same weights on every node.
+    """The description of a text tower that was found. Pickles; means the same weights on every node.
 
     Attributes:
         head: the pooling head of the same checkpoint; it says where the files are.
@@ -42,7 +42,10 @@ class TextTowerSource:
 
     @classmethod
     def resolve(cls, head: PoolingHeadSource) -> TextTowerSource:
-        """Find the tower beside a head. Raises ModelError, with the remedy, where the checkpoint has none that fits."""
+        """Find the text tower in the checkpoint of a pooling head.
+
+        Raises ModelError, with the remedy, where none fits.
+        """
         config = (head.files.read_json("config.json") or {}).get("text_config")
         if not isinstance(config, dict):
             raise ModelError(f"{head.name!r} is the vision half of a SigLIP checkpoint: name the whole one")
@@ -67,7 +70,10 @@ class TextTower:
 
     @classmethod
     def load(cls, source: TextTowerSource, device: str) -> TextTower:
-        """Load a tower. Raises ModelError where this node has another one than was resolved, or the config is wrong."""
+        """Load the tower that ``source`` describes.
+
+        Raises ModelError where this node's files differ from those resolved.
+        """
         from transformers import SiglipTextConfig, SiglipTextModel  # noqa: PLC0415 - seconds, and rarely needed
 
         if _identity(source.head, source.config) != source.identity:

@@ -23,7 +23,7 @@ Weights = dict[str, Array]
 
 @dataclass(frozen=True)
 class TinyModel:
-    """The recipe of a tiny model: everything in its folder."""
+    """The recipe of a tiny model, from which every file of its folder is made."""
 
     config: Mapping[str, Any]
     weights: Callable[[Mapping[str, Any]], Weights]
@@ -32,7 +32,10 @@ class TinyModel:
 
 
 class Draw:
-    """Random weights by name. Uniform, because that takes exact operations alone: the same bits on every machine."""
+    """A seeded source of random weights, kept by name.
+
+    Draws are uniform, because that takes exact operations alone: the same bits on every machine.
+    """
 
     def __init__(self) -> None:
         self.weights: Weights = {}

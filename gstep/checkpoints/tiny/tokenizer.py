@@ -38,7 +38,7 @@ You are a helpful assistant. user system assistant true false yes no first secon
 
 @dataclass(frozen=True)
 class TinyTokenizer:
-    """The features of one family's tokenizer.
+    """The description of one family's tokenizer: special tokens, chat template and limits.
 
     Attributes:
         special: the special tokens, that of padding first.

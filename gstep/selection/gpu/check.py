@@ -33,7 +33,7 @@ def check_kernels(device: torch.device, dtype: torch.dtype, hidden: int) -> None
 def check_forms(
     device: torch.device, dtype: torch.dtype, hidden: int, n_tokens: int, budget: int, tuning: Tuning | None = None
 ) -> None:
-    """Check both forms on three videos, in the tiles that they will be used with.
+    """Check both GPU forms against the plain one on three videos, with the tile sizes that they will use.
 
     On small integers, whose products float32 holds, the order must be the plain form's, ties included. Of random
     tokens each pick must be a best one up to what tensor cores lose. Of a static video, random tokens that are repeated

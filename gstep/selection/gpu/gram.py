@@ -56,7 +56,7 @@ def default_tuning(dtype: torch.dtype, n_tokens: int) -> Tuning:
 
 @dataclass(frozen=True)
 class Task:
-    """One video, ready for the kernels; all but tokens and start are float64.
+    """The tensors of one video for the kernels; all but tokens and start are float64.
 
     Attributes:
         tokens: [M,D], contiguous, 16 bits or float32, in a range where squares neither overflow nor vanish.

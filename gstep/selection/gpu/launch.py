@@ -75,7 +75,7 @@ def _select(tokens_MD: Tensor, density_M: Tensor, budget: int, alpha: float, bet
 
 
 def _memory_for_distances(device: torch.device) -> float:
-    """Return the bytes for distances; on a CPU, where Triton's interpreter runs, there is no limit."""
+    """Return the bytes of GPU memory that the distance matrix may take; no limit on a CPU (Triton's interpreter)."""
     if device.type != "cuda":
         return float("inf")
     free, _ = torch.cuda.mem_get_info(device)

@@ -210,7 +210,7 @@ class Bench:
         return LocalStore(self._folder / f"cache-{self._job.arms.index(arm)}")
 
     def _header(self, arm: Arm) -> bytes:
-        """Return the cache header of an arm: its kept tokens, or all tokens with the evidence for each question."""
+        """Return the cache header for an arm: of its kept tokens, or of all tokens with evidence if it prunes later."""
         request, static = self._job.request, self._videos.static(self._job.builder.deepstack_levels)
         held = {name: where for name, where in request.evidence.items() if name in arm.evidence}
         request = replace(request, evidence={} if arm.stored else held)

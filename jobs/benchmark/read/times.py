@@ -206,7 +206,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def as_table(found: Sequence[TimedReader], title: str) -> Table:
-    """Render the figures as a table; shares are of the way that each is compared with."""
+    """Render the figures as a table; each way's share is relative to the way it is compared with."""
     table = Table(title=title, title_justify="left", show_edge=False, caption_justify="left")
     for name in ("", "GB/s", "of plain", "GB a CPU second", "of plain", "GET"):
         table.add_column(name, justify="right" if name else "left")

@@ -143,13 +143,13 @@ def at_positions(one: BenchmarkResults, positions: str | None) -> BenchmarkResul
     usual = BUILDERS[one.identity["model"]["type"]].default_positions
     wanted = usual if positions is None else positions
     methods = [method.partition(_POSITIONS) for method in one.scores["method"].to_pylist()]
-    kept = [(said or usual) == wanted or _has_none(name) for name, _, said in methods]
+    kept = [(said or usual) == wanted or _has_no_positions(name) for name, _, said in methods]
     names = pa.array([name for name, _, _ in methods], pa.string())
     column = one.scores.schema.get_field_index("method")
     return replace(one, scores=one.scores.set_column(column, "method", names).filter(pa.array(kept)))
 
 
-def _has_none(method: str) -> bool:
+def _has_no_positions(method: str) -> bool:
     """Return whether a method has no positions of its own: full retention, or pruning inside the model."""
     name = method.partition(",")[0]
     return name == ORIGINAL.method or (name in PRUNERS and make_pruner(name).layer is not None)

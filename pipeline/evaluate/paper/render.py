@@ -19,5 +19,5 @@ def latex(sheets: Sequence[Sheet]) -> str:
 
 
 def page(title: str, sheets: Sequence[Sheet], facts: Sequence[tuple[str, str]]) -> str:
-    """Return one HTML page that loads nothing."""
+    """Return one HTML page of all sheets, which loads no other file."""
     return templates().get_template("paper.html").render(title=title, sheets=sheets, facts=facts, none=NONE)

@@ -30,7 +30,7 @@ class Hardness:
         specks: spots of 4 x 4 pixels in the colours of things, in other places in every frame; a video each.
         pan: pixels that the whole picture moves from a frame to the next, to and fro; a video each.
         shake: pixels to each side that the whole picture is off, by chance in each frame; a video each.
-        zoom: how small the whole picture gets, as a share of its size, on its way to and fro; a video each. Signs keep
+        zoom: the smallest size of the picture as a share; it shrinks and grows again; a video each. Signs keep
             their size, or nobody could read them.
         noise: standard deviation of each frame's own noise, of 255; a video each.
         kinds: of the four things that questions name, in any order.

@@ -98,7 +98,7 @@ class Called:
 @pytest.fixture
 def actor(monkeypatch) -> Heartbeats:
     """The actor's own class behind what a worker takes for its handle; asking Ray for its name would start Ray."""
-    monkeypatch.setattr(heartbeat, "_worker", lambda: worker("w1", socket.gethostname()))
+    monkeypatch.setattr(heartbeat.Heartbeat, "_me", worker("w1", socket.gethostname()))
     return Heartbeats(STAGES)
 
 
