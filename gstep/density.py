@@ -16,8 +16,8 @@ from torch import Tensor
 #: of float32 (which the mean normalisation of a static video would blow up) and below any change that matters.
 ZERO_DISTANCE = 2e-6
 
-_SAFE_EXPONENT = 40  # of 2: beyond it, squares and sums of squares approach the limits of float32
-_COLUMNS = 512  # of a frame's tokens in float64: 0.8 MB of 196 tokens
+_SAFE_EXPONENT = 40  # exponent of 2 beyond which sums of squares approach the limits of float32
+_COLUMNS = 512  # channels that are summed at a time in float64: 0.8 MB for 196 tokens
 
 SMOOTHINGS = ("gaussian", "box", "raw")
 BOUNDARIES = ("replicate", "zero", "reflect", "symmetric", "renorm", "circular")
@@ -102,7 +102,7 @@ def frame_mean(tokens_TND: Tensor) -> Tensor:
     mean_TD = tokens_TND.new_empty(n_frames, hidden, dtype=torch.float64)
     width = hidden if tokens_TND.is_cuda else _COLUMNS
     for frames in row_slices(tokens_TND):
-        for start in range(0, hidden, width):  # a whole frame would not stay in a core's cache
+        for start in range(0, hidden, width):  # a whole frame would not fit into a core's cache
             columns = slice(start, start + width)
             part_TNC = float64_copy(tokens_TND[frames, :, columns])
             first_TC = part_TNC[:, 0].clone()
@@ -119,7 +119,7 @@ def spatial_density(tokens_TND: Tensor, mean_TD: Tensor) -> Tensor:
     deviation_TN = mean_TD.new_empty(tokens_TND.shape[:2])
     norm_TN = torch.empty_like(deviation_TN)
     for frames in row_slices(tokens_TND):
-        for rows in row_slices(tokens_TND[frames].transpose(0, 1)):  # of a large frame, some tokens at a time
+        for rows in row_slices(tokens_TND[frames].transpose(0, 1)):  # a large frame is summed some tokens at a time
             part_TRD = float64_copy(tokens_TND[frames, rows])
             norm_TN[frames, rows] = torch.linalg.vector_norm(part_TRD, dim=-1)
             deviation_TN[frames, rows] = torch.linalg.vector_norm(part_TRD.sub_(mean_TD[frames, None]), dim=-1)
@@ -137,7 +137,7 @@ def frames_described(tokens_TND: Tensor) -> tuple[Tensor, Tensor]:
     # In an allocation of their own: results among the temporaries of a slice would keep those from being freed.
     mean_TD = tokens_TND.new_empty(tokens_TND[:, 0].shape, dtype=torch.float64)
     spatial_TN = tokens_TND.new_empty(tokens_TND.shape[:2], dtype=torch.float64)
-    for frames in row_slices(tokens_TND):  # scaled in a cache's reach; a whole copy would double the memory
+    for frames in row_slices(tokens_TND):  # scaled slice by slice in the cache; a whole copy would double the memory
         part_TND = tokens_TND[frames] if scale == 1.0 else tokens_TND[frames].to(dtype) * scale
         mean_TD[frames] = frame_mean(part_TND)
         spatial_TN[frames] = spatial_density(part_TND, mean_TD[frames])

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 Keys = NDArray[np.uint64]
-ROWS_AT_ONCE = 2**16  # rows that are Python objects at any one time
+ROWS_AT_ONCE = 2**16  # rows that are Python objects at a time
 
 
 def keys_of(texts: pa.Array | pa.ChunkedArray) -> Keys:

@@ -52,7 +52,7 @@ def _fetch(repo: str, revision: str | None, filename: str, *, dry_run: bool = Fa
     except LocalEntryNotFoundError as error:
         if constants.HF_HUB_OFFLINE or _known_absent(repo, revision, filename):
             return None
-        # It does not count as missing: settings must be the same whether the network is down or not.
+        # Not counted as missing: settings must not depend on whether the network is up.
         raise ModelError(_unreachable(repo, filename)) from error
     except RevisionNotFoundError as error:
         raise ModelError(f"the model {repo!r} has no revision {revision!r} on the Hugging Face Hub") from error

@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, StoppingCriteria, TopKLogitsWarper, To
 
 from gstep.language.types import Decoding
 
-# Below, the likeliest token always wins; above, all are alike. Further out a quotient is no number in float32.
+# Outside these, the likeliest token always wins or all are equally likely, and float32 would overflow.
 _TEMPERATURES = (1e-30, 1e30)
 
 

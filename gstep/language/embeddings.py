@@ -13,7 +13,7 @@ from gstep.checkpoints.tensors import read_tensors
 from gstep.errors import ModelError
 from gstep.language.prompt import text_ids
 
-_ENDS_WITH = "embed_tokens.weight"  # of the language model's alone: vision encoders embed patches and positions
+_ENDS_WITH = "embed_tokens.weight"  # ends only the LLM's table: vision encoders embed patches and positions
 
 
 class InputEmbeddings:

@@ -90,7 +90,9 @@ def greedy_map(direction_MD: Tensor, quality_M: Tensor, budget: int) -> Tensor:
     n_total, hidden = direction_MD.shape
     weight_M = quality_M.to(direction_MD.dtype).square()
     factor_BM = direction_MD.new_zeros(min(budget, hidden, n_total), n_total)
-    left_M = direction_MD.square().sum(dim=1)  # of each token's squared length, what the chosen ones do not span
+    left_M = direction_MD.square().sum(
+        dim=1
+    )  # the part of each token's squared length that the chosen tokens do not span
     score_M = weight_M * left_M
     chosen = [torch.where(score_M.max() > 0, score_M.argmax(), weight_M.argmax()).view(1)]
     gains = [score_M.new_ones(1)]  # the first token is kept whatever it is

@@ -29,7 +29,7 @@ _SOURCES: Mapping[str, Mapping[str, str]] = {
     "llava": MappingProxyType({"frame_feature": POOLING_HEAD, "token_attention": POOLING_HEAD}),
     "qwen": MappingProxyType({"token_attention": MERGED_QUERIES}),
 }
-_NEIGHBOURS = 4  # of which the density of a token is the mean, itself included
+_NEIGHBOURS = 4  # nearest tokens whose mean distance makes a token's density, itself included
 
 
 class Kept(NamedTuple):

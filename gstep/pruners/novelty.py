@@ -20,8 +20,8 @@ from gstep.pruners.checks import check_number
 from gstep.selection.dispatch import fast_density_guided_fps
 from gstep.types import VisualTokens
 
-_FRAMES = 8  # at a time, and the one before them
-_ELEMENTS = 2**19  # of tokens at a time in float64: what a core's cache holds twice
+_FRAMES = 8  # frames that are compared at a time, with the one before them
+_ELEMENTS = 2**19  # elements of float64 tokens that fit twice into a core's cache
 
 
 @dataclass(frozen=True, kw_only=True)

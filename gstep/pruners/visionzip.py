@@ -32,7 +32,7 @@ _SOURCES: Mapping[str, Mapping[str, str]] = {
 PUBLISHED_PER_FRAME = {0.25: 50, 0.20: 40, 0.15: 30, 0.10: 20}
 _PUBLISHED_SIZE = 196
 
-_DIGITS = 9  # to which cosines are compared: of equal tokens the first wins, in whatever order a product was summed
+_DIGITS = 9  # decimals of compared cosines, so that of equal tokens the first wins whatever the order of summation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ _TRIAL = 8  # rounds before the bound may be given up
 _LIKELIEST = 3  # picks that a candidate is compared with one by one, before all others that the bound leaves
 _PICKS = 2048  # selected tokens that candidates are compared with at once
 _ROWS = 256  # candidates whose bounds with these stay in a core's cache
-_OUT_OF_REACH = 3.0  # above any cosine
+_OUT_OF_REACH = 3.0  # larger than any cosine
 
 
 @dataclass

@@ -30,8 +30,8 @@ STARTS = ("density", "first", "isolated")
 # copies of one token at bit-equal distances, so that their ties go to the lowest index.
 _ROW_MULTIPLE = 16
 _ISOLATION_BLOCK = 256
-_KEYS = (1e-290, 1e290)  # where a key neither under- nor overflows
-NO_DISTANCE = 4.0  # above every cosine distance
+_KEYS = (1e-290, 1e290)  # range in which a key neither under- nor overflows
+NO_DISTANCE = 4.0  # larger than any cosine distance
 
 
 def densest_first(density_M: Tensor, budget: int) -> Tensor:

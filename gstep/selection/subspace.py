@@ -13,7 +13,7 @@ from torch import Tensor
 #: Ten times what float32 moves a cosine by, in the bound or in the distance that it stands for.
 MARGIN = 1e-5
 
-_STEPS = 2  # of subspace iteration
+_STEPS = 2  # steps of subspace iteration
 _CANCELLED = 4e-6  # the error that float32 leaves in 1 - |a|^2, a difference of nearly equal numbers
 
 

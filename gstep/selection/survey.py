@@ -21,9 +21,9 @@ from gstep.selection.subspace import Subspace
 
 Floats = NDArray[np.float64]
 
-_SAMPLE = (384, 2048)  # least and most tokens that decide and measure the subspace; of many, one in 24
-_NO_SUBSPACE = 0.95  # a residual that says as much of any two tokens as of two random ones
-_FAINT = 2.0**-80  # a square of a length so small that float32 may not hold it; or 0
+_SAMPLE = (384, 2048)  # fewest and most tokens of the sample that the subspace is made of, else one token in 24
+_NO_SUBSPACE = 0.95  # above this residual the bound tells nothing about two tokens
+_FAINT = 2.0**-80  # squared lengths below it may be lost in float32
 _CHUNK = 2**19  # elements of tokens that stay in a core's cache
 
 

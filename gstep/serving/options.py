@@ -15,7 +15,7 @@ PLUGINS = "vllm.general_plugins"
 _SMALL_VIDEO, _BATCHED_TOKENS = 2048, 8192
 _ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1"}
 _ON_CPU = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else it binds threads to cores that others have, or fails to
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else vLLM binds threads to cores that other processes use, or fails to
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
 }
 
@@ -45,10 +45,10 @@ def engine_options(
         "limit_mm_per_prompt": {"image": 0, "video": 0},
         "mm_processor_cache_gb": 0,
         "enable_prefix_caching": True,
-        "max_model_len": -1,  # as long as the model can and the memory allows
-        "generation_config": "vllm",  # the checkpoint's goes with every request
-        "disable_log_stats": False,  # the times of a request
-        "enforce_eager": runtime.device == "cpu",  # compiling takes minutes there
+        "max_model_len": -1,  # as long as model and memory allow
+        "generation_config": "vllm",  # each request brings the checkpoint's settings itself
+        "disable_log_stats": False,  # report the times of each request
+        "enforce_eager": runtime.device == "cpu",  # compiling would take minutes on a CPU
         # The kept tokens of a video must fit what a step takes: its encoder cache is as large as that.
         **({"max_num_batched_tokens": max(_BATCHED_TOKENS, largest_video)} if largest_video > _SMALL_VIDEO else {}),
     }

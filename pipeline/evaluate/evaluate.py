@@ -114,11 +114,8 @@ def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
     for line in describe_data(request.loaded, request.benchmark):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     done = answer_and_score(request, console)
-    made = (
-        _write_for_server(request, done, console)
-        if request.benchmark.submission
-        else _write_tables(request, done, console)
-    )
+    write = _write_for_server if request.benchmark.submission else _write_tables
+    made = write(request, done, console)
     if config.drop_tokens:
         if again := _to_ask_again(done):
             console.print(f"note: {again} questions may be asked again (--retry-failed): their tokens stay")

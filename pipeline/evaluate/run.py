@@ -58,7 +58,7 @@ from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
 MANIFEST = "videos.jsonl"
-DROPPING = "dropping"  # marks a cache that is being deleted
+DROPPING = "dropping"  # file that marks a cache as being deleted
 # The files of a cache as runs name them.
 _OURS = re.compile(
     r"tokens/.+-[0-9a-f]{32}\.parquet|videos/.+-\d{6,}-[0-9a-f]{32}\.parquet|videos/sorted-[-0-9a-f]+\.parquet"

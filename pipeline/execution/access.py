@@ -17,7 +17,7 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]  # what ray.init
 from pipeline.errors import RunFailed, printable
 
 _REACH_S = 10.0
-_TRIES = 3  # at asking a cluster; Ray waits 40 s for each answer, which a busy cluster may need
+_TRIES = 3  # attempts to reach a cluster; Ray waits 40 s for each answer, which a busy one may need
 _ALONE = "RAY_ADDRESS=local uses this machine alone"
 _TOKEN = (
     "set RAY_AUTH_MODE=token, and give the cluster's token in RAY_AUTH_TOKEN, in ~/.ray/auth_token, or in a file named "

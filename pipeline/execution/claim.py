@@ -23,7 +23,7 @@ from pipeline.execution.run_record import RUNS
 from pipeline.storage.stores import NOTE, Store
 
 HEARTBEAT_S = 10.0
-MISSED = 6  # beats after which a run counts as gone
+MISSED = 6  # missed renewals of its note after which a run counts as gone
 
 
 class Holder(TypedDict, total=False):

@@ -42,7 +42,7 @@ _LOOK_S = 1.0
 # moment. What is wrong with the machine itself shows earlier.
 SLOW_START_S = 20.0
 _connecting = threading.Lock()
-# What Ray's Python code in this process logs though no user can do anything about it.
+# Log lines of Ray's Python code that no user can do anything about.
 _KNOWN_LINES = ("_StatsActor", "SIGTERM handler is not set")
 NODE_LABEL = "ray.io/node-id"  # a label that Ray itself sets on every node
 _NO_GPU = (
@@ -115,7 +115,7 @@ def _initialise(say: Callable[[str], object]) -> None:
         threading.Thread(target=initialise, name="ray-init", daemon=True).start()
         try:
             with importing_much():
-                import_module("ray.data")  # a second of a core; Ray's processes start meanwhile
+                import_module("ray.data")  # importing takes a core a second, while Ray's processes start
             ended.result()
             return
         except KeyboardInterrupt:

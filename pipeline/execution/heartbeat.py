@@ -414,7 +414,7 @@ class Heartbeat:
         if self._heartbeats is None:
             return
         held = self._held_items()
-        with suppress(Exception):  # a dead actor or a full backlog must not fail a video
+        with suppress(Exception):  # a dead actor or a full backlog must not fail an item
             self._heartbeats.state.remote(self._stage, self._me, held, self._delta)
             self._delta, self._reported = ProgressDelta(), held
 

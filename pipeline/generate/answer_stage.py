@@ -24,7 +24,7 @@ from pipeline.generate.questions import QUESTION_SCHEMA, Instructions
 from pipeline.rows import AnswerRecord, QuestionRecord, failed_answer, without_nulls
 
 STAGE = "answer"
-GROW_AFTER = 16  # batches after one that did not fit
+GROW_AFTER = 16  # batches after a failure before a larger one is tried
 # A block of questions is one row, which Ray can neither split nor join with another.
 TO_ASK = pa.schema([*QUESTION_SCHEMA, pa.field("pruning", pa.string()), pa.field("attempts", pa.int32())])
 ASKED = pa.schema([pa.field("questions", pa.list_(pa.struct(list(TO_ASK))))])

@@ -31,7 +31,7 @@ from pipeline.storage.stores import Store, store_at
 ANSWERS_VERSION = 2
 READABLE_VERSIONS = (1, ANSWERS_VERSION)  # rows of version 1 have fewer columns
 KEYS = ("question_id", "pruning")
-_MERGED = b"merged"  # in the metadata of a merged file: JSON of the names of those that it was made of
+_MERGED = b"merged"  # metadata key of a merged file: a JSON list of the files it was made of
 HEADER = "answers.json"
 ANSWERS = "answers"
 SUFFIXES = {"parquet": ".parquet", "jsonl": ".jsonl"}

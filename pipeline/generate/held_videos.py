@@ -17,8 +17,8 @@ from pipeline.cache.reading import TokenOrder
 from pipeline.execution.heartbeat import Heartbeat
 from pipeline.generate.late_pruning import LatePruning
 
-_HELD_BYTES = 2**30  # of cached tokens that an actor keeps for the questions to come
-_SELECTED_BYTES = 2**29  # of what methods select of them, in selections and in prompts
+_HELD_BYTES = 2**30  # bytes of tokens that an actor keeps in memory for later questions
+_SELECTED_BYTES = 2**29  # bytes of selections, and again of selected tokens, kept beside them
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 

@@ -33,7 +33,7 @@ from pipeline.rows import VideoRecord, without_nulls
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
-PRUNINGS = "prunings"  # in the identity of answers that were asked for under several
+PRUNINGS = "prunings"  # key of the answers' identity, where several prunings were asked
 # What is asked of the index of the cache, beside what TokenCache needs of it.
 LIVE_COLUMNS = (
     *INDEX_COLUMNS,

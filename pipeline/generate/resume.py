@@ -15,7 +15,7 @@ from pipeline.generate.request import GenerateRequest, answerable
 from pipeline.rows import AnswerRecord, QuestionRecord, VideoRecord, failed_answer, without_nulls
 from pipeline.storage.stores import Store
 
-COMPARED = ("video_ids", "prompt", "choices", "decoding")  # of a question: what its answer depends on
+COMPARED = ("video_ids", "prompt", "choices", "decoding")  # columns of a question that its answer depends on
 
 
 def unanswered(request: GenerateRequest, live: pa.Table) -> list[QuestionRecord]:

@@ -19,7 +19,7 @@ from pipeline.video.sampling import Sampling
 from pipeline.video.sandbox import DecodeSandbox
 from pipeline.video.source import same_source
 
-_QUANTISER = 5  # of the JPEGs, 2 (best) to 31: no artefacts at this size, and half the bytes of 2
+_QUANTISER = 5  # JPEG quality, 2 (best) to 31: no artefacts at this size, half the bytes of 2
 # Up to this many frames get this width, so that the pictures of a long video stay a few megabytes.
 _WIDTHS = ((64, 224), (256, 160), (1024, 112))
 _LEAST_WIDTH = 80

@@ -20,7 +20,7 @@ from pipeline.serve.metrics import export
 from pipeline.serve.prompts import CachedPrompts, ServedCache, prompts_of
 
 RETRY_AFTER_S = 10
-_SKIPPED = 16  # times the largest body are read of one that is too large, so that its client hears why
+_SKIPPED = 16  # of a body that is too large, up to so many times the limit is read, so that the client gets the error
 _HEADER = b"x-cached-videos"
 
 Receive = Callable[[], Awaitable[Message]]

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypedDict
 
 KEY = "VLLM_API_KEY"
-OPEN = frozenset(("/health", "/ping", "/ready"))  # what a load balancer asks
+OPEN = frozenset(("/health", "/ping", "/ready"))  # routes that load balancers ask without a key
 
 
 class Scope(TypedDict, total=False):

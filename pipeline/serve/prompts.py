@@ -21,7 +21,7 @@ from pipeline.storage.stores import store_at
 
 Json = str | int | float | bool | None | Sequence["Json"] | Mapping[str, "Json"]
 ClientMessage = Mapping[str, Json]
-_CHARACTERS_PER_TOKEN = 8  # of a text that may fit; tokens of text have four on average
+_CHARACTERS_PER_TOKEN = 8  # longest average of a text that may fit; usual text has four
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pipeline.serve.gate import REQUEST
 from pipeline.serve.prompts import CachedPrompts, Conversation, ServedCache, parts_of, prompts_of
 from pipeline.serve.videos import ServedVideo, StoreAway, VideoGone
 
-_READY = "cached_videos_input"  # of a prompt that needs no processor
+_READY = "cached_videos_input"  # key of a prompt that needs no further processing
 # Of a request what may be set with a cached video: all else changes prompts in ways that are not looked into here.
 _TAKEN = frozenset(("add_generation_prompt", "tokenize", "return_dict", "cohere_format"))  # the last is the server's
 _LONG = 2**14  # characters, which take some 10 ms: longer texts are tokenized where short ones do not wait for them

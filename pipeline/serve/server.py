@@ -72,7 +72,7 @@ def server_arguments(config: ServeConfig) -> list[str]:
         "generation_config": "auto",  # here the checkpoint's settings are what a request leaves open
         "served_model_name": config.served_model_name or _public_name(config.model or prompts.source.name),
         "tokenizer_mode": MODE,
-        # Should a route of vLLM's fetch what a part names before a renderer sees it: from nowhere.
+        # If a route of vLLM fetched a media URL before the renderer sees it, no domain would be allowed.
         "allowed_media_domains": ["cached-videos.invalid"],
         "additional_config": {CONFIG: asdict(served)},
         "middleware": [f"{RequestGate.__module__}.{RequestGate.__name__}"],

@@ -22,7 +22,7 @@ from pipeline.errors import CorruptShard, FailedVideo, NotACache, RatioNotCached
 from pipeline.generate.held_videos import LruCache, n_bytes
 from pipeline.rows import VideoRow
 
-_HELD_BYTES = 2**30  # of cached tokens that a server keeps for the questions to come
+_HELD_BYTES = 2**30  # bytes of tokens that a server keeps in memory for later questions
 _READERS = 8  # videos that are read at once; a request whose videos are held waits for none of them
 
 

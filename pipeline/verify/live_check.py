@@ -42,8 +42,8 @@ from pipeline.video.source import same_source
 # Where the same program on the same kind of machine made both, every bit counts. Other versions and processors round
 # differently, and a near tie then selects another token. For the sample clips, float32 against bfloat16 came out
 # 0.017 apart at most with 94 % of the positions in common, one clip against another 0.65 at least with 60 %.
-MOST_ROUNDING = 0.1  # norm of the differences against that of the tokens
-LEAST_SHARED = 0.5  # of the selected positions
+MOST_ROUNDING = 0.1  # norm of the differences over the tokens' norm, above which no rounding explains them
+LEAST_SHARED = 0.5  # share of common positions below which no rounding explains the difference
 _RUNTIME = ("device", "device_name", "dtype", "attn_implementation", "cuda")
 
 

@@ -13,8 +13,8 @@ from pipeline.execution.run_record import RUNS, committed_by
 from pipeline.storage.stores import FileInfo, Store
 from pipeline.verify.report import Kind, Report
 
-_TEMPORARY = ".tmp-"  # how LocalStore.put calls a file until it is whole
-UPLOAD_AGE = timedelta(hours=1)  # a younger one may still be under way
+_TEMPORARY = ".tmp-"  # LocalStore.put's prefix for a file that is not complete yet
+UPLOAD_AGE = timedelta(hours=1)  # a younger upload may still be running
 
 
 def list_files(store: Store) -> dict[str, list[FileInfo]]:

@@ -33,7 +33,9 @@ from pipeline.storage.stores import Store
 from pipeline.verify.repair import move_videos
 
 _COLUMNS = ("video_id", *RULE_COLUMNS, "token_shard", "model_extra")
-_HELD = "token_shards"  # in the model_extra of a removed row: what held the video, for whoever ends the removal
+_HELD = (
+    "token_shards"  # key in a removed row's model_extra: the shards that held the video, for a later run of the removal
+)
 _VERSIONS = ("gstep-cache", "pyarrow")
 
 

@@ -35,10 +35,10 @@ from pipeline.verify.report import Kind, Marked, Repaired, Report
 from pipeline.verify.rows import Place, is_json
 from pipeline.verify.tokens import check_token_shard
 
-KEPT_IN = "repaired"  # the folder of what was replaced
-_WHOLE = frozenset({Kind.MISSING, Kind.FOOTER})  # what no video of a token shard survives
+KEPT_IN = "repaired"  # folder for replaced files
+_WHOLE = frozenset({Kind.MISSING, Kind.FOOTER})  # problems that damage all videos of a token shard
 _OF_TOKENS = frozenset({*_WHOLE, Kind.DAMAGED, Kind.ROWS, Kind.CHECKSUM, Kind.TOKENS})
-_OF_TABLE = frozenset({Kind.COMMIT, Kind.FINGERPRINT})  # files that leave the table
+_OF_TABLE = frozenset({Kind.COMMIT, Kind.FINGERPRINT})  # problems whose file leaves the table
 _KINDS = frozenset({*_OF_TOKENS, *_OF_TABLE, Kind.ROW, Kind.LOST})
 _COPIED = (
     "video_id",

@@ -23,7 +23,7 @@ from pipeline.storage.stores import Store
 from pipeline.verify.report import Kind, Problem
 
 Place = tuple[str, int]  # a file of the videos table and a row in it
-JUDGED_COLUMNS = (*INDEX_COLUMNS, "run_id", "token_shard")  # of every row, in memory
+JUDGED_COLUMNS = (*INDEX_COLUMNS, "run_id", "token_shard")  # columns of every row that stay in memory
 _KEYS_SINCE = 3  # the version whose rows have KEY_COLUMNS
 _NEEDED = (
     *("token_shard", "first_row_group", "row_counts", "footer_hash", "checksum", "retention_ratio", "nested"),

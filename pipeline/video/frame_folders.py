@@ -21,7 +21,7 @@ from pipeline.errors import VideoFault
 FIRST_FRAME = "00001.jpg"
 _RATE = re.compile(r"(?:^|[_.-])fps(\d+(?:\.\d+)?)(?=$|[_.-])")
 _FRAME = re.compile(r"\d{5,}\.jpg")
-_MOST_BYTES = 2**26  # of a frame
+_MOST_BYTES = 2**26  # bytes of a frame's file
 
 
 def frame_rate(path: str) -> float | None:

@@ -16,8 +16,8 @@ from av.stream import Disposition
 
 from pipeline.errors import VideoFault
 
-MAX_PIXELS = 8192 * 8192  # of a frame: one RGB frame is 200 MB there
-_MOST_KEPT = 256 * 2**20  # bytes of packets; those of larger files are read a second time
+MAX_PIXELS = 8192 * 8192  # largest frame: 200 MB in RGB
+_MOST_KEPT = 256 * 2**20  # bytes of packets kept in memory; larger files are read a second time
 _OVERHEAD = 600  # bytes that PyAV and FFmpeg take for a packet beside its data
 _NOT_A_VIDEO = Disposition.attached_pic | Disposition.timed_thumbnails
 _SEEKABLE = ("mov", "matroska")  # elsewhere FFmpeg may land behind the keyframe it is asked for

@@ -36,7 +36,7 @@ from pipeline.video.decoders import decoders_for
 from pipeline.video.shared_frames import Handover, ReceivedFrames, SharedFrames
 
 _LOG = logging.getLogger(__name__)
-_START_S = 120.0  # for a child to come up; the first one waits for the imports of the fork server
+_START_S = 120.0  # seconds for a child to start; the first waits for the fork server's imports
 _PRELOAD = ["numpy", "torch", "av", decode.__name__]
 _SECRET_NAMES = ("AWS_", "AZURE_", "GOOGLE_", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _SECRET_PARTS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "API_KEY", "ACCESS_KEY", "PRIVATE_KEY")

@@ -26,7 +26,7 @@ from pipeline.video.decode import DecodedVideo, DecodeRequest, fault_of
 from pipeline.video.frame_folders import source_bytes
 from pipeline.video.sandbox import DecodeSandbox
 
-_ASKED = 32  # requests at a time
+_ASKED = 32  # requests for sizes at a time
 _IN_MEMORY = re.compile(r"/proc/self/fd/\d+|/memfd:\S*(?: \(deleted\))?")
 
 

@@ -16,9 +16,9 @@ from gstep.selection.reference import density_guided_fps, distance_to, inverse_n
 
 _TOKENS, _BUDGET = 1300, 96  # more tokens than a round of the lazy form has candidates
 _LEVELS = 4  # few different densities, so that scores tie
-_FRAMES = 8  # of the static video
+_FRAMES = 8  # frames of the static video
 _BETA = 1e-6
-_TOLERANCE = 2e-5  # of a distance of tokens that are no copies: tensor cores lose up to about 1e-5 of a product
+_TOLERANCE = 2e-5  # error of a distance between different tokens: tensor cores lose up to 1e-5 of a product
 
 
 @cache

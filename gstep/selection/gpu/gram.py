@@ -19,9 +19,9 @@ from gstep.density import ZERO_DISTANCE, level_copy, row_factors, work_dtype
 from gstep.selection.gpu import kernels
 from gstep.selection.reference import NO_DISTANCE, density_weight, rounded_sqrt, starting_token
 
-_ROW_MULTIPLE = 16  # of the length of a matrix's rows, which are then read 16 bytes at a time
+_ROW_MULTIPLE = 16  # matrix rows are a multiple of this long, to be read 16 bytes at a time
 _GROUP = 8  # rows of tiles that are walked together
-_FOLD = (8, 256)  # products of a program that makes distances of them
+_FOLD = (8, 256)  # tile of products that one program turns into distances
 UNFUSED = {"enable_fp_fusion": False}  # gstep.selection.reference rounds after each operation
 
 

@@ -24,7 +24,7 @@ from gstep.selection.reference import density_guided_fps
 
 #: The most tokens whose distances one program holds in registers.
 MAX_GRAM_TOKENS = 8192
-_MEMORY_SHARE = 0.5  # of the free memory, that the distances of all pairs may take
+_MEMORY_SHARE = 0.5  # share of the free GPU memory that the distances of all pairs may take
 _MIN_ALPHA = 0.05  # below it, keys tell fewer tokens apart than scores do
 
 _reported: list[str] = []  # why the kernels failed in this process, the first time

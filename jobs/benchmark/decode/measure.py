@@ -22,7 +22,7 @@ from pipeline.video.probe import probe
 from pipeline.video.sampling import Sampling, choose_frames
 from pipeline.video.sandbox import DecodeSandbox
 
-SIZE = (384, 384)  # of LLaVA-OneVision
+SIZE = (384, 384)  # frame size of LLaVA-OneVision
 HERE, CHILD, FLOOR = "ours, in this process", "ours, with the child process", "the least"
 _PREPROCESSOR = FixedSizePreprocessor(image_mean=(0.5,) * 3, image_std=(0.5,) * 3, height=SIZE[0], width=SIZE[1])
 

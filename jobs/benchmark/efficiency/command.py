@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from jobs.benchmark.efficiency.setup import Job
 
 HELP = "end-to-end and model seconds, memory and tokens a second of each method, from videos and from a cache"
-METHODS = ("fastv", "fastvid", "cdpruner", "vidcom2", "gstep")  # of the paper's Table 3, in its order
-_EVERY_S = 5.0  # between two lines of progress
+METHODS = ("fastv", "fastvid", "cdpruner", "vidcom2", "gstep")  # methods of the paper's Table 3, in its order
+_EVERY_S = 5.0  # seconds between two lines of progress
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

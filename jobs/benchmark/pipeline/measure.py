@@ -24,8 +24,8 @@ from pipeline.errors import RunFailed
 #: is larger than 100 kB; other things travel with their calls), and "CPU" seconds of each kind of process.
 Figures = Mapping[str, float]
 _LOOK_S, _LOOKS_A_MEMORY = 0.25, 8
-_LEAST_S = 0.03  # a video takes, for how many make up so many seconds
-_FEW = 16  # videos, at least: fewer would not fill every stage
+_LEAST_S = 0.03  # shortest assumed time of a video, to work out how many fill the seconds
+_FEW = 16  # fewest videos: fewer would not fill every stage
 
 
 def compare(

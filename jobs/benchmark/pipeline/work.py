@@ -10,7 +10,7 @@ from pathlib import Path
 
 SIDE = 384  # pixels: of the clips, and of what LLaVA-OneVision's preprocessing makes of them
 FRAME_BYTES = 3 * SIDE**2
-TOKENS_PER_FRAME, HIDDEN, RATIO = 196, 64, 0.25  # of the model "tiny"
+TOKENS_PER_FRAME, HIDDEN, RATIO = 196, 64, 0.25  # as of the model "tiny"
 KEPT_BYTES_PER_FRAME = int(RATIO * TOKENS_PER_FRAME) * HIDDEN * 2
 LOOP, JOB, SINGLE, DECODE = "plain loop", "job", "single process", "decode alone"
 

@@ -27,7 +27,7 @@ from pipeline.rows import VideoRecord
 from pipeline.storage.stores import LocalStore, Store
 
 FOUND = 50  # videos looked up
-_A_COMMIT = 22  # videos
+_A_COMMIT = 22  # videos of a commit
 _FRAMES = 32
 Say = Callable[[str], None]
 V = TypeVar("V")

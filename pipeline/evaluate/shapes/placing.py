@@ -13,7 +13,7 @@ from pipeline.evaluate.shapes.world import SIDE
 #: Pixels that the camera goes to each side, and that things then keep from the border of their corner, so that no way
 #: of it carries one out of its corner.
 REACH = 6
-_BREATH = 8  # frames of a zoom to and fro
+_BREATH = 8  # frames in which a zoom goes out and back
 _HALF = SIDE // 2
 _APART = 2  # pixels between two things
 _FAR = 30  # pixels that a moving thing goes, at least

@@ -25,10 +25,10 @@ RGB = dict(
     )
 )
 _LOOKS, _FLICKER = 2, 3  # the numbers of these generators among those of a seed
-_FINE = 4  # samples of a mask a pixel and side
-_SPECK = 4  # pixels
-_TINT = 12.0  # a thing's own shade of its colour, of 255
-_GRAIN = 1.5  # the ground's, of 255
+_FINE = 4  # samples of a mask along each side of a pixel
+_SPECK = 4  # side of a speck in pixels
+_TINT = 12.0  # largest random shift of a thing's colour, of 255
+_GRAIN = 1.5  # spread of the ground's grain, of 255
 _INK, _PLATE = 225.0, 8.0
 # 3 x 5 dots a letter.
 _LETTERS = {

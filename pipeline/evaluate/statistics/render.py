@@ -20,7 +20,7 @@ from pipeline.evaluate.statistics.sheets import (
 
 NOISE = "≈"
 FEW_MARK = "†"
-WHOLE = "Questions of the whole benchmark"  # a key of made_of for columns with a part of them
+WHOLE = "Questions of the whole benchmark"  # key of made_of, for columns that show a part of a benchmark
 _TITLES = {
     "fastv": "FastV",
     "fastvid": "FastVID",
