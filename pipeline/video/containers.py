@@ -52,11 +52,8 @@ _REFUSED: tuple[tuple[bytes, FaultClass, str], ...] = (
     (rb"PK\x03\x04|\x1f\x8b|7z\xbc\xaf|Rar!", "unsupported", "a compressed archive"),
     (rb"(?i:\s*<(?:!doctype html|html))", "unsupported", "an HTML page"),
 )
-_TS_PACKETS = (
-    (0, 188),
-    (4, 192),
-    (0, 204),
-)  # (offset of the sync byte, packet size): plain, M2TS, with error correction
+# (offset of the sync byte, packet size) of transport streams: plain, M2TS, with error correction.
+_TS_PACKETS = ((0, 188), (4, 192), (0, 204))
 
 
 def sniff(path: str | Path) -> str:
@@ -71,10 +68,10 @@ def sniff(path: str | Path) -> str:
 
 def recognise(head: bytes, path: str | Path) -> str:
     """Return the demuxer for a file whose first bytes are ``head``. Raises VideoFault as ``sniff``."""
-    refused = _refused_format(_REFUSED, head)
-    if refused is not None:
-        fault_class, looks_like = refused
-        raise VideoFault(fault_class, f"{path} is not a video container; it looks like {looks_like}")
+    text = head.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
+    for magic, fault_class, looks_like in _REFUSED:
+        if re.match(magic, text, re.DOTALL):
+            raise VideoFault(fault_class, f"{path} is not a video container; it looks like {looks_like}")
     for magic, demuxer in _DEMUXERS:
         if re.match(magic, head, re.DOTALL):
             return demuxer
@@ -180,12 +177,6 @@ def _avi_end(file: BufferedReader, size: int) -> int:
     """Return the end of an AVI file by the length in its RIFF header."""
     file.seek(4)
     return 8 + int.from_bytes(file.read(4), "little")
-
-
-def _refused_format(table: tuple[tuple[bytes, FaultClass, str], ...], head: bytes) -> tuple[FaultClass, str] | None:
-    """Return the fault class and description of the first entry whose pattern matches the file's head, or None."""
-    text = head.removeprefix(b"\xef\xbb\xbf")  # a byte order mark
-    return next(((kind, what) for magic, kind, what in table if re.match(magic, text, re.DOTALL)), None)
 
 
 def _is_transport_stream(head: bytes) -> bool:

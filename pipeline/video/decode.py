@@ -153,133 +153,119 @@ def decode_video(
     Raises VideoFault for any error that does not end the process.
     """
     started = time.perf_counter()
-    backend: list[str] = []
-
-    def note(name: str) -> None:
-        backend.append(name)
-        announce(name)
-
+    decoding = _Decoding(request, announce, allocate)
     try:
         with counted_warnings() as count:
-            video = _decode(request, note, allocate)
+            video = decoding.video()
             return replace(video, decode_warnings=count(), seconds=time.perf_counter() - started)
     except VideoFault as fault:
-        fault.backend = fault.backend or (backend[-1] if backend else None)
+        fault.backend = fault.backend or decoding.backend
         raise
     except Exception as error:  # the error boundary of a video: anything becomes its error row
-        raise fault_of(error, backend[-1] if backend else None) from error
+        raise fault_of(error, decoding.backend) from error
 
 
-def _decode(request: DecodeRequest, announce: Callable[[str], None], allocate: Allocate) -> DecodedVideo:
-    """Decode a file or a folder of frames, and record its size and hash. Raises VideoFault or a decoder's error."""
-    path = os.path.abspath(request.path)  # noqa: PTH100 - a relative "http:x" must not look like an address to FFmpeg
-    if os.path.isdir(path):  # noqa: PTH112
-        return _decode_folder(request, path, announce, allocate)
-    demuxer = sniff(path)
-    size, digest = fingerprint(path)
-    missing = missing_bytes(path, demuxer)
-    if missing:
-        raise VideoFault("corrupt", f"the file is cut off: {missing} of its {size + missing} bytes are missing")
-    try:
-        index = probe(path, demuxer)
-    except MemoryError as error:
-        if demuxer == "mov" and overstated_table(path):
-            raise VideoFault("corrupt", "a table of samples states more entries than it holds") from error
-        raise
-    assert index.packets is not None
-    with closing(index.packets):
-        video = _read_by_any(request, index, announce, allocate)
-    return replace(video, source_size=size, source_hash=digest)
+class _Decoding:
+    """One decoding of a request; ``backend`` is the decoder that touched the file last."""
 
+    def __init__(self, request: DecodeRequest, announce: Callable[[str], None], allocate: Allocate) -> None:
+        self._request, self._announce, self._allocate = request, announce, allocate
+        self.backend: str | None = None
 
-def _read_by_any(
-    request: DecodeRequest, index: VideoIndex, announce: Callable[[str], None], allocate: Allocate
-) -> DecodedVideo:
-    """Read with the first of the request's decoders that succeeds. Raises the last one's error."""
-    note = ""
-    *preferred, last = decoders_for(request.decoder)
-    for name in preferred:
+    def video(self) -> DecodedVideo:
+        """Decode the file or folder of frames, and record its size and hash. Raises VideoFault or a decoder's error."""
+        # A relative "http:x" must not look like an address to FFmpeg.
+        path = os.path.abspath(self._request.path)  # noqa: PTH100
+        if os.path.isdir(path):  # noqa: PTH112
+            return self._folder(path)
+        demuxer = sniff(path)
+        size, digest = fingerprint(path)
+        if missing := missing_bytes(path, demuxer):
+            raise VideoFault("corrupt", f"the file is cut off: {missing} of its {size + missing} bytes are missing")
         try:
-            return _read(request, index, name, announce, allocate)
-        except Exception as error:  # noqa: BLE001 - whatever fails there, PyAV reads the file
-            note = f"{name}: {_describe_error(error)}"
-    try:
-        video = _read(request, index, last, announce, allocate)
-    except IndexMismatch as error:
-        if last != "pyav":
+            index = probe(path, demuxer)
+        except MemoryError as error:
+            if demuxer == "mov" and overstated_table(path):
+                raise VideoFault("corrupt", "a table of samples states more entries than it holds") from error
             raise
-        note = note or f"index made by decoding: {error}"
-        video = _read(request, scan(index), last, announce, allocate)
-    return replace(video, backend_note=note)
+        assert index.packets is not None
+        with closing(index.packets):
+            return replace(self._read_by_any(index), source_size=size, source_hash=digest)
 
+    def _folder(self, path: str) -> DecodedVideo:
+        """Decode a folder of JPEG frames. Raises VideoFault, or an error of PyAV's."""
+        index = index_frames(path)
+        size, digest = fingerprint_frames(path, frame_names(path))
+        clip = whole_frames(self._request.start_s, self._request.end_s, index.fps)
+        return replace(self._read(index, JPEGS, clip), source_size=size, source_hash=digest)
 
-def _decode_folder(
-    request: DecodeRequest, path: str, announce: Callable[[str], None], allocate: Allocate
-) -> DecodedVideo:
-    """Decode a folder of JPEG frames. Raises VideoFault, or an error of PyAV's."""
-    index = index_frames(path)
-    size, digest = fingerprint_frames(path, frame_names(path))
-    start_s, end_s = whole_frames(request.start_s, request.end_s, index.fps)
-    video = _read(replace(request, start_s=start_s, end_s=end_s), index, JPEGS, announce, allocate)
-    return replace(video, source_size=size, source_hash=digest)
+    def _read_by_any(self, index: VideoIndex) -> DecodedVideo:
+        """Read with the first of the request's decoders that succeeds. Raises the last one's error."""
+        note = ""
+        clip = self._request.start_s, self._request.end_s
+        *preferred, last = decoders_for(self._request.decoder)
+        for name in preferred:
+            try:
+                return self._read(index, name, clip)
+            except Exception as error:  # noqa: BLE001 - whatever fails there, PyAV reads the file
+                note = f"{name}: {_describe_error(error)}"
+        try:
+            video = self._read(index, last, clip)
+        except IndexMismatch as error:
+            if last != "pyav":
+                raise
+            note = note or f"index made by decoding: {error}"
+            video = self._read(scan(index), last, clip)
+        return replace(video, backend_note=note)
 
+    def _read(self, index: VideoIndex, backend: str, clip: tuple[float | None, float | None]) -> DecodedVideo:
+        """Choose the frames of the ``clip`` (start, end in seconds) by ``index``, and read them with one decoder."""
+        sampling = self._request.sampling
+        chosen = choose_frames(index.timestamps, sampling, *clip, index.duration_s)
+        first, stop = clip_range(index.timestamps, *clip, index.duration_s)
+        if sampling.snap_to_keyframes_s is not None and index.pts is not None:
+            keyframes = np.searchsorted(index.pts, index.keyframes)
+            keyframes = keyframes[(keyframes >= first) & (keyframes < stop)]
+            chosen = snapped(chosen, index.timestamps, keyframes, sampling.snap_to_keyframes_s)
+        self.backend = backend
+        self._announce(backend)
+        with closing(load_decoder(backend)(index)) as decoder:
+            frames = self._resized(decoder.read(np.unique(chosen)), chosen, index)
+            version = str(decoder.version)
+        return DecodedVideo(
+            frames=frames,
+            frame_indices=chosen,
+            timestamps=index.timestamps[chosen],
+            fps=index.fps,
+            duration_s=index.duration_s,
+            source_frames=len(index.timestamps),
+            clip_frames=stop - first,
+            n_repeated=count_repeated(chosen),
+            source_width=index.width,
+            source_height=index.height,
+            codec=index.codec,
+            backend=backend,
+            backend_version=version,
+        )
 
-def _read(
-    request: DecodeRequest, index: VideoIndex, backend: str, announce: Callable[[str], None], allocate: Allocate
-) -> DecodedVideo:
-    """Choose the frames by ``index`` and read them with one decoder."""
-    clip = request.start_s, request.end_s
-    chosen = choose_frames(index.timestamps, request.sampling, *clip, index.duration_s)
-    first, stop = clip_range(index.timestamps, *clip, index.duration_s)
-    if request.sampling.snap_to_keyframes_s is not None and index.pts is not None:
-        keyframes = np.searchsorted(index.pts, index.keyframes)
-        keyframes = keyframes[(keyframes >= first) & (keyframes < stop)]
-        chosen = snapped(chosen, index.timestamps, keyframes, request.sampling.snap_to_keyframes_s)
-    announce(backend)
-    with closing(load_decoder(backend)(index)) as decoder:
-        frames = _resized(decoder.read(np.unique(chosen)), chosen, index, request.preprocessor, allocate)
-        version = str(decoder.version)
-    return DecodedVideo(
-        frames=frames,
-        frame_indices=chosen,
-        timestamps=index.timestamps[chosen],
-        fps=index.fps,
-        duration_s=index.duration_s,
-        source_frames=len(index.timestamps),
-        clip_frames=stop - first,
-        n_repeated=count_repeated(chosen),
-        source_width=index.width,
-        source_height=index.height,
-        codec=index.codec,
-        backend=backend,
-        backend_version=version,
-    )
-
-
-def _resized(
-    chunks: Iterator[Frames],
-    chosen: NDArray[np.int64],
-    index: VideoIndex,
-    preprocessor: FramePreprocessor,
-    allocate: Allocate,
-) -> Frames:
-    """Resize frames chunk by chunk, so that full-size ones never pile up, and copy repeated ones; [T,h,w,3]."""
-    try:
-        size = preprocessor.target_size(len(chosen), index.height, index.width)
-    except UnsupportedVideo as error:
-        raise VideoFault("unsupported", str(error)) from error
-    unique, inverse = np.unique(chosen, return_inverse=True)
-    repeats = len(unique) < len(chosen)
-    kept = (frames_array if repeats else allocate)((len(unique), *size, 3))
-    done = 0
-    for chunk in chunks:
-        if chunk.shape[1:] != (index.height, index.width, 3):
-            raise IndexMismatch(f"frames of shape {chunk.shape[1:]} in a video of {index.height}x{index.width}")
-        kept[done : done + len(chunk)] = preprocessor.resize(chunk, size)
-        done += len(chunk)
-    if done != len(unique):
-        raise IndexMismatch(f"the decoder delivered {done} of {len(unique)} frames")
-    return kept.take(inverse, axis=0, out=allocate((len(chosen), *size, 3))) if repeats else kept
+    def _resized(self, chunks: Iterator[Frames], chosen: NDArray[np.int64], index: VideoIndex) -> Frames:
+        """Resize frames chunk by chunk, so that full-size ones never pile up, and copy repeated ones; [T,h,w,3]."""
+        try:
+            size = self._request.preprocessor.target_size(len(chosen), index.height, index.width)
+        except UnsupportedVideo as error:
+            raise VideoFault("unsupported", str(error)) from error
+        unique, inverse = np.unique(chosen, return_inverse=True)
+        repeats = len(unique) < len(chosen)
+        kept = (frames_array if repeats else self._allocate)((len(unique), *size, 3))
+        done = 0
+        for chunk in chunks:
+            if chunk.shape[1:] != (index.height, index.width, 3):
+                raise IndexMismatch(f"frames of shape {chunk.shape[1:]} in a video of {index.height}x{index.width}")
+            kept[done : done + len(chunk)] = self._request.preprocessor.resize(chunk, size)
+            done += len(chunk)
+        if done != len(unique):
+            raise IndexMismatch(f"the decoder delivered {done} of {len(unique)} frames")
+        return kept.take(inverse, axis=0, out=self._allocate((len(chosen), *size, 3))) if repeats else kept
 
 
 def fingerprint(path: str | Path) -> tuple[int, str]:

@@ -16,6 +16,7 @@ from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
 from gstep.lazy import LazyTable, load_object
+from pipeline.video.packets import Run
 from pipeline.video.probe import IndexMismatch, Orientation, VideoIndex
 
 Frames = NDArray[np.uint8]
@@ -141,8 +142,7 @@ class PyavDecoder:
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
         """Yield frames one by one (see ``FrameDecoder.read``), scaled to the first one's size where theirs differs."""
-        pts = self._index.pts
-        for frame in self._by_count(indices) if pts is None else self._by_time(pts[indices].tolist()):
+        for frame in self._chosen(indices):
             yield self._pixels(frame)[None]
 
     def close(self) -> None:
@@ -161,29 +161,24 @@ class PyavDecoder:
         rows = np.frombuffer(stored.planes[0], np.uint8).reshape(height, stored.planes[0].line_size)
         return np.ascontiguousarray(turned(rows[:, : 3 * width].reshape(height, width, 3), index.orientation))
 
-    def _by_count(self, indices: NDArray[np.int64]) -> Iterator[av.VideoFrame]:
-        """Yield the decoded frames number ``indices`` of the file, which is read from its beginning."""
-        wanted: list[int] = indices.tolist()
-        found = 0
-        for number, frame in enumerate(self._packets.decoded(0, len(self._packets.table))):
-            if number == wanted[found]:
-                yield frame
-                found += 1
-                if found == len(wanted):
-                    return
-        raise IndexMismatch(f"frame {wanted[found]} does not come out of the decoder")
+    def _chosen(self, indices: NDArray[np.int64]) -> Iterator[av.VideoFrame]:
+        """Yield the decoded frames number ``indices`` of the file, from no more packets than they need.
 
-    def _by_time(self, times: Sequence[int]) -> Iterator[av.VideoFrame]:
-        """Yield the decoded frames whose presentation times are ``times``, from no more packets than they need."""
-        table = self._packets.table
-        for run in self._packets.runs(times):
+        Frames are told apart by their presentation times, or by counting from the beginning of a file without any.
+        """
+        table, pts = self._packets.table, self._index.pts
+        whole = Run(0, len(table), tuple(indices.tolist()))
+        for run in [whole] if pts is None else self._packets.runs(pts[indices].tolist()):
             missing = deque(run.times)
-            for frame in self._packets.decoded(run.start, run.stop, run.times):
+            for number, frame in enumerate(
+                self._packets.decoded(run.start, run.stop, None if pts is None else run.times)
+            ):
                 if run.start and frame.pts == table[run.start].pts and not _starts_a_group(frame):
                     raise IndexMismatch(f"the frame at {frame.pts} is no keyframe, as the file says")
-                if frame.pts is None or frame.pts < missing[0]:
+                time = number if pts is None else frame.pts
+                if time is None or time < missing[0]:
                     continue
-                if frame.pts > missing[0]:
+                if time > missing[0]:
                     break
                 missing.popleft()
                 yield frame

@@ -43,7 +43,7 @@ def frame_names(path: str) -> list[str]:
     """
     try:
         with os.scandir(path) as entries:
-            names = sorted((entry.name for entry in entries if _FRAME.fullmatch(entry.name)), key=_number)
+            names = sorted((entry.name for entry in entries if _FRAME.fullmatch(entry.name)), key=lambda n: int(n[:-4]))
     except OSError as error:
         raise VideoFault("io", f"{path} cannot be read: {error.strerror or error}") from error
     if not names:
@@ -106,8 +106,3 @@ def whole_frames(start_s: float | None, end_s: float | None, rate: float) -> tup
     if end_s is not None and 0 <= end_s < math.inf:
         end_s = (round(end_s * rate) + 1) / rate
     return start_s, end_s
-
-
-def _number(name: str) -> int:
-    """Return the number in a frame's file name."""
-    return int(name.removesuffix(".jpg"))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline.errors import VideoFault
-from pipeline.video.decoders import Frames, chunk_length
+from pipeline.video.decoders import Frames
 from pipeline.video.frame_folders import FIRST_FRAME, frame_names, frame_rate, read_frame
 from pipeline.video.packets import MAX_PIXELS
 from pipeline.video.probe import VideoIndex
@@ -56,12 +56,11 @@ class JpegDecoder:
         self._names = frame_names(index.path)
 
     def read(self, indices: NDArray[np.int64]) -> Iterator[Frames]:
-        """Yield chunks of frames; see ``FrameDecoder.read``."""
-        height, width = self._index.height, self._index.width
-        step = chunk_length(height, width)
-        for start in range(0, len(indices), step):
-            pictures = [_decoded(self._index.path, self._names[i]) for i in indices[start : start + step].tolist()]
-            yield np.stack([_pixels(picture, height, width) for picture in pictures])
+        """Yield frames one by one; see ``FrameDecoder.read``."""
+        size = {"width": self._index.width, "height": self._index.height}
+        for i in indices.tolist():
+            picture = _decoded(self._index.path, self._names[i])
+            yield picture.to_ndarray(format="rgb24", interpolation="BICUBIC", **size)[None]
 
     def close(self) -> None:
         """Release nothing: no file stays open."""
@@ -77,9 +76,3 @@ def _decoded(path: str, name: str) -> av.VideoFrame:
     if pictures[0].width * pictures[0].height > MAX_PIXELS:
         raise VideoFault("unsupported", f"{path}/{name} is larger than {MAX_PIXELS} pixels")
     return pictures[0]
-
-
-def _pixels(picture: av.VideoFrame, height: int, width: int) -> Frames:
-    """Convert a picture to [height,width,3] uint8 RGB."""
-    pixels: Frames = picture.to_ndarray(format="rgb24", width=width, height=height, interpolation="BICUBIC")
-    return pixels
