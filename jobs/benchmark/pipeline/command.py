@@ -14,7 +14,7 @@ from itertools import product
 
 from rich.console import Console
 
-from jobs.benchmark.pipeline.work import DECODE, JOB, LOOP, SINGLE, Work
+from jobs.benchmark.pipeline.work import DECODE, DRIVER, JOB, LOOP, SINGLE, Work
 from jobs.benchmark.sizes import add_folder
 from jobs.command import add_json_or_file, count, file_in_folder, wide_console
 from jobs.json_document import Done
@@ -31,7 +31,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("--nodes", [], "N", "instead: the job on logical nodes, with a worker of each kind a node"),
     ):
         parser.add_argument(name, type=count, nargs="+", default=default, metavar=unit, help=what)
+    parser.add_argument(
+        "--driver",
+        type=count,
+        nargs=2,
+        metavar="N",
+        help="instead: the job over N and N videos by stages that do nothing",
+    )
     for name, value, unit, what in (
+        ("--encoders", 1, "N", "with --driver [1]"),
         ("--workers", max(1, (os.cpu_count() or 1) - 1), "N", "that decode, in job and loop [the CPUs less one]"),
         ("--seconds", 20, "S", "about, of one measurement [20]"),
         ("--repeats", 1, "N", "times each; medians are shown [1]"),
@@ -49,6 +57,8 @@ def run(arguments: argparse.Namespace) -> Done:
     from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - torch loads after the flags
     from jobs.benchmark.pipeline.report import as_table  # noqa: PLC0415
 
+    if arguments.driver is not None:
+        return _driver(arguments)
     cells = _measure(arguments)
     title = f"Encoders that sleep, on {os.cpu_count()} CPUs, {machine_line('cpu')}"
     wide_console().print(as_table(cells, title))
@@ -74,3 +84,23 @@ def _measure(arguments: argparse.Namespace) -> list[dict[str, float]]:
             cells.append(cell(work, found, first))
             first = first or cells[-1]
     return cells
+
+
+def _driver(arguments: argparse.Namespace) -> Done:
+    """Show what the driver takes for a video, and how many videos come out here, where all processes share the CPUs."""
+    from jobs.benchmark.machine import machine  # noqa: PLC0415 - torch loads after the flags
+    from jobs.benchmark.pipeline.measure import measure_driver  # noqa: PLC0415
+
+    few, many = sorted(arguments.driver)
+    if few == many:
+        raise UsageError("--driver takes two different numbers of videos: what a video more takes counts")
+    encoders = arguments.encoders
+    work = Work(DRIVER, min(arguments.frames), 0.0, arguments.workers, encoders, nodes=int(encoders > 1))
+    found = measure_driver(replace(work, folder=str(arguments.folder or "")), few, many)
+    driver_ms = 1e3 * found["CPU main process"]
+    wide_console().print(
+        f"{encoders} encoders, a video more from {few} to {many}: {1 / found['seconds']:.0f} videos/s with all "
+        f"processes on {os.cpu_count()} CPUs; {driver_ms:.2f} CPU ms of the driver, so {1e3 / driver_ms:.0f} videos/s "
+        f"of one core; {found['peak MB']:.0f} MB of all processes at most"
+    )
+    return Done(0, {"machine": machine("cpu"), "cpus": os.cpu_count(), "encoders": encoders, "a_video": dict(found)})

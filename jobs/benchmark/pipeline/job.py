@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -75,7 +76,7 @@ def run(work: Work) -> dict[str, float]:
     PruneRequest.encode_setup = encode_setup  # type: ignore[method-assign]
     options = {"model": "tiny", "num_frames": work.frames, "retention_ratio": RATIO, "device": "cpu"}
     workers = {"decode_workers": work.workers, "encode_workers": work.encoders}
-    with _ray(work.nodes):
+    with _ray(work):
         started = time.perf_counter()
         summary = prune_videos(work.manifest, out=work.out, progress=False, **options, **workers)
         seconds = time.perf_counter() - started
@@ -90,14 +91,15 @@ def run(work: Work) -> dict[str, float]:
 
 
 @contextmanager
-def _ray(nodes: int) -> Iterator[None]:
-    """Run the block with Ray started as the job starts it, or with ``nodes`` logical nodes; shut Ray down after it."""
+def _ray(work: Work) -> Iterator[None]:
+    """Run the block with Ray started as the job starts it, or with the work's logical nodes; shut Ray down after it."""
     with ExitStack() as stack:
-        if nodes:
+        if work.nodes:
             cluster = Cluster()
             stack.callback(cluster.shutdown)
-            for _ in range(nodes):
-                cluster.add_node(**_NODE)
+            cpus = max(2, 2 * math.ceil((work.encoders + work.workers) / work.nodes))
+            for _ in range(work.nodes):
+                cluster.add_node(**{**_NODE, "num_cpus": cpus, "memory": cpus * 2**32})
             stack.enter_context(workers_import_this())
             ray.init(cluster.address, logging_level="error", log_to_driver=False)
         stack.callback(ray.shutdown)

@@ -47,6 +47,11 @@ def measure(work: Work, seconds: float) -> Figures:
     return slope(run_child(replace(work, videos=few)), run_child(replace(work, videos=few + more)), more)
 
 
+def measure_driver(work: Work, few: int, many: int) -> Figures:
+    """Measure the job with idle stages over few and many videos; return figures per extra video. Raises RunFailed."""
+    return slope(run_child(replace(work, videos=few)), run_child(replace(work, videos=many)), many - few)
+
+
 def slope(few: Figures, many: Figures, more: int) -> Figures:
     """Return each figure's growth per extra video, and the larger run's memory.
 
@@ -54,7 +59,7 @@ def slope(few: Figures, many: Figures, more: int) -> Figures:
     """
     found = {name: (many.get(name, 0.0) - few.get(name, 0.0)) / more for name in {**few, **many}}
     if found["seconds"] <= 0:
-        raise RunFailed(f"{more} videos more took no longer: give more --seconds")
+        raise RunFailed(f"{more} videos more took no longer: give more --seconds, or larger numbers")
     return {**found, "peak MB": many["peak MB"]}
 
 

@@ -12,7 +12,8 @@ SIDE = 384  # pixels: of the clips, and of what LLaVA-OneVision's preprocessing 
 FRAME_BYTES = 3 * SIDE**2
 TOKENS_PER_FRAME, HIDDEN, RATIO = 196, 64, 0.25  # as of the model "tiny"
 KEPT_BYTES_PER_FRAME = int(RATIO * TOKENS_PER_FRAME) * HIDDEN * 2
-LOOP, JOB, SINGLE, DECODE = "plain loop", "job", "single process", "decode alone"
+LOOP, JOB, SINGLE, DECODE, DRIVER = "plain loop", "job", "single process", "decode alone", "driver"
+_ROOMS = {JOB: "job", DECODE: "decode_alone", DRIVER: "driver"}
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Work:
     """The description of one child process's work: which loop or job, on how many videos.
 
     Attributes:
-        kind: LOOP is a DataLoader with workers, SINGLE one without, DECODE that stage of the JOB.
+        kind: LOOP is a DataLoader with workers, SINGLE one without, DECODE that stage of the JOB, DRIVER the JOB with
+            stages that do nothing.
         frames: of each video.
         work_s: what an encoder sleeps for each video.
         workers: that decode.
@@ -52,7 +54,7 @@ class Work:
 def main() -> None:
     """Run the work of the command line; print what was measured as the last line."""
     work = Work(**json.loads(sys.argv[1]))
-    room = "job" if work.kind == JOB else "decode_alone" if work.kind == DECODE else "loop"
+    room = _ROOMS.get(work.kind, "loop")
     print(json.dumps(import_module(f"jobs.benchmark.pipeline.{room}").run(work)))
 
 

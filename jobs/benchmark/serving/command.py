@@ -37,6 +37,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=count, default=16, metavar="N", help="[16]")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="[all]")
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="times each; medians are shown [3]")
+    parser.add_argument(
+        "--crowd",
+        type=count,
+        metavar="N",
+        help="instead: N requests at once to jobs.serve, alone and while another client sends texts of 5 MB",
+    )
     add_json_or_file(parser)
 
 
@@ -60,6 +66,8 @@ def run(arguments: argparse.Namespace) -> Done:
         if cache is None:
             console.print("making a cache of the sample clips", style="dim")
             cache = make_cache(Path(folder) / "cache", arguments.model, arguments.num_frames)
+        if arguments.crowd is not None:
+            return _crowd(cache, arguments)
         job = Job(
             model=arguments.model,
             cache=cache,
@@ -75,3 +83,19 @@ def run(arguments: argparse.Namespace) -> Done:
             found += measure(mode, job)
     wide_console().print(as_table(found, f"{arguments.model} on {machine_line(device())}"))
     return Done(0, as_record(found, job, machine=machine(device())))
+
+
+def _crowd(cache: str, arguments: argparse.Namespace) -> Done:
+    """Show how long requests of a crowd wait without and beside a client of large texts."""
+    from rich.table import Table  # noqa: PLC0415
+
+    from jobs.benchmark.serving.crowd import as_record, measure_crowd  # noqa: PLC0415
+
+    table = Table(title=f"{arguments.crowd} requests at once to jobs.serve, {arguments.model}", show_edge=False)
+    for name in ("texts of 5 MB meanwhile", "p50, s", "p99, s"):
+        table.add_column(name, justify="right")
+    found = measure_crowd(cache, arguments.crowd, arguments.repeats)
+    for waited in found:
+        table.add_row(str(waited.n_large), f"{waited.p50_s:.2f}", f"{waited.p99_s:.2f}")
+    wide_console().print(table)
+    return Done(0, as_record(found))

@@ -6,6 +6,7 @@ import pytest
 
 from jobs.benchmark import __main__ as benchmark
 from jobs.benchmark.pipeline import measure
+from jobs.benchmark.pipeline.work import DRIVER
 
 
 @pytest.fixture
@@ -15,7 +16,7 @@ def ran(monkeypatch):
 
     def run_child(work):
         works.append(work)
-        seconds = 1 + work.videos * work.work_s / work.encoders
+        seconds = 1 + work.videos * (work.work_s or 0.001) / work.encoders
         return {"seconds": seconds, "peak MB": 9.0, "store MB": 1.0, "store objects": 1.0, "CPU main process": seconds}
 
     monkeypatch.setattr(measure, "run_child", run_child)
@@ -46,6 +47,16 @@ def test_logical_nodes_have_a_worker_of_each_kind(tmp_path, ran):
         (1, 1, 1, 50), (1, 1, 1, 250), (4, 4, 4, 200), (4, 4, 4, 1000),
     ]  # fmt: skip
     assert [cell.get("job / nodes x the first") for cell in cells] == [None, pytest.approx(1.0)]
+
+
+def test_the_driver_is_shown_by_what_a_video_more_takes(tmp_path, capsys, ran):
+    assert benchmark.main(["pipeline", "--driver", "300", "100", "--encoders", "3", "--folder", str(tmp_path)]) == 0
+    assert {(work.kind, work.encoders, work.nodes, work.videos) for work in ran} == {
+        (DRIVER, 3, 1, 100),
+        (DRIVER, 3, 1, 300),
+    }
+    assert "3 encoders, a video more from 100 to 300" in " ".join(capsys.readouterr().out.split())
+    assert benchmark.main(["pipeline", "--driver", "100", "100"]) == 2
 
 
 def test_a_picture_in_no_folder_is_refused(tmp_path, capsys):

@@ -3,7 +3,7 @@
 import pytest
 
 from jobs.benchmark.pipeline.measure import medians, run_child, slope
-from jobs.benchmark.pipeline.work import DECODE, FRAME_BYTES, JOB, LOOP, SINGLE, Work
+from jobs.benchmark.pipeline.work import DECODE, DRIVER, FRAME_BYTES, JOB, LOOP, SINGLE, Work
 from pipeline.errors import RunFailed
 
 
@@ -39,6 +39,12 @@ def test_the_job_runs_with_an_encoder_that_sleeps(tmp_path):
     kinds = ("main process", "decode actor", "decode child", "encode actor", "raylet", "gcs")
     assert all(done[f"CPU {kind}"] > 0 for kind in kinds)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_the_job_runs_by_stages_that_do_nothing_with_several_encoders(tmp_path):
+    done = run_child(Work(DRIVER, 2, 0.0, 1, encoders=2, nodes=1, folder=str(tmp_path), videos=64))
+    assert done["CPU main process"] > 0 and done["CPU encode actor"] > 0 and "CPU decode child" not in done
 
 
 def test_a_child_that_fails_says_why(tmp_path):

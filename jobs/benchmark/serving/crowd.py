@@ -1,0 +1,148 @@
+"""How long others wait while one client sends texts that are too large: ``jobs.serve`` under many requests at once."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Final
+
+from pipeline import TokenCache
+from pipeline.errors import RunFailed
+
+if TYPE_CHECKING:
+    import httpx
+
+_START_S: Final = 600.0  # the longest that a server may take to load its model
+_LARGE = "why " * (5_000_000 // 4)
+
+
+@dataclass(frozen=True)
+class Waited:
+    """The seconds that requests of a crowd took, all of them sent at once; medians over the rounds.
+
+    Attributes:
+        large: whether another client sent texts of 5 MB meanwhile, one behind the other.
+        requests: how many at once.
+        p50_s, p99_s: seconds until half, and until 99 of 100, had their answers.
+        n_large: texts of 5 MB that were answered, in all rounds; each with an error.
+    """
+
+    large: bool
+    requests: int
+    p50_s: float
+    p99_s: float
+    n_large: int
+
+
+def measure_crowd(cache: str, requests: int, rounds: int) -> list[Waited]:
+    """Measure so many requests at once, without and with a client of large texts in turns. Raises RunFailed."""
+    with _server(cache) as address:
+        return asyncio.run(_measure(address, TokenCache(cache).video_ids, requests, rounds))
+
+
+def as_record(found: list[Waited]) -> dict[str, object]:
+    """Return the figures as a JSON-able mapping."""
+    return {"crowd": [asdict(waited) for waited in found], "p99_ratio": found[1].p99_s / found[0].p99_s}
+
+
+@contextmanager
+def _server(cache: str) -> Iterator[str]:
+    """Start ``jobs.serve``, yield its address when it is ready, and end it. Raises RunFailed."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "jobs.serve", cache, "--port", str(port)]
+    with tempfile.TemporaryFile("w+") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            address = f"http://127.0.0.1:{port}"
+            asyncio.run(_until_ready(address, server))
+            yield address
+        except RunFailed as error:
+            log.seek(0)
+            raise RunFailed(f"{error}: {log.read()[-2000:]}") from error
+        finally:
+            server.terminate()
+            server.wait()
+
+
+async def _until_ready(address: str, server: subprocess.Popen[bytes]) -> None:
+    import httpx  # noqa: PLC0415 - comes with vLLM
+
+    deadline = time.monotonic() + _START_S
+    async with httpx.AsyncClient() as client:
+        while server.poll() is None and time.monotonic() < deadline:
+            try:
+                if (await client.get(f"{address}/ready")).status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError:
+                pass  # it does not listen yet
+            await asyncio.sleep(0.5)
+    raise RunFailed("jobs.serve did not become ready")
+
+
+async def _measure(address: str, videos: list[str], requests: int, rounds: int) -> list[Waited]:
+    import httpx  # noqa: PLC0415
+
+    limits, seconds = httpx.Limits(max_connections=requests + 1), {False: list[list[float]](), True: []}
+    n_large = 0
+    # A connection a request: the server may close one that rests in the very moment in which it is used again.
+    once = {"connection": "close"}
+    async with httpx.AsyncClient(base_url=address, limits=limits, headers=once, timeout=_START_S) as client:
+        model = (await client.get("/v1/models")).json()["data"][0]["id"]
+        await _ask(client, model, videos[0])
+        for _ in range(rounds):
+            for large, of_rounds in seconds.items():
+                sender = asyncio.create_task(_send_large(client, model)) if large else None
+                asked = (_ask(client, model, videos[number % len(videos)]) for number in range(requests))
+                of_rounds.append(sorted(await asyncio.gather(*asked)))
+                if sender is not None:
+                    sender.cancel()
+                    n_large += await sender
+    return [
+        Waited(
+            large=large,
+            requests=requests,
+            p50_s=statistics.median(took[len(took) // 2] for took in of_rounds),
+            p99_s=statistics.median(took[len(took) * 99 // 100] for took in of_rounds),
+            n_large=n_large if large else 0,
+        )
+        for large, of_rounds in seconds.items()
+    ]
+
+
+def _body(model: str, video_id: str, text: str) -> dict[str, object]:
+    video = {"type": "video_url", "video_url": {"url": f"cache://{video_id}"}}
+    content = [video, {"type": "text", "text": text}]
+    return {"model": model, "max_tokens": 4, "temperature": 0, "messages": [{"role": "user", "content": content}]}
+
+
+async def _ask(client: httpx.AsyncClient, model: str, video_id: str) -> float:
+    """Ask about a video and return the seconds until the answer. Raises RunFailed where there is none."""
+    started = time.monotonic()
+    answer = await client.post("/v1/chat/completions", json=_body(model, video_id, "What happens?"))
+    if answer.is_error:
+        raise RunFailed(f"jobs.serve answers {answer.status_code}: {answer.text[:500]}")
+    return time.monotonic() - started
+
+
+async def _send_large(client: httpx.AsyncClient, model: str) -> int:
+    """Send texts of 5 MB one behind the other until cancelled; return how many were answered."""
+    import httpx  # noqa: PLC0415
+
+    n_answered = 0
+    try:
+        while True:
+            with suppress(httpx.TransportError):  # the server closes the connection once it has refused
+                await client.post("/v1/chat/completions", json=_body(model, "any", _LARGE))
+            n_answered += 1
+    except asyncio.CancelledError:
+        return n_answered
