@@ -70,7 +70,7 @@ def _own_first(config: type) -> list[Field[Any]]:
 
 def _add(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, about: str) -> None:
     """Add one field's flag to an argument group; ``about`` completes its help text."""
-    default = item.default if item.default is not MISSING else []
+    default = item.default if item.default_factory is MISSING else item.default_factory()
     # The keywords of argparse differ from one kind of flag to the next.
     keywords: dict[str, Any] = {"default": default, "help": _help(item.metadata["help"].format(item=about), default)}
     for key in ("metavar", "choices"):
@@ -86,7 +86,8 @@ def _add(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, about: str
     else:
         keywords["type"] = kind
     if item.metadata.get("positional"):
-        group.add_argument(item.name, nargs="?", **keywords)
+        keywords.pop("action", None)  # words replace the default and a file's, and one place takes them all
+        group.add_argument(item.name, nargs="*" if get_origin(hint) is list else "?", **keywords)
     else:
         flag = item.metadata.get("flag", "--" + item.name.replace("_", "-"))
         group.add_argument(flag, dest=item.name, **keywords)
@@ -94,4 +95,5 @@ def _add(group: argparse._ArgumentGroup, item: Field[Any], hint: Any, about: str
 
 def _help(text: str, default: Any) -> str:
     """Return a help text with its default in brackets, if there is one worth showing."""
-    return text if default is None or default is False or default == [] else f"{text} [{default}]"
+    shown = " ".join(map(str, default)) if isinstance(default, list) else default
+    return text if shown is None or shown is False or shown == "" else f"{text} [{shown}]"

@@ -45,7 +45,8 @@ def _prune(config: PruneConfig, console: Console) -> Done:
     """Prune the videos, or forecast it with ``--plan``; print the summary and return the exit code and record."""
     from pipeline.prune.manifest_checks import refuse_other_file  # noqa: PLC0415
 
-    refuse_other_file(config.videos)
+    for named in config.videos:
+        refuse_other_file(named)
     # Ray, torch and the decoders load only now: --help, a mistyped flag and a file that is no video answer at once.
     with importing_much():
         from pipeline.prune.forecast import forecast, render_forecast  # noqa: PLC0415

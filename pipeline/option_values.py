@@ -40,6 +40,9 @@ def checked_options(config: type, given: Mapping[str, object], where: str = "") 
         name: _as_pairs(value) if known[name].metadata.get("metavar") == "NAME=VALUE" else value
         for name, value in given.items()
     }
+    for name, value in values.items():
+        if known[name].metadata.get("positional") and isinstance(value, _TEXT) and get_origin(hints[name]) is list:
+            values[name] = [value]  # a single word of the command
     return {name: _checked(value, hints[name], f"{where}{name}") for name, value in values.items()}
 
 

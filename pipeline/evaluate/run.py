@@ -147,7 +147,7 @@ def _encode(request: EvaluateRequest, items: list[Item], console: Console) -> Su
     rows = {row["video_id"]: row for item in items for row in item.manifest_rows(folder)}
     lines = [json.dumps(rows[video_id]) for video_id in sorted(rows)]
     request.store.put(MANIFEST, ("\n".join(lines) + "\n").encode())
-    config = PruneConfig(**{**vars(request.videos), "videos": f"{request.config.out.rstrip('/')}/{MANIFEST}"})
+    config = PruneConfig(**{**vars(request.videos), "videos": [f"{request.config.out.rstrip('/')}/{MANIFEST}"]})
     console.print(f"{len(rows)} videos, all tokens of each once", highlight=False)
     summary = PruneRun(config, console).carry_out()
     # If every remaining video is broken, its questions fail, but questions on videos cached before can be asked.

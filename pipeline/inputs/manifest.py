@@ -18,6 +18,7 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from pipeline.errors import ManifestError
+from pipeline.inputs.braces import expanded
 from pipeline.inputs.listings import list_videos, listed_policy, root_prefix, suffix_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, without_secrets
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, UserRow, given_parts, is_text, read_parts
@@ -32,14 +33,24 @@ VIDEO_SUFFIXES = frozenset(
 )
 
 
-def read_manifest(videos: str, video_roots: Sequence[str] = (), objects: Objects | None = None) -> pa.Table:
+def read_manifest(
+    videos: str | Sequence[str], video_roots: Sequence[str] = (), objects: Objects | None = None
+) -> pa.Table:
     """List the videos that ``videos`` names, as MANIFEST_SCHEMA, in a stable order.
 
-    On S3 a manifest is one GET, whatever it names; for anything else see ``list_videos``. Raises ManifestError (a
-    UsageError) where the list cannot be made: no such folder, no video in it, an unreadable manifest, a missing or
-    duplicate ``video_id``.
+    Several names are listed one after the other; brace patterns in them are expanded. On S3 a manifest is one GET,
+    whatever it names; for anything else see ``list_videos``. Raises ManifestError (a UsageError) where the list cannot
+    be made: no such folder, no video in it, an unreadable manifest, a missing or duplicate ``video_id``.
     """
     roots = _roots(video_roots)
+    names = expanded([videos] if isinstance(videos, str) else videos)
+    if len(names) == 1:
+        return _read(names[0], roots, objects)
+    return _unique(pa.concat_tables([_read(name, roots, objects) for name in names]), _ONE_BY_ONE)
+
+
+def _read(videos: str, roots: Roots, objects: Objects | None) -> pa.Table:
+    """List the videos of one name. Raises ManifestError."""
     if videos == "sample":
         return _from_files(_sample_folder(), videos, roots.folders)
     if is_object(videos):
@@ -59,6 +70,9 @@ def read_manifest(videos: str, video_roots: Sequence[str] = (), objects: Objects
     if globbing.has_magic(str(path)):
         return _from_glob(str(path), roots.folders)
     raise ManifestError(f"{videos}: no such folder, file or manifest")
+
+
+_ONE_BY_ONE = "several VIDEOS (an id is the path in the folder that was named; name the folder of all, or quote a glob)"
 
 
 def _roots(video_roots: Sequence[str]) -> Roots:

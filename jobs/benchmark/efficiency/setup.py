@@ -134,7 +134,7 @@ def prepare(
         _check_siglip(siglip, asked, source)
         pairs = {pair for one in asked for pair in needed_by(one.method, source.model_type, one.params)}
         config = PruneConfig(
-            videos=videos,
+            videos=[videos],
             out=str(folder),
             model=model,
             siglip=siglip,

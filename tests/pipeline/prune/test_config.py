@@ -21,7 +21,7 @@ def test_flags_are_converted():
     config = parse(
         "v", "--fps", "0.5", "--max-frames", "8", "--pruner-param", "alpha=0.3", "--pruner-param", "radius=2"
     )
-    assert (config.videos, config.fps, config.max_frames) == ("v", 0.5, 8)
+    assert (config.videos, config.fps, config.max_frames) == (["v"], 0.5, 8)
     assert config.pruner_params() == {"alpha": "0.3", "radius": "2"}
     assert sampling_of(config, 768) == Sampling(None, fps=0.5, max_frames=8)
 

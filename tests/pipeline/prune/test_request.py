@@ -31,7 +31,7 @@ def request_for(tmp_path):
 
     def make(**options):
         options = {"pruner": "none", "dtype": "float32", **options}
-        return prepare(PruneConfig(videos=str(tmp_path / "videos"), out=str(tmp_path / "c"), **options), Console())
+        return prepare(PruneConfig(videos=[str(tmp_path / "videos")], out=str(tmp_path / "c"), **options), Console())
 
     return make
 

@@ -1,0 +1,53 @@
+"""Brace patterns: expanded as bash does, on names that bash leaves alone too."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from pipeline.errors import ManifestError
+from pipeline.inputs.braces import expanded
+from pipeline.inputs.manifest import read_manifest
+
+PATTERNS = [
+    "shard-{000..010}.tar", "{a,b}{1..3}.tar", "a{b{c,d},e}f", "{3..1}", "{-2..2..2}", "{01..3}", "x{}y",
+    "x{a}y", "{a,}", "{a,b", "a}b", "{1..2}{", "{{1,2},3}", "plain.tar", "{0..10..5}", "{5..-5..3}", "{-01..2}",
+]  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash to compare with")
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_mean_what_they_mean_to_bash(pattern):
+    said = subprocess.run(
+        ["bash", "-c", f'printf "%s\\n" s3://b/{pattern}'], capture_output=True, text=True, check=True
+    )
+    assert expanded([f"s3://b/{pattern}"]) == said.stdout.splitlines()
+
+
+def test_a_file_of_that_very_name_is_meant_itself(tmp_path):
+    place = tmp_path / "{a,b}.mp4"
+    place.touch()
+    assert expanded([str(place), f"{tmp_path}/{{c,d}}"]) == [str(place), f"{tmp_path}/c", f"{tmp_path}/d"]
+
+
+def test_a_pattern_without_end_is_refused():
+    with pytest.raises(ManifestError, match="too many names"):
+        expanded(["s3://b/{0..99999999999}.tar"])
+
+
+def test_several_names_are_listed_one_after_the_other(tmp_path):
+    for name in ("a/x.mp4", "a/y.mp4", "b/z.mp4", "c1.mp4", "c2.mp4"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    named = [f"{tmp_path}/b", f"{tmp_path}/a/*.mp4", f"{tmp_path}/c{{2,1}}.mp4"]
+    assert read_manifest(named)["video_id"].to_pylist() == ["z.mp4", "x.mp4", "y.mp4", "c2.mp4", "c1.mp4"]
+    with pytest.raises(ManifestError, match=r"no such folder.*"):
+        read_manifest([f"{tmp_path}/a", f"{tmp_path}/missing"])
+
+
+def test_ids_are_unique_over_all_names(tmp_path):
+    for name in ("a/x.mp4", "b/x.mp4"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    with pytest.raises(ManifestError, match=r"several VIDEOS.*1 rows repeat a video_id.*'x.mp4'"):
+        read_manifest([f"{tmp_path}/a", f"{tmp_path}/b"])
