@@ -23,7 +23,8 @@ class ManifestRow(TypedDict):
 
     ``uri`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what
     a listing on S3 or the manifest's size_bytes said; ``manifest`` is JSON of the columns that are only carried
-    along.
+    along. A video in a container has the uri CONTAINER#NAME, and ``source_offset`` is where the container's form finds
+    it. ``fault`` ("class: message") says what is known to be wrong with it.
     """
 
     video_id: str
@@ -33,6 +34,8 @@ class ManifestRow(TypedDict):
     manifest: NotRequired[str | None]
     policy: NotRequired[str | None]
     size: NotRequired[int | None]
+    source_offset: NotRequired[int | None]
+    fault: NotRequired[str | None]
 
 
 class TodoRow(ManifestRow):
@@ -48,10 +51,12 @@ def todo_row(
     end_s: float | None = None,
     size: int | None = None,
     attempts: int = 1,
+    source_offset: int | None = None,
 ) -> TodoRow:
     """Return the row of a video that may be read."""
     row: ManifestRow = {"video_id": video_id, "uri": uri, "start_s": start_s, "end_s": end_s, "size": size}
-    return {**row, "manifest": None, "policy": None, "attempts": attempts}
+    row |= {"manifest": None, "policy": None, "source_offset": source_offset, "fault": None}
+    return {**row, "attempts": attempts}
 
 
 class VideoRecord(TypedDict, total=False):

@@ -10,8 +10,14 @@ from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from pipeline.errors import ManifestError
-from pipeline.storage.s3 import SCHEME, ObjectInfo, Objects, check_uri
+from pipeline.storage.hub import Files
+from pipeline.storage.s3 import SCHEME, ObjectInfo, check_uri
 
+# Which files of a folder or glob count as videos. A file that is named outright may have any name.
+VIDEO_SUFFIXES = frozenset(
+    {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mts", ".mpg", ".mpeg", ".flv", ".wmv"}
+    | {".asf", ".3gp", ".ogv", ".gif", ".h264", ".hevc"}
+)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 MISSHAPED = "an object is s3://BUCKET/KEY: no user, host or query, no empty, . or .. segment, no control character"
@@ -26,7 +32,7 @@ class Listing(NamedTuple):
     found: list[ObjectInfo]
 
 
-def list_videos(videos: str, suffixes: frozenset[str], objects: Objects) -> Listing:
+def list_videos(videos: str, suffixes: frozenset[str], objects: Files) -> Listing:
     """List the videos that an address on S3 names, in the order of their keys.
 
     ``s3://bucket/folder/`` and ``s3://bucket/folder`` mean every object below it with one of ``suffixes``; a glob those
@@ -48,7 +54,7 @@ def list_videos(videos: str, suffixes: frozenset[str], objects: Objects) -> List
     return listing
 
 
-def _list(videos: str, suffixes: frozenset[str], objects: Objects) -> Listing:
+def _list(videos: str, suffixes: frozenset[str], objects: Files) -> Listing:
     def below(prefix: str) -> list[ObjectInfo]:
         return [found for found in objects.list(prefix, deep=True) if suffix_of(found.uri) in suffixes]
 
@@ -67,9 +73,9 @@ def _list(videos: str, suffixes: frozenset[str], objects: Objects) -> Listing:
     return Listing(f"{videos}/", found) if found else _one(videos, objects) or Listing(videos, [])
 
 
-def _one(uri: str, objects: Objects) -> Listing | None:
+def _one(uri: str, objects: Files) -> Listing | None:
     try:
-        return Listing(_parent(uri), [ObjectInfo(uri, objects.size(uri))])
+        return Listing(_parent(uri), [objects.info(uri)])
     except FileNotFoundError:
         return None
 

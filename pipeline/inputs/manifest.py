@@ -8,70 +8,117 @@ from __future__ import annotations
 import glob as globbing
 import io
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import pyarrow as pa
 
 from pipeline.errors import ManifestError
 from pipeline.inputs.braces import expanded
-from pipeline.inputs.listings import list_videos, listed_policy, root_prefix, suffix_of
+from pipeline.inputs.forms import FORMS, OF_COLUMNS
+from pipeline.inputs.indexes import Indexing, Place
+from pipeline.inputs.listings import VIDEO_SUFFIXES, list_videos, listed_policy, root_prefix, suffix_of
 from pipeline.inputs.named_videos import MANIFEST_SCHEMA, Judge, NamedVideos, Roots, without_secrets
 from pipeline.inputs.tables import TABLE_SUFFIXES, UNREADABLE, BadRow, UserRow, given_parts, is_text, read_parts
 from pipeline.keys import ROWS_AT_ONCE, repeated
 from pipeline.rows import ManifestRow
+from pipeline.storage.hub import Files, is_remote, reach
 from pipeline.storage.s3 import Objects, check_uri, is_object
 
-# Which files of a folder or glob count as videos. A file that is named outright may have any name.
-VIDEO_SUFFIXES = frozenset(
-    {".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mts", ".mpg", ".mpeg", ".flv", ".wmv"}
-    | {".asf", ".3gp", ".ogv", ".gif", ".h264", ".hevc"}
-)
+
+class Listed(NamedTuple):
+    """What a name stands for: videos, or containers of which the indexes tell."""
+
+    videos: pa.Table | None = None
+    containers: Sequence[Place] = ()
 
 
 def read_manifest(
-    videos: str | Sequence[str], video_roots: Sequence[str] = (), objects: Objects | None = None
+    videos: str | Sequence[str],
+    video_roots: Sequence[str] = (),
+    objects: Objects | None = None,
+    indexing: Indexing | None = None,
 ) -> pa.Table:
     """List the videos that ``videos`` names, as MANIFEST_SCHEMA, in a stable order.
 
     Several names are listed one after the other; brace patterns in them are expanded. On S3 a manifest is one GET,
-    whatever it names; for anything else see ``list_videos``. Raises ManifestError (a UsageError) where the list cannot
-    be made: no such folder, no video in it, an unreadable manifest, a missing or duplicate ``video_id``.
+    whatever it names; for anything else see ``list_videos``. Containers are read for their indexes, as ``indexing``
+    says. Raises ManifestError (a UsageError) where the list cannot be made: no such folder, no video in it, an
+    unreadable manifest, a missing or duplicate ``video_id``.
     """
-    roots = _roots(video_roots)
-    names = expanded([videos] if isinstance(videos, str) else videos)
-    if len(names) == 1:
-        return _read(names[0], roots, objects)
-    return _unique(pa.concat_tables([_read(name, roots, objects) for name in names]), _ONE_BY_ONE)
+    roots, indexing = _roots(video_roots), indexing or Indexing()
+    objects = objects or Objects.from_environment()
+    column = indexing.asked.column is not None
+    listed = [_read(name, roots, objects, column) for name in expanded([videos] if isinstance(videos, str) else videos)]
+    if len(listed) == 1 and listed[0].videos is not None:
+        return listed[0].videos
+    indexed = indexing.rows([place for one in listed for place in one.containers], objects)
+    parts = [part for one in listed for part in _parts(one, indexed)]
+    table = pa.concat_tables(parts)
+    if not len(table) and not indexing.unlisted:
+        raise ManifestError(f"{videos}: none of the {len(parts)} containers holds a video")
+    if len(table) == len(parts) == 1 and (wrong := table["fault"][0].as_py()) is not None:
+        raise ManifestError(f"{table['uri'][0]}: {wrong}")
+    return _unique(table, _ONE_BY_ONE)
 
 
-def _read(videos: str, roots: Roots, objects: Objects | None) -> pa.Table:
-    """List the videos of one name. Raises ManifestError."""
+def _read(videos: str, roots: Roots, objects: Objects, column: bool) -> Listed:
+    """List the videos, or else the containers, of one name; a table is a container if a ``column`` is asked for.
+
+    Raises ManifestError.
+    """
+    _refuse_packed(videos)
+    forms = FORMS.keys() if column else FORMS.keys() - OF_COLUMNS
     if videos == "sample":
-        return _from_files(_sample_folder(), videos, roots.folders)
-    if is_object(videos):
-        check_uri(videos)
-        return _from_objects(videos, roots, objects or Objects.from_environment())
+        return _from_files(_sample_folder(), videos, roots.folders, forms)
+    if is_remote(videos):
+        if is_object(videos):
+            check_uri(videos)
+        return _from_objects(videos, roots, reach(videos, objects), forms)
     if "://" in videos and not videos.startswith("file://"):
         shown = without_secrets(videos)
         raise ManifestError(f"{shown}: only local paths and s3:// are read, not {shown.split('://', maxsplit=1)[0]}://")
     path = Path(videos.removeprefix("file://"))
     if path.is_dir():
-        return _from_files(path, videos, roots.folders)
+        return _from_files(path, videos, roots.folders, forms)
     if path.is_file():
+        if suffix_of(path.name) in forms:
+            return Listed(None, _places([path], path.parent, Judge([path.parent, *roots.folders])))
         if path.suffix.lower() in TABLE_SUFFIXES:
             with path.open("rb") as file:
-                return _from_manifest(str(path), file, path.parent, roots)
-        return _to_table([_file_row(path, path.parent, Judge([path.parent, *roots.folders]))])
+                return Listed(_from_manifest(str(path), file, path.parent, roots))
+        return Listed(_to_table([_file_row(path, path.parent, Judge([path.parent, *roots.folders]))]))
     if globbing.has_magic(str(path)):
-        return _from_glob(str(path), roots.folders)
+        return _from_glob(str(path), roots.folders, forms)
     raise ManifestError(f"{videos}: no such folder, file or manifest")
 
 
+def _parts(listed: Listed, indexed: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """Yield the videos of a name; ``indexed`` gives those of its containers, one after the other."""
+    if listed.videos is not None:
+        yield listed.videos
+    yield from islice(indexed, len(listed.containers))
+
+
+def _refuse_packed(videos: str) -> None:
+    """Raise ManifestError for forms that WebDataset and others read and this package does not, with the remedy."""
+    if videos.startswith("pipe:"):
+        raise ManifestError(f"{videos}: no command is run; name the tars themselves, as paths, s3:// or hf://")
+    if _PACKED.search(videos):
+        raise ManifestError(
+            f"{videos}: a compressed tar can only be read from its beginning, and videos do not shrink; make it plain: "
+            "gunzip a.tar.gz (zstd -d, xz -d, bunzip2 likewise)"
+        )
+    if videos.rstrip("/").endswith(".lance"):
+        raise ManifestError(f"{videos}: Lance is not read here; write the table as Parquet, and name its --column")
+
+
+_PACKED = re.compile(r"\.(tar\.(gz|bz2|xz|zst|lz4|Z)|tgz|tbz2?|txz|tzst)$")
 _ONE_BY_ONE = "several VIDEOS (an id is the path in the folder that was named; name the folder of all, or quote a glob)"
 
 
@@ -97,12 +144,32 @@ def _sample_folder() -> Path:
     return folder
 
 
-def _from_files(folder: Path, named: str, roots: Sequence[Path]) -> pa.Table:
-    found = [path for path in _walk(folder) if path.suffix.lower() in VIDEO_SUFFIXES]
-    if not found:
-        raise ManifestError(f"{named}: no video in this folder (looked for {' '.join(sorted(VIDEO_SUFFIXES))})")
+def _from_files(folder: Path, named: str, roots: Sequence[Path], forms: Collection[str]) -> Listed:
+    """List the videos of a folder, or else its containers. Raises ManifestError where it has neither."""
     judge = Judge([folder, *roots])
-    return _to_table(_file_row(path, folder, judge) for path in sorted(found))
+    if (found := _videos_or_containers(_walk(folder), folder, judge, forms)) is not None:
+        return found
+    looked = " ".join(sorted(VIDEO_SUFFIXES | {*forms}))
+    raise ManifestError(f"{named}: no video in this folder (looked for {looked})")
+
+
+def _videos_or_containers(paths: Iterable[Path], root: Path, judge: Judge, forms: Collection[str]) -> Listed | None:
+    """List the videos among some files, or else the containers; None where there are neither."""
+    videos, containers = list[Path](), list[Path]()
+    for path in paths:
+        suffix = path.suffix.lower()
+        if suffix in VIDEO_SUFFIXES:
+            videos.append(path)
+        elif suffix in forms and not videos:
+            containers.append(path)
+    if videos:
+        return Listed(_to_table(_file_row(path, root, judge) for path in sorted(videos)))
+    return Listed(None, _places(sorted(containers), root, judge)) if containers else None
+
+
+def _places(paths: Iterable[Path], root: Path, judge: Judge) -> list[Place]:
+    rows = [_file_row(path, root, judge) for path in paths]
+    return [Place(row["uri"], row["video_id"], row["policy"]) for row in rows]
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -114,16 +181,15 @@ def _walk(folder: Path) -> Iterator[Path]:
         yield from (Path(parent, name) for name in names)
 
 
-def _from_glob(pattern: str, roots: Sequence[Path]) -> pa.Table:
+def _from_glob(pattern: str, roots: Sequence[Path], forms: Collection[str]) -> Listed:
     parts = Path(pattern).parts
     literal = next(i for i, part in enumerate(parts) if globbing.has_magic(part))
     root = Path(*parts[:literal]) if literal else Path()
     matches = map(Path, globbing.glob(pattern, recursive=True))  # noqa: PTH207 - Path.glob refuses absolute patterns
-    found = [path for path in matches if path.suffix.lower() in VIDEO_SUFFIXES]
-    if not found:
+    found = _videos_or_containers(matches, root, Judge([root, *roots]), forms)
+    if found is None:
         raise ManifestError(f"{pattern}: no video matches this glob")
-    judge = Judge([root, *roots])
-    return _to_table(_file_row(path, root, judge) for path in sorted(found))
+    return found
 
 
 def _file_row(path: Path, root: Path, judge: Judge) -> ManifestRow:
@@ -141,23 +207,28 @@ def _as_text(name: str) -> str:
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
-def _from_objects(videos: str, roots: Roots, objects: Objects) -> pa.Table:
-    if suffix_of(videos) in TABLE_SUFFIXES and not videos.endswith("/") and not globbing.has_magic(videos):
+def _from_objects(videos: str, roots: Roots, objects: Files, forms: Collection[str]) -> Listed:
+    if suffix_of(videos) in TABLE_SUFFIXES - {*forms} and not videos.endswith("/") and not globbing.has_magic(videos):
         try:
             file = io.BytesIO(objects.read(videos))
         except OSError as error:
             raise ManifestError(f"{videos}: cannot be read: {error.strerror}") from error
-        return _from_manifest(videos, file, videos[: videos.rindex("/") + 1], roots)
-    folder, found = list_videos(videos, VIDEO_SUFFIXES, objects)
-    return _to_table(
+        return Listed(_from_manifest(videos, file, videos[: videos.rindex("/") + 1], roots))
+    folder, found = list_videos(videos, VIDEO_SUFFIXES | {*forms}, objects)
+    own = [info for info in found if suffix_of(info.uri) not in forms]
+    if not own:
+        places = [Place(info.uri, info.uri.removeprefix(folder), listed_policy(info.uri), info) for info in found]
+        return Listed(None, places)
+    rows: Iterator[ManifestRow] = (
         {
             "video_id": info.uri.removeprefix(folder),
             "uri": info.uri,
             "policy": listed_policy(info.uri),
             "size": info.size,
         }
-        for info in found
+        for info in own
     )
+    return Listed(_to_table(rows))
 
 
 def _from_manifest(name: str, file: BinaryIO, base: Path | str, roots: Roots) -> pa.Table:

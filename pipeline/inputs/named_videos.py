@@ -24,6 +24,7 @@ from pipeline.storage.s3 import is_object
 
 # ``uri`` is where the file is read; ``policy`` says why it must not be, and then nothing opens it. ``size`` is what a
 # listing on S3 said, or the manifest's size_bytes; null elsewhere, where it costs a request or a look at the file.
+# ``source_offset`` is set in containers alone; ``fault`` ("class: message") is what is known to be wrong with a video.
 MANIFEST_SCHEMA = pa.schema(
     [
         pa.field("video_id", pa.string(), nullable=False),
@@ -33,6 +34,8 @@ MANIFEST_SCHEMA = pa.schema(
         pa.field("manifest", pa.string()),
         pa.field("policy", pa.string()),
         pa.field("size", pa.int64()),
+        pa.field("source_offset", pa.int64()),
+        pa.field("fault", pa.string()),
     ]
 )
 #: Why a file must not be read that lies elsewhere; ``listings.OUTSIDE`` of an object.
@@ -115,6 +118,7 @@ class NamedVideos:
         if located is None:
             return None
         columns = [ids, located.uris, *times, rows.carried(_OWN), located.policy, sizes]
+        columns += [pa.nulls(len(ids), kind) for kind in (pa.int64(), pa.string())]
         return pa.RecordBatch.from_arrays(columns, schema=MANIFEST_SCHEMA)
 
     def _all_objects(self, uris: pa.Array) -> Located | None:

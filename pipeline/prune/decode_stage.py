@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
-from pipeline.errors import UsageError, VideoFault
+from pipeline.errors import FaultClass, UsageError, VideoFault
 from pipeline.execution.heartbeat import Heartbeat, HeldItems
+from pipeline.inputs.forms import Containers, fetch_of, shard_of, spot_of
 from pipeline.prune.batches import VideoFrames, decoded_bundle
 from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewhere
-from pipeline.storage.s3 import Objects, is_object
+from pipeline.storage.hub import is_remote
+from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodedVideo, DecodeRequest
 from pipeline.video.decoders import decoder_version
 from pipeline.video.frame_folders import source_bytes
@@ -67,11 +70,23 @@ class VideoDecoder:
         """End the child."""
         self._sandbox.close()
 
-    def open(self, row: TodoRow) -> Source:
-        """Open the video of a row; nothing is raised, since an unreadable video is a fault inside the source."""
+    def open(self, row: TodoRow, containers: Containers | None = None) -> Source:
+        """Open the video of a row. What keeps it from being read is a fault of the source: nothing is raised.
+
+        ``containers`` holds open what the rows before this one lay in.
+        """
         if row["policy"]:
             return Source(row["uri"], fault=VideoFault("policy", row["policy"]))
-        return open_source(row["uri"], self._setup.objects, self._setup.fetch_mb * 2**20)
+        if row["fault"]:
+            fault_class, _, message = row["fault"].partition(": ")
+            return Source(row["uri"], fault=VideoFault(cast(FaultClass, fault_class), message))
+        objects, spot = self._setup.objects, spot_of(row)
+        fetch = fetch_of(spot, objects) if spot is None or containers is None else partial(containers.fetch, spot)
+        return open_source(row["uri"], objects, self._setup.fetch_mb * 2**20, fetch)
+
+    def containers(self, rows: Iterable[TodoRow]) -> Containers:
+        """Return what reads the containers that these rows lie in."""
+        return Containers(self._setup.objects, [spot_of(row) for row in rows if not (row["policy"] or row["fault"])])
 
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
         """Return the record of a video and its frames [t,h,w,3]; a fault of the video makes an error row and None."""
@@ -123,16 +138,17 @@ class Decoder:
 
     def __call__(self, batch: pa.Table) -> Iterator[pa.Table]:
         rows: list[TodoRow] = batch.to_pylist()
-        for start in range(0, len(rows), self._videos_per_bundle):
-            bundle = rows[start : start + self._videos_per_bundle]
-            with self._heartbeat.holding(*(row["video_id"] for row in bundle)) as held:
-                decoded = decoded_bundle([self._video(row, held) for row in bundle])
-            yield decoded
+        with self._decoder.containers(rows) as containers:
+            for start in range(0, len(rows), self._videos_per_bundle):
+                bundle = rows[start : start + self._videos_per_bundle]
+                with self._heartbeat.holding(*(row["video_id"] for row in bundle)) as held:
+                    decoded = decoded_bundle([self._video(row, held, containers) for row in bundle])
+                yield decoded
 
-    def _video(self, row: TodoRow, held: HeldItems) -> VideoFrames:
+    def _video(self, row: TodoRow, held: HeldItems, containers: Containers) -> VideoFrames:
         """Decode one video, reported to the heartbeat."""
         self._heartbeat.rest()
-        with self._decoder.open(row) as source, self._decoding:
+        with self._decoder.open(row, containers) as source, self._decoding:
             record, frames = self._decoder.decode_one(row, source)
         held.done(may_succeed_elsewhere(record), made=frames is not None)
         return VideoFrames(record, frames)
@@ -152,12 +168,14 @@ def _first_record(row: TodoRow) -> VideoRecord:
         record["end_s"] = row["end_s"]
     if row["manifest"] is not None:
         record["manifest"] = row["manifest"]
+    if row["source_offset"] is not None:
+        record["source_shard"], record["source_offset"] = shard_of(row["uri"]), row["source_offset"]
     return record
 
 
 def _size(row: TodoRow, source: Source) -> int | None:
     """Return the bytes of a failed video's file: measured, or as listed if it could not be fetched."""
-    if is_object(row["uri"]):
+    if is_remote(row["uri"]) or row["source_offset"] is not None:
         return source.size if source.size is not None else row["size"]
     try:
         return source_bytes(row["uri"])

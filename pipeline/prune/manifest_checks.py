@@ -13,20 +13,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.errors import ManifestError, VideoFault, printable
-from pipeline.inputs.listings import OUTSIDE, suffix_of
-from pipeline.inputs.manifest import VIDEO_SUFFIXES
+from pipeline.inputs.forms import FORMS
+from pipeline.inputs.listings import OUTSIDE, VIDEO_SUFFIXES, suffix_of
 from pipeline.inputs.named_videos import OUTSIDE_FOLDERS
 from pipeline.inputs.tables import TABLE_SUFFIXES
 from pipeline.keys import ROWS_AT_ONCE
 from pipeline.rows import TodoRow
+from pipeline.storage.hub import is_remote, reach
 from pipeline.storage.s3 import SCHEME, Objects, is_object
 from pipeline.video.containers import HEAD_BYTES, recognise, sniff
 
 _REASONS = 5  # reasons that a refusal lists
 _LOOKED_AT = 1000  # paths from which a root is suggested
 _NAME_ONE = (
-    "name a video, a folder or glob of videos, or a manifest (.jsonl, .csv or .parquet with video_id and uri), and "
-    "unpack an archive first"
+    "name a video, a folder or glob of videos, a .tar or .zip of them, or a manifest (.jsonl, .csv or .parquet with "
+    "video_id and uri), and unpack an archive of another kind first"
 )
 
 
@@ -81,7 +82,7 @@ def refuse_other_file(named: str) -> None:
     It reads the first bytes of the file and needs neither torch nor Ray, which the command loads later.
     """
     path = Path(named.removeprefix("file://"))
-    if path.is_file() and suffix_of(named) not in TABLE_SUFFIXES:
+    if path.is_file() and suffix_of(named) not in TABLE_SUFFIXES | FORMS.keys():
         with _refusing_faults():
             sniff(path)
 
@@ -91,15 +92,15 @@ def refuse_other_files(manifest: pa.Table, named: str, objects: Objects) -> None
 
     ``manifest`` is what ``named`` was read as. An object with a video's suffix is not asked for its bytes.
     """
-    path = named if is_object(named) else os.path.abspath(named.removeprefix("file://"))  # noqa: PTH100 - links stay
-    row = manifest.slice(0, 1).to_pylist()[0]
-    if row["policy"] is not None or row["uri"] != path:
+    path = named if is_remote(named) else os.path.abspath(named.removeprefix("file://"))  # noqa: PTH100 - links stay
+    row = manifest.slice(0, 1).to_pylist()[0] if len(manifest) else None
+    if row is None or row["policy"] is not None or row["uri"] != path:
         return
     with _refusing_faults():
-        if not is_object(named):
+        if not is_remote(named):
             sniff(path)
         elif suffix_of(named) not in VIDEO_SUFFIXES:
-            recognise(objects.read_slice(named, 0, HEAD_BYTES).data if row["size"] else b"", named)
+            recognise(reach(named, objects).read_slice(named, 0, HEAD_BYTES).data if row["size"] else b"", named)
 
 
 @contextmanager
@@ -129,10 +130,12 @@ def _sure_failure(row: TodoRow) -> tuple[str, str] | None:
     """Return (problem and fault class, details) of a video that is sure to fail, or None."""
     if row["policy"] is not None:
         return "may not be read (policy)", row["policy"]
+    if row["fault"] is not None:
+        return "cannot be read from their container", row["fault"]
     start, end = row["start_s"] or 0.0, row["end_s"]
     if start < 0 or (end is not None and end <= start):
         clip = f"from {start:g} s to {'the end' if end is None else f'{end:g} s'}"
         return "have a clip that starts before 0 or ends before it starts (unsupported)", clip
-    if not is_object(row["uri"]) and not os.path.exists(row["uri"]):  # noqa: PTH110 - a Path each
+    if not is_remote(row["uri"]) and row["source_offset"] is None and not os.path.exists(row["uri"]):  # noqa: PTH110 - a Path each
         return "are not there, seen from this machine (io)", row["uri"]
     return None

@@ -33,7 +33,7 @@ from pipeline.prune.graph import Resources, build_graph, plan_resources, videos_
 from pipeline.prune.request import PruneRequest
 from pipeline.prune.resume import unfinished
 from pipeline.rows import failed_from_outside, may_succeed_elsewhere
-from pipeline.storage.s3 import is_object
+from pipeline.storage.hub import is_remote
 
 # Fewer failures of one class never stop a run, since a missing folder may hold as many videos.
 LEAST_ALIKE = 50
@@ -242,7 +242,7 @@ def known_file_bytes(videos: pa.Table) -> float:
 
 def _file_bytes(path: str, listed: int | None) -> float:
     """Return a file's size: as listed, or measured on this machine; infinite if neither is known."""
-    if listed is not None or is_object(path):
+    if listed is not None or is_remote(path):
         return math.inf if listed is None else listed
     return os.path.getsize(path) if os.path.isfile(path) else math.inf  # noqa: PTH202, PTH113 - as manifests have it
 

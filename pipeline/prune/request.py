@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -26,6 +27,8 @@ from pipeline.cache.reader import HEADER, check_version, read_header
 from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
 from pipeline.errors import IdentityMismatch, NotACache, UsageError
 from pipeline.execution.request import check_out, new_run_id, refusing, store_refusing
+from pipeline.inputs.container import Asked
+from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import given_manifest, read_manifest
 from pipeline.keys import keys_of, parts_of
 from pipeline.prune.config import PruneConfig
@@ -61,6 +64,7 @@ class PruneRequest:
     manifest: pa.Table
     store: Store
     objects: Objects  # how S3 is reached
+    unlisted: tuple[str, ...] = ()  # containers whose videos a dry run does not know
 
     @property
     def method(self) -> str:
@@ -137,9 +141,16 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     store = store_at(config.out, objects)
     check_out(store)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    list_only = config.dry_run and not config.index
+    indexing = Indexing(
+        Asked(config.column, config.clip_names()), store, keeps=not config.dry_run, only_known=list_only, say=say
+    )
     with store_refusing():
+        if not store.exists(HEADER) and store.taken():
+            raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
         if given is None:
-            manifest = read_manifest(config.videos, config.video_root, objects)
+            manifest = read_manifest(config.videos, config.video_root, objects, indexing)
             for named in config.videos if len(config.videos) == 1 else ():
                 refuse_other_files(manifest, named, objects)
         else:
@@ -147,9 +158,7 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
         manifest = _shard_of(manifest, config.part())
         if config.on_forbidden == "refuse":
             refuse_forbidden(manifest, config.named)
-        if not store.exists(HEADER) and store.taken():
-            raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")
-    request = resolve(config, manifest, store, objects)
+    request = replace(resolve(config, manifest, store, objects), unlisted=tuple(indexing.unlisted))
     with store_refusing():
         return match_cache(request, console)
 

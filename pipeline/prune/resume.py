@@ -127,7 +127,8 @@ def _compare(part: pa.RecordBatch, ledger: Ledger, config: PruneConfig, asker: S
     spent = failed & (attempts - held("earlier", 0) >= config.max_attempts)
     sizes = pc.fill_null(part["size"], -1).to_numpy(zero_copy_only=False).copy()
     readable = known & part["policy"].is_null().to_numpy(zero_copy_only=False)
-    asked = readable & ~another & (sizes < 0) & np.where(failed, spent & config.retry_failed, was >= 0)
+    alone = part["source_offset"].is_null().to_numpy(zero_copy_only=False)  # elsewhere the index or the uri tells
+    asked = readable & alone & ~another & (sizes < 0) & np.where(failed, spent & config.retry_failed, was >= 0)
     if config.on_changed != "skip" and asked.any():
         sizes[asked] = asker.of(part["uri"].filter(pa.array(asked)).to_pylist())
     # A file whose size is not known now is gone, but its cached tokens remain valid.

@@ -63,10 +63,11 @@ _ADDRESS = re.compile(r"\bhttps?://[^\s\"'<>]+")
 
 
 class ObjectInfo(NamedTuple):
-    """One object: its URI and its size in bytes."""
+    """One object: its URI, its size in bytes, and a mark that differs once its content does, where one is known."""
 
     uri: str
     size: int
+    mark: str = ""
 
 
 class Upload(NamedTuple):
@@ -143,13 +144,18 @@ class Objects:
             for page in self._client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=key, **only):
                 for item in page.get("Contents", ()):
                     if not item["Key"].endswith("/"):
-                        yield ObjectInfo(f"{SCHEME}{bucket}/{item['Key']}", int(item["Size"]))
+                        yield ObjectInfo(f"{SCHEME}{bucket}/{item['Key']}", int(item["Size"]), item.get("ETag", ""))
 
     def size(self, uri: str) -> int:
         """Return the object's size in bytes; one request."""
+        return self.info(uri).size
+
+    def info(self, uri: str) -> ObjectInfo:
+        """Return the object's size and its ETag; one request."""
         bucket, key = _split(uri)
         with self._errors(uri):
-            return int(self._client().head_object(Bucket=bucket, Key=key)["ContentLength"])
+            answer = self._client().head_object(Bucket=bucket, Key=key)
+            return ObjectInfo(uri, int(answer["ContentLength"]), answer.get("ETag", ""))
 
     def age(self, uri: str) -> timedelta:
         """Return the time since the object was written, by the store's own clock where its answer has the time."""

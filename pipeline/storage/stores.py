@@ -23,6 +23,7 @@ from pipeline.storage.random_access import LocalFile, RangedObject
 from pipeline.storage.s3 import ObjectInfo, Objects, Slice, Upload, check_uri, is_object
 
 NOTE = ".running"  # how the notes of runs end; see pipeline.execution.claim
+INDEXES = "sources"  # the folder of a cache that keeps the indexes of containers, a file each
 _READERS = 16
 
 
@@ -47,7 +48,7 @@ class Store(Protocol):
         """Make the root where that is needed. Raises UsageError."""
 
     def taken(self) -> bool:
-        """Return whether the root holds anything besides the notes of runs."""
+        """Return whether the root holds anything besides the notes of runs and the indexes of containers."""
 
     def impatient(self) -> Store:
         """Return the same store with short time limits, for requests that are useless when late."""
@@ -172,7 +173,8 @@ class LocalStore:
 
     def taken(self) -> bool:
         root = self.root
-        return root.is_file() or any(path.is_file() and path.suffix != NOTE for path in root.rglob("*"))
+        files = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
+        return root.is_file() or any(path.suffix != NOTE and path.parts[0] != INDEXES for path in files)
 
     def impatient(self) -> LocalStore:
         return self
@@ -308,8 +310,9 @@ class ObjectStore:
         """Make nothing: prefixes need no making."""
 
     def taken(self) -> bool:
-        first = islice(self.objects.list(f"{self.root}/", deep=True), 100)
-        return any(not found.uri.endswith(NOTE) for found in first)
+        first = islice(self.objects.list(f"{self.root}/", deep=True), 10_000)
+        indexes = f"{self.root}/{INDEXES}/"
+        return any(not found.uri.endswith(NOTE) and not found.uri.startswith(indexes) for found in first)
 
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         self.objects.put(self._uri(name), data)

@@ -1,6 +1,7 @@
 """The sources of videos: how large they are now, and how a decode process reads one.
 
-A file on disk is read in place; an object of S3 is fetched into memory before the clock starts.
+A file on disk is read in place; a remote file, or a member of a container, is fetched into memory before the clock
+starts.
 
 The fetching process has the credentials; the decode process gets an open file that no process can write to any more.
 Decoders open it by a path, so that they cannot tell it from a file on disk.
@@ -13,15 +14,17 @@ import fcntl
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pipeline.errors import UsageError, VideoFault, printable
 from pipeline.rows import VideoRow
-from pipeline.storage.s3 import Objects, is_object
+from pipeline.storage.hub import is_remote, reach
+from pipeline.storage.s3 import Objects
 from pipeline.video.decode import DecodedVideo, DecodeRequest, fault_of
 from pipeline.video.frame_folders import source_bytes
 from pipeline.video.sandbox import DecodeSandbox
@@ -30,16 +33,21 @@ _ASKED = 32  # requests for sizes at a time
 _IN_MEMORY = re.compile(r"/proc/self/fd/\d+|/memfd:\S*(?: \(deleted\))?")
 
 
+#: Hands the bytes of a video to a function, at most so many of them, and returns their number.
+Fetch = Callable[[Callable[[bytes], object], int], int]
+
+
 @dataclass
 class Source(AbstractContextManager["Source"]):
     """A video that is ready to be decoded, or the fault that prevents that. Close it after use.
 
     Attributes:
-        uri: the name of the video: a path or its URI on S3.
+        uri: the name of the video: a path, its address, or CONTAINER#NAME.
         size: bytes, where they are known.
         fault: the reason why there is nothing to decode.
         descriptor: of the content in memory.
         path: of the content on disk: the video's own, or a temporary file's where the platform has no files in memory.
+        fetched: whether the content is a copy, which goes once it is closed.
     """
 
     uri: str
@@ -47,6 +55,7 @@ class Source(AbstractContextManager["Source"]):
     fault: VideoFault | None = None
     descriptor: int | None = None
     path: str | None = None
+    fetched: bool = False
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -55,7 +64,7 @@ class Source(AbstractContextManager["Source"]):
         """Release the content. May be called twice."""
         if self.descriptor is not None:
             os.close(self.descriptor)
-        if self.path is not None and is_object(self.uri):
+        if self.path is not None and self.fetched:
             Path(self.path).unlink(missing_ok=True)
         self.descriptor = self.path = None
 
@@ -72,37 +81,41 @@ class Source(AbstractContextManager["Source"]):
 
     def _with_uri(self, text: str) -> str:
         """Replace the names of temporary content in a message by the video's ``uri``."""
-        if not is_object(self.uri):
+        if not self.fetched:
             return text
         return _IN_MEMORY.sub(lambda _: self.uri, text if self.path is None else text.replace(self.path, self.uri))
 
 
-def open_source(uri: str, objects: Objects, limit: int) -> Source:
-    """Open a path as it is, or fetch an object of at most ``limit`` bytes in one GET; faults come in the source."""
-    if not is_object(uri):
+def open_source(uri: str, objects: Objects, limit: int, fetch: Fetch | None = None) -> Source:
+    """Open a path as it is, or fetch a remote file of at most ``limit`` bytes in one GET; faults come in the source.
+
+    ``fetch`` brings the bytes of a member of a container, whose ``uri`` names nothing that could be opened.
+    """
+    if not is_remote(uri) and fetch is None:
         return Source(uri, path=uri)
-    source = Source(uri)
+    source = Source(uri, fetched=True)
     try:
-        _fetch(source, objects, limit)
+        _fetch(source, fetch or partial(reach(uri, objects).fetch, uri), limit)
     except Exception as error:  # noqa: BLE001 - the error boundary of a video: anything becomes its error row
         source.close()
         source.fault = _fault(uri, error, limit)
     return source
 
 
-def same_source(row: VideoRow, objects: Objects) -> Source:
+def same_source(row: VideoRow, objects: Objects, fetch: Fetch | None = None) -> Source:
     """Open the source of a videos row, if its size is still the recorded one; an object is one GET.
 
-    Raises VideoFault("io") where it is gone or has another size.
+    ``fetch`` is as ``open_source`` takes it. Raises VideoFault("io") where it is gone or has another size.
     """
-    if not is_object(row["uri"]):
+    copied = fetch is not None or is_remote(row["uri"])
+    if not copied:
         _check_present(row)
     if row["source_size"] is None or row["source_hash"] is None:
         raise VideoFault("io", "the cache does not say which file was read")
-    source = open_source(row["uri"], objects, row["source_size"])
+    source = open_source(row["uri"], objects, row["source_size"], fetch)
     if source.fault is not None and source.fault.fault_class == "io":
         raise VideoFault("io", f"the source object is not at hand: {source.fault.message}")
-    if is_object(row["uri"]) and source.size != row["source_size"]:  # a larger object is not fetched at all
+    if copied and source.size != row["source_size"]:  # a larger object is not fetched at all
         source.close()
         raise VideoFault("io", f"the source object has changed since: it does not have {row['source_size']:,} bytes")
     return source
@@ -121,12 +134,12 @@ def _check_present(row: VideoRow) -> None:
         raise VideoFault("io", f"the source file has changed since: it has {size:,} bytes, not {row['source_size']:,}")
 
 
-def _fetch(source: Source, objects: Objects, limit: int) -> None:
-    """Fetch an object into memory, or into a temporary file where there are no files in memory. Raises OSError."""
+def _fetch(source: Source, fetch: Fetch, limit: int) -> None:
+    """Fetch the bytes into memory, or into a temporary file where there are no files in memory. Raises OSError."""
     if hasattr(os, "memfd_create"):
         source.descriptor = os.memfd_create("video", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         with open(source.descriptor, "wb", closefd=False) as file:
-            source.size = objects.fetch(source.uri, file.write, limit)
+            source.size = fetch(file.write, limit)
         # Sealed, so that a decoder taken over by an attacker cannot change the bytes for the next one.
         with suppress(OSError):  # not every kernel has seals
             seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
@@ -134,11 +147,13 @@ def _fetch(source: Source, objects: Objects, limit: int) -> None:
         return
     descriptor, source.path = tempfile.mkstemp(prefix="video-")
     with os.fdopen(descriptor, "wb") as file:
-        source.size = objects.fetch(source.uri, file.write, limit)
+        source.size = fetch(file.write, limit)
 
 
 def _fault(uri: str, error: Exception, limit: int) -> VideoFault:
     """Make the fault of an object that could not be fetched."""
+    if isinstance(error, VideoFault):
+        return error
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
         allowed = f"--fetch-memory allows {limit / 2**20:g} MiB"
         return VideoFault("out-of-memory", f"{uri} is not fetched: {error.strerror} ({allowed})")
@@ -160,8 +175,8 @@ class Sizes:
 
         Raises UsageError once the store has refused as many requests in a row as are sent at a time.
         """
-        found = self._on_s3([path for path in paths if is_object(path)])
-        return [next(found) if is_object(path) else _on_disk(path) for path in paths]
+        found = self._on_s3([path for path in paths if is_remote(path)])
+        return [next(found) if is_remote(path) else _on_disk(path) for path in paths]
 
     def finish(self) -> None:
         """Raise UsageError if the store has refused all requests, however few."""
@@ -195,7 +210,7 @@ class Sizes:
         if self._objects is None:
             self._objects = Objects.from_environment()
         try:
-            return self._objects.size(uri)
+            return reach(uri, self._objects).size(uri)
         except FileNotFoundError:
             return -1
         except OSError as error:

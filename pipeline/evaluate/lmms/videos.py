@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from pipeline.errors import UsageError
-from pipeline.inputs.manifest import VIDEO_SUFFIXES
+from pipeline.inputs.listings import VIDEO_SUFFIXES
 
 #: Fields that name a video: of VideoME, LongVideoBench, MLVU, EgoSchema, and MVBench, whose tasks have a folder each.
 FIELDS = ("videoID", "video_path", "video_name", "video_idx", "video")

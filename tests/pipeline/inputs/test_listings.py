@@ -44,6 +44,7 @@ def test_a_folder_lists_videos_by_their_key_below_it(server):
     assert rows[1] == {
         "video_id": "b.mp4", "uri": server.uri("v/b.mp4"), "size": 5,
         "start_s": None, "end_s": None, "manifest": None, "policy": None,
+        "source_offset": None, "fault": None,
     }  # fmt: skip
     for whole in (server.uri(), server.uri().rstrip("/")):
         assert ids(read(server, whole)) == ["e.mp4", "v/a/c.MKV", "v/b.mp4", "vv/d.mp4"]

@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -90,20 +88,13 @@ def test_a_list_that_may_be_read_passes(tmp_path):
 
 def other_file(path: Path) -> Path:
     """A file of the kind that its name says."""
-    if path.suffix == ".zip":
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("a.mp4", b"x")
-    elif path.suffix == ".tar":
-        with tarfile.open(path, "w") as archive:
-            archive.add(__file__, "a.mp4")
-    else:
-        path.write_text(
-            {".json": json.dumps([{"video_id": "a", "uri": "a.mp4"}]), ".tsv": "a\ta.mp4\n"}.get(path.suffix, "a")
-        )
+    path.write_text(
+        {".json": json.dumps([{"video_id": "a", "uri": "a.mp4"}]), ".tsv": "a\ta.mp4\n"}.get(path.suffix, "a")
+    )
     return path
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".tsv", ".json", ".tar", ".zip", ".mp4"])
+@pytest.mark.parametrize("suffix", [".txt", ".tsv", ".json", ".7z", ".mp4"])
 def test_a_single_file_is_judged_by_its_content(tmp_path, suffix):
     file = other_file(tmp_path / f"list{suffix}")
     for named in (str(file), f"{tmp_path}/../{tmp_path.name}/{file.name}", f"file://{file}"):
@@ -130,7 +121,7 @@ def test_a_single_object_of_another_suffix_is_one_request(server):
         server.requests.clear()
         refuse_other_files(manifest, uri, objects)
 
-    for key, data in (("v/list.txt", b"a.mp4"), ("v/empty.zip", b"")):
+    for key, data in (("v/list.txt", b"a.mp4"), ("v/empty.7z", b"")):
         with pytest.raises(ManifestError, match=r"s3://.*is not a video container; it looks like .*; name a video"):
             check(server.upload(key, data))
     check(server.upload("v/clip", sample("bikes.mp4").read_bytes()))

@@ -1,0 +1,193 @@
+"""Tables with videos in a column of bytes: Parquet by row group, Arrow by record batch.
+
+Rows stay in order. The index reads the small columns alone; the videos' bytes are read by the worker that decodes them,
+a row group at a time. A name carries a hash of the table's ends, so that a table that was changed has other uris.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.errors import ManifestError, VideoFault
+from pipeline.inputs.container import Asked, Member, RandomFile, SeekableFile, fault
+from pipeline.inputs.tables import UserRow, carried_json
+
+_ROWS = 2**12  # of small columns
+_HEAD, _TAIL = 2**12, 2**16  # bytes of the ends that are hashed: a footer, or most of it
+_KEY, _CLIP = "video_id", ("start_s", "end_s")
+_BYTES = "bytes"  # the field of datasets' own columns of videos, {bytes, path}
+
+
+class _Batches(Protocol):
+    """The pieces in which a table is read: row groups or record batches."""
+
+    schema: pa.Schema
+
+    def starts(self) -> Sequence[int]:
+        """Return the first row of each piece, and the number of all rows."""
+
+    def read(self, piece: int, columns: Sequence[str], at_once: int = 1) -> Iterator[pa.RecordBatch]:
+        """Yield a piece, these columns of it alone, so many rows at once or more."""
+
+
+class Table:
+    """A table that is open; see ``container.Container``. The offset of a video is its row."""
+
+    def __init__(self, file: RandomFile) -> None:
+        self._file = file
+        ends = file.read(0, _HEAD) + file.read(max(0, file.size - _TAIL), file.size)
+        self._hash = hashlib.blake2b(ends + str(file.size).encode(), digest_size=6).hexdigest()
+        self._held: _Batches | None = None
+        self._place: tuple[str, int, int] = "", -1, 0  # column, piece and next row of what is being read
+        self._rows: Iterator[pa.Scalar] = iter(())
+
+    def members(self, asked: Asked) -> Iterator[Member]:
+        """Yield the rows. Raises ManifestError where there is no such column of bytes."""
+        try:
+            batches = self._opened()
+            names = self._names(batches.schema, asked)
+            number = 0
+            for piece in range(len(batches.starts()) - 1):
+                for batch in batches.read(piece, names, _ROWS):
+                    for row in batch.to_pylist():
+                        yield _member(f"{self._hash}/{asked.column}/{number}", number, row, asked)
+                        number += 1
+        except pa.ArrowException as error:
+            yield Member("@0", 0, fault=fault("corrupt", f"the table cannot be read: {error}"))
+
+    def span(self, member: Member) -> tuple[int, int]:
+        return 0, 0  # what is fetched is a row group
+
+    def read(self, member: Member) -> Iterator[bytes]:
+        """Yield the bytes of a row. Rows of a piece that are asked for in order are read once."""
+        stamp, _, rest = member.name.partition("/")
+        if stamp != self._hash:
+            raise VideoFault("io", f"{self._file.uri} has changed since it was listed; run the same command again")
+        try:
+            value = self._value(rest.rpartition("/")[0], member.offset)
+        except (pa.ArrowException, StopIteration, KeyError) as error:
+            raise VideoFault("corrupt", f"row {member.offset} of the table cannot be read: {error}") from error
+        if isinstance(value, pa.StructScalar) and value.is_valid:
+            value = value[_BYTES]
+        if not value.is_valid:
+            raise VideoFault("unsupported", f"row {member.offset} of the table holds no bytes")
+        yield value.as_buffer().to_pybytes()
+
+    def _value(self, column: str, row: int) -> Any:
+        batches = self._opened()
+        starts = batches.starts()
+        piece = next(i for i in range(len(starts) - 1) if starts[i] <= row < starts[i + 1])
+        if self._place[:2] != (column, piece) or row < self._place[2]:
+            parts = batches.read(piece, [column])
+            self._rows, self._place = (
+                (value for part in parts for value in part.column(0)),
+                (column, piece, starts[piece]),
+            )
+        for _ in range(row - self._place[2]):
+            next(self._rows)
+        self._place = column, piece, row + 1
+        return next(self._rows)
+
+    def _opened(self) -> _Batches:
+        if self._held is None:
+            parquet = self._file.read(0, 4) == b"PAR1"
+            self._held = _RowGroups(self._file) if parquet else _RecordBatches(self._file)
+        return self._held
+
+    def _names(self, schema: pa.Schema, asked: Asked) -> list[str]:
+        """Return the columns that the index needs. Raises ManifestError."""
+        if asked.column is None or asked.column not in schema.names:
+            able = [field.name for field in schema if _holds_bytes(field.type)]
+            raise ManifestError(
+                f"{self._file.uri}: no column {asked.column}; of bytes are {', '.join(able) or 'none'} (--column NAME)"
+            )
+        if not _holds_bytes(schema.field(asked.column).type):
+            kind = schema.field(asked.column).type
+            raise ManifestError(f"{self._file.uri}: the column {asked.column} is of {kind}, not of bytes")
+        return [field.name for field in schema if _is_small(field.type)]
+
+
+class _RowGroups:
+    """The row groups of a Parquet file."""
+
+    def __init__(self, file: RandomFile) -> None:
+        self._file = file
+        self._table = pq.ParquetFile(SeekableFile(file), pre_buffer=False, buffer_size=2**20)
+        self.schema = self._table.schema_arrow
+
+    def starts(self) -> list[int]:
+        found = [0]
+        for group in range(self._table.num_row_groups):
+            found.append(found[-1] + self._table.metadata.row_group(group).num_rows)
+        return found
+
+    def read(self, piece: int, columns: Sequence[str], at_once: int = 1) -> Iterator[pa.RecordBatch]:
+        group = self._table.metadata.row_group(piece)
+        self._file.plan(sorted(_chunks(group, columns)))
+        if columns:
+            yield from self._table.iter_batches(at_once, row_groups=[piece], columns=columns, use_threads=False)
+        else:
+            yield pa.RecordBatch.from_struct_array(pa.array([{}] * group.num_rows, pa.struct([])))
+
+
+class _RecordBatches:
+    """The record batches of an Arrow file, or of a stream, as the datasets library writes them."""
+
+    def __init__(self, file: RandomFile) -> None:
+        if "://" in file.uri:
+            raise ManifestError(f"{file.uri}: an Arrow file is read from disk alone; copy it here, or make it Parquet")
+        source = pa.memory_map(file.uri)  # of which only the rows in hand are read
+        try:
+            reader = pa.ipc.open_file(source)
+            self._batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        except pa.ArrowInvalid:
+            source.seek(0)
+            reader = pa.ipc.open_stream(source)
+            self._batches = list(reader)
+        self.schema = reader.schema
+
+    def starts(self) -> list[int]:
+        found = [0]
+        for batch in self._batches:
+            found.append(found[-1] + len(batch))
+        return found
+
+    def read(self, piece: int, columns: Sequence[str], at_once: int = 1) -> Iterator[pa.RecordBatch]:
+        yield self._batches[piece].select(list(columns))
+
+
+def _chunks(group: pq.RowGroupMetaData, columns: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Yield where the bytes of some columns of a row group lie."""
+    for number in range(group.num_columns):
+        chunk = group.column(number)
+        if chunk.path_in_schema.partition(".")[0] in columns:
+            start = chunk.dictionary_page_offset or chunk.data_page_offset
+            yield start, start + chunk.total_compressed_size
+
+
+def _member(name: str, number: int, row: UserRow, asked: Asked) -> Member:
+    """Return the member of a row, with its clip and what is carried."""
+    clip_names = asked.clips_from or _CLIP
+    start, end = (row.get(name) for name in clip_names)
+    wrong = None
+    if any(isinstance(time, bool) or not isinstance(time, int | float | None) for time in (start, end)):
+        wrong, start, end = fault("unsupported", "the clip's start or end is no number of seconds"), None, None
+    carried = {key: value for key, value in row.items() if key not in {_KEY, *clip_names} and value is not None}
+    text, video_id = carried_json(carried) if carried else None, row.get(_KEY)
+    return Member(name, number, None, text, wrong, start, end, None if video_id is None else str(video_id))
+
+
+def _holds_bytes(kind: pa.DataType) -> bool:
+    if pa.types.is_struct(kind) and kind.get_field_index(_BYTES) >= 0:
+        kind = kind.field(_BYTES).type
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
+
+
+def _is_small(kind: pa.DataType) -> bool:
+    """Return whether a column is carried: text, numbers, booleans and times."""
+    return bool(pa.types.is_primitive(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind))

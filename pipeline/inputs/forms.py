@@ -1,0 +1,119 @@
+"""The forms of containers by the ends of their names, and the bytes of the videos in them."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from pipeline.errors import VideoFault
+from pipeline.inputs.columns import Table
+from pipeline.inputs.container import Container, Form, Member, RandomFile, open_container
+from pipeline.inputs.listings import suffix_of
+from pipeline.inputs.tar import Tar
+from pipeline.inputs.zips import Zip
+from pipeline.rows import ManifestRow, VideoRow
+from pipeline.storage.s3 import Objects
+
+#: To add a form, write a file like ``tar.py`` and add a line here.
+FORMS: dict[str, Form] = {".tar": Tar, ".zip": Zip, ".parquet": Table, ".arrow": Table}
+#: Those that hold videos only where --column says in which column.
+OF_COLUMNS = frozenset({".parquet", ".arrow"})
+
+
+class Spot(NamedTuple):
+    """Where a video lies in a container: its uri, the offset that its form gave it, and its bytes if they are known."""
+
+    uri: str
+    offset: int
+    size: int | None = None
+
+    @property
+    def shard(self) -> str:
+        """The container."""
+        return shard_of(self.uri)
+
+    @property
+    def member(self) -> Member:
+        """The video as its form knows it."""
+        return Member(self.uri.partition("#")[2], self.offset, self.size)
+
+
+def shard_of(uri: str) -> str:
+    """Return the container of a video's uri."""
+    return uri.partition("#")[0]
+
+
+def cached_spot(row: VideoRow) -> Spot | None:
+    """Return where the video of a row of the videos table lies in a container, or None as ``spot_of``."""
+    offset = row.get("source_offset")
+    return None if offset is None else Spot(row["uri"], offset, row.get("source_size"))
+
+
+def spot_of(row: ManifestRow) -> Spot | None:
+    """Return where the video of a row lies in a container, or None where it is a file of its own."""
+    offset = row.get("source_offset")
+    return None if offset is None else Spot(row["uri"], offset, row.get("size"))
+
+
+def fetch_of(spot: Spot | None, objects: Objects) -> Callable[[Callable[[bytes], object], int], int] | None:
+    """Return what hands the bytes of a single video to a function (``Containers.fetch``); None for no spot."""
+    if spot is None:
+        return None
+
+    def fetch(write: Callable[[bytes], object], limit: int) -> int:
+        with Containers(objects) as opened:
+            return opened.fetch(spot, write, limit)
+
+    return fetch
+
+
+class Containers(AbstractContextManager["Containers"]):
+    """The containers that some videos lie in, of which one is open at a time; for one thread. Close it after use.
+
+    Args:
+        spots: the videos that will be asked for, in this order: neighbours share a request.
+    """
+
+    def __init__(self, objects: Objects, spots: Iterable[Spot | None] = ()) -> None:
+        self._objects = objects
+        self._spots = [spot for spot in spots if spot is not None]
+        self._open: tuple[str, RandomFile, Container] | None = None
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the open container. May be called twice."""
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
+
+    def fetch(self, spot: Spot, write: Callable[[bytes], object], limit: int) -> int:
+        """Hand the bytes of a video to ``write``; returns their number.
+
+        Raises VideoFault, or OSError, with EFBIG for more than ``limit`` bytes.
+        """
+        if spot.size is not None and spot.size > limit:
+            raise OSError(errno.EFBIG, f"the member has {spot.size} bytes, more than the {limit} that are allowed")
+        done = 0
+        for piece in self._container(spot.shard).read(spot.member):
+            done += len(piece)
+            if done > limit:
+                raise OSError(errno.EFBIG, f"the member has more than the {limit} bytes that are allowed")
+            write(piece)
+        return done
+
+    def _container(self, shard: str) -> Container:
+        """Return an opened container. Raises VideoFault, or OSError."""
+        if self._open is None or self._open[0] != shard:
+            self.close()
+            form = FORMS.get(suffix_of(shard))
+            if form is None:
+                raise VideoFault("unsupported", f"{shard}: its name ends like no container ({' '.join(FORMS)})")
+            file = open_container(shard, self._objects)
+            container = form(file)
+            file.plan(sorted(container.span(spot.member) for spot in self._spots if spot.shard == shard))
+            self._open = shard, file, container
+        return self._open[2]

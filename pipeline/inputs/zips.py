@@ -1,0 +1,71 @@
+"""Zips whose members are videos; one that is stored as it is costs no more than its bytes."""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from typing import Final
+
+from pipeline.errors import VideoFault
+from pipeline.inputs.container import Asked, Member, RandomFile, SeekableFile, fault, named_safely
+from pipeline.inputs.listings import VIDEO_SUFFIXES, suffix_of
+
+_HEADER: Final = struct.Struct("<4s5H3L2H")  # of a member: signature, version, flags, method, ..., two lengths
+_SIGNATURE = b"PK\x03\x04"
+_PIECE = 2**20
+_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+
+
+class Zip:
+    """A zip that is open; see ``container.Container``. The offset of a member is that of its header."""
+
+    def __init__(self, file: RandomFile) -> None:
+        self._file = file
+
+    def members(self, asked: Asked) -> Iterator[Member]:
+        """Yield the videos that the directory at the end lists. Raises OSError where there is none."""
+        seen: set[str] = set()
+        try:
+            listed = zipfile.ZipFile(SeekableFile(self._file)).infolist()
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
+            yield Member("@0", 0, fault=fault("corrupt", f"the directory of the zip cannot be read: {error}"))
+            return
+        for info in listed:
+            name, wrong = info.filename, None
+            if info.is_dir() or suffix_of(name) not in VIDEO_SUFFIXES:
+                continue
+            if info.flag_bits & 1 or info.compress_type not in _METHODS:
+                wrong = fault("unsupported", "the member is encrypted or not deflated; pack it with zip -0")
+            if name in seen:
+                name, wrong = f"{name}@{info.header_offset}", fault("corrupt", "an earlier member has the same name")
+            seen.add(name)
+            yield named_safely(Member(name, info.header_offset, info.file_size, fault=wrong))
+
+    def span(self, member: Member) -> tuple[int, int]:
+        # The name and extra fields before the data are of any length; a deflated member has fewer bytes than this.
+        return member.offset, member.offset + (member.size or 0) + 2**12
+
+    def read(self, member: Member) -> Iterator[bytes]:
+        """Yield a member's bytes. Raises VideoFault where the zip is another one now, or the data is damaged."""
+        header = self._file.read(member.offset, member.offset + _HEADER.size)
+        if len(header) < _HEADER.size or header[:4] != _SIGNATURE:
+            raise VideoFault("io", f"{self._file.uri} has changed since it was indexed; run the same command again")
+        _, _, _, method, *_, name_length, extra_length = _HEADER.unpack(header)
+        place = member.offset + _HEADER.size + name_length + extra_length
+        size = member.size or 0
+        left = zlib.decompressobj(-15) if method == zipfile.ZIP_DEFLATED else None
+        while size > 0:
+            raw = self._file.read(place, place + (_PIECE if left else min(_PIECE, size)))
+            place += len(raw)
+            try:
+                piece = left.decompress(left.unconsumed_tail + raw, _PIECE) if left else raw
+            except zlib.error as error:
+                raise VideoFault("corrupt", f"the zip's member is damaged: {error}") from error
+            if not piece and not raw:
+                raise VideoFault("corrupt", f"the zip's member ends {size:,} bytes too early")
+            size -= len(piece)
+            if size < 0:
+                raise VideoFault("corrupt", "the zip's member has more bytes than the zip states")
+            yield piece

@@ -1,0 +1,113 @@
+"""Files of Hugging Face datasets, read through huggingface_hub's file system: hf://datasets/USER/NAME[@REVISION]/PATH.
+
+The endpoint and the token are those that huggingface_hub finds on each node (HF_ENDPOINT, HF_TOKEN, its login).
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from pipeline.errors import UsageError
+from pipeline.storage.s3 import ObjectInfo, Objects, Slice, is_object
+
+SCHEME = "hf://"
+_PIECE = 2**26
+
+
+class Files(Protocol):
+    """What is asked of a store to read videos: see ``pipeline.storage.s3.Objects``."""
+
+    def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]: ...
+    def size(self, uri: str) -> int: ...
+    def info(self, uri: str) -> ObjectInfo: ...
+    def read(self, uri: str) -> bytes: ...
+    def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice: ...
+    def fetch(self, uri: str, write: Callable[[bytes], object], limit: int | None = None) -> int: ...
+
+
+def is_remote(uri: str) -> bool:
+    """Return whether a URI names a file that is fetched: an object of S3 or a file of the hub."""
+    return is_object(uri) or uri.startswith(SCHEME)
+
+
+def reach(uri: str, objects: Objects) -> Files:
+    """Return what reads the file of a URI. Raises UsageError for an address that nothing here reads."""
+    if is_object(uri):
+        return objects
+    if uri.startswith(f"{SCHEME}datasets/"):
+        return HubFiles()
+    raise UsageError(f"{uri}: only local paths, s3:// and hf://datasets/ are read")
+
+
+class HubFiles:
+    """The files of datasets on the hub. Raises OSError (FileNotFoundError) that names the URI."""
+
+    def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]:
+        """Yield the files whose URIs begin with ``prefix``, by name; one request a folder of thousand files."""
+        folder = prefix.rpartition("/")[0]
+        with _reaching(folder) as (hub, path):
+            found = hub.find(path, maxdepth=None if deep else 1, detail=True)
+        for name in sorted(found):
+            if f"{SCHEME}{name}".startswith(prefix) and found[name]["type"] == "file":
+                yield _info(found[name])
+
+    def size(self, uri: str) -> int:
+        """Return a file's size in bytes."""
+        return self.info(uri).size
+
+    def info(self, uri: str) -> ObjectInfo:
+        """Return a file's size and what tells its content."""
+        with _reaching(uri) as (hub, path):
+            found = hub.info(path)
+        if found["type"] != "file":
+            raise FileNotFoundError(errno.ENOENT, "it is a folder", uri)
+        return _info(found)
+
+    def read(self, uri: str) -> bytes:
+        """Read a whole file."""
+        parts: list[bytes] = []
+        self.fetch(uri, parts.append)
+        return b"".join(parts)
+
+    def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
+        """Read bytes [start, end) of a file, or its last ``-start`` bytes, in one request."""
+        with _reaching(uri) as (hub, path), hub.open(path, "rb", cache_type="none") as file:
+            size = int(file.size)
+            first = max(0, size + start) if start < 0 else start
+            last = size if end is None else min(end, size)
+            file.seek(first)
+            return Slice(file.read(last - first) if first < last else b"", size)
+
+    def fetch(self, uri: str, write: Callable[[bytes], object], limit: int | None = None) -> int:
+        """Hand the file to ``write`` piece by piece; returns its size. Raises OSError with EFBIG above ``limit``."""
+        size = self.size(uri)
+        if limit is not None and size > limit:
+            raise OSError(errno.EFBIG, f"the file has {size} bytes, more than the {limit} that are allowed", uri)
+        for start in range(0, size, _PIECE):
+            write(self.read_slice(uri, start, min(start + _PIECE, size)).data)
+        return size
+
+
+def _info(found: dict[str, Any]) -> ObjectInfo:
+    mark = (found.get("lfs") or {}).get("sha256") or found.get("blob_id") or ""
+    return ObjectInfo(f"{SCHEME}{found['name']}", int(found["size"]), str(mark))
+
+
+@contextmanager
+def _reaching(uri: str) -> Iterator[tuple[Any, str]]:
+    """Yield the hub's file system and a path in it; whatever fails is an OSError that names the URI."""
+    try:
+        from huggingface_hub import HfFileSystem  # noqa: PLC0415 - only where the hub is used
+    except ImportError:
+        raise UsageError(f"{uri}: the hub needs huggingface_hub: pip install huggingface_hub") from None
+
+    try:
+        yield HfFileSystem(), uri.removeprefix(SCHEME)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, f"the hub has no such file ({type(error).__name__})", uri) from None
+    except Exception as error:  # noqa: BLE001 - its clients raise errors of several libraries
+        said = str(error).strip().split("\n", 1)[0]
+        raise OSError(errno.EIO, f"the hub does not answer: {type(error).__name__}: {said}", uri) from None
