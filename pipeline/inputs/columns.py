@@ -1,7 +1,7 @@
 """Tables with videos in a column of bytes: Parquet by row group, Arrow by record batch.
 
 Rows stay in order. The index reads the small columns alone; the videos' bytes are read by the worker that decodes them,
-a row group at a time. A name carries a hash of the table's ends, so that a table that was changed has other uris.
+a row group at a time. A name carries a hash of the table's footer, so that a table that was changed has other uris.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import pyarrow.parquet as pq
 
 from pipeline.errors import ManifestError, VideoFault
 from pipeline.inputs.container import Asked, Member, RandomFile, SeekableFile, fault
+from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tables import UserRow, carried_json
 
 _ROWS = 2**12  # of small columns
-_HEAD, _TAIL = 2**12, 2**16  # bytes of the ends that are hashed: a footer, or most of it
+_TAIL = 2**16  # bytes at the end that are hashed: a footer, or most of it
 _KEY, _CLIP = "video_id", ("start_s", "end_s")
 _BYTES = "bytes"  # the field of datasets' own columns of videos, {bytes, path}
 
@@ -40,8 +41,8 @@ class Table:
 
     def __init__(self, file: RandomFile) -> None:
         self._file = file
-        ends = file.read(0, _HEAD) + file.read(max(0, file.size - _TAIL), file.size)
-        self._hash = hashlib.blake2b(ends + str(file.size).encode(), digest_size=6).hexdigest()
+        tail = file.read(max(0, file.size - _TAIL), file.size)
+        self._hash = hashlib.blake2b(tail + str(file.size).encode(), digest_size=6).hexdigest()
         self._held: _Batches | None = None
         self._place: tuple[str, int, int] = "", -1, 0  # column, piece and next row of what is being read
         self._rows: Iterator[pa.Scalar] = iter(())
@@ -95,8 +96,7 @@ class Table:
 
     def _opened(self) -> _Batches:
         if self._held is None:
-            parquet = self._file.read(0, 4) == b"PAR1"
-            self._held = _RowGroups(self._file) if parquet else _RecordBatches(self._file)
+            self._held = (_RowGroups if suffix_of(self._file.uri) == ".parquet" else _RecordBatches)(self._file)
         return self._held
 
     def _names(self, schema: pa.Schema, asked: Asked) -> list[str]:

@@ -23,6 +23,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _LONGEST = 1024  # characters of a member's name
 _GAP = 2**20  # bytes between two spans that cost less than another request
 _AT_ONCE = 2**26  # most bytes of a request, which memory holds
+_TAIL = 2**16
 _LEAST, _AHEAD = 2**14, 2**22  # bytes of a request that was not planned: at a new place, and where it goes on
 
 
@@ -150,7 +151,7 @@ class PlainFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def plan(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Ignore the plan: a file on disk is read as it is asked for."""
+        """Drop the plan: a file on disk is read as it is asked for."""
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -192,11 +193,14 @@ class RemoteFile:
         if start >= end:
             return b""
         if not (self._start <= start and end <= self._start + len(self._data)):
-            found = self._files.read_slice(self.uri, start, self._stop(start, end))
-            if self._info is not None and found.size != self._info.size:
+            first = start
+            if self._info is not None and start >= self._info.size - _TAIL:
+                first = max(0, self._info.size - _TAIL)  # directories and footers are read from their end
+            found = self._files.read_slice(self.uri, first, self._stop(start, end))
+            if self._info is not None and (found.size != self._info.size or first + len(found.data) < end):
                 raise OSError(errno.ESTALE, "it has changed while it was read; run again", self.uri)
             self._info = self._info or ObjectInfo(self.uri, found.size)
-            self._start, self._data = start, found.data
+            self._start, self._data = first, found.data
         return self._data[start - self._start : end - self._start]
 
     def _stop(self, start: int, end: int) -> int:

@@ -208,6 +208,8 @@ class PruneConfig(PrunerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.videos, str):  # as older records of runs have it
+            object.__setattr__(self, "videos", [self.videos])
         self.part()
         self.clip_names()
         check(not self.index or self.dry_run, "index", "given with --dry-run", self.index)

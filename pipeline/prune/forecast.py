@@ -44,6 +44,7 @@ class Forecast:
         kept: how many of its tokens are stored; an estimate if the method decides.
         video_bytes: the bytes of these on disk.
         one_size: whether every video has this grid.
+        unlisted: containers whose videos are not known, and not counted.
     """
 
     out: str
@@ -56,6 +57,7 @@ class Forecast:
     kept: int
     video_bytes: int
     one_size: bool
+    unlisted: list[str]
 
     def as_record(self) -> dict[str, Any]:
         """Return the forecast as a JSON-able mapping."""
@@ -93,6 +95,7 @@ def _forecast(request: PruneRequest, counts: Tally, todo: pa.Table) -> Forecast:
         kept=budget_for(request.retention_ratio, T * N),
         video_bytes=request.encode_setup(request.config.device, request.dtype).stored_bytes_per_video(*shape),
         one_size=request.sampling.fps is None and small == shape[1:],
+        unlisted=list(request.unlisted),
     )
 
 
@@ -133,6 +136,10 @@ def _lines(plan: Forecast) -> list[tuple[str, str]]:
         ("a video", f"{T} x {N} = {T * N} tokens, about {plan.kept} kept{largest}"),
         ("bytes", f"about {plan.video_bytes:,} a video, {total:,} in all{largest}"),
     ]
+    if plan.unlisted:
+        lines.append(
+            ("not counted", f"the videos of {len(plan.unlisted)} containers, e.g. {plan.unlisted[0]} (--index)")
+        )
     more = ", ..." if plan.n_todo > len(plan.first_ids) else ""
     return [*lines, ("first", ", ".join(plan.first_ids) + more)] if plan.first_ids else lines
 

@@ -1,0 +1,238 @@
+"""Containers of every form, here and on S3: the same rows, the right bytes, few requests; a form is added in a file."""
+
+import json
+import random
+import struct
+import zipfile
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.errors import ManifestError, VideoFault
+from pipeline.inputs.container import Asked, Member
+from pipeline.inputs.forms import FORMS, Containers, cached_spot, fetch_of, spot_of
+from pipeline.inputs.indexes import Indexing
+from pipeline.inputs.manifest import read_manifest
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import LocalStore
+from tests.pipeline.s3 import S3Server
+from tests.pipeline.tars import write_tar
+
+NOWHERE = Objects()
+FILES = {f"{number:02}.mp4": random.Random(number).randbytes(20_000 * (number % 3) + number) for number in range(12)}
+
+
+@pytest.fixture
+def server():
+    with S3Server() as opened:
+        yield opened
+
+
+def rows(place, column=None, objects=NOWHERE, **more):
+    return read_manifest(place, (), objects, Indexing(Asked(column), **more)).to_pylist()
+
+
+def contents(found, objects=NOWHERE):
+    """The bytes of each row's video, read one after the other as a worker does."""
+    with Containers(objects, [spot_of(row) for row in found]) as opened:
+        all_bytes = []
+        for row in found:
+            parts: list[bytes] = []
+            opened.fetch(spot_of(row), parts.append, 2**30)
+            all_bytes.append(b"".join(parts))
+        return all_bytes
+
+
+def write_zip(path, files=FILES, **more):
+    with zipfile.ZipFile(path, "w") as file:
+        for number, (name, data) in enumerate(files.items()):
+            file.writestr(name, data, (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)[number % 2])
+    return path
+
+
+def table(files=FILES, struct_of=False):
+    videos = [{"bytes": data, "path": name} if struct_of else data for name, data in files.items()]
+    return pa.table(
+        {"video": videos, "video_id": list(files), "label": list(range(len(files))), "embedding": [[1.0]] * len(files)}
+    )
+
+
+def write_parquet(path, **more):
+    pq.write_table(table(**more), path, row_group_size=5)
+    return path
+
+
+def test_a_zip_gives_stored_and_deflated_members(tmp_path):
+    found = rows(str(write_zip(tmp_path / "a.zip")))
+    assert [row["video_id"] for row in found] == [f"a.zip/{name}" for name in FILES]
+    assert contents(found) == list(FILES.values()) and contents(found[::-1]) == list(FILES.values())[::-1]
+
+
+def test_a_zip_with_damage_costs_what_is_damaged(tmp_path):
+    path = write_zip(tmp_path / "a.zip", {"a.mp4": b"a" * 9000, "b.mp4": b"b" * 9000, "../c.mp4": b"c", "d.mp4": b"d"})
+    found = {row["video_id"]: row for row in rows(str(path))}
+    assert found.pop("a.zip/../c.mp4@9137", None) or any(row["fault"] for row in found.values())
+    data = bytearray(path.read_bytes())
+    row = found["a.zip/b.mp4"]
+    data[row["source_offset"] + 40] ^= 255
+    path.write_bytes(data)
+    with pytest.raises(VideoFault, match=r"damaged|too early|more bytes"):
+        contents([row])
+    assert contents([found["a.zip/d.mp4"]]) == [b"d"]
+    path.write_bytes(data[:-30])
+    with pytest.raises(ManifestError, match="corrupt: the directory of the zip cannot be read"):
+        rows(str(path))
+
+
+@pytest.mark.parametrize("struct_of", [False, True])
+@pytest.mark.parametrize("form", ["parquet", "file.arrow", "stream.arrow"])
+def test_a_column_of_bytes_gives_its_rows_in_order(tmp_path, form, struct_of):
+    path = tmp_path / f"a.{form}"
+    whole = table(struct_of=struct_of)
+    if form == "parquet":
+        write_parquet(path, struct_of=struct_of)
+    else:
+        make = pa.ipc.new_file if form == "file.arrow" else pa.ipc.new_stream
+        with make(str(path), whole.schema) as writer:
+            writer.write_table(whole, max_chunksize=5)
+    found = rows(str(path), "video")
+    assert [row["video_id"] for row in found] == list(FILES)
+    assert [json.loads(row["manifest"]) for row in found] == [{"label": number} for number in range(12)]
+    assert contents(found) == list(FILES.values())
+    mixed = [found[place] for place in (3, 11, 4, 4, 0, 7)]
+    assert contents(mixed) == [list(FILES.values())[place] for place in (3, 11, 4, 4, 0, 7)]
+
+
+def test_columns_have_clips_and_holes(tmp_path):
+    pq.write_table(
+        pa.table({"v": [b"1", None, b"3"], "start_s": [1, None, 2], "end_s": [2.5, None, None]}), tmp_path / "a.parquet"
+    )
+    found = rows(str(tmp_path / "a.parquet"), "v")
+    assert [(row["start_s"], row["end_s"]) for row in found] == [(1.0, 2.5), (None, None), (2.0, None)]
+    assert [row["video_id"].rpartition("/")[2] for row in found] == ["0", "1", "2"]
+    with pytest.raises(VideoFault, match="row 1 of the table holds no bytes"):
+        contents(found)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"), [("film", "no column film; of bytes are video"), ("label", "not of bytes")]
+)
+def test_a_column_that_holds_no_videos_is_refused(tmp_path, column, message):
+    with pytest.raises(ManifestError, match=message):
+        rows(str(write_parquet(tmp_path / "a.parquet")), column)
+
+
+def test_a_table_that_was_changed_has_other_uris_and_its_old_ones_are_not_read(tmp_path):
+    path = write_parquet(tmp_path / "a.parquet")
+    before = rows(str(path), "video")
+    assert rows(str(path), "video") == before
+    write_parquet(path, files={**FILES, "00.mp4": b"another"})
+    assert all(old["uri"] != new["uri"] for old, new in zip(before, rows(str(path), "video"), strict=True))
+    with pytest.raises(VideoFault, match="has changed since it was listed"):
+        contents(before[:1])
+
+
+def test_a_table_without_a_column_is_a_manifest(tmp_path):
+    pq.write_table(pa.table({"video_id": ["a"], "uri": ["a.mp4"]}), tmp_path / "m.parquet")
+    (row,) = rows(str(tmp_path / "m.parquet"))
+    assert row["uri"] == str(tmp_path / "m.parquet").replace("m.parquet", "a.mp4") and row["source_offset"] is None
+
+
+def test_containers_on_s3_give_the_same_for_few_requests(server, tmp_path):
+    made = {
+        "a.tar": write_tar(tmp_path / "a.tar", FILES),
+        "a.zip": write_zip(tmp_path / "a.zip"),
+        "a.parquet": write_parquet(tmp_path / "a.parquet"),
+    }
+    for name, path in made.items():
+        column = "video" if name == "a.parquet" else None
+        here, uri = rows(str(path), column), server.upload(f"c/{name}", path.read_bytes())
+        found = rows(uri, column, server.objects())
+        assert [row["video_id"] for row in found] == [row["video_id"] for row in here]
+        assert server.counts()["HEAD"] == 1 and server.counts()["GET"] <= {"a.tar": 5, "a.zip": 1, "a.parquet": 4}[name]
+        server.requests.clear()
+        assert contents(found, server.objects()) == list(FILES.values())
+        # A tar is one request for all of its members; of a table each row group is one.
+        assert server.counts()["GET"] <= {"a.tar": 1, "a.zip": 1, "a.parquet": 4}[name]
+        (alone,) = [fetch_of(spot_of(found[7]), server.objects())]
+        parts: list[bytes] = []
+        alone(parts.append, 2**30)
+        assert b"".join(parts) == list(FILES.values())[7]
+
+
+def test_members_that_are_far_apart_are_not_fetched_with_what_lies_between(server, tmp_path):
+    files = {f"{number}.mp4": bytes(2**20 + 2**19) for number in range(5)}
+    uri = server.upload("a.tar", write_tar(tmp_path / "a.tar", files).read_bytes())
+    found = rows(uri, objects=server.objects())
+    server.requests.clear()
+    assert [len(data) for data in contents([found[0], found[4]], server.objects())] == [2**20 + 2**19] * 2
+    assert server.counts() == {"GET": 2}
+
+
+def test_an_object_that_was_replaced_meanwhile_is_a_fault(server, tmp_path):
+    uri = server.upload("a.tar", write_tar(tmp_path / "a.tar", FILES).read_bytes())
+    found = rows(uri, objects=server.objects())
+    server.upload("a.tar", write_tar(tmp_path / "a.tar", {"x.mp4": b"1", **FILES}).read_bytes())
+    with pytest.raises(VideoFault, match="has changed since it was indexed"):
+        contents(found[5:6], server.objects())
+
+
+def test_a_glob_of_tars_on_s3_resumes_by_its_listing_and_kept_indexes(server, tmp_path):
+    data = write_tar(tmp_path / "a.tar", FILES).read_bytes()
+    for number in range(3):
+        server.upload(f"c/{number}.tar", data)
+    store = LocalStore(tmp_path / "cache")
+    first = rows(server.uri("c/*.tar"), objects=server.objects(), store=store, keeps=True)
+    assert server.counts()["LIST"] == 1 and "HEAD" not in server.counts()
+    server.requests.clear()
+    assert rows(server.uri("c/*.tar"), objects=server.objects(), store=store, keeps=True) == first
+    assert server.counts() == {"LIST": 1}
+    assert [row["video_id"] for row in first[:2]] == ["0.tar/00.mp4", "0.tar/01.mp4"]
+
+
+def test_a_tar_on_s3_that_may_not_be_read_is_a_row(server, tmp_path):
+    data = write_tar(tmp_path / "a.tar", FILES).read_bytes()
+    server.upload("c/0.tar", data)
+    server.upload("c/1.tar", data)
+    server.fail("GET", "c/1.tar", 403)
+    found = rows(server.uri("c"), objects=server.objects())
+    assert len(found) == 13 and found[-1]["video_id"] == "1.tar" and found[-1]["fault"].startswith("io: ")
+
+
+class Lengths:
+    """A form of its own: each video behind its length in four bytes."""
+
+    def __init__(self, file):
+        self._file = file
+
+    def members(self, asked):
+        place = number = 0
+        while place < self._file.size:
+            (size,) = struct.unpack("<I", self._file.read(place, place + 4))
+            yield Member(f"{number}.mp4", place + 4, size)
+            place, number = place + 4 + size, number + 1
+
+    def span(self, member):
+        return member.offset, member.offset + member.size
+
+    def read(self, member):
+        yield self._file.read(*self.span(member))
+
+
+def test_a_form_is_added_by_one_class(tmp_path, monkeypatch, server):
+    monkeypatch.setitem(FORMS, ".lengths", Lengths)
+    data = b"".join(struct.pack("<I", len(one)) + one for one in FILES.values())
+    (tmp_path / "a.lengths").write_bytes(data)
+    store = LocalStore(tmp_path / "cache")
+    for place, objects in ((str(tmp_path), NOWHERE), (server.upload("c/a.lengths", data), server.objects())):
+        found = rows(place, objects=objects, store=store, keeps=True)
+        assert [row["video_id"] for row in found] == [f"a.lengths/{number}.mp4" for number in range(12)]
+        assert contents(found, objects) == list(FILES.values())
+        assert rows(place, objects=objects, store=store, only_known=True) == found
+
+
+def test_a_cached_row_knows_where_its_video_lies(tmp_path):
+    (found, *_) = rows(str(write_tar(tmp_path / "a.tar", FILES)))
+    cached = {"uri": found["uri"], "source_offset": found["source_offset"], "source_size": found["size"]}
+    assert cached_spot(cached) == spot_of(found) and cached_spot({**cached, "source_offset": None}) is None

@@ -1,0 +1,285 @@
+"""Tars: every member is found where it lies, and what cannot be trusted is a row of its class."""
+
+import io
+import json
+import os
+import random
+import tarfile
+
+import pytest
+
+from pipeline.errors import FAULTS, ManifestError, VideoFault
+from pipeline.inputs.container import Asked, Member, open_container
+from pipeline.inputs.forms import Containers, Spot
+from pipeline.inputs.indexes import Indexing
+from pipeline.inputs.manifest import read_manifest
+from pipeline.inputs.tar import Tar
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import LocalStore
+from tests.pipeline.tars import BLOCK, ended, member, pax, renumbered, write_tar
+
+NOWHERE = Objects()
+CLIPS = Indexing(Asked(clips_from=("start", "end")))
+
+
+def rows(path, indexing=None):
+    return read_manifest(str(path), indexing=indexing).to_pylist()
+
+
+def bytes_of(row):
+    parts: list[bytes] = []
+    with Containers(NOWHERE) as opened:
+        size = opened.fetch(Spot(row["uri"], row["source_offset"], row["size"]), parts.append, 2**30)
+    assert size == len(b"".join(parts))
+    return b"".join(parts)
+
+
+def faults(path):
+    """Id behind the tar's -> class of what is wrong, None where nothing is."""
+    found = rows(path)
+    assert len({row["video_id"] for row in found}) == len(found)
+    return {row["video_id"].partition("/")[2]: row["fault"] and row["fault"].partition(": ")[0] for row in found}
+
+
+def hostile(tmp_path, *members, end=b"\0" * (2 * BLOCK)):
+    (tmp_path / "a.tar").write_bytes(member("good.mp4", b"good") + b"".join(members) + end)
+    found = faults(tmp_path / "a.tar")
+    assert found.pop("good.mp4") is None
+    assert {kind for kind in found.values() if kind} <= FAULTS.keys()
+    return found
+
+
+@pytest.mark.parametrize("kind", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_members_are_found_where_they_lie_in_every_format(tmp_path, kind):
+    draw = random.Random(7)
+    files = {
+        f"{'d/' * (n % 3)}{'ü' * (n % 2)}{n:03}.mp4": draw.randbytes(draw.choice([0, 1, 511, 512, 513, 9999]))
+        for n in range(60)
+    }
+    if kind != tarfile.USTAR_FORMAT:
+        files["e/" * 60 + "long" * 30 + ".mp4"] = b"long"
+    with tarfile.open(tmp_path / "a.tar", "w", format=kind) as tar:
+        tar.addfile(tarfile.TarInfo("notes.md"), io.BytesIO())
+        for name, data in files.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(data), 1.5
+            tar.addfile(info, io.BytesIO(data))
+    found = rows(tmp_path / "a.tar")
+    assert [row["video_id"] for row in found] == [f"a.tar/{name}" for name in files]
+    assert [bytes_of(row) for row in found] == list(files.values())
+    assert [row["size"] for row in found] == [len(data) for data in files.values()]
+
+
+def test_what_stands_beside_a_video_is_carried(tmp_path):
+    files = {
+        "k/a.json": b'{"caption": "a cat", "n": 1}', "k/a.0.mp4": b"1", "k/a.1.mp4": b"22", "k/a.txt": "ü".encode(),
+        "k/b.mp4": b"3", "k/b.cls": b"7", "k/b.jpg": b"x", "c.mp4": b"4", "d.json": b"{", "d.mp4": b"5",
+        "e.txt": b"x" * 70_000, "e.mp4": b"6",
+    }  # fmt: skip
+    found = rows(write_tar(tmp_path / "s.tar", files))
+    carried = {row["video_id"]: row["manifest"] and json.loads(row["manifest"]) for row in found}
+    both = {"json": {"caption": "a cat", "n": 1}, "txt": "ü"}
+    assert carried == {
+        "s.tar/k/a.0.mp4": both, "s.tar/k/a.1.mp4": both, "s.tar/k/b.mp4": {"cls": 7}, "s.tar/c.mp4": None,
+        "s.tar/d.mp4": {"json": "{"}, "s.tar/e.mp4": {"txt": None},
+    }  # fmt: skip
+
+
+def test_clips_come_from_the_json_where_that_is_asked_for(tmp_path):
+    files = {
+        "a.mp4": b"1", "a.json": b'{"start": 1, "end": 2.5}', "b.mp4": b"1", "b.json": b'{"start": "1", "end": 2}',
+        "c.mp4": b"1",
+    }  # fmt: skip
+    found = rows(write_tar(tmp_path / "s.tar", files), CLIPS)
+    assert [(row["start_s"], row["end_s"]) for row in found] == [(1.0, 2.5), (None, None), (None, None)]
+    assert [row["fault"] and row["fault"].partition(":")[0] for row in found] == [None, "unsupported", "unsupported"]
+
+
+def test_names_that_lead_elsewhere_are_errors(tmp_path):
+    names = ["../a.mp4", "/etc/a.mp4", "b/../../a.mp4", "b//a.mp4", "a\nb.mp4", os.fsdecode(b"a\xff.mp4")]
+    found = hostile(tmp_path, *(member(name, b"x") for name in names))
+    assert len(found) == len(names) and set(found.values()) == {"policy"}
+    assert all(name.isprintable() for name in found)
+
+
+def test_links_devices_and_pipes_are_errors_and_have_no_data(tmp_path):
+    kinds = [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE]
+    links = [member(f"{number}.mp4", kind=kind, linkname="/etc/passwd") for number, kind in enumerate(kinds)]
+    assert set(hostile(tmp_path, *links).values()) == {"policy"}
+    # A link that claims data has none: what follows is the next header.
+    lying = renumbered(links[0], lambda block: block.__setitem__(slice(124, 136), b"00000007777\0"))
+    assert hostile(tmp_path, lying, member("next.mp4", b"x")) == {"0.mp4": "policy", "next.mp4": None}
+
+
+def test_sparse_members_are_errors_however_large_they_claim_to_be(tmp_path):
+    old = renumbered(member("s.mp4", b"x" * 512), lambda block: block.__setitem__(156, ord("S")))
+    assert hostile(tmp_path, old, member("next.mp4", b"x")) == {"s.mp4": "unsupported", "next.mp4": None}
+    new = pax(GNU__sparse__major="1", GNU__sparse__realsize=str(2**60)) + member("p.mp4", b"x")
+    assert hostile(tmp_path, new, member("next.mp4", b"x")) == {"p.mp4": "unsupported", "next.mp4": None}
+    extended = renumbered(
+        member("s.mp4", b"x" * 512),
+        lambda block: (block.__setitem__(156, ord("S")), block.__setitem__(482, 1)),
+    )
+    chain = b"\0" * 504 + b"\1" + b"\0" * 7 + b"\0" * BLOCK
+    whole = extended[:BLOCK] + chain + extended[BLOCK:]
+    assert hostile(tmp_path, whole, member("next.mp4", b"x")) == {"s.mp4": "unsupported", "next.mp4": None}
+
+
+def test_a_member_twice_is_one_video_and_one_error(tmp_path):
+    found = hostile(tmp_path, member("a.mp4", b"1"), member("a.mp4", b"other size"), member("./a.mp4", b"3"))
+    assert sorted(kind or "" for kind in found.values()) == ["", "corrupt", "corrupt"] and found["a.mp4"] is None
+
+
+def test_two_sizes_of_one_member_are_an_error(tmp_path):
+    assert hostile(tmp_path, pax(size="3") + member("a.mp4", b"123456"), member("b.mp4"))["a.mp4"] == "corrupt"
+
+
+def test_an_extended_header_of_a_gigabyte_is_not_read(tmp_path):
+    header = renumbered(member("pax", kind=tarfile.XHDTYPE), lambda b: b.__setitem__(slice(124, 136), b"10000000000\0"))
+    path = tmp_path / "a.tar"
+    with path.open("wb") as file:
+        file.write(member("good.mp4", b"x") + header)
+        file.seek(2**30, os.SEEK_CUR)  # a hole, which takes no room
+        file.write(member("b.mp4", b"x") + member("c.mp4", b"x") + b"\0" * 1024)
+    assert faults(path) == {"good.mp4": None, "b.mp4": "unsupported", "c.mp4": None}
+
+
+def test_an_endless_name_is_an_error(tmp_path):
+    ((name, kind),) = hostile(tmp_path, pax(path="a" * 10_000 + ".mp4") + member("a.mp4", b"x")).items()
+    assert kind == "policy" and len(name) < 1100
+
+
+def test_members_by_the_hundred_thousand_are_found(tmp_path):
+    block = member("000000.mp4")
+    with (tmp_path / "a.tar").open("wb") as file:
+        for number in range(100_000):
+            file.write(renumbered(block, lambda head, n=number: head.__setitem__(slice(0, 6), f"{n:06}".encode())))
+        file.write(b"\0" * 1024)
+    found = read_manifest(str(tmp_path / "a.tar"))
+    assert len(found) == 100_000 and found["fault"].null_count == 100_000
+    assert found["video_id"][99_999].as_py() == "a.tar/099999.mp4"
+
+
+def test_a_cut_tar_costs_its_tail(tmp_path):
+    whole = ended(member("a.mp4", b"a" * 1000), member("b.mp4", b"b" * 1000), member("c.mp4", b"c" * 1000))
+    path = tmp_path / "a.tar"
+    for cut in range(BLOCK, len(whole), 100):
+        path.write_bytes(whole[:cut])
+        try:
+            found = faults(path)
+        except ManifestError as error:  # not even the first member is whole
+            assert "corrupt" in str(error) and cut <= 1536
+            continue
+        complete = sum(cut >= 1536 * number + 1512 for number in range(3))
+        assert [name for name, kind in found.items() if kind is None] == ["a.mp4", "b.mp4", "c.mp4"][:complete]
+        assert ("corrupt" in found.values()) == (cut < len(whole) - BLOCK)
+
+
+def test_a_broken_header_costs_one_video(tmp_path):
+    data = bytearray(ended(*(member(f"{name}.mp4", name.encode() * 600) for name in "abc")))
+    data[1536 + 5] ^= 1  # in the name of b, so that its checksum is wrong
+    (tmp_path / "a.tar").write_bytes(data)
+    assert faults(tmp_path / "a.tar") == {"a.mp4": None, "@1536": "corrupt", "c.mp4": None}
+
+
+def test_any_flipped_byte_of_a_header_is_noticed_or_harmless(tmp_path):
+    """A name may become another name; nothing else is read as a video than what was packed."""
+    whole, draw = ended(*(member(f"{name}.mp4", name.encode() * 600) for name in "abc")), random.Random(3)
+    for _ in range(300):
+        data = bytearray(whole)
+        place = draw.choice([0, 1536, 3072]) + draw.randrange(BLOCK)
+        data[place] ^= 1 << draw.randrange(8)
+        (tmp_path / "a.tar").write_bytes(data)
+        for row in rows(tmp_path / "a.tar"):
+            if row["fault"] is None:
+                assert bytes_of(row) in (b"a" * 600, b"b" * 600, b"c" * 600)
+
+
+def test_random_bytes_never_raise_anything_else(tmp_path):
+    draw = random.Random(5)
+    for number in range(100):
+        path = tmp_path / f"{number}.tar"
+        path.write_bytes(draw.randbytes(draw.randrange(5000)))
+        members = list(Tar(open_container(str(path), NOWHERE)).members(Asked()))
+        assert all(one.fault for one in members)
+
+
+def test_a_tar_that_was_replaced_is_not_read_as_the_old_one(tmp_path):
+    path = write_tar(tmp_path / "a.tar", {"a.mp4": b"1" * 600, "b.mp4": b"2" * 600})
+    _, second = rows(path)
+    write_tar(path, {"a.mp4": b"1" * 700, "b.mp4": b"2" * 600})
+    assert bytes_of(second) == b"2" * 600  # its header is where it was
+    write_tar(path, {"a.mp4": b"1" * 1600, "b.mp4": b"2" * 600})
+    with pytest.raises(VideoFault, match="has changed since it was indexed"):
+        bytes_of(second)
+
+
+def test_an_index_is_kept_and_made_anew_where_the_tar_changed(tmp_path):
+    store = LocalStore(tmp_path / "cache")
+    path = write_tar(tmp_path / "a.tar", {"a.mp4": b"1", "a.txt": b"x"})
+
+    def read(**more):
+        indexing = Indexing(store=store, keeps=True, **more)
+        return rows(path, indexing), indexing
+
+    first, _ = read()
+    assert len(store.names("sources", ".parquet")) == 1 and not store.taken()
+    path.chmod(0)
+    again, indexing = read(only_known=True)
+    assert again == first and indexing.unlisted == [] and indexing._n_read == 0
+    path.chmod(0o644)
+    write_tar(path, {"a.mp4": b"1", "b.mp4": b"2"})
+    assert read(only_known=True)[0] == [] and read(only_known=True)[1].unlisted == [str(path)]
+    assert [row["video_id"] for row in read()[0]] == ["a.tar/a.mp4", "a.tar/b.mp4"]
+    assert len(store.names("sources", ".parquet")) == 1
+    (kept,) = (tmp_path / "cache" / "sources").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-40])  # a damaged one is no more than a lost one
+    assert [row["video_id"] for row in read()[0]] == ["a.tar/a.mp4", "a.tar/b.mp4"]
+
+
+@pytest.mark.parametrize(
+    "name", ["a.tar.gz", "a.tgz", "s3://b/a-{00..09}.tar.zst", "pipe:cat a.tar", "*.tar.bz2", "t.lance"]
+)
+def test_what_cannot_be_read_as_it_is_is_refused_with_the_remedy(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ManifestError, match=r"make it plain: gunzip|no command is run; name the tars|as Parquet"):
+        read_manifest(name)
+
+
+def test_a_folder_of_tars_is_a_corpus_and_videos_come_first(tmp_path):
+    for number in range(3):
+        write_tar(tmp_path / f"shard-{number}.tar", {f"{number}.mp4": b"x"})
+    ids = [f"shard-{number}.tar/{number}.mp4" for number in range(3)]
+    for named in (tmp_path, f"{tmp_path}/*.tar", f"{tmp_path}/shard-{{0..2}}.tar"):
+        assert [row["video_id"] for row in rows(named)] == ids
+    several = [f"{tmp_path}/shard-2.tar", f"{tmp_path}/shard-0.tar"]
+    assert read_manifest(several)["video_id"].to_pylist() == [ids[2], ids[0]]
+    (tmp_path / "a.mp4").touch()
+    assert [row["video_id"] for row in rows(tmp_path)] == ["a.mp4"]
+
+
+def test_a_tar_that_cannot_be_opened_is_a_row(tmp_path):
+    write_tar(tmp_path / "a.tar", {"a.mp4": b"x"})
+    os.mkfifo(tmp_path / "b.tar")
+    found = rows(tmp_path)
+    assert [row["video_id"] for row in found] == ["a.tar/a.mp4", "b.tar"]
+    assert found[1]["fault"].startswith("io: the container cannot be read: not a regular file")
+
+
+def test_a_linked_tar_outside_is_refused_like_a_video(tmp_path):
+    write_tar(tmp_path / "out.tar", {"a.mp4": b"x"})
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.tar").symlink_to(tmp_path / "out.tar")
+    (row,) = rows(tmp_path / "in")
+    assert row["policy"] is not None and row["video_id"] == "a.tar"
+
+
+def test_a_limit_holds_for_members(tmp_path):
+    (row,) = rows(write_tar(tmp_path / "a.tar", {"a.mp4": b"x" * 5000}))
+    with Containers(NOWHERE) as opened, pytest.raises(OSError, match="more than the 100"):
+        opened.fetch(Spot(row["uri"], row["source_offset"], row["size"]), lambda piece: None, 100)
+
+
+def test_a_member_knows_its_span():
+    file = type("File", (), {"uri": "a", "size": 0, "mark": ""})()
+    assert Tar(file).span(Member("a", 1024, 10)) == (512, 1034)
