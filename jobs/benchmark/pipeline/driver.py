@@ -8,6 +8,7 @@ from ray.actor import ActorHandle
 
 from jobs.benchmark.pipeline import job
 from jobs.benchmark.pipeline.work import SIDE, Work
+from pipeline.inputs.forms import Containers
 from pipeline.prune import graph
 from pipeline.prune.decode_stage import Decoder, DecodeSetup, VideoDecoder
 from pipeline.rows import TodoRow, VideoRecord
@@ -20,12 +21,13 @@ class IdleVideoDecoder(VideoDecoder):
     """Opens no file and starts no child: gives the same few bytes for each video, with a whole record."""
 
     def __init__(self, setup: DecodeSetup) -> None:
+        self._setup = setup
         self._frames = np.zeros((setup.sampling.num_frames or 1, _SIDE, _SIDE, 3), np.uint8)
 
     def close(self) -> None:
         """Do nothing: there is no child."""
 
-    def open(self, row: TodoRow) -> Source:
+    def open(self, row: TodoRow, containers: Containers | None = None) -> Source:
         """Return the source without a look at it."""
         return Source(row["uri"])
 
