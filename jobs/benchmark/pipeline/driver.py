@@ -25,7 +25,7 @@ class IdleVideoDecoder(VideoDecoder):
         self._frames = np.zeros((setup.sampling.num_frames or 1, _SIDE, _SIDE, 3), np.uint8)
 
     def close(self) -> None:
-        """Do nothing: there is no child."""
+        """Close nothing: there is no child."""
 
     def open(self, row: TodoRow, containers: Containers | None = None) -> Source:
         """Return the source without a look at it."""
