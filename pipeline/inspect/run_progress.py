@@ -64,11 +64,14 @@ def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
         return None
     now_at_work = holder(store) or {}
     own = f"{RUNS}/{now_at_work.get('run_id')}.json"
-    name = own if own in names else names[-1]  # a run_id begins with its time
-    try:
-        return _progress(ledger, json.loads(store.read(name)), now_at_work)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptShard(f"{store}/{name}: it is no record of a run; remove it") from error
+    for name in [own] if own in names else reversed(names):  # a run_id begins with its time
+        try:
+            record = json.loads(store.read(name))
+            if "videos" in record or "status" not in record:  # jobs.remove and its like leave records of no progress
+                return _progress(ledger, record, now_at_work)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CorruptShard(f"{store}/{name}: it is no record of a run; remove it") from error
+    return None
 
 
 def _progress(ledger: Ledger, record: RunRecord, now_at_work: Mapping[str, Any]) -> RunProgress:

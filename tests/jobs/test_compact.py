@@ -88,6 +88,7 @@ def test_a_video_is_removed_by_name(cache, tmp_path, capsys):
     with pytest.raises(RemovedVideo, match="licence ended"):
         TokenCache(cache).get("b")
     (record,) = [json.loads(file.read_text()) for file in (cache / "runs").glob("*.json")]
+    assert inspect.main([str(cache)]) == 0
     assert (record["reason"], record["removed"], record["status"]) == ("licence ended", 1, "finished")
 
 
