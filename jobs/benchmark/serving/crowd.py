@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import statistics
 import subprocess
@@ -139,10 +140,11 @@ async def _send_large(client: httpx.AsyncClient, model: str) -> int:
     import httpx  # noqa: PLC0415
 
     n_answered = 0
+    body, kind = json.dumps(_body(model, "any", _LARGE)).encode(), {"content-type": "application/json"}
     try:
         while True:
             with suppress(httpx.TransportError):  # the server closes the connection once it has refused
-                await client.post("/v1/chat/completions", json=_body(model, "any", _LARGE))
+                await client.post("/v1/chat/completions", content=body, headers=kind)
             n_answered += 1
     except asyncio.CancelledError:
         return n_answered
