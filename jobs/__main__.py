@@ -18,6 +18,8 @@ COMMANDS = {
     "inspect": ("jobs.inspect", "show what a cache holds, a video's kept tokens, or answers"),
     "verify": ("jobs.verify", "check every file of a cache, and repair or clean it"),
     "compact": ("jobs.compact", "merge the small files of a cache's table"),
+    "recode": ("jobs.recode", "store the tokens of a cache by another codec"),
+    "reprune": ("jobs.reprune", "prune a cache of all tokens by another method, without videos"),
     "remove": ("jobs.remove", "remove videos from a cache for good"),
     "doctor": ("jobs.doctor", "check a machine or a cluster before a run: what is slow or wrong, and what to do"),
     "serve": ("jobs.serve", "an OpenAI chat API on a cache, by vLLM"),

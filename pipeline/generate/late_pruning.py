@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from gstep import PrunedTokens, VisualTokens, make_pruner
-from gstep.backbones import ModelSource, TextTower, TextTowerSource, family_of
+from gstep.backbones import BACKBONES, ModelSource, TextTower, TextTowerSource, family_of
 from gstep.evidence import HEAD_SOURCES, PER_FRAME, name_of
 from gstep.language import PromptBuilder, Visual
 from gstep.language.layer_pruning import check_layer
@@ -200,7 +200,7 @@ def late_pruning(asked: LateAsked, held: CacheIdentity, source: ModelSource, bui
             "--pruner none"
         )
     check_inside(pruner, builder)
-    evidence = () if pruner.layer is not None else _evidence(method, pruner, held, source)
+    evidence = () if pruner.layer is not None else evidence_columns(method, pruner, held)
     tower = _text_tower(method, pruner, evidence, asked.siglip, held, source)
     ratio = pruner.nominal_ratio(asked.retention_ratio)
     return LatePruning(pruner, ratio, tower, evidence, asked.seed, asked.positions)
@@ -213,12 +213,13 @@ def check_inside(pruner: Pruner, builder: PromptBuilder) -> None:
         check_layer(pruner, layers, builder.deepstack_levels)
 
 
-def _evidence(method: str, pruner: Pruner, held: CacheIdentity, source: ModelSource) -> tuple[tuple[str, str], ...]:
-    """Return the evidence that the method takes from the cache: pairs of a name and the cache's column.
+def evidence_columns(method: str, pruner: Pruner, held: CacheIdentity) -> tuple[tuple[str, str], ...]:
+    """Return the evidence that the method takes from a cache of this identity: pairs of a name and the cache's column.
 
     Where a family has no embedding of patches that a text's can be compared with, the tokens themselves stand for it.
     """
-    gives = family_of(source).gives
+    family = BACKBONES[held["model"]["type"]]
+    gives = family.gives
     needed = pruner.needs - {"text_embedding"}
     if "text_embedding" in pruner.needs and ("image_embedding", pruner.sources.get("image_embedding")) not in gives:
         needed -= {"image_embedding"}
@@ -229,12 +230,12 @@ def _evidence(method: str, pruner: Pruner, held: CacheIdentity, source: ModelSou
         )
     wanted = {name: pruner.sources[name] for name in sorted(needed)}
     if lacking := [f"{name} ({where})" for name, where in wanted.items() if (name, where) not in gives]:
-        raise UsageError(f"--pruner {method} needs {' and '.join(lacking)}: {source.model_type} does not give it")
+        raise UsageError(f"--pruner {method} needs {' and '.join(lacking)}: {family.model_type} does not give it")
     columns = {(name_of(column, where), where): column for column, where in held.get("evidence", {}).items()}
     if not wanted.items() <= columns.keys():
         siglip = " --siglip MODEL" if HEAD_SOURCES & {*wanted.values()} else ""
         raise UsageError(
-            f"--pruner {method} needs {' and '.join(wanted)} on {source.model_type}, which this cache does not hold: "
+            f"--pruner {method} needs {' and '.join(wanted)} on {family.model_type}, which this cache does not hold: "
             f"make one with python -m jobs.prune --pruner none --evidence-for {method}{siglip}"
         )
     return tuple((name, columns[name, where]) for name, where in wanted.items())

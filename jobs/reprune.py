@@ -1,0 +1,98 @@
+"""Prune a cache of all tokens by a method into another cache, without a video or an encoder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+
+from rich.console import Console
+
+from gstep.methods import OF_A_VIDEO
+from jobs.command import Parser, run_command
+from jobs.json_document import Done
+from pipeline.cache.codecs import BFLOAT16, CODECS
+from pipeline.errors import UsageError
+from pipeline.options import S3Options, check, check_choices, named_values, option
+
+EPILOG = """\
+example:
+  python -m jobs.prune videos/ --pruner none --retention-ratio 1 --evidence-for fastvid --out whole
+  python -m jobs.reprune whole --pruner fastvid --retention-ratio 0.10 --out fastvid-10
+
+What is written is bit for bit what python -m jobs.prune writes, and a run of jobs.prune can go on in it. The same
+command again goes on where the last one stopped, and takes in what was added to WHOLE since.
+
+Exit code: 0 all videos of WHOLE are there; 1 the method could not prune a video, a file is damaged, or the store
+failed; 2 usage or refused; 130 interrupted: the same command goes on.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepruneConfig(S3Options):
+    """All options of ``python -m jobs.reprune``. Raises UsageError for a value that makes no sense."""
+
+    whole: str | None = option(
+        None, "the cache of all tokens (jobs.prune --pruner none)", positional=True, metavar="WHOLE", group="caches"
+    )
+    out: str | None = option(None, "the cache to create or to continue", metavar="CACHE")
+    pruner: str = option(
+        "gstep",
+        f"pruning method: {', '.join(OF_A_VIDEO)}, or the import path module:Class of one of your own",
+        metavar="METHOD",
+        group="pruning",
+    )
+    pruner_param: list[str] = option(
+        [], "a parameter of the method, e.g. alpha=0.5 or K=3; may be repeated", metavar="NAME=VALUE"
+    )
+    retention_ratio: float = option(0.25, "share of the visual tokens that is kept, in (0, 1]", metavar="R")
+    seed: int = option(0, "seed of the methods that draw random numbers", metavar="N")
+    token_codec: str = option(BFLOAT16.name, "how tokens are stored", choices=tuple(CODECS))
+
+    def __post_init__(self) -> None:
+        check_choices(self)
+        if not self.whole or not self.out:
+            raise UsageError("name the cache to read, and with --out the one to make")
+        check(0.0 < self.retention_ratio <= 1.0, "retention_ratio", "in (0, 1]", self.retention_ratio)
+        check(self.seed >= 0, "seed", "at least 0", self.seed)
+        self.pruner_params()
+
+    def pruner_params(self) -> dict[str, str]:
+        """Parse ``--pruner-param`` into texts by name."""
+        return named_values(self.pruner_param, "--pruner-param")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prune a cache of all tokens into another cache; return the exit code."""
+    parser = Parser(
+        "python -m jobs.reprune",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return run_command(parser, RepruneConfig, _reprune, argv)
+
+
+def _reprune(config: RepruneConfig, console: Console) -> Done:
+    from pipeline.cache.reader import TokenCache  # noqa: PLC0415 - torch and Arrow load after the flags are checked
+    from pipeline.rewrite.reprune import repruning  # noqa: PLC0415
+    from pipeline.rewrite.rewrite import rewrite  # noqa: PLC0415
+    from pipeline.storage.s3 import Objects  # noqa: PLC0415
+    from pipeline.storage.stores import store_at  # noqa: PLC0415
+
+    assert config.whole is not None and config.out is not None
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+    source = TokenCache(config.whole, store=store_at(config.whole, objects))
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    ratio, seed = config.retention_ratio, config.seed
+    what = repruning(source, config.pruner, config.pruner_params(), ratio, seed, config.token_codec, config.out)
+    done = rewrite(what, store_at(config.out, objects), say)
+    for line in done.lines():
+        say(line)
+    return Done(1 if done.failed else 0, {"whole": config.whole, "out": config.out, **asdict(done)})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""A cache of all tokens pruned by a method, without a video or an encoder: bit for bit what ``jobs.prune`` makes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from gstep import VisualTokens
+from gstep.backbones import BACKBONES
+from gstep.evidence import HEAD_SOURCES, PER_FRAME
+from gstep.pruners import method_name, read_pruner
+from gstep.pruners.base import Pruner
+from pipeline.cache.cached_video import CachedVideo
+from pipeline.cache.header import CacheHeader, CacheIdentity, PrunerIdentity
+from pipeline.cache.method import describe_method
+from pipeline.cache.reader import TokenCache
+from pipeline.cache.writer import PrunedVideo
+from pipeline.errors import UsageError, VideoFault
+from pipeline.execution.request import refusing
+from pipeline.generate.late_pruning import evidence_columns, is_whole
+from pipeline.prune.encode_stage import kept_tokens, pruned_columns
+from pipeline.rewrite.recode import check_source, coded_header
+from pipeline.rewrite.rewrite import Rewrite, config_of
+from pipeline.rows import VideoRecord, failed_video
+
+
+def repruning(
+    source: TokenCache, method: str, params: Mapping[str, str], ratio: float, seed: int, codec: str, out: str
+) -> Rewrite:
+    """Plan the cache ``out`` of the tokens that a method keeps of a cache of all tokens. Raises UsageError."""
+    check_source(source, "prune")
+    held = source.identity
+    if not is_whole(held):
+        raise UsageError(
+            f"{source.store} holds what {held['pruner']['method']} kept at {held['retention_ratio']:g}, not all "
+            "tokens: make one with python -m jobs.prune --pruner none"
+        )
+    with refusing():
+        pruner = read_pruner(method, params, family=BACKBONES[held["model"]["type"]].variant)
+        if not pruner.cacheable:
+            raise UsageError(f"--pruner {method} selects anew for every question, so its tokens cannot be cached")
+        columns = dict(evidence_columns(method, pruner, held))
+        header = _header(source.header, pruner, pruner.nominal_ratio(ratio), seed, codec)
+    config = {
+        **{name: value for name, value in config_of(source.store).items() if name not in ("evidence", "evidence_for")},
+        **{"out": out, "pruner": method_name(type(pruner)), "retention_ratio": ratio, "seed": seed},
+        **{"pruner_param": [f"{name}={value}" for name, value in params.items()], "token_codec": codec},
+    }
+    if not HEAD_SOURCES & {*pruner.sources.values()}:
+        config.pop("siglip", None)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    change = partial(_pruned, pruner, header["identity"]["retention_ratio"], seed, columns, device)
+    return Rewrite(source, header, config, "index", tuple(columns.values()), change)
+
+
+def _header(header: CacheHeader, pruner: Pruner, ratio: float, seed: int, codec: str) -> CacheHeader:
+    """Return the header that ``jobs.prune`` gives a cache of this method."""
+    made = coded_header(header, codec)
+    identity = {name: value for name, value in made["identity"].items() if name != "evidence"}
+    method: PrunerIdentity = {**describe_method(pruner), **({"seed": seed} if pruner.seeded else {})}  # type: ignore[typeddict-item]
+    sources = {*pruner.sources.values()}
+    model, dtype = dict(made["identity"]["model"]), dict(made["identity"]["dtype"])
+    if not HEAD_SOURCES & sources:
+        model.pop("pooling_head", None)
+    dtype.pop("evidence", None)
+    if sources:
+        dtype["evidence"] = "bfloat16"
+    identity |= {"model": model, "pruner": method, "retention_ratio": ratio, "dtype": dtype}
+    return {**made, "identity": cast(CacheIdentity, identity)}
+
+
+def _pruned(
+    pruner: Pruner,
+    ratio: float,
+    seed: int,
+    columns: Mapping[str, str],
+    device: str,
+    video: CachedVideo,
+    record: VideoRecord,
+) -> PrunedVideo:
+    """Prune a whole video as the encoder's actor does; a fault of the method becomes an error row."""
+    shape = (record["n_frames"], record["tokens_per_frame"])
+
+    def whole(values: Tensor) -> Tensor:
+        return values.to(device).reshape(*shape, *values.shape[1:])
+
+    evidence = {
+        name: video.evidence[column].to(device) if name in PER_FRAME else whole(video.evidence[column])
+        for name, column in columns.items()
+    }
+    visual = VisualTokens(whole(video.tokens), evidence, tuple(map(whole, video.deepstack)))
+    started = time.perf_counter()
+    try:
+        pruned = pruner.prune(visual, ratio, seed=seed)
+    except ValueError as error:
+        fault = VideoFault("internal", f"the tokens cannot be pruned: {error}", stage="prune")
+        return PrunedVideo(failed_video(record, fault))
+    done: VideoRecord = {**pruned_columns(pruned, visual), "prune_s": time.perf_counter() - started}
+    return PrunedVideo({**record, **done}, kept_tokens(pruned, visual))

@@ -1,0 +1,245 @@
+"""The loop of a rewrite: read a cache video by video, change each, and commit shard by shard to another cache.
+
+A kill leaves at most token shards that no row names. The same command goes on from the rows that are there: a video is
+done again only where the source's row counts for more than the copy's by the rule of ``pipeline.cache.live_rows``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from pipeline.cache.cached_video import CachedVideo
+from pipeline.cache.codecs import codec_of
+from pipeline.cache.header import CacheHeader, differences, fingerprint, header_bytes
+from pipeline.cache.live_rows import VIDEOS, VideoRows
+from pipeline.cache.live_videos import LiveVideos
+from pipeline.cache.merging import WAITING, WAITING_AT_END, try_merge
+from pipeline.cache.reader import HEADER, TokenCache, read_header
+from pipeline.cache.reading import TokenOrder
+from pipeline.cache.schema import KEY_COLUMNS
+from pipeline.cache.writer import Bits, KeptTokens, PrunedVideo, commit, token_shard_id, write_token_shard
+from pipeline.errors import IdentityMismatch, NotACache, RunFailed
+from pipeline.execution.claim import Claim
+from pipeline.execution.cluster import provenance
+from pipeline.execution.request import check_out, new_run_id, store_refusing
+from pipeline.execution.run_record import COMMITTED, RUNS, RunFile, RunRecord
+from pipeline.rows import VideoRecord, VideoRow
+from pipeline.storage.stores import Store
+
+_VERSIONS = ("gstep-cache", "torch", "pyarrow")
+_SHARD_BYTES = 256 * 10**6  # of stored tokens in a shard
+_SHARD_VIDEOS = 1024
+_PLACED = frozenset(  # columns that say where and how the source stores a video
+    (
+        *("run_id", "token_shard", "first_row_group", "row_counts", "footer_hash", "checksum", "content_name"),
+        *("token_codec", "token_block", *KEY_COLUMNS),
+    )
+)
+_STATES = {"removed": 0, "ok": 1, "failed": 2}
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """What a cache is made of.
+
+    Attributes:
+        source: the cache that is read.
+        header: of the cache that is made.
+        config: the options of ``jobs.prune`` that would make it, as far as the source's runs tell.
+        order: in which a video's tokens are read.
+        evidence: read besides the tokens.
+        change: turns a video of the source into what is written of it; its record is ready but for that.
+    """
+
+    source: TokenCache
+    header: CacheHeader
+    config: RunRecord
+    order: TokenOrder
+    evidence: Sequence[str]
+    change: Callable[[CachedVideo, VideoRecord], PrunedVideo]
+
+
+@dataclass
+class Rewritten:
+    """What a rewrite did.
+
+    Attributes:
+        run_id: it names the record in runs/; "" where there was nothing to do.
+        videos: rows that were written now, failed and removed ones too.
+        failed: of those that have tokens in the source and none now.
+        done: rows that were there already.
+        bytes: of the token shards that were written.
+        seconds: wall time.
+    """
+
+    run_id: str = ""
+    videos: int = 0
+    failed: int = 0
+    done: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def lines(self) -> Iterator[str]:
+        """Say what was done, for the user."""
+        yield f"{self.videos:,} videos written in {self.seconds:.1f} s, {self.done:,} were there; {self.bytes:,} bytes"
+        if self.failed:
+            yield f"warning: {self.failed:,} of them failed"
+
+
+def config_of(store: Store) -> RunRecord:
+    """Return the options of the newest run of a cache that its record tells; {} where none does."""
+    for name in reversed(store.names(RUNS, ".json")):
+        try:
+            config = json.loads(store.read(name)).get("config")
+        except (OSError, ValueError, AttributeError):
+            continue
+        if isinstance(config, dict):
+            return config
+    return {}
+
+
+def check_place(out: Store, header: CacheHeader) -> None:
+    """Refuse a place that holds something else than a cache of this header's identity. Raises UsageError."""
+    check_out(out)
+    with store_refusing():
+        if not out.exists(HEADER):
+            if out.taken():
+                raise NotACache(f"{out} exists and is no cache (it has no {HEADER}): name an empty place with --out")
+        elif wrong := out.names(VIDEOS, ".parquet") and differences(read_header(out)["identity"], header["identity"]):
+            lines = "\n  ".join(map(str, wrong))
+            raise IdentityMismatch(f"{out} holds rows of another kind:\n  {lines}\nName another --out.")
+
+
+def rewrite(what: Rewrite, out: Store, say: Callable[[str], object]) -> Rewritten:
+    """Bring ``out`` up to date with the source of a rewrite.
+
+    Raises UsageError before anything is written, CorruptShard where the source is damaged, RunFailed and OSError; what
+    was committed stays.
+    """
+    check_place(out, what.header)
+    started = time.monotonic()
+    out.make()
+    done, made_with = Rewritten(new_run_id()), fingerprint(what.header["identity"])
+    with Claim(out, done.run_id, say):
+        check_place(out, what.header)
+        if not out.names(VIDEOS, ".parquet"):
+            out.put(HEADER, header_bytes(what.header))
+        todo = _todo(what.source, out, made_with, done)
+        if len(todo):
+            about = {"rewritten_from": str(what.source.store), "config": what.config, "videos": len(todo)}
+            record = RunFile(out, {**provenance(done.run_id, _VERSIONS), **about})
+            with record:
+                _stream(what, todo, out, record, done, say)
+            try_merge(out, made_with, WAITING_AT_END, say)
+    done.seconds = time.monotonic() - started
+    return done
+
+
+def _stream(
+    what: Rewrite, todo: pa.Table, out: Store, record: RunFile, done: Rewritten, say: Callable[[str], object]
+) -> None:
+    """Write and commit the videos of ``todo``, a shard at a time."""
+    header, codec, shards = out.read(HEADER), codec_of(what.header["identity"]), list[str]()
+    made_with = fingerprint(what.header["identity"])
+    done.failed = pc.sum(pc.equal(todo["status"], "ok")).as_py()
+    for number, videos in enumerate(_bundles(_changed(what, todo), codec.share)):
+        rows = write_token_shard(videos, store=out, run_id=done.run_id, codec=codec)
+        if not out.exists(HEADER) or out.read(HEADER) != header:
+            raise RunFailed(f"{out}: another cache was begun here since this command began; nothing more is written")
+        commit(out, done.run_id, number, rows, made_with=made_with)
+        names = sorted({row["token_shard"] for row in rows if row["status"] == "ok"})
+        shards += map(token_shard_id, names)
+        record.note(**{COMMITTED: shards})
+        done.videos += len(rows)
+        done.failed -= sum(row["status"] == "ok" for row in rows)
+        done.bytes += sum(out.open(name).size() for name in names)
+        say(f"{done.videos:,} of {len(todo):,} videos, {done.bytes:,} bytes")
+        if number % WAITING == WAITING - 1:
+            try_merge(out, made_with, WAITING, say)
+
+
+def _todo(source: TokenCache, out: Store, made_with: str, done: Rewritten) -> pa.Table:
+    """Return where the rows of the source are that count for more than those of ``out``, in the order of shards."""
+    columns = ("video_id", "status", "attempts", "token_shard", "first_row_group")
+    rows = LiveVideos.open(source.store, fingerprint(source.identity)).live(columns)
+    held = LiveVideos.open(out, made_with).live(columns[:3])
+    there = dict(zip(held["video_id"].to_pylist(), _ranks(held), strict=True))
+    nothing = (len(_STATES), 0)
+    wanted = [
+        rank < there.get(video_id, nothing)
+        for video_id, rank in zip(rows["video_id"].to_pylist(), _ranks(rows), strict=True)
+    ]
+    todo = rows.filter(pa.array(wanted, pa.bool_()))
+    done.done = len(rows) - len(todo)
+    return todo.sort_by([("token_shard", "ascending"), ("first_row_group", "ascending")])
+
+
+def _ranks(rows: pa.Table) -> list[tuple[int, int]]:
+    """Return what of each row decides whether it counts: of two the smaller does."""
+    states, attempts = rows["status"].to_pylist(), rows["attempts"].to_pylist()
+    return [(_STATES[state], -(tried or 0)) for state, tried in zip(states, attempts, strict=True)]
+
+
+def _changed(what: Rewrite, todo: pa.Table) -> Iterator[PrunedVideo]:
+    """Yield the videos of ``todo`` as they are written; failed and removed ones are copied."""
+    full = VideoRows(what.source.store)
+    for shard, row in zip(todo["shard"].to_pylist(), todo["row"].to_pylist(), strict=True):
+        stored = full(shard, row)
+        record = _record(stored)
+        if stored["status"] == "ok":
+            (video,) = what.source.get_rows([stored], None, what.order, what.evidence)
+            yield what.change(video, record)
+        else:
+            yield PrunedVideo(record)
+
+
+def _record(row: VideoRow) -> VideoRecord:
+    """Return what a row says of its video, without where and how the source stores it."""
+    kept = {name: value for name, value in row.items() if value is not None and name not in _PLACED}
+    record: VideoRecord = {**kept}  # type: ignore[typeddict-item]
+    return record
+
+
+def _bundles(videos: Iterator[PrunedVideo], share: float) -> Iterator[list[PrunedVideo]]:
+    """Yield the videos of a shard at a time, of about _SHARD_BYTES when each takes ``share`` of its bytes."""
+    bundle: list[PrunedVideo] = []
+    n_bytes = 0.0
+    for video in videos:
+        bundle.append(video)
+        n_bytes += 0 if video.kept is None else share * video.kept.tokens.nbytes * (1 + len(video.kept.deepstack))
+        if n_bytes >= _SHARD_BYTES or len(bundle) >= _SHARD_VIDEOS:
+            yield bundle
+            bundle, n_bytes = [], 0.0
+    yield from [bundle] * bool(bundle)
+
+
+def kept_of(video: CachedVideo) -> KeptTokens:
+    """Return what the writer takes of a cached video, which was read in order of selection."""
+
+    def numbers(values: Tensor | None, kind: type[np.generic]) -> np.ndarray | None:
+        return None if values is None else values.numpy().astype(kind)
+
+    index = numbers(video.index, np.int32)
+    assert index is not None
+    return KeptTokens(
+        tokens=_bits(video.tokens),
+        index=index,
+        rank=numbers(video.rank, np.int32),
+        merged=numbers(video.merged, np.bool_),
+        density=numbers(video.density, np.float32),
+        deepstack=[_bits(level) for level in video.deepstack],
+        evidence={name: _bits(values.view(len(values), -1)) for name, values in video.evidence.items()},
+    )
+
+
+def _bits(values: Tensor) -> Bits:
+    return np.asarray(values.contiguous().view(torch.int16).numpy())

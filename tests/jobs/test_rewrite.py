@@ -1,0 +1,53 @@
+"""jobs.reprune and jobs.recode beside real runs of jobs.prune."""
+
+import shutil
+
+import pytest
+import torch
+
+from jobs import prune, recode, reprune, verify
+from pipeline import TokenCache
+from tests.pipeline.rays import ray_here
+from tests.pipeline.videos import sample
+
+pytestmark = pytest.mark.slow
+CLIPS = ["bikes.mp4", "carphone_pristine.mp4"]
+EVIDENCE = ["--evidence-for", "visionzip,fastvid", "--siglip", "tiny"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_ray():
+    with ray_here({"num_cpus": 2}):
+        yield
+
+
+def same(one, other):
+    one, other = TokenCache(one), TokenCache(other)
+    assert one.header == other.header and len(one) == len(other) == 2
+    for name in one.video_ids:
+        video, found = one.get(name, order="selection"), other.get(name, order="selection", verify=True)
+        assert torch.equal(video.tokens.view(torch.int16), found.tokens.view(torch.int16))
+        assert torch.equal(video.index, found.index)
+        assert video.metadata["checksum"] == found.metadata["checksum"]
+        assert video.metadata["temporal_density"] == found.metadata["temporal_density"]
+
+
+def test_a_cache_of_all_tokens_becomes_what_runs_make(tmp_path):
+    (tmp_path / "v").mkdir()
+    for clip in CLIPS:
+        shutil.copy(sample(clip), tmp_path / "v")
+    argv = [str(tmp_path / "v"), "--num-frames", "4"]
+    whole = str(tmp_path / "whole")
+    assert prune.main([*argv, "--pruner", "none", "--retention-ratio", "1", "--out", whole, *EVIDENCE]) == 0
+    for method, siglip in (("gstep", []), ("visionzip", []), ("fastvid", ["--siglip", "tiny"])):
+        made, again = str(tmp_path / method), str(tmp_path / f"{method}-again")
+        assert prune.main([*argv, "--pruner", method, "--out", made, *siglip]) == 0
+        assert reprune.main([whole, "--pruner", method, "--out", again]) == 0
+        same(made, again)
+        assert prune.main([*argv, "--pruner", method, "--out", again, *siglip]) == 0  # it finds nothing to do there
+    coded = str(tmp_path / "coded")
+    assert prune.main([*argv, "--token-codec", "int4", "--out", coded]) == 0
+    assert recode.main([str(tmp_path / "gstep"), "--token-codec", "int4", "--out", str(tmp_path / "recoded")]) == 0
+    same(coded, str(tmp_path / "recoded"))
+    for place in ("recoded", "coded"):
+        assert verify.main([str(tmp_path / place), "--live", "2"]) == 0

@@ -1,0 +1,225 @@
+"""A cache made of another: the same bits that a run would write, refusals, and going on after kills and changes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+
+from jobs import recode, reprune
+from pipeline import FailedVideo, TokenCache
+from pipeline.cache.live_rows import read_file
+from pipeline.cache.reader import read_header
+from pipeline.cache.table import table_files
+from pipeline.errors import RemovedVideo, VideoFault
+from pipeline.storage.stores import LocalStore
+from pipeline.verify.removal import remove_videos
+from tests.paths import ROOT
+from tests.pipeline.caches import encoded, encoded_failure, random_tokens, write_header, write_shard
+from tests.pipeline.damage import flip
+from tests.pipeline.verifying import verified
+
+SHAPE = (4, 20, 48)
+NAMES = "abcde"
+TOKENS = {name: random_tokens(i, SHAPE) for i, name in enumerate(NAMES)}
+LEVELS = {name: [random_tokens(10 + i, SHAPE)] for i, name in enumerate(NAMES)}
+
+
+def cache(out, method="none", ratio=1.0, codec="bfloat16", **identity):
+    """Write the videos a to e, two and three a shard, one that failed and one that was removed."""
+    store = write_header(out, ratio, method, codec=codec, hidden_size=48, deepstack_levels=1)
+    if identity:
+        held = read_header(store)["identity"]
+        write_header(store, identity={**held, **identity}, hidden_size=48, deepstack_levels=1)
+    for number, part in enumerate(("ab", "cde")):
+        videos = [encoded(name, TOKENS[name], ratio, method, LEVELS[name], manifest='{"é":1}') for name in part]
+        write_shard(store, f"run{number}", *videos)
+    write_shard(store, "run2", encoded_failure("bad", VideoFault("corrupt", "torn")))
+    remove_videos(store, ["gone"], "asked", lambda line: None, timedelta(0))
+    return store
+
+
+def same(one, other):
+    assert one.video_ids == other.video_ids == list(NAMES)
+    for name in one.video_ids:
+        video, found = one.get(name, order="selection"), other.get(name, order="selection", verify=True)
+        for given, stored in zip((video.tokens, *video.deepstack), (found.tokens, *found.deepstack), strict=True):
+            assert torch.equal(given.view(torch.int16), stored.view(torch.int16))
+        for field in ("index", "rank", "frame", "merged", "density"):
+            given, stored = getattr(video, field), getattr(found, field)
+            assert (given is None) == (stored is None) and (given is None or torch.equal(given, stored))
+        said, written = video.metadata, found.metadata
+        kept = {key: said[key] for key in said.keys() - {"run_id", "token_shard", "footer_hash", "tie_break"}}
+        assert {key: written[key] for key in kept} == {
+            **kept,
+            **{key: written[key] for key in ("first_row_group", "prune_s", "write_s")},
+        }
+    assert other.failed == {"bad": "corrupt"}
+    with pytest.raises(FailedVideo):
+        other.get("bad")
+    with pytest.raises(RemovedVideo, match="asked"):
+        other.get("gone")
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+def test_recoded_tokens_are_those_that_a_run_writes(tmp_path, codec):
+    cache(tmp_path / "whole", "gstep", 0.25)
+    cache(tmp_path / "coded", "gstep", 0.25, codec)
+    argv = [str(tmp_path / "whole"), "--token-codec", codec, "--out", str(tmp_path / "out")]
+    assert recode.main(argv) == 0
+    coded, out = TokenCache(tmp_path / "coded"), TokenCache(tmp_path / "out")
+    assert out.identity == coded.identity and out.header["schema_version"] == coded.header["schema_version"]
+    same(coded, out)
+    assert verified(LocalStore(tmp_path / "out")).exit_code == 0
+    before = sorted((tmp_path / "out" / "tokens").iterdir())
+    assert recode.main(argv) == 0 and sorted((tmp_path / "out" / "tokens").iterdir()) == before
+
+
+@pytest.mark.parametrize("method", ["gstep", "random", "uniform", "vidcom2", "fps"])
+def test_repruned_tokens_are_those_that_a_run_writes(tmp_path, method):
+    """Methods that look at evidence are in tests/jobs/test_rewrite.py, beside real runs."""
+    cache(tmp_path / "whole")
+    cache(tmp_path / "pruned", method, 0.25)
+    argv = [str(tmp_path / "whole"), "--pruner", method, "--retention-ratio", "0.25", "--out", str(tmp_path / "out")]
+    assert reprune.main(argv) == 0
+    out = TokenCache(tmp_path / "out")
+    same(TokenCache(tmp_path / "pruned"), out)
+    assert out.retention_ratio == 0.25 and out.identity["pruner"]["method"] == method
+    assert verified(LocalStore(tmp_path / "out")).exit_code == 0
+
+
+def test_pruned_and_coded_at_once_is_pruned_then_coded(tmp_path):
+    cache(tmp_path / "whole")
+    both = [str(tmp_path / "whole"), "--token-codec", "int4", "--out", str(tmp_path / "both")]
+    assert reprune.main(both) == reprune.main([str(tmp_path / "whole"), "--out", str(tmp_path / "pruned")]) == 0
+    assert recode.main([str(tmp_path / "pruned"), "--token-codec", "int4", "--out", str(tmp_path / "out")]) == 0
+    assert TokenCache(tmp_path / "both").identity == TokenCache(tmp_path / "out").identity
+    same(TokenCache(tmp_path / "both"), TokenCache(tmp_path / "out"))
+
+
+def test_what_was_done_again_in_the_source_is_taken_in_and_what_was_removed_stays_so(tmp_path):
+    source = cache(tmp_path / "whole", "gstep", 0.25)
+    argv = [str(tmp_path / "whole"), "--token-codec", "int4", "--out", str(tmp_path / "out")]
+    assert recode.main(argv) == 0
+    other = random_tokens(99, SHAPE)
+    again = encoded("bad", other, 0.25, "gstep", [other], attempts=2)
+    more = encoded("f", TOKENS["a"], 0.25, "gstep", LEVELS["a"])
+    write_shard(source, "run3", again, more)
+    remove_videos(LocalStore(tmp_path / "out"), ["c"], "asked", lambda line: None, timedelta(0))
+    assert recode.main([*argv, "--json"]) == 0
+    found = TokenCache(tmp_path / "out")
+    assert found.video_ids == ["a", "b", "bad", "d", "e", "f"] and found.failed == {}
+    whole = TokenCache(tmp_path / "whole").get("bad")
+    assert torch.equal(found.get("bad").index, whole.index)
+
+
+def test_a_method_that_cannot_prune_a_video_gives_it_an_error_row(tmp_path, capsys):
+    store = write_header(tmp_path / "whole", 1.0, "none", hidden_size=48)
+    write_shard(store, "run", encoded("a", TOKENS["a"], 1.0, "none"), with_nan(encoded("b", TOKENS["b"], 1.0, "none")))
+    assert reprune.main([str(tmp_path / "whole"), "--out", str(tmp_path / "out")]) == 1
+    assert "1 of them failed" in capsys.readouterr().err
+    found = TokenCache(tmp_path / "out")
+    assert found.video_ids == ["a"] and found.failed == {"b": "internal"}
+
+
+def with_nan(video):
+    tokens = video.kept.tokens.copy()
+    tokens[0, 0] = 0x7FC0
+    return replace(video, kept=replace(video.kept, tokens=tokens))
+
+
+@pytest.mark.parametrize(
+    ("command", "source", "more", "said"),
+    [
+        (recode, {"codec": "int8"}, ["--token-codec", "int4"], "holds tokens as int8 already"),
+        (reprune, {"codec": "int8"}, [], "holds tokens as int8 already"),
+        (reprune, {"method": "gstep", "ratio": 0.25}, [], "not all tokens"),
+        (reprune, {}, ["--pruner", "cdpruner"], "anew for every question"),
+        (reprune, {}, ["--pruner", "visionzip"], "--evidence-for visionzip"),
+        (reprune, {}, ["--pruner", "none-such"], "unknown method"),
+        (reprune, {}, ["--pruner-param", "alpha=7"], "alpha"),
+        (recode, {}, ["--token-codec", "bfloat16"], "invalid choice"),
+    ],
+)
+def test_refusals_start_nothing(tmp_path, capsys, command, source, more, said):
+    cache(tmp_path / "whole", **source)
+    try:
+        code = command.main([str(tmp_path / "whole"), "--out", str(tmp_path / "out"), *more])
+    except SystemExit as end:  # a flag's own check
+        code = end.code
+    assert code == 2 and said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_place_of_something_else_is_refused(tmp_path, capsys):
+    cache(tmp_path / "whole", "gstep", 0.25)
+    argv = [str(tmp_path / "whole"), "--token-codec", "int4", "--out"]
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert recode.main([*argv, str(tmp_path / "full")]) == 2 and "is no cache" in capsys.readouterr().err
+    assert recode.main([*argv, str(tmp_path / "whole")]) == 2
+    assert "dtype.stored: the cache has 'bfloat16', this run 'int4'" in capsys.readouterr().err
+    for command in (recode, reprune):
+        assert command.main(["--out", str(tmp_path / "out")]) == 2 and "name the cache" in capsys.readouterr().err
+
+
+def test_damage_in_the_source_ends_it_and_is_never_carried_on(tmp_path, capsys):
+    store = cache(tmp_path / "whole", "gstep", 0.25)
+    for name in store.names("tokens", ".parquet"):
+        flip(tmp_path / "whole" / name, (tmp_path / "whole" / name).stat().st_size // 4)
+    assert recode.main([str(tmp_path / "whole"), "--out", str(tmp_path / "out")]) == 1
+    assert "jobs.verify" in capsys.readouterr().err and TokenCache(tmp_path / "out").video_ids == []
+
+
+# A command in a process of its own that ends, by SIGKILL, when it is about to put the n-th file; two videos a shard.
+KILLED = """
+import os, signal, sys
+from importlib import import_module
+from pipeline.rewrite import rewrite
+from pipeline.storage.stores import LocalStore
+rewrite._SHARD_VIDEOS = 2
+left = int(sys.argv[1])
+put = LocalStore.put
+def counted(*args):
+    global left
+    left -= 1
+    if left < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return put(*args)
+LocalStore.put = counted
+sys.exit(import_module(sys.argv[2]).main(sys.argv[3:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["recode", "reprune"])
+def test_a_kill_at_any_write_doubles_and_loses_nothing(tmp_path, command):
+    """The writes are note, header and record, then tokens and rows of each of four bundles, and the record again."""
+    cache(tmp_path / "whole")
+    argv = [sys.executable, "-c", KILLED]
+    rest = [f"jobs.{command}", str(tmp_path / "whole"), "--token-codec", "int4", "--out"]
+    expected = subprocess.run([*argv, "99", *rest, str(tmp_path / "once")], cwd=ROOT, capture_output=True, check=False)
+    assert expected.returncode == 0, expected.stderr
+    once, killed, puts = TokenCache(tmp_path / "once"), 0, 1
+    while True:
+        ended = subprocess.run(
+            [*argv, str(puts), *rest, str(tmp_path / "out")], cwd=ROOT, capture_output=True, check=False
+        )
+        assert ended.returncode in {0, -signal.SIGKILL}, ended.stderr
+        if (tmp_path / "out" / "cache.json").exists():
+            now = TokenCache(tmp_path / "out")
+            assert all(torch.equal(now.get(name).tokens, once.get(name).tokens) for name in now)
+        if ended.returncode == 0:
+            break
+        killed, puts = killed + 1, puts + 2
+    assert killed > 3
+    same(once, now)
+    store = LocalStore(tmp_path / "out")
+    rows = [row for file in table_files(store, "videos") for row in read_file(store, file, ("video_id",)).to_pylist()]
+    assert set(Counter(row["video_id"] for row in rows).values()) == {1}
+    assert verified(store).exit_code == 0
