@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from jobs.flags import add_flags, from_flags
 from jobs.json_document import Done, add_json, print_lines
 from pipeline.errors import CorruptShard, NotACache, UnknownVideo
 from pipeline.options import S3Options
+from pipeline.rows import JsonObject
 
 if TYPE_CHECKING:
     from pipeline.inspect.failed import Failures
@@ -129,14 +130,14 @@ def _cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> Don
     return _shown(cache_report(cache, counted), {}, arguments, code)
 
 
-def _shown(report: RenderableType, record: Mapping[str, object], arguments: argparse.Namespace, code: int = 0) -> Done:
+def _shown(report: RenderableType, record: JsonObject, arguments: argparse.Namespace, code: int = 0) -> Done:
     """Print a report unless ``--json`` is given, and return its record and the exit code."""
     if arguments.json is None:
         wide_console().print(report)
     return Done(code, record)
 
 
-def _failed(failures: Failures, where: Mapping[str, object], arguments: argparse.Namespace) -> Done:
+def _failed(failures: Failures, where: JsonObject, arguments: argparse.Namespace) -> Done:
     """Print the failed items unless ``--json`` is given, and return their record."""
     from pipeline.inspect.failed import failed_lines  # noqa: PLC0415
 
@@ -145,7 +146,7 @@ def _failed(failures: Failures, where: Mapping[str, object], arguments: argparse
     return Done(0, {**where, "n_failed": len(failures), "failed": failures})
 
 
-def _written(line: str, where: Mapping[str, object], page: Path) -> Done:
+def _written(line: str, where: JsonObject, page: Path) -> Done:
     """Print where a page was written, and return its record."""
     Console().print(line, markup=False, highlight=False, soft_wrap=True)
     return Done(0, {**where, "page": str(page)})

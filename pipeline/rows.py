@@ -7,7 +7,7 @@ types.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NotRequired, TypedDict, TypeVar, cast
 
 from pipeline.errors import ON_THE_GPU, OUTSIDE, FaultClass, QuestionFault, QuestionFaultClass, VideoFault
@@ -15,6 +15,9 @@ from pipeline.errors import ON_THE_GPU, OUTSIDE, FaultClass, QuestionFault, Ques
 Status = Literal["ok", "failed", "removed"]
 #: Columns of the videos table that hold JSON.
 JSON_COLUMNS: tuple[Literal["manifest", "model_extra", "runtime"], ...] = ("manifest", "model_extra", "runtime")
+#: A JSON value, and a JSON object that is only read.
+Json = str | int | float | bool | None | Sequence["Json"] | Mapping[str, "Json"]
+JsonObject = Mapping[str, Json]
 R = TypeVar("R", bound=Mapping[str, Any])
 
 

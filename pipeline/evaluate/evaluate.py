@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from statistics import fmean
-from typing import Any
 
 import pyarrow.compute as pc
 from rich.console import Console, Group, RenderableType
@@ -30,6 +29,7 @@ from pipeline.evaluate.statistics.render import few_mark, method_title, titled
 from pipeline.evaluate.statistics.results import ResultsTable
 from pipeline.evaluate.submissions import write_submissions
 from pipeline.generate.summary import render_answers
+from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
@@ -59,7 +59,7 @@ class Evaluation:
         bug = videos is not None and "internal" in videos.failures
         return 1 if bug else answers.exit_code(config.failure_limit(answers.n_questions))
 
-    def as_record(self) -> dict[str, Any]:
+    def as_record(self) -> JsonObject:
         """Return the outcome JSON-able: files, scores of the tables, counts of videos and answers."""
         answers, videos = self.done.answers, self.done.videos
         return {
@@ -82,7 +82,7 @@ def clusters_of(table: ResultsTable) -> dict[str, int]:
     return {column.key: n for column, n in zip(table.columns, table.n_clusters, strict=True)}
 
 
-def scores_of(table: ResultsTable) -> Iterator[dict[str, Any]]:
+def scores_of(table: ResultsTable) -> Iterator[JsonObject]:
     """Yield a record per row of the table: the score of each column by its key, and ``rel`` in percent."""
     for row in (table.original, *(row for block in table.blocks for row in block.rows)):
         cells = zip(table.columns, row.cells, strict=True)

@@ -14,6 +14,7 @@ from pipeline.evaluate.run import ScoredQuestions
 from pipeline.evaluate.statistics.render import WHOLE, latex, markdown
 from pipeline.evaluate.statistics.results import Column, ResultsTable
 from pipeline.evaluate.statistics.tables import ScoredBenchmark, results_table
+from pipeline.rows import JsonObject
 from pipeline.storage.stores import Store
 
 SCORES, TABLES_MD, TABLES_TEX, REPORT = "scores.parquet", "tables.md", "tables.tex", "report.html"
@@ -34,7 +35,7 @@ class Presentation:
     title: str
     benchmark: Benchmark
     protocol: Protocol
-    described: Mapping[str, object]
+    described: JsonObject
     facts: Sequence[tuple[str, str]] = ()
     pages: Mapping[str, Sequence[tuple[str, str]]] | None = None
     draws: int = 10_000

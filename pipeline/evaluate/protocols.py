@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.generate.choices import INSTRUCTION, letters
+from pipeline.rows import JsonObject
 
 if TYPE_CHECKING:
     from pipeline.evaluate.benchmarks.items import Item
@@ -99,7 +100,7 @@ class ModelRules:
     pixels: PixelLimits | None = None
     frame_times: Literal["true", "stock"] = "true"
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> JsonObject:
         """Return the rules, JSON-able; the default of frame times is left out, so that older results compare equal."""
         return {name: value for name, value in asdict(self).items() if (name, value) != ("frame_times", "true")}
 
@@ -166,7 +167,7 @@ class Protocol:
         """Return the system text, frames and sizes for a model type."""
         return self.models.get(model_type, ModelRules())
 
-    def describe(self, model_type: str) -> dict[str, Any]:
+    def describe(self, model_type: str) -> JsonObject:
         """Return the whole protocol for a model type, JSON-able, as part of the results' identity."""
         return {
             "protocol": self.name,

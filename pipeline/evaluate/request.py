@@ -33,6 +33,7 @@ from pipeline.generate.late_pruning import LateAsked, check_inside, is_whole, la
 from pipeline.generate.model import check_model, model_of
 from pipeline.generate.request import PRUNINGS, describe_prunings, engine_of, refuse_others
 from pipeline.prune.config import PruneConfig
+from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
@@ -65,7 +66,7 @@ class EvaluateRequest:
     objects: Objects
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         """The settings that all results in one folder share, JSON-able."""
         return {
             "benchmark": self.benchmark.name,
@@ -161,7 +162,7 @@ def _check_cached(loaded: LoadedQuestions, place: Store, console: Console) -> No
         )
 
 
-def match_results(store: Store, identity: Mapping[str, Any]) -> None:
+def match_results(store: Store, identity: JsonObject) -> None:
     """Raise UsageError if the place holds results of another identity, or something else."""
     if not store.exists(RESULTS_HEADER):
         if store.taken():
@@ -178,7 +179,7 @@ def match_results(store: Store, identity: Mapping[str, Any]) -> None:
         )
 
 
-def write_results_header(store: Store, identity: Mapping[str, Any], about: Mapping[str, str] | None = None) -> None:
+def write_results_header(store: Store, identity: JsonObject, about: Mapping[str, str] | None = None) -> None:
     """Write the header of a results folder: the identity of all its results, and ``about``, which runs may change."""
     store.make()
     header = {"schema_version": RESULTS_VERSION, "identity": identity, **({"about": about} if about else {})}
@@ -233,7 +234,7 @@ def _check_methods(
     source: ModelSource,
     cache: str,
     engine: EngineSetup,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Raise UsageError for a method that cannot prune what the cache holds, or not with this engine.
 
     Returns each arm's description by label.

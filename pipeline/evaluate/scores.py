@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -14,7 +14,7 @@ from pipeline.evaluate.benchmarks.own import same_text
 from pipeline.evaluate.parsers import Parsed, parse, without_reasoning
 from pipeline.evaluate.protocols import Protocol
 from pipeline.evaluate.statistics.score_matrix import Arm
-from pipeline.rows import AnswerRecord, without_nulls
+from pipeline.rows import AnswerRecord, JsonObject, without_nulls
 
 SCORE_SCHEMA = pa.schema(
     [
@@ -92,7 +92,7 @@ def read_reply(item: Item, row: AnswerRecord, protocol: Protocol) -> Reply:
     return Reply(parsed.choice, not parsed.drawn and score == 1.0, score)
 
 
-def _row(item: Item, arm: Arm, row: AnswerRecord | None, protocol: Protocol) -> dict[str, Any]:
+def _row(item: Item, arm: Arm, row: AnswerRecord | None, protocol: Protocol) -> JsonObject:
     """Return one row of the scores: an item, an arm, and the answer with its score."""
     common = {
         "question_id": item.question_id,

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.errors import Fault
+from pipeline.rows import JsonObject
 
 _OF_A_RUN = frozenset({"n_missing", "n_waiting", "n_new", "n_new_failed", "wall_s"})
 
@@ -66,12 +67,12 @@ class Outcome:
         )
         return 1 if bad else 0
 
-    def as_record(self) -> dict[str, Any]:
+    def as_record(self) -> JsonObject:
         """Return the counts and examples as a JSON-able mapping."""
         own = {name: value for name, value in vars(self).items() if name not in ("out", "failed")}
         return {**own, "n_failed": self.n_failed}
 
-    def standing(self) -> dict[str, Any]:
+    def standing(self) -> JsonObject:
         """Return the part of ``as_record`` that does not depend on which run made the results."""
         return {name: value for name, value in self.as_record().items() if name not in _OF_A_RUN}
 

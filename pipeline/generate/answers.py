@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args
@@ -25,7 +25,7 @@ from pipeline.cache.merging import KEEP
 from pipeline.cache.schema import READ_THREADS, column, open_parquet, write_parquet
 from pipeline.cache.table import check_content, small_name
 from pipeline.errors import CorruptShard, NotAnswers, QuestionFaultClass
-from pipeline.rows import AnswerRecord, QuestionRecord
+from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord
 from pipeline.storage.stores import Store, store_at
 
 ANSWERS_VERSION = 2
@@ -100,7 +100,7 @@ def read_answers_header(store: Store) -> dict[str, Any]:
     return read_header_file(store, HEADER, READABLE_VERSIONS, NotAnswers, absent, of="answers of ")
 
 
-def write_answers_header(store: Store, identity: Mapping[str, Any]) -> None:
+def write_answers_header(store: Store, identity: JsonObject) -> None:
     """Write the identity of a table of answers, which makes the place a folder of answers."""
     store.make()
     store.put(HEADER, header_bytes({"schema_version": ANSWERS_VERSION, "identity": identity}))

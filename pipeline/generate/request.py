@@ -29,7 +29,7 @@ from pipeline.generate.late_pruning import LateAsked, LatePruning, late_pruning
 from pipeline.generate.model import check_model, check_tokens, model_of
 from pipeline.generate.questions import Way, given_questions, read_questions
 from pipeline.options import EngineOptions
-from pipeline.rows import VideoRecord, without_nulls
+from pipeline.rows import JsonObject, VideoRecord, without_nulls
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import Store, store_at
 
@@ -81,7 +81,7 @@ class GenerateRequest:
         return {row["video_id"]: without_nulls(row, VideoRecord) for row in self.live.to_pylist()}
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> JsonObject:
         """The settings that all answers in one place share, JSON-able; PRUNINGS describes each pruning and may grow."""
         stored, late = self.held["retention_ratio"], self.prunings.get("")
         return {
@@ -137,7 +137,7 @@ def engine_of(config: EngineOptions) -> EngineSetup:
     return EngineSetup(config.engine, config.tensor_parallel, config.engine_params())
 
 
-def describe_prunings(prunings: Mapping[str, LatePruning | None], held: CacheIdentity) -> dict[str, Any]:
+def describe_prunings(prunings: Mapping[str, LatePruning | None], held: CacheIdentity) -> JsonObject:
     """Describe each pruning of a cache, JSON-able, by label; with the pooling head's weights where a method uses it."""
     head = {"pooling_head": held["model"].get("pooling_head")}
     return {

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -30,10 +30,10 @@ from pipeline.generate.answers import (
 )
 from pipeline.generate.config import GenerateConfig
 from pipeline.generate.graph import AnswerPlan, batch_size, build_graph, plan_answers
-from pipeline.generate.request import PRUNINGS, GenerateRequest, match_answers, prepare
+from pipeline.generate.request import PRUNINGS, GenerateRequest, describe_prunings, match_answers, prepare
 from pipeline.generate.resume import asked_rows, notes_on_answered, split_decided, unanswered
 from pipeline.generate.summary import AnswerSummary, summarise_answers
-from pipeline.rows import AnswerRecord, QuestionRecord, without_nulls
+from pipeline.rows import AnswerRecord, JsonObject, QuestionRecord, without_nulls
 
 _RECORDED_VERSIONS = ("gstep-cache", "torch", "transformers", "ray", "pyarrow")
 
@@ -115,13 +115,13 @@ class AnswerRun(Run[GenerateConfig, GenerateRequest, Todo, AnswerSummary]):
         try_merge_answers(request.store, WAITING_AT_END, self.say)
 
     @staticmethod
-    def _identity(request: GenerateRequest, todo: Todo) -> dict[str, Any]:
+    def _identity(request: GenerateRequest, todo: Todo) -> JsonObject:
         """Return the answers' identity; prunings of earlier runs stay in it while they have answers."""
         identity = request.identity
-        if PRUNINGS in identity and todo.table.names():
-            held = read_answers_header(request.store)["identity"]
-            identity[PRUNINGS] = {**held.get(PRUNINGS, {}), **identity[PRUNINGS]}
-        return identity
+        if PRUNINGS not in identity or not todo.table.names():
+            return identity
+        held = read_answers_header(request.store)["identity"].get(PRUNINGS, {})
+        return {**identity, PRUNINGS: {**held, **describe_prunings(request.prunings, request.held)}}
 
     def summarise(self, request: GenerateRequest, todo: Todo, n_failed: int, wall_s: float) -> AnswerSummary:
         new = {answer_key(question) for question in todo.questions}

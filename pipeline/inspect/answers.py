@@ -17,6 +17,7 @@ from pipeline.errors import QUESTION_FAULTS, UsageError
 from pipeline.generate.answers import AnswersTable, read_answers_header
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.inspect.facts import facts_table, flat
+from pipeline.rows import JsonObject
 from pipeline.storage.stores import Store
 
 SHOWN = 20  # questions in the terminal
@@ -60,7 +61,7 @@ class Answers:
         """Whether questions were asked under several prunings."""
         return any(name is not None for name in pc.unique(self.rows["pruning"]).to_pylist())
 
-    def as_record(self) -> dict[str, Any]:
+    def as_record(self) -> JsonObject:
         """Return identity and counts as a JSON-able dict, without answers."""
         counts = self.summary.standing()
         del counts["n_outside"], counts["seconds"]  # answers record neither of the two

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,7 +14,7 @@ from pipeline.cache.reader import TokenCache
 _VIDEO = ("video_id", "uri", "error_stage", "error_class", "error_message", "attempts", "status")
 _QUESTION = ("question_id", "pruning", "error_class", "error_message", "attempts")
 _NAMES = {"error_class": "class", "error_message": "message", "error_stage": "stage"}
-Failures = list[dict[str, Any]]
+Failures = list[dict[str, str | int | None]]
 
 
 def failed_videos(cache: TokenCache) -> Failures:
@@ -47,7 +46,7 @@ def _records(rows: pa.Table, names: Sequence[str]) -> Failures:
     return [{_NAMES.get(name, name): value for name, value in row.items()} for row in failed.to_pylist()]
 
 
-def _one_line(value: str | None) -> str:
+def _one_line(value: str | int | None) -> str:
     """Return the text, quoted as JSON if it holds tabs or line breaks."""
-    text = value or ""
+    text = str(value or "")
     return text if text.isprintable() else json.dumps(text)

@@ -20,7 +20,7 @@ from pipeline.inspect.facts import flat
 from pipeline.inspect.page_files import asset, check_file, templates, write_file
 from pipeline.inspect.report import frames_of, source_facts, source_frames
 from pipeline.inspect.thumbnails import Pictures, source_pictures
-from pipeline.rows import VideoRow
+from pipeline.rows import JsonObject, VideoRow
 from pipeline.storage.s3 import Objects
 
 
@@ -151,7 +151,7 @@ def _frame(row: VideoRow, t: int, pictures: Pictures) -> Frame:
     return Frame(t, f"{row['timestamps'][frames[0]]:.2f} s", source_frames(row, frames), picture)
 
 
-def _shape(row: VideoRow) -> dict[str, object]:
+def _shape(row: VideoRow) -> JsonObject:
     """Return the frame's aspect ratio as players show it, and the width of its tile in pixels."""
     width, height = row["source_width"] or row["width"] or 1, row["source_height"] or row["height"] or 1
     return {"shape": f"{width}/{height}", "tile_width": 168 if width >= height else 124}
@@ -206,7 +206,7 @@ def _settings(row: VideoRow, identity: CacheIdentity) -> list[tuple[str, str]]:
     ]
 
 
-def _script_data(video: CachedVideo, tiers: Sequence[Tier]) -> dict[str, object]:
+def _script_data(video: CachedVideo, tiers: Sequence[Tier]) -> JsonObject:
     """Collect the page script's data: flat indices in order of selection, and the tiers."""
     row = video.metadata
     return {

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 
 from pipeline.cache.ledger import Ledger
 from pipeline.errors import CorruptShard
-from pipeline.execution.claim import holder
+from pipeline.execution.claim import Holder, holder
 from pipeline.execution.run_record import RUNS, RunRecord, now
 from pipeline.storage.stores import Store
 
@@ -62,8 +60,8 @@ def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
     names = store.names(RUNS, ".json")
     if not names:
         return None
-    now_at_work = holder(store) or {}
-    own = f"{RUNS}/{now_at_work.get('run_id')}.json"
+    now_at_work = holder(store)
+    own = f"{RUNS}/{now_at_work['run_id']}.json" if now_at_work else ""
     for name in [own] if own in names else reversed(names):  # a run_id begins with its time
         try:
             record = json.loads(store.read(name))
@@ -74,11 +72,11 @@ def latest_run(store: Store, ledger: Ledger) -> RunProgress | None:
     return None
 
 
-def _progress(ledger: Ledger, record: RunRecord, now_at_work: Mapping[str, Any]) -> RunProgress:
+def _progress(ledger: Ledger, record: RunRecord, now_at_work: Holder | None) -> RunProgress:
     """Return the progress of a run from its record, or of the run at work if that has no record yet."""
     n_done, n_failed = ledger.of_run(record["run_id"])
     status = record["status"]
-    if now_at_work and not _is_of(record, now_at_work):
+    if now_at_work and record["run_id"] != now_at_work["run_id"]:
         return RunProgress(
             run_id=now_at_work["run_id"],
             status="starting",
@@ -104,8 +102,3 @@ def _progress(ledger: Ledger, record: RunRecord, now_at_work: Mapping[str, Any])
         seconds=(until - datetime.fromisoformat(record["started"])).total_seconds(),
         error=record.get("error"),
     )
-
-
-def _is_of(record: RunRecord, at_work: Mapping[str, Any]) -> bool:
-    """Return whether the record is of the run that is at work."""
-    return bool(record["run_id"] == at_work["run_id"])

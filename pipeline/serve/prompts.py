@@ -14,13 +14,13 @@ from gstep.language.types import ChatMessage, ChatPart
 from pipeline.cache.reader import TokenCache
 from pipeline.errors import UsageError
 from pipeline.generate.model import check_model, check_tokens
+from pipeline.rows import Json, JsonObject
 from pipeline.serve.links import SCHEME, CacheLink
 from pipeline.serve.videos import ServedVideo, ServedVideos
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import store_at
 
-Json = str | int | float | bool | None | Sequence["Json"] | Mapping[str, "Json"]
-ClientMessage = Mapping[str, Json]
+ClientMessage = JsonObject
 _CHARACTERS_PER_TOKEN = 8  # longest average of a text that may fit; usual text has four
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.rows import JsonObject
 from pipeline.storage.s3 import Upload
 from pipeline.storage.stores import FileInfo
 
@@ -75,7 +76,7 @@ class Problem:
     video_id: str | None = None
     videos_shard: str | None = None
 
-    def as_record(self) -> dict[str, Any]:
+    def as_record(self) -> JsonObject:
         """Return the problem as a JSON-able dict."""
         record = asdict(self)
         return {"class": record.pop("kind"), **record, "remedy": self.kind.remedy}
@@ -134,7 +135,7 @@ class Repaired:
     replaced: list[str] = field(default_factory=list)
     command: str = ""
 
-    def as_record(self) -> dict[str, Any]:
+    def as_record(self) -> JsonObject:
         """Return the repair as a JSON-able dict."""
         return {**vars(self), "marked": [video._asdict() for video in self.marked]}
 
@@ -198,7 +199,7 @@ class Report:
         """The reading speed in GB/s."""
         return self.bytes_read / 1e9 / self.seconds if self.seconds else 0.0
 
-    def as_record(self) -> dict[str, Any]:
+    def as_record(self) -> JsonObject:
         """Return the report as a JSON-able dict."""
         return {
             "cache": self.cache,

@@ -18,6 +18,7 @@ from rich.console import Console
 from jobs.command import add_json_or_file, count, file_in_folder, share, wide_console
 from jobs.json_document import Done
 from pipeline.options import ATTN, DEVICES, DTYPES
+from pipeline.rows import JsonObject
 
 if TYPE_CHECKING:
     from jobs.benchmark.efficiency.setup import Job
@@ -79,7 +80,11 @@ def run(arguments: argparse.Namespace) -> Done:
     title, memory = _title(job, arguments, rows[0].visual_tokens), _memory(job)
     for table in tables(rows, title, memory):
         wide_console().print(table)
-    more = {"machine": machine(job.runtime.device), "runtime": job.runtime.describe(), "random_weights": job.random}
+    more: JsonObject = {
+        "machine": machine(job.runtime.device),
+        "runtime": job.runtime.describe(),
+        "random_weights": job.random,
+    }
     if arguments.latex is not None:
         arguments.latex.write_text(table3(found, title, memory), encoding="utf-8")
     return Done(0, as_record(rows, found, title=title, memory=memory, **more, arguments=flags))

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from jobs.benchmark.efficiency.samples import Built, Found, Sample
 from pipeline.evaluate.statistics.render import method_title
+from pipeline.rows import Json, JsonObject
 
 MIB, GIB = 2**20, 2**30
 
@@ -213,11 +214,11 @@ def _change(value: float | None, full: float | None) -> str:
     return "" if value is None or not full or value == full else f" {value / full - 1:+.1%}"
 
 
-def as_record(rows: Sequence[Row], found: Sequence[Found], **more: object) -> dict[str, object]:
+def as_record(rows: Sequence[Row], found: Sequence[Found], **more: Json) -> JsonObject:
     """Return the JSON-able document of the benchmark: the machine, the rows and every sample, in seconds and bytes."""
 
-    def listed(one: Found, measured: Sequence[Sample] | Sequence[Built]) -> list[dict[str, object]]:
-        arm = {"method": one.arm.method, "retention_ratio": one.arm.retention_ratio}
+    def listed(one: Found, measured: Sequence[Sample] | Sequence[Built]) -> list[JsonObject]:
+        arm: JsonObject = {"method": one.arm.method, "retention_ratio": one.arm.retention_ratio}
         return [{**arm, **asdict(item), "total_s": item.total_s} for item in measured]
 
     samples = [item for one in found for item in listed(one, [*one.online, *one.cached])]
@@ -226,6 +227,6 @@ def as_record(rows: Sequence[Row], found: Sequence[Found], **more: object) -> di
     return {**more, "rows": lines, "samples": samples, "built": built}
 
 
-def _named(value: object) -> object:
+def _named(value: Json | Spread) -> Json:
     """Convert a Spread to a dict by field name; return other values as they are."""
     return value._asdict() if isinstance(value, Spread) else value

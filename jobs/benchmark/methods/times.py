@@ -15,6 +15,7 @@ from gstep import PRUNERS, VisualTokens, make_pruner
 from gstep.evidence import EVIDENCE_SHAPES
 from gstep.pruners.base import Pruner
 from jobs.benchmark.tokens import structured_tokens
+from pipeline.rows import Json, JsonObject
 
 # Widths of evidence whose size the tokens do not decide: those of SigLIP so400m.
 WIDTHS = {"Dv": 1152, "Dk": 72, "De": 1152, "Q": 1}
@@ -101,6 +102,6 @@ def as_table(times: Sequence[MethodTime], title: str) -> Table:
     return table
 
 
-def as_record(times: Sequence[MethodTime], **more: object) -> dict[str, object]:
+def as_record(times: Sequence[MethodTime], **more: Json) -> JsonObject:
     """Return the times as the JSON document of ``--json``."""
     return {**more, "times": [asdict(item) for item in times]}

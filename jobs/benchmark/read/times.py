@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from jobs.benchmark.read.cache import BUCKET, TIER, Counted, ReadJob, make_cache, s3_server
 from pipeline import TokenCache, TokenDataset, pack
 from pipeline.cache.token_shard import Rows, TokenShard
+from pipeline.rows import Json, JsonObject
 from pipeline.storage.stores import LocalStore, ObjectStore, Store
 
 BATCH = 8
@@ -238,7 +239,7 @@ def shares(way: TimedReader, plain: TimedReader | None) -> tuple[str, str]:
     return f"{wall:.0%}", f"{cpu:.0%}"
 
 
-def as_record(found: Sequence[TimedReader], job: ReadJob, **more: object) -> dict[str, object]:
+def as_record(found: Sequence[TimedReader], job: ReadJob, **more: Json) -> JsonObject:
     """Return the figures as JSON-able dicts."""
     ways = [{name: value for name, value in vars(way).items() if name != "read"} for way in found]
     return {**more, "job": asdict(job), "ways": ways}

@@ -19,6 +19,7 @@ from gstep import VisualTokens, budget_for, make_pruner
 from gstep.density import ZERO_DISTANCE, spatio_temporal_density
 from gstep.selection.dispatch import fast_density_guided_fps
 from jobs.benchmark.tokens import INPUTS
+from pipeline.rows import Json, JsonObject
 
 ALPHA, BETA = 0.5, 1e-6  # those of gstep.prune
 PREFIX = 200  # steps of the loop that are timed where all of them would take too long; all cost the same
@@ -139,6 +140,6 @@ def as_table(times: Sequence[SelectionTimes], title: str) -> Table:
     return table
 
 
-def as_record(times: Sequence[SelectionTimes], **more: object) -> dict[str, object]:
+def as_record(times: Sequence[SelectionTimes], **more: Json) -> JsonObject:
     """Return the times as the JSON document of ``--json``."""
     return {**more, "times": [asdict(item) for item in times]}

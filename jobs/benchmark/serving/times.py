@@ -25,6 +25,7 @@ from pipeline.errors import RunFailed
 from pipeline.generate.engines import BATCH_SIZES, TRANSFORMERS, VLLM, Engine, EngineSetup, load_engine
 from pipeline.generate.engines.vllm import VllmEngine, check_installed
 from pipeline.generate.held_videos import HeldVideos
+from pipeline.rows import JsonObject
 
 _BATCH = BATCH_SIZES[TRANSFORMERS]
 
@@ -274,7 +275,7 @@ def as_table(found: Sequence[Measured], title: str) -> Table:
     return table
 
 
-def as_record(found: Sequence[Measured], job: Job, *, machine: dict[str, str | int]) -> dict[str, object]:
+def as_record(found: Sequence[Measured], job: Job, *, machine: dict[str, str | int]) -> JsonObject:
     """Return the benchmark's JSON document."""
     return {"machine": machine, "job": asdict(job), "measured": [asdict(one) for one in found]}
 

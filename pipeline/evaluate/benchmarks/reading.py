@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from pipeline.errors import UsageError
 from pipeline.inputs.tables import UNREADABLE, BadRow, UserRow, read_rows
+from pipeline.rows import JsonObject
 
 #: The JSON objects beside the annotations, by file name; a missing file is an empty object.
-Tables = Mapping[str, Mapping[str, Any]]
+Tables = Mapping[str, JsonObject]
 
 
 class Place(NamedTuple):
@@ -47,7 +48,7 @@ def read_annotations(folder: Path, path: Path, needs: Sequence[str], tables: Tab
 
 def read_tables(folder: Path, names: Sequence[str]) -> Tables:
     """Read the JSON objects of these names below a folder. Raise UsageError if one is no JSON object."""
-    tables: dict[str, Mapping[str, Any]] = {}
+    tables: dict[str, JsonObject] = {}
     for name in names:
         try:
             tables[name] = _loaded(folder / name) if (folder / name).is_file() else {}

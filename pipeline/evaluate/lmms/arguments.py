@@ -13,6 +13,7 @@ from pipeline.cache.header import CacheIdentity, fingerprint
 from pipeline.errors import IdentityMismatch, UsageError
 from pipeline.evaluate.protocols import LMMS_EVAL_0_7, ModelRules
 from pipeline.generate.config import GenerateConfig
+from pipeline.rows import JsonObject
 
 EMPTY, ERROR = "empty", "error"
 #: Our name of an option -> its name in GenerateConfig.
@@ -64,7 +65,7 @@ class Arguments:
     parameters: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Arguments:
+    def read(cls, given: JsonObject) -> Arguments:
         """Read the keywords that lmms-eval calls a model with. Raise UsageError that names ``--model_args``."""
         for name in ("cache", "answers"):
             if given.get(name) in (None, ""):
@@ -148,7 +149,7 @@ def _unquoted(text: str) -> str:
     return text[1:-1] if quoted else text
 
 
-def _parameters(others: Mapping[str, Any], method: str | None) -> dict[str, str]:
+def _parameters(others: JsonObject, method: str | None) -> dict[str, str]:
     """Return the unknown names of ``--model_args`` as parameters of the method. Raise UsageError without a method."""
     accepted: list[str] = []
     if method is not None:

@@ -11,6 +11,7 @@ from typing import Any
 from gstep.language import Decoding
 from pipeline.errors import UsageError
 from pipeline.generate.questions import Instructions, seed_for
+from pipeline.rows import JsonObject
 
 MAX_NEW_TOKENS = 1024  # the default of lmms-eval's llava_onevision for tasks without a setting
 # Every task has it that names no other, and models are not meant to stop there: LLaVA-OneVision looks at no stop text
@@ -41,7 +42,7 @@ class LmmsQuestion:
         """The task and document, for error messages."""
         return f"task {self.task}, document {self.doc_id}"
 
-    def row(self, video_id: str, system: str | None) -> dict[str, Any]:
+    def row(self, video_id: str, system: str | None) -> JsonObject:
         """Return the question as a row of QUESTION_SCHEMA."""
         return {
             "question_id": self.question_id,

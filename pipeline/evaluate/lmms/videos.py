@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipeline.errors import UsageError
 from pipeline.inputs.listings import VIDEO_SUFFIXES
+from pipeline.rows import JsonObject
 
 #: Fields that name a video: of VideoME, LongVideoBench, MLVU, EgoSchema, and MVBench, whose tasks have a folder each.
 FIELDS = ("videoID", "video_path", "video_name", "video_idx", "video")
 
 
-def video_key(doc: Mapping[str, Any], template: str | None = None, folder: str | None = None) -> str:
+def video_key(doc: JsonObject, template: str | None = None, folder: str | None = None) -> str:
     """Return the video that a document names: a path or the end of one, with or without the suffix.
 
     Args:

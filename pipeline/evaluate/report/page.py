@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 from urllib.parse import urlsplit
 
 import pyarrow as pa
@@ -24,6 +23,7 @@ from pipeline.evaluate.statistics.render import NOISE, few_mark, few_videos, p_t
 from pipeline.evaluate.statistics.results import SIGNIFICANT, ResultsTable
 from pipeline.evaluate.statistics.score_matrix import ORIGINAL, Arm
 from pipeline.html_pages import asset, environment, policy_hash
+from pipeline.rows import JsonObject
 
 PACKAGE = "pipeline.evaluate.report"
 
@@ -52,7 +52,7 @@ class Report:
     items: Mapping[str, Item]
     faults: Sequence[AnnotationFault]
     n_annotated: int
-    protocol: Mapping[str, Any]
+    protocol: JsonObject
     facts: Sequence[tuple[str, str]] = ()
     pages: Mapping[str, Links] = field(default_factory=dict)
 
@@ -150,7 +150,7 @@ def _deepest(split: ResultsTable) -> float:
     return min(30.0, max(5.0, largest))
 
 
-def _flat(described: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _flat(described: JsonObject, prefix: str = "") -> Iterator[tuple[str, str]]:
     """Yield (dotted name, value) of every leaf of a nested mapping."""
     for name, value in described.items():
         if isinstance(value, Mapping) and value:

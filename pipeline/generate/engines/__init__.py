@@ -12,6 +12,7 @@ from gstep.backbones import ModelSource, Runtime
 from gstep.language import Answer, Decoding, Prompt, Score
 from gstep.lazy import LazyTable
 from gstep.pruners.base import Pruner
+from pipeline.rows import JsonObject
 
 TRANSFORMERS, VLLM = "transformers", "vllm"
 #: Each has ``load``, and ``check`` for what can be said before that.
@@ -54,7 +55,7 @@ class EngineSetup:
     params: Mapping[str, Any] = field(default_factory=dict)
     largest_video: int = 0
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> JsonObject:
         """Return the engine's part of the answers' identity, JSON-able; empty for the transformers engine."""
         if self.name == TRANSFORMERS:
             return {}
@@ -91,7 +92,7 @@ class Engine(Protocol):
     def embedding(self, text: str) -> Tensor:
         """Return the mean input embedding [1,D] float32 of a text's tokens. Raises ValueError for an empty text."""
 
-    def describe(self) -> Mapping[str, Any]:
+    def describe(self) -> JsonObject:
         """Return the versions and settings that compute the answers, for their provenance, JSON-able."""
 
     def close(self) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 
 from gstep.backbones import ModelSource, Runtime
 from gstep.language import LanguageModel, Prompt, PromptBuilder, load_language_model
 from gstep.language.batch import batches_by_cost
 from pipeline.generate.engines import EngineSetup
 from pipeline.generate.late_pruning import LatePruning
+from pipeline.rows import JsonObject
 
 
 class TransformersEngine:
@@ -40,7 +41,7 @@ class TransformersEngine:
             lengths, lengths if inside else [len(prompt) - prompt.prefix_length for prompt in prompts], most
         )
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> JsonObject:
         """Return the provenance of answers, as :class:`pipeline.generate.engines.Engine`."""
         return {**self._runtime.describe(), "model_bytes": self._model.n_bytes}
 

@@ -24,6 +24,7 @@ from gstep.serving.sampling import check_served, sampling_params
 from pipeline.errors import UsageError
 from pipeline.generate.engines import EngineDied, EngineSetup
 from pipeline.generate.late_pruning import LatePruning
+from pipeline.rows import JsonObject
 
 SUPPORTED = ">=0.30,<0.33"
 _IDS_AT_ONCE = 100  # log-probabilities that one request may ask for; vLLM allows 128
@@ -142,7 +143,7 @@ class VllmEngine:
         """Return the embedding of a text, as :class:`pipeline.generate.engines.Engine`."""
         return self._embeddings.mean(text).to(self._runtime.device)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> JsonObject:
         """Return the provenance of answers, as :class:`pipeline.generate.engines.Engine`."""
         parallel = {"tensor_parallel": self._setup.tensor_parallel}
         return {**self._runtime.describe(), "attn_implementation": "vllm", "vllm": _version(), **parallel}
@@ -205,7 +206,7 @@ class VllmEngine:
         return Answer(text, tuple(ids), "stop" if stopped else "length", prefill_s, decode_s)
 
     @staticmethod
-    def _next_params(following: Sequence[int]) -> dict[str, Any]:
+    def _next_params(following: Sequence[int]) -> JsonObject:
         """Return sampling parameters that give the log-probabilities of these next tokens."""
         asked = {"logprob_token_ids": list(following), "logprobs": None}
         return {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False, **asked}
