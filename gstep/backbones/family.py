@@ -141,6 +141,14 @@ class ModelFamily(ABC):
         """
 
     @abstractmethod
+    def flops(self, n_frames: int, height: int, width: int) -> int:
+        """Count the floating-point operations of encoding frames as in ``token_counts``, from the config alone.
+
+        A multiplication and an addition are two. Only matrix products and convolutions count, as in
+        ``torch.utils.flop_counter``; the other operations of these towers are memory traffic.
+        """
+
+    @abstractmethod
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
         """Return the bytes of all visual tokens and of that evidence (by names) in bfloat16.
 

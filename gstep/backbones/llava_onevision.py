@@ -93,13 +93,26 @@ class LlavaOnevision(ModelFamily):
         """Count (T, N) as :meth:`ModelFamily.token_counts`; the vision tower takes frames of one size only."""
         return n_frames, _tokens_per_frame(height, self._vision("patch_size", 14))
 
+    def flops(self, n_frames: int, height: int, width: int) -> int:
+        """Count the operations as :meth:`ModelFamily.flops`; every frame attends within itself."""
+        C, inner = self._vision("hidden_size", 1152), self._vision("intermediate_size", 4304)
+        patch, depth = self._vision("patch_size", 14), self._vision("num_hidden_layers", 26)
+        D, P = self._text_width(), (height // patch) * (width // patch)
+        embedding = 2 * P * 3 * patch**2 * C
+        layer = 8 * P * C**2 + 4 * P**2 * C + 4 * P * C * inner
+        projector = 2 * P * (C * D + D**2)  # of all patches; they are pooled afterwards
+        return n_frames * (embedding + depth * layer + projector)
+
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
         channels = self._vision("hidden_size", 1152)
         widths = {"image_embedding": channels, "token_key": channels // self._vision("num_attention_heads", 16)}
-        numbers = self.source.config.get("text_config", {}).get("hidden_size", 4096)
-        numbers += sum(widths.get(name, 1) for name in evidence if name not in PER_FRAME)
+        numbers = self._text_width() + sum(widths.get(name, 1) for name in evidence if name not in PER_FRAME)
         T, N = self.token_counts(n_frames, height, width)
-        return T * (N * int(numbers) + channels * sum(name in PER_FRAME for name in evidence)) * 2
+        return T * (N * numbers + channels * sum(name in PER_FRAME for name in evidence)) * 2
+
+    def _text_width(self) -> int:
+        """Return D, the language model's width, or the stock configuration's default."""
+        return int(self.source.config.get("text_config", {}).get("hidden_size", 4096))
 
     def _vision(self, name: str, default: int) -> int:
         """Read a number of the vision part of config.json, or the stock configuration's default."""

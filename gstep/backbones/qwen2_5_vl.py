@@ -22,12 +22,18 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
     model_type = "qwen2_5_vl"
     preprocessor_class: ClassVar[type[DynamicSizePreprocessor]] = PerFramePreprocessor
     vision_defaults: ClassVar[Mapping[str, Any]] = {
+        "depth": 32,
+        "fullatt_block_indexes": (7, 15, 23, 31),
+        "hidden_size": 3584,
+        "intermediate_size": 3420,
         "out_hidden_size": 3584,
         "patch_size": 14,
         "spatial_merge_size": 2,
         "temporal_patch_size": 2,
         "tokens_per_second": 4,
+        "window_size": 112,
     }
+    mlp_products = 3
     pixel_defaults: ClassVar[Mapping[str, Any]] = {
         "size": {"shortest_edge": 128 * 28 * 28, "longest_edge": 28 * 28 * 768},
         "image_mean": [0.48145466, 0.4578275, 0.40821073],
@@ -50,6 +56,18 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
         row_N1 = torch.arange(rows, device="cpu")[:, None] // window
         column_1N = torch.arange(columns, device="cpu")[None] // window
         return torch.argsort((row_N1 * columns + column_1N).flatten(), stable=True)
+
+    def _attention_flops(self, vision: Mapping[str, Any], height: int, width: int) -> int:
+        """Count as for whole frames in the few layers that attend so, and within windows in the others."""
+        whole = super()._attention_flops(vision, height, width) // vision["depth"]
+        side = vision["window_size"] // vision["patch_size"]
+        rows, columns = (
+            [min(side, n - start) for start in range(0, n, side)]
+            for n in (height // vision["patch_size"], width // vision["patch_size"])
+        )
+        windowed = 4 * sum((h * w) ** 2 for h in rows for w in columns) * vision["hidden_size"]
+        n_whole = sum(place < vision["depth"] for place in vision["fullatt_block_indexes"])
+        return int(n_whole * whole + (vision["depth"] - n_whole) * windowed)
 
     def extra(self, video: SampledVideo, vision: PretrainedConfig) -> ModelExtra:
         """Return the time scale: a patch advances positions by second_per_grid_ts * tokens_per_second, never rounded.

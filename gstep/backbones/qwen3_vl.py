@@ -21,6 +21,9 @@ class Qwen3VL(QwenVL):
     preprocessor_class: ClassVar[type[DynamicSizePreprocessor]] = PerVideoPreprocessor
     vision_defaults: ClassVar[Mapping[str, Any]] = {
         "deepstack_visual_indexes": (8, 16, 24),
+        "depth": 27,
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
         "out_hidden_size": 3584,
         "patch_size": 16,
         "spatial_merge_size": 2,

@@ -44,6 +44,7 @@ class QwenVL(ModelFamily):
     preprocessor_class: ClassVar[type[DynamicSizePreprocessor]]
     # Defaults of the stock configuration (models/<family>/configuration_<family>.py), for missing keys.
     vision_defaults: ClassVar[Mapping[str, Any]]
+    mlp_products: ClassVar[int] = 2  # of an MLP; a gated one has three
     # Class defaults of the stock video processor (models/*/video_processing_*.py).
     pixel_defaults: ClassVar[Mapping[str, Any]]
     # The stock video processor, and the image processors for whose name AutoVideoProcessor takes it.
@@ -97,6 +98,23 @@ class QwenVL(ModelFamily):
         vision = self._vision()
         side = vision["patch_size"] * vision["spatial_merge_size"]
         return -(-n_frames // vision["temporal_patch_size"]), (height // side) * (width // side)
+
+    def flops(self, n_frames: int, height: int, width: int) -> int:
+        """Count the operations as :meth:`ModelFamily.flops`; every temporal patch attends within itself."""
+        vision = self._vision()
+        C, inner, merged = vision["hidden_size"], vision["intermediate_size"], vision["spatial_merge_size"] ** 2
+        T, N = self.token_counts(n_frames, height, width)
+        P = N * merged
+        embedding = 2 * P * 3 * vision["patch_size"] ** 2 * vision["temporal_patch_size"] * C
+        layers = vision["depth"] * P * (8 * C**2 + 2 * self.mlp_products * C * inner)
+        merger = 2 * N * (merged * C) * (merged * C + vision["out_hidden_size"])
+        mergers = 1 + len(vision.get("deepstack_visual_indexes", ()))
+        return int(T * (embedding + layers + self._attention_flops(vision, height, width) + mergers * merger))
+
+    def _attention_flops(self, vision: Mapping[str, Any], height: int, width: int) -> int:
+        """Count the products of queries, keys and values in all layers, for one temporal patch."""
+        P = (height // vision["patch_size"]) * (width // vision["patch_size"])
+        return int(vision["depth"] * 4 * P**2 * vision["hidden_size"])
 
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
         """Estimate the bytes of a video's tokens; the evidence of these families is one number a token."""
