@@ -20,6 +20,8 @@ examples:
   python -m jobs.prune videos/ --out cache --model llava-hf/llava-onevision-qwen2-7b-ov-hf
   python -m jobs.prune manifest.jsonl --video-root /data --fps 1 --max-frames 64
   python -m jobs.prune manifest.jsonl --dry-run                 what a run would do; --limit 100 to do a part of it
+  python -m jobs.prune manifest.jsonl --plan --gpu-hour 1.80    what that would take; decodes 20 videos
+  python -m jobs.prune --plan --model MODEL --gpus 64 --gpu-type A100 --videos 2e6 --seconds 60
 
 The same command again goes on where the last one stopped, and does nothing where nothing is left to do.
 """
@@ -49,11 +51,16 @@ def _prune(config: PruneConfig, console: Console) -> Done:
         refuse_other_file(named)
     # Ray, torch and the decoders load only now: --help, a mistyped flag and a file that is no video answer at once.
     with importing_much():
-        from pipeline.prune.forecast import forecast, render_forecast  # noqa: PLC0415
+        from pipeline.plan.render import render_plan  # noqa: PLC0415
+        from pipeline.prune.forecast import forecast, plan_run, render_forecast  # noqa: PLC0415
         from pipeline.prune.run import prune_videos  # noqa: PLC0415
         from pipeline.prune.summary import render  # noqa: PLC0415
 
     out = wide_console()
+    if config.plan:
+        forecasted = plan_run(config, console)
+        out.print(render_plan(forecasted))
+        return Done(0, forecasted.as_record())
     if config.dry_run:
         plan = forecast(config, console)
         out.print(render_forecast(plan))

@@ -142,6 +142,10 @@ class RunFailed(RuntimeError):  # noqa: N818
     """The run stopped before every video had a row (exit code 1)."""
 
 
+class LimitReached(RunFailed):
+    """The run has reached ``--max-hours`` or ``--max-cost``; what is committed stays, and a rerun goes on."""
+
+
 class TooManyFailed(RunFailed):
     """A run from Python ended, and more items failed than allowed; ``summary`` is what a good run returns."""
 

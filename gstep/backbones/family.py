@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -34,6 +34,29 @@ class StaticParts:
     hidden_size: int
     newline: Tensor | None
     deepstack_levels: int = 0
+
+
+class TowerWork(NamedTuple):
+    """The matrix products of a vision tower for one T (a frame, or a temporal patch on Qwen).
+
+    Attributes:
+        patches: of one T.
+        width: of a patch's vector between the layers.
+        of_patches: weights by which every patch is multiplied.
+        of_tokens: weights by which every token is multiplied, once patches are merged.
+        attention: operations of queries with keys, and of the result with values, in all layers.
+    """
+
+    patches: int
+    width: int
+    of_patches: int
+    of_tokens: int
+    attention: int
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the tower and projector, without biases and norms."""
+        return self.of_patches + self.of_tokens
 
 
 @dataclass(frozen=True)
@@ -141,12 +164,17 @@ class ModelFamily(ABC):
         """
 
     @abstractmethod
+    def tower_work(self, height: int, width: int) -> TowerWork:
+        """Count the work of encoding one T of frames of [height, width] pixels, from the config alone."""
+
     def flops(self, n_frames: int, height: int, width: int) -> int:
         """Count the floating-point operations of encoding frames as in ``token_counts``, from the config alone.
 
         A multiplication and an addition are two. Only matrix products and convolutions count, as in
         ``torch.utils.flop_counter``; the other operations of these towers are memory traffic.
         """
+        (T, N), work = self.token_counts(n_frames, height, width), self.tower_work(height, width)
+        return T * (2 * work.patches * work.of_patches + 2 * N * work.of_tokens + work.attention)
 
     @abstractmethod
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:

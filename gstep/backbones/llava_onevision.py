@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gstep.backbones.attention import observing
 from gstep.backbones.base import Backbone, ModelExtra, SampledVideo
-from gstep.backbones.family import ModelFamily, StaticParts
+from gstep.backbones.family import ModelFamily, StaticParts, TowerWork
 from gstep.backbones.preprocess.fixed import FixedSizePreprocessor
 from gstep.backbones.runtime import Runtime
 from gstep.backbones.siglip.evidence import AttentionObserver, PatchObserver, ProbeObserver
@@ -93,15 +93,13 @@ class LlavaOnevision(ModelFamily):
         """Count (T, N) as :meth:`ModelFamily.token_counts`; the vision tower takes frames of one size only."""
         return n_frames, _tokens_per_frame(height, self._vision("patch_size", 14))
 
-    def flops(self, n_frames: int, height: int, width: int) -> int:
-        """Count the operations as :meth:`ModelFamily.flops`; every frame attends within itself."""
-        C, inner = self._vision("hidden_size", 1152), self._vision("intermediate_size", 4304)
+    def tower_work(self, height: int, width: int) -> TowerWork:
+        """Count as :meth:`ModelFamily.tower_work`; all patches pass the projector, and are pooled afterwards."""
+        C, inner, D = self._vision("hidden_size", 1152), self._vision("intermediate_size", 4304), self._text_width()
         patch, depth = self._vision("patch_size", 14), self._vision("num_hidden_layers", 26)
-        D, P = self._text_width(), (height // patch) * (width // patch)
-        embedding = 2 * P * 3 * patch**2 * C
-        layer = 8 * P * C**2 + 4 * P**2 * C + 4 * P * C * inner
-        projector = 2 * P * (C * D + D**2)  # of all patches; they are pooled afterwards
-        return n_frames * (embedding + depth * layer + projector)
+        P = (height // patch) * (width // patch)
+        of_patches = 3 * patch**2 * C + depth * (4 * C**2 + 2 * C * inner) + C * D + D**2
+        return TowerWork(P, C, of_patches, 0, depth * 4 * P**2 * C)
 
     def token_bytes(self, n_frames: int, height: int, width: int, evidence: Sequence[str] = ()) -> int:
         channels = self._vision("hidden_size", 1152)

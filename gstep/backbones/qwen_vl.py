@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gstep.backbones.attention import merged_attention, observing, rotated, split_heads
 from gstep.backbones.base import Backbone, ModelExtra, SampledVideo
-from gstep.backbones.family import ModelFamily, StaticParts
+from gstep.backbones.family import ModelFamily, StaticParts, TowerWork
 from gstep.backbones.preprocess.qwen import DynamicSizePreprocessor
 from gstep.backbones.runtime import Runtime
 from gstep.backbones.weights import check_loaded, empty_model, load_weights
@@ -99,17 +99,16 @@ class QwenVL(ModelFamily):
         side = vision["patch_size"] * vision["spatial_merge_size"]
         return -(-n_frames // vision["temporal_patch_size"]), (height // side) * (width // side)
 
-    def flops(self, n_frames: int, height: int, width: int) -> int:
-        """Count the operations as :meth:`ModelFamily.flops`; every temporal patch attends within itself."""
+    def tower_work(self, height: int, width: int) -> TowerWork:
+        """Count as :meth:`ModelFamily.tower_work`; deepstack levels have mergers of their own."""
         vision = self._vision()
         C, inner, merged = vision["hidden_size"], vision["intermediate_size"], vision["spatial_merge_size"] ** 2
-        T, N = self.token_counts(n_frames, height, width)
-        P = N * merged
-        embedding = 2 * P * 3 * vision["patch_size"] ** 2 * vision["temporal_patch_size"] * C
-        layers = vision["depth"] * P * (8 * C**2 + 2 * self.mlp_products * C * inner)
-        merger = 2 * N * (merged * C) * (merged * C + vision["out_hidden_size"])
+        P = merged * self.token_counts(1, height, width)[1]
+        embedding = 3 * vision["patch_size"] ** 2 * vision["temporal_patch_size"] * C
+        layers = vision["depth"] * (4 * C**2 + self.mlp_products * C * inner)
+        merger = merged * C * (merged * C + vision["out_hidden_size"])
         mergers = 1 + len(vision.get("deepstack_visual_indexes", ()))
-        return int(T * (embedding + layers + self._attention_flops(vision, height, width) + mergers * merger))
+        return TowerWork(P, C, embedding + layers, mergers * merger, self._attention_flops(vision, height, width))
 
     def _attention_flops(self, vision: Mapping[str, Any], height: int, width: int) -> int:
         """Count the products of queries, keys and values in all layers, for one temporal patch."""

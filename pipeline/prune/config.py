@@ -10,10 +10,11 @@ from gstep.methods import OF_A_VIDEO
 from pipeline.cache.codecs import BFLOAT16, CODECS
 from pipeline.errors import UsageError
 from pipeline.options import DTYPES, PrunerOptions, check, option, positive
+from pipeline.plan.options import GROUP, PlanOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class PruneConfig(PrunerOptions):
+class PruneConfig(PlanOptions, PrunerOptions):
     """All options of ``python -m jobs.prune``. Raises UsageError for a value that makes no sense."""
 
     item: ClassVar[str] = "video"
@@ -183,6 +184,23 @@ class PruneConfig(PrunerOptions):
         metavar="N",
     )
 
+    probe: int | None = option(
+        None,
+        "decode K of the videos, spread over all, before the forecast (default: with --plan 20; of a run, which keeps "
+        "its forecast in its record, none)",
+        metavar="K",
+        group=GROUP,
+    )
+    corpus_videos: float | None = option(
+        None, "with --plan: for N videos that are not here; VIDEOS is left out", metavar="N", flag="--videos"
+    )
+    seconds: float | None = option(None, "with --videos: seconds of a video", metavar="S")
+    size: str | None = option(None, "with --videos: pixels of a video (default: 1920x1080)", metavar="WxH")
+    max_hours: float | None = option(None, "end the run in order after H hours; the same command goes on", metavar="H")
+    max_cost: float | None = option(
+        None, "end the run in order once its cluster has cost PRICE, by --gpu-hour and --core-hour", metavar="PRICE"
+    )
+
     @property
     def named(self) -> str:
         """The videos as messages name them."""
@@ -206,11 +224,42 @@ class PruneConfig(PrunerOptions):
         assert found is not None
         return int(found[1]), int(found[2])
 
+    def pixels(self) -> tuple[int, int]:
+        """Return (width, height) of ``--size``. Raises UsageError."""
+        found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", self.size or "1920x1080")
+        if found is None:
+            raise UsageError(f"--size must be WIDTHxHEIGHT, got {self.size!r}")
+        return int(found[1]), int(found[2])
+
+    def _check_plan(self) -> None:
+        """Raise UsageError where options of a plan make no sense, or not together."""
+        for name in ("seconds", "max_hours", "max_cost"):
+            value = getattr(self, name)
+            check(value is None or positive(value), name, "a positive number", value)
+        check(self.probe is None or self.probe >= 0, "probe", "at least 0", self.probe)
+        self.refuse_without_plan("corpus_videos", "seconds", "size")
+        self.pixels()
+        n_videos = self.corpus_videos
+        if self.plan and self.dry_run:
+            raise UsageError("--plan and --dry-run: give one of them")
+        if n_videos is not None and not (n_videos >= 1 and float(n_videos).is_integer()):
+            raise UsageError(f"--videos must be a whole number, at least 1, got {n_videos:g}")
+        if (n_videos is None) != (self.seconds is None) or (n_videos is None and self.size is not None):
+            raise UsageError(
+                "a corpus that is not here is described by --videos N and --seconds S, and --size if known"
+            )
+        if n_videos is not None and self.videos != ["sample"]:
+            raise UsageError(f"--videos plans for a corpus that is not here: leave out {self.named}")
+        if self.max_cost is not None and self.gpu_hour is None and self.core_hour is None:
+            raise UsageError("--max-cost needs a price: --gpu-hour, or --core-hour where CPUs are paid by themselves")
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.videos, str):  # as older records of runs have it
             object.__setattr__(self, "videos", [self.videos])
         self.part()
+        self._check_plan()
+
         self.clip_names()
         check(not self.index or self.dry_run, "index", "given with --dry-run", self.index)
         check(len(self.videos) > 0, "videos", "at least one folder, glob, file or manifest", self.videos)

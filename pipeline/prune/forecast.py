@@ -1,32 +1,51 @@
-"""The dry run: its checks, and a report of what a run would do."""
+"""The dry run and the plan: what a run would do, and what that would take; nothing is started or written."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import torch
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gstep.backbones import family_of
+from gstep.backbones import ModelSource, family_of
 from gstep.types import budget_for
 from pipeline.cache.header import CacheIdentity
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.reader import made_with
+from pipeline.cache.schema import TIERS
 from pipeline.errors import CacheLocked, UsageError
 from pipeline.execution.claim import holder, who
-from pipeline.execution.request import store_refusing
+from pipeline.execution.request import refusing, store_refusing
+from pipeline.inputs.named_videos import MANIFEST_SCHEMA
+from pipeline.plan.estimate import Cluster, Plan, Prices, estimate
+from pipeline.plan.facts import video_seconds
+from pipeline.plan.gpus import GPU_TYPES, named_type
+from pipeline.plan.intervals import Interval, mean_of, share_of
+from pipeline.plan.workload import Workload, decoding, selecting
 from pipeline.prune.config import PruneConfig
+from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.manifest_checks import Example, sure_failures
-from pipeline.prune.request import PruneRequest, prepare
+from pipeline.prune.request import PruneRequest, prepare, resolve
 from pipeline.prune.resume import Tally, remaining, within_limit
-from pipeline.storage.stores import Store
+from pipeline.rows import TodoRow, VideoRecord
+from pipeline.storage.s3 import Objects
+from pipeline.storage.stores import LocalStore, Store
 
 _SHOWN = 5  # ids that the report lists
+PROBE = 20  # videos that a plan decodes
+FRAMES_AT_ONCE = 32  # of a video on a GPU: what loading a model asks for unless told otherwise
+COLUMN_BYTES = 12  # of a token in its shard beside its vectors: index, rank, frame and density, compressed
 
 
 @dataclass(frozen=True)
@@ -152,3 +171,160 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
             _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", str(value))]
         )
     return leaves
+
+
+# A file that nobody has looked at: low, expected and high (frames' height and width) and core-seconds of decoding it.
+_UNSEEN_SIZES = ((240, 426), (720, 1280), (1080, 1920))
+_UNSEEN_DECODE_S = Interval(0.03, 0.5, 6.0)
+
+
+def plan_run(config: PruneConfig, console: Console) -> Plan:
+    """Forecast what a run with the same flags would take; decodes the probed videos, starts and writes nothing.
+
+    Raises UsageError for whatever a run would refuse before it starts.
+    """
+    prices = Prices.of(config)
+    if config.corpus_videos is not None:
+        with TemporaryDirectory() as folder, refusing():
+            source = ModelSource.random(config.model, Path(folder), config.revision)  # its config is all that counts
+            request = resolve(config, MANIFEST_SCHEMA.empty_table(), LocalStore(config.out), Objects(), source)
+            cluster, notes = _cluster(config)
+            return estimate(_described(request), cluster, prices, notes)
+    request = prepare(config, console)
+    with store_refusing():
+        ledger = Ledger(request.store, made_with(request.store)).refresh()
+        todo, _ = remaining(request.manifest, ledger, config, request.objects)
+    todo, _ = within_limit(todo, config.limit)
+    seen = probed(request, todo, PROBE if config.probe is None else config.probe, console)
+    cluster, notes = _cluster(config)
+    return estimate(workload(request, len(todo), seen, ledger), cluster, prices, notes)
+
+
+def probed(request: PruneRequest, todo: pa.Table, count: int, console: Console) -> list[VideoRecord]:
+    """Decode ``count`` of the videos (TODO_SCHEMA), evenly spread, in a child process; return their records."""
+    places = sorted({int(place) for place in np.linspace(0, len(todo) - 1, min(count, len(todo)))})
+    if not places:
+        return []
+    console.print(f"probing {len(places)} of {len(todo)} videos", highlight=False)
+    with closing(VideoDecoder(request.decode_setup())) as decoder:
+        return [_probed(decoder, todo.slice(place, 1).to_pylist()[0]) for place in places]
+
+
+def _probed(decoder: VideoDecoder, row: TodoRow) -> VideoRecord:
+    with decoder.open(row) as source:
+        return decoder.decode_one(row, source)[0]
+
+
+def workload(request: PruneRequest, n_videos: int, seen: Sequence[VideoRecord], ledger: Ledger) -> Workload:
+    """Return the work of ``n_videos``, by the videos that were probed, else by what the cache has measured."""
+    good = [record for record in seen if record["status"] == "ok"]
+    rows = np.flatnonzero(ledger.columns["state"] == 1)
+    seconds = ledger.columns["seconds"][rows].astype(float)
+    if good:
+        shapes = [(len(one["frame_indices"]), one["height"], one["width"]) for one in good]
+        decode_s = mean_of([one["decode_s"] for one in seen], population=n_videos)
+        notes = [f"{len(seen)} of {n_videos} videos were decoded here; another CPU takes other times"]
+        if len(pixels := {(one["source_width"], one["source_height"]) for one in good}) == 1 < n_videos:
+            ((width, height),) = pixels
+            notes.append(f"all of them are {width} x {height}: nothing is known of other sizes")
+    else:
+        n_frames = request.decode_setup().largest_frames()[0]
+        shapes = _shapes(request, n_frames, _UNSEEN_SIZES)
+        decode_s = mean_of(seconds[:, 0].tolist()) if len(rows) else _UNSEEN_DECODE_S.scaled(min(n_frames, 64) / 32)
+        notes = [
+            "none of the probed videos can be read"
+            if seen
+            else f"decoding and encoding are as in the {len(rows)} videos that the cache has"
+            if len(rows)
+            else "no video was looked at: sizes from 240p to 1080p, and decoding, are assumed (--probe K looks at K)"
+        ]
+    sizes = [float(size) for one in seen if (size := one.get("source_size"))]
+    work = _counted(request, n_videos, shapes, decode_s, measured=bool(good))
+    return replace(
+        work,
+        failed=share_of(len(seen) - len(good), len(seen), n_videos),
+        encode_s=mean_of(seconds[:, 1:3].sum(axis=1).tolist()) if len(rows) else None,
+        input_bytes=mean_of(sizes, 0.0, n_videos) if sizes else None,
+        seconds=mean_of([video_seconds(one) for one in good], 0.0, n_videos) if good else None,
+        notes=tuple(notes),
+    )
+
+
+def _described(request: PruneRequest) -> Workload:
+    """Return the work of a corpus that the options describe."""
+    config, sampling = request.config, request.sampling
+    assert config.corpus_videos is not None
+    assert config.seconds is not None
+    width, height = config.pixels()
+    n_frames = sampling.num_frames or max(1, min(int(config.seconds * (sampling.fps or 1.0)), sampling.max_frames or 1))
+    decode_s = decoding(config.seconds, width, height, n_frames)
+    work = _counted(request, int(config.corpus_videos), _shapes(request, n_frames, [(height, width)]), decode_s)
+    said = (
+        f"no video was looked at: {width} x {height} at 30 frames a second, with a keyframe each 1 to 8 s, is assumed"
+    )
+    return replace(work, seconds=Interval.exactly(config.seconds), notes=(said,))
+
+
+def _shapes(request: PruneRequest, n_frames: int, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Return (frames, height, width) as the encoder would see videos of these (height, width)."""
+    preprocessor = family_of(request.source).preprocessor()
+    return [(n_frames, *preprocessor.target_size(n_frames, *size)) for size in sizes]
+
+
+def _counted(
+    request: PruneRequest,
+    n_videos: int,
+    shapes: Sequence[tuple[int, int, int]],
+    decode_s: Interval,
+    *,
+    measured: bool = False,
+) -> Workload:
+    """Count what a model's config tells of videos of these shapes: a sample of them, or a low, middle and high case."""
+    family, encode = family_of(request.source), request.encode_setup(request.config.device, request.dtype)
+
+    def over(count: Callable[[tuple[int, int, int]], float]) -> Interval:
+        numbers = [float(count(shape)) for shape in shapes]
+        if len({*numbers}) == 1 or not measured:
+            return Interval(min(numbers), sorted(numbers)[len(numbers) // 2], max(numbers))
+        return mean_of(numbers, 0.0, n_videos)
+
+    def kept(shape: tuple[int, int, int]) -> int:
+        return budget_for(request.retention_ratio, math.prod(family.token_counts(*shape)))
+
+    tower = family.tower_work(*max(shapes)[1:])
+    at_once = tower.patches * max(
+        1, min(FRAMES_AT_ONCE // family.preprocessor().frames_per_patch, 2**17 // tower.patches)
+    )
+    total = over(lambda shape: math.prod(family.token_counts(*shape)))
+    width = encode.bytes_per_video(*shapes[0]) / kept(shapes[0]) / 2
+    return Workload(
+        videos=n_videos,
+        failed=Interval.exactly(0.0),
+        decode_s=decode_s,
+        flops=over(lambda shape: family.flops(*shape)),
+        parameters=tower.parameters,
+        patch_bytes=2.0 * at_once * tower.width,
+        tokens=(total, over(kept)),
+        frame_bytes=over(lambda shape: 3 * math.prod(shape)),
+        output_bytes=over(lambda shape: encode.bytes_per_video(*shape) + COLUMN_BYTES * kept(shape)),
+        reads={ratio: ratio / request.retention_ratio for ratio in TIERS if ratio < request.retention_ratio - 1e-9}
+        if request.pruner.nested
+        else {},
+        selection_s=selecting(request.method, total.expected, round(width)),
+    )
+
+
+def _cluster(config: PruneConfig) -> tuple[Cluster, tuple[str, ...]]:
+    """Return the cluster of the options, by default this machine, and what is assumed of it."""
+    here = 0 if config.device == "cpu" else torch.cuda.device_count()
+    gpus, cores = here if config.gpus is None else config.gpus, float(os.cpu_count() or 1)
+    notes = []
+    kind = config.gpu_type or (named_type(torch.cuda.get_device_name(0)) if here else None)
+    if gpus and kind is None:
+        kind = "A100"
+        notes.append("the type of the GPUs is not known: A100 is assumed (--gpu-type)")
+    if config.gpus and kind:
+        cores = float(config.gpus * GPU_TYPES[kind].vcpus)
+    if config.gpus is None and config.decode_cores is None:
+        notes.append("the cluster is this machine: --gpus, --gpu-type and --decode-cores plan for another one")
+    return Cluster(gpus, kind if gpus else None, float(config.decode_cores or cores)), tuple(notes)

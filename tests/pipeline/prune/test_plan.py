@@ -1,0 +1,108 @@
+"""The plan of a run: videos are probed, nothing is started or written."""
+
+import json
+from pathlib import Path
+
+import pytest
+import ray
+from rich.console import Console
+
+from jobs import prune
+from pipeline.errors import UsageError
+from pipeline.prune.config import PruneConfig
+from pipeline.prune.forecast import plan_run
+from tests.pipeline.videos import write_clip
+
+ELSEWHERE = ["--videos", "2e6", "--seconds", "60"]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    (tmp_path / "videos").mkdir()
+    for name, size in (("a.mp4", (64, 96)), ("b.mp4", (64, 96)), ("c.mp4", (96, 128))):
+        write_clip(tmp_path / "videos" / name, size=size)
+    return tmp_path
+
+
+def planned(folder: Path, **options):
+    options = {"videos": str(folder / "videos"), "out": str(folder / "c"), "num_frames": 4, "device": "cpu", **options}
+    return plan_run(PruneConfig(plan=True, **options), Console(quiet=True))
+
+
+def test_a_plan_decodes_videos_and_touches_nothing(folder):
+    before = sorted(folder.rglob("*"))
+    plan = planned(folder)
+    assert sorted(folder.rglob("*")) == before and not ray.is_initialized()
+    assert plan.videos == 3 and plan.failed_share.high == 0
+    assert 0 < plan.decode_core_s.low <= plan.decode_core_s.high < 30
+    files = sum(path.stat().st_size for path in (folder / "videos").iterdir())
+    assert plan.input_bytes.expected == pytest.approx(files) and plan.video_s.expected > 0
+    assert plan.output_bytes.expected == 3 * round(0.25 * 4 * 196) * (64 * 2 + 12)
+    assert set(plan.tiers) == {"0.1", "0.15", "0.2"}
+
+
+def test_some_of_the_videos_are_probed_and_the_rest_is_inferred(folder):
+    plan = planned(folder, probe=2)
+    assert plan.videos == 3 and plan.failed_share.high > 0 and "2 of 3 videos were decoded" in plan.notes[0]
+    assert "no video was looked at" in planned(folder, probe=0).notes[0]
+
+
+def test_unreadable_videos_are_a_rate(folder):
+    (folder / "videos" / "d.mp4").write_bytes(b"no video")
+    assert planned(folder).failed_share.expected == 0.25
+    for name in "abc":
+        (folder / "videos" / f"{name}.mp4").unlink()
+    plan = planned(folder)
+    assert plan.failed_share.expected == 1 and plan.output_bytes.high == 0 and "none of the probed" in plan.notes[0]
+
+
+def test_one_size_only_is_said(folder):
+    (folder / "videos" / "c.mp4").unlink()
+    assert "all of them are 96 x 64: nothing is known of other sizes" in planned(folder).notes
+
+
+def test_a_corpus_and_cluster_that_are_not_here(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    argv = ["--plan", "--json", "--gpus", "64", "--gpu-type", "A100", "--decode-cores", "768", *ELSEWHERE]
+    assert prune.main([*argv, "--gpu-hour", "1.8", "--model", "tiny"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["videos"], plan["cluster"]["cores"], plan["exit_code"]) == (2_000_000, 768, 0)
+    assert plan["wall_s"]["low"] < plan["wall_s"]["expected"] < plan["wall_s"]["high"]
+    assert plan["output_bytes"]["expected"] == pytest.approx(2e6 * 1568 * (64 * 2 + 12))
+    assert plan["cost"]["total"]["expected"] > 0 and plan["bottleneck"] in plan["stage_s"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_needs_no_weights_for_that(tmp_path):
+    config = {"model_type": "llava_onevision", "vision_config": {}, "text_config": {"hidden_size": 3584}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    config = PruneConfig(plan=True, model=str(tmp_path), corpus_videos=1e6, seconds=60, gpus=8, gpu_type="H100")
+    plan = plan_run(config, Console(quiet=True))
+    assert plan.gpu_s.expected > 1e6 * 21.33e12 / 989e12
+    assert plan.cluster.cores == 8 * 24  # what usually stands beside them
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"gpus": 8}, "--gpus goes with --plan"),
+        ({"corpus_videos": 2, "seconds": 1}, "--videos goes with --plan"),
+        ({"plan": True, "dry_run": True}, "give one of them"),
+        ({"plan": True, "corpus_videos": 0, "seconds": 1}, "whole number, at least 1"),
+        ({"plan": True, "corpus_videos": 1.5, "seconds": 1}, "whole number, at least 1"),
+        ({"plan": True, "corpus_videos": 10}, "--videos N and --seconds S"),
+        ({"plan": True, "seconds": 10}, "--videos N and --seconds S"),
+        ({"plan": True, "corpus_videos": 10, "seconds": 10, "videos": "here"}, "leave out here"),
+        ({"plan": True, "corpus_videos": 10, "seconds": 10, "size": "big"}, "WIDTHxHEIGHT"),
+        ({"plan": True, "gpu_type": "A200"}, "--gpu-type must be one of A100"),
+        ({"plan": True, "gpu_type": "A100", "gpus": 0}, "do not go together"),
+        ({"plan": True, "gpu_hour": -1.0}, "--gpu-hour must be a positive price"),
+        ({"gpu_hour": float("nan")}, "--gpu-hour must be a positive price"),
+        ({"max_cost": 5.0}, "--max-cost needs a price"),
+        ({"max_hours": 0.0}, "--max-hours must be a positive number"),
+        ({"probe": -1}, "--probe must be at least 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(options, says):
+    with pytest.raises(UsageError, match=says):
+        PruneConfig(**options)
