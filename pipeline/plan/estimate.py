@@ -134,7 +134,7 @@ def seconds_of(work: Workload, cluster: Cluster) -> Seconds:
 
 
 def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str, ...] = ()) -> Plan:
-    """Forecast a run of these videos on this cluster."""
+    """Estimate a run of these videos on this cluster."""
     one = seconds_of(work, cluster)
     stages = _stages(work, cluster, one)
     slowest = max(stages, key=lambda name: stages[name].expected)

@@ -179,7 +179,7 @@ _UNSEEN_DECODE_S = Interval(0.03, 0.5, 6.0)
 
 
 def plan_run(config: PruneConfig, console: Console) -> Plan:
-    """Forecast what a run with the same flags would take; decodes the probed videos, starts and writes nothing.
+    """Estimate what a run with the same flags would take; decodes the probed videos, starts and writes nothing.
 
     Raises UsageError for whatever a run would refuse before it starts.
     """
