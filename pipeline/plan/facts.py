@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from pipeline.errors import LimitReached
-from pipeline.plan.estimate import HOUR
+from pipeline.plan.estimate import HOUR, Plan
 from pipeline.rows import VideoRecord
 
 
@@ -69,19 +69,26 @@ def video_seconds(record: VideoRecord) -> float:
     return max(0.0, (duration if end is None else min(end, duration)) - (record.get("start_s") or 0.0))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Limits:
-    """The hours and the money at which a run ends in order; None for no limit."""
+    """The hours and the money at which a run ends in order, None for no limit, and the forecast that it keeps.
+
+    Attributes:
+        reached: the limit that has ended the run, in words.
+    """
 
     facts: Facts
+    plan: Plan | None = None
     max_hours: float | None = None
     max_cost: float | None = None
+    reached: str = ""
 
     def check(self) -> None:
         """Raise LimitReached where one is reached."""
         hours = (self.facts.clock() - self.facts.started) / HOUR
         if self.max_hours is not None and hours >= self.max_hours:
-            raise LimitReached(f"--max-hours {self.max_hours:g} is reached")
-        cost = hours * (self.facts.hourly or 0.0)
-        if self.max_cost is not None and cost >= self.max_cost:
-            raise LimitReached(f"--max-cost {self.max_cost:g} is reached")
+            self.reached = f"--max-hours {self.max_hours:g} is reached"
+        if self.max_cost is not None and hours * (self.facts.hourly or 0.0) >= self.max_cost:
+            self.reached = f"--max-cost {self.max_cost:g} is reached"
+        if self.reached:
+            raise LimitReached(self.reached)

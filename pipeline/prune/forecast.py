@@ -306,12 +306,26 @@ def _counted(
         patch_bytes=2.0 * at_once * tower.width,
         tokens=(total, over(kept)),
         frame_bytes=over(lambda shape: 3 * math.prod(shape)),
-        output_bytes=over(lambda shape: encode.bytes_per_video(*shape) + COLUMN_BYTES * kept(shape)),
+        output_bytes=over(lambda shape: encode.stored_bytes_per_video(*shape) + COLUMN_BYTES * kept(shape)),
         reads={ratio: ratio / request.retention_ratio for ratio in TIERS if ratio < request.retention_ratio - 1e-9}
         if request.pruner.nested
         else {},
         selection_s=selecting(request.method, total.expected, round(width)),
     )
+
+
+def joined_cluster(resources: Mapping[str, float], device: str) -> Cluster:
+    """Return the cluster that Ray describes; the GPUs that it does not name count as A100."""
+    gpus = int(resources.get("GPU", 0)) if device == "cuda" else 0
+    kinds = [named_type(name.partition(":")[2]) for name in resources if name.startswith("accelerator_type:")]
+    return Cluster(gpus, next(filter(None, kinds), "A100") if gpus else None, resources.get("CPU", 1.0))
+
+
+def token_bytes(request: PruneRequest) -> float:
+    """Return the stored bytes of a kept token with its columns, whatever the shape of its video."""
+    shape, family = request.decode_setup().largest_frames(), family_of(request.source)
+    stored = request.encode_setup(request.config.device, request.dtype).stored_bytes_per_video(*shape)
+    return COLUMN_BYTES + stored / request.retention_ratio / math.prod(family.token_counts(*shape))
 
 
 def _cluster(config: PruneConfig) -> tuple[Cluster, tuple[str, ...]]:

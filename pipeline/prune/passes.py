@@ -25,6 +25,7 @@ from pipeline.execution.cluster import failing_nodes, resources_without
 from pipeline.execution.heartbeat import WorkerReport
 from pipeline.execution.run_record import COMMITTED, RunFile
 from pipeline.execution.stream import PlannedGraph, stream
+from pipeline.plan.facts import Facts, Limits
 from pipeline.prune.batches import written_records
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import DecodeSetup
@@ -59,9 +60,19 @@ class Commits:
     """
 
     def __init__(
-        self, request: PruneRequest, header: bytes, limit: int, run_file: RunFile, say: Callable[[str], object]
+        self,
+        request: PruneRequest,
+        header: bytes,
+        limit: int,
+        run_file: RunFile,
+        say: Callable[[str], object],
+        limits: Limits | None = None,
     ) -> None:
-        """Take the cache's ``header``, as a file, and the ``limit`` of failures alike from outside the videos."""
+        """Take the cache's ``header``, as a file, and the ``limit`` of failures alike from outside the videos.
+
+        ``limits`` are those of time and money, by what the run has taken.
+        """
+        self.limits = limits or Limits(Facts(0.0))
         self._run_file, self._say = run_file, say
         self.request = request
         self.failed: dict[str, int] = {}
@@ -80,6 +91,7 @@ class Commits:
         records, store, run_id = written_records(rows), self.request.store, self.request.run_id
         self._check_header()
         commit(store, run_id, before + number, records, made_with=self._made_with)
+        self.limits.facts.add(records)
         self._note({token_shard_id(record["token_shard"]) for record in records if record["status"] == "ok"})
         self._n_waiting += 1
         if self._n_waiting > WAITING:
@@ -96,7 +108,7 @@ class Commits:
     def _note(self, token_shards: set[str]) -> None:
         """Record in the run's file what it has committed, so that lost files of the table are noticed."""
         self._token_shards |= token_shards
-        self._run_file.note(**{COMMITTED: sorted(self._token_shards)})
+        self._run_file.note(**{COMMITTED: sorted(self._token_shards)}, **self.limits.facts.as_record())
         if time.monotonic() - self._noted > _NOTE_S:
             self._run_file.save()
             self._noted = time.monotonic()
@@ -112,10 +124,11 @@ class Commits:
             raise RunFailed(f"{store}: another cache was begun here since this run began; nothing more is written")
 
     def give_up(self, report: WorkerReport) -> str | None:
-        """Return the reason to stop this pass, or None.
+        """Return the reason to stop this pass, or None. Raise LimitReached where the run has taken what it may.
 
         Too many videos failed alike, by no fault of theirs, and no worker does better.
         """
+        self.limits.check()
         if not report.failing or not self._outside:
             return None
         ((fault, count),) = self._outside.most_common(1)
@@ -153,7 +166,7 @@ class Passes:
             self._note(f"{len(again)} videos failed, many on {hosts}, and no other node is there to try them again")
             return 0
         self._note(f"{len(again)} videos that failed are tried again without {hosts}, where most did")
-        return len(again) - self._stream(again, without)
+        return len(again) - self._stream(again, without, lambda report: self.commits.limits.check())
 
     def _can_run_on(self, cluster: Mapping[str, float]) -> bool:
         """Return whether a cluster with these resources can run all stages."""
@@ -163,7 +176,7 @@ class Passes:
         self,
         videos: pa.Table,
         without: Collection[str],
-        give_up: Callable[[WorkerReport], str | None] = lambda report: None,
+        give_up: Callable[[WorkerReport], str | None],
     ) -> int:
         """Stream videos through graphs on all nodes but ``without``; return how many failed."""
         available = partial(resources_without, without)
@@ -201,6 +214,7 @@ class Passes:
         plan = wanted.fitting(store_bytes, 3 * math.prod(shape), token_bytes, n_videos)
         for note in _shortfalls(self.config, wanted, plan, n_videos):
             self._note(note)
+        self.commits.limits.facts.encoders = plan.encode.workers
         self.run_file.save(resources={"cluster": cluster, "plan": asdict(plan)})
         return plan
 

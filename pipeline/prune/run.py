@@ -14,12 +14,16 @@ from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.merging import WAITING_AT_END, try_merge
 from pipeline.cache.reader import HEADER, made_with, read_header
-from pipeline.execution.cluster import choose_device, provenance
+from pipeline.errors import LimitReached, UsageError
+from pipeline.execution.cluster import choose_device, provenance, resources_without
 from pipeline.execution.request import refusing
 from pipeline.execution.run import Run, Streamed
 from pipeline.execution.run_record import RunFile, committed_shards
+from pipeline.plan.estimate import Plan, Prices, estimate
+from pipeline.plan.facts import Facts, Limits
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import check_decoder_device
+from pipeline.prune.forecast import joined_cluster, probed, token_bytes, workload
 from pipeline.prune.passes import Commits, Passes, Setups
 from pipeline.prune.request import PruneRequest, match_cache, prepare
 from pipeline.prune.resume import remaining, retry_candidates, skipped_lines, within_limit
@@ -69,6 +73,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
     ) -> None:
         super().__init__(options, console)
         self._given, self._list_failed = given, list_failed
+        self._limits: Limits | None = None
 
     def prepare(self) -> PruneRequest:
         return prepare(self.options, self.console, self._given)
@@ -100,15 +105,42 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
                 static = family_of(request.source).static()
             request.store.put(HEADER, header_bytes(request.header(dtype, static)))
         setups = Setups(request.decode_setup(), request.encode_setup(device, dtype))
-        about = {"config": config.as_record(), "device": device, "dtype": dtype, "videos": n_videos}
+        plan = self._forecast(request, todo, device)
+        limits = self._limits = self._limited(request, plan)
+        about = {
+            "config": config.as_record(),
+            "device": device,
+            "dtype": dtype,
+            "videos": n_videos,
+            "plan": plan.as_record(),
+        }
         run_file = RunFile(request.store, {**provenance(request.run_id, _RECORDED_VERSIONS), **about})
         header, limit = request.store.read(HEADER), config.outside_limit(n_videos)
-        commits = Commits(request, header, limit, run_file, self.say)
+        commits = Commits(request, header, limit, run_file, self.say, limits)
         passes = Passes(self.options, self.console, setups, commits, todo.ledger, run_file)
         with run_file:
-            n_failed = passes.first(todo.videos)
-            n_failed -= passes.second(retry_candidates(todo.videos, commits.retryable, config.max_attempts))
+            try:
+                n_failed = passes.first(todo.videos)
+                n_failed -= passes.second(retry_candidates(todo.videos, commits.retryable, config.max_attempts))
+            except LimitReached as reached:
+                n_failed = len(commits.failed)
+                run_file.note(ended_by=limits.reached)
+                self.say(f"note: {reached}: what is done is written; the same command goes on")
         return Streamed(run_file, n_failed)
+
+    def _forecast(self, request: PruneRequest, todo: Todo, device: str) -> Plan:
+        """Estimate the run on the cluster that is joined now."""
+        seen = probed(request, todo.videos, self.options.probe or 0, self.console)
+        cluster = joined_cluster(resources_without(()), device)
+        return estimate(workload(request, len(todo), seen, todo.ledger), cluster, Prices.of(self.options))
+
+    def _limited(self, request: PruneRequest, plan: Plan) -> Limits:
+        """Return the limits of the run; time counts from now on. Raise UsageError where a price is missing."""
+        config, hourly = self.options, Prices.of(self.options).per_hour(plan.cluster)
+        if config.max_cost is not None and hourly is None:
+            raise UsageError("--max-cost: no price is given for what this cluster has: --gpu-hour, --core-hour")
+        facts = Facts(token_bytes(request), gpus=plan.cluster.gpus, hourly=hourly)
+        return Limits(facts, plan, config.max_hours, config.max_cost)
 
     def summarise(self, request: PruneRequest, todo: Todo, n_failed: int, wall_s: float) -> Summary:
         header = read_header(request.store)
@@ -121,7 +153,14 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
             list_failed=self._list_failed,
             committed=todo.committed,
         )
-        return replace(held, n_new=len(todo), n_new_failed=n_failed, wall_s=wall_s, out=str(request.store))
+        held = replace(held, n_new=len(todo), n_new_failed=n_failed, wall_s=wall_s, out=str(request.store))
+        if (limits := self._limits) is None:
+            return held
+        if limits.reached:  # what is left was not begun, and waits as with --limit
+            left, n_new = held.n_missing, limits.facts.videos
+            n_videos, n_waiting = held.n_videos - left, held.n_waiting + left
+            held = replace(held, n_new=n_new, n_missing=0, n_videos=n_videos, n_waiting=n_waiting)
+        return replace(held, facts=limits.facts.as_record(wall_s), plan=limits.plan)
 
     def tidy(self, request: PruneRequest, todo: Todo) -> None:
         try_merge(request.store, made_with(request.store), WAITING_AT_END, self.say)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +19,8 @@ from pipeline.cache.live_rows import VIDEOS
 from pipeline.errors import FAULTS
 from pipeline.execution.outcome import Outcome, as_text
 from pipeline.keys import parts_of
+from pipeline.plan.estimate import Plan
+from pipeline.plan.render import number, percent, ranged, time_text
 
 _SHOWN = 3  # lost videos that a summary names
 
@@ -36,6 +39,8 @@ class Summary(Outcome):
         n_removed: videos that were removed for good, and are not counted otherwise.
         n_lost: videos that a run committed, and of which no file of the table has a row now.
         lost: some of them.
+        facts: what this run took (``pipeline.plan.facts``); empty for a summary of a cache.
+        plan: what it was forecast to take.
     """
 
     n_videos: int
@@ -47,10 +52,18 @@ class Summary(Outcome):
     n_removed: int = 0
     n_lost: int = 0
     lost: list[str] = field(default_factory=list)
+    facts: Mapping[str, float | None] = field(default_factory=dict)
+    plan: Plan | None = None
 
     def exit_code(self, failure_limit: int, outside_limit: int | None = None) -> int:
         """Return 1 where rows of the table are lost, else what the counts give."""
         return 1 if self.n_lost else super().exit_code(failure_limit, outside_limit)
+
+    def as_record(self) -> dict[str, Any]:
+        """Return counts and examples as a JSON-able mapping, and beside them what the run took and was to take."""
+        own = super().as_record()
+        facts = own.pop("facts")
+        return {**own, **facts, "plan": self.plan and self.plan.as_record()}
 
     def __str__(self) -> str:
         return as_text(render(self))
@@ -178,5 +191,10 @@ def render(summary: Summary) -> RenderableType:
         table.add_row("warnings", f"{summary.n_warned} videos decoded with warnings: their frames may be damaged")
     if summary.wall_s is not None:
         table.add_row("this run", summary.pace("video"))
+    if summary.facts and summary.plan:
+        busy, core_s = summary.facts["encoder_busy"] or 0.0, summary.facts["core_s_a_video"] or 0.0
+        table.add_row("its pace", f"encoders busy {percent(busy)} of the time, {number(core_s)} core-seconds a video")
+        decode_s = ranged(summary.plan.decode_core_s.scaled(1 / max(1, summary.plan.videos)), number)
+        table.add_row("forecast", f"{ranged(summary.plan.wall_s, time_text)}, {decode_s} core-seconds a video")
     failures: list[RenderableType] = ["", summary.failures_table("video", FAULTS)] if summary.failures else []
     return Group(table, *failures)
