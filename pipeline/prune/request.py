@@ -143,9 +143,8 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
     check_out(store)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     list_only = config.dry_run and not config.index
-    indexing = Indexing(
-        Asked(config.column, config.clip_names()), store, keeps=not config.dry_run, only_known=list_only, say=say
-    )
+    keeps = not (config.dry_run or config.plan)
+    indexing = Indexing(Asked(config.column, config.clip_names()), store, keeps=keeps, only_known=list_only, say=say)
     with store_refusing():
         if not store.exists(HEADER) and store.taken():
             raise NotACache(f"{store} exists and is no cache (it has no {HEADER}): name an empty place with --out")

@@ -25,7 +25,13 @@ def folder(tmp_path) -> Path:
 
 
 def planned(folder: Path, **options):
-    options = {"videos": str(folder / "videos"), "out": str(folder / "c"), "num_frames": 4, "device": "cpu", **options}
+    options = {
+        "videos": [str(folder / "videos")],
+        "out": str(folder / "c"),
+        "num_frames": 4,
+        "device": "cpu",
+        **options,
+    }
     return plan_run(PruneConfig(plan=True, **options), Console(quiet=True))
 
 
@@ -92,7 +98,7 @@ def test_a_model_needs_no_weights_for_that(tmp_path):
         ({"plan": True, "corpus_videos": 1.5, "seconds": 1}, "whole number, at least 1"),
         ({"plan": True, "corpus_videos": 10}, "--videos N and --seconds S"),
         ({"plan": True, "seconds": 10}, "--videos N and --seconds S"),
-        ({"plan": True, "corpus_videos": 10, "seconds": 10, "videos": "here"}, "leave out here"),
+        ({"plan": True, "corpus_videos": 10, "seconds": 10, "videos": ["here"]}, "leave out here"),
         ({"plan": True, "corpus_videos": 10, "seconds": 10, "size": "big"}, "WIDTHxHEIGHT"),
         ({"plan": True, "gpu_type": "A200"}, "--gpu-type must be one of A100"),
         ({"plan": True, "gpu_type": "A100", "gpus": 0}, "do not go together"),
