@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from pipeline.plan.gpus import GPU_TYPES, UTILISATION
-from pipeline.plan.intervals import Interval, Json, spread
+from pipeline.plan.intervals import Interval, spread
 from pipeline.plan.options import PlanOptions
 from pipeline.plan.workload import Workload
+from pipeline.rows import JsonObject
 
 HOUR = 3600.0
 # Measured on two cores by `python -m jobs.benchmark pipeline` (jobs/benchmark/README.md): the CPU time of a video
@@ -99,7 +100,7 @@ class Plan:
     tiers: dict[str, Interval] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def as_record(self) -> dict[str, Json]:
+    def as_record(self) -> JsonObject:
         """Return the plan as a JSON-able mapping."""
         return {**asdict(self), "cluster": self.cluster._asdict()}
 

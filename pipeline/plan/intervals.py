@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-
-#: A value of a JSON document.
-Json = str | int | float | None | Sequence["Json"] | Mapping[str, "Json"]
 
 
 @dataclass(frozen=True)

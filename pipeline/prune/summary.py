@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +20,7 @@ from pipeline.execution.outcome import Outcome, as_text
 from pipeline.keys import parts_of
 from pipeline.plan.estimate import Plan
 from pipeline.plan.render import number, percent, ranged, time_text
+from pipeline.rows import JsonObject
 
 _SHOWN = 3  # lost videos that a summary names
 
@@ -59,11 +59,10 @@ class Summary(Outcome):
         """Return 1 where rows of the table are lost, else what the counts give."""
         return 1 if self.n_lost else super().exit_code(failure_limit, outside_limit)
 
-    def as_record(self) -> dict[str, Any]:
+    def as_record(self) -> JsonObject:
         """Return counts and examples as a JSON-able mapping, and beside them what the run took and was to take."""
-        own = super().as_record()
-        facts = own.pop("facts")
-        return {**own, **facts, "plan": self.plan and self.plan.as_record()}
+        own = {name: value for name, value in super().as_record().items() if name != "facts"}
+        return {**own, **self.facts, "plan": self.plan and self.plan.as_record()}
 
     def __str__(self) -> str:
         return as_text(render(self))
