@@ -62,7 +62,7 @@ class Summary(Outcome):
     def as_record(self) -> JsonObject:
         """Return counts and examples as a JSON-able mapping, and beside them what the run took and was to take."""
         own = {name: value for name, value in super().as_record().items() if name != "facts"}
-        return {**own, **self.facts, "plan": self.plan and self.plan.as_record()}
+        return {**own, **self.facts, "plan": None if self.plan is None else self.plan.as_record()}
 
     def __str__(self) -> str:
         return as_text(render(self))
