@@ -18,7 +18,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -126,6 +126,7 @@ class _RecentItems:
         self.resting_since: float | None = None
 
     def add(self, delta: ProgressDelta, now: float) -> None:
+        """Add the outcomes of a report; a success ends the worker's rest."""
         self.failed.extend([False] * delta.done + [True] * delta.failed)
         self.moved_at = now
         if delta.done:
@@ -133,6 +134,7 @@ class _RecentItems:
 
     @property
     def fails(self) -> bool:
+        """Whether all but one of the last RECENT items failed."""
         return sum(self.failed) >= RECENT - 1
 
 
@@ -214,14 +216,14 @@ class Heartbeats:
                 self._nodes = now, self._living()
         return self._nodes is None or node in self._nodes[1]
 
-    def _do_better(self, stage: str, others: Iterable[str]) -> bool:
-        """Return whether other workers certainly do better: less than BETTER of their last items failed."""
+    def _do_better(self, stage: str, workers: Collection[str]) -> bool:
+        """Return whether these workers certainly do better: less than BETTER of their last items failed."""
         recently = self._recent_items[stage]
-        workers = list(others)
         known = [failed for name in workers if name in recently for failed in recently[name].failed]
         return bool(workers) and sum(known) < BETTER * max(1, len(known))
 
     def _all_fail(self, stage: str, workers: Iterable[str]) -> bool:
+        """Return whether all of these workers fail nearly every item."""
         recently = self._recent_items[stage]
         return all(name in recently and recently[name].fails for name in workers)
 
@@ -340,23 +342,20 @@ class Heartbeat:
         """
         return (self._ask("deaths", self._stage, item) or []) if self.one_died else []
 
-    @contextmanager
-    def holding(self, *ids: str) -> Iterator[HeldItems]:
+    def holding(self, *ids: str) -> AbstractContextManager[HeldItems]:
         """Report these items as held by this worker inside the context; each is let go of as it is done."""
-        with self._hold(ids, ProgressDelta(moves=len(ids))) as held:
-            yield held
+        return self._hold(ids, ProgressDelta(moves=len(ids)))
 
-    @contextmanager
-    def busy(self, work: str) -> Iterator[None]:
+    def busy(self, work: str) -> AbstractContextManager[object]:
         """Report ``work`` as held inside the context: work that is not an item and must not pass for progress.
 
         Items that were held stay held, since the last report before a process dies may be lost with it.
         """
-        with self._hold((work,), ProgressDelta()):
-            yield
+        return self._hold((work,), ProgressDelta())
 
     @contextmanager
     def _hold(self, items: Sequence[str], delta: ProgressDelta) -> Iterator[HeldItems]:
+        """Hold items inside the context, and report that as soon as it matters."""
         held = HeldItems(items, self._count)
         with self._reporting:
             self._held.insert(0, held)
@@ -382,6 +381,7 @@ class Heartbeat:
                 self._report()
 
     def _report_each_second(self) -> None:
+        """Report once a second if anything changed; runs in a thread."""
         while True:
             time.sleep(_REPORT_S)
             with self._reporting:
@@ -396,6 +396,7 @@ class Heartbeat:
         self._ask("fail", why)  # if this is lost, the run ends with Ray's own error
 
     def _ask_about_me(self, method: str, otherwise: object = None) -> Any:
+        """Call a method of the actor about this worker, as ``_ask``."""
         if self._heartbeats is None:  # asking Ray for the name of this worker would start Ray
             return otherwise
         return self._ask(method, self._stage, self._me, otherwise=otherwise)
@@ -421,6 +422,5 @@ class Heartbeat:
     @cached_property
     def _me(self) -> Worker:
         """The worker that this process is an attempt of."""
-        ray_context = ray.get_runtime_context()
-        name = str(ray_context.get_actor_id() or ray_context.get_task_id())
-        return Worker(name, socket.gethostname(), ray_context.get_node_id())
+        here = ray.get_runtime_context()
+        return Worker(str(here.get_actor_id() or here.get_task_id()), socket.gethostname(), here.get_node_id())
