@@ -133,19 +133,24 @@ def read_sealed(store: Store, name: str, error: type[Exception]) -> dict[str, An
 
 
 def differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "", has: str = "the cache has"
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    prefix: str = "",
+    has: str = "the cache has",
+    other: str = "this run",
 ) -> list[str]:
     """Return a line for each leaf in which two nested mappings differ.
 
-    ``has`` says who has the old value: ``pruner.params.alpha: the cache has 0.5, this run 0.3``.
+    ``has`` and ``other`` say who has the old and the new value: ``pruner.params.alpha: the cache has 0.5, this run
+    0.3``.
     """
     lines: list[str] = []
     for key in sorted({*old, *new}):
         a, b = old.get(key), new.get(key)
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            lines += differences(a, b, f"{prefix}{key}.", has)
+            lines += differences(a, b, f"{prefix}{key}.", has, other)
         elif a != b:
-            lines.append(f"{prefix}{key}: {has} {a!r}, this run {b!r}")
+            lines.append(f"{prefix}{key}: {has} {a!r}, {other} {b!r}")
     return lines
 
 

@@ -182,11 +182,7 @@ class LocalStore:
     def put(self, name: str, data: bytes | pa.Buffer) -> None:
         root, path = self._descriptor(), PurePosixPath(checked_name(name))
         temporary = str(path.with_name(f".tmp-{path.name}-{secrets.token_hex(4)}"))
-        mode = stat.S_IMODE(os.fstat(root).st_mode)
-        for folder in reversed(path.parents[:-1]):  # never the root: one that is gone took all its rows with it
-            with suppress(FileExistsError):
-                os.mkdir(folder, dir_fd=root)
-                _share(folder, root, mode)
+        mode = _make_folders(path, root)
         try:
             with open(temporary, "xb", opener=partial(os.open, mode=0o666, dir_fd=root)) as file:
                 _share(temporary, root, mode & 0o666)
@@ -204,6 +200,18 @@ class LocalStore:
             os.fsync(folder_descriptor)  # so that the rename survives a power cut
         finally:
             os.close(folder_descriptor)
+
+    def link(self, name: str, file: Path) -> bool:
+        """Give a finished file of this file system a second name here; return whether that can be had."""
+        root, path = self._descriptor(), PurePosixPath(checked_name(name))
+        _make_folders(path, root)
+        try:
+            os.link(file, name, dst_dir_fd=root)
+        except OSError as error:  # another file system, one without links, or a file of another user
+            if error.errno not in {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS}:
+                raise
+            return False
+        return True
 
     def read(self, name: str) -> bytes:
         return self._path(name).read_bytes()
@@ -261,6 +269,16 @@ class LocalStore:
 
     def __str__(self) -> str:
         return self._label
+
+
+def _make_folders(path: PurePosixPath, root: int) -> int:
+    """Make the folders between the open root and a file, never the root itself; return the root's mode."""
+    mode = stat.S_IMODE(os.fstat(root).st_mode)
+    for folder in reversed(path.parents[:-1]):  # a root that is gone took all its rows with it
+        with suppress(FileExistsError):
+            os.mkdir(folder, dir_fd=root)
+            _share(folder, root, mode)
+    return mode
 
 
 def _share(name: PurePath | str, root: int, mode: int) -> None:

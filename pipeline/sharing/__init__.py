@@ -1,0 +1,1 @@
+"""Caches that are passed around: merged into one, compared with each other."""

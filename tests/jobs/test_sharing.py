@@ -1,0 +1,45 @@
+"""jobs.merge and jobs.diff as commands: what they say, their exit codes, their documents."""
+
+import json
+
+import pytest
+
+from jobs import diff, merge
+from pipeline import TokenCache
+from tests.pipeline.caches import write_header
+from tests.pipeline.sharing.test_merge import cache_of
+
+
+def test_two_caches_become_one_and_differ_from_it(tmp_path, capsys):
+    cache_of(tmp_path / "a", {"one": 1, "both": 2}, "a")
+    cache_of(tmp_path / "b", {"two": 3, "both": 9}, "b")
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    assert merge.main([a, b, "--out", c, "--on-equal", "refuse"]) == 2
+    assert "1 videos have other tokens in several caches (both)" in capsys.readouterr().err
+    assert merge.main([a, b, "--out", c, "--json"]) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["linked"] == 3 and "3 videos; of 1 several caches had a row" in told.err
+    assert TokenCache(c).video_ids == ["both", "one", "two"]
+    assert diff.main([a, c]) == 1
+    assert "only in the second" in capsys.readouterr().out
+    assert diff.main([a, c, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["equal"], found["only_second"]) == (False, {"count": 1, "examples": ["two"]})
+    assert diff.main([c, c]) == 0
+
+
+@pytest.mark.parametrize("command", [merge, diff])
+def test_what_is_no_cache_is_refused(command, tmp_path, capsys):
+    write_header(tmp_path / "a")
+    out = ["--out", str(tmp_path / "c")] if command is merge else []
+    assert command.main([str(tmp_path / "a"), str(tmp_path / "none"), *out]) == 2
+    assert "no pruned-token cache" in capsys.readouterr().err.replace("not a pruned", "no pruned").replace(
+        "neither a pruned", "no pruned"
+    )
+    assert not (tmp_path / "none").exists() and not (tmp_path / "c").exists()
+
+
+def test_one_cache_alone_is_nothing_to_merge(tmp_path):
+    with pytest.raises(SystemExit) as ended:
+        merge.main([str(tmp_path / "a"), "--out", str(tmp_path / "a")])
+    assert ended.value.code == 2
