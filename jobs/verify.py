@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--model goes with --live")
     if arguments.repair and arguments.live:
         parser.error("--repair and --live do not go together: repair first")
+    if arguments.sample and (arguments.repair or arguments.clean):
+        parser.error("--sample goes with neither --repair nor --clean, which need all that is wrong")
     if arguments.log_interval <= 0:
         parser.error("--log-interval must be above 0")
     console = LogConsole()
@@ -79,16 +81,30 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         "(the command is printed), keep what is sound, then --clean; what was replaced stays in "
         "CACHE/repaired/",
     )
-    parser.add_argument(
-        "--live", type=count, default=0, metavar="K", help="encode K random videos again from their sources"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="with --live: seed that draws the videos [0]")
-    parser.add_argument(
-        "--model", metavar="MODEL", help="with --live: the model's id or folder, if it has moved since the run"
-    )
+    _add_sampling(parser)
     add_json_or_file(parser)
     parser.add_argument("--log-interval", type=float, default=30.0, metavar="S", help="seconds between progress lines")
     add_flags(parser, S3Options)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that draw videos."""
+    parser.add_argument(
+        "--live", type=count, default=0, metavar="K", help="encode K random videos again from their sources"
+    )
+    parser.add_argument(
+        "--sample",
+        type=count,
+        default=0,
+        metavar="K",
+        help="read the tokens of K random videos alone, and say how likely that misses damage [all videos]",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="with --live and --sample: seed that draws the videos [0]"
+    )
+    parser.add_argument(
+        "--model", metavar="MODEL", help="with --live: the model's id or folder, if it has moved since the run"
+    )
 
 
 def _verify(arguments: argparse.Namespace, console: Console) -> Done:
@@ -100,7 +116,7 @@ def _verify(arguments: argparse.Namespace, console: Console) -> Done:
 
     s3 = from_flags(S3Options, arguments)
     objects = Objects.from_environment(s3.s3_endpoint, s3.s3_region)
-    names = ("jobs", "clean", "repair", "live", "seed", "model", "log_interval")
+    names = ("jobs", "clean", "repair", "live", "sample", "seed", "model", "log_interval")
     keep = timedelta(minutes=arguments.keep_minutes)
     request = Request(**{name: getattr(arguments, name) for name in names}, keep=keep, objects=objects)
     report = verify(store_at(arguments.cache, objects), request, console)

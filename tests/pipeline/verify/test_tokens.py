@@ -95,3 +95,22 @@ def test_a_shard_that_may_not_be_read_is_no_end(server):
     report = verified(store)
     assert kinds(report) == ["unreadable"] and "AccessDenied" in report.problems[0].what
     assert report.counts["token_shards"] == 2 and report.counts["tokens"] == 9
+
+
+def test_a_sample_reads_some_videos_and_says_what_it_misses(tmp_path):
+    """Of twenty videos one is damaged: samples that hold it find it, and each says what it may have missed."""
+    store = write_header(tmp_path / "c", hidden_size=8)
+    for number in range(20):
+        write_shard(store, f"run{number:02d}", encoded(f"v{number}", random_tokens(number, (4, 9, 8)), 0.25, "gstep"))
+    assert kinds(verified(store, sample=5)) == []
+    flip(sorted((store.root / "tokens").iterdir())[7], 200)
+    reports = [verified(store, sample=5, seed=seed) for seed in range(30)]
+    n_found = sum(report.exit_code for report in reports)
+    assert 2 <= n_found <= 15  # 7.5 expected
+    assert all(report.counts["token_shards"] == 5 and report.counts["videos"] == 20 for report in reports)
+    (note,) = reports[0].notes
+    assert note == (
+        "tokens of 5 of 20 videos were read; the chance that these miss damage: to 0.1% of them 99.5%, to 1.0% of them "
+        "95.1%, to 5.0% of them 77.4%"
+    )
+    assert verified(store, sample=20).exit_code == 1 and verified(store, sample=20).notes == []
