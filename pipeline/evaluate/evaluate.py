@@ -20,12 +20,12 @@ from pipeline.errors import RunFailed
 from pipeline.evaluate.benchmarks.base import Benchmark, Split
 from pipeline.evaluate.benchmarks.items import LoadedQuestions
 from pipeline.evaluate.config import EvaluateConfig
-from pipeline.evaluate.files import Presentation, main_table, write_results
+from pipeline.evaluate.files import Presentation, write_results
 from pipeline.evaluate.pages import video_pages
 from pipeline.evaluate.protocols import LETTER
 from pipeline.evaluate.request import EvaluateRequest, match_results, prepare, write_results_header
 from pipeline.evaluate.run import ScoredQuestions, answer_and_score, arms_of, drop_tokens, score_answers
-from pipeline.evaluate.statistics.render import few_mark, method_title, titled
+from pipeline.evaluate.statistics.render import few_mark, method_title, rows_of, titled
 from pipeline.evaluate.statistics.results import ResultsTable
 from pipeline.evaluate.submissions import write_submissions
 from pipeline.generate.summary import render_answers
@@ -84,7 +84,7 @@ def clusters_of(table: ResultsTable) -> dict[str, int]:
 
 def scores_of(table: ResultsTable) -> Iterator[JsonObject]:
     """Yield a record per row of the table: the score of each column by its key, and ``rel`` in percent."""
-    for row in (table.original, *(row for block in table.blocks for row in block.rows)):
+    for row in rows_of(table):
         cells = zip(table.columns, row.cells, strict=True)
         yield {
             "method": row.method,
@@ -126,9 +126,8 @@ def _evaluate_benchmark(config: EvaluateConfig, console: Console) -> Evaluation:
 
 def _write_tables(request: EvaluateRequest, done: ScoredQuestions, console: Console) -> Evaluation:
     """Write scores, tables and page of a benchmark with published answers."""
-    shown = _shown(request, done, console)
-    files = write_results(request.store, done, shown)
-    return Evaluation(done=done, table=main_table(done, shown), out=request.config.out, files=files)
+    table, files = write_results(request.store, done, _shown(request, done, console))
+    return Evaluation(done=done, table=table, out=request.config.out, files=files)
 
 
 def _write_for_server(request: EvaluateRequest, done: ScoredQuestions, console: Console) -> Evaluation:
@@ -149,12 +148,13 @@ def _evaluate_answers(config: EvaluateConfig, console: Console) -> Evaluation:
     store = store_at(config.out, Objects.from_environment(config.s3_endpoint, config.s3_region))
     identity = {"scored": config.score}
     match_results(store, identity)
-    done, shown = score_answers(config), _shown_of_answers(config)
+    done = score_answers(config)
     if done.n_left_out:
         console.print(f"note: {done.n_left_out} questions have no answer to compare with, and are left out")
     store.make()
     write_results_header(store, identity)
-    return Evaluation(done=done, table=main_table(done, shown), out=config.out, files=write_results(store, done, shown))
+    table, files = write_results(store, done, _shown_of_answers(config))
+    return Evaluation(done=done, table=table, out=config.out, files=files)
 
 
 def describe_data(loaded: LoadedQuestions, benchmark: Benchmark) -> Iterator[str]:
@@ -262,20 +262,15 @@ def _rendered(results: ResultsTable) -> Iterator[RenderableType]:
     marked = [c.title + few_mark(n) for c, n in zip(results.columns, results.n_clusters, strict=True)]
     for name in ("kept", *marked[first:], "Rel."):
         table.add_column(Text(name), justify="right")
-    for block in (None, *results.blocks):
-        for row in (results.original,) if block is None else block.rows:
+    for rows in ((results.original,), *(block.rows for block in results.blocks)):
+        for row in rows:
             cells = [cell.printed if cell else "-" for cell in (*row.cells[first:], row.rel)]
             table.add_row(
                 Text(titled(method_title(row.method), row)),
                 f"{100 * row.ratio:g} %",
                 *cells,
-                end_section=row is _last(block),
+                end_section=row is rows[-1],
             )
     yield table
     if first:
         yield Text(f"the {first} splits are in tables.md")
-
-
-def _last(block: object) -> object:
-    """Return the last row of a block of the table, None for None."""
-    return None if block is None else block.rows[-1]  # type: ignore[attr-defined]

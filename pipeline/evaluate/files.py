@@ -48,8 +48,8 @@ def main_table(done: ScoredQuestions, shown: Presentation) -> ResultsTable:
     return replace(_table(done, shown, splits[0] if splits else None), title=shown.title)
 
 
-def write_results(store: Store, done: ScoredQuestions, shown: Presentation) -> list[str]:
-    """Write scores, tables and page into ``store``; return the file names. Raises OSError."""
+def write_results(store: Store, done: ScoredQuestions, shown: Presentation) -> tuple[ResultsTable, list[str]]:
+    """Write scores, tables and page into ``store``; return the main table and the file names. Raises OSError."""
     table = main_table(done, shown)
     splits = [_table(done, shown, split) for split in shown.benchmark.splits[1:] if _parts(done, split)]
     report = Report(
@@ -72,7 +72,7 @@ def write_results(store: Store, done: ScoredQuestions, shown: Presentation) -> l
     store.put(SCORES, write_parquet(done.scores))
     for name, text in texts.items():
         store.put(name, text.encode())
-    return [SCORES, *texts]
+    return table, [SCORES, *texts]
 
 
 def made_of_identity(benchmark: Benchmark, identity: Mapping[str, Any], n_questions: int) -> dict[str, str]:

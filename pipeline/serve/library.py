@@ -10,7 +10,6 @@ from gstep.backbones import ModelSource, choose_runtime
 from gstep.language import PromptBuilder, prompt_builder
 from gstep.serving.options import engine_options, prepare_process
 from pipeline.cache.cached_video import CachedVideo
-from pipeline.cache.header import ModelIdentity
 from pipeline.cache.reader import TokenCache
 from pipeline.generate.model import check_model, model_of
 
@@ -27,7 +26,8 @@ def vllm_options(cache: TokenCache, model: str | None = None, *, dtype: str = "a
     Raises UsageError where the cache was made with another model, ModelError where it is not there.
     """
     runtime = choose_runtime("auto", dtype)
-    source = _source(model, *_held(cache.identity["model"]))
+    identity = cache.identity["model"]
+    source = _source(model, identity["type"], identity["weights"])
     parallel = int(more.get("tensor_parallel_size", 1))
     prepare_process(runtime.device, parallel)
     return {**engine_options(source, runtime, cache.most_tokens + 1, parallel), **more}
@@ -60,17 +60,12 @@ def vllm_input(
     videos = [video] if isinstance(video, CachedVideo) else list(video)
     if not videos or any(one.header is None for one in videos):
         raise ValueError("videos must come from TokenCache.get, at least one of them")
-    headers = [one.header for one in videos if one.header is not None]
-    if any(header["identity"]["model"] != headers[0]["identity"]["model"] for header in headers):
+    identity, *others = [one.header["identity"]["model"] for one in videos if one.header is not None]
+    if any(other != identity for other in others):
         raise ValueError("the videos are of caches of different models")
-    builder = _builder(model, *_held(headers[0]["identity"]["model"]), positions, rule, frame_times)
+    builder = _builder(model, identity["type"], identity["weights"], positions, rule, frame_times)
     built = builder.build(prompt, [one.visual for one in videos], system)
     return engine_input(built, int(builder.config.video_token_id))
-
-
-def _held(identity: ModelIdentity) -> tuple[str, str]:
-    """Return the model's type and weights."""
-    return identity["type"], identity["weights"]
 
 
 @lru_cache(maxsize=8)

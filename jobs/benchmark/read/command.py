@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -34,18 +36,9 @@ def run(arguments: argparse.Namespace) -> Done:
     from jobs.benchmark.read.cache import ReadJob  # noqa: PLC0415
     from jobs.benchmark.read.times import as_record, as_table, measure  # noqa: PLC0415
 
-    console = Console(stderr=True)
-
-    def say(text: str) -> None:
-        console.print(text, style="dim", highlight=False)
-
-    job = ReadJob(
-        videos=arguments.videos,
-        tokens=arguments.tokens,
-        hidden=arguments.hidden,
-        videos_per_shard=arguments.videos_per_shard,
-        repeats=arguments.repeats,
-    )
+    say = partial(Console(stderr=True).print, style="dim", highlight=False)
+    sizes = {field.name: getattr(arguments, field.name) for field in fields(ReadJob)}
+    job = ReadJob(**sizes)
     with TemporaryDirectory(dir=arguments.folder) as folder:
         found = measure(job, Path(folder), say, s3=arguments.s3)
     video_mb = 2e-6 * job.tokens * job.hidden

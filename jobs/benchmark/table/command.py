@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,11 +29,7 @@ def run(arguments: argparse.Namespace) -> Done:
     from jobs.benchmark.machine import machine, machine_line  # noqa: PLC0415 - Arrow loads after the flags
     from jobs.benchmark.table.times import as_table, measure  # noqa: PLC0415
 
-    console = Console(stderr=True)
-
-    def say(text: str) -> None:
-        console.print(text, style="dim", highlight=False)
-
+    say = partial(Console(stderr=True).print, style="dim", highlight=False)
     with TemporaryDirectory(dir=arguments.folder) as folder:
         found = measure(arguments.videos, arguments.request_ms / 1e3, Path(folder), say)
     title = f"The table of {arguments.videos:,} made-up videos, {machine_line('cpu')}"

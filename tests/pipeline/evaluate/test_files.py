@@ -97,7 +97,7 @@ def test_draws_and_seed_are_those_that_were_asked_for():
 
 def test_everything_is_written_and_named(tmp_path):
     store, done = LocalStore(tmp_path), done_with(items_of(9))
-    names = write_results(store, done, shown(pages={"data/x.mp4": [("gstep", "pages/x.html")]}))
+    _, names = write_results(store, done, shown(pages={"data/x.mp4": [("gstep", "pages/x.html")]}))
     assert names == [SCORES, TABLES_MD, TABLES_TEX, REPORT]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
     assert pq.read_table(tmp_path / SCORES).equals(done.scores)
