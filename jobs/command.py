@@ -15,8 +15,8 @@ from typing import Any, NoReturn, TypeVar
 
 from rich.console import Console
 
-from jobs.flags import add_flags, from_flags, read_config_file
-from jobs.json_document import HELP, STDOUT, Done, add_json, error_record, stdout_as_stderr, write_document
+from jobs.frame.flags import add_flags, from_flags, read_config_file
+from jobs.frame.json_document import HELP, STDOUT, Done, add_json, error_record, stdout_as_stderr, write_document
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 
 Errors = tuple[type[Exception], ...]

@@ -10,8 +10,8 @@ from dataclasses import asdict
 from rich.console import Console
 
 from jobs.command import Parser, exit_code_of, wide_console
-from jobs.flags import add_flags, from_flags
-from jobs.json_document import Done, add_json
+from jobs.frame.flags import add_flags, from_flags
+from jobs.frame.json_document import Done, add_json
 from pipeline.errors import CorruptShard
 from pipeline.options import S3Options
 

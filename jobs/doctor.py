@@ -14,8 +14,8 @@ from rich.text import Text
 
 from gstep.lazy import importing_much
 from jobs.command import LogConsole, Parser, exit_code_of, wide_console
-from jobs.flags import add_flags, from_flags
-from jobs.json_document import Done, add_json, print_lines, stdout_as_stderr
+from jobs.frame.flags import add_flags, from_flags
+from jobs.frame.json_document import Done, add_json, print_lines, stdout_as_stderr
 from pipeline.errors import RunFailed, UsageError
 from pipeline.prune.config import PruneConfig
 

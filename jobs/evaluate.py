@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from jobs.command import EXIT_CODES, Parser, run_command, wide_console
-from jobs.json_document import Done
+from jobs.frame.json_document import Done
 from pipeline.evaluate.config import EvaluateConfig
 
 EPILOG = """\

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from gstep.lazy import importing_much
 from jobs.command import EXIT_CODES, Parser, run_command, wide_console
-from jobs.json_document import Done
+from jobs.frame.json_document import Done
 from pipeline.generate.config import GenerateConfig
 
 EPILOG = """\

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console, RenderableType
 
 from jobs.command import Parser, exit_code_of, wide_console
-from jobs.flags import add_flags, from_flags
-from jobs.json_document import Done, add_json, print_lines
+from jobs.frame.flags import add_flags, from_flags
+from jobs.frame.json_document import Done, add_json, print_lines
 from pipeline.errors import CorruptShard, NotACache, UnknownVideo
 from pipeline.options import S3Options
 from pipeline.rows import JsonObject

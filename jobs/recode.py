@@ -11,7 +11,7 @@ from functools import partial
 from rich.console import Console
 
 from jobs.command import Parser, run_command
-from jobs.json_document import Done
+from jobs.frame.json_document import Done
 from pipeline.cache.codecs import CODECS
 from pipeline.errors import UsageError
 from pipeline.options import S3Options, check_choices, option

@@ -13,8 +13,8 @@ from pathlib import Path
 from rich.console import Console
 
 from jobs.command import LogConsole, Parser, exit_code_of
-from jobs.flags import add_flags, from_flags
-from jobs.json_document import Done, add_json
+from jobs.frame.flags import add_flags, from_flags
+from jobs.frame.json_document import Done, add_json
 from pipeline.errors import CorruptShard, RunFailed, UsageError
 from pipeline.options import S3Options
 

@@ -11,8 +11,8 @@ from datetime import timedelta
 from rich.console import Console
 
 from jobs.command import LogConsole, Parser, add_json_or_file, count, exit_code_of, wide_console
-from jobs.flags import add_flags, from_flags
-from jobs.json_document import Done
+from jobs.frame.flags import add_flags, from_flags
+from jobs.frame.json_document import Done
 from pipeline.errors import CorruptShard, RunFailed
 from pipeline.options import S3Options
 

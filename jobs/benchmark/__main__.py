@@ -17,7 +17,7 @@ from jobs.benchmark.selection import command as selection
 from jobs.benchmark.serving import command as serving
 from jobs.benchmark.table import command as table
 from jobs.command import Parser, exit_code_of
-from jobs.json_document import Done
+from jobs.frame.json_document import Done
 from pipeline.errors import ManifestError, RunFailed, VideoFault
 
 _COMMANDS = {

@@ -159,7 +159,7 @@ def _refuse_equal(rows: pa.Table) -> None:
 def _take_tokens(
     source: Store, out: Store, names: Sequence[str], done: MergedCaches, say: Callable[[str], object]
 ) -> None:
-    """Link or copy token shards into ``out``. Raises CorruptShard, OSError."""
+    """Take over token shards into ``out``, as links or copies. Raises CorruptShard, OSError."""
     with ThreadPoolExecutor(_THREADS) as pool:
         for number, n_bytes in enumerate(pool.map(partial(_take_file, source, out), names), 1):
             if n_bytes is None:

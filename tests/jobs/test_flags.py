@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 import pytest
 
-from jobs.flags import add_flags, from_flags, read_config_file
+from jobs.frame.flags import add_flags, from_flags, read_config_file
 from pipeline.errors import UsageError
 from pipeline.generate.config import GenerateConfig
 from pipeline.options import S3Options, option

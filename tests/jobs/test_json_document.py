@@ -12,7 +12,7 @@ from rich.console import Console
 from jobs import compact, evaluate, generate, inspect, prune, serve, verify
 from jobs.benchmark import __main__ as benchmark
 from jobs.command import exit_code_of
-from jobs.json_document import STDOUT, Done, print_lines, write_document
+from jobs.frame.json_document import STDOUT, Done, print_lines, write_document
 from pipeline.errors import RunFailed, UsageError
 from pipeline.generate.summary import AnswerSummary
 from pipeline.prune.summary import Summary
@@ -89,7 +89,7 @@ def test_a_file_that_cannot_be_written_is_a_failure_with_a_line(tmp_path, capsys
 
 
 def test_a_reader_that_has_read_enough_is_no_error():
-    code = "from jobs.json_document import print_lines; print_lines(str(i) for i in range(10**5))"
+    code = "from jobs.frame.json_document import print_lines; print_lines(str(i) for i in range(10**5))"
     done = subprocess.run(
         ["bash", "-c", f"{sys.executable} -c '{code}' | head -1; exit ${{PIPESTATUS[0]}}"],
         cwd=ROOT,

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jobs.command import add_json_or_file, count, wide_console
-from jobs.json_document import Done
+from jobs.frame.json_document import Done
 from pipeline.errors import UsageError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from jobs.command import add_json_or_file, count, file_in_folder, share, wide_console
-from jobs.json_document import Done
+from jobs.frame.json_document import Done
 from pipeline.options import ATTN, DEVICES, DTYPES
 from pipeline.rows import JsonObject
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from gstep.methods import METHODS
 from jobs.benchmark.sizes import add_sizes
 from jobs.command import share
-from jobs.json_document import Done
+from jobs.frame.json_document import Done
 from pipeline.errors import UsageError
 
 HELP = "every pruning method beside GSTEP"

@@ -17,7 +17,7 @@ from rich.console import Console
 from jobs.benchmark.pipeline.work import DECODE, DRIVER, JOB, LOOP, SINGLE, Work
 from jobs.benchmark.sizes import add_folder
 from jobs.command import add_json_or_file, count, file_in_folder, wide_console
-from jobs.json_document import Done
+from jobs.frame.json_document import Done
 from pipeline.errors import UsageError
 
 HELP = "the whole job beside a plain DataLoader loop"

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from jobs.command import add_json_or_file, count, wide_console
-from jobs.json_document import Done
+from jobs.frame.json_document import Done
 
 HELP = "reading tokens out of a cache, beside plain pyarrow"
 

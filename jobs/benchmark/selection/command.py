@@ -8,7 +8,7 @@ from rich.console import Console
 
 from jobs.benchmark.sizes import add_sizes
 from jobs.command import count, share, wide_console
-from jobs.json_document import Done
+from jobs.frame.json_document import Done
 
 HELP = "GSTEP's selection beside the paper's loop"
 

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from jobs.command import add_json_or_file, count, share, wide_console
-from jobs.json_document import Done
+from jobs.frame.json_document import Done
 
 HELP = "answering from a cache, by vLLM and by transformers, beside vLLM on the videos themselves"
 MODES = ("cached-vllm", "cached-transformers", "online-vllm")

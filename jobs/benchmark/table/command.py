@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jobs.benchmark.sizes import add_folder
 from jobs.command import add_json_or_file, count, wide_console
-from jobs.json_document import Done
+from jobs.frame.json_document import Done
 
 HELP = "opening a cache of millions of videos, finding one, resuming, merging"
 

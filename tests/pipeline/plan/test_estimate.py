@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from jobs.json_document import _strict
+from jobs.frame.json_document import _strict
 from pipeline.plan.estimate import Cluster, Prices, estimate
 from pipeline.plan.intervals import Interval
 from pipeline.plan.render import rows_of

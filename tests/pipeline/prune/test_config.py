@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from jobs.flags import add_flags, from_flags
+from jobs.frame.flags import add_flags, from_flags
 from pipeline.errors import UsageError
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.request import sampling_of
