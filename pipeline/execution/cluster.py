@@ -101,6 +101,8 @@ def _initialise(say: Callable[[str], object]) -> None:
     the kernel kills Ray's processes with the thread that started them.
     """
     ended = Future[None]()
+    # Of a Ray that starts here: the workers that it starts ahead serve no actor, since each wants its own environment.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 
     def initialise() -> None:
         try:
