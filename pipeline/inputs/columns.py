@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -24,18 +24,6 @@ _KEY, _CLIP = "video_id", ("start_s", "end_s")
 _BYTES = "bytes"  # the field of datasets' own columns of videos, {bytes, path}
 
 
-class _Batches(Protocol):
-    """The pieces in which a table is read: row groups or record batches."""
-
-    schema: pa.Schema
-
-    def starts(self) -> Sequence[int]:
-        """Return the first row of each piece, and the number of all rows."""
-
-    def read(self, piece: int, columns: Sequence[str], at_once: int = 1) -> Iterator[pa.RecordBatch]:
-        """Yield a piece, these columns of it alone, so many rows at once or more."""
-
-
 class Table:
     """A table that is open; see ``container.Container``. The offset of a video is its row."""
 
@@ -43,7 +31,7 @@ class Table:
         self._file = file
         tail = file.read(max(0, file.size - _TAIL), file.size)
         self._hash = hashlib.blake2b(tail + str(file.size).encode(), digest_size=6).hexdigest()
-        self._held: _Batches | None = None
+        self._held: _RowGroups | _RecordBatches | None = None
         self._place: tuple[str, int, int] = "", -1, 0  # column, piece and next row of what is being read
         self._rows: Iterator[pa.Scalar] = iter(())
 
@@ -94,7 +82,7 @@ class Table:
         self._place = column, piece, row + 1
         return next(self._rows)
 
-    def _opened(self) -> _Batches:
+    def _opened(self) -> _RowGroups | _RecordBatches:
         if self._held is None:
             self._held = (_RowGroups if suffix_of(self._file.uri) == ".parquet" else _RecordBatches)(self._file)
         return self._held
@@ -108,7 +96,10 @@ class Table:
             )
         if not _holds_bytes(schema.field(asked.column).type):
             kind = schema.field(asked.column).type
-            raise ManifestError(f"{self._file.uri}: the column {asked.column} is of {kind}, not of bytes")
+            raise ManifestError(
+                f"{self._file.uri}: the column {asked.column} is of {kind}, not of bytes; if it holds paths, call it uri "
+                "and leave --column out"
+            )
         return [field.name for field in schema if _is_small(field.type)]
 
 

@@ -11,7 +11,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from pipeline.errors import FaultClass, printable
@@ -25,33 +25,6 @@ _GAP = 2**20  # bytes between two spans that cost less than another request
 _AT_ONCE = 2**26  # most bytes of a request, which memory holds
 _TAIL = 2**16
 _LEAST, _AHEAD = 2**14, 2**22  # bytes of a request that was not planned: at a new place, and where it goes on
-
-
-class RandomFile(Protocol):
-    """A file, on disk or remote, of which stretches are read.
-
-    Attributes:
-        uri: a path or an address.
-        size: its bytes.
-        mark: what differs once the file was changed.
-    """
-
-    uri: str
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def mark(self) -> str: ...
-
-    def read(self, start: int, end: int) -> bytes:
-        """Read bytes [start, end), or those of them that there are. Raises OSError."""
-
-    def plan(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Note the stretches that will be read, in ascending order, so that few requests fetch them."""
-
-    def close(self) -> None:
-        """Close the file."""
 
 
 class Member(NamedTuple):
@@ -103,9 +76,6 @@ class Container(Protocol):
         """Yield a video's bytes, given its name, offset and size. Raises VideoFault or OSError."""
 
 
-Form = Callable[[RandomFile], Container]
-
-
 def fault(fault_class: FaultClass, message: str) -> str:
     """Return the ``fault`` of a member."""
     return f"{fault_class}: {message}"
@@ -132,7 +102,16 @@ def open_container(uri: str, objects: Objects, info: ObjectInfo | None = None) -
 
 
 class PlainFile:
-    """A regular file of this machine; see RandomFile."""
+    """A regular file of this machine, of which stretches are read.
+
+    Attributes:
+        uri: its path.
+        size: its bytes.
+        mark: what differs once the file was changed.
+        fetched: bytes that came from a store: none.
+    """
+
+    fetched = 0
 
     def __init__(self, path: str) -> None:
         self.uri = path
@@ -144,6 +123,7 @@ class PlainFile:
         self.size, self.mark = status.st_size, f"{status.st_size}-{status.st_mtime_ns}"
 
     def read(self, start: int, end: int) -> bytes:
+        """Read bytes [start, end), or those of them that there are. Raises OSError."""
         parts: list[bytes] = []
         while start < end and (part := os.pread(self._descriptor, end - start, start)):
             parts.append(part)
@@ -154,13 +134,14 @@ class PlainFile:
         """Drop the plan: a file on disk is read as it is asked for."""
 
     def close(self) -> None:
+        """Close the file. May be called twice."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class RemoteFile:
-    """An object of a store; see RandomFile. It holds the stretch that was fetched last, 64 MiB at most.
+    """An object of a store, used as a PlainFile. It holds the stretch that was fetched last, 64 MiB at most.
 
     Args:
         info: what a listing said of it; without that, ``size`` or ``mark`` may cost a request.
@@ -171,24 +152,30 @@ class RemoteFile:
         self._files, self._info = reach(uri, objects), info
         self._start, self._data = 0, b""
         self._spans: Sequence[tuple[int, int]] = ()
+        self.fetched = 0
 
     @property
     def size(self) -> int:
+        """Its bytes."""
         return self._told().size
 
     @property
     def mark(self) -> str:
+        """Its ETag or hash."""
         return self._told().mark
 
     def _told(self) -> ObjectInfo:
+        """Return what the store says of the object; asked once."""
         if self._info is None:
             self._info = self._files.info(self.uri)
         return self._info
 
     def plan(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Note the stretches that will be read, in ascending order, so that few requests fetch them."""
         self._spans = spans
 
     def read(self, start: int, end: int) -> bytes:
+        """Read bytes [start, end), or those of them that there are; one request or none. Raises OSError."""
         end = end if self._info is None else min(end, self._info.size)
         if start >= end:
             return b""
@@ -201,6 +188,7 @@ class RemoteFile:
                 raise OSError(errno.ESTALE, "it has changed while it was read; run again", self.uri)
             self._info = self._info or ObjectInfo(self.uri, found.size)
             self._start, self._data = first, found.data
+            self.fetched += len(found.data)
         return self._data[start - self._start : end - self._start]
 
     def _stop(self, start: int, end: int) -> int:
@@ -217,7 +205,12 @@ class RemoteFile:
         return max(end, start + (_AHEAD if near else _LEAST))
 
     def close(self) -> None:
+        """Drop what is held."""
         self._data = b""
+
+
+#: A file that holds videos, on disk or remote.
+RandomFile = PlainFile | RemoteFile
 
 
 class SeekableFile(io.RawIOBase):

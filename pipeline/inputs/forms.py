@@ -9,15 +9,14 @@ from typing import NamedTuple
 
 from pipeline.errors import VideoFault
 from pipeline.inputs.columns import Table
-from pipeline.inputs.container import Container, Form, Member, RandomFile, open_container
+from pipeline.inputs.container import Container, Member, RandomFile, open_container
 from pipeline.inputs.listings import suffix_of
 from pipeline.inputs.tar import Tar
 from pipeline.inputs.zips import Zip
-from pipeline.rows import ManifestRow, VideoRow
 from pipeline.storage.s3 import Objects
 
 #: To add a form, write a file like ``tar.py`` and add a line here.
-FORMS: dict[str, Form] = {".tar": Tar, ".zip": Zip, ".parquet": Table, ".arrow": Table}
+FORMS: dict[str, Callable[[RandomFile], Container]] = {".tar": Tar, ".zip": Zip, ".parquet": Table, ".arrow": Table}
 #: Those that hold videos only where --column says in which column.
 OF_COLUMNS = frozenset({".parquet", ".arrow"})
 
@@ -45,16 +44,9 @@ def shard_of(uri: str) -> str:
     return uri.partition("#")[0]
 
 
-def cached_spot(row: VideoRow) -> Spot | None:
-    """Return where the video of a row of the videos table lies in a container, or None as ``spot_of``."""
-    offset = row.get("source_offset")
-    return None if offset is None else Spot(row["uri"], offset, row.get("source_size"))
-
-
-def spot_of(row: ManifestRow) -> Spot | None:
-    """Return where the video of a row lies in a container, or None where it is a file of its own."""
-    offset = row.get("source_offset")
-    return None if offset is None else Spot(row["uri"], offset, row.get("size"))
+def spot_of(uri: str, offset: int | None, size: int | None) -> Spot | None:
+    """Return where a video lies in a container, or None where it is a file of its own, which has no offset."""
+    return None if offset is None else Spot(uri, offset, size)
 
 
 def fetch_of(spot: Spot | None, objects: Objects) -> Callable[[Callable[[bytes], object], int], int] | None:

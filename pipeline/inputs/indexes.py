@@ -67,7 +67,7 @@ class Indexing:
         only_known: whether containers without a kept index are counted and left alone.
         say: gets lines of progress.
         unlisted: the containers that were left alone.
-        n_containers: how many there were.
+        fetched: bytes that were read from stores.
     """
 
     asked: Asked = field(default_factory=Asked)
@@ -76,7 +76,7 @@ class Indexing:
     only_known: bool = False
     say: Callable[[str], object] = _silent
     unlisted: list[str] = field(default_factory=list)
-    n_containers: int = 0
+    fetched: int = 0
     _n_read: int = 0
     _stopped: bool = False
 
@@ -85,7 +85,6 @@ class Indexing:
 
         Raises ManifestError where a request cannot be met.
         """
-        self.n_containers += len(places)
         told = time.monotonic()
         n_videos = 0
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -128,6 +127,7 @@ class Indexing:
         except OSError as error:
             return _table(place, [_unreadable(error)], self.asked)
         finally:
+            self.fetched += file.fetched
             file.close()
 
     def _goes_on(self, member: Member) -> bool:

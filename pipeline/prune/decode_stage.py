@@ -16,7 +16,7 @@ from ray.actor import ActorHandle
 
 from pipeline.errors import FaultClass, UsageError, VideoFault
 from pipeline.execution.heartbeat import Heartbeat, HeldItems
-from pipeline.inputs.forms import Containers, fetch_of, shard_of, spot_of
+from pipeline.inputs.forms import Containers, Spot, fetch_of, shard_of, spot_of
 from pipeline.prune.batches import VideoFrames, decoded_bundle
 from pipeline.rows import TodoRow, VideoRecord, failed_video, may_succeed_elsewhere
 from pipeline.storage.hub import is_remote
@@ -80,13 +80,13 @@ class VideoDecoder:
         if row["fault"]:
             fault_class, _, message = row["fault"].partition(": ")
             return Source(row["uri"], fault=VideoFault(cast(FaultClass, fault_class), message))
-        objects, spot = self._setup.objects, spot_of(row)
+        objects, spot = self._setup.objects, _spot(row)
         fetch = fetch_of(spot, objects) if spot is None or containers is None else partial(containers.fetch, spot)
         return open_source(row["uri"], objects, self._setup.fetch_mb * 2**20, fetch)
 
     def containers(self, rows: Iterable[TodoRow]) -> Containers:
         """Return what reads the containers that these rows lie in."""
-        return Containers(self._setup.objects, [spot_of(row) for row in rows if not (row["policy"] or row["fault"])])
+        return Containers(self._setup.objects, [_spot(row) for row in rows if not (row["policy"] or row["fault"])])
 
     def decode_one(self, row: TodoRow, source: Source) -> tuple[VideoRecord, NDArray[np.uint8] | None]:
         """Return the record of a video and its frames [t,h,w,3]; a fault of the video makes an error row and None."""
@@ -152,6 +152,11 @@ class Decoder:
             record, frames = self._decoder.decode_one(row, source)
         held.done(may_succeed_elsewhere(record), made=frames is not None)
         return VideoFrames(record, frames)
+
+
+def _spot(row: TodoRow) -> Spot | None:
+    """Return where the video of a row lies in a container, if it does."""
+    return spot_of(row["uri"], row["source_offset"], row["size"])
 
 
 def _first_record(row: TodoRow) -> VideoRecord:

@@ -57,6 +57,7 @@ class Commits:
         failed: failed video -> attempts that it has had.
         retryable: the same of videos that may succeed on another machine.
         n_shards: how many shard numbers are taken.
+        fetched: bytes of videos that were read from stores.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Commits:
         self.request = request
         self.failed: dict[str, int] = {}
         self.retryable: dict[str, int] = {}
-        self.n_shards = 0
+        self.n_shards = self.fetched = 0
         self._token_shards: set[str] = set()
         self._n_waiting = 0
         self._noted = time.monotonic()
@@ -98,6 +99,7 @@ class Commits:
             try_merge(store, self._made_with, WAITING, self._say)
             self._n_waiting = 0
         self.n_shards = max(self.n_shards, before + number + 1)
+        self.fetched += sum(record.get("source_size") or 0 for record in records if is_remote(record["uri"]))
         failed = [record for record in records if record["status"] != "ok"]
         self.failed |= {record["video_id"]: record["attempts"] for record in failed}
         self.retryable |= {record["video_id"]: record["attempts"] for record in filter(may_succeed_elsewhere, failed)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
@@ -64,7 +64,7 @@ class PruneRequest:
     manifest: pa.Table
     store: Store
     objects: Objects  # how S3 is reached
-    unlisted: tuple[str, ...] = ()  # containers whose videos a dry run does not know
+    indexing: Indexing = field(default_factory=Indexing)  # which containers were read for the manifest
 
     @property
     def method(self) -> str:
@@ -157,7 +157,7 @@ def prepare(config: PruneConfig, console: Console, given: object = None) -> Prun
         manifest = _shard_of(manifest, config.part())
         if config.on_forbidden == "refuse":
             refuse_forbidden(manifest, config.named)
-    request = replace(resolve(config, manifest, store, objects), unlisted=tuple(indexing.unlisted))
+    request = replace(resolve(config, manifest, store, objects), indexing=indexing)
     with store_refusing():
         return match_cache(request, console)
 

@@ -74,6 +74,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
         super().__init__(options, console)
         self._given, self._list_failed = given, list_failed
         self._limits: Limits | None = None
+        self._fetched = 0
 
     def prepare(self) -> PruneRequest:
         return prepare(self.options, self.console, self._given)
@@ -126,6 +127,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
                 n_failed = len(commits.failed)
                 run_file.note(ended_by=limits.reached)
                 self.say(f"note: {reached}: what is done is written; the same command goes on")
+        self._fetched = commits.fetched
         return Streamed(run_file, n_failed)
 
     def _forecast(self, request: PruneRequest, todo: Todo, device: str) -> Plan:
@@ -154,6 +156,7 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
             committed=todo.committed,
         )
         held = replace(held, n_new=len(todo), n_new_failed=n_failed, wall_s=wall_s, out=str(request.store))
+        held = replace(held, fetched_bytes=self._fetched + request.indexing.fetched)
         if (limits := self._limits) is None:
             return held
         if limits.reached:  # what is left was not begun, and waits as with --limit

@@ -37,6 +37,7 @@ class Summary(Outcome):
         seconds: stage -> seconds, summed over the videos.
         n_warned: videos decoded with warnings.
         n_removed: videos that were removed for good, and are not counted otherwise.
+        fetched_bytes: of videos and indexes that this run read from stores.
         n_lost: videos that a run committed, and of which no file of the table has a row now.
         lost: some of them.
         facts: what this run took (``pipeline.plan.facts``); empty for a summary of a cache.
@@ -50,6 +51,7 @@ class Summary(Outcome):
     seconds: dict[str, float] = field(default_factory=dict)
     n_warned: int = 0
     n_removed: int = 0
+    fetched_bytes: int = 0
     n_lost: int = 0
     lost: list[str] = field(default_factory=list)
     facts: Mapping[str, float | None] = field(default_factory=dict)
@@ -182,6 +184,8 @@ def render(summary: Summary) -> RenderableType:
     table.add_row("tokens", f"{summary.tokens_kept:,} kept of {summary.tokens_in:,} ({share:.1%})")
     table.add_row("bytes", f"{summary.token_bytes:,} of tokens")
     table.add_row("seconds", ", ".join(f"{stage} {value:.2f}" for stage, value in summary.seconds.items()))
+    if summary.fetched_bytes:
+        table.add_row("from stores", f"{summary.fetched_bytes:,} bytes of videos and indexes")
     if summary.n_removed:
         table.add_row("removed", f"{summary.n_removed} videos, for good")
     if summary.n_lost:

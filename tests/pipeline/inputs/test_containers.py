@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.errors import ManifestError, VideoFault
 from pipeline.inputs.container import Asked, Member
-from pipeline.inputs.forms import FORMS, Containers, cached_spot, fetch_of, spot_of
+from pipeline.inputs.forms import FORMS, Containers, fetch_of, spot_of
 from pipeline.inputs.indexes import Indexing
 from pipeline.inputs.manifest import read_manifest
 from pipeline.storage.s3 import Objects
@@ -33,13 +33,17 @@ def rows(place, column=None, objects=NOWHERE, **more):
     return read_manifest(place, (), objects, Indexing(Asked(column), **more)).to_pylist()
 
 
+def spot(row):
+    return spot_of(row["uri"], row["source_offset"], row["size"])
+
+
 def contents(found, objects=NOWHERE):
     """The bytes of each row's video, read one after the other as a worker does."""
-    with Containers(objects, [spot_of(row) for row in found]) as opened:
+    with Containers(objects, [spot(row) for row in found]) as opened:
         all_bytes = []
         for row in found:
             parts: list[bytes] = []
-            opened.fetch(spot_of(row), parts.append, 2**30)
+            opened.fetch(spot(row), parts.append, 2**30)
             all_bytes.append(b"".join(parts))
         return all_bytes
 
@@ -155,7 +159,7 @@ def test_containers_on_s3_give_the_same_for_few_requests(server, tmp_path):
         assert contents(found, server.objects()) == list(FILES.values())
         # A tar is one request for all of its members; of a table each row group is one.
         assert server.counts()["GET"] <= {"a.tar": 1, "a.zip": 1, "a.parquet": 4}[name]
-        (alone,) = [fetch_of(spot_of(found[7]), server.objects())]
+        (alone,) = [fetch_of(spot(found[7]), server.objects())]
         parts: list[bytes] = []
         alone(parts.append, 2**30)
         assert b"".join(parts) == list(FILES.values())[7]
@@ -230,9 +234,3 @@ def test_a_form_is_added_by_one_class(tmp_path, monkeypatch, server):
         assert [row["video_id"] for row in found] == [f"a.lengths/{number}.mp4" for number in range(12)]
         assert contents(found, objects) == list(FILES.values())
         assert rows(place, objects=objects, store=store, only_known=True) == found
-
-
-def test_a_cached_row_knows_where_its_video_lies(tmp_path):
-    (found, *_) = rows(str(write_tar(tmp_path / "a.tar", FILES)))
-    cached = {"uri": found["uri"], "source_offset": found["source_offset"], "source_size": found["size"]}
-    assert cached_spot(cached) == spot_of(found) and cached_spot({**cached, "source_offset": None}) is None
