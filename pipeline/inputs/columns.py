@@ -94,11 +94,10 @@ class Table:
             raise ManifestError(
                 f"{self._file.uri}: no column {asked.column}; of bytes are {', '.join(able) or 'none'} (--column NAME)"
             )
-        if not _holds_bytes(schema.field(asked.column).type):
-            kind = schema.field(asked.column).type
+        if not _holds_bytes(kind := schema.field(asked.column).type):
             raise ManifestError(
-                f"{self._file.uri}: the column {asked.column} is of {kind}, not of bytes; if it holds paths, call it uri "
-                "and leave --column out"
+                f"{self._file.uri}: the column {asked.column} holds {kind}, not bytes; one of paths is called uri, and "
+                "--column is left out"
             )
         return [field.name for field in schema if _is_small(field.type)]
 

@@ -120,7 +120,7 @@ def test_columns_have_clips_and_holes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("column", "message"), [("film", "no column film; of bytes are video"), ("label", "not of bytes")]
+    ("column", "message"), [("film", "no column film; of bytes are video"), ("label", "not bytes")]
 )
 def test_a_column_that_holds_no_videos_is_refused(tmp_path, column, message):
     with pytest.raises(ManifestError, match=message):

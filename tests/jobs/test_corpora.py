@@ -1,0 +1,178 @@
+"""The same videos as files, in tars, zips and columns, here and on S3: equal tokens, the same resume, the same rows."""
+
+import json
+import signal
+import zipfile
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from jobs import inspect, prune, verify
+from pipeline import TokenCache
+from tests.jobs.jobs import assert_complete, clips, forbid_ray, run_here, start, stop, wait_for_files
+from tests.pipeline.rays import ray_here
+from tests.pipeline.s3 import S3Server
+from tests.pipeline.tars import member, write_tar
+
+pytestmark = pytest.mark.slow
+
+OPTIONS = ["--num-frames", "4", "--max-failed", "9"]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with ray_here({"num_cpus": 2}):
+        yield ray.get_runtime_context().gcs_address
+
+
+@pytest.fixture(scope="module")
+def files() -> dict[str, bytes]:
+    return {clip.name: clip.read_bytes() for clip in clips()}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory, files) -> Path:
+    """A folder with the clips in every form."""
+    root = tmp_path_factory.mktemp("corpus")
+    (root / "files").mkdir()
+    for name, data in files.items():
+        (root / "files" / name).write_bytes(data)
+    notes = {f"{name.partition('.')[0]}.json": json.dumps({"says": name}).encode() for name in files}
+    write_tar(root / "a.tar", dict(sorted({**files, **notes}.items())))
+    with zipfile.ZipFile(root / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    table = {
+        "film": [{"bytes": data, "path": name} for name, data in files.items()],
+        "video_id": list(files),
+        "says": list(files),
+    }
+    pq.write_table(pa.table(table), root / "a.parquet", row_group_size=2)
+    return root
+
+
+def tokens(cache: Path) -> dict[str, tuple[str, str]]:
+    """Name of a clip -> what was read of it, and a checksum of its tokens."""
+    opened = TokenCache(cache)
+    rows = {video_id.rpartition("/")[2]: opened.metadata(video_id) for video_id in opened.video_ids}
+    return {name: (row["source_hash"], row["checksum"]) for name, row in rows.items()}
+
+
+def test_every_form_gives_equal_tokens(cluster, corpus, tmp_path, monkeypatch):
+    forms = {"files": [], "a.tar": [], "a.zip": [], "a.parquet": ["--column", "film"]}
+    for form, more in forms.items():
+        done = run_here(prune, [str(corpus / form), *more, "--out", str(tmp_path / form), *OPTIONS])
+        assert done.returncode == 0, done.stdout
+        assert tokens(tmp_path / form) == tokens(tmp_path / "files") and len(tokens(tmp_path / form)) == 4
+    tar = TokenCache(tmp_path / "a.tar")
+    row = tar.metadata("a.tar/bikes.mp4")
+    assert row["manifest"] == {"json": {"says": "bikes.mp4"}}
+    assert (row["source_shard"], row["uri"]) == (str(corpus / "a.tar"), f"{corpus / 'a.tar'}#bikes.mp4")
+    data = (corpus / "a.tar").read_bytes()
+    assert data[row["source_offset"] :].startswith((corpus / "files" / "bikes.mp4").read_bytes())
+    assert TokenCache(tmp_path / "a.parquet").metadata("bikes.mp4")["manifest"] == {"says": "bikes.mp4"}
+    for form in forms:  # nothing else in a cache minds where its videos lie
+        assert verify.main([str(tmp_path / form), "--live", "4"]) == 0
+        video_id = TokenCache(tmp_path / form).video_ids[0]
+        shown = run_here(inspect, [str(tmp_path / form), video_id, "--html", str(tmp_path / "page.html")])
+        assert shown.returncode == 0 and "with pictures" in shown.stdout
+    forbid_ray(monkeypatch)
+    for form, more in forms.items():
+        again = run_here(prune, [str(corpus / form), *more, "--out", str(tmp_path / form), *OPTIONS])
+        assert again.returncode == 0 and "4 of 4 videos are in the cache already" in again.stdout
+
+
+def test_broken_members_and_changed_tars(cluster, files, tmp_path):
+    place, cache = tmp_path / "tars", tmp_path / "cache"
+    place.mkdir()
+    broken = {"bad.mp4": b"no video", "bikes.mp4": files["bikes.mp4"]}
+    write_tar(place / "a.tar", broken)
+    parts = [
+        member("carphone.mp4", files["carphone_pristine.mp4"]),
+        member("../up.mp4", b"x"),
+        member("link.mp4", kind=b"2", linkname="/etc/passwd"),
+        member("cut.mp4", bytes(9999))[:2000],
+    ]
+    (place / "b.tar").write_bytes(b"".join(parts))
+    argv = [str(place), "--out", str(cache), *OPTIONS]
+    done = run_here(prune, argv)
+    assert done.returncode == 0, done.stdout
+    failed = {"a.tar/bad.mp4": "unsupported", "b.tar/link.mp4": "policy", "b.tar/cut.mp4": "corrupt"}
+    opened = TokenCache(cache)
+    up = next(video_id for video_id in opened.failed if "up.mp4" in video_id)
+    assert opened.failed == {**failed, up: "policy"} and opened.video_ids == ["a.tar/bikes.mp4", "b.tar/carphone.mp4"]
+
+    write_tar(place / "a.tar", {**broken, "bikes.mp4": files["bigbuckbunny.mp4"]})
+    refused = run_here(prune, argv)
+    assert refused.returncode == 2 and "a.tar/bikes.mp4: the file had" in refused.stdout
+    write_tar(
+        place / "a.tar",
+        {"bad.mp4": files["bikes.mp4"], "bikes.mp4": files["bigbuckbunny.mp4"], "new.mp4": files["bikes.mp4"]},
+    )
+    write_tar(place / "b.tar", {"carphone.mp4": files["carphone_pristine.mp4"], "cut.mp4": files["bikes.mp4"]})
+    done = run_here(prune, [*argv, "--on-changed", "redo", "--retry-failed"])
+    assert done.returncode == 0, done.stdout
+    opened = TokenCache(cache)
+    ids = ["a.tar/bad.mp4", "a.tar/bikes.mp4", "a.tar/new.mp4", "b.tar/carphone.mp4", "b.tar/cut.mp4"]
+    assert opened.video_ids == ids and opened.metadata("a.tar/bad.mp4")["attempts"] == 2
+
+
+def test_a_dry_run_counts_tars_and_their_videos_where_it_may(corpus, tmp_path, monkeypatch):
+    forbid_ray(monkeypatch)
+    argv = [str(corpus / "a.tar"), "--out", str(tmp_path / "c"), *OPTIONS, "--dry-run"]
+    listed = run_here(prune, argv)
+    assert listed.returncode == 0 and "the videos of 1 containers" in listed.stdout and "0 to do" in listed.stdout
+    counted = run_here(prune, [*argv, "--index"])
+    assert counted.returncode == 0 and "4 to do" in counted.stdout and "not counted" not in counted.stdout
+    assert not (tmp_path / "c").exists()
+    assert run_here(prune, [*argv[:-1], "--index"]).returncode == 2
+
+
+def test_tars_on_s3_cost_a_request_each_and_say_what_was_read(cluster, corpus, files, tmp_path, monkeypatch):
+    with S3Server() as server:
+        for name, value in server.environment().items():
+            monkeypatch.setenv(name, value)
+        for number in range(2):
+            server.upload(f"c/s-{number}.tar", (corpus / "a.tar").read_bytes())
+        cache = tmp_path / "c"
+        argv = [
+            f"s3://{server.bucket}/c/s-{{0..1}}.tar",
+            "--out",
+            str(cache),
+            *OPTIONS,
+        ]
+        done = run_here(prune, argv)
+        assert done.returncode == 0, done.stdout
+        counts = server.counts()
+        assert len(TokenCache(cache).video_ids) == 8 and counts["HEAD"] == 2 and counts["GET"] <= 2 * 4 + 8
+        names = {name.rpartition("/")[2]: digest for name, digest in tokens(cache).items()}
+        assert set(names) == set(files)
+        told = json.loads(next((cache / "runs").iterdir()).read_text())["summary"]["fetched_bytes"]
+        assert 2 * sum(map(len, files.values())) <= told <= 5 * sum(map(len, files.values()))
+        assert "bytes of videos and indexes" in done.stdout
+        server.requests.clear()
+        forbid_ray(monkeypatch)
+        assert run_here(prune, argv).returncode == 0
+        assert server.counts() == {"HEAD": 2}  # of each name one to find it
+
+
+def test_a_run_over_tars_that_is_killed_reads_nothing_twice_that_was_committed(tmp_path, files):
+    place, cache = tmp_path / "tars", tmp_path / "cache"
+    place.mkdir()
+    clip = files["carphone_distorted.mp4"]
+    ids = [f"{number:02}.tar/{part}.mp4" for number in range(8) for part in range(3)]
+    for number in range(8):
+        write_tar(place / f"{number:02}.tar", {f"{part}.mp4": clip for part in range(3)})
+    argv = ["jobs.prune", str(place), "--out", str(cache), "--flush-seconds", "1", "--videos-per-shard", "2", *OPTIONS]
+    process = start(*argv)
+    wait_for_files(cache / "videos", 2, process)
+    stop(process, signal.SIGKILL)
+    done = set(TokenCache(cache).video_ids)
+    assert 0 < len(done) < len(ids)
+    process = start(*argv)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0 and f"{len(done)} of {len(ids)} videos are in the cache already" in output
+    assert_complete(cache, ids)
