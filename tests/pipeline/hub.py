@@ -1,0 +1,107 @@
+"""A small server with the routes of a Hugging Face hub that reading a dataset needs, over a folder of this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+REPO = "someone/clips"
+_API = re.compile(rf"/api/datasets/{REPO}(?:/(tree|revision|paths-info)/[^/]+(?:/(.*))?)?")
+_FILE = re.compile(rf"/datasets/{REPO}/resolve/[^/]+/(.*)")
+
+
+class HubServer:
+    """Use it as a context manager: a hub with the one dataset REPO, whose files are those of ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.requests: list[tuple[str, str]] = []  # method, route
+
+    def __enter__(self) -> HubServer:
+        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server.hub = self
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def count(self, route: str) -> int:
+        """Count the requests for a route: info, tree, paths-info or resolve."""
+        return sum(found == route for _, found in self.requests)
+
+    def _entry(self, path: Path) -> dict[str, Any]:
+        name = path.relative_to(self.folder).as_posix()
+        if path.is_dir():
+            return {"type": "directory", "oid": "d" * 40, "size": 0, "path": name}
+        digest = hashlib.sha1(path.read_bytes(), usedforsecurity=False).hexdigest()
+        return {"type": "file", "oid": digest, "size": path.stat().st_size, "path": name}
+
+    def answer(self, route: str, path: Path, body: dict[str, Any], recursive: bool) -> Any:
+        """Return what a route of the API says, or None where it knows nothing."""
+        if route == "info":
+            return {"id": REPO, "sha": "c" * 40, "private": False, "tags": [], "downloads": 0, "likes": 0}
+        if route == "paths-info":
+            named = [self.folder / name for name in body.get("paths", ())]
+            return [self._entry(one) for one in named if one.exists()]
+        if not path.is_dir():
+            return None
+        return [self._entry(one) for one in sorted(path.rglob("*") if recursive else path.iterdir())]
+
+
+class _Server(ThreadingHTTPServer):
+    hub: HubServer
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def do_GET(self) -> None:
+        hub, where = self.server.hub, urlsplit(self.path)
+        path = unquote(where.path)
+        raw = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if found := _FILE.fullmatch(path):
+            hub.requests.append((self.command, "resolve"))
+            self._file(hub.folder / found[1])
+        elif found := _API.fullmatch(path):
+            route = {None: "info", "revision": "info"}.get(found[1], found[1])
+            hub.requests.append((self.command, route))
+            body = json.loads(raw) if raw[:1] == b"{" else {}
+            told = hub.answer(route, hub.folder / (found[2] or ""), body, "recursive=true" in where.query.lower())
+            self._send(404 if told is None else 200, json.dumps(told or {"error": "not found"}).encode())
+        else:
+            self._send(404, b"{}", "RepoNotFound")
+
+    do_POST = do_GET  # noqa: N815
+    do_HEAD = do_GET  # noqa: N815
+
+    def _file(self, place: Path) -> None:
+        if not place.is_file():
+            return self._send(404, b"{}")
+        data = place.read_bytes()
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if wanted is None:
+            return self._send(200, data)
+        return self._send(206, data[int(wanted[1]) : int(wanted[2]) + 1])
+
+    def _send(self, status: int, data: bytes, code: str = "EntryNotFound") -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Type", "application/json")
+        if status == 404:
+            self.send_header("X-Error-Code", code)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, *arguments: Any) -> None:
+        """Print nothing."""
