@@ -30,6 +30,7 @@ PAGES = (
 OTHERS = (
     ".github/CONTRIBUTING.md",
     "jobs/benchmark/README.md",
+    "pipeline/inputs/README.md",
     "tests/README.md",
     "pipeline/evaluate/shapes/README.md",
 )

@@ -1,0 +1,135 @@
+"""Time the same videos as files, in a tar, in a Parquet column and in tars on S3, and kill a run over tars five times.
+
+``python -m tests.corpora_forms DIR`` makes 240 videos of 1 MiB in DIR (once; most of each is a box that holds nothing,
+so that files are as large as real ones), prunes them in each form with a model that costs next to nothing, compares the
+checksums of their tokens, and prints a table. S3 is moto's server, on the same cores.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline import TokenCache
+from tests.jobs.jobs import committed, environment, start
+from tests.paths import ROOT
+from tests.pipeline.s3 import S3Server
+from tests.pipeline.tars import write_tar
+
+VIDEOS, TARS, ROUNDS, KILLS = 240, 40, 3, 5
+PADDING = 2**20
+OPTIONS = ["--model", "tiny", "--num-frames", "8", "--decode-workers", "2", "--encode-workers", "1"]
+
+
+def main(place: str) -> None:
+    """Run all of it in a folder."""
+    root = Path(place)
+    videos = made(root)
+    forms = {
+        "folder": ([str(root / "shapes" / "data")], ".", {}),
+        "tar": ([str(root / "all.tar")], "all.tar", {}),
+        "Parquet column": ([str(root / "all.parquet"), "--column", "video"], ".", {}),
+    }
+    with S3Server() as server:
+        for path in sorted((root / "tars").iterdir()):
+            server.upload(f"tars/{path.name}", path.read_bytes())
+        server.upload("all.tar", (root / "all.tar").read_bytes())
+        forms["S3: one tar"] = [f"s3://{server.bucket}/all.tar"], "all.tar", server.environment()
+        forms[f"S3: {TARS} tars"] = [f"s3://{server.bucket}/tars/{{00..{TARS - 1}}}.tar"], "", server.environment()
+        seen: dict[str, dict[str, str]] = {}
+        took: dict[str, list[float]] = {name: [] for name in forms}
+        requests: dict[str, dict[str, int]] = {}
+        for number in range(ROUNDS):
+            for name, (argv, _, variables) in forms.items():
+                server.requests.clear()
+                out = root / "cache"
+                shutil.rmtree(out, ignore_errors=True)
+                subprocess.run(
+                    [sys.executable, "-m", "jobs.prune", *argv, "--out", str(out), *OPTIONS],
+                    cwd=ROOT, env=environment(**variables), check=True, capture_output=True,
+                )  # fmt: skip
+                record = json.loads(next((out / "runs").iterdir()).read_text())
+                took[name].append(record["summary"]["wall_s"])
+                requests[name] = server.counts()
+                seen[name] = checksums(out)
+                print(f"round {number}: {name}: {took[name][-1]:.1f} s, {requests[name]}", file=sys.stderr)
+    assert all(found == seen["folder"] for found in seen.values()) and len(seen["folder"]) == len(videos)
+    print(f"| form | seconds ({ROUNDS} runs) | requests |\n|---|---|---|")
+    for name, times in took.items():
+        print(f"| {name} | {', '.join(f'{one:.1f}' for one in times)} | {requests[name] or '-'} |")
+    killed(root, videos)
+
+
+def made(root: Path) -> list[Path]:
+    """Make the videos and pack them; return their files."""
+    data = root / "shapes" / "data"
+    if not data.is_dir():
+        command = ["jobs.testbed", "make", str(root / "shapes"), "--videos", str(VIDEOS), "--durations", "short"]
+        subprocess.run([sys.executable, "-m", *command], cwd=ROOT, check=True, capture_output=True)
+        for number, path in enumerate(sorted(data.glob("*.mp4"))):
+            with path.open("ab") as file:
+                file.write(PADDING.to_bytes(4, "big") + b"free" + random.Random(number).randbytes(PADDING - 8))
+    videos = sorted(data.glob("*.mp4"))
+    files = {path.name: path.read_bytes() for path in videos}
+    write_tar(root / "all.tar", files)
+    table = pa.table({"video": list(files.values()), "video_id": list(files)})
+    pq.write_table(table, root / "all.parquet", row_group_size=40)
+    (root / "tars").mkdir(exist_ok=True)
+    for number in range(TARS):
+        write_tar(root / "tars" / f"{number:02}.tar", dict(list(files.items())[number::TARS]))
+    return videos
+
+
+def checksums(cache: Path) -> dict[str, str]:
+    """Map the name of each video to the checksum of its tokens."""
+    opened = TokenCache(cache)
+    return {video_id.rpartition("/")[2]: opened.metadata(video_id)["checksum"] for video_id in opened.video_ids}
+
+
+def killed(root: Path, videos: list[Path]) -> None:
+    """Kill a run over the tars at five random moments, and count what was there before and after each."""
+    out, draw = root / "killed", random.Random(39)
+    shutil.rmtree(out, ignore_errors=True)
+    argv = ["jobs.prune", str(root / "tars"), "--out", str(out), "--flush-seconds", "1", "--videos-per-shard", "8"]
+    before: set[str] = set()
+    for number in range(KILLS):
+        process = start(*argv, *OPTIONS)
+        wanted, until = len(before) + draw.randint(8, 40), time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < until and len(done(out)) < wanted:
+            time.sleep(0.2)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=120)
+        time.sleep(3)  # workers that outlive the driver by a moment may still write
+        now = done(out)
+        assert before <= now, "a video is gone"
+        print(f"kill {number + 1}: {len(before)} -> {len(now)} videos", file=sys.stderr)
+        before = now
+    process = start(*argv, *OPTIONS)
+    output, _ = process.communicate(timeout=600)
+    skipped = re.search(r"(\d+) of \d+ videos are in the cache already", output)
+    ids = committed(TokenCache(out).store)
+    assert process.returncode == 0 and len(ids) == len(set(ids)) == len(videos), output[-2000:]
+    assert skipped is not None and int(skipped[1]) == len(before)
+    print(f"\nkilled {KILLS} times: {len(ids)} rows of {len(set(ids))} videos; the last run skipped {skipped[1]}")
+
+
+def done(cache: Path) -> set[str]:
+    """Return the ids that are visible."""
+    with suppress(Exception):  # no header yet
+        return set(TokenCache(cache).video_ids)
+    return set()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
