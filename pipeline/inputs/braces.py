@@ -34,45 +34,36 @@ def _names(text: str) -> Iterator[str]:
     """Yield each name that a text stands for; braces that are no pattern stay."""
     start = text.find("{")
     while start >= 0:
-        end = _closing(text, start)
-        if end is not None and (parts := _alternatives(text[start + 1 : end])) is not None:
-            for middle in parts:
+        parts, end = _split(text, start)
+        if end is not None and (found := _alternatives(parts)) is not None:
+            for middle in found:
                 yield from (f"{text[:start]}{middle}{rest}" for rest in _names(text[end + 1 :]))
             return
         start = text.find("{", start + 1)
     yield text
 
 
-def _closing(text: str, start: int) -> int | None:
-    """Return the place of the brace that closes the one at ``start``, or None."""
-    depth = 0
+def _split(text: str, start: int) -> tuple[list[str], int | None]:
+    """Split at the commas between a brace and the one that closes it; also return that one's place, None for none."""
+    parts, depth = [""], 0
     for place in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[place], 0)
         if not depth:
-            return place
-    return None
-
-
-def _alternatives(inside: str) -> Iterator[str] | None:
-    """Yield what the inside of a pair of braces stands for; None where that is no pattern."""
-    if found := _RANGE.fullmatch(inside):
-        first, last, step = found[1], found[2], abs(int(found[3] or 1)) or 1
-        padded = any(re.match(r"-?0\d", end) for end in (first, last))
-        width = max(len(first), len(last)) if padded else 0
-        down = int(last) < int(first)
-        numbers = range(int(first), int(last) - 1, -step) if down else range(int(first), int(last) + 1, step)
-        return (f"{number:0{width}}" for number in numbers)
-    parts = _split(inside)
-    return None if len(parts) == 1 else (name for part in parts for name in _names(part))
-
-
-def _split(inside: str) -> list[str]:
-    """Split at the commas that stand in no inner braces."""
-    parts, depth = [""], 0
-    for character in inside:
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if character == "," and not depth:
+            return parts, place
+        if text[place] == "," and depth == 1:
             parts.append("")
-        else:
-            parts[-1] += character
-    return parts
+        elif place > start:
+            parts[-1] += text[place]
+    return parts, None
+
+
+def _alternatives(parts: list[str]) -> Iterator[str] | None:
+    """Yield what the parts between a pair of braces stand for; None where that is no pattern."""
+    found = _RANGE.fullmatch(parts[0])
+    if len(parts) > 1 or found is None:
+        return None if len(parts) == 1 else (name for part in parts for name in _names(part))
+    first, last, step = found[1], found[2], abs(int(found[3] or 1)) or 1
+    padded = any(re.match(r"-?0\d", end) for end in (first, last))
+    width = max(len(first), len(last)) if padded else 0
+    way = -1 if int(last) < int(first) else 1
+    return (f"{number:0{width}}" for number in range(int(first), int(last) + way, way * step))

@@ -20,7 +20,7 @@ from pipeline.inputs.tables import UserRow, carried_json
 
 _ROWS = 2**12  # of small columns
 _TAIL = 2**16  # bytes at the end that are hashed: a footer, or most of it
-_KEY, _CLIP = "video_id", ("start_s", "end_s")
+_KEY = "video_id"
 _BYTES = "bytes"  # the field of datasets' own columns of videos, {bytes, path}
 
 
@@ -37,17 +37,17 @@ class Table:
 
     def members(self, asked: Asked) -> Iterator[Member]:
         """Yield the rows. Raises ManifestError where there is no such column of bytes."""
+        number = 0
         try:
             batches = self._opened()
             names = self._names(batches.schema, asked)
-            number = 0
             for piece in range(len(batches.starts()) - 1):
                 for batch in batches.read(piece, names, _ROWS):
                     for row in batch.to_pylist():
-                        yield _member(f"{self._hash}/{asked.column}/{number}", number, row, asked)
+                        yield _member(f"{self._hash}/{asked.column}/{number}", number, row)
                         number += 1
         except pa.ArrowException as error:
-            yield Member("@0", 0, fault=fault("corrupt", f"the table cannot be read: {error}"))
+            yield Member("@0", number, fault=fault("corrupt", f"the table cannot be read: {error}"))
 
     def span(self, member: Member) -> tuple[int, int]:
         return 0, 0  # what is fetched is a row group
@@ -68,21 +68,20 @@ class Table:
         yield value.as_buffer().to_pybytes()
 
     def _value(self, column: str, row: int) -> Any:
+        """Return a cell, reading on where the last one was before it in the same piece."""
         batches = self._opened()
         starts = batches.starts()
         piece = next(i for i in range(len(starts) - 1) if starts[i] <= row < starts[i + 1])
         if self._place[:2] != (column, piece) or row < self._place[2]:
-            parts = batches.read(piece, [column])
-            self._rows, self._place = (
-                (value for part in parts for value in part.column(0)),
-                (column, piece, starts[piece]),
-            )
+            self._rows = (value for part in batches.read(piece, [column]) for value in part.column(0))
+            self._place = column, piece, starts[piece]
         for _ in range(row - self._place[2]):
             next(self._rows)
         self._place = column, piece, row + 1
         return next(self._rows)
 
     def _opened(self) -> _RowGroups | _RecordBatches:
+        """Return the pieces of the table. Raises ArrowException."""
         if self._held is None:
             self._held = (_RowGroups if suffix_of(self._file.uri) == ".parquet" else _RecordBatches)(self._file)
         return self._held
@@ -160,16 +159,12 @@ def _chunks(group: pq.RowGroupMetaData, columns: Sequence[str]) -> Iterator[tupl
             yield start, start + chunk.total_compressed_size
 
 
-def _member(name: str, number: int, row: UserRow, asked: Asked) -> Member:
-    """Return the member of a row, with its clip and what is carried."""
-    clip_names = asked.clips_from or _CLIP
-    start, end = (row.get(name) for name in clip_names)
-    wrong = None
-    if any(isinstance(time, bool) or not isinstance(time, int | float | None) for time in (start, end)):
-        wrong, start, end = fault("unsupported", "the clip's start or end is no number of seconds"), None, None
-    carried = {key: value for key, value in row.items() if key not in {_KEY, *clip_names} and value is not None}
-    text, video_id = carried_json(carried) if carried else None, row.get(_KEY)
-    return Member(name, number, None, text, wrong, start, end, None if video_id is None else str(video_id))
+def _member(name: str, number: int, row: UserRow) -> Member:
+    """Return the member of a row, with its other columns carried."""
+    video_id = row.pop(_KEY, None)
+    carried = {key: value for key, value in row.items() if value is not None}
+    text = carried_json(carried) if carried else None
+    return Member(name, number, carried=text, video_id=None if video_id is None else str(video_id))
 
 
 def _holds_bytes(kind: pa.DataType) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ from itertools import takewhile
 from typing import Final, NamedTuple
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from pipeline.errors import ManifestError, printable
 from pipeline.inputs.container import Asked, Member, fault, open_container
@@ -24,16 +24,8 @@ from pipeline.storage.stores import INDEXES, Store
 
 _THREADS = 16
 _NOTE_S = 10.0  # seconds between two lines of progress
-_VERSION: Final = b"1"
-_KEPT = pa.schema(
-    [
-        pa.field("name", pa.string(), nullable=False),
-        pa.field("offset", pa.int64(), nullable=False),
-        pa.field("size", pa.int64()),
-        pa.field("carried", pa.string()),
-        pa.field("fault", pa.string()),
-    ]
-)
+_VERSION: Final = 1
+_CLIP = ("start_s", "end_s")
 
 
 class Place(NamedTuple):
@@ -103,6 +95,7 @@ class Indexing:
                 self._stopped = False
 
     def _rows(self, place: Place, objects: Objects) -> pa.Table:
+        """Return the videos of one container, as MANIFEST_SCHEMA. Raises ManifestError."""
         if "#" in place.uri:
             raise ManifestError(f"{place.uri}: rename it: a # in a container's name would stand before its members'")
         if place.policy is not None:
@@ -139,32 +132,24 @@ class Indexing:
         if self.store is None or suffix_of(place.uri) in OF_COLUMNS or not mark:
             return None
         try:
-            data = pa.BufferReader(self.store.read(_name(place.uri)))
-            with pq.ParquetFile(data, page_checksum_verification=True) as file:
-                about = file.schema_arrow.metadata or {}
-                if (about.get(b"mark"), about.get(b"version")) != (mark.encode(), _VERSION):
-                    return None
-                table = file.read(use_threads=False)
-        except (OSError, pa.ArrowException):  # a damaged one is made anew
+            told, *members = json.loads(zlib.decompress(self.store.read(_name(place.uri))))
+        except (OSError, ValueError, zlib.error):  # a damaged one is made anew
             return None
-        columns = [table[name].to_pylist() for name in _KEPT.names]
-        return [Member(*values) for values in zip(*columns, strict=True)]
+        return [Member(*member) for member in members] if told == [_VERSION, place.uri, mark] else None
 
     def _keep(self, place: Place, mark: str, members: Sequence[Member]) -> None:
         """Keep a whole index; runs that make it at once write the same. Raises OSError."""
         if self.store is None or not self.keeps or suffix_of(place.uri) in OF_COLUMNS or not mark:
             return
-        about = {b"mark": mark.encode(), b"version": _VERSION, b"uri": place.uri.encode("utf-8", "replace")}
-        columns = [pa.array([getattr(member, one.name) for member in members], one.type) for one in _KEPT]
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_arrays(columns, schema=_KEPT.with_metadata(about)), sink, write_page_checksum=True)
+        data = json.dumps([[_VERSION, place.uri, mark], *members]).encode()
         self.store.make()
-        self.store.put(_name(place.uri), sink.getvalue())
+        self.store.put(_name(place.uri), zlib.compress(data, 1))
 
 
 def _name(uri: str) -> str:
+    """Return the name of a container's kept index."""
     digest = hashlib.blake2b(uri.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
-    return f"{INDEXES}/{digest}.parquet"
+    return f"{INDEXES}/{digest}.json.zlib"
 
 
 def _unreadable(error: OSError) -> Member:
@@ -174,11 +159,14 @@ def _unreadable(error: OSError) -> Member:
 
 def _table(place: Place, members: Sequence[Member], asked: Asked) -> pa.Table:
     """Return the members of a container as MANIFEST_SCHEMA."""
-    if asked.clips_from is not None and suffix_of(place.uri) not in OF_COLUMNS:
-        members = [_clipped(member, asked.clips_from) for member in members]
-    ids = [member.video_id or f"{place.name}/{member.name}".rstrip("/") for member in members]
+    rows = suffix_of(place.uri) in OF_COLUMNS
+    if asked.clips_from is not None or rows:
+        members = [_clipped(member, asked.clips_from, rows) for member in members]
+    names = [str(member.offset) if rows else member.name for member in members]
     columns = {
-        "video_id": ids,
+        "video_id": [
+            one.video_id or f"{place.name}/{name}".rstrip("/") for one, name in zip(members, names, strict=True)
+        ],
         "uri": [f"{place.uri}#{member.name}" for member in members],
         "start_s": [member.start_s for member in members],
         "end_s": [member.end_s for member in members],
@@ -191,13 +179,18 @@ def _table(place: Place, members: Sequence[Member], asked: Asked) -> pa.Table:
     return pa.Table.from_pydict(columns, MANIFEST_SCHEMA)
 
 
-def _clipped(member: Member, names: tuple[str, str]) -> Member:
-    """Return a member with the clip that the carried .json of its key gives, a fault where it gives none."""
-    if member.fault is not None:
-        return member
-    told = json.loads(member.carried or "{}").get("json")
-    start, end = (told.get(name) if isinstance(told, dict) else None for name in names)
-    if any(isinstance(time, bool) or not isinstance(time, int | float) for time in (start, end)):
-        wrong = f"the .json of this key has no numbers {names[0]} and {names[1]}, which --clips-from names"
-        return member._replace(fault=fault("unsupported", wrong))
-    return member._replace(start_s=start, end_s=end)
+def _clipped(member: Member, names: tuple[str, str] | None, of_row: bool) -> Member:
+    """Return a member with its clip: two numbers of its row, or of the carried .json; a fault where there are none.
+
+    Without ``names`` a row may have ``start_s`` and ``end_s``, or one of them.
+    """
+    told = json.loads(member.carried or "{}")
+    told = told if of_row else told.get("json")
+    start, end = (told.get(name) if isinstance(told, dict) else None for name in names or _CLIP)
+    wrong = any(isinstance(time, bool) or not isinstance(time, int | float | None) for time in (start, end))
+    if member.fault is None and (wrong or (names is not None and None in (start, end))):
+        first, last = names or _CLIP
+        return member._replace(
+            fault=fault("unsupported", f"the clip's {first} and {last} are not both numbers of seconds")
+        )
+    return member._replace(start_s=start, end_s=end) if member.fault is None else member

@@ -58,7 +58,11 @@ def read_manifest(
     if len(listed) == 1 and listed[0].videos is not None:
         return listed[0].videos
     indexed = indexing.rows([place for one in listed for place in one.containers], objects)
-    parts = [part for one in listed for part in _parts(one, indexed)]
+    parts = [
+        part
+        for one in listed
+        for part in (islice(indexed, len(one.containers)) if one.videos is None else [one.videos])
+    ]
     table = pa.concat_tables(parts)
     if not len(table) and not indexing.unlisted:
         raise ManifestError(f"{videos}: none of the {len(parts)} containers holds a video")
@@ -96,13 +100,6 @@ def _read(videos: str, roots: Roots, objects: Objects, column: bool) -> Listed:
     if globbing.has_magic(str(path)):
         return _from_glob(str(path), roots.folders, forms)
     raise ManifestError(f"{videos}: no such folder, file or manifest")
-
-
-def _parts(listed: Listed, indexed: Iterator[pa.Table]) -> Iterator[pa.Table]:
-    """Yield the videos of a name; ``indexed`` gives those of its containers, one after the other."""
-    if listed.videos is not None:
-        yield listed.videos
-    yield from islice(indexed, len(listed.containers))
 
 
 def _refuse_packed(videos: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from pipeline.errors import UsageError
 from pipeline.storage.s3 import ObjectInfo, Objects, Slice, is_object
@@ -17,29 +17,9 @@ SCHEME = "hf://"
 _PIECE = 2**26
 
 
-class Files(Protocol):
-    """What is asked of a store to read videos: see ``pipeline.storage.s3.Objects``."""
-
-    def list(self, prefix: str, *, deep: bool = False) -> Iterator[ObjectInfo]: ...
-    def size(self, uri: str) -> int: ...
-    def info(self, uri: str) -> ObjectInfo: ...
-    def read(self, uri: str) -> bytes: ...
-    def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice: ...
-    def fetch(self, uri: str, write: Callable[[bytes], object], limit: int | None = None) -> int: ...
-
-
 def is_remote(uri: str) -> bool:
     """Return whether a URI names a file that is fetched: an object of S3 or a file of the hub."""
     return is_object(uri) or uri.startswith(SCHEME)
-
-
-def reach(uri: str, objects: Objects) -> Files:
-    """Return what reads the file of a URI. Raises UsageError for an address that nothing here reads."""
-    if is_object(uri):
-        return objects
-    if uri.startswith(f"{SCHEME}datasets/"):
-        return HubFiles()
-    raise UsageError(f"{uri}: only local paths, s3:// and hf://datasets/ are read")
 
 
 class HubFiles:
@@ -67,10 +47,8 @@ class HubFiles:
         return _info(found)
 
     def read(self, uri: str) -> bytes:
-        """Read a whole file."""
-        parts: list[bytes] = []
-        self.fetch(uri, parts.append)
-        return b"".join(parts)
+        """Read a whole file, in one request."""
+        return self.read_slice(uri, 0).data
 
     def read_slice(self, uri: str, start: int, end: int | None = None) -> Slice:
         """Read bytes [start, end) of a file, or its last ``-start`` bytes, in one request."""
@@ -89,6 +67,19 @@ class HubFiles:
         for start in range(0, size, _PIECE):
             write(self.read_slice(uri, start, min(start + _PIECE, size)).data)
         return size
+
+
+#: What reads videos from a store.
+Files = Objects | HubFiles
+
+
+def reach(uri: str, objects: Objects) -> Files:
+    """Return what reads the file of a URI. Raises UsageError for an address that nothing here reads."""
+    if is_object(uri):
+        return objects
+    if uri.startswith(f"{SCHEME}datasets/"):
+        return HubFiles()
+    raise UsageError(f"{uri}: only local paths, s3:// and hf://datasets/ are read")
 
 
 def _info(found: dict[str, Any]) -> ObjectInfo:

@@ -114,7 +114,11 @@ def test_columns_have_clips_and_holes(tmp_path):
     )
     found = rows(str(tmp_path / "a.parquet"), "v")
     assert [(row["start_s"], row["end_s"]) for row in found] == [(1.0, 2.5), (None, None), (2.0, None)]
-    assert [row["video_id"].rpartition("/")[2] for row in found] == ["0", "1", "2"]
+    assert [row["video_id"] for row in found] == [f"a.parquet/{number}" for number in range(3)]
+    assert [row["manifest"] for row in found] == ['{"start_s": 1, "end_s": 2.5}', None, '{"start_s": 2}']
+    asked = Indexing(Asked("v", ("start_s", "end_s")))
+    found_all = read_manifest(str(tmp_path / "a.parquet"), indexing=asked)
+    assert found_all["fault"].null_count == 1  # a clip that is asked for needs both of its ends
     with pytest.raises(VideoFault, match="row 1 of the table holds no bytes"):
         contents(found)
 

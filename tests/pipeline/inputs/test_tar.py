@@ -223,7 +223,7 @@ def test_an_index_is_kept_and_made_anew_where_the_tar_changed(tmp_path):
         return rows(path, indexing), indexing
 
     first, _ = read()
-    assert len(store.names("sources", ".parquet")) == 1 and not store.taken()
+    assert len(store.names("sources", ".zlib")) == 1 and not store.taken()
     path.chmod(0)
     again, indexing = read(only_known=True)
     assert again == first and indexing.unlisted == [] and indexing._n_read == 0
@@ -231,7 +231,7 @@ def test_an_index_is_kept_and_made_anew_where_the_tar_changed(tmp_path):
     write_tar(path, {"a.mp4": b"1", "b.mp4": b"2"})
     assert read(only_known=True)[0] == [] and read(only_known=True)[1].unlisted == [str(path)]
     assert [row["video_id"] for row in read()[0]] == ["a.tar/a.mp4", "a.tar/b.mp4"]
-    assert len(store.names("sources", ".parquet")) == 1
+    assert len(store.names("sources", ".zlib")) == 1
     (kept,) = (tmp_path / "cache" / "sources").iterdir()
     kept.write_bytes(kept.read_bytes()[:-40])  # a damaged one is no more than a lost one
     assert [row["video_id"] for row in read()[0]] == ["a.tar/a.mp4", "a.tar/b.mp4"]
