@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import (
@@ -48,7 +52,8 @@ def has_file(repo: str, commit: str, filename: str) -> bool:
 def _fetch(repo: str, revision: str | None, filename: str, *, dry_run: bool = False) -> Any:
     """Call hf_hub_download, and return None where the file is missing. Raises ModelError for everything else."""
     try:
-        return hf_hub_download(repo, filename, revision=revision, dry_run=dry_run)
+        offline = not _is_named()
+        return hf_hub_download(repo, filename, revision=revision, dry_run=dry_run, local_files_only=offline)
     except LocalEntryNotFoundError as error:
         if constants.HF_HUB_OFFLINE or _known_absent(repo, revision, filename):
             return None
@@ -60,6 +65,18 @@ def _fetch(repo: str, revision: str | None, filename: str, *, dry_run: bool = Fa
         return None
     except (RepositoryNotFoundError, HFValidationError, HfHubHTTPError) as error:
         raise ModelError(f"{_unreachable(repo, filename)} ({type(error).__name__})") from error
+
+
+@cache
+def _is_named() -> bool:
+    """Return whether the Hub's host has an address here; without one the client would try for half a minute a file."""
+    host = urlsplit(constants.ENDPOINT).hostname
+    if host is None or getproxies():
+        return True
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
 
 
 def _known_absent(repo: str, revision: str | None, filename: str) -> bool:

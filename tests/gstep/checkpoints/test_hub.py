@@ -54,6 +54,23 @@ def test_a_hub_id_resolves_offline_to_its_commit(offline_hub, folder):
     assert torch.equal(newline_of(REPO), newline_of("tiny"))
 
 
+def test_a_hub_whose_name_is_unknown_here_is_not_tried_again_and_again(offline_hub, folder, monkeypatch, caplog):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "https://hub.invalid")
+    monkeypatch.setattr(hub, "getproxies", dict)
+    hub._is_named.cache_clear()
+    try:
+        with pytest.raises(
+            ModelError, match="could neither be fetched from the Hugging Face Hub nor found in its cache"
+        ):
+            ModelSource.resolve(REPO)
+        assert "Retrying" not in caplog.text
+        put_in_hub_cache(offline_hub, folder)
+        assert ModelSource.resolve(REPO).identity == f"hub:{REPO}@{COMMIT}"
+    finally:
+        hub._is_named.cache_clear()
+
+
 def test_a_hub_cache_needs_no_shard_of_the_language_model(offline_hub, sharded):
     put_in_hub_cache(offline_hub, sharded, without="model-00002")
     assert torch.equal(newline_of(REPO), newline_of("tiny"))
@@ -98,7 +115,7 @@ class FakeHub:
         self.folder, self.snapshot = folder, snapshot
         self.downloaded: list[str] = []
 
-    def __call__(self, repo: str, filename: str, *, revision: str | None, dry_run: bool) -> object:
+    def __call__(self, repo: str, filename: str, *, revision: str | None, dry_run: bool, local_files_only: bool) -> object:
         if not (self.folder / filename).is_file():
             raise hub.EntryNotFoundError(filename)
         if dry_run:
