@@ -8,8 +8,8 @@ FLOORS = {
     "modules in a folder": 16,
     "lines of a file": 426,
     "lines of code of a function": 40,
-    "mappings of Any or object": 270,
-    "mentions of Any": 430,
+    "mappings of Any or object": 245,
+    "mentions of Any": 400,
     "docstrings of functions without a verb": 0,
 }
 

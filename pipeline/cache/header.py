@@ -8,6 +8,7 @@ from typing import Any, NotRequired, TypedDict
 
 from pipeline.cache.schema import digest
 from pipeline.errors import UsageError
+from pipeline.rows import Json
 from pipeline.storage.stores import Store
 
 CHECKSUM = "checksum"
@@ -28,9 +29,13 @@ class PrunerIdentity(TypedDict):
     """
 
     method: str
-    params: dict[str, Any]
+    params: dict[str, Json]
     seed: NotRequired[int]
     declares: NotRequired[dict[str, bool]]
+
+
+#: How frames were sampled: num_frames, or fps and max_frames; rule and snap_to_keyframes_s where they are set.
+SamplingIdentity = dict[str, int | float | str | None]
 
 
 class CacheIdentity(TypedDict):
@@ -38,15 +43,14 @@ class CacheIdentity(TypedDict):
 
     Attributes:
         preprocessing: the family's own settings.
-        sampling: num_frames, or fps and max_frames; rule and snap_to_keyframes_s where they are set.
         dtype: of the arithmetic ("compute"), the codec of the stored tokens ("stored", pipeline.cache.codecs), and the
             dtype of evidence as methods see it ("evidence"), where there is any.
         evidence: stored besides the tokens, label -> where in the encoder it is from (gstep.evidence).
     """
 
     model: ModelIdentity
-    preprocessing: dict[str, Any]
-    sampling: dict[str, int | float | str | None]
+    preprocessing: dict[str, Json]
+    sampling: SamplingIdentity
     pruner: PrunerIdentity
     retention_ratio: float
     dtype: dict[str, str]

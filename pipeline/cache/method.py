@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from gstep import PRUNERS
 from gstep.pruners import method_name
 from gstep.pruners.base import Pruner
-from pipeline.cache.header import PrunerIdentity
+from pipeline.cache.header import CacheIdentity, PrunerIdentity
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def describe_method(pruner: Pruner) -> PrunerIdentity:
     return identity
 
 
-def declared_method(identity: Mapping[str, Any]) -> Declared | None:
+def declared_method(identity: CacheIdentity) -> Declared | None:
     """Return what the method that pruned a cache of this identity declares, or None where that is unknown here."""
     held = identity.get("pruner", {})
     if held.get("method") in PRUNERS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, cast
 
 from gstep.types import budget_for
 from pipeline.cache.codecs import BFLOAT16, TokenCodec
@@ -42,7 +42,7 @@ def token_columns(deepstack_levels: int, codec: TokenCodec = BFLOAT16) -> tuple[
     return tuple(token_schema(1, deepstack_levels, codec=codec).names)
 
 
-def rows_wanted(row: Mapping[str, Any], retention_ratio: float | None) -> int:
+def rows_wanted(row: VideoRow, retention_ratio: float | None) -> int:
     """Return how many of a video's stored tokens make up ``retention_ratio``. ``row`` is its row of the videos table.
 
     Raises RatioNotCached, and ValueError for no ratio at all.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 import torch
@@ -99,7 +99,7 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         named = "".join(f"{video_id}\0" for video_id in ids or ())
         self._ids = digest(named.encode(), self._shards.counts, *(f"{name}\0".encode() for name in self._names()))
         self._done = 0
-        self._start: dict[str, Any] | None = None
+        self._start: DatasetState | None = None
 
     def _names(self) -> list[str]:
         """Return the names of the cache's token shards."""
@@ -121,16 +121,16 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         self._done = 0 if state is None else int(state["done"])
         return self._read(self._done)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> DatasetState:
         """Return this process's position in the epoch."""
         return self._start or {**self._setting(), "epoch": int(self._epoch), "done": self._done}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: DatasetState) -> None:
         """Set the position that the next iteration starts from; it raises ValueError if the state is of other data.
 
         The state must be of the same ids, seed, and numbers of ranks and workers.
         """
-        self._start = dict(state)
+        self._start = state.copy()
 
     def _read(self, done: int) -> Iterator[CachedVideo]:
         """Yield the videos of this process in order, without the first ``done``."""
@@ -171,18 +171,41 @@ class IterableTokenDataset(IterableDataset[CachedVideo]):
         order = np.random.default_rng([self._seed, int(self._epoch), self.rank if salt[0] else 0, *salt])
         return [items[i] for i in order.permutation(len(items))]
 
-    def _setting(self) -> dict[str, Any]:
+    def _setting(self) -> StateSetting:
         """Return the settings that a state depends on."""
         order = [self._seed, self._shuffle, self._mix, self._even]
         worker, n_workers = _worker()
         return {"ids": self._ids, "order": order, "rank": [self.rank, self.world_size], "worker": [worker, n_workers]}
 
-    def _check(self, state: dict[str, Any]) -> None:
+    def _check(self, state: DatasetState) -> None:
         """Raise ValueError if a state was saved for other ids, seed, ranks or workers."""
         here = self._setting()
-        if other := [name for name in here if state.get(name) != here[name]]:
-            told = "; ".join(f"{name} {state.get(name)}, not {here[name]}" for name in other)
+        if other := [(name, value) for name, value in here.items() if state.get(name) != value]:
+            told = "; ".join(f"{name} {state.get(name)}, not {value}" for name, value in other)
             raise ValueError(f"the state is of other data: {told}")
+
+
+class StateSetting(TypedDict):
+    """The settings that a position in an epoch depends on.
+
+    Attributes:
+        ids: hash of the videos' ids and of the cache's token shards.
+        order: seed, shuffle, mix and even.
+        rank: the rank, and how many there are.
+        worker: the DataLoader's worker, and how many there are.
+    """
+
+    ids: str
+    order: list[int]
+    rank: list[int]
+    worker: list[int]
+
+
+class DatasetState(StateSetting):
+    """A process's position: its epoch, and how many of the epoch's videos were read."""
+
+    epoch: int
+    done: int
 
 
 class _Share(NamedTuple):

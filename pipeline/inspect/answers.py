@@ -17,7 +17,7 @@ from pipeline.errors import QUESTION_FAULTS, UsageError
 from pipeline.generate.answers import AnswersTable, read_answers_header
 from pipeline.generate.summary import AnswerSummary, summarise_answers
 from pipeline.inspect.facts import facts_table, flat
-from pipeline.rows import JsonObject
+from pipeline.rows import AnswerRecord, JsonObject
 from pipeline.storage.stores import Store
 
 SHOWN = 20  # questions in the terminal
@@ -67,9 +67,9 @@ class Answers:
         del counts["n_outside"], counts["seconds"]  # answers record neither of the two
         return {"answers": self.place, "identity": self.identity, **counts}
 
-    def as_records(self) -> list[dict[str, Any]]:
+    def as_records(self) -> list[AnswerRecord]:
         """Return every row whole, JSON-able."""
-        rows: list[dict[str, Any]] = self.rows.to_pylist()
+        rows: list[AnswerRecord] = self.rows.to_pylist()
         return rows
 
     def facts(self) -> list[tuple[str, str]]:
@@ -122,7 +122,7 @@ def question_report(answers: Answers) -> RenderableType:
     return Group(*parts[:-1])
 
 
-def _question_facts(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _question_facts(row: AnswerRecord) -> Iterator[tuple[str, str]]:
     """Yield (name, value) pairs of one row: question, choices with log-probabilities, answer, times."""
     yield "question", row["question_id"]
     if row["pruning"] is not None:

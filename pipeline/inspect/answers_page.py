@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import QUESTION_FAULTS
 from pipeline.inspect.answers import Answers
 from pipeline.inspect.page_files import asset, templates, write_file
+from pipeline.rows import AnswerRecord
 
 MOST = 1000  # questions on a page, failed ones first: browsers stay quick, and the page below some megabytes
 
@@ -58,7 +58,7 @@ def answers_page(answers: Answers) -> str:
     )
 
 
-def choices_of(row: dict[str, Any]) -> Sequence[Choice]:
+def choices_of(row: AnswerRecord) -> Sequence[Choice]:
     """List the choices that a row's question offers, with the probability that the model gave each."""
     texts, scores = row["choices"] or [], row["choice_scores"]
     if scores is None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import av
 from torch import Tensor
 
 from gstep.backbones.preprocess.base import resize_frames
+from pipeline.cache.header import SamplingIdentity
 from pipeline.errors import VideoFault
 from pipeline.inputs.forms import fetch_of, spot_of
 from pipeline.rows import VideoRow
@@ -50,7 +50,7 @@ class Pictures:
     missing: str = ""
 
 
-def source_pictures(row: VideoRow, sampling: dict[str, Any], objects: Objects) -> Pictures:
+def source_pictures(row: VideoRow, sampling: SamplingIdentity, objects: Objects) -> Pictures:
     """Decode a video's sampled frames again as JPEGs, if its source file is still there and unchanged.
 
     The file is decoded in a child process that may crash or hang without harm. Only the very frames that the row names
@@ -62,7 +62,7 @@ def source_pictures(row: VideoRow, sampling: dict[str, Any], objects: Objects) -
         return Pictures([], fault.message if fault.fault_class == "io" else f"decoding failed: {fault}")
 
 
-def _decode_again(row: VideoRow, sampling: dict[str, Any], objects: Objects) -> DecodedVideo:
+def _decode_again(row: VideoRow, sampling: SamplingIdentity, objects: Objects) -> DecodedVideo:
     """Decode the source file again. Raises VideoFault, "io" where it is not the file that the cache was made from."""
     request = DecodeRequest(
         path=row["uri"],
@@ -85,10 +85,10 @@ def _decode_again(row: VideoRow, sampling: dict[str, Any], objects: Objects) -> 
     return video
 
 
-def _sampling(settings: dict[str, Any]) -> Sampling:
+def _sampling(settings: SamplingIdentity) -> Sampling:
     """Return the sampling that the cache's identity describes. Raises VideoFault if it does not."""
     try:
-        return Sampling(**{"num_frames": None, **settings})
+        return Sampling(**{"num_frames": None, **settings})  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise VideoFault("io", f"the cache does not say how frames were sampled: {error}") from error
 

@@ -24,7 +24,7 @@ from pipeline.rows import VideoRecord, without_nulls
 BYTES = pa.large_binary()
 CELLS = pa.list_(BYTES)
 # Of KeptTokens, one cell a video, null where it has none.
-_ARRAYS: Mapping[str, Any] = {
+_ARRAYS: Mapping[str, type[np.generic]] = {
     "tokens": np.int16,
     "index": np.int32,
     "rank": np.int32,

@@ -356,7 +356,7 @@ def _connect(settings: dict[str, str], patience: float) -> Any:
 
     session = boto3.session.Session(profile_name=settings.pop("profile_name", None))
     # Stores that are not Amazon's: each takes addresses by path, and not each the checksums that boto3 adds by itself.
-    other: dict[str, Any] = {
+    other: dict[str, str | dict[str, str]] = {
         "s3": {"addressing_style": "path"},
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,7 +125,7 @@ def _texture(
 ) -> NDArray[np.float64]:
     """Return the brightness of each pixel of a scene's texture, 0 to 1."""
     brick = x + (y // period % 2) * period
-    made: dict[str, NDArray[Any]] = {
+    made: dict[str, NDArray[np.number | np.bool_]] = {
         "stripes": x // (period // 2) % 2,
         "checker": (x // period + y // period) % 2,
         "dots": (x % period - period / 2) ** 2 + (y % period - period / 2) ** 2 < (period / 3.2) ** 2,

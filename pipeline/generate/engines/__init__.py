@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -52,7 +52,7 @@ class EngineSetup:
 
     name: str = TRANSFORMERS
     tensor_parallel: int = 1
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: JsonObject = field(default_factory=dict)
     largest_video: int = 0
 
     def describe(self) -> JsonObject:

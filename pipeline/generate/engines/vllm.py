@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from packaging.specifiers import SpecifierSet
@@ -25,6 +25,9 @@ from pipeline.errors import UsageError
 from pipeline.generate.engines import EngineDied, EngineSetup
 from pipeline.generate.late_pruning import LatePruning
 from pipeline.rows import JsonObject
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
 
 SUPPORTED = ">=0.30,<0.33"
 _IDS_AT_ONCE = 100  # log-probabilities that one request may ask for; vLLM allows 128
@@ -157,7 +160,7 @@ class VllmEngine:
         """Stop the engine and its worker processes."""
         self._engine.engine_core.shutdown()
 
-    def _run(self, prompts: Sequence[Prompt], params: Sequence[Mapping[str, Any]]) -> list[Any]:
+    def _run(self, prompts: Sequence[Prompt], params: Sequence[Mapping[str, Any]]) -> list[RequestOutput]:
         """Run the prompts through the engine, and return vLLM's finished output of each.
 
         Raises ValueError for one that vLLM refuses, and asks none then; EngineDied.
@@ -170,7 +173,7 @@ class VllmEngine:
         names = [f"{self._n_asked + i}" for i in range(len(prompts))]
         self._n_asked += len(prompts)
         waiting: dict[str, str] = {}  # in the engine: our name -> its own
-        done: dict[str, Any] = {}
+        done: dict[str, RequestOutput] = {}
         for name, prompt, how in zip(names, prompts, params, strict=True):
             try:
                 request = engine_input(prompt, self._video_token)
@@ -187,7 +190,7 @@ class VllmEngine:
         self.reused_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
         return outputs
 
-    def _step(self, waiting: dict[str, str], done: dict[str, Any]) -> None:
+    def _step(self, waiting: dict[str, str], done: dict[str, RequestOutput]) -> None:
         """Run one step, and move ended requests from ``waiting`` to ``done``. Raises EngineDied."""
         try:
             ended = [output for output in self._engine.step() if output.finished]
@@ -258,7 +261,7 @@ def check_installed(asked: str) -> None:
         raise UsageError(f"{asked}: vLLM {found} is installed here, and {SUPPORTED} is what was tested")
 
 
-def _check_params(params: Mapping[str, Any]) -> None:
+def _check_params(params: JsonObject) -> None:
     """Raise UsageError for engine arguments that vLLM does not know, or that this project sets."""
     if not params:
         return

@@ -156,7 +156,7 @@ def test_two_calls_at_a_time_never_compute_at_a_time_and_one_loads_while_the_oth
 
 def test_a_bundle_that_was_in_hand_when_a_process_died_goes_one_by_one(monkeypatch):
     """The heartbeats' own class behind what takes itself for the handle of their actor."""
-    monkeypatch.setattr(heartbeat, "_worker", lambda: Worker("w", "h", "n"))
+    monkeypatch.setattr(heartbeat.Heartbeat, "_me", Worker("w", "h", "n"))
     monkeypatch.setattr(heartbeat.ray, "get", lambda answer, timeout: answer)
     actor = Heartbeats(("decode", "encode"))
     methods = ("state", "start", "deaths", "rests")

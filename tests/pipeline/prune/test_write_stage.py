@@ -50,7 +50,7 @@ def test_failed_videos_alone_write_nothing(tmp_path):
 
 def test_a_disk_that_fails_ends_the_run_with_its_reason(tmp_path, monkeypatch):
     # Both would start Ray: the name of a worker, and the answer to what it said.
-    monkeypatch.setattr(heartbeat, "_worker", lambda: Worker("w1", "h1", "n1"))
+    monkeypatch.setattr(heartbeat.Heartbeat, "_me", Worker("w1", "h1", "n1"))
     monkeypatch.setattr(heartbeat.ray, "get", lambda answer, timeout: answer)
     (tmp_path / "tokens").write_text("in the way")
     actor = Heartbeats(tuple(PRUNING.stages))
