@@ -115,7 +115,9 @@ class FakeHub:
         self.folder, self.snapshot = folder, snapshot
         self.downloaded: list[str] = []
 
-    def __call__(self, repo: str, filename: str, *, revision: str | None, dry_run: bool, local_files_only: bool) -> object:
+    def __call__(
+        self, repo: str, filename: str, *, revision: str | None, dry_run: bool, local_files_only: bool
+    ) -> object:
         if not (self.folder / filename).is_file():
             raise hub.EntryNotFoundError(filename)
         if dry_run:
