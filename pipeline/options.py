@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from pipeline.errors import UsageError
-from pipeline.rows import Json
 
 # Failures from outside the items are tolerated up to this count, or this share of all items if that is more.
 OUTSIDE_COUNT, OUTSIDE_SHARE = 10, 0.05
@@ -197,21 +196,20 @@ class EngineOptions(RunOptions):
                 if getattr(self, name) != off:
                     raise UsageError(f"--{name.replace('_', '-')} goes with --engine vllm")
 
-    def engine_params(self) -> dict[str, Json]:
+    def engine_params(self) -> dict[str, Any]:
         """Parse ``--engine-param`` into values by name."""
         return engine_values(self.engine_param)
 
 
-def engine_values(given: Iterable[str]) -> dict[str, Json]:
+def engine_values(given: Iterable[str]) -> dict[str, Any]:
     """Parse ``--engine-param`` by name; a value is JSON where it can be read as that, else text."""
     return {name: _json_or_text(text) for name, text in named_values(given, "--engine-param").items()}
 
 
-def _json_or_text(text: str) -> Json:
+def _json_or_text(text: str) -> Any:
     """Return a text parsed as JSON, or as it is where it is no JSON."""
     try:
-        value: Json = json.loads(text)
-        return value
+        return json.loads(text)
     except ValueError:
         return text
 
