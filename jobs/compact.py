@@ -20,10 +20,11 @@ from pipeline.options import S3Options
 EPILOG = """\
 jobs.prune merges by itself while it runs and when it ends; this merges everything, and may run beside others. Files
 that were merged stay for --keep-minutes, so that readers go on: the next jobs.compact or jobs.prune deletes them. A
-cache of an earlier version becomes one of this version, without copying tokens.
+cache of an earlier version becomes one of this version, without copying tokens. --tokens writes the videos of small
+token shards anew, many to a shard; the next jobs.compact --tokens deletes the old shards after --keep-minutes.
 
-Exit code: 0 merged; 1 a file is damaged, rows of committed videos are lost, or the store failed; 2 usage, or no cache;
-130 interrupted: nothing is lost.
+Exit code: 0 merged; 1 a file is damaged, rows of committed videos are lost, or the store failed; 2 usage, no cache, or
+--tokens while a run writes to it; 130 interrupted: nothing is lost.
 """
 
 
@@ -44,6 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=10.0,
         metavar="M",
         help="keep merged files for M minutes, so that readers go on [10]",
+    )
+    parser.add_argument(
+        "--tokens",
+        action="store_true",
+        help="join small token shards too, as a slow run leaves them; refused while a run writes to the cache",
     )
     add_json(parser)
     add_flags(parser, S3Options)
@@ -67,21 +73,26 @@ def _compact(arguments: argparse.Namespace, console: Console) -> Done:
     from pipeline.prune.summary import lost_line  # noqa: PLC0415
     from pipeline.storage.s3 import Objects  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
+    from pipeline.verify.joining import Joined, join_tokens  # noqa: PLC0415
 
     s3 = from_flags(S3Options, arguments)
     store = store_at(arguments.cache, Objects.from_environment(s3.s3_endpoint, s3.s3_region))
     identity = made_with(store, required=True)
     committed = committed_shards(store)
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    done = merge(store, identity, everything=True, keep=timedelta(minutes=arguments.keep_minutes))
+    keep = timedelta(minutes=arguments.keep_minutes)
+    done = merge(store, identity, everything=True, keep=keep)
     for line in done.lines():
         say(line)
     if upgrade(store):
         say(f"{store} is a cache of the present version now")
+    joined = join_tokens(store, say, keep) if arguments.tokens else Joined()
+    for line in joined.lines() if arguments.tokens else ():
+        say(line)
     lost = Ledger(store, identity).refresh().lost(committed)
     if lost:
         say(lost_line(len(lost), lost))
-    return Done(1 if lost else 0, {"cache": str(store), **asdict(done), "n_lost": len(lost)})
+    return Done(1 if lost else 0, {"cache": str(store), **asdict(done), "n_lost": len(lost), "joined": asdict(joined)})
 
 
 if __name__ == "__main__":
