@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _recode(config: RecodeConfig, console: Console) -> Done:
+    """Make a cache of another with its tokens in another codec, print what was done, and return the record."""
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415 - torch and Arrow load after the flags are checked
     from pipeline.rewrite.recode import recoding  # noqa: PLC0415
     from pipeline.rewrite.rewrite import rewrite  # noqa: PLC0415

@@ -76,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _reprune(config: RepruneConfig, console: Console) -> Done:
+    """Make a pruned cache of one that holds all tokens, print what was done, and return the record."""
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415 - torch and Arrow load after the flags are checked
     from pipeline.rewrite.reprune import repruning  # noqa: PLC0415
     from pipeline.rewrite.rewrite import rewrite  # noqa: PLC0415

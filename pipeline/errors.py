@@ -158,7 +158,7 @@ ShardFault = Literal["damaged", "missing", "footer", "rows", "checksum", "schema
 
 
 class CorruptShard(RuntimeError):  # noqa: N818
-    """A Parquet shard does not hold what its videos row says; ``kind`` is what jobs.verify calls that."""
+    """A Parquet shard does not hold what its videos row says; ``kind`` is jobs.verify's name for the damage."""
 
     def __init__(self, message: str, kind: ShardFault = "damaged") -> None:
         super().__init__(message)

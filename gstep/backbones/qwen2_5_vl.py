@@ -58,7 +58,10 @@ class Qwen2_5VL(QwenVL):  # noqa: N801 - the family's name
         return torch.argsort((row_N1 * columns + column_1N).flatten(), stable=True)
 
     def _attention_flops(self, vision: Mapping[str, Any], height: int, width: int) -> int:
-        """Count as for whole frames in the few layers that attend so, and within windows in the others."""
+        """Count the products of attention in all layers for one temporal patch: a few layers attend to it whole.
+
+        The others attend within windows.
+        """
         whole = super()._attention_flops(vision, height, width) // vision["depth"]
         side = vision["window_size"] // vision["patch_size"]
         rows, columns = (

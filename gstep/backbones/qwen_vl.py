@@ -194,7 +194,10 @@ class QwenBackbone(Backbone):
         return VisualTokens(tokens, dict.fromkeys(evidence, attention), tuple(deepstack))
 
     def model_extra(self, video: SampledVideo) -> ModelExtra:
-        """Return the grid in patches as the stock processors give it, how patches merge to tokens, and ``extra``."""
+        """Return a video's grid of tokens and of patches, how patches merge to tokens, and what ``QwenVL.extra`` adds.
+
+        The grid of patches is video_grid_thw as the stock processors give it.
+        """
         grid, merge = (
             self.preprocessor.grid_thw(video.n_frames, video.height, video.width),
             self.preprocessor.merge_size,

@@ -95,6 +95,7 @@ def _attention(attn: str, *, flash_can_run: bool) -> str:
 
 
 def _flash_installed() -> bool:
+    """Return whether FlashAttention 2 is installed and usable here, by transformers' own check."""
     from transformers.utils import is_flash_attn_2_available  # noqa: PLC0415 - seconds to import, rarely needed
 
     return bool(is_flash_attn_2_available())

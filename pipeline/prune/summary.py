@@ -58,7 +58,7 @@ class Summary(Outcome):
     plan: Plan | None = None
 
     def exit_code(self, failure_limit: int, outside_limit: int | None = None) -> int:
-        """Return 1 where rows of the table are lost, else what the counts give."""
+        """Return 1 where rows of the table are lost, else the exit code that the counts of failures give."""
         return 1 if self.n_lost else super().exit_code(failure_limit, outside_limit)
 
     def as_record(self) -> JsonObject:

@@ -242,4 +242,5 @@ def kept_of(video: CachedVideo) -> KeptTokens:
 
 
 def _bits(values: Tensor) -> Bits:
+    """View bfloat16 values as int16, which NumPy knows."""
     return np.asarray(values.contiguous().view(torch.int16).numpy())

@@ -83,6 +83,7 @@ def reach(uri: str, objects: Objects) -> Files:
 
 
 def _info(found: dict[str, Any]) -> ObjectInfo:
+    """Convert what the hub's file system says of a file to an ObjectInfo; its mark is the content's hash."""
     mark = (found.get("lfs") or {}).get("sha256") or found.get("blob_id") or ""
     return ObjectInfo(f"{SCHEME}{found['name']}", int(found["size"]), str(mark))
 

@@ -26,9 +26,13 @@ def list_files(store: Store) -> dict[str, list[FileInfo]]:
 
 
 def sort_files(files: dict[str, list[FileInfo]], named: Collection[str], live: Collection[str], report: Report) -> None:
-    """Add the orphans, leftovers and superseded token shards among ``files`` to the report.
+    """Add to the report the files that no live row needs: leftovers, orphans and superseded token shards.
+
+    Leftovers are temporary files of writers; orphans, token shards that no videos row names. Superseded ones are named
+    only by rows that a later attempt replaced.
 
     Args:
+        files: the cache's files, by folder.
         named: the token shards that any videos row names.
         live: those that a live row names.
     """

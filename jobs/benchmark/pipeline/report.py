@@ -39,7 +39,7 @@ def cell(work: Work, found: Mapping[str, Figures], first: Figures | None = None)
 
 
 def as_table(cells: Sequence[Figures], title: str) -> Table:
-    """Return a table with a column a cell."""
+    """Return a table of figures with a column for each combination that was measured."""
     table = Table(title=title, title_justify="left", show_edge=False, show_header=False)
     for name in dict.fromkeys(name for one in cells for name in one):
         shown = ((one[name], 2 if abs(one[name]) < 10 else 1) if name in one else None for one in cells)

@@ -76,6 +76,7 @@ def _server(cache: str) -> Iterator[str]:
 
 
 async def _until_ready(address: str, server: subprocess.Popen[bytes]) -> None:
+    """Wait until the server says that it is ready. Raise RunFailed where its process ends or takes too long."""
     import httpx  # noqa: PLC0415 - comes with vLLM
 
     deadline = time.monotonic() + _START_S
@@ -91,6 +92,10 @@ async def _until_ready(address: str, server: subprocess.Popen[bytes]) -> None:
 
 
 async def _measure(address: str, videos: list[str], requests: int, rounds: int) -> list[Waited]:
+    """Send rounds of requests all at once, alone and beside a client of large texts, and return how long they waited.
+
+    Of each round the median and the 99th percentile are taken, and of all rounds the medians of these.
+    """
     import httpx  # noqa: PLC0415
 
     limits, seconds = httpx.Limits(max_connections=requests + 1), {False: list[list[float]](), True: []}
@@ -121,6 +126,7 @@ async def _measure(address: str, videos: list[str], requests: int, rounds: int) 
 
 
 def _body(model: str, video_id: str, text: str) -> dict[str, object]:
+    """Return the body of a chat request that asks ``text`` about a cached video."""
     video = {"type": "video_url", "video_url": {"url": f"cache://{video_id}"}}
     content = [video, {"type": "text", "text": text}]
     return {"model": model, "max_tokens": 4, "temperature": 0, "messages": [{"role": "user", "content": content}]}

@@ -269,7 +269,7 @@ def _stops(plot: _Plot, style: Mapping[str, Style]) -> Iterator[Stop]:
 
 
 def _readings(plot: _Plot, ratio: float, style: Mapping[str, Style]) -> list[Reading]:
-    """List the numbers at a ratio, best first."""
+    """List each method's number at a ratio with its interval, best first, for the box that a pointer opens."""
     values = {method: value for (method, r), value in plot.values.items() if r == ratio}
     if plot.full:
         values[ORIGINAL.method] = plot.full
