@@ -10,6 +10,7 @@ from rich.console import Console
 
 from jobs.command import EXIT_CODES, Parser, run_command, wide_console
 from jobs.frame.json_document import Done
+from jobs.frame.planning import show_plan
 from pipeline.evaluate.config import EvaluateConfig
 
 EPILOG = """\
@@ -43,6 +44,10 @@ def _evaluate(config: EvaluateConfig, console: Console) -> Done:
     # Ray, torch and the decoders load only now: --help and a mistyped flag answer at once.
     if config.results:
         return _lay_out(config, console)
+    if config.plan:
+        from pipeline.evaluate.plan import plan_evaluation  # noqa: PLC0415
+
+        return show_plan(config, console, plan_evaluation)
     from pipeline.evaluate.evaluate import evaluate, render_evaluation  # noqa: PLC0415
 
     done = evaluate(config, console)

@@ -12,6 +12,7 @@ from rich.console import Console
 from gstep.lazy import importing_much
 from jobs.command import EXIT_CODES, Parser, run_command, wide_console
 from jobs.frame.json_document import Done
+from jobs.frame.planning import show_plan
 from pipeline.prune.config import PruneConfig
 
 EPILOG = """\
@@ -51,16 +52,13 @@ def _prune(config: PruneConfig, console: Console) -> Done:
         refuse_other_file(named)
     # Ray, torch and the decoders load only now: --help, a mistyped flag and a file that is no video answer at once.
     with importing_much():
-        from pipeline.plan.render import render_plan  # noqa: PLC0415
         from pipeline.prune.forecast import forecast, plan_run, render_forecast  # noqa: PLC0415
         from pipeline.prune.run import prune_videos  # noqa: PLC0415
         from pipeline.prune.summary import render  # noqa: PLC0415
 
     out = wide_console()
     if config.plan:
-        forecasted = plan_run(config, console)
-        out.print(render_plan(forecasted))
-        return Done(0, forecasted.as_record())
+        return show_plan(config, console, plan_run)
     if config.dry_run:
         plan = forecast(config, console)
         out.print(render_forecast(plan))

@@ -11,6 +11,7 @@ from pipeline.errors import UsageError
 from pipeline.evaluate.grids import TABLES
 from pipeline.generate.late_pruning import LateAsked, asked_grid
 from pipeline.options import DTYPES, EngineOptions, check, option, positive
+from pipeline.plan.options import PlanOptions
 
 DEFAULT_METHODS = ("gstep", "vidcom2", "uniform", "random")
 DEFAULT_RATIOS = (0.25, 0.20, 0.15, 0.10)
@@ -25,7 +26,7 @@ POSITIONS: Mapping[str, tuple[str | None, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig(EngineOptions):
+class EvaluateConfig(PlanOptions, EngineOptions):
     """All options of ``python -m jobs.evaluate``. Raises UsageError for an invalid value."""
 
     item: ClassVar[str] = "question"
@@ -146,6 +147,8 @@ class EvaluateConfig(EngineOptions):
                 "name what to ask, --benchmark NAME, or answers to score, --score ANSWERS, or results to lay out as a "
                 "--table, --results RESULTS: one of them"
             )
+        if self.plan and self.benchmark is None:
+            raise UsageError("--plan goes with --benchmark")
         if self.results and self.table is None:
             raise UsageError(f"--results goes with --table, one of {', '.join(TABLES)}")
         if self.mixed and not self.results:
@@ -166,6 +169,11 @@ class EvaluateConfig(EngineOptions):
         if self.drop_tokens and self.cache is not None:
             raise UsageError("--drop-tokens deletes the cache in --out; one that --cache names is yours to delete")
         self.grid()
+
+    @property
+    def subject(self) -> str:
+        """The benchmark and the model, as the title of a plan."""
+        return f"{self.benchmark}, {self.model or 'tiny'}"
 
     def grid(self) -> dict[str, LateAsked | None]:
         """Return the arms that every question is answered under, by label: None (full retention), then each method.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipeline.plan.gpus import GPU_TYPES, UTILISATION
-from pipeline.plan.intervals import Interval, spread
+from pipeline.plan.intervals import NONE, Interval, as_json, product, spread, total
 from pipeline.plan.options import PlanOptions
 from pipeline.plan.workload import Workload
-from pipeline.rows import JsonObject
+from pipeline.rows import Json
 
 HOUR = 3600.0
 # Measured on two cores by `python -m jobs.benchmark pipeline` (jobs/benchmark/README.md): the CPU time of a video
@@ -18,13 +19,13 @@ HOUR = 3600.0
 _HOST_S, _HOST_S_A_BYTE = 4e-3, 1.8e-9
 _DRIVER_S, _DRIVER_S_A_BYTE = 1e-3, 0.2e-9
 _OFF = Interval(0.7, 1.0, 1.6)
-# Operations a second of a core of a CPU in float32, from a favourable case to an unfavourable one.
-_CPU_RATE = Interval(60e9, 20e9, 6e9)
+# Operations a second of a core of a CPU in float32.
+_CPU_RATE = Interval(6e9, 20e9, 60e9)
 # Seconds on a GPU of a step of selection, and of what else a video costs there. Not measured.
-_STEP_S, _VIDEO_S = Interval(2e-6, 8e-6, 25e-6), Interval(1e-3, 3e-3, 8e-3)
-_LOSS = Interval(1.0, 1.03, 1.12)  # time that stages lose by waiting for each other
+STEP_S, _VIDEO_S = Interval(2e-6, 8e-6, 25e-6), Interval(1e-3, 3e-3, 8e-3)
+LOSS = Interval(1.0, 1.03, 1.12)  # time that stages lose by waiting for each other
 _START_S, _CLUSTER_START_S = Interval(5, 10, 40), Interval(15, 40, 180)
-_READ_BYTES_S = Interval(2e9, 5e8, 1e8)  # bytes a second at which a reader gets tokens of the cache
+_READ_BYTES_S = Interval(1e8, 5e8, 2e9)  # bytes a second at which a reader gets tokens of the cache
 _CONTEXT_BYTES = 0.6e9  # of CUDA and its libraries
 _LIVE_VECTORS = Interval(8, 14, 24)  # of each patch at the peak of a layer
 DECODE, ENCODE, DRIVER, CPUS, NOTHING = "decode", "encode", "driver", "cpus", "nothing"
@@ -38,8 +39,14 @@ class Cluster(NamedTuple):
     cores: float
 
     @property
-    def several_nodes(self) -> bool:
-        return self.gpus > 8 or self.cores > 256
+    def start_s(self) -> Interval:
+        """Seconds until the first worker takes a video; a cluster of many nodes loads the model over a network."""
+        return _CLUSTER_START_S if self.gpus > 8 or self.cores > 256 else _START_S
+
+    def seconds_an_operation(self) -> Interval:
+        """Return the seconds that one floating-point operation of a model takes on a GPU, or on a core without any."""
+        peak = UTILISATION.scaled(GPU_TYPES[self.gpu_type or "A100"].peak)
+        return (peak if self.gpus else _CPU_RATE).inverse()
 
 
 class Prices(NamedTuple):
@@ -75,6 +82,8 @@ class Plan:
         break_even_questions: questions a video from which encoding once and storing costs less than encoding for each.
         cost: total, per 1,000 videos and per hour of video; None without a price.
         tiers: bytes that a reader reads of the whole cache at each smaller retention ratio.
+        simulated_wall_s: what the simulation gives; None unless it was asked for.
+        parts_s: of an evaluation the seconds of encoding, pruning and answering, on GPUs or else on cores.
     """
 
     videos: int
@@ -87,7 +96,7 @@ class Plan:
     input_bytes: Interval | None
     video_s: Interval | None
     failed_share: Interval
-    stage_s: dict[str, Interval]
+    stage_s: Mapping[str, Interval]
     bottleneck: str
     remedy: str
     cores_a_gpu: Interval | None
@@ -95,14 +104,16 @@ class Plan:
     video_hours_per_day_per_gpu: Interval | None
     peak_gpu_bytes: Interval | None
     break_even_questions: Interval | None
-    cost: dict[str, Interval] | None
+    cost: Mapping[str, Interval] | None
     cluster: Cluster
-    tiers: dict[str, Interval] = field(default_factory=dict)
+    tiers: Mapping[str, Interval] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    simulated_wall_s: float | None = None
+    parts_s: Mapping[str, Interval] = field(default_factory=dict)
 
-    def as_record(self) -> JsonObject:
+    def as_record(self) -> dict[str, Json]:
         """Return the plan as a JSON-able mapping."""
-        return {**asdict(self), "cluster": self.cluster._asdict()}
+        return {name: as_json(value) for name, value in vars(self).items()}
 
 
 class Seconds(NamedTuple):
@@ -118,53 +129,44 @@ def seconds_of(work: Workload, cluster: Cluster) -> Seconds:
     """Estimate what one video takes at each stage of the cluster."""
     host = spread(lambda size, off: off * (_HOST_S + _HOST_S_A_BYTE * size), work.frame_bytes, _OFF)
     driver = spread(lambda size, off: off * (_DRIVER_S + _DRIVER_S_A_BYTE * size), work.frame_bytes, _OFF)
-    if work.encode_s is not None:
-        encode = work.encode_s
-    elif cluster.gpus:
-        peak = GPU_TYPES[cluster.gpu_type or "A100"].peak
-        idle = Interval(1 / UTILISATION.high, 1 / UTILISATION.expected, 1 / UTILISATION.low)
-        kept = work.tokens[1]
-        encode = spread(
-            lambda flops, over, kept, step, more: flops * over / peak + kept * step + more,
-            *(work.flops, idle, kept, _STEP_S, _VIDEO_S),
-        )
-    else:
-        slow = Interval(1 / _CPU_RATE.low, 1 / _CPU_RATE.expected, 1 / _CPU_RATE.high)
-        encode = spread(lambda flops, over, select: flops * over + select, work.flops, slow, work.selection_s)
-    return Seconds(work.decode_s, host, driver, encode)
+    model = product(work.flops, cluster.seconds_an_operation())
+    steps = spread(lambda kept, step, more: kept * step + more, work.tokens[1], STEP_S, _VIDEO_S)
+    encode = total(model, steps if cluster.gpus else work.selection_s)
+    return Seconds(work.decode_s, host, driver, work.encode_s or encode)
 
 
 def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str, ...] = ()) -> Plan:
     """Estimate a run of these videos on this cluster."""
-    one = seconds_of(work, cluster)
-    stages = _stages(work, cluster, one)
-    slowest = max(stages, key=lambda name: stages[name].expected)
-    start = _CLUSTER_START_S if cluster.several_nodes else _START_S
-    running = spread(lambda *parts: max(parts[:-1]) * parts[-1], *stages.values(), _LOSS)
-    first = spread(lambda decode, encode: decode + encode, one.decode, one.encode)  # no other video overlaps it
-    wall = spread(lambda *parts: sum(parts) if work.videos else 0.0, start, first, running)
-    encode = spread(lambda n, s: n * s, work.good, one.encode)
-    encoders = float(cluster.gpus or max(1, int(cluster.cores // 4)))
-    busy = Interval(*(_busy(encode.expected / encoders, seconds) for seconds in (wall.high, wall.expected, wall.low)))
-    video = work.seconds and spread(lambda n, s: n * s, work.good, work.seconds)
-    output, zero = spread(lambda n, size: n * size, work.good, work.output_bytes), Interval.exactly(0.0)
+    one, stages = seconds_of(work, cluster), _stages(work, cluster)
+    running = spread(lambda *parts: max(parts[:-1]) * parts[-1], *stages.values(), LOSS)
+    # The first video passes all stages while no other one overlaps it.
+    wall = total(cluster.start_s, one.decode, one.encode, running) if work.videos else NONE
+    encode, output = product(work.good, one.encode), product(work.good, work.output_bytes)
+    video = work.seconds and product(work.good, work.seconds)
+    slowest = max(stages, key=lambda name: stages[name].expected) if work.videos else NOTHING
+    per_wall = wall.inverse() if work.videos else NONE
+    encoders = cluster.gpus or max(1, int(cluster.cores // 4))
     return Plan(
         videos=work.videos,
         wall_s=wall,
         decode_core_s=work.decode_s.scaled(work.videos),
-        gpu_s=encode if cluster.gpus else zero,
-        encode_core_s=zero if cluster.gpus else encode,
+        gpu_s=encode if cluster.gpus else NONE,
+        encode_core_s=NONE if cluster.gpus else encode,
         host_core_s=one.host.scaled(work.videos),
         output_bytes=output,
         input_bytes=work.input_bytes and work.input_bytes.scaled(work.videos),
         video_s=video,
         failed_share=work.failed,
         stage_s=stages,
-        bottleneck=slowest if work.videos else NOTHING,
-        remedy=_remedy(slowest, cluster, stages, one) if work.videos else "nothing is left to do",
-        cores_a_gpu=_cores_a_gpu(one) if cluster.gpus else None,
-        encoder_busy=busy,
-        video_hours_per_day_per_gpu=_pace(video, wall, cluster),
+        bottleneck=slowest,
+        remedy=_remedy(slowest, cluster, stages, one),
+        cores_a_gpu=spread(lambda d, h, e: (d + h) * e, one.decode, one.host, one.encode.inverse())
+        if cluster.gpus
+        else None,
+        encoder_busy=Interval(*(min(1.0, encode.expected / encoders * end) for end in per_wall)),
+        video_hours_per_day_per_gpu=per_wall.scaled(24 * video.expected / cluster.gpus)
+        if video and cluster.gpus
+        else None,
         peak_gpu_bytes=_peak(work) if cluster.gpus else None,
         break_even_questions=_break_even(work, cluster, prices, running),
         cost=_cost(work.videos, prices, prices.per_hour(cluster), wall, video, output),
@@ -174,60 +176,36 @@ def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str,
     )
 
 
-def _stages(work: Workload, cluster: Cluster, one: Seconds) -> dict[str, Interval]:
+def _stages(work: Workload, cluster: Cluster) -> dict[str, Interval]:
     """Return the wall time that each stage would take by itself."""
-    n, good, cores = work.videos, work.good, cluster.cores
-    driver = one.driver.scaled(n)
-    if not cluster.gpus:  # decoders and encoders share the cores
-        cpus = spread(lambda d, h, e, ok: (n * (d + h) + ok * e) / cores, one.decode, one.host, one.encode, good)
-        return {CPUS: cpus, DRIVER: driver}
-    decode = spread(lambda d, h: n * (d + h) / cores, one.decode, one.host)
-    return {DECODE: decode, ENCODE: spread(lambda e, ok: ok * e / cluster.gpus, one.encode, good), DRIVER: driver}
-
-
-def _cores_a_gpu(one: Seconds) -> Interval:
-    """Return how many vCPUs keep one GPU busy: with cheap videos and a slow GPU fewer, with dear ones more."""
-    cores = [part + host for part, host in zip(*(_ends(part) for part in (one.decode, one.host)), strict=True)]
-    low, expected, high = _ends(one.encode)
-    return Interval(cores[0] / high, cores[1] / expected, cores[2] / low)
-
-
-def _ends(part: Interval) -> tuple[float, float, float]:
-    return part.low, part.expected, part.high
-
-
-def _busy(computing_s: float, wall_s: float) -> float:
-    return min(1.0, computing_s / wall_s) if wall_s else 0.0
-
-
-def _pace(video: Interval | None, wall: Interval, cluster: Cluster) -> Interval | None:
-    if video is None or not cluster.gpus or not wall.high:
-        return None
-    days = 24 / cluster.gpus
-    return Interval(*(days * video.expected / seconds for seconds in (wall.high, wall.expected, wall.low)))
+    one, n = seconds_of(work, cluster), work.videos
+    encode, driver = product(work.good, one.encode), one.driver.scaled(n)
+    host = spread(lambda d, h: n * (d + h) / cluster.cores, one.decode, one.host)
+    if cluster.gpus:
+        return {DECODE: host, ENCODE: encode.scaled(1 / cluster.gpus), DRIVER: driver}
+    # Decoders and encoders share the cores.
+    return {CPUS: total(host, encode.scaled(1 / cluster.cores)), DRIVER: driver}
 
 
 def _peak(work: Workload) -> Interval:
     """Estimate the memory of a GPU: bfloat16 weights, vectors of the patches that are encoded at once, CUDA."""
-    return Interval(*(2 * work.parameters + _CONTEXT_BYTES + n * work.patch_bytes for n in _ends(_LIVE_VECTORS)))
+    return Interval(*(2 * work.parameters + _CONTEXT_BYTES + number * work.patch_bytes for number in _LIVE_VECTORS))
 
 
-def _remedy(slowest: str, cluster: Cluster, stages: dict[str, Interval], one: Seconds) -> str:
-    """Say what would remove the bottleneck, and what would be the next one."""
+def _remedy(slowest: str, cluster: Cluster, stages: Mapping[str, Interval], one: Seconds) -> str:
+    """Return what would remove the bottleneck, and what would be the next one."""
+    if slowest == NOTHING:
+        return "nothing is left to do"
     others = {name: part.expected for name, part in stages.items() if name != slowest}
     next_one = max(others, key=lambda name: others[name])
-    factor = stages[slowest].expected / others[next_one] if others[next_one] else math.inf
+    factor, until = stages[slowest].expected / max(others[next_one], 1e-9), f"until {next_one} takes as long"
     if slowest == DECODE:
-        more = math.ceil(cluster.cores * (factor - 1))
-        return (
-            f"{more:,} more decode cores, until {next_one} takes as long; --snap-to-keyframes for long videos; or "
-            "--decoder nvdec, which no GPU has run yet"
-        )
+        more = f"{math.ceil(cluster.cores * (factor - 1)):,} more decode cores, {until}"
+        return f"{more}; --snap-to-keyframes for long videos; or --decoder nvdec, which no GPU has run yet"
     if slowest == ENCODE:
-        return f"{math.ceil(cluster.gpus * (factor - 1)):,} more GPUs, until {next_one} takes as long"
+        return f"{math.ceil(cluster.gpus * (factor - 1)):,} more GPUs, {until}"
     if slowest == DRIVER:
-        drivers = math.ceil(factor)
-        return f"{drivers} drivers, each with --shard I/{drivers} --join, until {next_one} takes as long"
+        return f"{math.ceil(factor)} drivers, each with --shard I/{math.ceil(factor)} --join, {until}"
     dearer = "decoding" if one.decode.expected > one.encode.expected else "encoding"
     return f"more cores, or a GPU; most of their time is {dearer}"
 
@@ -235,14 +213,15 @@ def _remedy(slowest: str, cluster: Cluster, stages: dict[str, Interval], one: Se
 def _cost(
     videos: int, prices: Prices, hourly: float | None, wall: Interval, video: Interval | None, output: Interval
 ) -> dict[str, Interval] | None:
+    """Return what the run costs, in all and by its videos, and what keeping the cache costs; None without a price."""
     if hourly is None:
         return None
-    total = wall.scaled(hourly / HOUR)
-    found = {"total": total, "storage_a_month": output.scaled(prices.gb_month / 1e9)}
+    whole = wall.scaled(hourly / HOUR)
+    found = {"total": whole, "storage_a_month": output.scaled(prices.gb_month / 1e9)}
     if videos:
-        found["per_1000_videos"] = total.scaled(1000 / videos)
+        found["per_1000_videos"] = whole.scaled(1000 / videos)
     if video is not None and video.expected:
-        found["per_video_hour"] = total.scaled(HOUR / video.expected)
+        found["per_video_hour"] = whole.scaled(HOUR / video.expected)
     return found
 
 
@@ -264,19 +243,16 @@ def _break_even(work: Workload, cluster: Cluster, prices: Prices, running: Inter
         saved = each - size / bytes_s * an_hour / HOUR / max(1, cluster.gpus)
         return max(1.0, (each + size * months_price) / saved) if saved > 0 else math.inf
 
-    size = work.output_bytes  # the dearer encoding is, the sooner the cache pays
-    return Interval(
-        questions(running.high, machine.high, size.low, _READ_BYTES_S.low),
-        questions(running.expected, machine.expected, size.expected, _READ_BYTES_S.expected),
-        questions(running.low, machine.low, size.high, _READ_BYTES_S.high),
-    )
+    # The dearer encoding is, the sooner the cache pays.
+    cases = zip(reversed(running), reversed(machine), work.output_bytes, reversed(_READ_BYTES_S), strict=True)
+    return Interval(*(questions(*case) for case in cases))
 
 
 def _said(cluster: Cluster, prices: Prices) -> list[str]:
     """Return what a reader must know of prices and assumptions."""
     said = []
     if cluster.gpus:
-        low, expected, high = (f"{100 * part:.0f}" for part in _ends(UTILISATION))
+        low, expected, high = (f"{100 * end:.0f}" for end in UTILISATION)
         peak = f"{expected} % ({low} to {high} %) of the GPU's peak"
         said.append(f"a vision tower is assumed to reach {peak}, and pruning some steps of 8 us: not measured")
     if prices.per_hour(cluster) is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, stdev
+from typing import NamedTuple
+
+from pipeline.rows import Json
 
 
-@dataclass(frozen=True)
-class Interval:
+class Interval(NamedTuple):
     """A number that is not known exactly: its expected value, and the range that holds it."""
 
     low: float
@@ -23,11 +24,14 @@ class Interval:
 
     def scaled(self, factor: float) -> Interval:
         """Multiply by a number that is known."""
-        return Interval(self.low * factor, self.expected * factor, self.high * factor)
+        return Interval(*(factor * end for end in self))
 
-    def as_record(self) -> dict[str, float]:
-        """Return the interval as a JSON-able mapping."""
-        return {"low": self.low, "expected": self.expected, "high": self.high}
+    def inverse(self) -> Interval:
+        """Return 1 divided by this."""
+        return Interval(*(1 / end if end else math.inf for end in reversed(self)))
+
+
+NONE = Interval.exactly(0.0)
 
 
 def spread(function: Callable[..., float], *parts: Interval) -> Interval:
@@ -35,8 +39,26 @@ def spread(function: Callable[..., float], *parts: Interval) -> Interval:
 
     The function must rise with each part, so that its range is the widest that the parts allow.
     """
-    low, high = function(*(part.low for part in parts)), function(*(part.high for part in parts))
-    return Interval(low, function(*(part.expected for part in parts)), high)
+    return Interval(*(function(*ends) for ends in zip(*parts, strict=True)))
+
+
+def product(*parts: Interval) -> Interval:
+    """Multiply intervals."""
+    return spread(lambda *ends: math.prod(ends), *parts)
+
+
+def total(*parts: Interval) -> Interval:
+    """Add intervals up."""
+    return spread(lambda *ends: math.fsum(ends), *parts)
+
+
+def as_json(value: object) -> Json:
+    """Convert plans and what they hold to JSON: an interval becomes a mapping of its three numbers."""
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, Mapping):
+        return {str(name): as_json(item) for name, item in value.items()}
+    return [as_json(item) for item in value] if isinstance(value, tuple | list) else value  # type: ignore[return-value]
 
 
 def mean_of(values: Sequence[float], least: float = 0.1, population: float = math.inf) -> Interval:

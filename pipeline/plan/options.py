@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 
 from pipeline.errors import UsageError
 from pipeline.options import RunOptions, check, option, positive
@@ -19,6 +21,9 @@ class PlanOptions(RunOptions):
         False,
         "forecast time, cost and bytes of a run, and its bottleneck; touches nothing and needs no GPU",
         group=GROUP,
+    )
+    simulate: bool = option(
+        False, "with --plan: simulate the stages too, event by event (needs simpy: pip install -e '.[plan]')"
     )
     html: str | None = option(None, "with --plan: write it as a page too", metavar="FILE")
     gpus: int | None = option(None, "with --plan: for N GPUs, or 0 (default: those of this machine)", metavar="N")
@@ -44,7 +49,14 @@ class PlanOptions(RunOptions):
         check(known, "gpu_type", f"one of {', '.join(GPU_TYPES)}", self.gpu_type)
         if self.gpu_type is not None and self.gpus == 0:
             raise UsageError(f"--gpu-type {self.gpu_type} and --gpus 0 do not go together")
+        if self.simulate and find_spec("simpy") is None:
+            raise UsageError("--simulate needs simpy: pip install simpy")
         self.refuse_without_plan("html", "gpus", "gpu_type", "decode_cores")
+
+    @property
+    @abstractmethod
+    def subject(self) -> str:
+        """What is planned, as the title of a page."""
 
     def refuse_without_plan(self, *names: str) -> None:
         """Raise UsageError where one of these options is given without ``--plan``."""

@@ -47,7 +47,7 @@ def percent(share: float) -> str:
 
 def ranged(part: Interval, text: Callable[[float], str]) -> str:
     """Format an interval as its expected value and its range, or as one value where all are alike."""
-    low, expected, high = text(part.low), text(part.expected), text(part.high)
+    low, expected, high = map(text, part)
     return expected if low == high else f"{expected} ({low} to {high})"
 
 
@@ -68,20 +68,10 @@ def rows_of(plan: Plan) -> Iterator[Row]:
     yield "videos", f"{plan.videos:,}{failed}" + (f", {ranged(plan.video_s, hours)} of video" if plan.video_s else "")
     yield "cluster", cluster_text(plan)
     yield "wall time", ranged(plan.wall_s, time_text)
+    if plan.simulated_wall_s is not None:
+        yield "  simulated", time_text(plan.simulated_wall_s)
     yield "bottleneck", f"{plan.bottleneck}; what removes it: {plan.remedy}"
-    yield "decode", f"{ranged(plan.decode_core_s, hours)} of a core"
-    if plan.cluster.gpus:
-        yield "encode", f"{ranged(plan.gpu_s, hours)} of a GPU"
-        yield "encoders busy", ranged(plan.encoder_busy, percent)
-    else:
-        yield "encode", f"{ranged(plan.encode_core_s, hours)} of a core"
-    yield "other CPU time", f"{ranged(plan.host_core_s, hours)} of a core"
-    if plan.cores_a_gpu is not None:
-        yield "vCPUs a GPU", f"{ranged(plan.cores_a_gpu, number)} keep it busy"
-    if plan.peak_gpu_bytes is not None:
-        yield "GPU memory", f"{ranged(plan.peak_gpu_bytes, bytes_text)} at the peak"
-    if plan.video_hours_per_day_per_gpu is not None:
-        yield "pace", f"{ranged(plan.video_hours_per_day_per_gpu, number)} hours of video a day and GPU"
+    yield from _work_of(plan)
     yield "output", ranged(plan.output_bytes, bytes_text)
     for ratio, size in plan.tiers.items():
         yield f"  read at {ratio}", ranged(size, bytes_text)
@@ -91,6 +81,25 @@ def rows_of(plan: Plan) -> Iterator[Row]:
         yield f"cost, {name.replace('_', ' ')}", ranged(part, money)
     if plan.break_even_questions is not None:
         yield "pays from", f"{ranged(plan.break_even_questions, number)} questions a video on"
+
+
+def _work_of(plan: Plan) -> Iterator[Row]:
+    """Yield the lines about cores and GPUs."""
+    yield "decode", f"{ranged(plan.decode_core_s, hours)} of a core"
+    if plan.cluster.gpus:
+        yield "encode", f"{ranged(plan.gpu_s, hours)} of a GPU"
+        yield "encoders busy", ranged(plan.encoder_busy, percent)
+    else:
+        yield "encode", f"{ranged(plan.encode_core_s, hours)} of a core"
+    for name, part in plan.parts_s.items():
+        yield f"  to {name}", f"{ranged(part, hours)} of a {'GPU' if plan.cluster.gpus else 'core'}"
+    yield "other CPU time", f"{ranged(plan.host_core_s, hours)} of a core"
+    if plan.cores_a_gpu is not None:
+        yield "vCPUs a GPU", f"{ranged(plan.cores_a_gpu, number)} keep it busy"
+    if plan.peak_gpu_bytes is not None:
+        yield "GPU memory", f"{ranged(plan.peak_gpu_bytes, bytes_text)} at the peak"
+    if plan.video_hours_per_day_per_gpu is not None:
+        yield "pace", f"{ranged(plan.video_hours_per_day_per_gpu, number)} hours of video a day and GPU"
 
 
 def render_plan(plan: Plan) -> RenderableType:

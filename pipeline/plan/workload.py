@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pipeline.plan.intervals import Interval, spread
+from pipeline.plan.intervals import NONE, Interval, spread
 
 # Decoding from packets takes as long as there are pixels in the pictures that must be decoded, and the chosen frames
 # are converted and resized besides. Fitted to the table of jobs/benchmark/README.md: H.264, 720p and 1080p, 10 to
@@ -23,12 +23,12 @@ class Workload:
 
     Attributes:
         videos: of the run, unreadable ones too.
+        tokens: (all, kept) of a video.
         failed: share of them that cannot be read.
         decode_s: core-seconds of decoding a video.
         flops: operations of encoding a video.
         parameters: weights of the encoder.
         patch_bytes: bytes of one vector for each patch that is encoded at once, which sets the memory of a GPU.
-        tokens: (all, kept) of a video.
         frame_bytes: of the frames that pass from decoding to encoding.
         output_bytes: of the kept tokens of a video with their columns.
         selection_s: of pruning, on one CPU core.
@@ -40,15 +40,15 @@ class Workload:
     """
 
     videos: int
-    failed: Interval
-    decode_s: Interval
-    flops: Interval
-    parameters: int
-    patch_bytes: float
     tokens: tuple[Interval, Interval]
-    frame_bytes: Interval
-    output_bytes: Interval
-    selection_s: Interval
+    failed: Interval = NONE
+    decode_s: Interval = NONE
+    flops: Interval = NONE
+    parameters: int = 0
+    patch_bytes: float = 0.0
+    frame_bytes: Interval = NONE
+    output_bytes: Interval = NONE
+    selection_s: Interval = NONE
     encode_s: Interval | None = None
     input_bytes: Interval | None = None
     seconds: Interval | None = None
@@ -58,9 +58,7 @@ class Workload:
     @property
     def good(self) -> Interval:
         """Videos of the run that can be read."""
-        return Interval(
-            *(self.videos * (1 - share) for share in (self.failed.high, self.failed.expected, self.failed.low))
-        )
+        return Interval(*(self.videos * (1 - share) for share in reversed(self.failed)))
 
 
 def decoding(seconds: float, width: int, height: int, n_frames: int) -> Interval:

@@ -207,6 +207,12 @@ class PruneConfig(PlanOptions, PrunerOptions):
         more = f" and {len(self.videos) - 1} more" if len(self.videos) > 1 else ""
         return f"{self.videos[0]}{more}"
 
+    @property
+    def subject(self) -> str:
+        """The videos and the model, as the title of a plan."""
+        n_videos = self.corpus_videos
+        return f"{self.named if n_videos is None else f'{n_videos:,.0f} videos of {self.seconds:g} s'}, {self.model}"
+
     def clip_names(self) -> tuple[str, str] | None:
         """Return the two names of ``--clips-from``. Raises UsageError."""
         if self.clips_from is None:

@@ -31,7 +31,8 @@ from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.plan.estimate import Cluster, Plan, Prices, estimate
 from pipeline.plan.facts import video_seconds
 from pipeline.plan.gpus import GPU_TYPES, named_type
-from pipeline.plan.intervals import Interval, mean_of, share_of
+from pipeline.plan.intervals import NONE, Interval, mean_of, share_of
+from pipeline.plan.options import PlanOptions
 from pipeline.plan.workload import Workload, decoding, selecting
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
@@ -183,21 +184,31 @@ def plan_run(config: PruneConfig, console: Console) -> Plan:
 
     Raises UsageError for whatever a run would refuse before it starts.
     """
-    prices = Prices.of(config)
-    if config.corpus_videos is not None:
+    if config.corpus_videos is None:
+        work = planned_work(config, console)
+    else:
         with TemporaryDirectory() as folder, refusing():
             source = ModelSource.random(config.model, Path(folder), config.revision)  # its config is all that counts
             request = resolve(config, MANIFEST_SCHEMA.empty_table(), LocalStore(config.out), Objects(), source)
-            cluster, notes = _cluster(config)
-            return estimate(_described(request), cluster, prices, notes)
-    request = prepare(config, console)
+            work = _described(request)
+    cluster, notes = planned_cluster(config, config.device)
+    simulated = None
+    if config.simulate:
+        from pipeline.plan.simulate import simulated_s  # noqa: PLC0415 - needs the extra plan
+
+        simulated = simulated_s(work, cluster)
+    return replace(estimate(work, cluster, Prices.of(config), notes), simulated_wall_s=simulated)
+
+
+def planned_work(config: PruneConfig, console: Console, given: object = None) -> Workload:
+    """Return the work of the videos that are left to do, ``given`` ones or those that the options name."""
+    request = prepare(config, console, given)
     with store_refusing():
         ledger = Ledger(request.store, made_with(request.store)).refresh()
         todo, _ = remaining(request.manifest, ledger, config, request.objects)
     todo, _ = within_limit(todo, config.limit)
     seen = probed(request, todo, PROBE if config.probe is None else config.probe, console)
-    cluster, notes = _cluster(config)
-    return estimate(workload(request, len(todo), seen, ledger), cluster, prices, notes)
+    return workload(request, len(todo), seen, ledger)
 
 
 def probed(request: PruneRequest, todo: pa.Table, count: int, console: Console) -> list[VideoRecord]:
@@ -299,7 +310,7 @@ def _counted(
     width = encode.bytes_per_video(*shapes[0]) / kept(shapes[0]) / 2
     return Workload(
         videos=n_videos,
-        failed=Interval.exactly(0.0),
+        failed=NONE,
         decode_s=decode_s,
         flops=over(lambda shape: family.flops(*shape)),
         parameters=tower.parameters,
@@ -328,9 +339,9 @@ def token_bytes(request: PruneRequest) -> float:
     return COLUMN_BYTES + stored / request.retention_ratio / math.prod(family.token_counts(*shape))
 
 
-def _cluster(config: PruneConfig) -> tuple[Cluster, tuple[str, ...]]:
+def planned_cluster(config: PlanOptions, device: str) -> tuple[Cluster, tuple[str, ...]]:
     """Return the cluster of the options, by default this machine, and what is assumed of it."""
-    here = 0 if config.device == "cpu" else torch.cuda.device_count()
+    here = 0 if device == "cpu" else torch.cuda.device_count()
     gpus, cores = here if config.gpus is None else config.gpus, float(os.cpu_count() or 1)
     notes = []
     kind = config.gpu_type or (named_type(torch.cuda.get_device_name(0)) if here else None)
