@@ -37,7 +37,7 @@ def test_a_run_keeps_its_forecast_beside_what_it_took_and_ends_at_a_limit(tmp_pa
     assert plan["videos"] == 4 and "4 of 4 videos were decoded" in plan["notes"][0]
     assert plan["output_bytes"]["expected"] == pytest.approx(done["output_bytes"])
     files = sum(file.stat().st_size for file in (cache / "tokens").iterdir())
-    assert done["output_bytes"] == pytest.approx(files, rel=0.15)  # so small shards have footers that count
+    assert done["output_bytes"] < files < done["output_bytes"] + 4 * 8192  # and the footer of each shard
     assert 0 < done["encoder_busy"] < 1 and 0 < done["cost"] < 1
 
 
