@@ -155,14 +155,14 @@ class _Run:
             self.env.process(self.serve(size))
 
     def serve(self, size: int) -> Steps:
-        """Do what else a bundle costs its host, and end the run with the last one."""
+        """Take a core for the rest of a bundle's host work; end the run with the last one."""
         yield from self.compute(size * self.stages.host_s)
         self.left -= size
         if not self.left:
             self.ended.succeed()
 
     def lose(self, node: int, at: float) -> Steps:
-        """Lose a node."""
+        """Take a node out of the run at this second."""
         yield self.env.timeout(at)
         self.gone.add(node)
 
