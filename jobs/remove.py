@@ -65,7 +65,7 @@ def _remove(arguments: argparse.Namespace, console: Console) -> Done:
     from pipeline.storage.stores import store_at  # noqa: PLC0415
     from pipeline.verify.removal import remove_videos  # noqa: PLC0415
 
-    ids = _ids(arguments.ids)
+    ids = read_ids(arguments.ids)
     s3 = from_flags(S3Options, arguments)
     store = store_at(arguments.cache, Objects.from_environment(s3.s3_endpoint, s3.s3_region))
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -75,7 +75,7 @@ def _remove(arguments: argparse.Namespace, console: Console) -> Done:
     return Done(0, {"cache": str(store), **asdict(done)})
 
 
-def _ids(name: str) -> list[str]:
+def read_ids(name: str) -> list[str]:
     """Read the distinct video ids of a text file, one a line. Raises UsageError where there is none."""
     try:
         lines = Path(name).read_text(encoding="utf-8").split("\n")

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Final, Literal
@@ -21,7 +23,7 @@ import pyarrow.compute as pc
 from pipeline.cache.header import CacheHeader, differences, fingerprint, header_bytes
 from pipeline.cache.live_rows import RULE_COLUMNS, VIDEOS, live_and_earlier, made_with_of, rule_columns
 from pipeline.cache.live_videos import LiveVideos
-from pipeline.cache.merging import merge
+from pipeline.cache.merging import KEEP, merge
 from pipeline.cache.reader import HEADER, check_version, read_header
 from pipeline.cache.schema import digest
 from pipeline.cache.table import SortedFile, check_content, read_small, table_files
@@ -76,12 +78,17 @@ class MergedCaches:
 
 
 def merge_caches(
-    sources: Sequence[Store], out: Store, say: Callable[[str], object], on_equal: OnEqual = "rule"
+    sources: Sequence[Store],
+    out: Store,
+    say: Callable[[str], object],
+    on_equal: OnEqual = "rule",
+    *,
+    records: bool = True,
 ) -> MergedCaches:
     """Merge caches of one identity into ``out``, which is a new place or such a cache.
 
     A video that several have is that of the rule of live rows, with removed ones first; with ``refuse`` one whose
-    tokens differ is an error. Nothing is changed in ``sources``.
+    tokens differ is an error. Nothing is changed in ``sources``. Without ``records`` those of runs stay behind.
 
     Raises NotACache, IdentityMismatch, UsageError for equal ids or a cache of an earlier version, all before anything
     is written; CorruptShard where a file is damaged, and OSError.
@@ -101,17 +108,15 @@ def merge_caches(
         if not out.exists(HEADER):
             out.put(HEADER, header_bytes(header))
         about = {"merged_from": [str(source) for source in sources]}
-        with RunFile(out, {**provenance(done.run_id, _VERSIONS), **about}):
-            order, _ = live_and_earlier(rule_columns(rows))
-            live = rows.take(pa.array(order))
-            done.videos, done.equal = len(live), len(rows) - len(live)
-            for number, source in enumerate(held):
-                if source is not out:
-                    mine = live.filter(pc.and_(pc.equal(live["cache"], number), pc.equal(live["status"], "ok")))
-                    _take_tokens(source, out, mine["token_shard"].unique().to_pylist(), done, say)
+        record = RunFile(out, {**provenance(done.run_id, _VERSIONS), **about}) if records else nullcontext()
+        with record:
+            _take_live_tokens(held, rows, out, done, say)
             for source in sources:
                 _take_rows(source, out, identity, done)
-            merge(out, identity, everything=True)
+                if records:
+                    _take_records(source, out)
+            for _ in range(1 if records else 2):  # nobody reads a copy yet: the second deletes what the first one read
+                merge(out, identity, everything=True, keep=KEEP if records else timedelta(0))
     return done
 
 
@@ -156,6 +161,19 @@ def _refuse_equal(rows: pa.Table) -> None:
         )
 
 
+def _take_live_tokens(
+    held: Sequence[Store], rows: pa.Table, out: Store, done: MergedCaches, say: Callable[[str], object]
+) -> None:
+    """Bring the token shards that live rows name into ``out``; ``rows`` has the number in ``held`` of each row."""
+    order, _ = live_and_earlier(rule_columns(rows))
+    live = rows.take(pa.array(order))
+    done.videos, done.equal = len(live), len(rows) - len(live)
+    for number, source in enumerate(held):
+        if source is not out:
+            mine = live.filter(pc.and_(pc.equal(live["cache"], number), pc.equal(live["status"], "ok")))
+            _take_tokens(source, out, mine["token_shard"].unique().to_pylist(), done, say)
+
+
 def _take_tokens(
     source: Store, out: Store, names: Sequence[str], done: MergedCaches, say: Callable[[str], object]
 ) -> None:
@@ -188,7 +206,7 @@ def _take_file(source: Store, out: Store, name: str) -> int | None:
 
 
 def _take_rows(source: Store, out: Store, identity: str, done: MergedCaches) -> None:
-    """Copy the files of a table, and the records of its runs, into ``out``. Raises CorruptShard, OSError."""
+    """Copy the files of a table into ``out``. Raises CorruptShard, OSError."""
     for file in table_files(source, VIDEOS):
         data = source.read(file.name)
         if file.level:
@@ -200,6 +218,10 @@ def _take_rows(source: Store, out: Store, identity: str, done: MergedCaches) -> 
             done.foreign.append(f"{source}/{file.name}")
         elif not out.exists(file.name):
             out.put(file.name, data)
+
+
+def _take_records(source: Store, out: Store) -> None:
+    """Copy the records of a cache's runs into ``out``. Raises OSError."""
     for name in source.names(RUNS, ".json"):
         if not out.exists(name):
             out.put(name, source.read(name))

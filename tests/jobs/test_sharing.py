@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jobs import diff, merge
+from jobs import diff, export, merge
 from pipeline import TokenCache
 from tests.pipeline.caches import write_header
 from tests.pipeline.sharing.test_merge import cache_of
@@ -43,3 +43,20 @@ def test_one_cache_alone_is_nothing_to_merge(tmp_path):
     with pytest.raises(SystemExit) as ended:
         merge.main([str(tmp_path / "a"), "--out", str(tmp_path / "a")])
     assert ended.value.code == 2
+
+
+def test_a_cache_is_exported_whole_in_part_and_as_tars(tmp_path, capsys):
+    cache_of(tmp_path / "c", {"one": 1, "two": 2})
+    (tmp_path / "ids").write_text("two\n")
+    where = str(tmp_path / "c"), "--to"
+    assert export.main([*where, str(tmp_path / "whole"), "--licence", "cc0-1.0", "--json"]) == 0
+    assert (
+        json.loads(capsys.readouterr().out)["videos"] == 2 and "cc0-1.0" in (tmp_path / "whole/README.md").read_text()
+    )
+    assert diff.main([str(tmp_path / "c"), str(tmp_path / "whole")]) == 0
+    assert export.main([*where, str(tmp_path / "part"), "--ids", str(tmp_path / "ids")]) == 0
+    assert TokenCache(tmp_path / "part").video_ids == ["two"]
+    assert export.main([*where, str(tmp_path / "tars"), "--to-tar"]) == 0
+    assert len(list((tmp_path / "tars").glob("*.tar"))) == 2
+    assert export.main([*where, "hf://datasets/me/it"]) == 2
+    assert "hf upload-large-folder" in capsys.readouterr().err

@@ -1,0 +1,191 @@
+"""``jobs.export``: a copy of a cache for other people, with a page that says what it is, or its tokens as WebDataset.
+
+The copy is a cache like any other, without the records of its runs, which name hosts and folders; its table is merged,
+so that a reader of plain Parquet needs no rule for live rows. The page is a dataset card of the Hugging Face Hub.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from pipeline.cache.header import fingerprint, header_bytes
+from pipeline.cache.live_rows import VideoRows
+from pipeline.cache.live_videos import LiveVideos
+from pipeline.cache.merging import merge
+from pipeline.cache.reader import HEADER, TokenCache, check_version, read_header
+from pipeline.cache.token_shard import TokenShard
+from pipeline.cache.writer import commit, put_token_shard
+from pipeline.errors import UsageError
+from pipeline.execution.claim import Claim
+from pipeline.execution.request import new_run_id
+from pipeline.rewrite.rewrite import check_place
+from pipeline.rows import VideoRow
+from pipeline.sharing.card import card_of
+from pipeline.sharing.merge import merge_caches
+from pipeline.storage.stores import Store
+
+CARD: Final = "README.md"
+_SHARD_BYTES: Final = 256 * 10**6
+_SHOWN: Final = 5
+_NOW: Final = timedelta(0)  # nobody reads the copy yet
+
+
+@dataclass
+class Exported:
+    """The result of an export.
+
+    Attributes:
+        videos: with tokens.
+        failed: that were tried and have none; of a WebDataset none are written.
+        bytes: of the tokens.
+        files: token shards, or tars.
+    """
+
+    videos: int = 0
+    failed: int = 0
+    bytes: int = 0
+    files: int = 0
+
+
+def export(
+    source: Store, out: Store, say: Callable[[str], object], ids: Sequence[str] | None = None, licence: str = ""
+) -> Exported:
+    """Copy a cache, or the videos ``ids`` of it, to a new place, with a card. The same call goes on after a stop.
+
+    Raises NotACache, UsageError for unknown ids or a cache of an earlier version before anything is written,
+    CorruptShard where a file is damaged, and OSError.
+    """
+    if ids is None:
+        merge_caches([source], out, say, records=False)
+    else:
+        _take_part(source, out, ids, say)
+    cache = TokenCache(str(out), store=out)
+    found = _counted(out, cache)
+    out.put(CARD, card_of(cache, found.videos, found.failed, found.bytes, licence).encode())
+    return found
+
+
+def _counted(out: Store, cache: TokenCache) -> Exported:
+    """Count the videos and the token shards of a copy."""
+    shards = out.listed("tokens")
+    return Exported(len(cache.video_ids), len(cache.failed), sum(file.size for file in shards), len(shards))
+
+
+def _rows_of(source: Store, ids: Sequence[str] | None) -> pa.Table:
+    """Return the place and token shard of the live rows of videos, or of all; removed ones too. Raises UsageError."""
+    made_with = fingerprint(read_header(source)["identity"])
+    names = ("video_id", "status", "token_shard", "first_row_group")
+    rows = LiveVideos.open(source, made_with).live(names)
+    if ids is not None:
+        wanted = pa.array(sorted(set(ids)), pa.string())
+        rows = rows.filter(pc.is_in(rows["video_id"], value_set=wanted))
+        if unknown := sorted(set(ids) - set(rows["video_id"].to_pylist())):
+            some = ", ".join(unknown[:_SHOWN])
+            raise UsageError(f"{source} has no row of {len(unknown)} of the videos: {some}")
+    return rows.sort_by([("token_shard", "ascending"), ("first_row_group", "ascending")])
+
+
+def _take_part(source: Store, out: Store, ids: Sequence[str], say: Callable[[str], object]) -> None:
+    """Write the rows and tokens of some videos to ``out``, in shards of their own."""
+    check_version(source)
+    header = read_header(source)
+    check_place(out, header)
+    rows = _rows_of(source, ids)
+    made_with, run_id = fingerprint(header["identity"]), new_run_id()
+    out.make()
+    with Claim(out, run_id, say):
+        if not out.exists(HEADER):
+            out.put(HEADER, header_bytes(header))
+        there = set(LiveVideos.open(out, made_with).live(("video_id",))["video_id"].to_pylist())
+        number, n_bytes = 0, 0
+        bundle: list[VideoRow] = []
+        full = VideoRows(source)
+        left = [(shard, row) for video_id, shard, row in _places(rows) if video_id not in there]
+        for place, (shard, row) in enumerate(left, 1):
+            bundle.append(full(shard, row))
+            n_bytes += 2 * (bundle[-1]["n_tokens"] or 0) * (bundle[-1]["hidden_size"] or 0)
+            if n_bytes >= _SHARD_BYTES or place == len(left):
+                _write(source, out, run_id, number, bundle, made_with)
+                say(f"{place:,} of {len(left):,} videos")
+                bundle, number, n_bytes = [], number + 1, 0
+        merge(out, made_with, everything=True, keep=_NOW)
+        merge(out, made_with, everything=True, keep=_NOW)  # deletes what the first one read
+
+
+def _places(rows: pa.Table) -> Iterator[tuple[str, str, int]]:
+    """Yield the id of each row, with the file and the place of its whole row."""
+    return zip(*(rows[name].to_pylist() for name in ("video_id", "shard", "row")), strict=True)
+
+
+def _write(source: Store, out: Store, run_id: str, number: int, rows: list[VideoRow], made_with: str) -> None:
+    """Write the tokens of some videos as one shard of ``out``, and commit their rows."""
+    good = [row for row in rows if row["status"] == "ok"]
+    tables: list[pa.Table] = []
+    opened: TokenShard | None = None
+    for row in good:
+        if opened is None or opened.name != row["token_shard"]:
+            opened = TokenShard(source, row["token_shard"], row["footer_hash"])
+        tables.append(opened.read_checked(row))
+    if good:
+        put_token_shard(out, run_id, good, tables)
+    commit(out, run_id, number, rows, made_with=made_with)
+
+
+def export_tars(source: Store, out: Store, say: Callable[[str], object], ids: Sequence[str] | None = None) -> Exported:
+    """Write the tokens of a cache as WebDataset: tars with three members a video, and a card.
+
+    ``N.json`` is the video's row, ``N.tokens.npy`` its tokens [B,D] float32, ``N.index.npy`` their flat places [B]
+    int64, both by ascending place. A tar that is there already is not written again.
+
+    Raises as ``export``.
+    """
+    rows = _rows_of(source, ids)
+    rows = rows.filter(pc.equal(rows["status"], "ok"))
+    cache, found = TokenCache(str(source), store=source), Exported(videos=len(rows))
+    out.make()
+    shards = rows["token_shard"].to_pylist()
+    for number, shard in enumerate(dict.fromkeys(shards)):
+        name, first = f"tokens-{number:06d}.tar", shards.index(shard)
+        videos = rows.slice(first, shards.count(shard))["video_id"].to_pylist()
+        if not out.exists(name):
+            data = _tar(cache, videos, first)
+            out.put(name, data)
+            say(f"{first + len(videos):,} of {len(rows):,} videos")
+        found.files += 1
+        found.bytes += out.open(name).size()
+    return found
+
+
+def _tar(cache: TokenCache, video_ids: Sequence[str], first: int) -> bytes:
+    """Return a tar of the videos, whose keys count from ``first``: ids hold dots, at which WebDataset ends a key."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for number, video in enumerate(cache.get_many(video_ids), first):
+            row = {name: value for name, value in video.metadata.items() if not name.startswith("error_")}
+            members = {
+                "json": json.dumps(row).encode(),
+                "tokens.npy": _npy(video.tokens.to(torch.float32).numpy()),
+                "index.npy": _npy(video.index.numpy()),
+            }
+            for ending, data in members.items():
+                member = tarfile.TarInfo(f"{number:09d}.{ending}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return file.getvalue()
+
+
+def _npy(values: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, values, allow_pickle=False)
+    return file.getvalue()

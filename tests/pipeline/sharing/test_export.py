@@ -1,0 +1,134 @@
+"""A cache goes to other people: whole or in part, with a card, or as tars; and what must not go stays."""
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from datetime import timedelta
+
+import duckdb
+import numpy as np
+import polars
+import pytest
+import torch
+import yaml
+
+from pipeline import TokenCache
+from pipeline.errors import CorruptShard, NotACache, RemovedVideo, UsageError, VideoFault
+from pipeline.sharing.export import export, export_tars
+from pipeline.storage.stores import LocalStore
+from pipeline.verify.removal import remove_videos
+from tests.paths import ROOT
+from tests.pipeline.caches import encoded, random_tokens, write_shard
+from tests.pipeline.damage import flip, say_what_was_committed, shards
+from tests.pipeline.sharing.test_merge import SHAPE, cache_of, quiet
+from tests.pipeline.verifying import kinds, verified
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A cache of which one video was made twice, one failed and one was removed."""
+    store = cache_of(tmp_path / "c", {"a.mp4": 1, "dir/b.mp4": 2, "c": 3, "bad": VideoFault("corrupt", "x"), "gone": 5})
+    write_shard(store, "later", encoded("c", random_tokens(7, SHAPE), 0.25, "gstep", attempts=2))
+    say_what_was_committed(store)
+    remove_videos(store, ["gone"], "licence", quiet, timedelta(0))
+    return store
+
+
+def assert_copied(out, store, ids):
+    mine, theirs = TokenCache(out.root), TokenCache(store.root)
+    assert mine.video_ids == sorted(ids)
+    assert all(torch.equal(mine.get(name).tokens, theirs.get(name).tokens) for name in ids)
+    assert (kinds(verified(out)) == [] and not (out.root / "runs").exists()) or not list((out.root / "runs").iterdir())
+    # Plain readers of Parquet need no rule: each video has one row.
+    rows = polars.read_parquet(f"{out.root}/videos/*.parquet")
+    assert (
+        sorted(rows.filter(polars.col("status") == "ok")["video_id"]) == sorted(ids)
+        and rows["video_id"].is_unique().all()
+    )
+    counted = duckdb.sql(f"select count(distinct video_id) from read_parquet('{out.root}/tokens/*.parquet')").fetchall()
+    assert counted[0][0] >= len(ids)
+
+
+@pytest.mark.parametrize("again", [1, 2])
+def test_a_whole_cache_is_copied_with_a_card(store, tmp_path, again):
+    out = LocalStore(tmp_path / "out")
+    for _ in range(again):
+        found = export(store, out, quiet, licence="cc-by-4.0")
+    assert_copied(out, store, ["a.mp4", "dir/b.mp4", "c"])
+    assert (found.videos, found.failed, found.files) == (3, 1, 3)
+    with pytest.raises(RemovedVideo):
+        TokenCache(out.root).get("gone")
+    front, card = (out.root / "README.md").read_text().removeprefix("---\n").split("\n---\n", 1)
+    described = yaml.safe_load(front)
+    assert described["license"] == "cc-by-4.0" and "gstep" in described["tags"]
+    assert {one["config_name"]: one["data_files"] for one in described["configs"]} == {
+        "videos": "videos/*.parquet", "tokens": "tokens/*.parquet",
+    }  # fmt: skip
+    assert "3 with tokens, 1 that could not be read" in card and "gstep, 0.25 of the tokens" in card
+
+
+def test_the_cards_blocks_run(store, tmp_path):
+    out = LocalStore(tmp_path / "out")
+    export(store, out, quiet)
+    card = (out.root / "README.md").read_text().replace("FOLDER", str(out.root))
+    python = [block.partition("```")[0] for block in card.split("```python\n")[1:]]
+    for block in python[0], python[2]:  # the second needs the library datasets
+        done = subprocess.run([sys.executable, "-c", block], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    sql = card.partition("```sql\n")[2].partition("```")[0]
+    assert len(duckdb.sql(sql).fetchall()) == 3
+    assert json.loads(card.partition("```json\n")[2].partition("```")[0]) == TokenCache(out.root).identity
+
+
+def test_a_part_has_its_own_shards_and_no_token_of_others(store, tmp_path):
+    out = LocalStore(tmp_path / "out")
+    found = export(store, out, quiet, ["c", "bad", "a.mp4"])
+    assert_copied(out, store, ["a.mp4", "c"])
+    assert (found.videos, found.failed, found.files) == (2, 1, 1)
+    tokens = polars.read_parquet(f"{out.root}/tokens/*.parquet")
+    assert set(tokens["video_id"]) == {"a.mp4", "c"}
+    again = export(store, out, quiet, ["c", "bad", "a.mp4", "dir/b.mp4"])  # goes on with what is new
+    assert (again.videos, again.files) == (3, 2)
+
+
+def test_unknown_ids_and_other_places_are_refused_before_anything_is_written(store, tmp_path):
+    with pytest.raises(UsageError, match="no row of 1 of the videos: nope"):
+        export(store, LocalStore(tmp_path / "out"), quiet, ["c", "nope"])
+    with pytest.raises(NotACache):
+        export(LocalStore(tmp_path / "none"), LocalStore(tmp_path / "out"), quiet)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/file").write_text("x")
+    with pytest.raises(UsageError, match="is no cache"):
+        export(store, LocalStore(tmp_path / "other"), quiet, ["c"])
+
+
+def test_a_damaged_shard_is_named(store, tmp_path):
+    flip(shards(store)[0], 100)
+    with pytest.raises(CorruptShard, match="tokens/"):
+        export(store, LocalStore(tmp_path / "out"), quiet, ["a.mp4", "c", "dir/b.mp4"])
+
+
+def test_tars_hold_tokens_by_numbered_keys(store, tmp_path):
+    out = LocalStore(tmp_path / "tars")
+    found = export_tars(store, out, quiet)
+    assert (found.videos, found.files) == (3, 3)
+    cache, seen = TokenCache(store.root), {}
+    for path in sorted(out.root.glob("*.tar")):
+        with tarfile.open(path) as tar:
+            members = {member.name: tar.extractfile(member).read() for member in tar}
+        for key in {name.partition(".")[0] for name in members}:
+            row = json.loads(members[f"{key}.json"])
+            arrays = [
+                np.load(io.BytesIO(members[f"{key}.{name}.npy"]), allow_pickle=False) for name in ("tokens", "index")
+            ]
+            seen[row["video_id"]] = arrays
+    assert sorted(seen) == ["a.mp4", "c", "dir/b.mp4"]
+    for video_id, (tokens, index) in seen.items():
+        video = cache.get(video_id)
+        assert np.array_equal(tokens, video.tokens.float().numpy()) and np.array_equal(index, video.index.numpy())
+    before = {path: path.stat().st_mtime_ns for path in out.root.glob("*.tar")}
+    export_tars(store, out, quiet)
+    assert {path: path.stat().st_mtime_ns for path in out.root.glob("*.tar")} == before
