@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--html",
         type=Path,
         metavar="FILE",
-        help="write a page: of a video the kept tokens in its frames, of answers the questions",
+        help="write a page: of a cache its counts and some of its videos, of a video the kept tokens in its frames, of "
+        "answers the questions",
     )
     add_json(parser)
     add_flags(parser, S3Options)
@@ -109,9 +110,12 @@ def _cache(store: Store, arguments: argparse.Namespace, objects: Objects) -> Don
     from pipeline.inspect.report import cache_record, cache_report, count, video_record, video_report  # noqa: PLC0415
 
     video_id, ratio = arguments.item, arguments.retention_ratio
-    if arguments.html is not None and video_id is None:
-        raise ValueError("--html goes with a video: python -m jobs.inspect CACHE VIDEO_ID --html FILE")
     cache = TokenCache(arguments.place, store=store)
+    if arguments.html is not None and video_id is None:
+        from pipeline.inspect.cache_page import write_cache_page  # noqa: PLC0415 - reads videos and decodes some
+
+        line, counted = write_cache_page(cache, arguments.html, objects)
+        return _written(line, {"cache": str(store)}, arguments.html, 1 if counted.summary.n_lost else 0)
     if arguments.html is not None:
         from pipeline.inspect.page import write_page  # noqa: PLC0415 - only the page needs the decoders
 
@@ -146,10 +150,10 @@ def _failed(failures: Failures, where: JsonObject, arguments: argparse.Namespace
     return Done(0, {**where, "n_failed": len(failures), "failed": failures})
 
 
-def _written(line: str, where: JsonObject, page: Path) -> Done:
+def _written(line: str, where: JsonObject, page: Path, code: int = 0) -> Done:
     """Print where a page was written, and return its record."""
     Console().print(line, markup=False, highlight=False, soft_wrap=True)
-    return Done(0, {**where, "page": str(page)})
+    return Done(code, {**where, "page": str(page)})
 
 
 if __name__ == "__main__":

@@ -52,7 +52,6 @@ def test_a_larger_ratio_is_refused(cache, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--html", "page.html"], "--html goes with a video"),
         (["--retention-ratio", "0.1"], "--retention-ratio goes with a video"),
         (["--failed", "--html", "page.html"], "--failed goes with neither"),
         ([VIDEO, "--failed"], "--failed goes with neither"),
