@@ -28,6 +28,7 @@ PAGES = (
     "pipeline/evaluate/README.md",
 )
 OTHERS = (
+    "pipeline/plan/README.md",
     ".github/CONTRIBUTING.md",
     "jobs/benchmark/README.md",
     "pipeline/inputs/README.md",

@@ -14,10 +14,11 @@ from pipeline.plan.workload import Workload
 from pipeline.rows import Json
 
 HOUR = 3600.0
-# Measured on two cores by `python -m jobs.benchmark pipeline` (jobs/benchmark/README.md): the CPU time of a video
-# outside its decoding in all processes, and in the driver alone, which is one process and reads the records of all.
-_HOST_S, _HOST_S_A_BYTE = 4e-3, 1.8e-9
-_DRIVER_S, _DRIVER_S_A_BYTE = 1e-3, 0.2e-9
+# Measured on two cores by `python -m jobs.benchmark pipeline` (jobs/benchmark/README.md): CPU seconds outside decoding
+# a video, of a byte of its frames and of a bundle of videos, in all processes; and of these two in the driver alone,
+# which is one process and reads the records of all.
+_HOST_S, _HOST_S_A_BYTE, _HOST_S_A_BUNDLE = 4e-3, 0.9e-9, 4e-3
+_DRIVER_S, _DRIVER_S_A_BUNDLE = 1e-3, 4e-3
 _OFF = Interval(0.7, 1.0, 1.6)
 # Operations a second of a core of a CPU in float32.
 _CPU_RATE = Interval(6e9, 20e9, 60e9)
@@ -127,12 +128,13 @@ class Seconds(NamedTuple):
 
 def seconds_of(work: Workload, cluster: Cluster) -> Seconds:
     """Estimate what one video takes at each stage of the cluster."""
-    host = spread(lambda size, off: off * (_HOST_S + _HOST_S_A_BYTE * size), work.frame_bytes, _OFF)
-    driver = spread(lambda size, off: off * (_DRIVER_S + _DRIVER_S_A_BYTE * size), work.frame_bytes, _OFF)
+    bundle = work.bundle
+    host = spread(lambda n: _HOST_S + _HOST_S_A_BYTE * n + _HOST_S_A_BUNDLE / bundle, work.frame_bytes)
+    driver = _OFF.scaled(_DRIVER_S + _DRIVER_S_A_BUNDLE / bundle)
     model = product(work.flops, cluster.seconds_an_operation())
     steps = spread(lambda kept, step, more: kept * step + more, work.tokens[1], STEP_S, _VIDEO_S)
     encode = total(model, steps if cluster.gpus else work.selection_s)
-    return Seconds(work.decode_s, host, driver, work.encode_s or encode)
+    return Seconds(work.decode_s, product(host, _OFF), driver, work.encode_s or encode)
 
 
 def estimate(work: Workload, cluster: Cluster, prices: Prices, notes: tuple[str, ...] = ()) -> Plan:

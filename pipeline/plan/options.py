@@ -18,18 +18,14 @@ class PlanOptions(RunOptions):
     """The options of a plan, and of the cluster and the prices that it reckons with."""
 
     plan: bool = option(
-        False,
-        "forecast time, cost and bytes of a run, and its bottleneck; touches nothing and needs no GPU",
-        group=GROUP,
+        False, "forecast time, cost, bytes and the bottleneck: touches nothing, needs no GPU", group=GROUP
     )
-    simulate: bool = option(
-        False, "with --plan: simulate the stages too, event by event (needs simpy: pip install -e '.[plan]')"
-    )
+    simulate: bool = option(False, "with --plan: simulate the stages too, event by event (needs simpy: the extra plan)")
     html: str | None = option(None, "with --plan: write it as a page too", metavar="FILE")
     gpus: int | None = option(None, "with --plan: for N GPUs, or 0 (default: those of this machine)", metavar="N")
     gpu_type: str | None = option(None, f"with --plan: one of {', '.join(GPU_TYPES)}", metavar="TYPE")
     decode_cores: int | None = option(
-        None, "with --plan: vCPUs that decode (default: those usual beside the GPUs, else this machine's)", metavar="N"
+        None, "with --plan: N vCPUs decode (default: those usual beside a GPU)", metavar="N"
     )
     gpu_hour: float | None = option(None, "price of a GPU-hour, with the CPUs beside it", metavar="PRICE")
     core_hour: float | None = option(None, "price of a vCPU-hour, where CPUs are paid by themselves", metavar="PRICE")
@@ -38,15 +34,11 @@ class PlanOptions(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("gpu_hour", "core_hour"):
-            price = getattr(self, name)
-            check(price is None or positive(price), name, "a positive price", price)
-        for name in ("gb_month", "months"):
-            check(positive(getattr(self, name)), name, "a positive number", getattr(self, name))
+        for name in ("gpu_hour", "core_hour", "gb_month", "months", "decode_cores"):
+            value = getattr(self, name)
+            check(value is None or positive(value), name, "a positive number", value)
         check(self.gpus is None or self.gpus >= 0, "gpus", "at least 0", self.gpus)
-        check(self.decode_cores is None or self.decode_cores >= 1, "decode_cores", "at least 1", self.decode_cores)
-        known = self.gpu_type is None or self.gpu_type in GPU_TYPES
-        check(known, "gpu_type", f"one of {', '.join(GPU_TYPES)}", self.gpu_type)
+        check(self.gpu_type in (None, *GPU_TYPES), "gpu_type", f"one of {', '.join(GPU_TYPES)}", self.gpu_type)
         if self.gpu_type is not None and self.gpus == 0:
             raise UsageError(f"--gpu-type {self.gpu_type} and --gpus 0 do not go together")
         if self.simulate and find_spec("simpy") is None:

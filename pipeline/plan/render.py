@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from rich.console import Group, RenderableType
@@ -18,6 +19,8 @@ _BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (0.0, "bytes"))
 
 def number(value: float) -> str:
     """Format a number with three digits that count."""
+    if math.isinf(value):
+        return "never"
     if value == 0 or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.{1 if abs(value) >= 10 else 2 if abs(value) >= 0.1 else 4}f}".rstrip("0").rstrip(".")

@@ -6,9 +6,10 @@ Needs simpy (``pip install -e '.[plan]'``). Every block passes decoders, the dri
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Generator
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.plan.estimate import LOSS, Cluster, seconds_of
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 _BLOCKS = 1500  # besides four for each decoder: a run of more blocks goes on at the pace of these
 _SLICES, _SLICE_S = 10, 0.05  # a core is given up so often during a video, so that the driver need not wait
 _IN_FLIGHT = 4  # bundles on their way to an encoder
-_BUNDLE_BYTES, _MOST_BUNDLED = 64 * 2**20, 32  # as in pipeline.prune.graph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,9 @@ class Stages:
         bundle: videos that travel together.
         cores: of all nodes; decoders, the rest of the hosts and the driver share them.
         decode_s, encode_s, host_s, driver_s: of a video; encoders take no cores, as GPUs do not.
-        start_s: until the first worker takes a video, and end_s: after the last one is through.
         vary: how far decoding of single videos strays, as the sigma of a log-normal.
         slow: share of decoders that take twice as long.
-        lost: (node, second) at which nodes are lost; what they had in hand is done again after ``notice_s``.
+        lost: node -> second at which it is lost; what it had in hand is done again after ``notice_s``.
     """
 
     videos: int
@@ -49,17 +48,15 @@ class Stages:
     driver_s: float
     nodes: int = 1
     bundle: int = 1
-    start_s: float = 0.0
-    end_s: float = 0.0
     vary: float = 0.3
     slow: float = 0.0
-    lost: tuple[tuple[int, float], ...] = ()
+    lost: Mapping[int, float] = field(default_factory=dict)
     notice_s: float = 30.0
     seed: int = 0
 
 
 def simulate(stages: Stages) -> float:
-    """Return the seconds of wall time that a run takes. The same stages and seed give the same time."""
+    """Return the seconds from the first video to the last. The same stages and seed give the same time."""
     return _Run(stages).seconds()
 
 
@@ -78,15 +75,13 @@ def simulated_s(work: Workload, cluster: Cluster) -> float:
         encode_s=one.encode.expected - cpus,
         host_s=one.host.expected,
         driver_s=one.driver.expected,
-        bundle=int(max(1, min(_MOST_BUNDLED, _BUNDLE_BYTES // max(1.0, work.frame_bytes.expected), most))),
-        start_s=cluster.start_s.expected,
+        bundle=max(1, min(work.bundle, most)),
     )
     few = (_BLOCKS + 4 * decoders) * stages.bundle
-    many = 3 * few
-    if work.videos <= many:
-        return simulate(stages) if work.videos else 0.0
-    first, more = simulate(replace(stages, videos=few)), simulate(replace(stages, videos=many))
-    return (first + (more - first) / (many - few) * (work.videos - few)) * LOSS.expected
+    if work.videos <= 3 * few:
+        return cluster.start_s.expected + simulate(stages) if work.videos else 0.0
+    first, more = simulate(replace(stages, videos=few)), simulate(replace(stages, videos=3 * few))
+    return cluster.start_s.expected + (first + (more - first) / (2 * few) * (work.videos - few)) * LOSS.expected
 
 
 class _Run:
@@ -96,7 +91,7 @@ class _Run:
         import simpy  # noqa: PLC0415 - an extra, of which a plan can do without
 
         self.stages, self.env = stages, simpy.Environment()
-        self.random, self.left, self.gone = random.Random(stages.seed), stages.videos, set[int]()
+        self.random, self.left = random.Random(stages.seed), stages.videos
         self.ended = self.env.event()
         self.cores = simpy.Resource(self.env, max(1, round(stages.cores)))
         self.source = simpy.Store(self.env)
@@ -113,10 +108,8 @@ class _Run:
         for place in range(stages.encoders):
             env.process(self.encode(place % stages.nodes))
         env.process(self.drive())
-        for node, at in stages.lost:
-            env.process(self.lose(node, at))
         env.run(self.ended)
-        return stages.start_s + float(env.now) + stages.end_s
+        return float(env.now)
 
     def compute(self, seconds: float) -> Steps:
         """Take a core for so long, in slices."""
@@ -134,7 +127,7 @@ class _Run:
             vary = self.stages.vary
             factors = (self.random.lognormvariate(-(vary**2) / 2, vary) for _ in range(size))
             yield from self.compute(slower * self.stages.decode_s * sum(factors))
-            if node in self.gone:
+            if self.is_lost(node):
                 return (yield from self.again(size))
             yield self.decoded.put(size)
 
@@ -150,7 +143,7 @@ class _Run:
         while True:
             size = yield self.ready.get()
             yield self.env.timeout(size * self.stages.encode_s)
-            if node in self.gone:
+            if self.is_lost(node):
                 return (yield from self.again(size))
             self.env.process(self.serve(size))
 
@@ -161,10 +154,9 @@ class _Run:
         if not self.left:
             self.ended.succeed()
 
-    def lose(self, node: int, at: float) -> Steps:
-        """Take a node out of the run at this second."""
-        yield self.env.timeout(at)
-        self.gone.add(node)
+    def is_lost(self, node: int) -> bool:
+        """Return whether a node is lost by now."""
+        return bool(self.env.now >= self.stages.lost.get(node, math.inf))
 
     def again(self, size: int) -> Steps:
         """Give a bundle of a lost node back, once that is noticed."""

@@ -60,6 +60,11 @@ class Workload:
         """Videos of the run that can be read."""
         return Interval(*(self.videos * (1 - share) for share in reversed(self.failed)))
 
+    @property
+    def bundle(self) -> int:
+        """Videos that travel together, as pipeline.prune.graph bundles them."""
+        return int(max(1.0, min(32.0, 64 * 2**20 / max(1.0, self.frame_bytes.expected))))
+
 
 def decoding(seconds: float, width: int, height: int, n_frames: int) -> Interval:
     """Estimate the core-seconds of decoding ``n_frames`` of a video that nobody has looked at, at 30 frames a second.

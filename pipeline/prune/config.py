@@ -185,21 +185,13 @@ class PruneConfig(PlanOptions, PrunerOptions):
     )
 
     probe: int | None = option(
-        None,
-        "decode K of the videos, spread over all, before the forecast (default: with --plan 20; of a run, which keeps "
-        "its forecast in its record, none)",
-        metavar="K",
-        group=GROUP,
+        None, "decode K of the videos for the forecast (default: 20 with --plan)", metavar="K", group=GROUP
     )
-    corpus_videos: float | None = option(
-        None, "with --plan: for N videos that are not here; VIDEOS is left out", metavar="N", flag="--videos"
-    )
+    corpus_videos: float | None = option(None, "with --plan: for N videos elsewhere", metavar="N", flag="--videos")
     seconds: float | None = option(None, "with --videos: seconds of a video", metavar="S")
     size: str | None = option(None, "with --videos: pixels of a video (default: 1920x1080)", metavar="WxH")
     max_hours: float | None = option(None, "end the run in order after H hours; the same command goes on", metavar="H")
-    max_cost: float | None = option(
-        None, "end the run in order once its cluster has cost PRICE, by --gpu-hour and --core-hour", metavar="PRICE"
-    )
+    max_cost: float | None = option(None, "end the run in order once its cluster has cost PRICE", metavar="PRICE")
 
     @property
     def named(self) -> str:
@@ -246,16 +238,17 @@ class PruneConfig(PlanOptions, PrunerOptions):
         self.refuse_without_plan("corpus_videos", "seconds", "size")
         self.pixels()
         n_videos = self.corpus_videos
+        check(
+            n_videos is None or (n_videos >= 1 and n_videos % 1 == 0), "videos", "a whole number, at least 1", n_videos
+        )
         if self.plan and self.dry_run:
             raise UsageError("--plan and --dry-run: give one of them")
-        if n_videos is not None and not (n_videos >= 1 and float(n_videos).is_integer()):
-            raise UsageError(f"--videos must be a whole number, at least 1, got {n_videos:g}")
         if (n_videos is None) != (self.seconds is None) or (n_videos is None and self.size is not None):
             raise UsageError(
-                "a corpus that is not here is described by --videos N and --seconds S, and --size if known"
+                "videos that are not here are described by --videos N and --seconds S, and --size if known"
             )
         if n_videos is not None and self.videos != ["sample"]:
-            raise UsageError(f"--videos plans for a corpus that is not here: leave out {self.named}")
+            raise UsageError(f"--videos plans for videos that are not here: leave out {self.named}")
         if self.max_cost is not None and self.gpu_hour is None and self.core_hour is None:
             raise UsageError("--max-cost needs a price: --gpu-hour, or --core-hour where CPUs are paid by themselves")
 
@@ -265,7 +258,6 @@ class PruneConfig(PlanOptions, PrunerOptions):
             object.__setattr__(self, "videos", [self.videos])
         self.part()
         self._check_plan()
-
         self.clip_names()
         check(not self.index or self.dry_run, "index", "given with --dry-run", self.index)
         check(len(self.videos) > 0, "videos", "at least one folder, glob, file or manifest", self.videos)

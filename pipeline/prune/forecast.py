@@ -31,15 +31,16 @@ from pipeline.inputs.named_videos import MANIFEST_SCHEMA
 from pipeline.plan.estimate import Cluster, Plan, Prices, estimate
 from pipeline.plan.facts import video_seconds
 from pipeline.plan.gpus import GPU_TYPES, named_type
-from pipeline.plan.intervals import NONE, Interval, mean_of, share_of
+from pipeline.plan.intervals import Interval, mean_of, share_of
 from pipeline.plan.options import PlanOptions
+from pipeline.plan.simulate import simulated_s
 from pipeline.plan.workload import Workload, decoding, selecting
 from pipeline.prune.config import PruneConfig
 from pipeline.prune.decode_stage import VideoDecoder
 from pipeline.prune.manifest_checks import Example, sure_failures
 from pipeline.prune.request import PruneRequest, prepare, resolve
 from pipeline.prune.resume import Tally, remaining, within_limit
-from pipeline.rows import TodoRow, VideoRecord
+from pipeline.rows import VideoRecord
 from pipeline.storage.s3 import Objects
 from pipeline.storage.stores import LocalStore, Store
 
@@ -174,6 +175,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
     return leaves
 
 
+Shape = tuple[int, int, int]  # frames, height and width as an encoder gets them
 # A file that nobody has looked at: low, expected and high (frames' height and width) and core-seconds of decoding it.
 _UNSEEN_SIZES = ((240, 426), (720, 1280), (1080, 1920))
 _UNSEEN_DECODE_S = Interval(0.03, 0.5, 6.0)
@@ -184,20 +186,16 @@ def plan_run(config: PruneConfig, console: Console) -> Plan:
 
     Raises UsageError for whatever a run would refuse before it starts.
     """
-    if config.corpus_videos is None:
+    if config.corpus_videos is None or config.seconds is None:
         work = planned_work(config, console)
     else:
         with TemporaryDirectory() as folder, refusing():
             source = ModelSource.random(config.model, Path(folder), config.revision)  # its config is all that counts
             request = resolve(config, MANIFEST_SCHEMA.empty_table(), LocalStore(config.out), Objects(), source)
-            work = _described(request)
+            work = _described(request, config.corpus_videos, config.seconds)
     cluster, notes = planned_cluster(config, config.device)
-    simulated = None
-    if config.simulate:
-        from pipeline.plan.simulate import simulated_s  # noqa: PLC0415 - needs the extra plan
-
-        simulated = simulated_s(work, cluster)
-    return replace(estimate(work, cluster, Prices.of(config), notes), simulated_wall_s=simulated)
+    plan = estimate(work, cluster, Prices.of(config), notes)
+    return replace(plan, simulated_wall_s=simulated_s(work, cluster)) if config.simulate else plan
 
 
 def planned_work(config: PruneConfig, console: Console, given: object = None) -> Workload:
@@ -217,13 +215,12 @@ def probed(request: PruneRequest, todo: pa.Table, count: int, console: Console) 
     if not places:
         return []
     console.print(f"probing {len(places)} of {len(todo)} videos", highlight=False)
+    rows, records = todo.take(places).to_pylist(), []
     with closing(VideoDecoder(request.decode_setup())) as decoder:
-        return [_probed(decoder, todo.slice(place, 1).to_pylist()[0]) for place in places]
-
-
-def _probed(decoder: VideoDecoder, row: TodoRow) -> VideoRecord:
-    with decoder.open(row) as source:
-        return decoder.decode_one(row, source)[0]
+        for row in rows:
+            with decoder.open(row) as source:
+                records.append(decoder.decode_one(row, source)[0])
+    return records
 
 
 def workload(request: PruneRequest, n_videos: int, seen: Sequence[VideoRecord], ledger: Ledger) -> Workload:
@@ -242,13 +239,11 @@ def workload(request: PruneRequest, n_videos: int, seen: Sequence[VideoRecord], 
         n_frames = request.decode_setup().largest_frames()[0]
         shapes = _shapes(request, n_frames, _UNSEEN_SIZES)
         decode_s = mean_of(seconds[:, 0].tolist()) if len(rows) else _UNSEEN_DECODE_S.scaled(min(n_frames, 64) / 32)
-        notes = [
-            "none of the probed videos can be read"
-            if seen
-            else f"decoding and encoding are as in the {len(rows)} videos that the cache has"
-            if len(rows)
-            else "no video was looked at: sizes from 240p to 1080p, and decoding, are assumed (--probe K looks at K)"
-        ]
+        notes = ["no video was looked at: sizes from 240p to 1080p, and decoding, are assumed (--probe K looks at K)"]
+    if seen and not good:
+        notes = ["none of the probed videos can be read"]
+    if len(rows):
+        notes.append(f"encoding, and decoding of what was not probed, is as in the {len(rows)} videos of the cache")
     sizes = [float(size) for one in seen if (size := one.get("source_size"))]
     work = _counted(request, n_videos, shapes, decode_s, measured=bool(good))
     return replace(
@@ -261,66 +256,51 @@ def workload(request: PruneRequest, n_videos: int, seen: Sequence[VideoRecord], 
     )
 
 
-def _described(request: PruneRequest) -> Workload:
+def _described(request: PruneRequest, n_videos: float, seconds: float) -> Workload:
     """Return the work of a corpus that the options describe."""
-    config, sampling = request.config, request.sampling
-    assert config.corpus_videos is not None
-    assert config.seconds is not None
-    width, height = config.pixels()
-    n_frames = sampling.num_frames or max(1, min(int(config.seconds * (sampling.fps or 1.0)), sampling.max_frames or 1))
-    decode_s = decoding(config.seconds, width, height, n_frames)
-    work = _counted(request, int(config.corpus_videos), _shapes(request, n_frames, [(height, width)]), decode_s)
-    said = (
-        f"no video was looked at: {width} x {height} at 30 frames a second, with a keyframe each 1 to 8 s, is assumed"
-    )
-    return replace(work, seconds=Interval.exactly(config.seconds), notes=(said,))
+    (width, height), sampling = request.config.pixels(), request.sampling
+    n_frames = sampling.num_frames or max(1, min(int(seconds * (sampling.fps or 1.0)), sampling.max_frames or 1))
+    shapes = _shapes(request, n_frames, [(height, width)])
+    work = _counted(request, int(n_videos), shapes, decoding(seconds, width, height, n_frames))
+    assumed = f"{width} x {height} at 30 frames a second, with a keyframe each 1 to 8 s"
+    return replace(work, seconds=Interval.exactly(seconds), notes=(f"no video was looked at: {assumed}, is assumed",))
 
 
-def _shapes(request: PruneRequest, n_frames: int, sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+def _shapes(request: PruneRequest, n_frames: int, sizes: Sequence[tuple[int, int]]) -> list[Shape]:
     """Return (frames, height, width) as the encoder would see videos of these (height, width)."""
     preprocessor = family_of(request.source).preprocessor()
     return [(n_frames, *preprocessor.target_size(n_frames, *size)) for size in sizes]
 
 
 def _counted(
-    request: PruneRequest,
-    n_videos: int,
-    shapes: Sequence[tuple[int, int, int]],
-    decode_s: Interval,
-    *,
-    measured: bool = False,
+    request: PruneRequest, n_videos: int, shapes: Sequence[Shape], decode_s: Interval, *, measured: bool = False
 ) -> Workload:
     """Count what a model's config tells of videos of these shapes: a sample of them, or a low, middle and high case."""
     family, encode = family_of(request.source), request.encode_setup(request.config.device, request.dtype)
 
-    def over(count: Callable[[tuple[int, int, int]], float]) -> Interval:
+    def over(count: Callable[[Shape], float]) -> Interval:
         numbers = [float(count(shape)) for shape in shapes]
         if len({*numbers}) == 1 or not measured:
             return Interval(min(numbers), sorted(numbers)[len(numbers) // 2], max(numbers))
         return mean_of(numbers, 0.0, n_videos)
 
-    def kept(shape: tuple[int, int, int]) -> int:
+    def kept(shape: Shape) -> int:
         return budget_for(request.retention_ratio, math.prod(family.token_counts(*shape)))
 
-    tower = family.tower_work(*max(shapes)[1:])
-    at_once = tower.patches * max(
-        1, min(FRAMES_AT_ONCE // family.preprocessor().frames_per_patch, 2**17 // tower.patches)
-    )
+    tower, ratio = family.tower_work(*max(shapes)[1:]), request.retention_ratio
+    at_once = min(FRAMES_AT_ONCE // family.preprocessor().frames_per_patch, 2**17 // tower.patches)
     total = over(lambda shape: math.prod(family.token_counts(*shape)))
     width = encode.bytes_per_video(*shapes[0]) / kept(shapes[0]) / 2
     return Workload(
         videos=n_videos,
-        failed=NONE,
         decode_s=decode_s,
         flops=over(lambda shape: family.flops(*shape)),
         parameters=tower.parameters,
-        patch_bytes=2.0 * at_once * tower.width,
+        patch_bytes=2.0 * max(1, at_once) * tower.patches * tower.width,
         tokens=(total, over(kept)),
         frame_bytes=over(lambda shape: 3 * math.prod(shape)),
         output_bytes=over(lambda shape: encode.stored_bytes_per_video(*shape) + COLUMN_BYTES * kept(shape)),
-        reads={ratio: ratio / request.retention_ratio for ratio in TIERS if ratio < request.retention_ratio - 1e-9}
-        if request.pruner.nested
-        else {},
+        reads={tier: tier / ratio for tier in TIERS if request.pruner.nested and tier < ratio - 1e-9},
         selection_s=selecting(request.method, total.expected, round(width)),
     )
 

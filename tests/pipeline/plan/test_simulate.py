@@ -29,16 +29,12 @@ def test_the_same_seed_gives_the_same_time():
     assert simulate(EVEN) == simulate(EVEN) != simulate(replace(EVEN, seed=1))
 
 
-def test_start_and_end_are_added():
-    assert simulate(replace(EVEN, start_s=7, end_s=2)) == pytest.approx(simulate(EVEN) + 9)
-
-
 def test_slow_workers_and_lost_nodes_cost_time_and_no_video():
     whole = simulate(EVEN)
     assert 1.05 * whole < simulate(replace(EVEN, slow=0.5)) < 2 * whole
-    lost = simulate(replace(EVEN, lost=((1, 5.0),), notice_s=1.0))
+    lost = simulate(replace(EVEN, lost={1: 5.0}, notice_s=1.0))
     assert 1.05 * whole < lost < 1.5 * whole  # a quarter of the workers is missing for half of the time
-    late = simulate(replace(EVEN, lost=((1, whole - 0.1),), notice_s=30.0))
+    late = simulate(replace(EVEN, lost={1: whole - 0.1}, notice_s=30.0))
     assert late == pytest.approx(whole + 30, abs=3)  # what it had in hand waits until its loss is noticed
 
 
