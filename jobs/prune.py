@@ -6,6 +6,8 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -14,6 +16,9 @@ from jobs.command import EXIT_CODES, Parser, run_command, wide_console
 from jobs.frame.json_document import Done
 from jobs.frame.planning import show_plan
 from pipeline.prune.config import PruneConfig
+
+if TYPE_CHECKING:  # --help waits for no Arrow
+    from pipeline.cache.header import GateRecord
 
 EPILOG = """\
 examples:
@@ -73,7 +78,18 @@ def _prune(config: PruneConfig, console: Console) -> Done:
         remedy = "look at nodes, mounts, credentials and GPUs, then run again with --retry-failed"
         console.print(f"{failed} (io, internal, memory of a GPU), more than {limit}: {remedy}", highlight=False)
     code = summary.exit_code(config.failure_limit(summary.n_videos), limit)
-    return Done(code, {"out": config.out, **summary.as_record()})
+    gate = None if config.gate is None or code else _gate(config, console)
+    return Done(code if gate is None or gate["passed"] else 1, {"out": config.out, "gate": gate, **summary.as_record()})
+
+
+def _gate(config: PruneConfig, console: Console) -> GateRecord:
+    from pipeline.rewrite.gate import gate_cache  # noqa: PLC0415 - as above
+    from pipeline.storage.s3 import Objects  # noqa: PLC0415
+    from pipeline.storage.stores import store_at  # noqa: PLC0415
+
+    objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
+    say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    return gate_cache(store_at(config.out, objects), config.gate or "", config.model, objects, say)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,14 @@ class RecodeConfig(S3Options):
         group="caches",
     )
     out: str | None = option(None, "the cache to create or to continue", metavar="CACHE")
+    gate: str | None = option(
+        None,
+        "first answer QUESTIONS (as jobs.generate takes them; without a file, fixed prompts) from both, and write "
+        "nothing and end with 1 if more answers differ than noise",
+        metavar="QUESTIONS",
+        const="",
+    )
+    model: str | None = option(None, "with --gate: the model's folder, if it has one", metavar="MODEL")
     token_codec: str = option("int4", "how tokens are stored there", choices=tuple(CODECS)[1:])
 
     def __post_init__(self) -> None:
@@ -63,7 +71,7 @@ def _recode(config: RecodeConfig, console: Console) -> Done:
     """Make a cache of another with its tokens in another codec, print what was done, and return the record."""
     from pipeline.cache.reader import TokenCache  # noqa: PLC0415 - torch and Arrow load after the flags are checked
     from pipeline.rewrite.recode import recoding  # noqa: PLC0415
-    from pipeline.rewrite.rewrite import rewrite  # noqa: PLC0415
+    from pipeline.rewrite.rewrite import check_place, rewrite  # noqa: PLC0415
     from pipeline.storage.s3 import Objects  # noqa: PLC0415
     from pipeline.storage.stores import store_at  # noqa: PLC0415
 
@@ -71,10 +79,16 @@ def _recode(config: RecodeConfig, console: Console) -> Done:
     objects = Objects.from_environment(config.s3_endpoint, config.s3_region)
     source = TokenCache(config.cache, store=store_at(config.cache, objects))
     say = partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    done = rewrite(recoding(source, config.token_codec, config.out), store_at(config.out, objects), say)
+    what, out = recoding(source, config.token_codec, config.out), store_at(config.out, objects)
+    check_place(out, what.header)
+    if config.gate is not None:
+        from pipeline.rewrite.gate import gate_recoding  # noqa: PLC0415
+
+        what = gate_recoding(what, config.gate, config.model, objects, say)
+    done = rewrite(what, out, say)
     for line in done.lines():
         say(line)
-    return Done(0, {"cache": config.cache, "out": config.out, **asdict(done)})
+    return Done(0, {"cache": config.cache, "out": config.out, "gate": what.header.get("gate"), **asdict(done)})
 
 
 if __name__ == "__main__":

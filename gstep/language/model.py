@@ -59,11 +59,12 @@ class LanguageModel:
         return mean
 
     @torch.inference_mode()
-    def logits(self, prompts: Sequence[Prompt]) -> list[Tensor]:
-        """Return the logits at every token of each prompt, [L,V] in the compute dtype."""
+    def logits(self, prompts: Sequence[Prompt], last: int = 0) -> list[Tensor]:
+        """Return the logits at every token of each prompt (the ``last`` ones if given), [L,V] in the compute dtype."""
         batch = Batch.of(prompts)
-        output = self._forward(batch, prompts=prompts)
-        return [row[mask.bool()] for row, mask in zip(output.logits, batch.mask.to(self.device), strict=True)]
+        output = self._forward(batch, prompts=prompts, logits_to_keep=last)
+        masks = batch.mask[:, -last:].to(self.device)
+        return [row[mask.bool()] for row, mask in zip(output.logits, masks, strict=True)]
 
     @torch.inference_mode()
     def generate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,13 +13,13 @@ import pyarrow as pa
 
 from gstep.evidence import name_of
 from pipeline.cache.cached_video import CachedVideo, index_order, newline_of, to_video
-from pipeline.cache.codecs import TokenCodec, codec_of
+from pipeline.cache.codecs import BFLOAT16, TokenCodec, codec_of
 from pipeline.cache.header import CacheHeader, CacheIdentity, deepstack_levels, fingerprint, read_header_file
 from pipeline.cache.live_videos import LiveShards, LiveVideos, Place
 from pipeline.cache.loaded_once import LoadedOnce
 from pipeline.cache.reading import Reading, TokenOrder, read_json, rows_wanted, token_columns
 from pipeline.cache.runs import read_runs
-from pipeline.cache.schema import CURRENT_VERSIONS, READABLE_VERSIONS, SCHEMA_VERSION
+from pipeline.cache.schema import CODED_VERSIONS, CURRENT_VERSIONS, READABLE_VERSIONS, SCHEMA_VERSION
 from pipeline.cache.token_shard import Rows, TokenShard
 from pipeline.errors import (
     CorruptShard,
@@ -49,6 +50,28 @@ def read_header(store: Store) -> CacheHeader:
     header = cast(CacheHeader, read_header_file(store, HEADER, READABLE_VERSIONS, NotACache, absent))
     codec_of(header["identity"], store)
     return header
+
+
+def coded_header(header: CacheHeader, codec: str) -> CacheHeader:
+    """Return the header of a cache of the same tokens by another codec."""
+    identity = {**header["identity"], "dtype": {**header["identity"]["dtype"], "stored": codec}}
+    made = {**header, "schema_version": CODED_VERSIONS.get(codec, SCHEMA_VERSION), "identity": identity}
+    return cast(CacheHeader, {name: value for name, value in made.items() if name not in ("checksum", "gate")})
+
+
+class UngatedCache(UserWarning):
+    """Tokens are coded, and no gate has passed that compares answers with those from bfloat16 tokens."""
+
+
+def warn_of_gate(store: Store, header: CacheHeader) -> None:
+    """Warn whoever opens a cache of coded tokens that passed no gate."""
+    gate, codec = header.get("gate"), codec_of(header["identity"]).name
+    if gate is not None and gate["passed"]:
+        return
+    what = "no gate has compared its answers with those from bfloat16 tokens (--gate of jobs.prune and jobs.recode)"
+    if gate is not None:
+        what = f"the gate refused it: {gate['changed']['mean']:.1%} more of its answers than of the noise floor changed"
+    warnings.warn(f"{store} holds tokens as {codec}, and {what}", UngatedCache, stacklevel=3)
 
 
 def check_version(store: Store) -> None:
@@ -89,6 +112,8 @@ class TokenCache:
     def __init__(self, path: str | Path, *, store: Store | None = None, live: pa.Table | None = None) -> None:
         self.store = store or store_at(path)
         self.header = read_header(self.store)
+        if self.codec is not BFLOAT16:
+            warn_of_gate(self.store, self.header)
         made_with = fingerprint(self.identity)
         self._live = (
             LiveVideos.open(self.store, made_with) if live is None else LiveVideos(self.store, made_with, live, ())

@@ -172,6 +172,16 @@ class PruneConfig(PlanOptions, PrunerOptions):
         "and the largest channels kept",
         choices=tuple(CODECS),
     )
+    gate: str | None = option(
+        None,
+        "with int8 and int4: once all is written answer QUESTIONS (as jobs.generate takes them; without a file, fixed "
+        "prompts) from both forms of the --gate-sample, and end with 1 if more answers differ than noise",
+        metavar="QUESTIONS",
+        const="",
+    )
+    gate_sample: int = option(
+        200, "with int8 and int4: keep the bfloat16 rows of N random videos until a gate has passed", metavar="N"
+    )
     target_shard_mb: int = option(
         256,
         "put about MB (10^6 bytes) of tokens into one Parquet shard, by the planned size of its videos (as if in full "
@@ -276,6 +286,9 @@ class PruneConfig(PlanOptions, PrunerOptions):
                 "one video may take that long"
             )
         check(0.0 < self.retention_ratio <= 1.0, "retention_ratio", "in (0, 1]", self.retention_ratio)
+        check(self.gate_sample >= 0, "gate_sample", "at least 0", self.gate_sample)
+        if self.gate is not None and (self.token_codec == BFLOAT16.name or not self.gate_sample):
+            raise UsageError("--gate goes with --token-codec int8 or int4 and a --gate-sample: it compares the two")
         check(self.fps is None or positive(self.fps), "fps", "a positive number", self.fps)
         snap = self.snap_to_keyframes
         check(snap is None or positive(snap), "snap_to_keyframes", "a positive number of seconds", snap)

@@ -49,6 +49,7 @@ class EncodeSetup:
     dtype: str = "auto"
     attn: str = "auto"
     codec: str = BFLOAT16.name
+    sample_limit: int = -1  # of the videos whose bfloat16 rows are kept too (pipeline.cache.codecs.sample)
 
     def bytes_per_video(self, n_frames: int, height: int, width: int) -> int:
         """Estimate the bytes of the kept tokens of a video of [n_frames, height, width] pixels, before the codec."""

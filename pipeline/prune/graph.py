@@ -237,5 +237,7 @@ def build_graph(
     limit = resources.store_bytes(3 * math.prod(shape), encode.bytes_per_video(*shape))
     tokens.context.execution_options.resource_limits = ray.data.ExecutionResources(object_store_memory=limit)
     # 4. Write: one token shard a call, of what the driver has bundled.
-    writers = partial(start_actors, Writer, resources.write, (store, run_id, heartbeats, encode.codec), labels)
+    writers = partial(
+        start_actors, Writer, resources.write, (store, run_id, heartbeats, encode.codec, encode.sample_limit), labels
+    )
     return RunGraph(tokens, resources.videos_per_shard, writers, items_per_row=bundle)

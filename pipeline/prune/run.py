@@ -8,12 +8,13 @@ import pyarrow as pa
 from rich.console import Console
 
 from gstep.backbones import family_of
-from pipeline.cache.codecs import codec_of
+from pipeline.cache.codecs import BFLOAT16, codec_of
+from pipeline.cache.codecs.sample import sample_limit, sample_store
 from pipeline.cache.header import deepstack_levels, header_bytes
 from pipeline.cache.ledger import Ledger
 from pipeline.cache.live_rows import VIDEOS
 from pipeline.cache.merging import WAITING_AT_END, try_merge
-from pipeline.cache.reader import HEADER, made_with, read_header
+from pipeline.cache.reader import HEADER, coded_header, made_with, read_header
 from pipeline.errors import LimitReached, UsageError
 from pipeline.execution.cluster import choose_device, provenance, resources_without
 from pipeline.execution.request import refusing
@@ -58,6 +59,19 @@ class Todo:
 
     def __len__(self) -> int:
         return len(self.videos)
+
+
+def _sample(request: PruneRequest) -> int:
+    """Prepare the place of the sample that a gate will need, and return its limit; -1 where none is kept."""
+    header = read_header(request.store)
+    if request.config.token_codec == BFLOAT16.name or header.get("gate", {}).get("passed"):
+        return -1
+    limit = sample_limit(request.manifest["video_id"], request.config.gate_sample)
+    if limit >= 0:
+        sample = sample_store(request.store)
+        sample.make()
+        sample.put(HEADER, header_bytes(coded_header(header, BFLOAT16.name)))
+    return limit
 
 
 class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
@@ -105,7 +119,8 @@ class PruneRun(Run[PruneConfig, PruneRequest, Todo, Summary]):
             with refusing():
                 static = family_of(request.source).static()
             request.store.put(HEADER, header_bytes(request.header(dtype, static)))
-        setups = Setups(request.decode_setup(), request.encode_setup(device, dtype))
+        encode = replace(request.encode_setup(device, dtype), sample_limit=_sample(request))
+        setups = Setups(request.decode_setup(), encode)
         plan = self._forecast(request, todo, device)
         limits = self._limits = self._limited(request, plan)
         about = {

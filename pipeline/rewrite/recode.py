@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.codecs import BFLOAT16
-from pipeline.cache.header import CacheHeader
-from pipeline.cache.reader import TokenCache, check_version
-from pipeline.cache.schema import CODED_VERSIONS, SCHEMA_VERSION
+from pipeline.cache.reader import TokenCache, check_version, coded_header
 from pipeline.cache.writer import PrunedVideo
 from pipeline.errors import UsageError
 from pipeline.rewrite.rewrite import Rewrite, config_of, kept_of
@@ -23,13 +19,6 @@ def check_source(cache: TokenCache, why: str) -> None:
             f"{cache.store} holds tokens as {cache.codec.name} already: {why} the cache of bfloat16 tokens that it was "
             "made of"
         )
-
-
-def coded_header(header: CacheHeader, codec: str) -> CacheHeader:
-    """Return the header of a cache of the same tokens by another codec."""
-    identity = {**header["identity"], "dtype": {**header["identity"]["dtype"], "stored": codec}}
-    made = {**header, "schema_version": CODED_VERSIONS.get(codec, SCHEMA_VERSION), "identity": identity}
-    return cast(CacheHeader, {name: value for name, value in made.items() if name not in ("checksum", "gate")})
 
 
 def recoding(source: TokenCache, codec: str, out: str) -> Rewrite:

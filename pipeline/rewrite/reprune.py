@@ -18,13 +18,13 @@ from gstep.pruners.base import Pruner
 from pipeline.cache.cached_video import CachedVideo
 from pipeline.cache.header import CacheHeader, CacheIdentity, PrunerIdentity
 from pipeline.cache.method import describe_method
-from pipeline.cache.reader import TokenCache
+from pipeline.cache.reader import TokenCache, coded_header
 from pipeline.cache.writer import PrunedVideo
 from pipeline.errors import UsageError, VideoFault
 from pipeline.execution.request import refusing
 from pipeline.generate.late_pruning import evidence_columns, is_whole
 from pipeline.prune.encode_stage import kept_tokens, pruned_columns
-from pipeline.rewrite.recode import check_source, coded_header
+from pipeline.rewrite.recode import check_source
 from pipeline.rewrite.rewrite import Rewrite, config_of
 from pipeline.rows import VideoRecord, failed_video
 

@@ -17,10 +17,11 @@ from datetime import timedelta
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipeline.cache.codecs.sample import sample_store
 from pipeline.cache.live_rows import RULE_COLUMNS, VideoRows, live_rows, read_file, with_place
 from pipeline.cache.live_rows import VIDEOS as TABLE
 from pipeline.cache.merging import merge
-from pipeline.cache.reader import check_version, made_with
+from pipeline.cache.reader import HEADER, check_version, made_with
 from pipeline.cache.table import table_files
 from pipeline.cache.writer import commit
 from pipeline.errors import printable
@@ -91,6 +92,8 @@ def remove_videos(
                     store.delete(name)
                 done.deleted += left
             done.deleted += merge(store, identity, everything=True, keep=keep).deleted
+    if (sample := sample_store(store)).exists(HEADER):  # nobody reads that but a gate
+        done.deleted += remove_videos(sample, ids, reason, say, timedelta(0)).deleted
     return done
 
 
