@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gstep.errors import MissingEvidence, ModelError
-from gstep.lazy import LazyTable
+from gstep.lazy import LazyTable, attributes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,8 +89,4 @@ def prune(
 
 
 if not TYPE_CHECKING:  # hidden from type checkers: to them every unknown attribute would look like a valid one
-
-    def __getattr__(name: str) -> Any:
-        if name in _PUBLIC:
-            return _PUBLIC[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = attributes_of(__name__, _PUBLIC)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -32,6 +32,17 @@ def importing_much() -> Iterator[None]:
             gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+def attributes_of(module: str, table: Mapping[str, Any]) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` for a module, which finds the names of ``table`` when they are first asked for."""
+
+    def attribute(name: str) -> Any:
+        if name in table:
+            return table[name]
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return attribute
 
 
 class LazyTable(Mapping[str, Any]):

@@ -8,10 +8,10 @@ is first used, so that importing this package loads neither transformers nor saf
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gstep.families import FAMILIES
-from gstep.lazy import LazyTable
+from gstep.lazy import LazyTable, attributes_of
 
 if TYPE_CHECKING:
     from gstep.backbones.base import Backbone, SampledVideo
@@ -65,8 +65,4 @@ def family_of(source: ModelSource) -> ModelFamily:
 
 
 if not TYPE_CHECKING:  # hidden from type checkers: to them every unknown attribute would look like a valid one
-
-    def __getattr__(name: str) -> Any:
-        if name in _PUBLIC:
-            return _PUBLIC[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = attributes_of(__name__, _PUBLIC)

@@ -92,10 +92,7 @@ class PoolingHeadSource:
 
     def file(self, filename: str) -> Path:
         """Return the local path of a file, downloaded or built on this node if need be."""
-        path = self.files.find(filename)
-        if path is None:
-            raise ModelError(f"{self.name!r} has no file {filename}: download the whole checkpoint")
-        return path
+        return self.files.need(filename, self.name)
 
 
 def read_head(source: PoolingHeadSource) -> dict[str, Tensor]:

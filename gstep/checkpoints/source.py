@@ -108,10 +108,7 @@ class ModelSource:
                     f"this node has {mine}, the driver {self.identity}: "
                     "install the same version of this package and of numpy on every node"
                 )
-        path = self.files.find(filename)
-        if path is None:
-            raise ModelError(f"{self.name!r} has no file {filename}: download the whole checkpoint")
-        return path
+        return self.files.need(filename, self.name)
 
     def stock_config(self) -> PretrainedConfig:
         """Parse config.json into transformers' configuration of the family, with its defaults."""

@@ -12,10 +12,10 @@ used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gstep.families import FAMILIES
-from gstep.lazy import LazyTable
+from gstep.lazy import LazyTable, attributes_of
 
 if TYPE_CHECKING:
     from gstep.backbones import ModelSource, Runtime
@@ -87,8 +87,4 @@ def load_language_model(source: ModelSource, runtime: Runtime) -> LanguageModel:
 
 
 if not TYPE_CHECKING:  # hidden from type checkers: to them every unknown attribute would look like a valid one
-
-    def __getattr__(name: str) -> Any:
-        if name in _PUBLIC:
-            return _PUBLIC[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__ = attributes_of(__name__, _PUBLIC)

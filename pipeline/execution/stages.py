@@ -113,17 +113,24 @@ class Stage:
 def actor_options(stage: Stage, batch_size: int, labels: Mapping[str, str] | None = None) -> Mapping[str, Any]:
     """Return the ``map_batches`` options of a stage: ``batch_size`` rows a call, on nodes that match ``labels``."""
     return {
-        **({"label_selector": dict(labels)} if labels else {}),
+        **_worker_options(stage, labels),
         "batch_size": batch_size,
         "batch_format": "pyarrow",
         "zero_copy_batch": True,
         "compute": ray.data.ActorPoolStrategy(size=stage.workers, max_tasks_in_flight_per_actor=stage.in_flight),
         "max_concurrency": stage.calls,
+        "ray_remote_args_fn": partial(_actor_name, threading.get_ident()),
+    }
+
+
+def _worker_options(stage: Stage, labels: Mapping[str, str] | None) -> Mapping[str, Any]:
+    """Return the options of Ray for every worker of a stage: what it reserves, its nodes, and its restarts."""
+    return {
+        **({"label_selector": dict(labels)} if labels else {}),
         "num_cpus": stage.num_cpus,
         "num_gpus": stage.num_gpus,
         "max_restarts": RESTARTS,
         "max_task_retries": TASK_RETRIES,
-        "ray_remote_args_fn": partial(_actor_name, threading.get_ident()),
     }
 
 
@@ -134,14 +141,7 @@ def start_actors(
 
     ``labels`` selects the nodes that they may start on, by Ray's labels of nodes.
     """
-    options = {
-        **({"label_selector": dict(labels)} if labels else {}),
-        "num_cpus": stage.num_cpus,
-        "num_gpus": stage.num_gpus,
-        "max_restarts": RESTARTS,
-        "max_task_retries": TASK_RETRIES,
-        "scheduling_strategy": "SPREAD",
-    }
+    options = {**_worker_options(stage, labels), "scheduling_strategy": "SPREAD"}
     return [
         ray.remote(kind).options(**options, **_actor_name(threading.get_ident())).remote(*arguments)
         for _ in range(stage.workers)
