@@ -7,8 +7,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext, suppress
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -28,6 +30,9 @@ Exit code: 0 every {item} has a row and failures are within --max-failed; 1 the 
 """
 
 
+_SHORT_WIDTH = 118  # columns of the help of the usual options, which fits one screen of text so
+
+
 class LogConsole(Console):
     """A console for messages on stderr: plain on a terminal; in a log each message is one line with its time."""
 
@@ -43,11 +48,16 @@ class LogConsole(Console):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that knows ``--version``, and writes usage errors as JSON documents if ``--json`` is given."""
+    """An argument parser that knows ``--version``, and writes usage errors as JSON documents if ``--json`` is given.
+
+    Attributes:
+        usual: the options that ``--help`` shows, where ``--help-all`` shows all; None where there is no such flag.
+    """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._json = False
+        self.usual: frozenset[str] | None = None
         self.add_argument(
             "--version", action=_Version, help="show the versions of this package, torch, Ray, transformers"
         )
@@ -56,10 +66,44 @@ class Parser(argparse.ArgumentParser):
         self._json = "--json" in (sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
+    def format_help(self) -> str:
+        if self.usual is None:
+            return super().format_help()
+        hidden = [action for action in self._actions if action.dest not in self.usual]
+        texts, shape = [action.help for action in hidden], self.formatter_class
+        for action in hidden:
+            action.help = argparse.SUPPRESS
+        words = "".join(f" [{action.metavar}]" for action in self._actions if not action.option_strings)
+        self.usage = f"{self.prog}{words} [options]"
+        self.formatter_class = partial(argparse.RawDescriptionHelpFormatter, width=_SHORT_WIDTH)
+        try:
+            return super().format_help()
+        finally:
+            self.usage, self.formatter_class = None, shape
+            for action, text in zip(hidden, texts, strict=True):
+                action.help = text
+
     def error(self, message: str) -> NoReturn:
+        words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecog") else []
+        flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+        likely = [name for flag in flags for name in get_close_matches(flag, self._option_string_actions, 1)]
+        message += f" (did you mean {', '.join(likely)}?)" if likely else ""
         if self._json:
             write_document(STDOUT, error_record(UsageError(message)))
-        super().error(message)
+        self.exit(2, f"usage: {self.prog} [options]; --help lists them\n{self.prog}: error: {message}\n")
+
+
+class _HelpAll(argparse.Action):
+    """The action of ``--help-all``: prints the help of every option."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **more)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        assert isinstance(parser, Parser)
+        parser.usual = None
+        parser.print_help()
+        parser.exit()
 
 
 class _Version(argparse.Action):
@@ -80,16 +124,21 @@ class _Version(argparse.Action):
 
 
 def run_command(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     config: type[T],
     work: Callable[[T, Console], int | Done],
     argv: Sequence[str] | None,
     overruled: Callable[[argparse.Namespace], Iterable[str]] = lambda flags: (),
+    usual: Collection[str] = (),
 ) -> int:
     """Parse ``argv`` into a ``config`` and do the ``work``; returns the exit code.
 
-    ``overruled`` returns the options of the file that the flags overrule.
+    ``overruled`` returns the options of the file that the flags overrule; ``usual`` are those that ``--help`` shows,
+    where it does not show all.
     """
+    if usual:
+        parser.usual = frozenset((*usual, "help", "help_all", "version"))
+        parser.add_argument("--help-all", action=_HelpAll, dest="help_all", help="show all options, in groups")
     add_json(parser)
     parser.add_argument(
         "--config",

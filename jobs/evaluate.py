@@ -27,6 +27,12 @@ there. --out gets scores.parquet, tables.md, tables.tex and report.html.
 
 """
 
+#: The options that --help shows.
+USUAL = (
+    *("benchmark", "data", "model", "method", "retention_ratio", "num_frames", "out", "cache"),
+    *("score", "table", "results", "plan"),
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Score pruning methods on a benchmark, or lay out tables of results; return the exit code."""
@@ -36,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EPILOG + EXIT_CODES.format(item="question"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    return run_command(parser, EvaluateConfig, _evaluate, argv)
+    return run_command(parser, EvaluateConfig, _evaluate, argv, usual=USUAL)
 
 
 def _evaluate(config: EvaluateConfig, console: Console) -> Done:

@@ -24,6 +24,12 @@ examples:
 The same command again goes on where the last one stopped, and does nothing where nothing is left to do.
 """
 
+#: The options that --help shows.
+USUAL = (
+    *("cache", "questions", "out", "model", "retention_ratio", "pruner", "choices", "engine", "system"),
+    *("max_new_tokens", "temperature", "retry_failed", "limit"),
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Answer the questions of a file from a cache; return the exit code."""
@@ -33,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EPILOG + EXIT_CODES.format(item="question"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    return run_command(parser, GenerateConfig, _generate, argv)
+    return run_command(parser, GenerateConfig, _generate, argv, usual=USUAL)
 
 
 def _generate(config: GenerateConfig, console: Console) -> Done:

@@ -32,6 +32,12 @@ examples:
 The same command again goes on where the last one stopped, and does nothing where nothing is left to do.
 """
 
+#: The options that --help shows.
+USUAL = (
+    *("videos", "out", "model", "pruner", "retention_ratio", "num_frames", "fps", "max_frames", "token_codec"),
+    *("retry_failed", "limit", "dry_run", "plan"),
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prune the videos that the flags name into a cache, or say what a run would do; return the exit code."""
@@ -41,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EPILOG + EXIT_CODES.format(item="video"),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    return run_command(parser, PruneConfig, _prune, argv, _other_sampling)
+    return run_command(parser, PruneConfig, _prune, argv, _other_sampling, USUAL)
 
 
 def _other_sampling(flags: argparse.Namespace) -> set[str]:

@@ -21,6 +21,9 @@ examples:
   python -m jobs.serve s3://bucket/cache --model Qwen/Qwen2.5-VL-72B-Instruct --tensor-parallel 8 --api-key KEY
 """
 
+#: The options that --help shows.
+USUAL = ("cache", "caches", "model", "retention_ratio", "tensor_parallel", "host", "port", "api_key")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Start the chat server on a cache; return the exit code."""
@@ -30,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    return run_command(parser, ServeConfig, _serve, argv)
+    return run_command(parser, ServeConfig, _serve, argv, usual=USUAL)
 
 
 def _serve(config: ServeConfig, console: Console) -> int:

@@ -3,7 +3,7 @@
 import pytest
 
 from gstep.methods import METHODS, OF_A_VIDEO
-from jobs import generate, prune
+from jobs import evaluate, generate, prune, serve
 from tests.jobs.jobs import run
 
 HEAVY = {"torch", "ray", "pyarrow", "transformers", "av", "decord"}
@@ -12,7 +12,7 @@ HEAVY = {"torch", "ray", "pyarrow", "transformers", "av", "decord"}
 def help_of(command, flag, capsys):
     """What the help says of one flag, and the paragraph of the next flag's beginning."""
     with pytest.raises(SystemExit, match="0"):
-        command.main(["--help"])
+        command.main(["--help-all"])
     options = capsys.readouterr().out.split("\noptions:\n")[1]
     return " ".join(options.split(f"\n  {flag} ")[1].split("\n  --")[0].split())
 
@@ -30,3 +30,27 @@ def test_help_loads_nothing_heavy(command):
     assert done.returncode == 0
     loaded = {line.rsplit("|", 1)[-1].strip() for line in done.stdout.splitlines() if line.startswith("import time:")}
     assert f"pipeline.{command}.config" in loaded and not HEAVY & loaded
+
+
+@pytest.mark.parametrize("command", [prune, generate, evaluate, serve])
+def test_help_is_a_screen_of_the_usual_options_and_leads_to_all(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        command.main(["--help"])
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) <= 60 and "--help-all" in short and "--s3-endpoint" not in short
+    assert all(
+        f"--{name.replace('_', '-')}" in short or name.upper() in short for name in command.USUAL if name != "caches"
+    )
+    with pytest.raises(SystemExit, match="0"):
+        command.main(["--help-all"])
+    assert "--s3-endpoint" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"), [("--retention-ration", "--retention-ratio"), ("--drt-run=1", "--dry-run")]
+)
+def test_a_mistyped_flag_gets_the_likely_one_and_no_page_of_usage(wrong, right, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        prune.main([wrong, "0.2"])
+    said = capsys.readouterr().err
+    assert f"did you mean {right}?" in said and len(said.splitlines()) == 2
