@@ -137,7 +137,7 @@ def run_command(
     where it does not show all.
     """
     if usual:
-        parser.usual = frozenset((*usual, "help", "help_all", "version"))
+        parser.usual = frozenset((*usual, "help", "help_all", argparse.SUPPRESS))  # --version has no name
         parser.add_argument("--help-all", action=_HelpAll, dest="help_all", help="show all options, in groups")
     add_json(parser)
     parser.add_argument(
